@@ -1,0 +1,51 @@
+"""Text as bytes: this Python's own library by default, or any file."""
+
+import sysconfig
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+
+
+VOCABULARY = 256  # bytes
+_PIECE = 1 << 16  # every 16th piece of 64 KiB is held out
+
+
+class Corpus:
+    """Training and validation text, and batches that depend on the step alone."""
+
+    def __init__(self, file: Path | None = None):
+        text = np.frombuffer(file.read_bytes() if file else _standard_library(), np.uint8)
+        pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+        held_out = pieces[15::16] or pieces[-1:]
+        kept = [p for i, p in enumerate(pieces) if i % 16 != 15] if pieces[15:] else pieces
+        self.train = np.concatenate(kept)
+        self.validation = np.concatenate(held_out)
+
+    def batch(self, size: int, context: int, *, seed: int, step: int) -> np.ndarray:
+        """Returns `(size, context + 1)` bytes; the same for the same seed and step."""
+        return _windows(self.train, size, context, np.random.default_rng((seed, step)))
+
+    def validation_batches(self, count: int, size: int, context: int) -> list[np.ndarray]:
+        generator = np.random.default_rng(0)
+        return [_windows(self.validation, size, context, generator) for _ in range(count)]
+
+
+def _windows(text: np.ndarray, size: int, context: int, generator) -> np.ndarray:
+    if len(text) < context + 2:
+        raise SystemExit(f"the text has {len(text)} bytes, too few for context {context}")
+    starts = generator.integers(0, len(text) - context - 1, size)
+    return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def _standard_library() -> bytes:
+    """The library's sources and the language reference, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3"}
+    files = [
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not skipped.intersection(file.relative_to(root).parts)
+    ]
+    reference = [topics[name].encode() for name in sorted(topics)]
+    return b"\n".join([file.read_bytes() for file in files] + reference)

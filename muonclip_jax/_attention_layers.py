@@ -1,0 +1,90 @@
+"""Which leaves carry the heads of which attention layer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from . import _paths
+from ._flax_names import FlaxTree
+
+
+class HeadLeaf(NamedTuple):
+    """A leaf of an attention layer and the axis along which its heads lie."""
+
+    path: str  # below the layer, "query/kernel"
+    ndim: int  # axes in one layer; what leads them is a stack of layers
+    axis: int = -2  # of the heads, from the end
+
+
+class AttentionLayer(NamedTuple):
+    """One attention layer: a statistic and the leaves that answer to it.
+
+    The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
+    `(*stack, heads)`; every leaf named here has the axes of `stack` in front.
+
+    !!! example
+
+        A layer with its own names and kernels of (heads, features, head_dim):
+
+        >>> import muonclip_jax as mc
+        >>> layer = mc.AttentionLayer(
+        ...     path="decoder/attn",
+        ...     query=(mc.HeadLeaf("wq", ndim=3, axis=-3), mc.HeadLeaf("bq", ndim=2)),
+        ...     key=(mc.HeadLeaf("wk", ndim=3, axis=-3), mc.HeadLeaf("bk", ndim=2)),
+        ... )
+        >>> tx = mc.qk_clip(attention=[layer])
+    """
+
+    path: str
+    query: tuple[HeadLeaf, ...]
+    key: tuple[HeadLeaf, ...]
+
+
+#: Layers, or a function that finds them in the params.
+Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
+
+# Children that normalise query or key after the projection, in Flax and by custom.
+_QK_NORMS = (
+    *("query_ln", "key_ln", "query_norm", "key_norm"),
+    *("q_norm", "k_norm", "q_ln", "k_ln", "norm_q", "norm_k"),
+)
+
+
+def flax_attention_layers(params: Any) -> list[AttentionLayer]:
+    """Finds the attention layers of stock Flax: modules with `query` and `key`.
+
+    Works on Linen and NNX params, scanned layers included.
+
+    **Raises:** `ValueError`, naming the layers, where query and key are normalised
+    after their projection (`normalize_qk=True`): scaling the weights does nothing
+    there.
+    """
+    names = FlaxTree(_paths.flatten(params))
+    modules = names.attention_modules()
+    normalised = [
+        m for m in modules if any(names.has_module((*m, n)) for n in _QK_NORMS)
+    ]
+    if normalised:
+        raise ValueError(
+            f"QK-Clip cannot act on {_paths.show_all(normalised)}: query and key are "
+            "normalised after the projection (normalize_qk), so scaling their weights "
+            "leaves the logits as they are. Use mc.muon without QK-Clip for this model"
+        )
+    return [_flax_layer(names, module) for module in modules]
+
+
+def resolve_attention(attention: Attention | None, params: Any) -> list[AttentionLayer]:
+    """Returns the layers, whichever way they were given."""
+    if attention is None:
+        attention = flax_attention_layers
+    return list(attention(params) if callable(attention) else attention)
+
+
+def _flax_layer(names: FlaxTree, module: _paths.Path) -> AttentionLayer:
+    def leaves(projection: str) -> tuple[HeadLeaf, ...]:
+        return tuple(
+            HeadLeaf(f"{projection}/{name}", ndim)
+            for name, ndim in (("kernel", 3), ("bias", 2))
+            if names.has_leaf((*module, projection, name))
+        )
+
+    return AttentionLayer("/".join(module), leaves("query"), leaves("key"))

@@ -1,0 +1,130 @@
+"""Newton-Schulz coefficient schedules, each checked before it is used."""
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+Triple = tuple[float, float, float]
+Schedule = tuple[Triple, ...]
+
+# Amsel et al., arXiv:2505.16932, optimal for singular values in [1e-3, 1].
+_POLAR_EXPRESS_RAW: Schedule = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+
+
+def _shrink(schedule: Schedule, factor: float) -> Schedule:
+    """Composes every step with `x / factor`, which tolerates values above 1."""
+    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in schedule)
+
+
+#: Preset name to its steps `(a, b, c)`; a step maps every singular value `s`
+#: to `a*s + b*s**3 + c*s**5`.
+NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
+    {
+        # Keller Jordan, kellerjordan.github.io/posts/muon. Leaves singular
+        # values in about [0.7, 1.2]; also Moonlight, Kimi K2, torch.optim.Muon.
+        "keller": ((3.4445, -4.7750, 2.0315),) * 5,
+        # You Jiacheng / leloykun; `"dion"` in optax, `"quintic"` at NVIDIA.
+        "quintic": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        # Polar Express with the paper's safety factor of 1.01 on all steps but
+        # the last (arXiv:2505.16932, appendix G).
+        "polar_express": _shrink(_POLAR_EXPRESS_RAW[:-1], 1.01)
+        + _POLAR_EXPRESS_RAW[-1:],
+        # DeepSeek-V4 technical report: eight fast steps, two that converge.
+        "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
+    }
+)
+
+
+def resolve_schedule(
+    ns_coeffs: str | Triple | Schedule, ns_steps: int | jax.Array
+) -> Schedule:
+    """Returns the steps to run, as Python floats.
+
+    A preset that repeats one triple, or a single triple `(a, b, c)`, runs for any
+    `ns_steps`; a schedule whose steps differ runs for exactly its length. A traced
+    `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here.
+    """
+    if isinstance(ns_steps, jax.core.Tracer):
+        return _named_or_given(ns_coeffs, None)
+    if int(ns_steps) < 1:
+        raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+    schedule = _named_or_given(ns_coeffs, int(ns_steps))
+    if len(schedule) != int(ns_steps):
+        raise ValueError(
+            f"ns_coeffs={ns_coeffs!r} holds {len(schedule)} steps, which contradicts "
+            f"ns_steps={int(ns_steps)}; pass ns_steps={len(schedule)}"
+        )
+    check_schedule(schedule, "float32")
+    return schedule
+
+
+def _named_or_given(ns_coeffs, ns_steps: int | None) -> Schedule:
+    if isinstance(ns_coeffs, str):
+        if ns_coeffs not in NS_COEFFS:
+            raise ValueError(
+                f"unknown ns_coeffs {ns_coeffs!r}; known presets are "
+                f"{sorted(NS_COEFFS)}, or pass (a, b, c) or a tuple of them"
+            )
+        schedule = NS_COEFFS[ns_coeffs]
+        repeats = len(set(schedule)) == 1
+    else:
+        steps = np.asarray(ns_coeffs, dtype=np.float64)
+        if steps.ndim not in (1, 2) or steps.shape[-1] != 3 or not steps.size:
+            raise ValueError(
+                "ns_coeffs must be a preset name, one triple (a, b, c) or a tuple "
+                f"of triples; got {ns_coeffs!r}"
+            )
+        repeats = steps.ndim == 1
+        schedule = tuple(
+            (float(a), float(b), float(c)) for a, b, c in steps.reshape(-1, 3)
+        )
+    return schedule[:1] * ns_steps if repeats and ns_steps else schedule
+
+
+@functools.lru_cache(maxsize=256)
+def check_schedule(schedule: Schedule, dtype: str) -> None:
+    """Raises unless the schedule maps (0, 1] to finite, positive, bounded values.
+
+    The sweep rounds to `dtype` after every step, as the iteration does, and goes
+    one unit of rounding beyond 1, where rounding may have pushed a singular value.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    start = np.concatenate(
+        [np.geomspace(1e-3, 1, 4096), np.linspace(0.5, 1 + eps, 4096)]
+    )
+    end = _sweep(start, schedule, dtype)
+    bad = ~np.isfinite(end) | (end <= 0) | (end > 2)
+    if bad.any():
+        value, result = start[bad][-1], end[bad][-1]
+        raise ValueError(
+            f"unstable ns_coeffs in {dtype}: after {len(schedule)} steps a singular "
+            f"value of {value:.4g} becomes {result:.4g}, outside (0, 2]: {schedule}"
+        )
+
+
+def _sweep(values: np.ndarray, schedule: Schedule, dtype: str) -> np.ndarray:
+    def round_to(x):
+        return x.astype(jnp.dtype(dtype)).astype(np.float64)
+
+    values = round_to(values)
+    with np.errstate(all="ignore"):
+        for a, b, c in schedule:
+            values = round_to(a * values + b * values**3 + c * values**5)
+    return values

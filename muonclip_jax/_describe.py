@@ -1,0 +1,86 @@
+"""A table of what the optimizer makes of a model."""
+
+from collections.abc import Sequence
+
+import optax
+
+from . import _paths
+from ._attention_layers import Attention, AttentionLayer, resolve_attention
+from ._dimension_numbers import DimensionNumbers, matrix_views
+from ._matrices import MatrixView
+
+
+_COLUMNS = ("path", "shape", "matrices", "optimizer", "attention")
+
+
+def describe(
+    params: optax.Params,
+    *,
+    dimension_numbers: DimensionNumbers | None = None,
+    attention: Attention | None = None,
+) -> str:
+    """Returns a table with a row for each leaf: what it is and who updates it.
+
+    Matrices are given as count x fan-in x fan-out. Attention names the role that
+    QK-Clip sees in the leaf.
+
+    **Arguments:**
+
+    - `params`: as for [`flax_dimension_numbers`][].
+    - `dimension_numbers`, `attention`: what [`muonclip`][] will be given.
+
+    **Raises:** `ValueError` as [`flax_dimension_numbers`][] and [`qk_clip`][] do.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((16, 2, 8))
+        >>> attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+        >>> print(mc.describe({"attn": attn, "norm": {"scale": jnp.ones(16)}}))
+        path               shape       matrices     optimizer  attention
+        attn/key/kernel    (16, 2, 8)  1 x 16 x 16  muon       key, 2 heads
+        attn/query/kernel  (16, 2, 8)  1 x 16 x 16  muon       query, 2 heads
+        norm/scale         (16,)       -            adamw      -
+    """
+    tree = _paths.flatten(params)
+    views = matrix_views(dimension_numbers, params)
+    roles = _roles(resolve_attention(attention, params))
+    rows = [_COLUMNS] + [
+        _row(*entry, roles)
+        for entry in zip(tree.paths, tree.leaves, views, strict=True)
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:
+    if _paths.is_masked(leaf):
+        return (_paths.show(path), "masked", "-", "-", "-")
+    role = roles.get(path)
+    heads = (
+        f"{role[0]}, {leaf.shape[role[1]]} heads"
+        if role and leaf.ndim >= -role[1]
+        else "-"
+    )
+    matrices = f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-"
+    return (
+        _paths.show(path),
+        str(tuple(leaf.shape)),
+        matrices,
+        "muon" if view else "adamw",
+        heads,
+    )
+
+
+def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, tuple[str, int]]:
+    """Maps the path of each leaf that carries heads to its role and head axis."""
+    return {
+        tuple(f"{layer.path}/{leaf.path}".strip("/").split("/")): (role, leaf.axis)
+        for layer in layers
+        for role, leaves in (("query", layer.query), ("key", layer.key))
+        for leaf in leaves
+    }

@@ -1,0 +1,175 @@
+"""Which leaves of a parameter tree are matrices, and along which axes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from . import _paths
+from ._flax_names import Ambiguous, FlaxTree
+from ._matrices import matrix_view, MatrixView
+
+
+#: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, or a
+#: function that makes one from the parameters.
+DimensionNumbers = Any | Callable[[Any], Any]
+
+
+def flax_dimension_numbers(params: optax.Params) -> Any:
+    """Says for every leaf which axes form its matrices, as stock Flax lays them out.
+
+    | leaf | shape | matrices |
+    |---|---|---|
+    | `Dense`, `Linear` kernel | `(*stack, in, out)` | `in` by `out` |
+    | attention `query`, `key`, `value` kernel | `(*stack, in, heads, head_dim)` | `in` by `heads * head_dim` |
+    | attention `out` kernel | `(*stack, heads, head_dim, out)` | `heads * head_dim` by `out` |
+    | `Conv` kernel | `(*window, in, out)` | `window * in` by `out` |
+    | `DenseGeneral`, `LinearGeneral`, `Einsum` kernel | from the shape of its bias | inputs by outputs |
+    | embedding, output head, norm, bias, rank 0 and 1 | any | `None`: AdamW |
+    | any other name | rank 2 | first axis by second |
+
+    Axes count from the end and the leading ones are a stack (scanned layers,
+    experts): each matrix of it is orthogonalized by itself. The output head is a
+    kernel named so (`head`, `lm_head`, `logits`, ...) or, if unnamed, the Dense beside
+    the embedding that has the embedding's shape transposed.
+
+    **Arguments:**
+
+    - `params`: Linen variables or params, an NNX state, or any pytree of arrays or
+        `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are left hidden; where
+        biases are hidden, a general kernel of rank 3 or more is read as a stack.
+
+    **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
+
+    **Raises:** `ValueError`, with the paths, for leaves whose names and shape do not
+    settle it: rank 3 or more under a name that Flax does not use, or a
+    `DenseGeneral` without a bias.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> params = {"attn": {"query": {"kernel": jnp.ones((16, 4, 8))}}}
+        >>> mc.flax_dimension_numbers(params)["attn"]["query"]["kernel"]
+        MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
+    """
+    tree = _paths.flatten(params)
+    names = FlaxTree(tree)
+    numbers: list[Any] = []
+    ambiguous = []
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        try:
+            hidden = _paths.is_masked(leaf)
+            numbers.append(leaf if hidden else names.dimension_numbers(path))
+        except Ambiguous:
+            ambiguous.append((path, tuple(leaf.shape)))
+    if ambiguous:
+        raise ValueError(_ambiguous_message(ambiguous))
+    return tree.unflatten(numbers)
+
+
+def matrix_mask(params: optax.Params) -> Any:
+    """Returns a tree of bools: `True` for each leaf that Muon should update.
+
+    The mask of [`flax_dimension_numbers`][], for `optax.masked`. Raises as it does.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> mc.matrix_mask({"Dense_0": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
+        {'Dense_0': {'bias': False, 'kernel': True}}
+    """
+    tree = _paths.flatten(params)
+    numbers = tree.of(flax_dimension_numbers(params))
+    return tree.unflatten(
+        [n if _paths.is_masked(n) else n is not None for n in numbers]
+    )
+
+
+def resolve_dimension_numbers(
+    dimension_numbers: DimensionNumbers | None, params: Any
+) -> Any:
+    """Returns a whole tree of dimension numbers, whichever way they were given."""
+    tree = _paths.flatten(params)
+    if dimension_numbers is None:
+        dimension_numbers = flax_dimension_numbers
+    if callable(dimension_numbers):
+        dimension_numbers = dimension_numbers(params)
+    return tree.unflatten(_broadcast(dimension_numbers, tree))
+
+
+def matrix_views(
+    dimension_numbers: DimensionNumbers | None, params: Any
+) -> list[MatrixView | None]:
+    """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
+    tree = _paths.flatten(params)
+    numbers = tree.of(resolve_dimension_numbers(dimension_numbers, params))
+    return [
+        _view(*entry) for entry in zip(tree.paths, tree.leaves, numbers, strict=True)
+    ]
+
+
+def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None:
+    if numbers is None or _paths.is_masked(numbers) or _paths.is_masked(leaf):
+        return None
+    try:
+        return matrix_view(tuple(leaf.shape), numbers)
+    except ValueError as error:
+        raise ValueError(
+            f"dimension_numbers for '{_paths.show(path)}' with shape "
+            f"{tuple(leaf.shape)}: {error}"
+        ) from None
+
+
+def _broadcast(prefix: Any, tree: _paths.PathedTree) -> list[Any]:
+    """Gives every leaf the entry whose path begins its own.
+
+    Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
+    `update` plain dicts.
+    """
+    spec = _paths.flatten(prefix, is_leaf=_is_entry)
+    _check_entries(spec)
+    entries = dict(zip(spec.paths, spec.leaves, strict=True))
+    used, found, missing = set(), [], []
+    for path in tree.paths:
+        starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
+        used.update(starts)
+        found.append(entries[starts[-1]] if starts else None)
+        missing += [] if starts else [path]
+    if missing:
+        raise ValueError(
+            f"dimension_numbers has no entry for {_paths.show_all(missing)}"
+        )
+    if tree.paths and len(used) < len(entries):
+        unused = [path for path in entries if path not in used]
+        raise ValueError(
+            f"dimension_numbers names {_paths.show_all(unused)}, but no parameter has "
+            "such a path"
+        )
+    return found
+
+
+def _check_entries(spec: _paths.PathedTree) -> None:
+    for path, entry in zip(spec.paths, spec.leaves, strict=True):
+        if not _is_entry(entry):
+            raise ValueError(
+                f"dimension_numbers at '{_paths.show(path)}' is {entry!r}; it must be "
+                "optax.contrib.MuonDimensionNumbers or None"
+            )
+
+
+def _is_entry(x: Any) -> bool:
+    return x is None or isinstance(x, MuonDimensionNumbers) or _paths.is_masked(x)
+
+
+def _ambiguous_message(leaves) -> str:
+    listing = "".join(f"\n  {_paths.show(path)} {shape}" for path, shape in leaves)
+    return (
+        f"cannot tell which axes of these leaves form matrices:{listing}\n"
+        "Name them through dimension_numbers: a function of the parameters that "
+        "returns a tree with optax.contrib.MuonDimensionNumbers(reduction_axis, "
+        "output_axis) for a matrix (axes left out are a stack of matrices) and None "
+        "for AdamW. mc.flax_dimension_numbers covers stock Flax layers."
+    )

@@ -1,0 +1,194 @@
+"""From per-head statistics to one scale per parameter leaf."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _paths
+from ._attention_layers import AttentionLayer, HeadLeaf
+
+
+STATISTIC = "max_logits"
+
+_HOW_TO_RECORD = (
+    "Use attention_fn=mc.attention_fn, call the layer with sow_weights=True and read "
+    "the intermediates back: mutable=['intermediates'] in Linen (with "
+    "variable_axes={'intermediates': 0} under nn.scan), nnx.capture(..., "
+    "nnx.Intermediate) in NNX"
+)
+
+
+class HeadScales(NamedTuple):
+    """What to multiply each leaf by, and the statistics that led to it."""
+
+    leaves: list[jax.Array | None]  # broadcast against the leaf; None leaves it alone
+    logits: jax.Array  # (all heads,), float32
+    threshold: Any
+
+    def summary(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the largest finite logit and the clipped and non-finite counts."""
+        finite = jnp.isfinite(self.logits)
+        clipped = finite & (self.logits > self.threshold)
+        largest = jnp.max(self.logits, initial=-jnp.inf, where=finite)
+        return largest, _count(clipped), _count(~finite)
+
+
+def head_scales(
+    params: _paths.PathedTree,
+    layers: Sequence[AttentionLayer],
+    attention_stats: Any,
+    threshold: Any,
+    alpha: Any,
+) -> HeadScales:
+    """Binds statistics to leaves; raises, naming paths, where they do not fit."""
+    stats = _read_stats(attention_stats)
+    _check_matched(layers, stats)
+    leaf_at = dict(zip(params.paths, params.leaves, strict=True))
+    scale_at: dict[_paths.Path, jax.Array] = {}
+    for layer in layers:
+        if _is_visible(layer, leaf_at):
+            bound = _BoundLayer(layer, leaf_at, stats[_split(layer.path)])
+            scale_at |= bound.scales(threshold, alpha)
+    logits = [s.ravel() for s in stats.values()] or [jnp.zeros((0,), jnp.float32)]
+    return HeadScales(
+        [scale_at.get(path) for path in params.paths],
+        jnp.concatenate(logits),
+        threshold,
+    )
+
+
+def clip_factors(logits: jax.Array, threshold: Any) -> jax.Array:
+    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere."""
+    over = jnp.isfinite(logits) & (logits > threshold)
+    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1).astype(
+        jnp.float32
+    )
+
+
+class _BoundLayer:
+    """An attention layer with its leaves and its statistic at hand."""
+
+    def __init__(self, layer: AttentionLayer, leaf_at: dict, logits: jax.Array):
+        self._layer = layer
+        self._leaf_at = leaf_at
+        self._logits = logits
+
+    def scales(self, threshold: Any, alpha: Any) -> dict[_paths.Path, jax.Array]:
+        heads = self._logits.shape[-1]
+        query_heads = {self._heads(leaf) for leaf in self._layer.query}
+        key_heads = {self._heads(leaf) for leaf in self._layer.key}
+        if query_heads != {heads} or any(heads % n for n in key_heads):
+            raise ValueError(self._mismatch())
+        gamma = clip_factors(self._logits, threshold)
+        if key_heads != {heads}:
+            # Shared keys stay, or heads under the threshold would shrink with the rest.
+            return self._spread(self._layer.query, gamma)
+        query = self._spread(self._layer.query, gamma**alpha)
+        return query | self._spread(self._layer.key, gamma ** (1 - alpha))
+
+    def _spread(self, leaves: Sequence[HeadLeaf], factors: jax.Array) -> dict:
+        return {self._path(leaf): self._broadcast(leaf, factors) for leaf in leaves}
+
+    def _broadcast(self, leaf: HeadLeaf, factors: jax.Array) -> jax.Array:
+        rank = self._leaf_at[self._path(leaf)].ndim
+        stack = factors.ndim - 1
+        middle = rank + leaf.axis - stack
+        return factors.reshape(
+            factors.shape[:-1]
+            + (1,) * middle
+            + factors.shape[-1:]
+            + (1,) * (-leaf.axis - 1)
+        )
+
+    def _heads(self, leaf: HeadLeaf) -> int:
+        """The number of heads in a leaf whose stack axes agree with the statistic's."""
+        shape = self._leaf_at[self._path(leaf)].shape
+        stack = self._logits.shape[:-1]
+        if len(shape) != len(stack) + leaf.ndim or shape[: len(stack)] != stack:
+            raise ValueError(self._mismatch())
+        return shape[leaf.axis]
+
+    def _path(self, leaf: HeadLeaf) -> _paths.Path:
+        return _split(self._layer.path) + _split(leaf.path)
+
+    def _mismatch(self) -> str:
+        leaves = ", ".join(
+            f"'{_paths.show(self._path(leaf))}' {tuple(self._leaf_at[self._path(leaf)].shape)}"
+            for leaf in self._layer.query + self._layer.key
+        )
+        statistic = _paths.show((*_split(self._layer.path), STATISTIC))
+        return (
+            f"the statistics '{statistic}' have shape {self._logits.shape}, which does "
+            f"not fit the heads of {leaves}. Expected are statistics (*stack, heads) "
+            "for Flax kernels (*stack, features, heads, head_dim); describe other "
+            "layouts in attention="
+        )
+
+
+def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
+    """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
+    base = _split(layer.path)
+    paths = [base + _split(leaf.path) for leaf in layer.query + layer.key]
+    absent = [path for path in paths if path not in leaf_at]
+    if absent:
+        raise ValueError(
+            f"attention= names {_paths.show_all(absent)}, which the params lack"
+        )
+    hidden = [path for path in paths if _paths.is_masked(leaf_at[path])]
+    if hidden and len(hidden) < len(paths):
+        raise ValueError(
+            f"the mask hides {_paths.show_all(hidden)} but not the rest of attention "
+            f"layer '{layer.path}'; QK-Clip scales kernels and biases together"
+        )
+    return not hidden
+
+
+def _read_stats(attention_stats: Any) -> dict[_paths.Path, jax.Array]:
+    """Finds the `max_logits` leaves; several entries of a plain sow are maximised."""
+    tree = _paths.flatten(attention_stats)
+    stats: dict[_paths.Path, jax.Array] = {}
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        module = _module_of(path)
+        if module is None or _paths.is_masked(leaf):
+            continue
+        leaf = jax.lax.stop_gradient(jnp.asarray(leaf, jnp.float32))
+        if not leaf.ndim:
+            raise ValueError(
+                f"the statistics '{_paths.show(path)}' are a scalar; expected one "
+                "maximum per head, shape (*stack, heads)"
+            )
+        stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
+    return stats
+
+
+def _module_of(path: _paths.Path) -> _paths.Path | None:
+    """The module of `<module>/max_logits`, or of an entry of a tuple stored there."""
+    while path and path[-1].isdigit():
+        path = path[:-1]
+    return path[:-1] if path[-1:] == (STATISTIC,) else None
+
+
+def _check_matched(layers: Sequence[AttentionLayer], stats: dict) -> None:
+    known = {_split(layer.path) for layer in layers}
+    missing = [module for module in known if module not in stats]
+    if missing:
+        raise ValueError(
+            f"no statistics for the attention layers {_paths.show_all(sorted(missing))}. "
+            f"{_HOW_TO_RECORD}"
+        )
+    strays = [(*module, STATISTIC) for module in stats if module not in known]
+    if strays:
+        raise ValueError(
+            f"the statistics {_paths.show_all(strays)} match no query and key in the "
+            f"params; attention layers are {_paths.show_all(sorted(known)) or 'none'}"
+        )
+
+
+def _split(path: str) -> _paths.Path:
+    return tuple(path.split("/")) if path else ()
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    return jnp.sum(mask, dtype=jnp.int32)

@@ -1,0 +1,70 @@
+"""A parameter leaf seen as a stack of matrices, and back."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from optax.contrib import MuonDimensionNumbers
+
+
+class MatrixView(NamedTuple):
+    """How one leaf holds matrices: the axes of a stack of `(fan_in, fan_out)`."""
+
+    batch: tuple[int, ...]
+    reduction: tuple[int, ...]
+    output: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return self._size(self.batch)
+
+    @property
+    def fan_in(self) -> int:
+        return self._size(self.reduction)
+
+    @property
+    def fan_out(self) -> int:
+        return self._size(self.output)
+
+    def to_matrices(self, leaf: jax.Array) -> jax.Array:
+        """Returns the leaf as `(count, fan_in, fan_out)`."""
+        moved = jnp.transpose(leaf, self._order)
+        return moved.reshape(self.count, self.fan_in, self.fan_out)
+
+    def from_matrices(self, matrices: jax.Array) -> jax.Array:
+        moved = matrices.reshape([self.shape[axis] for axis in self._order])
+        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return jnp.transpose(moved, inverse)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self.batch + self.reduction + self.output
+
+    def _size(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self.shape[axis] for axis in axes)
+
+
+def matrix_view(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> MatrixView:
+    """Reads dimension numbers against a shape; all axes they leave out are batch."""
+    reduction = _axes(numbers.reduction_axis, len(shape))
+    output = _axes(numbers.output_axis, len(shape))
+    if (
+        not reduction
+        or not output
+        or len({*reduction, *output}) < len(reduction + output)
+    ):
+        raise ValueError(
+            f"reduction and output axes must be distinct and not empty, got {numbers}"
+        )
+    batch = tuple(i for i in range(len(shape)) if i not in reduction + output)
+    return MatrixView(batch, reduction, output, tuple(shape))
+
+
+def _axes(axes, ndim: int) -> tuple[int, ...]:
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"axis {axis} is out of range for {ndim} dimensions")
+    return tuple(axis % ndim for axis in axes)

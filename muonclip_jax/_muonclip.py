@@ -1,0 +1,88 @@
+"""MuonClip: Muon, then QK-Clip."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.typing import DTypeLike
+
+from ._attention_layers import Attention
+from ._coefficients import Schedule, Triple
+from ._dimension_numbers import DimensionNumbers
+from ._muon import muon
+from ._qk_clip import qk_clip
+
+
+def muonclip(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    threshold: float | jax.Array = 100.0,
+    alpha: float | jax.Array = 0.5,
+    attention: Attention | None = None,
+    beta: float | jax.Array = 0.95,
+    nesterov: bool = True,
+    ns_coeffs: str | Triple | Schedule = "keller",
+    ns_steps: int | jax.Array = 5,
+    consistent_rms: float | jax.Array | None = 0.2,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    mu_dtype: DTypeLike | None = None,
+    dimension_numbers: DimensionNumbers | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float | jax.Array = 0.9,
+    adam_b2: float | jax.Array = 0.95,
+    adam_eps: float | jax.Array = 1e-8,
+    adam_weight_decay: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
+
+    **Arguments:**
+
+    - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
+    - all others: as for [`muon`][].
+
+    **Returns:** an `optax.GradientTransformationExtraArgs` whose update is
+    `tx.update(grads, state, params, attention_stats=stats)`.
+
+    **Raises:** `ValueError` as [`muon`][] and [`qk_clip`][] do.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> tx = mc.muonclip(1e-3)
+        >>> updates, state = tx.update(
+        ...     params, tx.init(params), params,
+        ...     attention_stats={"attn": {"max_logits": jnp.array([90.0, 400.0])}},
+        ... )
+        >>> float(optax.tree.get(state, "max_logit"))
+        400.0
+
+    ??? cite "References"
+
+        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
+        (which takes `nesterov=False`).
+    """
+    return optax.chain(
+        muon(
+            learning_rate,
+            beta=beta,
+            nesterov=nesterov,
+            ns_coeffs=ns_coeffs,
+            ns_steps=ns_steps,
+            consistent_rms=consistent_rms,
+            weight_decay=weight_decay,
+            weight_decay_mask=weight_decay_mask,
+            mu_dtype=mu_dtype,
+            dimension_numbers=dimension_numbers,
+            adam_learning_rate=adam_learning_rate,
+            adam_b1=adam_b1,
+            adam_b2=adam_b2,
+            adam_eps=adam_eps,
+            adam_weight_decay=adam_weight_decay,
+        ),
+        qk_clip(threshold, alpha=alpha, attention=attention),
+    )

@@ -1,0 +1,166 @@
+"""Newton-Schulz: a matrix in, its nearest (semi-)orthogonal matrix out."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
+
+
+Method = Literal["auto", "standard", "gram"]
+
+
+def newton_schulz(
+    x: jax.Array,
+    *,
+    ns_coeffs: str | Triple | Schedule = "keller",
+    ns_steps: int | jax.Array = 5,
+    method: Method = "auto",
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    r"""Orthogonalizes a matrix, or every matrix of a stack.
+
+    After division by the Frobenius norm each step maps the singular values of
+    $X = U S V^T$ by an odd polynomial and leaves $U$ and $V$ alone:
+
+    $$X \leftarrow a X + (b A + c A^2) X, \qquad A = X X^T$$
+
+    so that $X$ tends to the polar factor $U V^T$. The result does not depend on the
+    scale of `x`, from the smallest normal float32 to the largest; a zero matrix
+    stays zero.
+
+    **Arguments:**
+
+    - `x`: array of shape `(..., m, n)`, any real or complex float dtype.
+    - `ns_coeffs`: a preset of [`NS_COEFFS`][], one triple `(a, b, c)` repeated
+        `ns_steps` times, or a tuple of `ns_steps` triples.
+    - `ns_steps`: how many steps.
+    - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
+        $X X^T$ and multiplies `x` once at the end: less arithmetic for matrices far
+        from square; it squares the spectrum, so it always runs in float32. `"auto"`
+        leaves the choice to the package.
+    - `dtype`: dtype of the iteration, that of `x` by default. Norms, products and
+        coefficients are float32 all the same.
+
+    **Returns:** an array of the shape and dtype of `x`.
+
+    **Raises:** `ValueError` for unknown or unstable coefficients, for a number of
+    coefficients that contradicts `ns_steps`, for an unknown method, and for an `x`
+    that is not a stack of floating-point matrices.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> x = jnp.diag(jnp.array([3.0, 0.5]))
+        >>> y = mc.newton_schulz(x, ns_coeffs="deepseek_v4", ns_steps=10)
+        >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-3))
+        True
+
+    ??? cite "References"
+
+        Keller Jordan et al., "Muon: An optimizer for hidden layers in neural
+        networks", 2024, kellerjordan.github.io/posts/muon. Gram form: Dao AI Lab,
+        "Gram Newton-Schulz", 2026.
+    """
+    if method not in ("auto", "standard", "gram"):
+        raise ValueError(
+            f"unknown method {method!r}; choose 'auto', 'standard' or 'gram'"
+        )
+    x = jnp.asarray(x)
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(
+            "newton_schulz needs floating-point matrices (..., m, n), got shape "
+            f"{x.shape} and dtype {x.dtype}"
+        )
+    schedule = resolve_schedule(ns_coeffs, ns_steps)
+    compute_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    check_schedule(schedule, jnp.finfo(compute_dtype).dtype.name)
+    traced_steps = ns_steps if isinstance(ns_steps, jax.core.Tracer) else None
+    return _orthogonalize(
+        x,
+        traced_steps,
+        schedule=schedule,
+        gram=method == "gram" and traced_steps is None,
+        dtype=compute_dtype,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("schedule", "gram", "dtype"))
+def _orthogonalize(x, traced_steps, *, schedule, gram, dtype):
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    wide = _normalize(wide)
+    if gram:
+        y = _gram(wide, schedule)
+    elif traced_steps is None:
+        y = functools.reduce(_step, schedule, wide.astype(dtype))
+    else:
+        y = _traced_loop(wide.astype(dtype), schedule, traced_steps)
+    return (y if wide.shape == x.shape else y.mT).astype(x.dtype)
+
+
+def _normalize(x):
+    """Divides by the Frobenius norm, in float32 or better."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # The square of 1e-30 or 1e30 leaves float32, so the largest entry goes first;
+    # the norm is then at least 1 unless the matrix is zero.
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
+    x = x / jnp.where(largest < jnp.finfo(x.dtype).tiny, 1, largest)
+    norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    return x / jnp.maximum(norm, 1)
+
+
+def _step(x: jax.Array, triple) -> jax.Array:
+    """One step; sums and coefficients stay float32, products round to `x.dtype`."""
+    a, b, c = triple
+    gram = _matmul(x, _adjoint(x))
+    square = _matmul(gram.astype(x.dtype), gram.astype(x.dtype))
+    polynomial = (b * gram + c * square).astype(x.dtype)
+    return (a * x + _matmul(polynomial, x)).astype(x.dtype)
+
+
+def _gram(x: jax.Array, schedule: Schedule) -> jax.Array:
+    # In exact arithmetic one pass would do. In float32 the error of R grows with
+    # the condition number of Q, so long schedules start afresh every five steps.
+    for first in range(0, len(schedule), 5):
+        x = _gram_pass(x, schedule[first : first + 5])
+    return x
+
+
+def _gram_pass(x: jax.Array, schedule: Schedule) -> jax.Array:
+    """Runs all steps on R = X X^T, gathering in Q the factor that X owes."""
+    matmul: Callable = functools.partial(_matmul, precision=jax.lax.Precision.HIGHEST)
+    r = matmul(x, _adjoint(x))
+    q = None
+    for a, b, c in schedule:
+        # a*I stays implicit: adding it to Z would drown the small entries of Z.
+        z = c * matmul(r, r) + b * r
+        q = (
+            z + a * jnp.eye(r.shape[-1], dtype=r.dtype)
+            if q is None
+            else matmul(q, z) + a * q
+        )
+        rz = matmul(r, z) + a * r
+        r = matmul(z, rz) + a * rz
+    return matmul(q, x)
+
+
+def _traced_loop(x: jax.Array, schedule: Schedule, ns_steps: jax.Array) -> jax.Array:
+    triples = jnp.asarray(schedule, dtype=jnp.float32)
+    last = len(schedule) - 1
+    return jax.lax.fori_loop(
+        0, ns_steps, lambda i, y: _step(y, triples[jnp.minimum(i, last)]), x
+    )
+
+
+def _matmul(x: jax.Array, y: jax.Array, precision=None) -> jax.Array:
+    accumulator = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=accumulator)
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return x.mT.conj() if jnp.iscomplexobj(x) else x.mT

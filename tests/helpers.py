@@ -1,0 +1,141 @@
+"""Independent references and small models that several test files share."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import muonclip_jax as mc
+
+
+def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:
+    """A float64 `(m, n)` matrix with the given singular values."""
+    generator = np.random.default_rng(seed)
+    left, _ = np.linalg.qr(generator.normal(size=(m, m)))
+    right, _ = np.linalg.qr(generator.normal(size=(n, n)))
+    values = np.asarray(singular_values, np.float64)
+    k = len(values)
+    return left[:, :k] * values @ right[:, :k].T
+
+
+def polynomial_of(x: np.ndarray, schedule) -> np.ndarray:
+    """The composed odd polynomial applied to the singular values, in float64."""
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    s = s / np.sqrt((s**2).sum())
+    for a, b, c in schedule:
+        s = a * s + b * s**3 + c * s**5
+    return u * s @ vt
+
+
+def naive_logits(query, key, mask=None, bias=None):
+    """`(batch, heads, q, k)` in float64 loops, hidden pairs at -inf."""
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    batch, length, heads, depth = query.shape
+    group = heads // key.shape[2]
+    out = np.full((batch, heads, length, key.shape[1]), -np.inf)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(length):
+                for j in range(key.shape[1]):
+                    if mask is not None and not np.broadcast_to(mask, out.shape)[b, h, i, j]:
+                        continue
+                    logit = query[b, i, h] @ key[b, j, h // group] / np.sqrt(depth)
+                    extra = 0 if bias is None else np.broadcast_to(bias, out.shape)[b, h, i, j]
+                    out[b, h, i, j] = logit + extra
+    return out
+
+
+def randomize(tree, seed: int = 0, scale: float = 1.0):
+    """The same tree with normal entries everywhere, so that no bias is zero."""
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    fresh = [
+        scale * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
+    ]
+    return treedef.unflatten(fresh)
+
+
+class LinenAttention(nn.Module):
+    """Attention whose output stays out of the residual: every layer sees `x`."""
+
+    heads: int = 4
+    options: tuple = ()
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        attention = nn.MultiHeadDotProductAttention(
+            self.heads, attention_fn=mc.attention_fn, name="attention", **dict(self.options)
+        )
+        attention(x, x, mask=nn.make_causal_mask(x[..., 0]), sow_weights=True)
+        return x, None
+
+
+class LinenModel(nn.Module):
+    """Two attention layers, one after the other."""
+
+    options: tuple = ()
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x, _ = LinenAttention(options=self.options, name=f"layer_{i}")(x)
+        return x
+
+
+class ScannedModel(nn.Module):
+    """Three scanned layers of attention, optionally rematerialised."""
+
+    remat: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(LinenAttention) if self.remat else LinenAttention
+        scanned = nn.scan(
+            layer,
+            variable_axes={"params": 0, "intermediates": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        x, _ = scanned(name="layers")(x, None)
+        return x
+
+
+class NNXModel(nnx.Module):
+    """Two attention layers on the same input."""
+
+    def __init__(self, rngs, heads=4, kv_heads=None, **options):
+        self.layers = nnx.List(
+            [
+                nnx.MultiHeadAttention(
+                    heads,
+                    16,
+                    num_kv_heads=kv_heads,
+                    decode=False,
+                    attention_fn=mc.attention_fn,
+                    rngs=rngs,
+                    **options,
+                )
+                for _ in range(2)
+            ]
+        )
+
+    def __call__(self, x):
+        for layer in self.layers:
+            layer(x, is_causal=True, sow_weights=True)
+        return x
+
+
+def linen_stats(model, params, x):
+    """Runs a Linen model and returns what `attention_fn` recorded."""
+    _, recorded = model.apply({"params": params}, x, mutable=["intermediates"])
+    return recorded["intermediates"]
+
+
+def nnx_stats(model, x):
+    _, stats = nnx.capture(model, nnx.Intermediate)(x)
+    return stats
+
+
+def inputs(seed: int = 9, shape=(2, 6, 16)):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)

@@ -1,0 +1,268 @@
+"""Routing of every stock Flax layer, in Linen and NNX."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+from muonclip_jax import _paths
+from muonclip_jax._dimension_numbers import matrix_views
+from muonclip_jax._matrices import matrix_view
+
+
+class LinenZoo(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(50, 16, name="tokens")(tokens)
+        x = nn.LayerNorm()(x)
+        x = nn.MultiHeadDotProductAttention(4)(x, x)
+        y = nn.DenseGeneral((4, 8))(x)
+        nn.DenseGeneral(16, axis=(-2, -1))(y)
+        nn.Einsum((16, 4, 8), "btd,dnh->btnh")(x)
+        nn.Conv(8, (3,))(x)
+        nn.Conv(8, (3, 5))(x[:, :, None])
+        nn.BatchNorm(use_running_average=True)(x)
+        nn.Dense(16)(x)
+        return nn.Dense(50)(x)
+
+
+class NNXZoo(nnx.Module):
+    def __init__(self, rngs):
+        self.tokens = nnx.Embed(50, 16, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.split = nnx.LinearGeneral(16, (4, 8), rngs=rngs)
+        self.merge = nnx.LinearGeneral((4, 8), 16, axis=(-2, -1), rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dnh->btnh", (16, 4, 8), (4, 8), rngs=rngs)
+        self.conv = nnx.Conv(16, 8, (3, 5), rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(16, 16, rngs=rngs)])
+        self.lora = nnx.LoRA(16, 2, 16, rngs=rngs)
+        self.lm_head = nnx.Linear(16, 50, rngs=rngs)
+
+
+def table(params):
+    """Path to `count x fan_in x fan_out`, or `None` for AdamW."""
+    tree = _paths.flatten(params)
+    return {
+        _paths.show(path): view and (view.count, view.fan_in, view.fan_out)
+        for path, view in zip(tree.paths, matrix_views(None, params), strict=True)
+    }
+
+
+def linen_params(model, *args):
+    return jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
+
+
+def test_linen_zoo():
+    found = table(linen_params(LinenZoo(), jnp.zeros((2, 6), int)))
+    matrices = {path: m for path, m in found.items() if m}
+    attention = "MultiHeadDotProductAttention_0"
+    assert matrices == {
+        **{f"{attention}/{name}/kernel": (1, 16, 16) for name in ("query", "key", "value", "out")},
+        "DenseGeneral_0/kernel": (1, 16, 32),
+        "DenseGeneral_1/kernel": (1, 32, 16),
+        "Einsum_0/kernel": (1, 16, 32),
+        "Conv_0/kernel": (1, 48, 8),
+        "Conv_1/kernel": (1, 3 * 5 * 16, 8),
+        "Dense_0/kernel": (1, 16, 16),
+    }
+    for adamw in ("tokens/embedding", "Dense_1/kernel", "LayerNorm_0/scale", f"{attention}/query/bias"):
+        assert found[adamw] is None
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_nnx_zoo_as_state_and_as_dicts(pure):
+    state = nnx.state(NNXZoo(nnx.Rngs(0)), nnx.Param)
+    matrices = {path: m for path, m in table(nnx.as_pure(state) if pure else state).items() if m}
+    assert matrices == {
+        **{f"attn/{name}/kernel": (1, 16, 16) for name in ("query", "key", "value", "out")},
+        "split/kernel": (1, 16, 32),
+        "merge/kernel": (1, 32, 16),
+        "einsum/kernel": (1, 16, 32),
+        "conv/kernel": (1, 3 * 5 * 16, 8),
+        "blocks/0/kernel": (1, 16, 16),
+        "lora/lora_a": (1, 16, 2),
+        "lora/lora_b": (1, 2, 16),
+    }
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(4)(y, y)
+        x = nn.Dense(64)(x)
+        return nn.Dense(16)(x), None
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_scanned_layers_are_stacks(masked):
+    scanned = nn.scan(
+        ScannedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )(name="layers")
+    params = linen_params(scanned, jnp.zeros((2, 6, 16)), None)
+    if masked:  # as scale_by_muon sees it under optax.masked
+        mask = mc.matrix_mask(params)
+        params = jax.tree.map(lambda m, p: p if m else optax.MaskedNode(), mask, params)
+    found = table(params)
+    assert {path: m for path, m in found.items() if m} == {
+        **{
+            f"MultiHeadDotProductAttention_0/{name}/kernel": (3, 16, 16)
+            for name in ("query", "key", "value", "out")
+        },
+        "Dense_0/kernel": (3, 16, 64),
+        "Dense_1/kernel": (3, 64, 16),
+    }
+
+
+def test_nnx_vmapped_stack():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(key))
+
+    found = table(nnx.state(make(jax.random.split(jax.random.key(0), 5)), nnx.Param))
+    assert found["query/kernel"] == found["out/kernel"] == (5, 16, 16)
+    assert found["query/bias"] is None
+
+
+def test_experts_and_scanned_experts_are_stacks():
+    params = {"experts": {"kernel": jnp.ones((8, 16, 32))}, "w": {"kernel": jnp.ones((2, 8, 16, 32))}}
+    assert table(params) == {"experts/kernel": (8, 16, 32), "w/kernel": (16, 16, 32)}
+
+
+def test_scanned_plain_dense_named_like_attention_is_a_stack():
+    kernel = {"kernel": jnp.ones((3, 16, 16)), "bias": jnp.ones((3, 16))}
+    found = table({name: kernel for name in ("query", "key", "value", "out")})
+    assert {found[f"{n}/kernel"] for n in ("query", "key", "value", "out")} == {(3, 16, 16)}
+
+
+def test_grouped_query_attention():
+    model = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
+    found = table(nnx.state(model, nnx.Param))
+    assert found["query/kernel"] == (1, 16, 16)
+    assert found["key/kernel"] == found["value/kernel"] == (1, 16, 8)
+
+
+def test_scanned_convolution_is_known_by_its_bias():
+    conv = {"kernel": jnp.ones((4, 3, 16, 8)), "bias": jnp.ones((4, 8))}
+    assert table({"conv": conv})["conv/kernel"] == (4, 48, 8)
+
+
+@pytest.mark.parametrize("width, hidden", [(16, 50), (16, 64)])
+def test_unnamed_output_head_is_found_beside_the_embedding(width, hidden):
+    params = {
+        "Embed_0": {"embedding": jnp.ones((50, width))},
+        "Dense_2": {"kernel": jnp.ones((width, hidden))},
+        "Dense_9": {"kernel": jnp.ones((hidden, width))},
+        "Dense_10": {"kernel": jnp.ones((width, 50))},
+        "block": {"up": {"kernel": jnp.ones((width, 50))}},
+    }
+    found = table(params)
+    assert found["Dense_10/kernel"] is None
+    # A layer of the same shape elsewhere, or earlier, is no head.
+    assert found["Dense_2/kernel"] and found["block/up/kernel"]
+
+
+@pytest.mark.parametrize("name", ["head", "lm_head", "logits_dense", "output_head", "Head_0"])
+def test_named_output_heads(name):
+    assert table({"net": {name: {"kernel": jnp.ones((16, 50))}}})[f"net/{name}/kernel"] is None
+
+
+@pytest.mark.parametrize("name", ["multi_head_attention", "MultiHeadDotProductAttention_0"])
+def test_heads_of_attention_are_no_output_heads(name):
+    assert table({name: {"query": {"kernel": jnp.ones((16, 4, 4))}}})[f"{name}/query/kernel"]
+
+
+def test_bare_arrays_and_foreign_names_go_by_rank():
+    assert table(jnp.ones((3, 4))) == {"(the array itself)": (1, 3, 4)}
+    assert table({"w": jnp.ones((3, 4)), "g": jnp.ones(3), "s": jnp.ones(())}) == {
+        "w": (1, 3, 4),
+        "g": None,
+        "s": None,
+    }
+
+
+def test_mask_is_a_tree_of_bools():
+    params = nnx.state(NNXZoo(nnx.Rngs(0)), nnx.Param)
+    mask = mc.matrix_mask(params)
+    assert jax.tree.structure(mask) == jax.tree.structure(params)
+    assert all(type(leaf) is bool for leaf in jax.tree.leaves(mask))
+
+
+def test_variables_with_the_params_key_read_the_same():
+    params = linen_params(LinenZoo(), jnp.zeros((2, 6), int))
+    assert table({"params": params}) == table(params)
+
+
+def test_optax_accepts_these_numbers():
+    params = {"query": {"kernel": jnp.ones((16, 4, 8))}, "key": {"kernel": jnp.ones((16, 4, 8))}}
+    tx = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=mc.flax_dimension_numbers)
+    tx.update(params, tx.init(params), params)
+
+
+SPEC = Numbers(0, 1)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"a": {"w": SPEC, "v": None}, "b": SPEC},
+        {"a": {"w": SPEC, "v": None}, "b": Numbers((0,), (1,))},
+        lambda params: jax.tree.map(lambda p: SPEC if p.shape[0] == 3 else None, params),
+    ],
+)
+def test_given_numbers_override_everything(spec):
+    params = {"a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))}, "b": jnp.ones((3, 3))}
+    views = matrix_views(spec, params)
+    assert [v is not None for v in views] == [False, True, True]
+
+
+def test_a_prefix_will_do():
+    params = {"a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))}, "b": jnp.ones((3, 3))}
+    assert [bool(v) for v in matrix_views({"a": None, "b": SPEC}, params)] == [False, False, True]
+    assert all(matrix_views(SPEC, params))
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({"a": SPEC}, r"no entry for 'b/w'"),
+        ({"a": SPEC, "b": None, "c": SPEC}, r"names 'c'"),
+        ({"a": SPEC, "b": 3}, r"at 'b' is 3"),
+        ({"a": Numbers(0, 2), "b": None}, r"'a/w' with shape \(3, 4\): axis 2 is out of range"),
+        ({"a": Numbers(0, -2), "b": None}, r"'a/w' .*distinct"),
+    ],
+)
+def test_bad_numbers_name_the_path(spec, message):
+    params = {"a": {"w": jnp.ones((3, 4))}, "b": {"w": jnp.ones((3, 4))}}
+    with pytest.raises(ValueError, match=message):
+        mc.muon(1e-3, dimension_numbers=spec).init(params)
+
+
+def test_every_ambiguous_leaf_is_listed_at_once():
+    params = {"moe": {"wi": jnp.ones((8, 4, 4)), "wo": jnp.ones((8, 4, 4))}, "w": jnp.ones((2, 2))}
+    with pytest.raises(ValueError, match=r"(?s)moe/wi \(8, 4, 4\).*moe/wo.*dimension_numbers"):
+        mc.flax_dimension_numbers(params)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_matrices_and_back_is_the_identity(data):
+    rank = data.draw(st.integers(2, 5))
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank)))
+    axes = data.draw(st.permutations(range(rank)))
+    cuts = sorted(data.draw(st.lists(st.integers(1, rank), min_size=2, max_size=2, unique=True)))
+    reduction, output = axes[: cuts[0]], axes[cuts[0] : cuts[1]]
+    leaf = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    view = matrix_view(shape, Numbers(tuple(reduction), tuple(a - rank for a in output)))
+    matrices = view.to_matrices(jnp.asarray(leaf))
+    assert matrices.shape == (view.count, view.fan_in, view.fan_out)
+    np.testing.assert_array_equal(view.from_matrices(matrices), leaf)
+    order = tuple(sorted(axes[cuts[1] :])) + tuple(reduction) + tuple(output)
+    np.testing.assert_array_equal(np.asarray(matrices).ravel(), leaf.transpose(order).ravel())

@@ -1,0 +1,178 @@
+"""Muon against torch's trajectories, optax's Muon and a naive float64 loop."""
+
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import polynomial_of
+
+import muonclip_jax as mc
+
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("momentum", ["nesterov", "heavyball"])
+def test_follows_torch(scale, momentum):
+    recorded = np.load(DATA / f"torch_muon_{scale}_{momentum}.npz")
+    count = sum(name.endswith("grads") for name in recorded)
+    trajectory = {j: recorded[f"{j}_params"] for j in range(count)}
+    params = {j: jnp.asarray(steps[0]) for j, steps in trajectory.items()}
+    tx = mc.muon(
+        0.02,
+        weight_decay=0.1,
+        nesterov=momentum == "nesterov",
+        consistent_rms=0.2 if scale == "match_rms_adamw" else None,
+    )
+    state = tx.init(params)
+    for t in range(5):
+        grads = {j: jnp.asarray(recorded[f"{j}_grads"][t]) for j in range(count)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        expected = {j: steps[t + 1] for j, steps in trajectory.items()}
+        chex.assert_trees_all_close(params, expected, rtol=0, atol=1e-5)
+
+
+def gradients(seed, shapes):
+    generator = np.random.default_rng(seed)
+    return {k: jnp.asarray(generator.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+@pytest.mark.parametrize("consistent_rms", [None, 0.2])
+def test_equals_optax_without_nesterov(consistent_rms):
+    shapes = {"wide": (8, 24), "tall": (24, 8), "square": (12, 12), "vector": (5,)}
+    params = gradients(0, shapes)
+    ours = mc.muon(0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1)
+    theirs = optax.contrib.muon(
+        0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1,
+        adam_b2=0.95, adam_weight_decay=0.1,
+    )  # fmt: skip
+    results = []
+    for tx in (ours, theirs):
+        p, state = params, tx.init(params)
+        for t in range(4):
+            updates, state = tx.update(gradients(t + 1, shapes), state, p)
+            p = optax.apply_updates(p, updates)
+        results.append(p)
+    chex.assert_trees_all_close(*results, atol=2e-5)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("consistent_rms", [None, 0.2])
+def test_direction_against_a_naive_loop(nesterov, consistent_rms):
+    shape, beta = (6, 10), 0.9
+    tx = mc.scale_by_muon(beta=beta, nesterov=nesterov, consistent_rms=consistent_rms)
+    state = tx.init({"w": jnp.zeros(shape)})
+    momentum = np.zeros(shape)
+    for t in range(4):
+        g = np.random.default_rng(t).normal(size=shape)
+        updates, state = tx.update({"w": jnp.asarray(g, jnp.float32)}, state)
+        momentum = beta * momentum + g
+        direction = g + beta * momentum if nesterov else momentum
+        factor = np.sqrt(10 / 6) if consistent_rms is None else 0.2 * np.sqrt(10)
+        expected = factor * polynomial_of(direction, mc.NS_COEFFS["keller"])
+        np.testing.assert_allclose(updates["w"], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (8, 128)])
+def test_update_has_the_root_mean_square_of_adamw(shape):
+    g = gradients(3, {"w": shape})
+    updates, _ = mc.scale_by_muon().update(g, mc.scale_by_muon().init(g))
+    rms = float(jnp.sqrt(jnp.mean(updates["w"] ** 2)))
+    assert 0.2 * 0.68 < rms < 0.2 * 1.2
+
+
+def test_attention_kernels_are_orthogonalized_over_fused_axes():
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, 4)), jnp.float32)
+    out = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 6)), jnp.float32)
+    params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}, "out": {"kernel": out}}
+    tx = mc.scale_by_muon(beta=0.0)
+    updates, _ = tx.update(params, tx.init(params))
+    for name, flat in (("query", (6, 12)), ("out", (12, 6))):
+        leaf = params[name]["kernel"]
+        expected = 0.2 * np.sqrt(12) * polynomial_of(
+            np.asarray(leaf, np.float64).reshape(flat), mc.NS_COEFFS["keller"]
+        )
+        actual = updates[name]["kernel"].reshape(flat)
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_matrices_of_a_stack_do_not_mix():
+    stack = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 9)), jnp.float32)
+    tx = mc.scale_by_muon()
+    whole, _ = tx.update({"kernel": stack}, tx.init({"kernel": stack}))
+    for i in range(3):
+        one, _ = tx.update({"kernel": stack[i]}, tx.init({"kernel": stack[i]}))
+        chex.assert_trees_all_close(whole["kernel"][i], one["kernel"], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
+def test_dtypes_never_change(dtype, mu_dtype):
+    params = {"w": jnp.ones((4, 6), dtype), "b": jnp.ones(4, dtype)}
+    tx = mc.muon(1e-2, mu_dtype=mu_dtype)
+    state = tx.init(params)
+    updates, after = tx.update(params, state, params)
+    chex.assert_trees_all_equal_dtypes(updates, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    (mu,) = jax.tree.leaves(after.inner_states["muon"].inner_state[0].mu)
+    assert mu.dtype == (mu_dtype or dtype)
+
+
+def test_mixed_dtypes_keep_theirs():
+    params = {"a": jnp.ones((4, 6), jnp.bfloat16), "b": jnp.ones((4, 6), jnp.float32)}
+    tx = mc.muon(1e-2)
+    updates, _ = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_equal_dtypes(updates, params)
+
+
+def test_init_accepts_abstract_params():
+    params = {"w": jax.ShapeDtypeStruct((4, 6), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    for tx in (mc.muon(1e-2), mc.muonclip(1e-2)):
+        concrete = tx.init(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params))
+        chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), concrete)
+        tx.init(params)
+
+
+def test_adam_side_is_adamw_and_follows_its_own_settings():
+    params = {"w": jnp.ones((3, 3)), "b": jnp.arange(1.0, 4.0)}
+    grads = {"w": jnp.ones((3, 3)), "b": jnp.asarray([0.5, -1.0, 2.0])}
+    for own in ({}, {"adam_learning_rate": 0.03, "adam_weight_decay": 0.3}):
+        tx = mc.muon(0.02, weight_decay=0.2, adam_b1=0.8, adam_b2=0.9, adam_eps=1e-6, **own)
+        adamw = optax.adamw(
+            own.get("adam_learning_rate", 0.02), 0.8, 0.9, 1e-6,
+            weight_decay=own.get("adam_weight_decay", 0.2),
+        )  # fmt: skip
+        expected, _ = adamw.update(grads["b"], adamw.init(params["b"]), params["b"])
+        actual, _ = tx.update(grads, tx.init(params), params)
+        chex.assert_trees_all_close(actual["b"], expected)
+
+
+def test_weight_decay_mask_as_tree_and_as_function():
+    params = {"w": jnp.ones((3, 3)), "v": jnp.ones((3, 3)), "b": jnp.ones(3), "c": jnp.ones(3)}
+    mask = {"w": True, "v": False, "b": True, "c": False}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    decayed = [
+        mc.muon(0.1, weight_decay=0.5, weight_decay_mask=given).update(
+            zeros, mc.muon(0.1, weight_decay_mask=given).init(params), params
+        )[0]
+        for given in (mask, lambda p: {k: mask[k] for k in p})
+    ]
+    chex.assert_trees_all_equal(*decayed)
+    expected = {k: jnp.full_like(p, -0.05 if mask[k] else 0.0) for k, p in params.items()}
+    chex.assert_trees_all_close(decayed[0], expected)
+
+
+def test_learning_rate_schedule():
+    params = {"w": jnp.eye(3), "b": jnp.ones(3)}
+    tx = mc.muon(optax.linear_schedule(1.0, 0.0, 2), weight_decay=0.0)
+    state, norms = tx.init(params), []
+    for _ in range(3):
+        updates, state = tx.update(params, state, params)
+        norms.append(float(jnp.linalg.norm(updates["w"])))
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4) and norms[2] == 0

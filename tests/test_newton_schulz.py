@@ -1,0 +1,168 @@
+"""Newton-Schulz against the exact polynomial and the polar factor in float64."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import matrix_of, polynomial_of
+from hypothesis import given, settings, strategies as st
+
+import muonclip_jax as mc
+from muonclip_jax._newton_schulz import _orthogonalize
+
+
+SHAPES = [(8, 8), (5, 17), (17, 5), (1, 6), (6, 1), (32, 64)]
+
+
+def relative_error(x, reference):
+    return np.linalg.norm(np.asarray(x, np.float64) - reference) / np.linalg.norm(reference)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["auto", "standard", "gram"])
+@pytest.mark.parametrize("name", sorted(mc.NS_COEFFS))
+def test_equals_the_composed_polynomial(shape, method, name):
+    schedule = mc.NS_COEFFS[name]
+    x = matrix_of(np.geomspace(1, 1e-2, min(shape)), *shape)
+    y = mc.newton_schulz(
+        jnp.asarray(x, jnp.float32), ns_coeffs=name, ns_steps=len(schedule), method=method
+    )
+    assert relative_error(y, polynomial_of(x, schedule)) < 2e-4
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_deepseek_schedule_reaches_the_polar_factor(method):
+    x = matrix_of(np.geomspace(1, 1e-4, 16), 16, 48)
+    u, _, vt = np.linalg.svd(x, full_matrices=False)
+    y = mc.newton_schulz(
+        jnp.asarray(x, jnp.float32), ns_coeffs="deepseek_v4", ns_steps=10, method=method
+    )
+    assert relative_error(y, u @ vt) < 2e-3
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("spectrum", ["gaussian", "power law", "rank one", "ill-conditioned"])
+def test_methods_stay_near_the_polynomial_for_hard_spectra(method, spectrum):
+    k = 32
+    values = {
+        "gaussian": np.abs(np.random.default_rng(0).normal(size=k)),
+        "power law": 1 / np.arange(1, k + 1),
+        "rank one": np.eye(k)[0],
+        "ill-conditioned": np.geomspace(1, 1e-8, k),
+    }[spectrum]
+    x = matrix_of(values, k, 128)
+    y = np.asarray(mc.newton_schulz(jnp.asarray(x, jnp.float32), method=method))
+    # float32 lifts the smallest singular values by the slope of the polynomial, 485.
+    assert relative_error(y, polynomial_of(x, mc.NS_COEFFS["keller"])) < 0.02
+    assert np.linalg.norm(y, 2) < 1.21
+
+
+@pytest.mark.parametrize("dtype, bound", [(jnp.bfloat16, 0.05), (jnp.float16, 0.02)])
+def test_low_precision_stays_close_and_keeps_its_dtype(dtype, bound):
+    x = matrix_of(np.geomspace(1, 0.05, 24), 24, 40)
+    y = mc.newton_schulz(jnp.asarray(x, dtype))
+    chex.assert_type(y, dtype)
+    assert relative_error(y, polynomial_of(x, mc.NS_COEFFS["keller"])) < bound
+
+
+def test_dtype_sets_the_iteration_and_not_the_result():
+    x = jnp.asarray(matrix_of(np.geomspace(1, 0.05, 24), 24, 40), jnp.float32)
+    low, high = mc.newton_schulz(x, dtype=jnp.bfloat16), mc.newton_schulz(x)
+    chex.assert_type([low, high], jnp.float32)
+    assert 1e-4 < relative_error(low, np.asarray(high)) < 0.05
+
+
+def test_float64_and_complex_inputs():
+    with jax.enable_x64(True):
+        x = matrix_of(np.geomspace(1, 1e-3, 8), 8, 12)
+        y = mc.newton_schulz(jnp.asarray(x))
+        assert y.dtype == jnp.float64
+        assert relative_error(y, polynomial_of(x, mc.NS_COEFFS["keller"])) < 1e-12
+        phased = x * np.exp(0.7j)
+        turned = np.asarray(mc.newton_schulz(jnp.asarray(phased)))
+        np.testing.assert_allclose(turned, np.asarray(y) * np.exp(0.7j), atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("magnitude", [1e-34, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
+def test_scale_of_the_input_does_not_matter(magnitude, method):
+    x = matrix_of(np.geomspace(1, 0.1, 6), 6, 9)
+    expected = polynomial_of(x, mc.NS_COEFFS["keller"])
+    y = mc.newton_schulz(jnp.asarray(x * magnitude, jnp.float32), method=method)
+    assert relative_error(y, expected) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_extreme_entries_come_out_finite(dtype, method):
+    info = jnp.finfo(dtype)
+    for value in (0.0, float(info.tiny), float(info.smallest_subnormal), float(info.max)):
+        y = mc.newton_schulz(jnp.full((4, 6), value, dtype), method=method)
+        assert jnp.isfinite(y).all()
+        if value == 0:
+            assert (y == 0).all()
+
+
+def test_stacks_are_orthogonalized_matrix_by_matrix():
+    stack = jax.random.normal(jax.random.key(0), (2, 3, 5, 7))
+    stack = stack * jnp.geomspace(1e-20, 1e20, 6).reshape(2, 3, 1, 1)
+    whole = mc.newton_schulz(stack)
+    for i in range(2):
+        for j in range(3):
+            chex.assert_trees_all_close(whole[i, j], mc.newton_schulz(stack[i, j]), atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 12),
+    n=st.integers(1, 12),
+    seed=st.integers(0, 2**31),
+    exponent=st.integers(-30, 30),
+)
+def test_singular_values_land_in_the_band_and_vectors_stay(m, n, seed, exponent):
+    values = np.random.default_rng(seed).uniform(0.05, 1, min(m, n))
+    x = matrix_of(values, m, n, seed)
+    y = np.asarray(mc.newton_schulz(jnp.asarray(x * 10.0**exponent, jnp.float32)), np.float64)
+    singular = np.linalg.svd(y, compute_uv=False)
+    assert 0.6 < singular.min() and singular.max() < 1.21
+    # x^T y is symmetric and positive: the singular vectors are those of x.
+    product = x.T @ y
+    np.testing.assert_allclose(product, product.T, atol=1e-3)
+    assert np.linalg.eigvalsh((product + product.T) / 2).min() > -1e-3
+
+
+def test_transposition_commutes():
+    x = jax.random.normal(jax.random.key(1), (7, 12))
+    chex.assert_trees_all_close(mc.newton_schulz(x).T, mc.newton_schulz(x.T), atol=1e-6)
+
+
+def test_one_compilation_per_distinct_shape():
+    jax.clear_caches()
+    x = jax.random.normal(jax.random.key(2), (9, 11))
+    tx = mc.scale_by_muon()
+    params = {f"w{i}": x + i for i in range(6)} | {"v": x[:, :5]}
+    tx.update(params, tx.init(params))
+    assert _orthogonalize._cache_size() == 2
+
+
+def test_traced_ns_steps_runs_that_many_steps():
+    x = jax.random.normal(jax.random.key(3), (6, 8))
+    traced = jax.jit(lambda n: mc.newton_schulz(x, ns_steps=n))
+    for steps in (1, 5, 7):
+        chex.assert_trees_all_close(traced(steps), mc.newton_schulz(x, ns_steps=steps), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "x, options, message",
+    [
+        (jnp.ones(3), {}, r"matrices .*\(3,\)"),
+        (jnp.ones((3, 3), int), {}, "int32"),
+        (jnp.ones((3, 3)), {"method": "qr"}, "unknown method 'qr'"),
+        (jnp.ones((3, 3)), {"ns_steps": 0}, "at least 1"),
+        (jnp.ones((3, 3)), {"ns_coeffs": (1.0, 2.0)}, "one triple"),
+    ],
+)
+def test_bad_input_is_refused(x, options, message):
+    with pytest.raises(ValueError, match=message):
+        mc.newton_schulz(x, **options)

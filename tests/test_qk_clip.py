@@ -1,0 +1,277 @@
+"""QK-Clip: the next forward gives min(S, tau), and nothing else moves."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import inputs, linen_stats, LinenModel, nnx_stats, NNXModel, randomize, ScannedModel
+from hypothesis import given, settings, strategies as st
+
+import muonclip_jax as mc
+from muonclip_jax import _paths
+from muonclip_jax._head_scales import clip_factors
+
+
+def without_biases(params, stats, threshold, **options):
+    """What a clip that forgets the biases leaves behind: a witness for the tests."""
+    clipped = mc.clip_qk(params, stats, threshold, **options)
+    tree = _paths.flatten(params)
+    kept = [
+        old if path[-1] == "bias" else new
+        for path, old, new in zip(tree.paths, tree.leaves, tree.of(clipped), strict=True)
+    ]
+    return tree.unflatten(kept)
+
+
+def largest(stats):
+    return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
+
+
+def zero_step(params, stats, threshold, **options):
+    """One update of muonclip at learning rate 0."""
+    tx = mc.muonclip(0.0, threshold=threshold, **options)
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, attention_stats=stats)
+    return optax.apply_updates(params, updates), state
+
+
+def linen_case(model):
+    x = inputs()
+    params = randomize(model.init(jax.random.key(0), x)["params"])
+    return params, lambda p: linen_stats(model, p, x)
+
+
+def nnx_case(**options):
+    graph, state = nnx.split(NNXModel(nnx.Rngs(0), **options))
+    return randomize(state), lambda s: nnx_stats(nnx.merge(graph, s), inputs())
+
+
+CASES = {
+    "linen": lambda: linen_case(LinenModel()),
+    "scan and remat": lambda: linen_case(ScannedModel()),
+    "nnx": nnx_case,
+    "nnx grouped-query": lambda: nnx_case(kv_heads=2),
+    "nnx multi-query": lambda: nnx_case(kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
+    params, measure = CASES[case]()
+    before = largest(measure(params))
+    tau = float(np.median(before))  # so that half the heads are over
+    after, state = zero_step(params, measure(params), tau, alpha=alpha)
+    np.testing.assert_allclose(largest(measure(after)), np.minimum(before, tau), rtol=1e-4)
+    assert optax.tree.get(state, "num_clipped") == (before > tau).sum()
+    np.testing.assert_allclose(optax.tree.get(state, "max_logit"), before.max(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forgetting_the_biases_would_miss_the_threshold(case):
+    params, measure = CASES[case]()
+    before = largest(measure(params))
+    tau = float(np.median(before))
+    after = largest(measure(without_biases(params, measure(params), tau)))
+    error = np.abs(after - np.minimum(before, tau)) / np.abs(np.minimum(before, tau))
+    assert error.max() > 1e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_function_and_transformation_agree(case):
+    params, measure = CASES[case]()
+    stats = measure(params)
+    tau = float(np.median(largest(stats)))
+    by_step, _ = zero_step(params, stats, tau)
+    by_function = mc.clip_qk(params, stats, tau)
+    chex.assert_trees_all_close(
+        jax.tree.leaves(by_step), jax.tree.leaves(by_function), rtol=3e-7, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_heads_at_or_under_the_threshold_stay_bit_identical(dtype):
+    params, measure = linen_case(LinenModel())
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    stats = jax.tree.map(lambda s: jnp.asarray([50.0, 100.0, 150.0, -3.0]), measure(params))
+    updates = jax.tree.map(lambda p: (1e-3 * randomize(p, 5)).at[0].set(-0.0), params)
+    tx = mc.qk_clip(100.0)
+    clipped, _ = tx.update(updates, tx.init(params), params, attention_stats=stats)
+    changed = mc.clip_qk(params, stats, 100.0)
+    for name in ("query", "key"):
+        for leaf in ("kernel", "bias"):
+            for before, after in ((updates, clipped), (params, changed)):
+                old, new = (t["layer_0"]["attention"][name][leaf] for t in (before, after))
+                # Bits, not values: -0.0 and 0.0 differ.
+                same = np.asarray(old).view(np.uint8) == np.asarray(new).view(np.uint8)
+                same = same.reshape(*old.shape[:-1], -1).all(axis=-1).reshape(-1, 4)
+                assert same[:, [0, 1, 3]].all() and not same[:, 2].all()
+    for name in ("value", "out"):
+        chex.assert_trees_all_equal(
+            clipped["layer_1"]["attention"][name], updates["layer_1"]["attention"][name]
+        )
+
+
+@pytest.mark.parametrize("update_dtype", [jnp.bfloat16, jnp.float32])
+def test_bfloat16_params_are_rounded_once(update_dtype):
+    """`p + u'` is the float64 value of `scale * (p + u)`, rounded to bfloat16.
+
+    A bfloat16 update can only do so down to half of `p`: below, the difference itself
+    has more digits than bfloat16.
+    """
+    kernel = (0.05 * jax.random.normal(jax.random.key(0), (64, 4, 32))).astype(jnp.bfloat16)
+    update = (1e-3 * jax.random.normal(jax.random.key(1), (64, 4, 32))).astype(update_dtype)
+    params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+    updates = {"query": {"kernel": update}, "key": {"kernel": update}}
+    stats = {"max_logits": jnp.asarray([101.0, 150.0, 250.0, 399.0])}
+    tx = mc.qk_clip(100.0)
+    clipped, _ = tx.update(updates, tx.init(params), params, attention_stats=stats)
+    assert clipped["key"]["kernel"].dtype == update_dtype
+    actual = optax.apply_updates(params, clipped)["query"]["kernel"]
+    scale = np.sqrt(100 / np.asarray([101.0, 150.0, 250.0, 399.0]))[None, :, None]
+    exact = scale * (np.asarray(kernel, np.float64) + np.asarray(update, np.float64))
+    expected = jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16)
+    ratio = exact / np.asarray(kernel, np.float64)
+    reachable = (ratio >= 0.5) & (ratio <= 2) | (update_dtype == jnp.float32)
+    assert reachable.mean() > 0.8
+    # Products that fall on a tie of bfloat16 may round either way.
+    wrong = (np.asarray(actual) != np.asarray(expected)) & reachable
+    assert wrong.mean() < 1e-3
+
+
+def test_head_of_a_group_under_the_threshold_is_not_shrunk():
+    """Grouped queries: only the heads that exceed pay, and the shared key stays."""
+    params, measure = nnx_case(kv_heads=2)
+    stats = jax.tree.map(lambda s: jnp.asarray([400.0, 90.0, 50.0, 60.0]), measure(params))
+    after = nnx.as_pure(mc.clip_qk(params, stats))["layers"][0]
+    before = nnx.as_pure(params)["layers"][0]
+    chex.assert_trees_all_equal(after["key"], before["key"])
+    ratio = after["query"]["kernel"] / before["query"]["kernel"]
+    np.testing.assert_allclose(ratio[0, :, 0], [0.25, 1, 1, 1], rtol=1e-6)
+
+
+# Reference figures of other implementations; see the named tests there.
+@pytest.mark.parametrize(
+    "logits, threshold, expected",
+    [
+        ([100.0, 400.0], 200.0, [1.0, 0.5]),  # torchtitan optimizer_hook_scales_q_and_k
+        ([200.0, 400.0], 100.0, [0.5, 0.25]),  # torchtitan, maximum over two ranks
+        ([50.0, 60.0, 70.0, 80.0], 100.0, [1.0] * 4),  # Megatron below_threshold
+        ([150.0, 160.0, 170.0, 180.0], 100.0, [2 / 3, 0.625, 1 / 1.7, 1 / 1.8]),
+        ([80.0, 150.0, 90.0, 200.0], 100.0, [1.0, 2 / 3, 1.0, 0.5]),  # Megatron mixed
+        ([150.0, -0.0, 0.0, -5.0, 100.0], 100.0, [2 / 3, 1, 1, 1, 1]),  # Megatron #7517
+        ([40.0, 9.9, 1.0], 10.0, [0.25, 1.0, 1.0]),  # MaxText per_head_clipping
+    ],
+)
+def test_figures_of_other_implementations(logits, threshold, expected):
+    actual = clip_factors(jnp.asarray(logits), threshold)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert all(a == 1 for a, e in zip(actual, expected, strict=True) if e == 1)
+
+
+def test_torchtitan_split_with_alpha():
+    """Its case of S = [100, 400], tau = 200, alpha = 1/4: .5^.25 and .5^.75."""
+    ones = jnp.ones((3, 2, 2))
+    params = {"attn": {"query": {"kernel": ones}, "key": {"kernel": ones}, "value": {"kernel": ones}}}
+    stats = {"attn": {"max_logits": jnp.asarray([100.0, 400.0])}}
+    after = mc.clip_qk(params, stats, 200.0, alpha=0.25)["attn"]
+    np.testing.assert_allclose(after["query"]["kernel"][0, :, 0], [1, 0.840896], rtol=1e-5)
+    np.testing.assert_allclose(after["key"]["kernel"][0, :, 0], [1, 0.594604], rtol=1e-5)
+    np.testing.assert_array_equal(after["value"]["kernel"], 1)
+
+
+def test_scanned_layers_are_not_merged():
+    """MaxText's probe: [[20,5],[1,1],[2,40]] with tau 10 clips one head in two layers."""
+    ones = jnp.ones((3, 4, 2, 2))
+    params = {"layers": {"query": {"kernel": ones}, "key": {"kernel": ones}}}
+    stats = {"layers": {"max_logits": jnp.asarray([[20.0, 5.0], [1.0, 1.0], [2.0, 40.0]])}}
+    after = mc.clip_qk(params, stats, 10.0)["layers"]["query"]["kernel"][:, 0, :, 0]
+    np.testing.assert_allclose(after, [[0.5**0.5, 1], [1, 1], [1, 0.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_non_finite_statistic_leaves_its_head_alone_and_is_counted(value):
+    kernel = randomize(jnp.ones((4, 3, 2)))
+    params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+    stats = {"max_logits": jnp.asarray([value, 400.0, 50.0])}
+    after, state = zero_step(params, stats, 100.0)
+    assert jnp.isfinite(after["query"]["kernel"]).all()
+    chex.assert_trees_all_equal(after["query"]["kernel"][:, [0, 2]], kernel[:, [0, 2]])
+    assert optax.tree.get(state, "num_nonfinite") == 1
+    assert optax.tree.get(state, "num_clipped") == 1
+    assert optax.tree.get(state, "max_logit") == 400
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"intermediates": {"attn": {"max_logits": s}}},
+        lambda s: {"intermediates": {"params": {"attn": {"max_logits": s}}}},
+        lambda s: {"attn": {"max_logits": (s,)}},
+        lambda s: {"attn": {"max_logits": s, "attention_weights": (jnp.ones((2, 2)),)}},
+        lambda s: {"attn": {"max_logits": (s, s - 1)}},
+        lambda s: {"attn": {"max_logits": np.asarray(s)}},
+        lambda s: nnx.State({"attn": {"max_logits": nnx.Intermediate(s)}}),
+        lambda s: nnx.State({"attn": {"max_logits": nnx.Intermediate((s,))}}),
+    ],
+)
+@pytest.mark.parametrize("outer", [False, True])
+def test_statistics_in_every_wrapping(wrap, outer):
+    ones = jnp.ones((3, 2, 2))
+    params = {"attn": {"query": {"kernel": ones}, "key": {"kernel": ones}}}
+    given = {"params": params} if outer else params
+    after = mc.clip_qk(given, wrap(jnp.asarray([50.0, 400.0])))
+    after = after["params"] if outer else after
+    np.testing.assert_allclose(after["attn"]["query"]["kernel"][0, :, 0], [1, 0.5])
+
+
+def test_empty_statistics_suit_a_model_without_attention():
+    params = {"w": jnp.ones((2, 2))}
+    after, state = zero_step(params, {}, 100.0)
+    chex.assert_trees_all_equal(after, params)
+    assert optax.tree.get(state, "num_clipped") == 0
+    assert optax.tree.get(state, "max_logit") == -jnp.inf
+
+
+def test_hand_written_layer_with_heads_first():
+    wq = randomize(jnp.ones((2, 2, 8, 4)), 0)  # (stack, heads, features, head_dim)
+    wk = randomize(jnp.ones((2, 2, 8, 4)), 1)
+    params = {"dec": {"wq": wq, "wk": wk, "bq": wq[:, :, 0]}}
+    layer = mc.AttentionLayer(
+        "dec",
+        query=(mc.HeadLeaf("wq", ndim=3, axis=-3), mc.HeadLeaf("bq", ndim=2)),
+        key=(mc.HeadLeaf("wk", ndim=3, axis=-3),),
+    )
+    stats = {"dec": {"max_logits": jnp.asarray([[10.0, 400.0], [100.0, 1600.0]])}}
+    expected = np.asarray([[1, 0.5], [1, 0.25]])
+    for attention in ([layer], lambda params: [layer]):
+        after = mc.clip_qk(params, stats, attention=attention)["dec"]
+        np.testing.assert_allclose(after["wq"] / wq, np.broadcast_to(expected[..., None, None], wq.shape), rtol=1e-6)
+        np.testing.assert_allclose(after["wk"][:, :, 0, 0] / wk[:, :, 0, 0], expected, rtol=1e-6)
+        np.testing.assert_allclose(after["bq"][:, :, 0] / wq[:, :, 0, 0], expected, rtol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(-50, 2000, width=32), min_size=4, max_size=4),
+    st.floats(1, 500, width=32),
+    st.floats(0, 1, width=32),
+)
+def test_product_of_query_and_key_scales_is_gamma(logits, threshold, alpha):
+    ones = jnp.ones((1, 4, 1))
+    params = {"query": {"kernel": ones}, "key": {"kernel": ones}}
+    after = mc.clip_qk(params, {"max_logits": jnp.asarray(logits)}, threshold, alpha=alpha)
+    product = np.ravel(after["query"]["kernel"] * after["key"]["kernel"])
+    expected = [threshold / s if s > threshold else 1.0 for s in np.float32(logits)]
+    np.testing.assert_allclose(product, expected, rtol=1e-5)
+
+
+def test_clipping_again_with_the_new_logits_changes_nothing():
+    params, measure = linen_case(LinenModel())
+    tau = float(np.median(largest(measure(params))))
+    once = mc.clip_qk(params, measure(params), tau)
+    twice = mc.clip_qk(once, measure(once), tau)
+    chex.assert_trees_all_close(once, twice, rtol=1e-5)
