@@ -28,7 +28,9 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self._manager.close()
 
-    def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, history) -> None:
+    def save(
+        self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, history
+    ) -> None:
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(_pure(model, optimizer)),
             log=ocp.args.JsonSave({"settings": self._settings, "history": history}),
@@ -44,7 +46,9 @@ class Checkpoints:
             state=ocp.args.StandardRestore(_pure(model, optimizer)),
             log=ocp.args.JsonRestore(),
         )
-        log = self._manager.restore(step, args=ocp.args.Composite(log=ocp.args.JsonRestore()))["log"]
+        log = self._manager.restore(
+            step, args=ocp.args.Composite(log=ocp.args.JsonRestore())
+        )["log"]
         _check_same(log["settings"], self._settings)
         state = self._manager.restore(step, args=arguments)["state"]
         nnx.update(model, state["model"])

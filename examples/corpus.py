@@ -15,10 +15,14 @@ class Corpus:
     """Training and validation text, and batches that depend on the step alone."""
 
     def __init__(self, file: Path | None = None):
-        text = np.frombuffer(file.read_bytes() if file else _standard_library(), np.uint8)
+        text = np.frombuffer(
+            file.read_bytes() if file else _standard_library(), np.uint8
+        )
         pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
         held_out = pieces[15::16] or pieces[-1:]
-        kept = [p for i, p in enumerate(pieces) if i % 16 != 15] if pieces[15:] else pieces
+        kept = (
+            [p for i, p in enumerate(pieces) if i % 16 != 15] if pieces[15:] else pieces
+        )
         self.train = np.concatenate(kept)
         self.validation = np.concatenate(held_out)
 
@@ -26,14 +30,20 @@ class Corpus:
         """Returns `(size, context + 1)` bytes; the same for the same seed and step."""
         return _windows(self.train, size, context, np.random.default_rng((seed, step)))
 
-    def validation_batches(self, count: int, size: int, context: int) -> list[np.ndarray]:
+    def validation_batches(
+        self, count: int, size: int, context: int
+    ) -> list[np.ndarray]:
         generator = np.random.default_rng(0)
-        return [_windows(self.validation, size, context, generator) for _ in range(count)]
+        return [
+            _windows(self.validation, size, context, generator) for _ in range(count)
+        ]
 
 
 def _windows(text: np.ndarray, size: int, context: int, generator) -> np.ndarray:
     if len(text) < context + 2:
-        raise SystemExit(f"the text has {len(text)} bytes, too few for context {context}")
+        raise SystemExit(
+            f"the text has {len(text)} bytes, too few for context {context}"
+        )
     starts = generator.integers(0, len(text) - context - 1, size)
     return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 

@@ -19,7 +19,8 @@ _NAMES = {"adamw": "AdamW", "muon": "Muon", "muonclip": "MuonClip"}
 
 def table(results: dict[str, History]) -> str:
     """One row per optimizer: where it ended, and how soon it was as good as AdamW."""
-    head = f"{'':10}{'validation loss':>16}{'steps to AdamW':>16}{'largest logit':>15}{'tokens/s':>10}"
+    columns = ("validation loss", "steps to AdamW", "largest logit", "tokens/s")
+    head = " " * 10 + "".join(f"{column:>17}" for column in columns)
     return "\n".join([head] + [_row(name, results) for name in results])
 
 
@@ -49,7 +50,10 @@ def draw(results: dict[str, History], file: Path, *, threshold: float) -> None:
     if "muonclip" in results:
         right.axhline(threshold, color="black", linewidth=0.8, linestyle=":")
         right.annotate(
-            f"threshold {threshold:g}", (0, threshold), xytext=(0, 3), textcoords="offset points"
+            f"threshold {threshold:g}",
+            (0, threshold),
+            xytext=(0, 3),
+            textcoords="offset points",
         )
     left.set(xlabel="step", ylabel="validation loss (nats per byte)")
     right.set(xlabel="step", ylabel="largest attention logit", yscale="log")
@@ -69,7 +73,10 @@ def _row(name: str, results: dict[str, History]) -> str:
     largest = max(record["max_logit"] for record in history)
     # The first interval holds the compilation, hence the median.
     speed = np.median([record["tokens_per_second"] for record in history])
-    return (
-        f"{_NAMES[name]:10}{history[-1]['validation_loss']:16.4f}"
-        f"{'-' if reached is None else f'{reached:.0f}':>16}{largest:15.1f}{speed:10,.0f}"
+    cells = (
+        f"{history[-1]['validation_loss']:.4f}",
+        "-" if reached is None else f"{reached:.0f}",
+        f"{largest:.1f}",
+        f"{speed:,.0f}",
     )
+    return f"{_NAMES[name]:10}" + "".join(f"{cell:>17}" for cell in cells)

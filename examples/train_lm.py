@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from checkpoints import Checkpoints
 from corpus import Corpus, VOCABULARY
 from flax import nnx
 from model import Transformer
-from report import draw, table
-from tqdm import tqdm
+from report import draw, History, table
+from tqdm import trange
 
 import muonclip_jax as mc
 
@@ -38,34 +37,53 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--optimizer", choices=OPTIMIZERS, help="train with this one alone")
-    which.add_argument("--compare", action="store_true", help="train with all (default)")
+    which.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help="train with this one alone"
+    )
+    which.add_argument(
+        "--compare", action="store_true", help="train with all (default)"
+    )
     add = functools.partial(parser.add_argument, help="default: %(default)s")
-    add("--data", type=Path, help="a text file; default: the standard library")
+    add("--data", type=existing_file, help="a text file; default: the standard library")
     add("--steps", type=int, default=300)
     add("--batch-size", type=int, default=32)
     add("--context", type=int, default=64)
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
-    add("--learning-rate", type=float, default=1e-2, help="Muon's; default: %(default)s")
-    add("--adam-learning-rate", type=float, default=3e-3)
+    add(
+        "--learning-rate", type=float, default=2e-2, help="Muon's; default: %(default)s"
+    )
+    add("--adam-learning-rate", type=float, default=6e-3)
     add("--schedule", choices=("linear", "constant"), default="linear")
-    add("--weight-decay", type=float, default=0.1)
-    add("--threshold", type=float, default=30.0)
+    add("--weight-decay", type=float, default=0.3)
+    add("--threshold", type=float, default=15.0)
     add("--alpha", type=float, default=0.5)
     add("--seed", type=int, default=0)
     add("--eval-every", type=int, default=10)
-    add("--checkpoint-every", type=int, default=100)
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=5,
+        help="in evaluations; default: %(default)s",
+    )
     add("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="go on from --out")
     return parser.parse_args()
 
 
+def existing_file(name: str) -> Path:
+    if not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"no such file: {name}")
+    return Path(name)
+
+
 def main() -> None:
     args = parse_args()
     corpus = Corpus(args.data)
-    print(f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out")
+    print(
+        f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out"
+    )
     chosen = [args.optimizer] if args.optimizer else list(OPTIMIZERS)
     results = {name: train(name, args, corpus) for name in chosen}
     print(table(results))
@@ -106,20 +124,24 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 class Metrics(NamedTuple):
-    loss: jax.Array
-    max_logit: jax.Array
-    clipped: jax.Array
+    loss: Any
+    max_logit: Any
+    clipped: Any
 
 
-@nnx.jit
-def train_step(model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array) -> Metrics:
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
+def train_step(
+    model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array
+) -> Metrics:
     # nnx.capture returns what mc.attention_fn recorded beside the loss.
     recorded_loss = nnx.capture(loss_fn, nnx.Intermediate)
     gradient = nnx.value_and_grad(recorded_loss, has_aux=True)
     (loss, stats), grads = gradient(model, tokens)
     optimizer.update(model, grads, attention_stats=stats)
     max_logit = functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(stats)))
-    clipped = optax.tree.get(optimizer.opt_state, "num_clipped", jnp.zeros((), jnp.int32))
+    clipped = optax.tree.get(
+        optimizer.opt_state, "num_clipped", jnp.zeros((), jnp.int32)
+    )
     return Metrics(loss, max_logit, jnp.asarray(clipped))
 
 
@@ -129,9 +151,38 @@ def evaluate(model: Transformer, tokens: jax.Array) -> jax.Array:
     return loss
 
 
-def train(name: str, args: argparse.Namespace, corpus: Corpus) -> list[dict[str, Any]]:
+def train(name: str, args: argparse.Namespace, corpus: Corpus) -> History:
     """Trains with one optimizer and returns a record per evaluation."""
-    model = Transformer(
+    model = make_model(args)
+    optimizer = nnx.Optimizer(model, make_optimizer(name, args), wrt=nnx.Param)
+    validation = corpus.validation_batches(8, args.batch_size, args.context)
+    folder = args.out / name
+    with Checkpoints(folder, settings(args), resume=args.resume) as checkpoints:
+        first, history = checkpoints.restore(model, optimizer)
+        bar = trange(first, args.steps, initial=first, total=args.steps, desc=name)
+        pending, started = [], time.perf_counter()
+        for step in bar:
+            tokens = corpus.batch(
+                args.batch_size, args.context, seed=args.seed, step=step
+            )
+            pending.append(train_step(model, optimizer, jnp.asarray(tokens)))
+            last = step + 1 == args.steps
+            if last or (step + 1) % args.eval_every == 0:
+                record = summarize(pending, tokens[:, 1:].size, started)
+                record |= {
+                    "step": step + 1,
+                    "validation_loss": validate(model, validation),
+                }
+                history.append(record)
+                bar.set_postfix_str(progress(record), refresh=False)
+                if last or len(history) % args.checkpoint_every == 0:
+                    checkpoints.save(step + 1, model, optimizer, history)
+                pending, started = [], time.perf_counter()
+    return history
+
+
+def make_model(args: argparse.Namespace) -> Transformer:
+    return Transformer(
         VOCABULARY,
         context=args.context,
         layers=args.layers,
@@ -139,64 +190,27 @@ def train(name: str, args: argparse.Namespace, corpus: Corpus) -> list[dict[str,
         heads=args.heads,
         rngs=nnx.Rngs(args.seed),
     )
-    optimizer = nnx.Optimizer(model, make_optimizer(name, args), wrt=nnx.Param)
-    with Checkpoints(args.out / name, settings(args), resume=args.resume) as checkpoints:
-        first, history = checkpoints.restore(model, optimizer)
-        run = Run(model, optimizer, args, corpus, history)
-        for step in (bar := tqdm(range(first, args.steps), initial=first, total=args.steps, desc=name)):
-            bar.set_postfix_str(run.advance(step))
-            if run.is_due(step + 1, args.checkpoint_every):
-                checkpoints.save(step + 1, model, optimizer, run.history)
-    return run.history
 
 
-class Run:
-    """One training run: what happens at a step, and what is remembered of it."""
+def summarize(pending: list[Metrics], tokens: int, started: float) -> dict[str, Any]:
+    """Waits for the steps since the last evaluation and folds their metrics."""
+    loss, max_logit, clipped = np.asarray(jax.device_get(pending), np.float64).T
+    elapsed = time.perf_counter() - started
+    return {
+        "loss": loss.mean(),
+        "max_logit": max_logit.max(),
+        "clipped": int(clipped.sum()),
+        "tokens_per_second": len(pending) * tokens / elapsed,
+    }
 
-    def __init__(self, model, optimizer, args, corpus: Corpus, history: list):
-        self.model, self.optimizer, self.args, self.corpus = model, optimizer, args, corpus
-        self.history = history
-        self._validation = [
-            jnp.asarray(batch)
-            for batch in corpus.validation_batches(8, args.batch_size, args.context)
-        ]
-        self._pending: list[Metrics] = []
-        self._started = time.perf_counter()
-        self._shown = ""
 
-    def advance(self, step: int) -> str:
-        """Takes one step and returns the line beside the progress bar."""
-        args = self.args
-        tokens = self.corpus.batch(args.batch_size, args.context, seed=args.seed, step=step)
-        self._pending.append(train_step(self.model, self.optimizer, jnp.asarray(tokens)))
-        if self.is_due(step + 1, args.eval_every):
-            self._record(step + 1)
-        return self._shown
+def validate(model: Transformer, batches: list[np.ndarray]) -> float:
+    return float(np.mean([evaluate(model, jnp.asarray(batch)) for batch in batches]))
 
-    def is_due(self, step: int, every: int) -> bool:
-        return step % every == 0 or step == self.args.steps
 
-    def _record(self, step: int) -> None:
-        metrics = Metrics(*map(np.asarray, zip(*jax.device_get(self._pending), strict=True)))
-        elapsed = time.perf_counter() - self._started
-        losses = [float(evaluate(self.model, batch)) for batch in self._validation]
-        self.history.append(
-            {
-                "step": step,
-                "loss": float(metrics.loss.mean()),
-                "validation_loss": float(np.mean(losses)),
-                "max_logit": float(metrics.max_logit.max()),
-                "clipped": int(metrics.clipped.sum()),
-                "tokens_per_second": self._tokens() / elapsed,
-            }
-        )
-        self._pending, self._started = [], time.perf_counter()
-        self._shown = "loss {loss:.3f}, max logit {max_logit:.1f}, clipped {clipped}".format(
-            **self.history[-1]
-        )
-
-    def _tokens(self) -> int:
-        return len(self._pending) * self.args.batch_size * self.args.context
+def progress(record: dict[str, Any]) -> str:
+    line = "loss {loss:.3f}, max logit {max_logit:.1f}, clipped {clipped}"
+    return line.format(**record)
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:

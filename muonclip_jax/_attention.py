@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ._head_scales import STATISTIC
+from ._attention_stats import STATISTIC
 
 
 def max_logits(
@@ -107,7 +107,7 @@ def attention_fn(
     if module is not None:
         statistic = max_logits(query, key, bias=bias, mask=mask, is_causal=is_causal)
         _sow(module, statistic)
-    common = dict(
+    common: dict[str, Any] = dict(
         bias=bias,
         mask=mask,
         broadcast_dropout=broadcast_dropout,
@@ -135,8 +135,8 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None) -> jax.Array:
     heads, key_heads, depth = query.shape[-2], key.shape[-2], query.shape[-1]
     if heads % key_heads or depth != key.shape[-1]:
         raise ValueError(
-            f"query {query.shape} and key {key.shape} do not fit: key heads must divide "
-            "query heads and both need the same head_dim"
+            f"query {query.shape} and key {key.shape} do not fit: key heads must "
+            "divide query heads and both need the same head_dim"
         )
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, depth)
     # Spelled as in jax.nn.dot_product_attention, so that XLA computes both once.
@@ -149,7 +149,7 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None) -> jax.Array:
 
 
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
-    fold = dict(reduce_fn=jnp.maximum, init_fn=lambda: -jnp.inf)
+    fold: dict[str, Any] = dict(reduce_fn=jnp.maximum, init_fn=lambda: -jnp.inf)
     if isinstance(module, nnx.Module):
         module.sow(nnx.Intermediate, STATISTIC, statistic, **fold)
     else:

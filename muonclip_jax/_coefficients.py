@@ -7,6 +7,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 Triple = tuple[float, float, float]
@@ -61,7 +62,7 @@ def resolve_schedule(
     `ns_steps`; a schedule whose steps differ runs for exactly its length. A traced
     `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here.
     """
-    if isinstance(ns_steps, jax.core.Tracer):
+    if isinstance(ns_steps, Tracer):
         return _named_or_given(ns_coeffs, None)
     if int(ns_steps) < 1:
         raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")

@@ -79,7 +79,7 @@ def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, 
 def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, tuple[str, int]]:
     """Maps the path of each leaf that carries heads to its role and head axis."""
     return {
-        tuple(f"{layer.path}/{leaf.path}".strip("/").split("/")): (role, leaf.axis)
+        _paths.split(layer.path) + _paths.split(leaf.path): (role, leaf.axis)
         for layer in layers
         for role, leaves in (("query", layer.query), ("key", layer.key))
         for leaf in leaves

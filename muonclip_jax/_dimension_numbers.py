@@ -19,15 +19,16 @@ DimensionNumbers = Any | Callable[[Any], Any]
 def flax_dimension_numbers(params: optax.Params) -> Any:
     """Says for every leaf which axes form its matrices, as stock Flax lays them out.
 
-    | leaf | shape | matrices |
-    |---|---|---|
-    | `Dense`, `Linear` kernel | `(*stack, in, out)` | `in` by `out` |
-    | attention `query`, `key`, `value` kernel | `(*stack, in, heads, head_dim)` | `in` by `heads * head_dim` |
-    | attention `out` kernel | `(*stack, heads, head_dim, out)` | `heads * head_dim` by `out` |
-    | `Conv` kernel | `(*window, in, out)` | `window * in` by `out` |
-    | `DenseGeneral`, `LinearGeneral`, `Einsum` kernel | from the shape of its bias | inputs by outputs |
-    | embedding, output head, norm, bias, rank 0 and 1 | any | `None`: AdamW |
-    | any other name | rank 2 | first axis by second |
+    Written as inputs -> outputs, a kernel of
+
+    - `Dense` or `Linear` is `(*stack, in -> out)`,
+    - attention's `query`, `key` or `value` is `(*stack, in -> heads, head_dim)`,
+    - attention's `out` is `(*stack, heads, head_dim -> out)`,
+    - `Conv` is `(*window, in -> out)`,
+    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
+
+    Embeddings, the output head, norms, biases and all leaves of rank 0 and 1 are
+    `None`, for AdamW. Under a name that Flax does not use, rank 2 is a matrix.
 
     Axes count from the end and the leading ones are a stack (scanned layers,
     experts): each matrix of it is orthogonalized by itself. The output head is a
@@ -78,8 +79,8 @@ def matrix_mask(params: optax.Params) -> Any:
 
         >>> import jax.numpy as jnp
         >>> import muonclip_jax as mc
-        >>> mc.matrix_mask({"Dense_0": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
-        {'Dense_0': {'bias': False, 'kernel': True}}
+        >>> mc.matrix_mask({"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
+        {'up': {'bias': False, 'kernel': True}}
     """
     tree = _paths.flatten(params)
     numbers = tree.of(flax_dimension_numbers(params))

@@ -47,7 +47,7 @@ class FlaxTree:
     def attention_modules(self) -> list[Path]:
         """Returns the modules with a query and a key projection, in tree order."""
         modules = [p[:-2] for p in self._leaves if p[-2:] == ("query", "kernel")]
-        return [m for m in modules if m + ("key", "kernel") in self._leaves]
+        return [m for m in modules if (*m, "key", "kernel") in self._leaves]
 
     def has_module(self, module: Path) -> bool:
         return any(path[: len(module)] == module for path in self._leaves)
@@ -78,10 +78,10 @@ class FlaxTree:
 
     def _split_by_bias(self, module: Path) -> MuonDimensionNumbers | None:
         """A bias has one entry per output, which tells input axes from output axes."""
-        bias = self._shape(module + ("bias",))
+        bias = self._shape((*module, "bias"))
         if not bias:
             return None
-        kernel = self._shape(module + ("kernel",))
+        kernel = self._shape((*module, "kernel"))
         rank = len(kernel)
         for outputs in range(1, len(bias) + 1):
             stack = len(bias) - outputs
@@ -95,9 +95,9 @@ class FlaxTree:
 
     def _is_stock_attention(self, module: Path) -> bool:
         """Tells `(features, heads, head_dim)` from a stack of plain Dense kernels."""
-        query = self._shape(module + ("query", "kernel"))
-        value = self._shape(module + ("value", "kernel"))
-        out = self._shape(module + ("out", "kernel"))
+        query = self._shape((*module, "query", "kernel"))
+        value = self._shape((*module, "value", "kernel"))
+        out = self._shape((*module, "out", "kernel"))
         if len(query) < 3:
             return False
         if not out:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from . import _paths
 from ._attention_layers import AttentionLayer, HeadLeaf
+from ._attention_stats import read_attention_stats, STATISTIC
+from ._paths import split
 
-
-STATISTIC = "max_logits"
 
 _HOW_TO_RECORD = (
     "Use attention_fn=mc.attention_fn, call the layer with sow_weights=True and read "
@@ -43,20 +43,18 @@ def head_scales(
     alpha: Any,
 ) -> HeadScales:
     """Binds statistics to leaves; raises, naming paths, where they do not fit."""
-    stats = _read_stats(attention_stats)
+    stats = read_attention_stats(attention_stats)
     _check_matched(layers, stats)
     leaf_at = dict(zip(params.paths, params.leaves, strict=True))
     scale_at: dict[_paths.Path, jax.Array] = {}
+    logits = [jnp.zeros((0,), jnp.float32)]
     for layer in layers:
         if _is_visible(layer, leaf_at):
-            bound = _BoundLayer(layer, leaf_at, stats[_split(layer.path)])
+            bound = _BoundLayer(layer, leaf_at, stats[split(layer.path)])
             scale_at |= bound.scales(threshold, alpha)
-    logits = [s.ravel() for s in stats.values()] or [jnp.zeros((0,), jnp.float32)]
-    return HeadScales(
-        [scale_at.get(path) for path in params.paths],
-        jnp.concatenate(logits),
-        threshold,
-    )
+            logits.append(bound.logits.ravel())
+    scales = [scale_at.get(path) for path in params.paths]
+    return HeadScales(scales, jnp.concatenate(logits), threshold)
 
 
 def clip_factors(logits: jax.Array, threshold: Any) -> jax.Array:
@@ -73,15 +71,15 @@ class _BoundLayer:
     def __init__(self, layer: AttentionLayer, leaf_at: dict, logits: jax.Array):
         self._layer = layer
         self._leaf_at = leaf_at
-        self._logits = logits
+        self.logits = logits
 
     def scales(self, threshold: Any, alpha: Any) -> dict[_paths.Path, jax.Array]:
-        heads = self._logits.shape[-1]
+        heads = self.logits.shape[-1]
         query_heads = {self._heads(leaf) for leaf in self._layer.query}
         key_heads = {self._heads(leaf) for leaf in self._layer.key}
         if query_heads != {heads} or any(heads % n for n in key_heads):
             raise ValueError(self._mismatch())
-        gamma = clip_factors(self._logits, threshold)
+        gamma = clip_factors(self.logits, threshold)
         if key_heads != {heads}:
             # Shared keys stay, or heads under the threshold would shrink with the rest.
             return self._spread(self._layer.query, gamma)
@@ -105,22 +103,23 @@ class _BoundLayer:
     def _heads(self, leaf: HeadLeaf) -> int:
         """The number of heads in a leaf whose stack axes agree with the statistic's."""
         shape = self._leaf_at[self._path(leaf)].shape
-        stack = self._logits.shape[:-1]
+        stack = self.logits.shape[:-1]
         if len(shape) != len(stack) + leaf.ndim or shape[: len(stack)] != stack:
             raise ValueError(self._mismatch())
         return shape[leaf.axis]
 
     def _path(self, leaf: HeadLeaf) -> _paths.Path:
-        return _split(self._layer.path) + _split(leaf.path)
+        return split(self._layer.path) + split(leaf.path)
 
     def _mismatch(self) -> str:
+        paths = [self._path(leaf) for leaf in self._layer.query + self._layer.key]
         leaves = ", ".join(
-            f"'{_paths.show(self._path(leaf))}' {tuple(self._leaf_at[self._path(leaf)].shape)}"
-            for leaf in self._layer.query + self._layer.key
+            f"'{_paths.show(path)}' {tuple(self._leaf_at[path].shape)}"
+            for path in paths
         )
-        statistic = _paths.show((*_split(self._layer.path), STATISTIC))
+        statistic = _paths.show((*split(self._layer.path), STATISTIC))
         return (
-            f"the statistics '{statistic}' have shape {self._logits.shape}, which does "
+            f"the statistics '{statistic}' have shape {self.logits.shape}, which does "
             f"not fit the heads of {leaves}. Expected are statistics (*stack, heads) "
             "for Flax kernels (*stack, features, heads, head_dim); describe other "
             "layouts in attention="
@@ -129,8 +128,8 @@ class _BoundLayer:
 
 def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
     """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
-    base = _split(layer.path)
-    paths = [base + _split(leaf.path) for leaf in layer.query + layer.key]
+    base = split(layer.path)
+    paths = [base + split(leaf.path) for leaf in layer.query + layer.key]
     absent = [path for path in paths if path not in leaf_at]
     if absent:
         raise ValueError(
@@ -145,38 +144,13 @@ def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
     return not hidden
 
 
-def _read_stats(attention_stats: Any) -> dict[_paths.Path, jax.Array]:
-    """Finds the `max_logits` leaves; several entries of a plain sow are maximised."""
-    tree = _paths.flatten(attention_stats)
-    stats: dict[_paths.Path, jax.Array] = {}
-    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        module = _module_of(path)
-        if module is None or _paths.is_masked(leaf):
-            continue
-        leaf = jax.lax.stop_gradient(jnp.asarray(leaf, jnp.float32))
-        if not leaf.ndim:
-            raise ValueError(
-                f"the statistics '{_paths.show(path)}' are a scalar; expected one "
-                "maximum per head, shape (*stack, heads)"
-            )
-        stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
-    return stats
-
-
-def _module_of(path: _paths.Path) -> _paths.Path | None:
-    """The module of `<module>/max_logits`, or of an entry of a tuple stored there."""
-    while path and path[-1].isdigit():
-        path = path[:-1]
-    return path[:-1] if path[-1:] == (STATISTIC,) else None
-
-
 def _check_matched(layers: Sequence[AttentionLayer], stats: dict) -> None:
-    known = {_split(layer.path) for layer in layers}
+    known = {split(layer.path) for layer in layers}
     missing = [module for module in known if module not in stats]
     if missing:
         raise ValueError(
-            f"no statistics for the attention layers {_paths.show_all(sorted(missing))}. "
-            f"{_HOW_TO_RECORD}"
+            "no statistics for the attention layers "
+            f"{_paths.show_all(sorted(missing))}. {_HOW_TO_RECORD}"
         )
     strays = [(*module, STATISTIC) for module in stats if module not in known]
     if strays:
@@ -184,10 +158,6 @@ def _check_matched(layers: Sequence[AttentionLayer], stats: dict) -> None:
             f"the statistics {_paths.show_all(strays)} match no query and key in the "
             f"params; attention layers are {_paths.show_all(sorted(known)) or 'none'}"
         )
-
-
-def _split(path: str) -> _paths.Path:
-    return tuple(path.split("/")) if path else ()
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -1,14 +1,15 @@
 """A parameter leaf seen as a stack of matrices, and back."""
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 
-class MatrixView(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MatrixView:
     """How one leaf holds matrices: the axes of a stack of `(fan_in, fan_out)`."""
 
     batch: tuple[int, ...]

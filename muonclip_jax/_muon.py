@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -179,8 +180,10 @@ def muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982.
     """
-    adam_learning_rate = _default(adam_learning_rate, learning_rate)
-    adam_weight_decay = _default(adam_weight_decay, weight_decay)
+    if adam_learning_rate is None:
+        adam_learning_rate = learning_rate
+    if adam_weight_decay is None:
+        adam_weight_decay = weight_decay
     resolve_schedule(ns_coeffs, ns_steps)
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
@@ -225,7 +228,7 @@ def muon(
 
 
 def _decay(beta: ArrayLike, momentum: jax.Array, gradient: jax.Array) -> jax.Array:
-    return (beta * momentum + gradient).astype(momentum.dtype)
+    return jnp.asarray(beta * momentum + gradient, momentum.dtype)
 
 
 def _shape_scale(view: MatrixView, consistent_rms: ArrayLike | None) -> ArrayLike:
@@ -261,7 +264,3 @@ def _labels(numbers: Any, params: optax.Params) -> Any:
             for leaf, view in zip(tree.leaves, views, strict=True)
         ]
     )
-
-
-def _default(value: Any, fallback: Any) -> Any:
-    return fallback if value is None else value

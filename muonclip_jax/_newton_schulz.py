@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
@@ -80,7 +81,7 @@ def newton_schulz(
     schedule = resolve_schedule(ns_coeffs, ns_steps)
     compute_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     check_schedule(schedule, jnp.finfo(compute_dtype).dtype.name)
-    traced_steps = ns_steps if isinstance(ns_steps, jax.core.Tracer) else None
+    traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
     return _orthogonalize(
         x,
         traced_steps,
@@ -135,18 +136,15 @@ def _gram_pass(x: jax.Array, schedule: Schedule) -> jax.Array:
     """Runs all steps on R = X X^T, gathering in Q the factor that X owes."""
     matmul: Callable = functools.partial(_matmul, precision=jax.lax.Precision.HIGHEST)
     r = matmul(x, _adjoint(x))
+    identity = jnp.eye(r.shape[-1], dtype=r.dtype)
     q = None
     for a, b, c in schedule:
         # a*I stays implicit: adding it to Z would drown the small entries of Z.
         z = c * matmul(r, r) + b * r
-        q = (
-            z + a * jnp.eye(r.shape[-1], dtype=r.dtype)
-            if q is None
-            else matmul(q, z) + a * q
-        )
+        q = z + a * identity if q is None else matmul(q, z) + a * q
         rz = matmul(r, z) + a * r
         r = matmul(z, rz) + a * rz
-    return matmul(q, x)
+    return x if q is None else matmul(q, x)
 
 
 def _traced_loop(x: jax.Array, schedule: Schedule, ns_steps: jax.Array) -> jax.Array:

@@ -49,6 +49,11 @@ def show_all(paths) -> str:
     return ", ".join(repr(show(path)) for path in paths)
 
 
+def split(path: str) -> Path:
+    """Reads a path written with slashes."""
+    return tuple(path.split("/")) if path else ()
+
+
 def _normalize(keys: tuple[Any, ...]) -> Path:
     # The variables of an `nnx.State` add `.value` to the path; `nnx.Optimizer` hands
     # the same tree over as plain dicts during the update.

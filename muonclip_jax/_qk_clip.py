@@ -1,6 +1,6 @@
 """QK-Clip: attention heads whose logits grew too large get smaller projections.
 
-statistics + attention layers -> gamma per head -> a scale per leaf -> params or updates.
+statistics, attention layers -> gamma per head -> scale per leaf -> params or updates.
 
 What is made explicit where the paper (arXiv:2507.20534, section 2.1) is silent:
 biases scale with their kernel; a key shared by several query heads is left alone, as
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from . import _paths
 from ._attention_layers import Attention, resolve_attention
@@ -149,8 +150,8 @@ def _scales(params, attention_stats, threshold, alpha, attention) -> HeadScales:
     if attention_stats is None:
         raise ValueError(
             "qk_clip needs attention_stats: tx.update(grads, state, params, "
-            "attention_stats=stats), with the 'intermediates' that mc.attention_fn sows; "
-            "pass attention_stats={} for a model without attention"
+            "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
+            "sows; pass attention_stats={} for a model without attention"
         )
     layers = resolve_attention(attention, params)
     return head_scales(
@@ -178,7 +179,7 @@ def _scale_leaf(param: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _check(threshold: Any, alpha: Any) -> None:
     """Raises for values out of range; those traced under a jit cannot be looked at."""
-    if not isinstance(threshold, jax.core.Tracer) and not threshold > 0:
+    if not isinstance(threshold, Tracer) and not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}")
-    if not isinstance(alpha, jax.core.Tracer) and not 0 <= alpha <= 1:
+    if not isinstance(alpha, Tracer) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha must lie in [0, 1], got {alpha}")

@@ -38,10 +38,17 @@ def naive_logits(query, key, mask=None, bias=None):
         for h in range(heads):
             for i in range(length):
                 for j in range(key.shape[1]):
-                    if mask is not None and not np.broadcast_to(mask, out.shape)[b, h, i, j]:
+                    if (
+                        mask is not None
+                        and not np.broadcast_to(mask, out.shape)[b, h, i, j]
+                    ):
                         continue
                     logit = query[b, i, h] @ key[b, j, h // group] / np.sqrt(depth)
-                    extra = 0 if bias is None else np.broadcast_to(bias, out.shape)[b, h, i, j]
+                    extra = (
+                        0
+                        if bias is None
+                        else np.broadcast_to(bias, out.shape)[b, h, i, j]
+                    )
                     out[b, h, i, j] = logit + extra
     return out
 
@@ -51,7 +58,8 @@ def randomize(tree, seed: int = 0, scale: float = 1.0):
     leaves, treedef = jax.tree.flatten(tree)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     fresh = [
-        scale * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
+        scale * jax.random.normal(k, x.shape, x.dtype)
+        for k, x in zip(keys, leaves, strict=True)
     ]
     return treedef.unflatten(fresh)
 
@@ -65,7 +73,10 @@ class LinenAttention(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         attention = nn.MultiHeadDotProductAttention(
-            self.heads, attention_fn=mc.attention_fn, name="attention", **dict(self.options)
+            self.heads,
+            attention_fn=mc.attention_fn,
+            name="attention",
+            **dict(self.options),
         )
         attention(x, x, mask=nn.make_causal_mask(x[..., 0]), sow_weights=True)
         return x, None

@@ -33,7 +33,9 @@ def qk(heads=4, key_heads=4, length=5, key_length=7):
 def test_plain_and_shared_keys(key_heads):
     query, key = qk(key_heads=key_heads)
     expected = naive_logits(query, key).max(axis=(0, 2, 3))
-    chex.assert_trees_all_close(mc.max_logits(query, key), expected.astype(np.float32), rtol=1e-5)
+    chex.assert_trees_all_close(
+        mc.max_logits(query, key), expected.astype(np.float32), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 7), (2, 4, 5, 7), (1, 1, 5, 7), (5, 7)])
@@ -60,7 +62,9 @@ def test_bias_and_scale():
     query, key = qk()
     bias = jax.random.normal(jax.random.key(4), (1, 4, 5, 7))
     expected = naive_logits(query, key, bias=bias).max(axis=(0, 2, 3))
-    chex.assert_trees_all_close(mc.max_logits(query, key, bias=bias), expected.astype(np.float32), rtol=1e-5)
+    chex.assert_trees_all_close(
+        mc.max_logits(query, key, bias=bias), expected.astype(np.float32), rtol=1e-5
+    )
     doubled = mc.max_logits(query, key, scale=2 / np.sqrt(3))
     chex.assert_trees_all_close(doubled, 2 * mc.max_logits(query, key), rtol=1e-5)
 
@@ -68,15 +72,23 @@ def test_bias_and_scale():
 def test_any_number_of_batch_axes():
     query, key = qk()
     expected = mc.max_logits(query, key)
-    chex.assert_trees_all_close(mc.max_logits(query[None, :, None], key[None, :, None]), expected)
-    per_sample = jnp.stack([mc.max_logits(q, k) for q, k in zip(query, key, strict=True)])
+    chex.assert_trees_all_close(
+        mc.max_logits(query[None, :, None], key[None, :, None]), expected
+    )
+    per_sample = jnp.stack(
+        [mc.max_logits(q, k) for q, k in zip(query, key, strict=True)]
+    )
     chex.assert_trees_all_close(per_sample.max(axis=0), expected)
 
 
 def test_bfloat16_logits_are_float32_and_nothing_visible_is_minus_infinity():
     query, key = (x.astype(jnp.bfloat16) for x in qk())
-    exact = naive_logits(query.astype(jnp.float32), key.astype(jnp.float32)).max(axis=(0, 2, 3))
-    chex.assert_trees_all_close(mc.max_logits(query, key), exact.astype(np.float32), rtol=1e-5)
+    exact = naive_logits(query.astype(jnp.float32), key.astype(jnp.float32)).max(
+        axis=(0, 2, 3)
+    )
+    chex.assert_trees_all_close(
+        mc.max_logits(query, key), exact.astype(np.float32), rtol=1e-5
+    )
     assert (mc.max_logits(query, key, mask=jnp.zeros((5, 7))) == -jnp.inf).all()
 
 
@@ -91,7 +103,9 @@ def test_sizes_that_do_not_fit():
         mc.max_logits(*qk(heads=4, key_heads=3))
 
 
-@pytest.mark.parametrize("options", [(), (("force_fp32_for_softmax", True),), (("dropout_rate", 0.3),)])
+@pytest.mark.parametrize(
+    "options", [(), (("force_fp32_for_softmax", True),), (("dropout_rate", 0.3),)]
+)
 @pytest.mark.parametrize("sow", [True, False])
 def test_linen_output_equals_flax(options, sow):
     x = inputs()
@@ -101,7 +115,9 @@ def test_linen_output_equals_flax(options, sow):
     params = randomize(stock.init({"params": jax.random.key(0)}, x, deterministic=True))
     call = dict(mask=mask, deterministic=False, rngs={"dropout": jax.random.key(1)})
     expected = stock.apply(params, x, **call)
-    actual, _ = ours.apply(params, x, **call, sow_weights=sow, mutable=["intermediates"])
+    actual, _ = ours.apply(
+        params, x, **call, sow_weights=sow, mutable=["intermediates"]
+    )
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -109,11 +125,15 @@ def test_linen_output_equals_flax(options, sow):
 @pytest.mark.parametrize("sow", [True, False])
 def test_nnx_output_equals_flax(kv_heads, sow):
     x = inputs()
-    stock = nnx.MultiHeadAttention(4, 16, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0))
+    stock = nnx.MultiHeadAttention(
+        4, 16, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0)
+    )
     ours = nnx.clone(stock)
     ours.attention_fn = mc.attention_fn
     run = nnx.capture(lambda m: m(x, is_causal=True, sow_weights=sow), nnx.Intermediate)
-    chex.assert_trees_all_close(run(ours)[0], stock(x, is_causal=True), rtol=2e-5, atol=2e-5)
+    chex.assert_trees_all_close(
+        run(ours)[0], stock(x, is_causal=True), rtol=2e-5, atol=2e-5
+    )
     gradient = nnx.grad(lambda m: run(m)[0].var())
     chex.assert_trees_all_close(
         nnx.as_pure(gradient(ours)), nnx.as_pure(gradient(stock)), rtol=1e-4, atol=1e-5
@@ -135,7 +155,9 @@ def test_linen_statistic_sits_beside_query_and_key():
     stats = linen_stats(model, params, x)
     for name in ("layer_0", "layer_1"):
         query, key = linen_projections(params[name]["attention"], np.asarray(x))
-        expected = naive_logits(query, key, np.tril(np.ones((6, 6)))).max(axis=(0, 2, 3))
+        expected = naive_logits(query, key, np.tril(np.ones((6, 6)))).max(
+            axis=(0, 2, 3)
+        )
         actual = stats[name]["attention"]["max_logits"]
         chex.assert_shape(actual, (4,))
         np.testing.assert_allclose(actual, expected, rtol=1e-4)
@@ -161,7 +183,9 @@ def test_scanned_layers_stack_their_statistics_under_grad(remat):
     for i in range(3):
         layer = jax.tree.map(lambda p, i=i: p[i], params["layers"]["attention"])
         query, key = linen_projections(layer, np.asarray(x))
-        expected = naive_logits(query, key, np.tril(np.ones((6, 6)))).max(axis=(0, 2, 3))
+        expected = naive_logits(query, key, np.tril(np.ones((6, 6)))).max(
+            axis=(0, 2, 3)
+        )
         np.testing.assert_allclose(actual[i], expected, rtol=1e-4)
 
 
@@ -178,30 +202,41 @@ def test_a_layer_called_twice_keeps_the_maximum():
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layer = nn.MultiHeadDotProductAttention(4, attention_fn=mc.attention_fn, name="attention")
+            layer = nn.MultiHeadDotProductAttention(
+                4, attention_fn=mc.attention_fn, name="attention"
+            )
             layer(x[0], x[0], sow_weights=True)
             return layer(x[1], x[1], sow_weights=True)
 
     x = jnp.stack([inputs(1), 3 * inputs(2)])
     params = Twice().init(jax.random.key(0), x)["params"]
     both = linen_stats(Twice(), params, x)["attention"]["max_logits"]
-    each = [linen_stats(Twice(), params, jnp.stack([y, y]))["attention"]["max_logits"] for y in x]
+    each = [
+        linen_stats(Twice(), params, jnp.stack([y, y]))["attention"]["max_logits"]
+        for y in x
+    ]
     chex.assert_trees_all_close(both, jnp.maximum(*each))
 
 
 def test_statistic_shares_the_product_of_query_and_key():
     """Under jit XLA merges the logits of the statistic with those of the output."""
     x = inputs(shape=(2, 32, 16))
-    model = nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0))
+    model = nnx.MultiHeadAttention(
+        4, 16, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
+    )
 
     @nnx.jit
     def run(m, x):
-        return nnx.capture(lambda m: m(x, is_causal=True, sow_weights=True), nnx.Intermediate)(m)
+        return nnx.capture(
+            lambda m: m(x, is_causal=True, sow_weights=True), nnx.Intermediate
+        )(m)
 
     def products(sow):
-        f = lambda s, x: nnx.capture(
-            lambda m: m(x, is_causal=True, sow_weights=sow), nnx.Intermediate
-        )(nnx.merge(graph, s))
+        def f(s, x):
+            return nnx.capture(
+                lambda m: m(x, is_causal=True, sow_weights=sow), nnx.Intermediate
+            )(nnx.merge(graph, s))
+
         graph, state = nnx.split(model)
         hlo = jax.jit(f).lower(state, x).compile().as_text()
         return sum(" dot(" in line or "matmul" in line for line in hlo.splitlines())

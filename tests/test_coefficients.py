@@ -47,7 +47,9 @@ def test_constant_preset_and_single_triple_run_for_any_number_of_steps(steps):
 
 
 def test_array_of_triples_is_accepted():
-    assert resolve_schedule(jnp.asarray(mc.NS_COEFFS["keller"]), 5)[0][0] == pytest.approx(3.4445)
+    assert resolve_schedule(jnp.asarray(mc.NS_COEFFS["keller"]), 5)[0][
+        0
+    ] == pytest.approx(3.4445)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,9 @@ def test_array_of_triples_is_accepted():
     ],
 )
 def test_schedules_that_diverge_or_change_sign_are_refused(coeffs):
-    with pytest.raises(ValueError, match=r"unstable ns_coeffs in float32.*singular value"):
+    with pytest.raises(
+        ValueError, match=r"unstable ns_coeffs in float32.*singular value"
+    ):
         mc.newton_schulz(jnp.eye(3), ns_coeffs=coeffs, ns_steps=5)
 
 

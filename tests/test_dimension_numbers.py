@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -64,7 +65,10 @@ def test_linen_zoo():
     matrices = {path: m for path, m in found.items() if m}
     attention = "MultiHeadDotProductAttention_0"
     assert matrices == {
-        **{f"{attention}/{name}/kernel": (1, 16, 16) for name in ("query", "key", "value", "out")},
+        **{
+            f"{attention}/{name}/kernel": (1, 16, 16)
+            for name in ("query", "key", "value", "out")
+        },
         "DenseGeneral_0/kernel": (1, 16, 32),
         "DenseGeneral_1/kernel": (1, 32, 16),
         "Einsum_0/kernel": (1, 16, 32),
@@ -72,16 +76,26 @@ def test_linen_zoo():
         "Conv_1/kernel": (1, 3 * 5 * 16, 8),
         "Dense_0/kernel": (1, 16, 16),
     }
-    for adamw in ("tokens/embedding", "Dense_1/kernel", "LayerNorm_0/scale", f"{attention}/query/bias"):
+    for adamw in (
+        "tokens/embedding",
+        "Dense_1/kernel",
+        "LayerNorm_0/scale",
+        f"{attention}/query/bias",
+    ):
         assert found[adamw] is None
 
 
 @pytest.mark.parametrize("pure", [False, True])
 def test_nnx_zoo_as_state_and_as_dicts(pure):
     state = nnx.state(NNXZoo(nnx.Rngs(0)), nnx.Param)
-    matrices = {path: m for path, m in table(nnx.as_pure(state) if pure else state).items() if m}
+    matrices = {
+        path: m for path, m in table(nnx.as_pure(state) if pure else state).items() if m
+    }
     assert matrices == {
-        **{f"attn/{name}/kernel": (1, 16, 16) for name in ("query", "key", "value", "out")},
+        **{
+            f"attn/{name}/kernel": (1, 16, 16)
+            for name in ("query", "key", "value", "out")
+        },
         "split/kernel": (1, 16, 32),
         "merge/kernel": (1, 32, 16),
         "einsum/kernel": (1, 16, 32),
@@ -132,18 +146,25 @@ def test_nnx_vmapped_stack():
 
 
 def test_experts_and_scanned_experts_are_stacks():
-    params = {"experts": {"kernel": jnp.ones((8, 16, 32))}, "w": {"kernel": jnp.ones((2, 8, 16, 32))}}
+    params = {
+        "experts": {"kernel": jnp.ones((8, 16, 32))},
+        "w": {"kernel": jnp.ones((2, 8, 16, 32))},
+    }
     assert table(params) == {"experts/kernel": (8, 16, 32), "w/kernel": (16, 16, 32)}
 
 
 def test_scanned_plain_dense_named_like_attention_is_a_stack():
     kernel = {"kernel": jnp.ones((3, 16, 16)), "bias": jnp.ones((3, 16))}
     found = table({name: kernel for name in ("query", "key", "value", "out")})
-    assert {found[f"{n}/kernel"] for n in ("query", "key", "value", "out")} == {(3, 16, 16)}
+    assert {found[f"{n}/kernel"] for n in ("query", "key", "value", "out")} == {
+        (3, 16, 16)
+    }
 
 
 def test_grouped_query_attention():
-    model = nnx.MultiHeadAttention(4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
+    model = nnx.MultiHeadAttention(
+        4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)
+    )
     found = table(nnx.state(model, nnx.Param))
     assert found["query/kernel"] == (1, 16, 16)
     assert found["key/kernel"] == found["value/kernel"] == (1, 16, 8)
@@ -169,14 +190,23 @@ def test_unnamed_output_head_is_found_beside_the_embedding(width, hidden):
     assert found["Dense_2/kernel"] and found["block/up/kernel"]
 
 
-@pytest.mark.parametrize("name", ["head", "lm_head", "logits_dense", "output_head", "Head_0"])
+@pytest.mark.parametrize(
+    "name", ["head", "lm_head", "logits_dense", "output_head", "Head_0"]
+)
 def test_named_output_heads(name):
-    assert table({"net": {name: {"kernel": jnp.ones((16, 50))}}})[f"net/{name}/kernel"] is None
+    assert (
+        table({"net": {name: {"kernel": jnp.ones((16, 50))}}})[f"net/{name}/kernel"]
+        is None
+    )
 
 
-@pytest.mark.parametrize("name", ["multi_head_attention", "MultiHeadDotProductAttention_0"])
+@pytest.mark.parametrize(
+    "name", ["multi_head_attention", "MultiHeadDotProductAttention_0"]
+)
 def test_heads_of_attention_are_no_output_heads(name):
-    assert table({name: {"query": {"kernel": jnp.ones((16, 4, 4))}}})[f"{name}/query/kernel"]
+    assert table({name: {"query": {"kernel": jnp.ones((16, 4, 4))}}})[
+        f"{name}/query/kernel"
+    ]
 
 
 def test_bare_arrays_and_foreign_names_go_by_rank():
@@ -201,8 +231,13 @@ def test_variables_with_the_params_key_read_the_same():
 
 
 def test_optax_accepts_these_numbers():
-    params = {"query": {"kernel": jnp.ones((16, 4, 8))}, "key": {"kernel": jnp.ones((16, 4, 8))}}
-    tx = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=mc.flax_dimension_numbers)
+    params = {
+        "query": {"kernel": jnp.ones((16, 4, 8))},
+        "key": {"kernel": jnp.ones((16, 4, 8))},
+    }
+    tx = optax.contrib.muon(
+        1e-2, muon_weight_dimension_numbers=mc.flax_dimension_numbers
+    )
     tx.update(params, tx.init(params), params)
 
 
@@ -214,18 +249,30 @@ SPEC = Numbers(0, 1)
     [
         {"a": {"w": SPEC, "v": None}, "b": SPEC},
         {"a": {"w": SPEC, "v": None}, "b": Numbers((0,), (1,))},
-        lambda params: jax.tree.map(lambda p: SPEC if p.shape[0] == 3 else None, params),
+        lambda params: jax.tree.map(
+            lambda p: SPEC if p.shape[0] == 3 else None, params
+        ),
     ],
 )
 def test_given_numbers_override_everything(spec):
-    params = {"a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))}, "b": jnp.ones((3, 3))}
+    params = {
+        "a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))},
+        "b": jnp.ones((3, 3)),
+    }
     views = matrix_views(spec, params)
     assert [v is not None for v in views] == [False, True, True]
 
 
 def test_a_prefix_will_do():
-    params = {"a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))}, "b": jnp.ones((3, 3))}
-    assert [bool(v) for v in matrix_views({"a": None, "b": SPEC}, params)] == [False, False, True]
+    params = {
+        "a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))},
+        "b": jnp.ones((3, 3)),
+    }
+    assert [bool(v) for v in matrix_views({"a": None, "b": SPEC}, params)] == [
+        False,
+        False,
+        True,
+    ]
     assert all(matrix_views(SPEC, params))
 
 
@@ -235,7 +282,10 @@ def test_a_prefix_will_do():
         ({"a": SPEC}, r"no entry for 'b/w'"),
         ({"a": SPEC, "b": None, "c": SPEC}, r"names 'c'"),
         ({"a": SPEC, "b": 3}, r"at 'b' is 3"),
-        ({"a": Numbers(0, 2), "b": None}, r"'a/w' with shape \(3, 4\): axis 2 is out of range"),
+        (
+            {"a": Numbers(0, 2), "b": None},
+            r"'a/w' with shape \(3, 4\): axis 2 is out of range",
+        ),
         ({"a": Numbers(0, -2), "b": None}, r"'a/w' .*distinct"),
     ],
 )
@@ -246,8 +296,13 @@ def test_bad_numbers_name_the_path(spec, message):
 
 
 def test_every_ambiguous_leaf_is_listed_at_once():
-    params = {"moe": {"wi": jnp.ones((8, 4, 4)), "wo": jnp.ones((8, 4, 4))}, "w": jnp.ones((2, 2))}
-    with pytest.raises(ValueError, match=r"(?s)moe/wi \(8, 4, 4\).*moe/wo.*dimension_numbers"):
+    params = {
+        "moe": {"wi": jnp.ones((8, 4, 4)), "wo": jnp.ones((8, 4, 4))},
+        "w": jnp.ones((2, 2)),
+    }
+    with pytest.raises(
+        ValueError, match=r"(?s)moe/wi \(8, 4, 4\).*moe/wo.*dimension_numbers"
+    ):
         mc.flax_dimension_numbers(params)
 
 
@@ -257,12 +312,18 @@ def test_matrices_and_back_is_the_identity(data):
     rank = data.draw(st.integers(2, 5))
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank)))
     axes = data.draw(st.permutations(range(rank)))
-    cuts = sorted(data.draw(st.lists(st.integers(1, rank), min_size=2, max_size=2, unique=True)))
+    cuts = sorted(
+        data.draw(st.lists(st.integers(1, rank), min_size=2, max_size=2, unique=True))
+    )
     reduction, output = axes[: cuts[0]], axes[cuts[0] : cuts[1]]
     leaf = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    view = matrix_view(shape, Numbers(tuple(reduction), tuple(a - rank for a in output)))
+    view = matrix_view(
+        shape, Numbers(tuple(reduction), tuple(a - rank for a in output))
+    )
     matrices = view.to_matrices(jnp.asarray(leaf))
     assert matrices.shape == (view.count, view.fan_in, view.fan_out)
     np.testing.assert_array_equal(view.from_matrices(matrices), leaf)
     order = tuple(sorted(axes[cuts[1] :])) + tuple(reduction) + tuple(output)
-    np.testing.assert_array_equal(np.asarray(matrices).ravel(), leaf.transpose(order).ravel())
+    np.testing.assert_array_equal(
+        np.asarray(matrices).ravel(), leaf.transpose(order).ravel()
+    )

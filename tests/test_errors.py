@@ -46,7 +46,9 @@ def test_statistics_for_a_model_without_attention():
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("stats", [{}, {"decoder": {"attn": {}}}])
 def test_attention_layer_without_statistics(jit, stats):
-    with pytest.raises(ValueError, match="'decoder/attn'.*sow_weights=True.*variable_axes"):
+    with pytest.raises(
+        ValueError, match="'decoder/attn'.*sow_weights=True.*variable_axes"
+    ):
         update(PARAMS, stats, jit)
 
 
@@ -66,13 +68,23 @@ def test_scanned_kernels_with_the_statistics_of_one_layer():
 
 
 def test_kernels_without_a_head_axis():
-    params = {"attn": {"query": {"kernel": jnp.ones((8, 8))}, "key": {"kernel": jnp.ones((8, 8))}}}
+    params = {
+        "attn": {
+            "query": {"kernel": jnp.ones((8, 8))},
+            "key": {"kernel": jnp.ones((8, 8))},
+        }
+    }
     with pytest.raises(ValueError, match="'attn/query/kernel'.*attention="):
         update(params, {"attn": {"max_logits": jnp.ones(2)}})
 
 
 def test_key_heads_that_do_not_divide_query_heads():
-    params = {"attn": {"query": {"kernel": jnp.ones((8, 4, 2))}, "key": {"kernel": jnp.ones((8, 3, 2))}}}
+    params = {
+        "attn": {
+            "query": {"kernel": jnp.ones((8, 4, 2))},
+            "key": {"kernel": jnp.ones((8, 3, 2))},
+        }
+    }
     with pytest.raises(ValueError, match="'attn/key/kernel'"):
         update(params, {"attn": {"max_logits": jnp.ones(4)}})
 
@@ -85,7 +97,9 @@ def test_scalar_statistics():
 def test_qk_normalised_linen_attention_at_init():
     model = LinenModel(options=(("normalize_qk", True),))
     params = model.init(jax.random.key(0), inputs())["params"]
-    with pytest.raises(ValueError, match="'layer_0/attention', 'layer_1/attention'.*normalised"):
+    with pytest.raises(
+        ValueError, match="'layer_0/attention', 'layer_1/attention'.*normalised"
+    ):
         mc.muonclip(1e-3).init(params)
     with pytest.raises(ValueError, match="normalised"):
         mc.clip_qk(params, {})
@@ -99,19 +113,35 @@ def test_qk_normalised_nnx_attention_at_init():
 
 
 def test_leaf_without_a_matrix():
-    params = {"mlp": {"up": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}, "norm": {"scale": jnp.ones(2)}}
+    params = {
+        "mlp": {"up": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}},
+        "norm": {"scale": jnp.ones(2)},
+    }
     with pytest.raises(ValueError, match="'mlp/up/bias', 'norm/scale'.*matrix_mask"):
         mc.scale_by_muon().init(params)
 
 
-@pytest.mark.parametrize("make", [mc.scale_by_muon, lambda **o: mc.muon(1e-3, **o), lambda **o: mc.muonclip(1e-3, **o)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        mc.scale_by_muon,
+        lambda **o: mc.muon(1e-3, **o),
+        lambda **o: mc.muonclip(1e-3, **o),
+    ],
+)
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"ns_coeffs": "standard"}, "unknown ns_coeffs 'standard'.*keller"),
         ({"ns_coeffs": (9.0, 9.0, 9.0)}, "unstable"),
-        ({"ns_coeffs": ((3.4445, -4.7750, 2.0315),) * 3}, "3 steps, which contradicts ns_steps=5"),
-        ({"ns_coeffs": "quintic", "ns_steps": 4}, "5 steps, which contradicts ns_steps=4"),
+        (
+            {"ns_coeffs": ((3.4445, -4.7750, 2.0315),) * 3},
+            "3 steps, which contradicts ns_steps=5",
+        ),
+        (
+            {"ns_coeffs": "quintic", "ns_steps": 4},
+            "5 steps, which contradicts ns_steps=4",
+        ),
     ],
 )
 def test_coefficients(make, options, message):
@@ -121,14 +151,22 @@ def test_coefficients(make, options, message):
 
 @pytest.mark.parametrize("threshold", [0, 0.0, -1, float("nan")])
 def test_threshold_that_is_not_positive(threshold):
-    for make in (mc.qk_clip, lambda t: mc.muonclip(1e-3, threshold=t), lambda t: mc.clip_qk(PARAMS, STATS, t)):
+    for make in (
+        mc.qk_clip,
+        lambda t: mc.muonclip(1e-3, threshold=t),
+        lambda t: mc.clip_qk(PARAMS, STATS, t),
+    ):
         with pytest.raises(ValueError, match="threshold must be positive, got"):
             make(threshold)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
 def test_alpha_outside_the_unit_interval(alpha):
-    for make in (mc.qk_clip, lambda **o: mc.muonclip(1e-3, **o), lambda **o: mc.clip_qk(PARAMS, STATS, **o)):
+    for make in (
+        mc.qk_clip,
+        lambda **o: mc.muonclip(1e-3, **o),
+        lambda **o: mc.clip_qk(PARAMS, STATS, **o),
+    ):
         with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\], got"):
             make(alpha=alpha)
 
@@ -140,13 +178,24 @@ def test_params_missing():
 
 
 def test_a_mask_that_splits_a_layer():
-    params = {"attn": {n: {"kernel": KERNEL, "bias": KERNEL[0]} for n in ("query", "key")}}
+    params = {
+        "attn": {n: {"kernel": KERNEL, "bias": KERNEL[0]} for n in ("query", "key")}
+    }
     tx = optax.masked(mc.qk_clip(), mc.matrix_mask)
-    with pytest.raises(ValueError, match="'attn/query/bias', 'attn/key/bias'.*together"):
-        tx.update(params, tx.init(params), params, attention_stats={"attn": {"max_logits": jnp.ones(2)}})
+    with pytest.raises(
+        ValueError, match="'attn/query/bias', 'attn/key/bias'.*together"
+    ):
+        tx.update(
+            params,
+            tx.init(params),
+            params,
+            attention_stats={"attn": {"max_logits": jnp.ones(2)}},
+        )
 
 
 def test_attention_that_names_a_missing_leaf():
-    layer = mc.AttentionLayer("decoder/attn", (mc.HeadLeaf("wq", 3),), (mc.HeadLeaf("wk", 3),))
+    layer = mc.AttentionLayer(
+        "decoder/attn", (mc.HeadLeaf("wq", 3),), (mc.HeadLeaf("wk", 3),)
+    )
     with pytest.raises(ValueError, match="'decoder/attn/wq', 'decoder/attn/wk'"):
         update(PARAMS, STATS, attention=[layer])

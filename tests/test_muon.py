@@ -40,14 +40,18 @@ def test_follows_torch(scale, momentum):
 
 def gradients(seed, shapes):
     generator = np.random.default_rng(seed)
-    return {k: jnp.asarray(generator.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    return {
+        k: jnp.asarray(generator.normal(size=s), jnp.float32) for k, s in shapes.items()
+    }
 
 
 @pytest.mark.parametrize("consistent_rms", [None, 0.2])
 def test_equals_optax_without_nesterov(consistent_rms):
     shapes = {"wide": (8, 24), "tall": (24, 8), "square": (12, 12), "vector": (5,)}
     params = gradients(0, shapes)
-    ours = mc.muon(0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1)
+    ours = mc.muon(
+        0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1
+    )
     theirs = optax.contrib.muon(
         0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1,
         adam_b2=0.95, adam_weight_decay=0.1,
@@ -90,13 +94,21 @@ def test_update_has_the_root_mean_square_of_adamw(shape):
 def test_attention_kernels_are_orthogonalized_over_fused_axes():
     kernel = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, 4)), jnp.float32)
     out = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 6)), jnp.float32)
-    params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}, "out": {"kernel": out}}
+    params = {
+        "query": {"kernel": kernel},
+        "key": {"kernel": kernel},
+        "out": {"kernel": out},
+    }
     tx = mc.scale_by_muon(beta=0.0)
     updates, _ = tx.update(params, tx.init(params))
     for name, flat in (("query", (6, 12)), ("out", (12, 6))):
         leaf = params[name]["kernel"]
-        expected = 0.2 * np.sqrt(12) * polynomial_of(
-            np.asarray(leaf, np.float64).reshape(flat), mc.NS_COEFFS["keller"]
+        expected = (
+            0.2
+            * np.sqrt(12)
+            * polynomial_of(
+                np.asarray(leaf, np.float64).reshape(flat), mc.NS_COEFFS["keller"]
+            )
         )
         actual = updates[name]["kernel"].reshape(flat)
         np.testing.assert_allclose(actual, expected, atol=1e-4)
@@ -132,10 +144,15 @@ def test_mixed_dtypes_keep_theirs():
 
 
 def test_init_accepts_abstract_params():
-    params = {"w": jax.ShapeDtypeStruct((4, 6), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    params = {
+        "w": jax.ShapeDtypeStruct((4, 6), jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((4,), jnp.float32),
+    }
     for tx in (mc.muon(1e-2), mc.muonclip(1e-2)):
         concrete = tx.init(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params))
-        chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), concrete)
+        chex.assert_trees_all_equal_shapes_and_dtypes(
+            jax.eval_shape(tx.init, params), concrete
+        )
         tx.init(params)
 
 
@@ -143,7 +160,9 @@ def test_adam_side_is_adamw_and_follows_its_own_settings():
     params = {"w": jnp.ones((3, 3)), "b": jnp.arange(1.0, 4.0)}
     grads = {"w": jnp.ones((3, 3)), "b": jnp.asarray([0.5, -1.0, 2.0])}
     for own in ({}, {"adam_learning_rate": 0.03, "adam_weight_decay": 0.3}):
-        tx = mc.muon(0.02, weight_decay=0.2, adam_b1=0.8, adam_b2=0.9, adam_eps=1e-6, **own)
+        tx = mc.muon(
+            0.02, weight_decay=0.2, adam_b1=0.8, adam_b2=0.9, adam_eps=1e-6, **own
+        )
         adamw = optax.adamw(
             own.get("adam_learning_rate", 0.02), 0.8, 0.9, 1e-6,
             weight_decay=own.get("adam_weight_decay", 0.2),
@@ -154,7 +173,12 @@ def test_adam_side_is_adamw_and_follows_its_own_settings():
 
 
 def test_weight_decay_mask_as_tree_and_as_function():
-    params = {"w": jnp.ones((3, 3)), "v": jnp.ones((3, 3)), "b": jnp.ones(3), "c": jnp.ones(3)}
+    params = {
+        "w": jnp.ones((3, 3)),
+        "v": jnp.ones((3, 3)),
+        "b": jnp.ones(3),
+        "c": jnp.ones(3),
+    }
     mask = {"w": True, "v": False, "b": True, "c": False}
     zeros = jax.tree.map(jnp.zeros_like, params)
     decayed = [
@@ -164,7 +188,9 @@ def test_weight_decay_mask_as_tree_and_as_function():
         for given in (mask, lambda p: {k: mask[k] for k in p})
     ]
     chex.assert_trees_all_equal(*decayed)
-    expected = {k: jnp.full_like(p, -0.05 if mask[k] else 0.0) for k, p in params.items()}
+    expected = {
+        k: jnp.full_like(p, -0.05 if mask[k] else 0.0) for k, p in params.items()
+    }
     chex.assert_trees_all_close(decayed[0], expected)
 
 

@@ -7,8 +7,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, linen_stats, LinenModel, nnx_stats, NNXModel, randomize, ScannedModel
-from hypothesis import given, settings, strategies as st
+from helpers import (
+    inputs,
+    linen_stats,
+    LinenModel,
+    nnx_stats,
+    NNXModel,
+    randomize,
+    ScannedModel,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import muonclip_jax as mc
 from muonclip_jax import _paths
@@ -21,7 +30,9 @@ def without_biases(params, stats, threshold, **options):
     tree = _paths.flatten(params)
     kept = [
         old if path[-1] == "bias" else new
-        for path, old, new in zip(tree.paths, tree.leaves, tree.of(clipped), strict=True)
+        for path, old, new in zip(
+            tree.paths, tree.leaves, tree.of(clipped), strict=True
+        )
     ]
     return tree.unflatten(kept)
 
@@ -34,7 +45,9 @@ def zero_step(params, stats, threshold, **options):
     """One update of muonclip at learning rate 0."""
     tx = mc.muonclip(0.0, threshold=threshold, **options)
     grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params, attention_stats=stats)
+    updates, state = jax.jit(tx.update)(
+        grads, tx.init(params), params, attention_stats=stats
+    )
     return optax.apply_updates(params, updates), state
 
 
@@ -65,9 +78,13 @@ def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
     before = largest(measure(params))
     tau = float(np.median(before))  # so that half the heads are over
     after, state = zero_step(params, measure(params), tau, alpha=alpha)
-    np.testing.assert_allclose(largest(measure(after)), np.minimum(before, tau), rtol=1e-4)
+    np.testing.assert_allclose(
+        largest(measure(after)), np.minimum(before, tau), rtol=1e-4
+    )
     assert optax.tree.get(state, "num_clipped") == (before > tau).sum()
-    np.testing.assert_allclose(optax.tree.get(state, "max_logit"), before.max(), rtol=1e-6)
+    np.testing.assert_allclose(
+        optax.tree.get(state, "max_logit"), before.max(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -96,7 +113,9 @@ def test_function_and_transformation_agree(case):
 def test_heads_at_or_under_the_threshold_stay_bit_identical(dtype):
     params, measure = linen_case(LinenModel())
     params = jax.tree.map(lambda p: p.astype(dtype), params)
-    stats = jax.tree.map(lambda s: jnp.asarray([50.0, 100.0, 150.0, -3.0]), measure(params))
+    stats = jax.tree.map(
+        lambda s: jnp.asarray([50.0, 100.0, 150.0, -3.0]), measure(params)
+    )
     updates = jax.tree.map(lambda p: (1e-3 * randomize(p, 5)).at[0].set(-0.0), params)
     tx = mc.qk_clip(100.0)
     clipped, _ = tx.update(updates, tx.init(params), params, attention_stats=stats)
@@ -104,7 +123,9 @@ def test_heads_at_or_under_the_threshold_stay_bit_identical(dtype):
     for name in ("query", "key"):
         for leaf in ("kernel", "bias"):
             for before, after in ((updates, clipped), (params, changed)):
-                old, new = (t["layer_0"]["attention"][name][leaf] for t in (before, after))
+                old, new = (
+                    t["layer_0"]["attention"][name][leaf] for t in (before, after)
+                )
                 # Bits, not values: -0.0 and 0.0 differ.
                 same = np.asarray(old).view(np.uint8) == np.asarray(new).view(np.uint8)
                 same = same.reshape(*old.shape[:-1], -1).all(axis=-1).reshape(-1, 4)
@@ -122,8 +143,12 @@ def test_bfloat16_params_are_rounded_once(update_dtype):
     A bfloat16 update can only do so down to half of `p`: below, the difference itself
     has more digits than bfloat16.
     """
-    kernel = (0.05 * jax.random.normal(jax.random.key(0), (64, 4, 32))).astype(jnp.bfloat16)
-    update = (1e-3 * jax.random.normal(jax.random.key(1), (64, 4, 32))).astype(update_dtype)
+    kernel = (0.05 * jax.random.normal(jax.random.key(0), (64, 4, 32))).astype(
+        jnp.bfloat16
+    )
+    update = (1e-3 * jax.random.normal(jax.random.key(1), (64, 4, 32))).astype(
+        update_dtype
+    )
     params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
     updates = {"query": {"kernel": update}, "key": {"kernel": update}}
     stats = {"max_logits": jnp.asarray([101.0, 150.0, 250.0, 399.0])}
@@ -145,7 +170,9 @@ def test_bfloat16_params_are_rounded_once(update_dtype):
 def test_head_of_a_group_under_the_threshold_is_not_shrunk():
     """Grouped queries: only the heads that exceed pay, and the shared key stays."""
     params, measure = nnx_case(kv_heads=2)
-    stats = jax.tree.map(lambda s: jnp.asarray([400.0, 90.0, 50.0, 60.0]), measure(params))
+    stats = jax.tree.map(
+        lambda s: jnp.asarray([400.0, 90.0, 50.0, 60.0]), measure(params)
+    )
     after = nnx.as_pure(mc.clip_qk(params, stats))["layers"][0]
     before = nnx.as_pure(params)["layers"][0]
     chex.assert_trees_all_equal(after["key"], before["key"])
@@ -175,19 +202,31 @@ def test_figures_of_other_implementations(logits, threshold, expected):
 def test_torchtitan_split_with_alpha():
     """Its case of S = [100, 400], tau = 200, alpha = 1/4: .5^.25 and .5^.75."""
     ones = jnp.ones((3, 2, 2))
-    params = {"attn": {"query": {"kernel": ones}, "key": {"kernel": ones}, "value": {"kernel": ones}}}
+    params = {
+        "attn": {
+            "query": {"kernel": ones},
+            "key": {"kernel": ones},
+            "value": {"kernel": ones},
+        }
+    }
     stats = {"attn": {"max_logits": jnp.asarray([100.0, 400.0])}}
     after = mc.clip_qk(params, stats, 200.0, alpha=0.25)["attn"]
-    np.testing.assert_allclose(after["query"]["kernel"][0, :, 0], [1, 0.840896], rtol=1e-5)
-    np.testing.assert_allclose(after["key"]["kernel"][0, :, 0], [1, 0.594604], rtol=1e-5)
+    np.testing.assert_allclose(
+        after["query"]["kernel"][0, :, 0], [1, 0.840896], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        after["key"]["kernel"][0, :, 0], [1, 0.594604], rtol=1e-5
+    )
     np.testing.assert_array_equal(after["value"]["kernel"], 1)
 
 
 def test_scanned_layers_are_not_merged():
-    """MaxText's probe: [[20,5],[1,1],[2,40]] with tau 10 clips one head in two layers."""
+    """MaxText's probe, tau 10: one head in each of two layers, and only those."""
     ones = jnp.ones((3, 4, 2, 2))
     params = {"layers": {"query": {"kernel": ones}, "key": {"kernel": ones}}}
-    stats = {"layers": {"max_logits": jnp.asarray([[20.0, 5.0], [1.0, 1.0], [2.0, 40.0]])}}
+    stats = {
+        "layers": {"max_logits": jnp.asarray([[20.0, 5.0], [1.0, 1.0], [2.0, 40.0]])}
+    }
     after = mc.clip_qk(params, stats, 10.0)["layers"]["query"]["kernel"][:, 0, :, 0]
     np.testing.assert_allclose(after, [[0.5**0.5, 1], [1, 1], [1, 0.5]], rtol=1e-6)
 
@@ -249,9 +288,17 @@ def test_hand_written_layer_with_heads_first():
     expected = np.asarray([[1, 0.5], [1, 0.25]])
     for attention in ([layer], lambda params: [layer]):
         after = mc.clip_qk(params, stats, attention=attention)["dec"]
-        np.testing.assert_allclose(after["wq"] / wq, np.broadcast_to(expected[..., None, None], wq.shape), rtol=1e-6)
-        np.testing.assert_allclose(after["wk"][:, :, 0, 0] / wk[:, :, 0, 0], expected, rtol=1e-6)
-        np.testing.assert_allclose(after["bq"][:, :, 0] / wq[:, :, 0, 0], expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            after["wq"] / wq,
+            np.broadcast_to(expected[..., None, None], wq.shape),
+            rtol=1e-6,
+        )
+        np.testing.assert_allclose(
+            after["wk"][:, :, 0, 0] / wk[:, :, 0, 0], expected, rtol=1e-6
+        )
+        np.testing.assert_allclose(
+            after["bq"][:, :, 0] / wq[:, :, 0, 0], expected, rtol=1e-6
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -263,7 +310,9 @@ def test_hand_written_layer_with_heads_first():
 def test_product_of_query_and_key_scales_is_gamma(logits, threshold, alpha):
     ones = jnp.ones((1, 4, 1))
     params = {"query": {"kernel": ones}, "key": {"kernel": ones}}
-    after = mc.clip_qk(params, {"max_logits": jnp.asarray(logits)}, threshold, alpha=alpha)
+    after = mc.clip_qk(
+        params, {"max_logits": jnp.asarray(logits)}, threshold, alpha=alpha
+    )
     product = np.ravel(after["query"]["kernel"] * after["key"]["kernel"])
     expected = [threshold / s if s > threshold else 1.0 for s in np.float32(logits)]
     np.testing.assert_allclose(product, expected, rtol=1e-5)

@@ -1,0 +1,149 @@
+"""The example scripts, run as a user runs them but small."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--eval-every=4"]
+SMALL += ["--layers=1", "--width=16", "--heads=2", "--checkpoint-every=1"]
+
+
+def run(script, *arguments, check=True):
+    return subprocess.run(
+        [sys.executable, EXAMPLES / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=check,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog. " * 3000)
+    return file
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory, text):
+    out = tmp_path_factory.mktemp("runs") / "compare"
+    # A tiny threshold, so that the clip acts in the first steps.
+    result = run(
+        "train_lm.py", *SMALL, "--data", text, "--threshold", "0.01", "--out", out
+    )
+    return out, result
+
+
+def test_comparison_prints_a_table_and_draws(comparison):
+    out, result = comparison
+    for word in (
+        "AdamW",
+        "Muon ",
+        "MuonClip",
+        "validation loss",
+        "largest logit",
+        "tokens/s",
+    ):
+        assert word in result.stdout
+    assert "max logit" in result.stderr and "clipped" in result.stderr
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_optimizer_starts_alike_and_the_clip_fires(comparison):
+    results = json.loads((comparison[0] / "results.json").read_text())
+    assert set(results) == {"adamw", "muon", "muonclip"}
+    assert all(
+        [r["step"] for r in history] == [4, 8, 12] for history in results.values()
+    )
+    assert all(
+        h[-1]["validation_loss"] < h[0]["validation_loss"] for h in results.values()
+    )
+    assert results["muonclip"][-1]["clipped"] > 0 == results["muon"][-1]["clipped"]
+    assert results["muonclip"][-1]["max_logit"] < results["muon"][-1]["max_logit"]
+
+
+def test_resumed_run_has_the_same_losses(comparison, text, tmp_path):
+    arguments = [*SMALL, "--data", text, "--threshold", "0.01"]
+    arguments += ["--optimizer", "muonclip", "--out", tmp_path / "run"]
+    # The interpreter dies in step 9, after the checkpoint of step 8.
+    crash = f"""
+import os, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import corpus, train_lm
+batch = corpus.Corpus.batch
+def failing(self, *shape, seed, step):
+    return os._exit(9) if step == 9 else batch(self, *shape, seed=seed, step=step)
+corpus.Corpus.batch = failing
+sys.argv = {["train_lm.py", *map(str, arguments)]!r}
+train_lm.main()
+"""
+    crashed = subprocess.run([sys.executable, "-c", crash], capture_output=True)
+    assert crashed.returncode == 9
+    assert not (tmp_path / "run" / "results.json").exists()
+    run("train_lm.py", *arguments, "--resume")
+    resumed = json.loads((tmp_path / "run" / "results.json").read_text())["muonclip"]
+    straight = json.loads((comparison[0] / "results.json").read_text())["muonclip"]
+    for key in ("step", "loss", "validation_loss", "max_logit", "clipped"):
+        assert [r[key] for r in resumed] == [r[key] for r in straight]
+
+
+def test_resuming_with_other_settings_is_refused(comparison, text):
+    arguments = [
+        *SMALL,
+        "--data",
+        text,
+        "--out",
+        comparison[0],
+        "--resume",
+        "--threshold",
+        "7",
+    ]
+    result = run("train_lm.py", *arguments, check=False)
+    assert result.returncode and "--threshold was 0.01, is 7.0" in result.stderr
+
+
+def test_a_new_run_keeps_the_old_one(text, tmp_path):
+    arguments = [
+        *SMALL,
+        "--data",
+        text,
+        "--optimizer",
+        "adamw",
+        "--out",
+        tmp_path / "run",
+    ]
+    for _ in range(2):
+        run("train_lm.py", *arguments)
+    assert (tmp_path / "run" / "adamw").is_dir() and (
+        tmp_path / "run" / "adamw.1"
+    ).is_dir()
+
+
+@pytest.mark.parametrize(
+    "content, options, message",
+    [
+        (None, [], "no such file"),
+        ("short", [], "too few for context 16"),
+    ],
+)
+def test_unusable_text_is_refused(tmp_path, content, options, message):
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_text(content)
+    result = run(
+        "train_lm.py", *SMALL, "--data", file, "--out", tmp_path / "run", check=False
+    )
+    assert result.returncode and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_linen_example():
+    result = run("train_lm_linen.py", "--steps", "6", "--batch-size", "4")
+    assert "max logit" in result.stdout
