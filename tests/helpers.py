@@ -133,7 +133,7 @@ class NNXModel(nnx.Module):
 
     def __call__(self, x):
         for layer in self.layers:
-            layer(x, is_causal=True, sow_weights=True)
+            layer(x, mask=nnx.make_causal_mask(x[..., 0]), sow_weights=True)
         return x
 
 

@@ -125,14 +125,15 @@ def test_linen_output_equals_flax(options, sow):
 @pytest.mark.parametrize("sow", [True, False])
 def test_nnx_output_equals_flax(kv_heads, sow):
     x = inputs()
+    causal = nnx.make_causal_mask(x[..., 0])
     stock = nnx.MultiHeadAttention(
         4, 16, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0)
     )
     ours = nnx.clone(stock)
     ours.attention_fn = mc.attention_fn
-    run = nnx.capture(lambda m: m(x, is_causal=True, sow_weights=sow), nnx.Intermediate)
+    run = nnx.capture(lambda m: m(x, mask=causal, sow_weights=sow), nnx.Intermediate)
     chex.assert_trees_all_close(
-        run(ours)[0], stock(x, is_causal=True), rtol=2e-5, atol=2e-5
+        run(ours)[0], stock(x, mask=causal), rtol=2e-5, atol=2e-5
     )
     gradient = nnx.grad(lambda m: run(m)[0].var())
     chex.assert_trees_all_close(
@@ -221,20 +222,15 @@ def test_a_layer_called_twice_keeps_the_maximum():
 def test_statistic_shares_the_product_of_query_and_key():
     """Under jit XLA merges the logits of the statistic with those of the output."""
     x = inputs(shape=(2, 32, 16))
+    causal = nnx.make_causal_mask(x[..., 0])
     model = nnx.MultiHeadAttention(
         4, 16, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
     )
 
-    @nnx.jit
-    def run(m, x):
-        return nnx.capture(
-            lambda m: m(x, is_causal=True, sow_weights=True), nnx.Intermediate
-        )(m)
-
     def products(sow):
         def f(s, x):
             return nnx.capture(
-                lambda m: m(x, is_causal=True, sow_weights=sow), nnx.Intermediate
+                lambda m: m(x, mask=causal, sow_weights=sow), nnx.Intermediate
             )(nnx.merge(graph, s))
 
         graph, state = nnx.split(model)

@@ -1,0 +1,76 @@
+"""The table that shows what happens to each leaf."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import inputs, NNXModel, ScannedModel
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+
+def rows(text):
+    return {line.split("  ")[0]: line for line in text.splitlines()}
+
+
+def test_scanned_layers():
+    params = jax.eval_shape(ScannedModel().init, jax.random.key(0), inputs())
+    table = rows(mc.describe(params))
+    query = table["layers/attention/query/kernel"]
+    assert "(3, 16, 4, 4)" in query and "3 x 16 x 16" in query and "muon" in query
+    assert query.endswith("query, 4 heads")
+    bias = table["layers/attention/key/bias"]
+    assert "adamw" in bias and bias.endswith("key, 4 heads")
+    assert table["layers/attention/out/kernel"].endswith("-")
+
+
+def test_grouped_queries_in_nnx():
+    state = nnx.state(NNXModel(nnx.Rngs(0), kv_heads=2), nnx.Param)
+    table = rows(mc.describe(state))
+    assert table["layers/1/key/kernel"].endswith("key, 2 heads")
+    assert table["layers/1/query/kernel"].endswith("query, 4 heads")
+
+
+def test_columns_line_up_and_no_line_ends_in_space():
+    lines = mc.describe(
+        {"a": jnp.ones((2, 2)), "longer": {"bias": jnp.ones(3)}}
+    ).splitlines()
+    assert (
+        len(
+            {
+                line.index(word)
+                for line, word in zip(
+                    lines, ("optimizer", "muon", "adamw"), strict=True
+                )
+            }
+        )
+        == 1
+    )
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_shows_what_is_given():
+    params = {
+        "wi": jnp.ones((4, 8, 16)),
+        "attn": {"wq": jnp.ones((8, 2, 4)), "wk": jnp.ones((8, 2, 4))},
+    }
+    text = mc.describe(
+        params,
+        dimension_numbers={"wi": MuonDimensionNumbers(1, 2), "attn": None},
+        attention=[
+            mc.AttentionLayer("attn", (mc.HeadLeaf("wq", 3),), (mc.HeadLeaf("wk", 3),))
+        ],
+    )
+    table = rows(text)
+    assert "4 x 8 x 16" in table["wi"] and table["attn/wk"].endswith("key, 2 heads")
+
+
+def test_hidden_leaves_are_shown_as_such():
+    assert "masked" in mc.describe({"a": jnp.ones((2, 2)), "b": optax.MaskedNode()})
+
+
+def test_ambiguous_leaves_are_named():
+    with pytest.raises(ValueError, match="moe/wi"):
+        mc.describe({"moe": {"wi": jnp.ones((4, 8, 16))}})
