@@ -22,7 +22,7 @@ GRIDS = {
     "adamw": ("--adam-learning-rate", (1.5e-3, 3e-3, 6e-3, 1.2e-2)),
     "muon": ("--learning-rate", (1e-2, 2e-2, 4e-2)),
 }
-WEIGHT_DECAYS = (0.1, 0.3, 0.5)
+WEIGHT_DECAYS = (0.1, 0.3, 0.5, 1.0)
 
 
 def main() -> None:

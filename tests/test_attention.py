@@ -209,14 +209,15 @@ def test_a_layer_called_twice_keeps_the_maximum():
             layer(x[0], x[0], sow_weights=True)
             return layer(x[1], x[1], sow_weights=True)
 
-    x = jnp.stack([inputs(1), 3 * inputs(2)])
-    params = Twice().init(jax.random.key(0), x)["params"]
-    both = linen_stats(Twice(), params, x)["attention"]["max_logits"]
-    each = [
-        linen_stats(Twice(), params, jnp.stack([y, y]))["attention"]["max_logits"]
-        for y in x
-    ]
-    chex.assert_trees_all_close(both, jnp.maximum(*each))
+    def measure(first, second):
+        stats = linen_stats(Twice(), params, jnp.stack([first, second]))
+        return stats["attention"]["max_logits"]
+
+    small, large = inputs(1), 3 * inputs(2)
+    params = Twice().init(jax.random.key(0), jnp.stack([small, large]))["params"]
+    expected = jnp.maximum(measure(small, small), measure(large, large))
+    chex.assert_trees_all_close(measure(small, large), expected)
+    chex.assert_trees_all_close(measure(large, small), expected)
 
 
 def test_statistic_shares_the_product_of_query_and_key():

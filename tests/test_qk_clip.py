@@ -199,6 +199,15 @@ def test_figures_of_other_implementations(logits, threshold, expected):
     assert all(a == 1 for a, e in zip(actual, expected, strict=True) if e == 1)
 
 
+def test_a_head_at_the_threshold_is_not_counted():
+    """MindFormers: [[99, 100], [101, 150]] with tau 100 counts two."""
+    ones = jnp.ones((2, 4, 2, 2))
+    params = {"query": {"kernel": ones}, "key": {"kernel": ones}}
+    stats = {"max_logits": jnp.asarray([[99.0, 100.0], [101.0, 150.0]])}
+    _, state = zero_step(params, stats, 100.0)
+    assert optax.tree.get(state, "num_clipped") == 2
+
+
 def test_torchtitan_split_with_alpha():
     """Its case of S = [100, 400], tau = 200, alpha = 1/4: .5^.25 and .5^.75."""
     ones = jnp.ones((3, 2, 2))
