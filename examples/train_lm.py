@@ -57,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     add("--adam-learning-rate", type=float, default=6e-3)
     add("--schedule", choices=("linear", "constant"), default="linear")
     add("--weight-decay", type=float, default=0.5)
-    add("--threshold", type=float, default=15.0)
+    add("--threshold", type=float, default=8.0)
     add("--alpha", type=float, default=0.5)
     add("--seed", type=int, default=0)
     add("--eval-every", type=int, default=10)

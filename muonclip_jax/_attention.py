@@ -117,7 +117,15 @@ def attention_fn(
         dtype=dtype,
         precision=precision,
     )
-    if force_fp32_for_softmax or qk_attn_weights_einsum or attn_weights_value_einsum:
+    only_linen_can = (
+        force_fp32_for_softmax
+        or qk_attn_weights_einsum is not None
+        or attn_weights_value_einsum is not None
+    )
+    # NNX's attention drops the precision and wants full masks for several batch axes;
+    # Linen's has neither causal masks nor shared keys.
+    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
+    if only_linen_can or (linen_can and (precision is not None or query.ndim > 4)):
         return nn.dot_product_attention(
             query,
             key,
@@ -151,6 +159,14 @@ def _logits(query: jax.Array, key: jax.Array, scale: float | None) -> jax.Array:
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
     fold: dict[str, Any] = dict(reduce_fn=jnp.maximum, init_fn=lambda: -jnp.inf)
     if isinstance(module, nnx.Module):
+        # Outside nnx.capture the value stays on the module, and the maximum with
+        # last step's logits would clip the head again and again, down to zero.
+        if isinstance(getattr(module, STATISTIC, None), nnx.Variable):
+            raise ValueError(
+                f"{type(module).__name__} still holds the max_logits of an earlier "
+                "call: run the model under nnx.capture(..., nnx.Intermediate), or take "
+                "them off after every step with nnx.pop(model, nnx.Intermediate)"
+            )
         module.sow(nnx.Intermediate, STATISTIC, statistic, **fold)
     else:
         module.sow("intermediates", STATISTIC, statistic, **fold)

@@ -76,6 +76,8 @@ def resolve_attention(attention: Attention | None, params: Any) -> list[Attentio
     """Returns the layers, whichever way they were given."""
     if attention is None:
         attention = flax_attention_layers
+    if isinstance(attention, AttentionLayer):
+        return [attention]
     return list(attention(params) if callable(attention) else attention)
 
 

@@ -23,8 +23,8 @@ def read_attention_stats(attention_stats: Any) -> dict[_paths.Path, jax.Array]:
         leaf = jax.lax.stop_gradient(jnp.asarray(leaf, jnp.float32))
         if not leaf.ndim:
             raise ValueError(
-                f"the statistics '{_paths.show(path)}' are a scalar; expected one "
-                "maximum per head, shape (*stack, heads)"
+                f"the statistics '{_paths.show(path)}' are a scalar; expected an "
+                "array with one maximum per head, shape (*stack, heads)"
             )
         stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
     return stats

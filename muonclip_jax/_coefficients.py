@@ -85,6 +85,8 @@ def _named_or_given(ns_coeffs, ns_steps: int | None) -> Schedule:
             )
         schedule = NS_COEFFS[ns_coeffs]
         repeats = len(set(schedule)) == 1
+    elif isinstance(ns_coeffs, Tracer):
+        raise ValueError("ns_coeffs must be known when tracing; pass a tuple of floats")
     else:
         steps = np.asarray(ns_coeffs, dtype=np.float64)
         if steps.ndim not in (1, 2) or steps.shape[-1] != 3 or not steps.size:

@@ -38,14 +38,16 @@ def flax_dimension_numbers(params: optax.Params) -> Any:
     **Arguments:**
 
     - `params`: Linen variables or params, an NNX state, or any pytree of arrays or
-        `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are left hidden; where
-        biases are hidden, a general kernel of rank 3 or more is read as a stack.
+        `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are left hidden.
+
+    A kernel of rank 3 without a bias in sight, under a name that does not tell a
+    convolution, is read as a stack of Dense kernels.
 
     **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
 
     **Raises:** `ValueError`, with the paths, for leaves whose names and shape do not
-    settle it: rank 3 or more under a name that Flax does not use, or a
-    `DenseGeneral` without a bias.
+    settle it: rank 3 or more under a name that Flax does not use, a kernel of rank 4
+    or more that no bias or name explains, or `DenseGeneral_0` without a bias.
 
     !!! example
 
@@ -143,8 +145,10 @@ def _broadcast(prefix: Any, tree: _paths.PathedTree) -> list[Any]:
         raise ValueError(
             f"dimension_numbers has no entry for {_paths.show_all(missing)}"
         )
-    if tree.paths and len(used) < len(entries):
-        unused = [path for path in entries if path not in used]
+    # A `None` may also be a parameter that is absent, such as the bias of a layer
+    # without one.
+    unused = [p for p, entry in entries.items() if p not in used and entry is not None]
+    if tree.paths and unused:
         raise ValueError(
             f"dimension_numbers names {_paths.show_all(unused)}, but no parameter has "
             "such a path"

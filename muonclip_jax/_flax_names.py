@@ -1,7 +1,7 @@
 """What the parameter names and shapes of stock Flax modules say about a leaf.
 
-This is the one place that knows how Linen and NNX name things; it needs neither
-installed. Both spell a layer `<module>/kernel` and `<module>/bias`, and attention
+This is the one place that knows how Linen and NNX name things. Both spell a layer
+`<module>/kernel` and `<module>/bias`, and attention
 `<module>/{query,key,value,out}/{kernel,bias}`.
 """
 
@@ -33,14 +33,14 @@ class FlaxTree:
     def dimension_numbers(self, path: Path) -> MuonDimensionNumbers | None:
         """Says which axes of a leaf form its matrices; `None` if it holds none."""
         name, module = path[-1] if path else "", path[:-1]
-        rank = len(self._shape(path))
-        if rank < 2 or name in _VECTORS or is_embedding(path):
+        shape = self._shape(path)
+        if len(shape) < 2 or name in _VECTORS or _is_embedding(path):
             return None
         if name == "kernel":
             if _tokens(path[-2:-1]) & _HEADS or path == self._output_head:
                 return None
-            return self._kernel(module, rank)
-        if rank == 2:
+            return self._kernel(module, shape)
+        if len(shape) == 2:
             return MuonDimensionNumbers(-2, -1)
         raise Ambiguous
 
@@ -55,26 +55,28 @@ class FlaxTree:
     def has_leaf(self, path: Path) -> bool:
         return path in self._leaves
 
-    def _kernel(self, module: Path, rank: int) -> MuonDimensionNumbers:
-        if rank == 2:
+    def _kernel(self, module: Path, shape: tuple[int, ...]) -> MuonDimensionNumbers:
+        if len(shape) == 2:
             return MuonDimensionNumbers(-2, -1)
         if self._is_stock_attention(module[:-1]):
             if module[-1] in _PROJECTIONS:
                 return MuonDimensionNumbers(-3, (-2, -1))
             if module[-1] == "out":
                 return MuonDimensionNumbers((-3, -2), -1)
-        split = self._split_by_bias(module)
-        if split is not None:
-            return split
-        tokens = _tokens(module[-1:])
-        if any(token.startswith("conv") for token in tokens):
+        return self._split_by_bias(module) or self._split_by_name(module, shape)
+
+    def _split_by_name(self, module: Path, shape: tuple[int, ...]):
+        rank, last = len(shape), _tokens(module[-1:])
+        # A hidden bias could have told scanned convolutions from those in 3D.
+        told = rank < 5 or not self.has_leaf((*module, "bias"))
+        if _starts(last, "conv") and told:
             return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
-        if any(
-            token.startswith(("densegeneral", "lineargeneral", "einsum"))
-            for token in tokens
-        ):
+        if _starts(last, "densegeneral", "lineargeneral", "einsum"):
             raise Ambiguous
-        return MuonDimensionNumbers(-2, -1)
+        stack = rank == 3 or set(shape[:-2]) == {1}
+        if stack or _starts(_tokens(module), "dense", "linear", "mlp", "expert", "moe"):
+            return MuonDimensionNumbers(-2, -1)
+        raise Ambiguous
 
     def _split_by_bias(self, module: Path) -> MuonDimensionNumbers | None:
         """A bias has one entry per output, which tells input axes from output axes."""
@@ -98,41 +100,33 @@ class FlaxTree:
         query = self._shape((*module, "query", "kernel"))
         value = self._shape((*module, "value", "kernel"))
         out = self._shape((*module, "out", "kernel"))
-        if len(query) < 3:
+        bias = self._shape((*module, "query", "bias"))
+        if len(query) < 3 or (bias and bias != query[:-3] + query[-2:]):
             return False
         if not out:
             return True
-        return (
-            len(out) == len(query)
-            and out[-3] == query[-2]
-            and (not value or out[-2] == value[-1])
-        )
+        heads_match = len(out) == len(query) and out[-3] == query[-2]
+        return heads_match and (not value or out[-2] == value[-1])
 
     def _find_output_head(self) -> Path | None:
-        """The Dense beside the embedding whose shape is that of its transpose.
+        """The last Dense beside an embedding, if its shape is the embedding's turned.
 
         A decoder that leaves its head unnamed (`Dense_7`) is known by this alone.
         """
-        found = []
         for path in self._leaves:
             if path[-1:] == ("embedding",):
-                found += [p for p in self._leaves if self._is_head_for(p, path)]
-        return max(found, key=_natural, default=None)
-
-    def _is_head_for(self, path: Path, embedding: Path) -> bool:
-        return (
-            len(path) == len(embedding)
-            and path[-1] == "kernel"
-            and path[:-2] == embedding[:-2]
-            and self._shape(path) == self._shape(embedding)[::-1] != ()
-        )
+                beside = [p for p in self._leaves if _is_unnamed_dense(p, path[:-2])]
+                last = max(beside, key=_number, default=())
+                if last and self._shape(last) == self._shape(path)[::-1] != ():
+                    return last
+        return None
 
     def _shape(self, path: Path) -> tuple[int, ...]:
         leaf: Any = self._leaves.get(path)
         return () if leaf is None or is_masked(leaf) else tuple(leaf.shape)
 
 
-def is_embedding(path: Path) -> bool:
+def _is_embedding(path: Path) -> bool:
     """Whether a leaf, or the module that holds it, is named as an embedding."""
     return any(
         "embed" in name.lower() or name.lower() in _EMBEDDINGS for name in path[-2:]
@@ -143,8 +137,22 @@ def _tokens(names: Path) -> set[str]:
     return {token for name in names for token in re.split(r"[^a-z]+", name.lower())}
 
 
-def _natural(path: Path) -> list[Any]:
-    return [[int(s) if s.isdigit() else s for s in re.split(r"(\d+)", n)] for n in path]
+def _starts(tokens: set[str], *beginnings: str) -> bool:
+    return any(token.startswith(beginnings) for token in tokens)
+
+
+def _is_unnamed_dense(path: Path, parent: Path) -> bool:
+    """Whether a leaf is the kernel of a `Dense_<number>`, or of an `out`, in parent."""
+    return (
+        path[:-2] == parent
+        and path[-1:] == ("kernel",)
+        and re.fullmatch(r"Dense_\d+|out|output", path[-2]) is not None
+    )
+
+
+def _number(path: Path) -> float:
+    digits = re.sub(r"\D", "", path[-2])
+    return float(digits) if digits else float("inf")
 
 
 def _squeeze(axes: tuple[int, ...]) -> int | tuple[int, ...]:

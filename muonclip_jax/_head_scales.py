@@ -106,6 +106,11 @@ class _BoundLayer:
         stack = self.logits.shape[:-1]
         if len(shape) != len(stack) + leaf.ndim or shape[: len(stack)] != stack:
             raise ValueError(self._mismatch())
+        if not -leaf.ndim <= leaf.axis < 0:
+            raise ValueError(
+                f"the head axis of {leaf} must count from the end, between "
+                f"-{leaf.ndim} and -1"
+            )
         return shape[leaf.axis]
 
     def _path(self, leaf: HeadLeaf) -> _paths.Path:

@@ -106,9 +106,10 @@ def scale_by_muon(
         del params, extra_args
         tree = _paths.flatten(updates)
         views = _matrices_only(dimension_numbers, updates)
-        mu = jax.tree.map(functools.partial(_decay, beta), state.mu, updates)
-        ahead = jax.tree.map(functools.partial(_decay, beta), mu, updates)
-        directions = orthogonalize(tree.of(ahead if nesterov else mu), views, iterate)
+        decay = functools.partial(_decay, beta)
+        mu = jax.tree.map(decay, state.mu, updates)
+        momentum = jax.tree.map(decay, mu, updates) if nesterov else mu
+        directions = orthogonalize(tree.of(momentum), views, iterate)
         scaled = [
             (d * _shape_scale(v, consistent_rms)).astype(g.dtype) if v else d
             for d, v, g in zip(directions, views, tree.leaves, strict=True)
@@ -188,6 +189,9 @@ def muon(
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
         numbers = resolve_dimension_numbers(dimension_numbers, params)
+        decayed = weight_decay_mask
+        if callable(decayed):
+            decayed = decayed(params)
         direction = scale_by_muon(
             beta=beta,
             nesterov=nesterov,
@@ -201,20 +205,20 @@ def muon(
             {
                 "muon": optax.chain(
                     direction,
-                    optax.add_decayed_weights(weight_decay, weight_decay_mask),
+                    optax.add_decayed_weights(weight_decay, decayed),
                     optax.scale_by_learning_rate(learning_rate),
                 ),
                 "adamw": optax.chain(
                     optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype),
-                    optax.add_decayed_weights(adam_weight_decay, weight_decay_mask),
+                    optax.add_decayed_weights(adam_weight_decay, decayed),
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),
             },
             _labels(numbers, params),
         )
 
-    # Biases tell which axes of a general kernel are inputs, so axes are read off the
-    # whole tree, here, and not off what `partition` leaves in sight.
+    # Biases tell which axes of a general kernel are inputs, so axes and masks are read
+    # off the whole tree, here, and not off what `partition` leaves in sight.
     def init_fn(params: optax.Params) -> optax.OptState:
         return build(params).init(params)
 

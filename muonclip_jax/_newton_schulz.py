@@ -43,7 +43,7 @@ def newton_schulz(
     - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
         $X X^T$ and multiplies `x` once at the end: less arithmetic for matrices far
         from square; it squares the spectrum, so it always runs in float32. `"auto"`
-        leaves the choice to the package.
+        leaves the choice to the package. A traced `ns_steps` runs as `"standard"`.
     - `dtype`: dtype of the iteration, that of `x` by default. Norms, products and
         coefficients are float32 all the same.
 
@@ -80,9 +80,11 @@ def newton_schulz(
         )
     schedule = resolve_schedule(ns_coeffs, ns_steps)
     compute_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if jnp.iscomplexobj(x):
+        compute_dtype = jnp.promote_types(compute_dtype, jnp.complex64)
     check_schedule(schedule, jnp.finfo(compute_dtype).dtype.name)
     traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
-    return _orthogonalize(
+    return _iterate(
         x,
         traced_steps,
         schedule=schedule,
@@ -92,9 +94,9 @@ def newton_schulz(
 
 
 @functools.partial(jax.jit, static_argnames=("schedule", "gram", "dtype"))
-def _orthogonalize(x, traced_steps, *, schedule, gram, dtype):
+def _iterate(x, traced_steps, *, schedule, gram, dtype):
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
-    wide = _normalize(wide)
+    wide = _divide_by_norm(wide)
     if gram:
         y = _gram(wide, schedule)
     elif traced_steps is None:
@@ -104,13 +106,17 @@ def _orthogonalize(x, traced_steps, *, schedule, gram, dtype):
     return (y if wide.shape == x.shape else y.mT).astype(x.dtype)
 
 
-def _normalize(x):
+def _divide_by_norm(x):
     """Divides by the Frobenius norm, in float32 or better."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     # The square of 1e-30 or 1e30 leaves float32, so the largest entry goes first;
     # the norm is then at least 1 unless the matrix is zero.
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    x = x / jnp.where(largest < jnp.finfo(x.dtype).tiny, 1, largest)
+    # Compilers divide by multiplying with the reciprocal, which for the largest
+    # numbers would be subnormal and flushed to zero.
+    shrink = jnp.where(largest > 1, 2.0**-8, 1).astype(largest.dtype)
+    divisor = jnp.where(largest < jnp.finfo(x.dtype).tiny, 1, largest * shrink)
+    x = (x * shrink) / divisor
     norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
     return x / jnp.maximum(norm, 1)
 

@@ -36,7 +36,7 @@ def is_masked(leaf: Any) -> bool:
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree:
     """Flattens a tree, keeping masked leaves in sight as `optax.MaskedNode`."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    paths = tuple(_normalize(keys) for keys, _ in pairs)
+    paths = tuple(_read_keys(keys) for keys, _ in pairs)
     return PathedTree(paths, tuple(leaf for _, leaf in pairs), treedef)
 
 
@@ -54,11 +54,12 @@ def split(path: str) -> Path:
     return tuple(path.split("/")) if path else ()
 
 
-def _normalize(keys: tuple[Any, ...]) -> Path:
+def _read_keys(keys: tuple[Any, ...]) -> Path:
     # The variables of an `nnx.State` add `.value` to the path; `nnx.Optimizer` hands
     # the same tree over as plain dicts during the update.
     variable = jax.tree_util.GetAttrKey("value")
-    path = tuple(_name(key) for key in keys if key != variable)
+    names = [_name(key) for key in keys if key != variable]
+    path = tuple(part for name in names for part in split(name))
     while path and path[0] in _COLLECTIONS:
         path = path[1:]
     return path

@@ -43,7 +43,8 @@ def qk_clip(
 
     applied to the weights after the update, biases included. Updates of all other
     heads and leaves pass through bit for bit. The scaled weight is formed in float32
-    and rounded once.
+    and rounded once; only where a bfloat16 weight shrinks to less than half does its
+    update, in bfloat16 too, round coarser than [`clip_qk`][] would.
 
     **Arguments:**
 
@@ -135,7 +136,6 @@ def clip_qk(
         Array([1. , 0.5], dtype=float32)
     """
     _check(threshold, alpha)
-    resolve_attention(attention, params)
     scales = _scales(params, attention_stats, threshold, alpha, attention)
     tree = _paths.flatten(params)
     return tree.unflatten(

@@ -199,6 +199,41 @@ def test_nnx_statistic_without_a_warning_and_with_a_clean_model():
     assert not jax.tree.leaves(nnx.state(model, nnx.Intermediate))
 
 
+def test_nnx_outside_capture_never_mixes_two_calls():
+    model = NNXModel(nnx.Rngs(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for scale in (3.0, 1.0):
+            model(scale * inputs())
+            popped = nnx.pop(model, nnx.Intermediate)
+            expected = nnx_stats(model, scale * inputs())
+            chex.assert_trees_all_close(
+                jax.tree.leaves(popped), jax.tree.leaves(expected)
+            )
+        model(inputs())
+        with pytest.raises(ValueError, match="nnx.capture"):
+            model(inputs())
+
+
+def test_linen_keeps_the_precision_and_masks_shared_over_a_batch_axis():
+    x = inputs(shape=(3, 2, 6, 16))
+    mask = nn.make_causal_mask(x[:, :1, :, 0])
+    stock = nn.MultiHeadDotProductAttention(4, precision="highest")
+    params = randomize(stock.init(jax.random.key(0), x))
+    ours = stock.clone(attention_fn=mc.attention_fn)
+    run = [
+        jax.make_jaxpr(lambda x, m=m: m.apply(params, x, mask=mask))(x)
+        for m in (stock, ours)
+    ]
+    assert str(run[0]).count("HIGHEST") == str(run[1]).count("HIGHEST") > 0
+    actual, recorded = ours.apply(
+        params, x, mask=mask, sow_weights=True, mutable=["intermediates"]
+    )
+    expected = stock.apply(params, x, mask=mask)
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
+    chex.assert_shape(recorded["intermediates"]["max_logits"], (4,))
+
+
 def test_a_layer_called_twice_keeps_the_maximum():
     class Twice(nn.Module):
         @nn.compact

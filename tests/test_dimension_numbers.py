@@ -148,9 +148,9 @@ def test_nnx_vmapped_stack():
 def test_experts_and_scanned_experts_are_stacks():
     params = {
         "experts": {"kernel": jnp.ones((8, 16, 32))},
-        "w": {"kernel": jnp.ones((2, 8, 16, 32))},
+        "moe": {"kernel": jnp.ones((2, 8, 16, 32))},
     }
-    assert table(params) == {"experts/kernel": (8, 16, 32), "w/kernel": (16, 16, 32)}
+    assert table(params) == {"experts/kernel": (8, 16, 32), "moe/kernel": (16, 16, 32)}
 
 
 def test_scanned_plain_dense_named_like_attention_is_a_stack():
@@ -159,6 +159,13 @@ def test_scanned_plain_dense_named_like_attention_is_a_stack():
     assert {found[f"{n}/kernel"] for n in ("query", "key", "value", "out")} == {
         (3, 16, 16)
     }
+
+
+@pytest.mark.parametrize("last", ["o", "out"])
+def test_bias_tells_a_stack_of_plain_dense_from_attention(last):
+    layer = {"kernel": jnp.ones((3, 16, 16)), "bias": jnp.ones((3, 16))}
+    found = table({name: layer for name in ("query", "key", "value", last)})
+    assert {view for view in found.values() if view} == {(3, 16, 16)}
 
 
 def test_grouped_query_attention():
@@ -188,6 +195,46 @@ def test_unnamed_output_head_is_found_beside_the_embedding(width, hidden):
     assert found["Dense_10/kernel"] is None
     # A layer of the same shape elsewhere, or earlier, is no head.
     assert found["Dense_2/kernel"] and found["block/up/kernel"]
+
+
+def test_last_dense_beside_tied_embeddings_is_no_head():
+    params = {
+        "Embed_0": {"embedding": jnp.ones((64, 16))},
+        "Dense_0": {"kernel": jnp.ones((16, 64))},
+        "Dense_1": {"kernel": jnp.ones((64, 16))},
+    }
+    assert table(params)["Dense_0/kernel"] == (1, 16, 64)
+
+
+def test_position_embedding_does_not_hide_the_head():
+    params = {
+        "tok": {"embedding": jnp.ones((256, 16))},
+        "pos": {"embedding": jnp.ones((64, 16))},
+        "up": {"kernel": jnp.ones((16, 64))},
+        "out": {"kernel": jnp.ones((16, 256))},
+    }
+    found = table(params)
+    assert found["up/kernel"] == (1, 16, 64) and found["out/kernel"] is None
+
+
+def test_absent_leaves_and_paths_in_one_key():
+    assert table({"w": jnp.ones((3, 4)), "bias": None}) == {"w": (1, 3, 4)}
+    haiku = {"dec/attn/query": {"bias": jnp.ones((4, 5))}, "ln/scale": jnp.ones((3, 5))}
+    assert set(table(haiku).values()) == {None}
+
+
+@pytest.mark.parametrize("name", ["stem", "DenseGeneral_0"])
+def test_kernels_that_nothing_explains_are_ambiguous(name):
+    with pytest.raises(ValueError, match=f"{name}/kernel"):
+        mc.flax_dimension_numbers({name: {"kernel": jnp.ones((3, 3, 4, 8))}})
+    one_by_one = {"shortcut": {"kernel": jnp.ones((1, 1, 4, 8))}}
+    assert table(one_by_one)["shortcut/kernel"] == (1, 4, 8)
+
+
+def test_hidden_bias_of_a_scanned_convolution_is_ambiguous():
+    conv = {"kernel": jnp.ones((4, 3, 3, 16, 8)), "bias": optax.MaskedNode()}
+    with pytest.raises(ValueError, match="Conv_0/kernel"):
+        mc.flax_dimension_numbers({"Conv_0": conv})
 
 
 @pytest.mark.parametrize(

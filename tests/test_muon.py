@@ -194,6 +194,15 @@ def test_weight_decay_mask_as_tree_and_as_function():
     chex.assert_trees_all_close(decayed[0], expected)
 
 
+def test_matrix_mask_as_weight_decay_mask_sees_the_whole_tree():
+    params = {"gen": {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}}
+    tx = mc.muon(0.1, weight_decay=0.5, weight_decay_mask=mc.matrix_mask)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    np.testing.assert_allclose(updates["gen"]["kernel"], -0.05, rtol=1e-6)
+    np.testing.assert_array_equal(updates["gen"]["bias"], 0)
+
+
 def test_learning_rate_schedule():
     params = {"w": jnp.eye(3), "b": jnp.ones(3)}
     tx = mc.muon(optax.linear_schedule(1.0, 0.0, 2), weight_decay=0.0)
