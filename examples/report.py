@@ -9,6 +9,7 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib import ticker
 
 
 History = list[dict[str, Any]]
@@ -49,14 +50,14 @@ def draw(results: dict[str, History], file: Path, *, threshold: float) -> None:
         right.plot(steps, [r["max_logit"] for r in history], **style)
     if "muonclip" in results:
         right.axhline(threshold, color="black", linewidth=0.8, linestyle=":")
-        right.annotate(
-            f"threshold {threshold:g}",
-            (0, threshold),
-            xytext=(0, 3),
-            textcoords="offset points",
-        )
+        place = right.get_yaxis_transform()  # share of the width, logit
+        label = f"threshold {threshold:g}"
+        right.text(1, 0.97 * threshold, label, transform=place, ha="right", va="top")
     left.set(xlabel="step", ylabel="validation loss (nats per byte)")
     right.set(xlabel="step", ylabel="largest attention logit", yscale="log")
+    right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter(ticker.NullFormatter())
     left.legend(frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
