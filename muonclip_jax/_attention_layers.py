@@ -5,14 +5,7 @@ from typing import Any, NamedTuple
 
 from . import _paths
 from ._flax_names import FlaxTree
-
-
-class HeadLeaf(NamedTuple):
-    """A leaf of an attention layer and the axis along which its heads lie."""
-
-    path: str  # below the layer, "query/kernel"
-    ndim: int  # axes in one layer; what leads them is a stack of layers
-    axis: int = -2  # of the heads, from the end
+from ._head_leaf import HeadLeaf
 
 
 class AttentionLayer(NamedTuple):
@@ -20,6 +13,16 @@ class AttentionLayer(NamedTuple):
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
     `(*stack, heads)`; every leaf named here has the axes of `stack` in front.
+
+    **Arguments:**
+
+    - `path`: of the module, from the root of the params.
+    - `query`, `key`: leaves that share the scaling, `gamma**alpha` and
+        `gamma**(1-alpha)`. A key with fewer heads, shared by several query heads, is
+        left alone and `query` takes the whole `gamma`.
+    - `rotary_query`: leaves whose partner is a key that all heads share and that stays
+        as it is, such as the rotary part of multi-head latent attention: they take the
+        whole `gamma` for every `alpha`.
 
     !!! example
 
@@ -37,6 +40,11 @@ class AttentionLayer(NamedTuple):
     path: str
     query: tuple[HeadLeaf, ...]
     key: tuple[HeadLeaf, ...]
+    rotary_query: tuple[HeadLeaf, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[HeadLeaf, ...]:
+        return self.query + self.rotary_query + self.key
 
 
 #: Layers, or a function that finds them in the params.

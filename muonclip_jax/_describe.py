@@ -7,6 +7,7 @@ import optax
 from . import _paths
 from ._attention_layers import Attention, AttentionLayer, resolve_attention
 from ._dimension_numbers import DimensionNumbers, matrix_views
+from ._head_leaf import HeadLeaf
 from ._matrices import MatrixView
 
 
@@ -60,27 +61,28 @@ def describe(
 def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:
     if _paths.is_masked(leaf):
         return (_paths.show(path), "masked", "-", "-", "-")
-    role = roles.get(path)
-    heads = (
-        f"{role[0]}, {leaf.shape[role[1]]} heads"
-        if role and leaf.ndim >= -role[1]
-        else "-"
-    )
-    matrices = f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-"
+    shape = tuple(leaf.shape)
+    heads = " + ".join(_heads(role, part, shape) for role, part in roles.get(path, ()))
     return (
         _paths.show(path),
-        str(tuple(leaf.shape)),
-        matrices,
+        str(shape),
+        f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-",
         "muon" if view else "adamw",
-        heads,
+        heads or "-",
     )
 
 
-def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, tuple[str, int]]:
-    """Maps the path of each leaf that carries heads to its role and head axis."""
-    return {
-        _paths.split(layer.path) + _paths.split(leaf.path): (role, leaf.axis)
-        for layer in layers
-        for role, leaves in (("query", layer.query), ("key", layer.key))
-        for leaf in leaves
-    }
+def _heads(role: str, leaf: HeadLeaf, shape: tuple[int, ...]) -> str:
+    heads = leaf.heads(shape, shape[: max(0, len(shape) - leaf.ndim)])
+    return f"{role}, {'no' if heads is None else heads} heads"
+
+
+def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, list]:
+    """Maps the path of each leaf that carries heads to its roles."""
+    roles: dict[_paths.Path, list] = {}
+    for layer in layers:
+        for role in ("query", "rotary_query", "key"):
+            for leaf in getattr(layer, role):
+                path = _paths.split(layer.path) + _paths.split(leaf.path)
+                roles.setdefault(path, []).append((role, leaf))
+    return roles

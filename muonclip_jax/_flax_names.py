@@ -16,7 +16,7 @@ from ._paths import is_masked, Path, PathedTree
 _VECTORS = frozenset({"bias", "scale", "mean", "var"})
 _EMBEDDINGS = frozenset({"wte", "wpe"})
 _HEADS = frozenset({"head", "logits", "unembed", "classifier", "vocab"})
-_PROJECTIONS = ("query", "key", "value")
+_PROJECTIONS = ("query", "key", "value", "wq_b", "wkv_b")
 
 
 class Ambiguous(Exception):
@@ -98,6 +98,8 @@ class FlaxTree:
     def _is_stock_attention(self, module: Path) -> bool:
         """Tells `(features, heads, head_dim)` from a stack of plain Dense kernels."""
         query = self._shape((*module, "query", "kernel"))
+        # Latent attention with query LoRA, in MaxText's names.
+        query = query or self._shape((*module, "wq_b", "kernel"))
         value = self._shape((*module, "value", "kernel"))
         out = self._shape((*module, "out", "kernel"))
         bias = self._shape((*module, "query", "bias"))

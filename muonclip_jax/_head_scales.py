@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from . import _paths
-from ._attention_layers import AttentionLayer, HeadLeaf
+from ._attention_layers import AttentionLayer
 from ._attention_stats import read_attention_stats, STATISTIC
+from ._head_leaf import HeadLeaf
 from ._paths import split
 
 
@@ -74,54 +75,43 @@ class _BoundLayer:
         self.logits = logits
 
     def scales(self, threshold: Any, alpha: Any) -> dict[_paths.Path, jax.Array]:
-        heads = self.logits.shape[-1]
-        query_heads = {self._heads(leaf) for leaf in self._layer.query}
-        key_heads = {self._heads(leaf) for leaf in self._layer.key}
-        if query_heads != {heads} or any(heads % n for n in key_heads):
+        layer, heads = self._layer, self.logits.shape[-1]
+        queries = layer.query + layer.rotary_query
+        if any(self._heads(leaf) != heads for leaf in queries):
+            raise ValueError(self._mismatch())
+        key_heads = {self._heads(leaf) for leaf in layer.key}
+        if any(n is None or heads % n for n in key_heads):
             raise ValueError(self._mismatch())
         gamma = clip_factors(self.logits, threshold)
-        if key_heads != {heads}:
+        if key_heads == {heads}:
+            parts = [(layer.query, gamma**alpha), (layer.key, gamma ** (1 - alpha))]
+        else:
             # Shared keys stay, or heads under the threshold would shrink with the rest.
-            return self._spread(self._layer.query, gamma)
-        query = self._spread(self._layer.query, gamma**alpha)
-        return query | self._spread(self._layer.key, gamma ** (1 - alpha))
+            parts = [(layer.query, gamma)]
+        return self._multiply([*parts, (layer.rotary_query, gamma)])
 
-    def _spread(self, leaves: Sequence[HeadLeaf], factors: jax.Array) -> dict:
-        return {self._path(leaf): self._broadcast(leaf, factors) for leaf in leaves}
+    def _multiply(self, parts) -> dict[_paths.Path, jax.Array]:
+        """One scale per leaf; several parts of a fused leaf multiply into one."""
+        scales: dict[_paths.Path, jax.Array] = {}
+        for leaves, factors in parts:
+            for leaf in leaves:
+                path = self._path(leaf)
+                scale = leaf.scale(self._shape(path), factors)
+                scales[path] = scales[path] * scale if path in scales else scale
+        return scales
 
-    def _broadcast(self, leaf: HeadLeaf, factors: jax.Array) -> jax.Array:
-        rank = self._leaf_at[self._path(leaf)].ndim
-        stack = factors.ndim - 1
-        middle = rank + leaf.axis - stack
-        return factors.reshape(
-            factors.shape[:-1]
-            + (1,) * middle
-            + factors.shape[-1:]
-            + (1,) * (-leaf.axis - 1)
-        )
+    def _heads(self, leaf: HeadLeaf) -> int | None:
+        return leaf.heads(self._shape(self._path(leaf)), self.logits.shape[:-1])
 
-    def _heads(self, leaf: HeadLeaf) -> int:
-        """The number of heads in a leaf whose stack axes agree with the statistic's."""
-        shape = self._leaf_at[self._path(leaf)].shape
-        stack = self.logits.shape[:-1]
-        if len(shape) != len(stack) + leaf.ndim or shape[: len(stack)] != stack:
-            raise ValueError(self._mismatch())
-        if not -leaf.ndim <= leaf.axis < 0:
-            raise ValueError(
-                f"the head axis of {leaf} must count from the end, between "
-                f"-{leaf.ndim} and -1"
-            )
-        return shape[leaf.axis]
+    def _shape(self, path: _paths.Path) -> tuple[int, ...]:
+        return tuple(self._leaf_at[path].shape)
 
     def _path(self, leaf: HeadLeaf) -> _paths.Path:
         return split(self._layer.path) + split(leaf.path)
 
     def _mismatch(self) -> str:
-        paths = [self._path(leaf) for leaf in self._layer.query + self._layer.key]
-        leaves = ", ".join(
-            f"'{_paths.show(path)}' {tuple(self._leaf_at[path].shape)}"
-            for path in paths
-        )
+        paths = dict.fromkeys(self._path(leaf) for leaf in self._layer.leaves)
+        leaves = ", ".join(f"'{_paths.show(p)}' {self._shape(p)}" for p in paths)
         statistic = _paths.show((*split(self._layer.path), STATISTIC))
         return (
             f"the statistics '{statistic}' have shape {self.logits.shape}, which does "
@@ -134,7 +124,10 @@ class _BoundLayer:
 def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
     """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
     base = split(layer.path)
-    paths = [base + split(leaf.path) for leaf in layer.query + layer.key]
+    for role in ("query", "key"):
+        if not getattr(layer, role):
+            raise ValueError(f"attention layer '{layer.path}' names no {role}")
+    paths = [base + split(leaf.path) for leaf in layer.leaves]
     absent = [path for path in paths if path not in leaf_at]
     if absent:
         raise ValueError(
