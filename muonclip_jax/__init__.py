@@ -9,6 +9,7 @@ from ._attention_layers import flax_attention_layers as flax_attention_layers
 from ._attention_presets import flat_attention as flat_attention
 from ._attention_presets import fused_attention as fused_attention
 from ._attention_presets import latent_attention as latent_attention
+from ._attention_stats import combine_attention_stats as combine_attention_stats
 from ._coefficients import NS_COEFFS as NS_COEFFS
 from ._describe import describe as describe
 from ._dimension_numbers import flax_dimension_numbers as flax_dimension_numbers

@@ -1,5 +1,8 @@
 """Per-head statistics, found in whatever Flax hands back."""
 
+import functools
+import itertools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -35,3 +38,38 @@ def _module_of(path: _paths.Path) -> _paths.Path | None:
     while path and path[-1].isdigit():
         path = path[:-1]
     return path[:-1] if path[-1:] == (STATISTIC,) else None
+
+
+def combine_attention_stats(first: Any, *others: Any) -> Any:
+    """The statistics of several micro-batches as one: their elementwise maximum.
+
+    **Arguments:** pytrees of statistics of one structure, as from `mc.attention_fn`.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> stats = [{"max_logits": jnp.array([60.0, 7.0])},
+        ...          {"max_logits": jnp.array([50.0, 9.0])}]
+        >>> mc.combine_attention_stats(*stats)
+        {'max_logits': Array([60.,  9.], dtype=float32)}
+    """
+    return jax.tree.map(lambda *s: functools.reduce(jnp.maximum, s), first, *others)
+
+
+def maximum_over(
+    stats: dict[_paths.Path, jax.Array], axis_name: Hashable
+) -> dict[_paths.Path, jax.Array]:
+    """The maximum over the replicas of a mapped axis, in one packed collective."""
+    if not stats:
+        return stats
+    packed = jnp.concatenate([s.ravel() for s in stats.values()])
+    # A NaN on one replica must reach all of them, and a maximum may drop it.
+    packed = jnp.where(jnp.isnan(packed), jnp.inf, packed)
+    packed = jax.lax.pmax(packed, axis_name)
+    ends = list(itertools.accumulate(s.size for s in stats.values()))[:-1]
+    parts = jnp.split(packed, ends)
+    shaped = (
+        part.reshape(s.shape) for part, s in zip(parts, stats.values(), strict=True)
+    )
+    return dict(zip(stats, shaped, strict=True))

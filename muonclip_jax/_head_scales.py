@@ -1,6 +1,6 @@
 """From per-head statistics to one scale per parameter leaf."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from . import _paths
 from ._attention_layers import AttentionLayer
-from ._attention_stats import read_attention_stats, STATISTIC
+from ._attention_stats import maximum_over, read_attention_stats, STATISTIC
 from ._head_leaf import HeadLeaf
 from ._paths import split
 
@@ -42,10 +42,13 @@ def head_scales(
     attention_stats: Any,
     threshold: Any,
     alpha: Any,
+    axis_name: Hashable | None = None,
 ) -> HeadScales:
     """Binds statistics to leaves; raises, naming paths, where they do not fit."""
     stats = read_attention_stats(attention_stats)
     _check_matched(layers, stats)
+    if axis_name is not None:
+        stats = maximum_over(stats, axis_name)
     leaf_at = dict(zip(params.paths, params.leaves, strict=True))
     scale_at: dict[_paths.Path, jax.Array] = {}
     logits = [jnp.zeros((0,), jnp.float32)]

@@ -1,6 +1,6 @@
 """MuonClip: Muon, then QK-Clip."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from ._qk_clip import qk_clip
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    threshold: float | jax.Array = 100.0,
-    alpha: float | jax.Array = 0.5,
+    threshold: optax.ScalarOrSchedule = 100.0,
+    alpha: optax.ScalarOrSchedule = 0.5,
     attention: Attention | None = None,
     beta: float | jax.Array = 0.95,
     nesterov: bool = True,
@@ -34,12 +34,13 @@ def muonclip(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
 
     **Arguments:**
 
-    - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
+    - `threshold`, `alpha`, `attention`, `axis_name`: as for [`qk_clip`][].
     - all others: as for [`muon`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose update is
@@ -84,5 +85,5 @@ def muonclip(
             adam_eps=adam_eps,
             adam_weight_decay=adam_weight_decay,
         ),
-        qk_clip(threshold, alpha=alpha, attention=attention),
+        qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),
     )

@@ -8,6 +8,7 @@ the paper leaves the shared rotary key, and the query takes the whole gamma; a h
 without a finite statistic is left alone.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +24,18 @@ from ._head_scales import head_scales, HeadScales
 class QKClipState(NamedTuple):
     """What the last step saw and did, for logging with `optax.tree.get`."""
 
+    step: jax.Array  # shape=(), int32; updates so far, for schedules
     max_logit: jax.Array  # shape=(), float32; largest finite S, -inf if none
     num_clipped: jax.Array  # shape=(), int32; heads over the threshold
     num_nonfinite: jax.Array  # shape=(), int32; heads whose S is inf or NaN
 
 
 def qk_clip(
-    threshold: float | jax.Array = 100.0,
+    threshold: optax.ScalarOrSchedule = 100.0,
     *,
-    alpha: float | jax.Array = 0.5,
+    alpha: optax.ScalarOrSchedule = 0.5,
     attention: Attention | None = None,
+    axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""QK-Clip as the last transformation of a chain, behind any optimizer.
 
@@ -48,10 +51,14 @@ def qk_clip(
 
     **Arguments:**
 
-    - `threshold`: $\tau$, in logits.
-    - `alpha`: the query's share of the scaling, in [0, 1].
+    - `threshold`: $\tau$, in logits, or a schedule of it; `float("inf")` watches the
+        logits and clips nothing.
+    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
         returns one; stock Flax attention is found by itself.
+    - `axis_name`: the axis of `jax.pmap` or `jax.shard_map` over which the batch is
+        split; statistics are maximised over it in one collective. Under `jit` nothing
+        is needed.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose `update` needs
     `params` and `attention_stats`: a pytree that mirrors the modules, with a leaf
@@ -88,18 +95,20 @@ def qk_clip(
     def init_fn(params: optax.Params) -> QKClipState:
         resolve_attention(attention, params)
         return QKClipState(
+            step=jnp.zeros((), jnp.int32),
             max_logit=jnp.full((), -jnp.inf, jnp.float32),
             num_clipped=jnp.zeros((), jnp.int32),
             num_nonfinite=jnp.zeros((), jnp.int32),
         )
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
-        del state, extra_args
+        del extra_args
         if params is None:
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        scales = _scales(params, attention_stats, threshold, alpha, attention)
+        tau, share = _at(threshold, state.step), _at(alpha, state.step)
+        scales = _scales(params, attention_stats, tau, share, attention, axis_name)
         tree = _paths.flatten(params)
         clipped = [
             u if scale is None else _clip_update(u, p, scale)
@@ -107,7 +116,8 @@ def qk_clip(
                 tree.of(updates), tree.leaves, scales.leaves, strict=True
             )
         ]
-        return tree.unflatten(clipped), QKClipState(*scales.summary())
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return tree.unflatten(clipped), QKClipState(step, *scales.summary())
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -119,6 +129,7 @@ def clip_qk(
     *,
     alpha: float | jax.Array = 0.5,
     attention: Attention | None = None,
+    axis_name: Hashable | None = None,
 ) -> optax.Params:
     """QK-Clip as a function on params, for loops that cannot pass extra arguments.
 
@@ -136,7 +147,7 @@ def clip_qk(
         Array([1. , 0.5], dtype=float32)
     """
     _check(threshold, alpha)
-    scales = _scales(params, attention_stats, threshold, alpha, attention)
+    scales = _scales(params, attention_stats, threshold, alpha, attention, axis_name)
     tree = _paths.flatten(params)
     return tree.unflatten(
         [
@@ -146,7 +157,9 @@ def clip_qk(
     )
 
 
-def _scales(params, attention_stats, threshold, alpha, attention) -> HeadScales:
+def _scales(
+    params, attention_stats, threshold, alpha, attention, axis_name
+) -> HeadScales:
     if attention_stats is None:
         raise ValueError(
             "qk_clip needs attention_stats: tx.update(grads, state, params, "
@@ -154,9 +167,8 @@ def _scales(params, attention_stats, threshold, alpha, attention) -> HeadScales:
             "sows; pass attention_stats={} for a model without attention"
         )
     layers = resolve_attention(attention, params)
-    return head_scales(
-        _paths.flatten(params), layers, attention_stats, threshold, alpha
-    )
+    tree = _paths.flatten(params)
+    return head_scales(tree, layers, attention_stats, threshold, alpha, axis_name)
 
 
 def _clip_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
@@ -179,7 +191,16 @@ def _scale_leaf(param: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _check(threshold: Any, alpha: Any) -> None:
     """Raises for values out of range; those traced under a jit cannot be looked at."""
-    if not isinstance(threshold, Tracer) and not threshold > 0:
+    if not _is_open(threshold) and not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}")
-    if not isinstance(alpha, Tracer) and not 0 <= alpha <= 1:
+    if not _is_open(alpha) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a hyperparameter is known only at run time."""
+    return callable(value) or isinstance(value, Tracer)
+
+
+def _at(value: Any, step: jax.Array) -> Any:
+    return value(step) if callable(value) else value

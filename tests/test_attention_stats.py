@@ -1,0 +1,145 @@
+"""Statistics over micro-batches, replicas and steps."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import randomize
+from jax.sharding import Mesh, PartitionSpec
+
+import muonclip_jax as mc
+
+
+KERNEL = randomize(jnp.ones((8, 2, 4)))
+PARAMS = {
+    name: {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}} for name in "ab"
+}
+# One row per replica, or micro-batch.
+ROWS = jnp.asarray([[50.0, 400.0], [200.0, 50.0]])
+STATS = {"a": {"max_logits": ROWS}, "b": {"max_logits": 2 * ROWS}}
+COMBINED = {
+    "a": {"max_logits": jnp.asarray([200.0, 400.0])},
+    "b": {"max_logits": jnp.asarray([400.0, 800.0])},
+}
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+EXPECTED = mc.clip_qk(PARAMS, COMBINED)
+
+
+def row(i):
+    return jax.tree.map(lambda s: s[i], STATS)
+
+
+def clip(stats, **options):
+    tx = mc.qk_clip(axis_name="data", **options)
+    updates, state = tx.update(ZEROS, tx.init(PARAMS), PARAMS, attention_stats=stats)
+    return optax.apply_updates(PARAMS, updates), optax.tree.get(state, "max_logit")
+
+
+def test_micro_batches_are_maximised_and_not_summed():
+    """MaxText sums [60], [70], [50] over micro-batches to 180; the maximum is 70."""
+    stats = [{"max_logits": jnp.asarray([s])} for s in (60.0, 70.0, 50.0)]
+    assert mc.combine_attention_stats(*stats)["max_logits"] == 70
+    chex.assert_trees_all_equal(mc.combine_attention_stats(row(0), row(1)), COMBINED)
+
+
+def test_accumulation_in_scan():
+    start = jax.tree.map(lambda s: jnp.full_like(s, -jnp.inf), COMBINED)
+    running, _ = jax.lax.scan(
+        lambda a, s: (mc.combine_attention_stats(a, s), None), start, STATS
+    )
+    chex.assert_trees_all_equal(running, COMBINED)
+
+
+def test_multi_steps_with_running_statistics_clips_once_by_the_maximum():
+    tx = optax.MultiSteps(mc.muonclip(0.0), 2)
+    params, state, running = PARAMS, tx.init(PARAMS), row(0)
+    for i in range(2):
+        running = mc.combine_attention_stats(running, row(i))
+        updates, state = tx.update(ZEROS, state, params, attention_stats=running)
+        params = optax.apply_updates(params, updates)
+        if i == 0:
+            chex.assert_trees_all_equal(params, PARAMS)
+    chex.assert_trees_all_close(params, EXPECTED, rtol=1e-6)
+
+
+def test_replicas_under_pmap():
+    """torchtitan's two ranks: [50, 400] and [200, 50] give [200, 400] on both."""
+    params, largest = jax.pmap(clip, axis_name="data")(STATS)
+    for i in range(2):
+        each = jax.tree.map(lambda p, i=i: p[i], params)
+        chex.assert_trees_all_close(each, EXPECTED, rtol=1e-6)
+    np.testing.assert_array_equal(largest, 800)
+
+
+def test_replicas_under_shard_map():
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        lambda stats: clip(jax.tree.map(lambda s: s[0], stats)),
+        mesh=mesh,
+        in_specs=split,
+        out_specs=whole,
+    )
+    params, largest = jax.jit(mapped)(STATS)
+    chex.assert_trees_all_close(params, EXPECTED, rtol=1e-6)
+    assert largest == 800
+
+
+def test_one_collective_for_all_layers():
+    mapped = jax.vmap(clip, axis_name="data")
+    jaxpr = str(jax.make_jaxpr(jax.pmap(clip, axis_name="data"))(STATS))
+    assert jaxpr.count("pmax[") == 1
+    chex.assert_trees_all_close(
+        mapped(STATS)[0], jax.pmap(clip, axis_name="data")(STATS)[0], rtol=1e-6
+    )
+
+
+def test_nan_on_one_replica_leaves_the_head_alone_on_all():
+    stats = {"a": {"max_logits": ROWS.at[0, 1].set(jnp.nan)}, "b": STATS["b"]}
+    params, _ = jax.pmap(clip, axis_name="data")(stats)
+    for i in range(2):
+        chex.assert_trees_all_equal(
+            params["a"]["query"]["kernel"][i][:, 1], KERNEL[:, 1]
+        )
+
+
+def test_function_form_takes_the_axis_too():
+    clipped = jax.vmap(
+        lambda s: mc.clip_qk(PARAMS, s, axis_name="data"), axis_name="data"
+    )(STATS)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda p: p[1], clipped), EXPECTED, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_threshold_and_alpha_as_schedules(jit):
+    tx = mc.muonclip(
+        0.0,
+        threshold=lambda step: jnp.where(step < 2, 1000.0, 100.0),
+        alpha=optax.linear_schedule(0.0, 1.0, 2),
+    )
+    step = jax.jit(tx.update) if jit else tx.update
+    state, counts = tx.init(PARAMS), []
+    for _ in range(3):
+        updates, new_state = step(ZEROS, state, PARAMS, attention_stats=COMBINED)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+        state = new_state
+        counts.append(int(optax.tree.get(state, "num_clipped")))
+    assert counts == [0, 0, 4]
+    after = optax.apply_updates(PARAMS, updates)
+    chex.assert_trees_all_close(
+        after, mc.clip_qk(PARAMS, COMBINED, alpha=1.0), rtol=1e-6
+    )
+
+
+def test_infinite_threshold_only_watches():
+    tx = mc.qk_clip(float("inf"))
+    updates, state = tx.update(
+        PARAMS, tx.init(PARAMS), PARAMS, attention_stats=COMBINED
+    )
+    chex.assert_trees_all_equal(updates, PARAMS)
+    assert optax.tree.get(state, "max_logit") == 800
+    assert optax.tree.get(state, "num_clipped") == 0
