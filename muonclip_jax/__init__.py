@@ -3,7 +3,6 @@
 import importlib.metadata
 
 from ._attention import attention_fn as attention_fn
-from ._attention import max_logits as max_logits
 from ._attention_layers import AttentionLayer as AttentionLayer
 from ._attention_layers import flax_attention_layers as flax_attention_layers
 from ._attention_presets import flat_attention as flat_attention
@@ -15,6 +14,7 @@ from ._describe import describe as describe
 from ._dimension_numbers import flax_dimension_numbers as flax_dimension_numbers
 from ._dimension_numbers import matrix_mask as matrix_mask
 from ._head_leaf import HeadLeaf as HeadLeaf
+from ._max_logits import max_logits as max_logits
 from ._muon import muon as muon
 from ._muon import scale_by_muon as scale_by_muon
 from ._muon import ScaleByMuonState as ScaleByMuonState

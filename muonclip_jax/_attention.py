@@ -1,6 +1,5 @@
 """Attention that records its largest logits, for Linen and NNX."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,56 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ._attention_stats import STATISTIC
-
-
-def max_logits(
-    query: jax.Array,
-    key: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> jax.Array:
-    r"""The largest value that enters the softmax, per head.
-
-    $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh} + \mathrm{bias}_{bhij}$$
-
-    over the pairs that the mask shows.
-
-    **Arguments:**
-
-    - `query`: `(batch..., length, heads, head_dim)`, after any rotary embedding.
-    - `key`: `(batch..., key_length, key_heads, head_dim)`, where `key_heads` divides
-        `heads`.
-    - `bias`, `mask`: broadcast to `(batch..., heads, length, key_length)`; the mask is
-        true (or nonzero) where a query sees a key.
-    - `is_causal`: whether a query sees no later key.
-    - `scale`: `1/sqrt(head_dim)` by default.
-
-    **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees
-    nothing.
-
-    **Raises:** `ValueError` where heads or sizes of query and key do not fit.
-
-    !!! example
-
-        >>> import jax.numpy as jnp
-        >>> import muonclip_jax as mc
-        >>> mc.max_logits(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
-        Array([2., 2.], dtype=float32)
-    """
-    logits = _logits(*jax.lax.stop_gradient((query, key)), scale)
-    if bias is not None:
-        logits = logits + jax.lax.stop_gradient(bias)
-    visible = None if mask is None else jnp.asarray(mask, bool)
-    if is_causal:
-        causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-        visible = causal if visible is None else visible & causal
-    if visible is not None:
-        logits = jnp.where(visible, logits, -jnp.inf)
-    others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
-    return jnp.max(logits, axis=others, initial=-jnp.inf).astype(jnp.float32)
+from ._max_logits import max_logits
 
 
 def attention_fn(
@@ -136,24 +86,6 @@ def attention_fn(
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
     return nnx.dot_product_attention(query, key, value, **common, is_causal=is_causal)
-
-
-def _logits(query: jax.Array, key: jax.Array, scale: float | None) -> jax.Array:
-    """Returns `(batch..., heads, length, key_length)` in float32."""
-    heads, key_heads, depth = query.shape[-2], key.shape[-2], query.shape[-1]
-    if heads % key_heads or depth != key.shape[-1]:
-        raise ValueError(
-            f"query {query.shape} and key {key.shape} do not fit: key heads must "
-            "divide query heads and both need the same head_dim"
-        )
-    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, depth)
-    # Spelled as in jax.nn.dot_product_attention, so that XLA computes both once.
-    product = functools.partial(
-        jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=jnp.float32
-    )
-    logits = jax.vmap(lambda q: product(q, key), in_axes=-2, out_axes=-3)(grouped)
-    logits = logits.reshape(*query.shape[:-3], heads, *logits.shape[-2:])
-    return logits * (depth**-0.5 if scale is None else scale)
 
 
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
