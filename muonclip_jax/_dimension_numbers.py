@@ -16,7 +16,7 @@ from ._matrices import matrix_view, MatrixView
 DimensionNumbers = Any | Callable[[Any], Any]
 
 
-def flax_dimension_numbers(params: optax.Params) -> Any:
+def flax_dimension_numbers(params: optax.Params, *, per_head: bool = False) -> Any:
     """Says for every leaf which axes form its matrices, as stock Flax lays them out.
 
     Written as inputs -> outputs, a kernel of
@@ -40,6 +40,11 @@ def flax_dimension_numbers(params: optax.Params) -> Any:
     - `params`: Linen variables or params, an NNX state, or any pytree of arrays or
         `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are left hidden.
 
+    - `per_head`: whether every head of a query, key or value projection is a matrix of
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5, and not one
+        column block of a larger one. For `dimension_numbers`:
+        `functools.partial(mc.flax_dimension_numbers, per_head=True)`.
+
     A kernel of rank 3 without a bias in sight, under a name that does not tell a
     convolution, is read as a stack of Dense kernels.
 
@@ -58,7 +63,7 @@ def flax_dimension_numbers(params: optax.Params) -> Any:
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = _paths.flatten(params)
-    names = FlaxTree(tree)
+    names = FlaxTree(tree, per_head=per_head)
     numbers: list[Any] = []
     ambiguous = []
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):

@@ -26,7 +26,8 @@ class Ambiguous(Exception):
 class FlaxTree:
     """A parameter tree that can be asked what each of its leaves is."""
 
-    def __init__(self, tree: PathedTree):
+    def __init__(self, tree: PathedTree, *, per_head: bool = False):
+        self._per_head = per_head
         self._leaves = dict(zip(tree.paths, tree.leaves, strict=True))
         self._output_head = self._find_output_head()
 
@@ -60,7 +61,7 @@ class FlaxTree:
             return MuonDimensionNumbers(-2, -1)
         if self._is_stock_attention(module[:-1]):
             if module[-1] in _PROJECTIONS:
-                return MuonDimensionNumbers(-3, (-2, -1))
+                return MuonDimensionNumbers(-3, -1 if self._per_head else (-2, -1))
             if module[-1] == "out":
                 return MuonDimensionNumbers((-3, -2), -1)
         return self._split_by_bias(module) or self._split_by_name(module, shape)

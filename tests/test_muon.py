@@ -1,5 +1,6 @@
 """Muon against torch's trajectories, optax's Muon and a naive float64 loop."""
 
+import functools
 import pathlib
 
 import chex
@@ -112,6 +113,26 @@ def test_attention_kernels_are_orthogonalized_over_fused_axes():
         )
         actual = updates[name]["kernel"].reshape(flat)
         np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_per_head_matrices():
+    """Every head of query, key and value is orthogonalized by itself."""
+    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, 4)), jnp.float32)
+    out = {"kernel": jnp.swapaxes(kernel, 0, 1).swapaxes(1, 2)}
+    params = {name: {"kernel": kernel} for name in ("query", "key", "value")}
+    numbers = functools.partial(mc.flax_dimension_numbers, per_head=True)
+    tx = mc.scale_by_muon(dimension_numbers=numbers, beta=0.0)
+    updates, _ = tx.update(params | {"out": out}, tx.init(params | {"out": out}))
+    for name in params:
+        for h in range(3):
+            exact = polynomial_of(np.asarray(kernel[:, h]), mc.NS_COEFFS["keller"])
+            actual = updates[name]["kernel"][:, h]
+            np.testing.assert_allclose(actual, 0.2 * np.sqrt(6) * exact, atol=1e-4)
+    whole = np.asarray(out["kernel"]).reshape(12, 6)
+    exact = 0.2 * np.sqrt(12) * polynomial_of(whole, mc.NS_COEFFS["keller"])
+    np.testing.assert_allclose(
+        updates["out"]["kernel"].reshape(12, 6), exact, atol=1e-4
+    )
 
 
 def test_matrices_of_a_stack_do_not_mix():
