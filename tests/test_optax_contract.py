@@ -5,20 +5,17 @@ methods keep the original in `__wrapped__`; each of the seven is run with our fa
 in place of the look-up by name.
 """
 
+import jax
 import optax
 import pytest
+from optax.contrib import _common_test as common
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 
 
-common = pytest.importorskip("optax.contrib._common_test")
-
-
 def _by_rank(params):
     """Muon on rank 2 and, as the first axes of the suite's rank-3 leaf, on rank 3."""
-    import jax
-
     return jax.tree.map(
         lambda p: MuonDimensionNumbers(-2, -1) if p.ndim > 1 else None, params
     )
