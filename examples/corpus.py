@@ -8,7 +8,7 @@ import numpy as np
 
 
 VOCABULARY = 256  # bytes
-_PIECE = 1 << 16  # every 16th piece of 64 KiB is held out
+_PIECE = 1 << 16  # every 16th piece of 64 KiB, or less of a short text, is held out
 
 
 class Corpus:
@@ -18,13 +18,9 @@ class Corpus:
         text = np.frombuffer(
             file.read_bytes() if file else _standard_library(), np.uint8
         )
-        pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
-        held_out = pieces[15::16] or pieces[-1:]
-        kept = (
-            [p for i, p in enumerate(pieces) if i % 16 != 15] if pieces[15:] else pieces
-        )
-        self.train = np.concatenate(kept)
-        self.validation = np.concatenate(held_out)
+        piece = min(_PIECE, -(-len(text) // 16))
+        held_out = np.arange(len(text)) // max(piece, 1) % 16 == 15
+        self.train, self.validation = text[~held_out], text[held_out]
 
     def batch(self, size: int, context: int, *, seed: int, step: int) -> np.ndarray:
         """Returns `(size, context + 1)` bytes; the same for the same seed and step."""

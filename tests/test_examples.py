@@ -147,3 +147,14 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
 def test_linen_example():
     result = run("train_lm_linen.py", "--steps", "6", "--batch-size", "4")
     assert "max logit" in result.stdout
+
+
+@pytest.mark.parametrize("size", [1000, 100_000, 2_000_000])
+def test_held_out_text_is_not_trained_on(tmp_path, monkeypatch, size):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from corpus import Corpus
+
+    (tmp_path / "text").write_bytes(bytes(size))
+    corpus = Corpus(tmp_path / "text")
+    assert len(corpus.train) + len(corpus.validation) == size
+    assert size / 32 < len(corpus.validation) < size / 15  # one piece of 16
