@@ -42,18 +42,16 @@ class Checkpoints:
         step = self._manager.latest_step()
         if step is None:
             return 0, []
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(_pure(model, optimizer)),
-            log=ocp.args.JsonRestore(),
-        )
-        log = self._manager.restore(
-            step, args=ocp.args.Composite(log=ocp.args.JsonRestore())
-        )["log"]
+        log = self._restore(step, log=ocp.args.JsonRestore())["log"]
         _check_same(log["settings"], self._settings)
-        state = self._manager.restore(step, args=arguments)["state"]
+        wanted = ocp.args.StandardRestore(_pure(model, optimizer))
+        state = self._restore(step, state=wanted)["state"]
         nnx.update(model, state["model"])
         nnx.update(optimizer, state["optimizer"])
         return step, log["history"]
+
+    def _restore(self, step: int, **items: Any) -> Any:
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
 
 
 def _pure(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:

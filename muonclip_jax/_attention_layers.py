@@ -46,6 +46,10 @@ class AttentionLayer(NamedTuple):
     def leaves(self) -> tuple[HeadLeaf, ...]:
         return self.query + self.rotary_query + self.key
 
+    def path_of(self, leaf: HeadLeaf) -> _paths.Path:
+        """The path of one of its leaves from the root of the params."""
+        return _paths.split(self.path) + _paths.split(leaf.path)
+
 
 #: Layers, or a function that finds them in the params.
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]

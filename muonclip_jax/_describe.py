@@ -83,6 +83,5 @@ def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, list]:
     for layer in layers:
         for role in ("query", "rotary_query", "key"):
             for leaf in getattr(layer, role):
-                path = _paths.split(layer.path) + _paths.split(leaf.path)
-                roles.setdefault(path, []).append((role, leaf))
+                roles.setdefault(layer.path_of(leaf), []).append((role, leaf))
     return roles

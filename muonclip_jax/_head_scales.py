@@ -98,22 +98,21 @@ class _BoundLayer:
         scales: dict[_paths.Path, jax.Array] = {}
         for leaves, factors in parts:
             for leaf in leaves:
-                path = self._path(leaf)
+                path = self._layer.path_of(leaf)
                 scale = leaf.scale(self._shape(path), factors)
                 scales[path] = scales[path] * scale if path in scales else scale
         return scales
 
     def _heads(self, leaf: HeadLeaf) -> int | None:
-        return leaf.heads(self._shape(self._path(leaf)), self.logits.shape[:-1])
+        return leaf.heads(
+            self._shape(self._layer.path_of(leaf)), self.logits.shape[:-1]
+        )
 
     def _shape(self, path: _paths.Path) -> tuple[int, ...]:
         return tuple(self._leaf_at[path].shape)
 
-    def _path(self, leaf: HeadLeaf) -> _paths.Path:
-        return split(self._layer.path) + split(leaf.path)
-
     def _mismatch(self) -> str:
-        paths = dict.fromkeys(self._path(leaf) for leaf in self._layer.leaves)
+        paths = dict.fromkeys(self._layer.path_of(leaf) for leaf in self._layer.leaves)
         leaves = ", ".join(f"'{_paths.show(p)}' {self._shape(p)}" for p in paths)
         statistic = _paths.show((*split(self._layer.path), STATISTIC))
         return (
@@ -126,11 +125,10 @@ class _BoundLayer:
 
 def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
     """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
-    base = split(layer.path)
     for role in ("query", "key"):
         if not getattr(layer, role):
             raise ValueError(f"attention layer '{layer.path}' names no {role}")
-    paths = [base + split(leaf.path) for leaf in layer.leaves]
+    paths = [layer.path_of(leaf) for leaf in layer.leaves]
     absent = [path for path in paths if path not in leaf_at]
     if absent:
         raise ValueError(
