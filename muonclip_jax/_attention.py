@@ -13,6 +13,10 @@ from ._attention_stats import STATISTIC
 from ._max_logits import max_logits
 
 
+#: Query, key, value and options to output and statistic.
+Kernel = Callable[..., tuple[jax.Array, jax.Array]]
+
+
 def attention_fn(
     query: jax.Array,
     key: jax.Array,
@@ -30,6 +34,7 @@ def attention_fn(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     is_causal: bool = False,
+    kernel: Kernel | None = None,
 ) -> jax.Array:
     """Flax attention that also sows `max_logits` beside its `query` and `key`.
 
@@ -40,6 +45,18 @@ def attention_fn(
     of Linen or to `nnx.Intermediate`; calls of a layer used twice combine by maximum.
 
     Linen passes only the arguments it finds in this signature, so they are spelled out.
+
+    **Arguments:**
+
+    - `kernel`: computes output and statistic itself, in place of Flax: a function of
+        query, key and value, and of the `bias`, `mask` and `is_causal` that the layer
+        is called with, which returns `(output, max_logits)`. [`blockwise_attention`][],
+        [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
+        `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`.
+    - all others: what Flax hands over.
+
+    **Raises:** `ValueError` for statistics of an earlier call that are still on an NNX
+    module, and for dropout or einsums of the layer, which do not reach a `kernel`.
 
     !!! example
 
@@ -54,6 +71,22 @@ def attention_fn(
         >>> recorded["intermediates"]["max_logits"].shape
         (2,)
     """
+    if kernel is not None:
+        if (dropout_rate > 0 and not deterministic) or (
+            qk_attn_weights_einsum or attn_weights_value_einsum
+        ):
+            raise ValueError(
+                "kernel= computes attention by itself: dropout and the einsums of the "
+                "layer do not reach it. Leave them out of the layer, or kernel="
+            )
+        if mask is not None:
+            mask = jnp.asarray(mask, bool)  # Flax makes masks of numbers
+        options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
+        given = {name: x for name, x in options.items() if x is not None}
+        output, statistic = kernel(*_cast(dtype, query, key, value), **given)
+        if module is not None:
+            _sow(module, statistic)
+        return output
     if module is not None:
         statistic = max_logits(query, key, bias=bias, mask=mask, is_causal=is_causal)
         _sow(module, statistic)
@@ -86,6 +119,10 @@ def attention_fn(
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
     return nnx.dot_product_attention(query, key, value, **common, is_causal=is_causal)
+
+
+def _cast(dtype: DTypeLike | None, *arrays: jax.Array) -> list[jax.Array]:
+    return [x if dtype is None else x.astype(dtype) for x in arrays]
 
 
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:

@@ -1,6 +1,7 @@
 """Which leaves carry the heads of which attention layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from . import _paths
@@ -23,6 +24,8 @@ class AttentionLayer(NamedTuple):
     - `rotary_query`: leaves whose partner is a key that all heads share and that stays
         as it is, such as the rotary part of multi-head latent attention: they take the
         whole `gamma` for every `alpha`.
+    - `threshold`: of this layer, where it is not that of [`qk_clip`][]: a number, an
+        array with one for each layer of the stack, or a schedule.
 
     !!! example
 
@@ -41,6 +44,7 @@ class AttentionLayer(NamedTuple):
     query: tuple[HeadLeaf, ...]
     key: tuple[HeadLeaf, ...]
     rotary_query: tuple[HeadLeaf, ...] = ()
+    threshold: Any = None
 
     @property
     def leaves(self) -> tuple[HeadLeaf, ...]:
@@ -50,6 +54,9 @@ class AttentionLayer(NamedTuple):
         """The path of one of its leaves from the root of the params."""
         return _paths.split(self.path) + _paths.split(leaf.path)
 
+
+#: The fields of an `AttentionLayer` that hold leaves.
+ROLES = ("query", "rotary_query", "key")
 
 #: Layers, or a function that finds them in the params.
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
@@ -61,10 +68,19 @@ _QK_NORMS = (
 )
 
 
-def flax_attention_layers(params: Any) -> list[AttentionLayer]:
+def flax_attention_layers(
+    params: Any, *, stack_axes: Mapping[str, int] = MappingProxyType({})
+) -> list[AttentionLayer]:
     """Finds the attention layers of stock Flax: modules with `query` and `key`.
 
     Works on Linen and NNX params, scanned layers included.
+
+    **Arguments:**
+
+    - `params`: of the model.
+    - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
+        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}`. For
+        `attention=`: `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
 
     **Raises:** `ValueError`, naming the layers, where query and key are normalised
     after their projection (`normalize_qk=True`): scaling the weights does nothing
@@ -79,9 +95,27 @@ def flax_attention_layers(params: Any) -> list[AttentionLayer]:
         raise ValueError(
             f"QK-Clip cannot act on {_paths.show_all(normalised)}: query and key are "
             "normalised after the projection (normalize_qk), so scaling their weights "
-            "leaves the logits as they are. Use mc.muon without QK-Clip for this model"
+            "leaves the logits as they are. Use mc.muon without QK-Clip, or clip the "
+            "gain of the norms instead, attention=mc.normalised_attention()"
         )
-    return [_flax_layer(names, module) for module in modules]
+    layers = [_flax_layer(names, module) for module in modules]
+    return with_stack_axes(layers, params, stack_axes)
+
+
+def with_stack_axes(
+    layers: Sequence[AttentionLayer], params: Any, stack_axes: Mapping[str, int]
+) -> list[AttentionLayer]:
+    """Tells every leaf of the layers where its stack lies."""
+    _paths.check_stack_axes(_paths.flatten(params), stack_axes)
+
+    def told(layer: AttentionLayer, leaves: tuple[HeadLeaf, ...]):
+        axis = _paths.stack_axis_of(_paths.split(layer.path), stack_axes)
+        return tuple(leaf._replace(stack_axis=axis) for leaf in leaves)
+
+    return [
+        layer._replace(**{role: told(layer, getattr(layer, role)) for role in ROLES})
+        for layer in layers
+    ]
 
 
 def resolve_attention(attention: Attention | None, params: Any) -> list[AttentionLayer]:

@@ -1,18 +1,22 @@
 """Attention layers of other layouts, found by the names of their leaves.
 
 Each preset is a function of its sizes that returns what `attention=` takes: a function
-from params to layers.
+from params to layers. `stack_axes` is that of `flax_attention_layers`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from . import _paths
-from ._attention_layers import AttentionLayer
+from ._attention_layers import AttentionLayer, with_stack_axes
 from ._head_leaf import HeadLeaf
 
 
 Finder = Callable[[Any], list[AttentionLayer]]
+StackAxes = Mapping[str, int]
+
+_IN_FRONT: StackAxes = MappingProxyType({})
 
 
 def latent_attention(
@@ -20,6 +24,7 @@ def latent_attention(
     *,
     query: Sequence[str] = ("wq_b/kernel", "query/kernel"),
     key_value: str = "wkv_b/kernel",
+    stack_axes: StackAxes = _IN_FRONT,
 ) -> Finder:
     """Multi-head latent attention, as in DeepSeek-V3 and Kimi K2.
 
@@ -34,6 +39,7 @@ def latent_attention(
     - `query`: leaves that may hold the query, the first that a layer has; MaxText's
         names, with and without query LoRA.
     - `key_value`: the leaf that marks a layer.
+    - `stack_axes`: as for [`flax_attention_layers`][].
 
     !!! example
 
@@ -66,16 +72,19 @@ def latent_attention(
             rotary_query=(HeadLeaf(held[0], 3, part=rope),),
         )
 
-    return _finder(key_value, layer)
+    return _finder(key_value, layer, stack_axes)
 
 
-def fused_attention(head_dim: int, *, name: str = "c_attn") -> Finder:
+def fused_attention(
+    head_dim: int, *, name: str = "c_attn", stack_axes: StackAxes = _IN_FRONT
+) -> Finder:
     """One Dense for query, key and value, `(features, 3 * heads * head_dim)`, as GPT-2.
 
     **Arguments:**
 
     - `head_dim`: size of a head.
     - `name`: of the Dense; its bias is scaled too where there is one.
+    - `stack_axes`: as for [`flax_attention_layers`][].
 
     !!! example
 
@@ -95,10 +104,16 @@ def fused_attention(head_dim: int, *, name: str = "c_attn") -> Finder:
         key = _projection(name, leaves, split=fused, part=(-3, slice(1, 2)))
         return AttentionLayer(path, query, key)
 
-    return _finder(f"{name}/kernel", layer)
+    return _finder(f"{name}/kernel", layer, stack_axes)
 
 
-def flat_attention(head_dim: int, *, query: str = "query", key: str = "key") -> Finder:
+def flat_attention(
+    head_dim: int,
+    *,
+    query: str = "query",
+    key: str = "key",
+    stack_axes: StackAxes = _IN_FRONT,
+) -> Finder:
     """Dense kernels without a head axis, `(features, heads * head_dim)`.
 
     Head counts of query and key are read off the shapes, so that grouped queries need
@@ -109,6 +124,7 @@ def flat_attention(head_dim: int, *, query: str = "query", key: str = "key") -> 
     - `head_dim`: size of a head.
     - `query`, `key`: names of the two projections, `"q_proj"` and `"k_proj"` for many
         models.
+    - `stack_axes`: as for [`flax_attention_layers`][].
 
     !!! example
 
@@ -130,7 +146,50 @@ def flat_attention(head_dim: int, *, query: str = "query", key: str = "key") -> 
             _projection(key, leaves, split=flat),
         )
 
-    return _finder(f"{query}/kernel", layer)
+    return _finder(f"{query}/kernel", layer, stack_axes)
+
+
+def normalised_attention(
+    *,
+    query: str = "query_ln",
+    key: str = "key_ln",
+    stack_axes: StackAxes = _IN_FRONT,
+) -> Finder:
+    """Query and key that are normalised after their projection (`normalize_qk=True`).
+
+    Scaling the projections does nothing there; scaling the gains of the norms does, and
+    exactly, rotary embeddings included. The heads of a layer share the gains and are
+    clipped together, by the largest of their logits. Gains that are stored as the
+    difference from one, as in Gemma, do not scale so.
+
+    **Arguments:**
+
+    - `query`, `key`: names of the two norms; their `scale` is clipped, and their bias
+        if they have one.
+    - `stack_axes`: as for [`flax_attention_layers`][].
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> norm = {"scale": jnp.ones(2)}
+        >>> params = {"attn": {"query_ln": norm, "key_ln": norm}}
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> after = mc.clip_qk(params, stats, attention=mc.normalised_attention())
+        >>> after["attn"]["query_ln"]["scale"]
+        Array([0.5, 0.5], dtype=float32)
+    """
+
+    def layer(path: str, leaves: set[str]) -> AttentionLayer:
+        def gain(norm: str) -> tuple[HeadLeaf, ...]:
+            names = [
+                f"{norm}/{n}" for n in ("scale", "bias") if f"{norm}/{n}" in leaves
+            ]
+            return tuple(HeadLeaf(name, 1, axis=None) for name in names)
+
+        return AttentionLayer(path, gain(query), gain(key))
+
+    return _finder(f"{query}/scale", layer, stack_axes)
 
 
 def _projection(name: str, leaves: set[str], **where: Any) -> tuple[HeadLeaf, ...]:
@@ -142,14 +201,19 @@ def _projection(name: str, leaves: set[str], **where: Any) -> tuple[HeadLeaf, ..
     )
 
 
-def _finder(marker: str, layer: Callable[[str, set[str]], AttentionLayer]) -> Finder:
+def _finder(
+    marker: str,
+    layer: Callable[[str, set[str]], AttentionLayer],
+    stack_axes: StackAxes,
+) -> Finder:
     """Makes a layer of every module that holds a leaf at `marker`."""
     mark = _paths.split(marker)
 
     def find(params: Any) -> list[AttentionLayer]:
         paths = _paths.flatten(params).paths
         modules = [path[: -len(mark)] for path in paths if path[-len(mark) :] == mark]
-        return [layer("/".join(module), _below(module, paths)) for module in modules]
+        layers = [layer("/".join(m), _below(m, paths)) for m in modules]
+        return with_stack_axes(layers, params, stack_axes)
 
     return find
 

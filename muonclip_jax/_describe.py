@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import optax
 
 from . import _paths
-from ._attention_layers import Attention, AttentionLayer, resolve_attention
+from ._attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
 from ._dimension_numbers import DimensionNumbers, matrix_views
 from ._head_leaf import HeadLeaf
 from ._matrices import MatrixView
@@ -73,7 +73,9 @@ def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, 
 
 
 def _heads(role: str, leaf: HeadLeaf, shape: tuple[int, ...]) -> str:
-    heads = leaf.heads(shape, shape[: max(0, len(shape) - leaf.ndim)])
+    if leaf.axis is None:
+        return f"{role}, all heads"
+    heads = leaf.heads(shape)
     return f"{role}, {'no' if heads is None else heads} heads"
 
 
@@ -81,7 +83,7 @@ def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, list]:
     """Maps the path of each leaf that carries heads to its roles."""
     roles: dict[_paths.Path, list] = {}
     for layer in layers:
-        for role in ("query", "rotary_query", "key"):
+        for role in ROLES:
             for leaf in getattr(layer, role):
                 roles.setdefault(layer.path_of(leaf), []).append((role, leaf))
     return roles

@@ -1,6 +1,7 @@
 """Which leaves of a parameter tree are matrices, and along which axes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import optax
@@ -16,7 +17,12 @@ from ._matrices import matrix_view, MatrixView
 DimensionNumbers = Any | Callable[[Any], Any]
 
 
-def flax_dimension_numbers(params: optax.Params, *, per_head: bool = False) -> Any:
+def flax_dimension_numbers(
+    params: optax.Params,
+    *,
+    per_head: bool = False,
+    stack_axes: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
     """Says for every leaf which axes form its matrices, as stock Flax lays them out.
 
     Written as inputs -> outputs, a kernel of
@@ -39,11 +45,13 @@ def flax_dimension_numbers(params: optax.Params, *, per_head: bool = False) -> A
 
     - `params`: Linen variables or params, an NNX state, or any pytree of arrays or
         `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are left hidden.
-
     - `per_head`: whether every head of a query, key or value projection is a matrix of
         its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5, and not one
         column block of a larger one. For `dimension_numbers`:
-        `functools.partial(mc.flax_dimension_numbers, per_head=True)`.
+        `functools.partial(mc.flax_dimension_numbers, per_head=True)`. For layers that
+        `attention=` describes see [`per_head_dimension_numbers`][].
+    - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
+        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}`.
 
     A kernel of rank 3 without a bias in sight, under a name that does not tell a
     convolution, is read as a stack of Dense kernels.
@@ -63,7 +71,8 @@ def flax_dimension_numbers(params: optax.Params, *, per_head: bool = False) -> A
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = _paths.flatten(params)
-    names = FlaxTree(tree, per_head=per_head)
+    _paths.check_stack_axes(tree, stack_axes)
+    names = FlaxTree(tree, per_head=per_head, stack_axes=stack_axes)
     numbers: list[Any] = []
     ambiguous = []
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):

@@ -6,11 +6,13 @@ This is the one place that knows how Linen and NNX name things. Both spell a lay
 """
 
 import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from ._paths import is_masked, Path, PathedTree
+from ._paths import is_masked, Path, PathedTree, stack_axis_of
 
 
 _VECTORS = frozenset({"bias", "scale", "mean", "var"})
@@ -26,13 +28,31 @@ class Ambiguous(Exception):
 class FlaxTree:
     """A parameter tree that can be asked what each of its leaves is."""
 
-    def __init__(self, tree: PathedTree, *, per_head: bool = False):
+    def __init__(
+        self,
+        tree: PathedTree,
+        *,
+        per_head: bool = False,
+        stack_axes: Mapping[str, int] = MappingProxyType({}),
+    ):
         self._per_head = per_head
+        self._stack_axes = stack_axes
         self._leaves = dict(zip(tree.paths, tree.leaves, strict=True))
         self._output_head = self._find_output_head()
 
     def dimension_numbers(self, path: Path) -> MuonDimensionNumbers | None:
         """Says which axes of a leaf form its matrices; `None` if it holds none."""
+        numbers, stack = self._with_stack_first(path), self._stack_axis(path)
+        if numbers is None or not stack:
+            return numbers
+        rank = len(self._shape(path))
+        reduction, output = (
+            _squeeze(tuple(_moved_back(axis, stack, rank) for axis in _tuple(axes)))
+            for axes in numbers
+        )
+        return MuonDimensionNumbers(reduction, output)
+
+    def _with_stack_first(self, path: Path) -> MuonDimensionNumbers | None:
         name, module = path[-1] if path else "", path[:-1]
         shape = self._shape(path)
         if len(shape) < 2 or name in _VECTORS or _is_embedding(path):
@@ -125,8 +145,14 @@ class FlaxTree:
         return None
 
     def _shape(self, path: Path) -> tuple[int, ...]:
+        """The shape of a leaf, with the axis of stacked layers in front."""
         leaf: Any = self._leaves.get(path)
-        return () if leaf is None or is_masked(leaf) else tuple(leaf.shape)
+        shape = () if leaf is None or is_masked(leaf) else tuple(leaf.shape)
+        axis = self._stack_axis(path)
+        return shape[axis : axis + 1] + shape[:axis] + shape[axis + 1 :]
+
+    def _stack_axis(self, path: Path) -> int:
+        return stack_axis_of(path, self._stack_axes)
 
 
 def _is_embedding(path: Path) -> bool:
@@ -156,6 +182,16 @@ def _is_unnamed_dense(path: Path, parent: Path) -> bool:
 def _number(path: Path) -> float:
     digits = re.sub(r"\D", "", path[-2])
     return float(digits) if digits else float("inf")
+
+
+def _moved_back(axis: int, stack_axis: int, rank: int) -> int:
+    """Where an axis, counted from the end, was before the stack came in front."""
+    index = axis + rank
+    return (index - 1 if index <= stack_axis else index) - rank
+
+
+def _tuple(axes: int | Sequence[int]) -> tuple[int, ...]:
+    return (axes,) if isinstance(axes, int) else tuple(axes)
 
 
 def _squeeze(axes: tuple[int, ...]) -> int | tuple[int, ...]:

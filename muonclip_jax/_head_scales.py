@@ -1,5 +1,7 @@
 """From per-head statistics to one scale per parameter leaf."""
 
+import itertools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,109 +23,177 @@ _HOW_TO_RECORD = (
 )
 
 
+class HeadReading(NamedTuple):
+    """What a step sees in the heads of one layer; each `(*stack, heads)`."""
+
+    max_logits: jax.Array  # float32
+    clipped: jax.Array  # bool
+    gamma: jax.Array  # float32
+
+
 class HeadScales(NamedTuple):
-    """What to multiply each leaf by, and the statistics that led to it."""
+    """What to multiply each leaf by, and the readings that led to it."""
 
     leaves: list[jax.Array | None]  # broadcast against the leaf; None leaves it alone
-    logits: jax.Array  # (all heads,), float32
-    threshold: Any
-
-    def summary(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the largest finite logit and the clipped and non-finite counts."""
-        finite = jnp.isfinite(self.logits)
-        clipped = finite & (self.logits > self.threshold)
-        largest = jnp.max(self.logits, initial=-jnp.inf, where=finite)
-        return largest, _count(clipped), _count(~finite)
+    readings: list[HeadReading]  # one for each layer that `bind` returns
 
 
 def head_scales(
     params: _paths.PathedTree,
     layers: Sequence[AttentionLayer],
     attention_stats: Any,
-    threshold: Any,
     alpha: Any,
     axis_name: Hashable | None = None,
 ) -> HeadScales:
-    """Binds statistics to leaves; raises, naming paths, where they do not fit."""
+    """Binds statistics to leaves; raises, naming paths, where they do not fit.
+
+    Every layer carries its threshold.
+    """
+    scale_at: dict[_paths.Path, jax.Array] = {}
+    readings = []
+    for layer, logits in layer_logits(params, layers, attention_stats, axis_name):
+        reading = read_heads(logits, layer.threshold)
+        scale_at |= layer.scales(reading.gamma, alpha)
+        readings.append(reading)
+    return HeadScales([scale_at.get(path) for path in params.paths], readings)
+
+
+def layer_logits(
+    params: _paths.PathedTree,
+    layers: Sequence[AttentionLayer],
+    attention_stats: Any,
+    axis_name: Hashable | None = None,
+) -> list[tuple["BoundLayer", jax.Array]]:
+    """Returns each layer that the mask shows with its statistic."""
+    if attention_stats is None:
+        raise ValueError(
+            "qk_clip needs attention_stats: tx.update(grads, state, params, "
+            "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
+            "sows; pass attention_stats={} for a model without attention"
+        )
+    bound = bind(params, layers)
     stats = read_attention_stats(attention_stats)
-    _check_matched(layers, stats)
+    _check_matched(layers, bound, stats)
     if axis_name is not None:
         stats = maximum_over(stats, axis_name)
-    leaf_at = dict(zip(params.paths, params.leaves, strict=True))
-    scale_at: dict[_paths.Path, jax.Array] = {}
-    logits = [jnp.zeros((0,), jnp.float32)]
-    for layer in layers:
-        if _is_visible(layer, leaf_at):
-            bound = _BoundLayer(layer, leaf_at, stats[split(layer.path)])
-            scale_at |= bound.scales(threshold, alpha)
-            logits.append(bound.logits.ravel())
-    scales = [scale_at.get(path) for path in params.paths]
-    return HeadScales(scales, jnp.concatenate(logits), threshold)
+    return [(layer, layer.logits(stats[split(layer.path)])) for layer in bound]
 
 
-def clip_factors(logits: jax.Array, threshold: Any) -> jax.Array:
-    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere."""
+def read_heads(logits: jax.Array, threshold: Any) -> HeadReading:
+    """`gamma` is `tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere."""
+    threshold = jnp.asarray(threshold, jnp.float32)
+    if threshold.ndim:  # one per layer of a stack
+        threshold = threshold[..., None]
     over = jnp.isfinite(logits) & (logits > threshold)
-    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1).astype(
-        jnp.float32
-    )
+    gamma = jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
+    return HeadReading(logits, over, gamma.astype(jnp.float32))
 
 
-class _BoundLayer:
-    """An attention layer with its leaves and its statistic at hand."""
+class BoundLayer:
+    """An attention layer with the shapes of its leaves at hand."""
 
-    def __init__(self, layer: AttentionLayer, leaf_at: dict, logits: jax.Array):
+    def __init__(self, layer: AttentionLayer, leaf_at: dict):
         self._layer = layer
         self._leaf_at = leaf_at
-        self.logits = logits
+        # Heads that share a leaf can only be scaled together, as if they were one.
+        self._shared = any(leaf.axis is None for leaf in layer.leaves)
+        self._stack = layer.query[0].stack(self._shape_of(layer.query[0]))
+        self._heads = 1 if self._shared else self._count(layer.query[0])
+        if not self._fits():
+            raise ValueError(
+                f"the heads of attention layer '{self.path}' do not fit together: "
+                f"{self._leaves()}. Expected are Flax kernels (*stack, features, "
+                "heads, head_dim) with key heads that divide the query's; describe "
+                "other layouts in attention="
+            )
 
-    def scales(self, threshold: Any, alpha: Any) -> dict[_paths.Path, jax.Array]:
-        layer, heads = self._layer, self.logits.shape[-1]
-        queries = layer.query + layer.rotary_query
-        if any(self._heads(leaf) != heads for leaf in queries):
-            raise ValueError(self._mismatch())
-        key_heads = {self._heads(leaf) for leaf in layer.key}
-        if any(n is None or heads % n for n in key_heads):
-            raise ValueError(self._mismatch())
-        gamma = clip_factors(self.logits, threshold)
-        if key_heads == {heads}:
-            parts = [(layer.query, gamma**alpha), (layer.key, gamma ** (1 - alpha))]
-        else:
-            # Shared keys stay, or heads under the threshold would shrink with the rest.
-            parts = [(layer.query, gamma)]
-        return self._multiply([*parts, (layer.rotary_query, gamma)])
+    @property
+    def path(self) -> str:
+        return self._layer.path
 
-    def _multiply(self, parts) -> dict[_paths.Path, jax.Array]:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(*stack, heads)`"""
+        return (*self._stack, self._heads or 0)
+
+    @property
+    def threshold(self) -> Any:
+        return self._layer.threshold
+
+    def logits(self, statistic: jax.Array) -> jax.Array:
+        """The statistic, checked, of the heads as they can be scaled."""
+        heads = statistic.shape[-1] if self._shared else self._heads
+        if statistic.shape != (*self._stack, heads):
+            raise ValueError(
+                f"the statistics '{_paths.show((*split(self.path), STATISTIC))}' have "
+                f"shape {statistic.shape}, which does not fit the heads of "
+                f"{self._leaves()}; expected is {self.shape}, (*stack, heads)"
+            )
+        return statistic.max(-1, keepdims=True) if self._shared else statistic
+
+    def scales(self, gamma: jax.Array, alpha: Any) -> dict[_paths.Path, jax.Array]:
         """One scale per leaf; several parts of a fused leaf multiply into one."""
-        scales: dict[_paths.Path, jax.Array] = {}
-        for leaves, factors in parts:
+        layer, scales = self._layer, {}
+        query, key = gamma**alpha, gamma ** (1 - alpha)
+        if not self._shared and self._count(layer.key[0]) != self._heads:
+            # Shared keys stay, or heads under the threshold would shrink with the rest.
+            query, key = gamma, jnp.ones_like(gamma[..., :1])
+        roles = (layer.query, query), (layer.key, key), (layer.rotary_query, gamma)
+        for leaves, factors in roles:
             for leaf in leaves:
-                path = self._layer.path_of(leaf)
-                scale = leaf.scale(self._shape(path), factors)
+                path = layer.path_of(leaf)
+                scale = leaf.scale(self._shape_of(leaf), factors)
                 scales[path] = scales[path] * scale if path in scales else scale
         return scales
 
-    def _heads(self, leaf: HeadLeaf) -> int | None:
-        return leaf.heads(
-            self._shape(self._layer.path_of(leaf)), self.logits.shape[:-1]
+    def _fits(self) -> bool:
+        leaves, layer = self._layer.leaves, self._layer
+        if any(self._count(leaf) is None for leaf in leaves):
+            return False
+        if any(leaf.stack(self._shape_of(leaf)) != self._stack for leaf in leaves):
+            return False
+        queries = {self._count(leaf) for leaf in layer.query + layer.rotary_query}
+        keys = {self._count(leaf) for leaf in layer.key}
+        return self._shared or (
+            len(queries) == len(keys) == 1 and self._heads % keys.pop() == 0
         )
 
-    def _shape(self, path: _paths.Path) -> tuple[int, ...]:
-        return tuple(self._leaf_at[path].shape)
+    def _count(self, leaf: HeadLeaf) -> Any:
+        return leaf.heads(self._shape_of(leaf))
 
-    def _mismatch(self) -> str:
-        paths = dict.fromkeys(self._layer.path_of(leaf) for leaf in self._layer.leaves)
-        leaves = ", ".join(f"'{_paths.show(p)}' {self._shape(p)}" for p in paths)
-        statistic = _paths.show((*split(self._layer.path), STATISTIC))
-        return (
-            f"the statistics '{statistic}' have shape {self.logits.shape}, which does "
-            f"not fit the heads of {leaves}. Expected are statistics (*stack, heads) "
-            "for Flax kernels (*stack, features, heads, head_dim); describe other "
-            "layouts in attention="
-        )
+    def _shape_of(self, leaf: HeadLeaf) -> tuple[int, ...]:
+        return tuple(self._leaf_at[self._layer.path_of(leaf)].shape)
+
+    def _leaves(self) -> str:
+        leaves = {self._layer.path_of(x): self._shape_of(x) for x in self._layer.leaves}
+        return ", ".join(f"'{_paths.show(p)}' {shape}" for p, shape in leaves.items())
 
 
-def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
+def bind(
+    params: _paths.PathedTree, layers: Sequence[AttentionLayer]
+) -> list[BoundLayer]:
+    """Finds the leaves of each layer that the mask shows."""
+    leaf_at = dict(zip(params.paths, params.leaves, strict=True))
+    return [BoundLayer(layer, leaf_at) for layer in layers if _shows(layer, leaf_at)]
+
+
+def count_heads(layers: Sequence[BoundLayer]) -> int:
+    return sum(math.prod(layer.shape) for layer in layers)
+
+
+def to_row(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The heads of all layers, one after the other."""
+    return jnp.concatenate([x.ravel() for x in arrays])
+
+
+def from_row(row: jax.Array, layers: Sequence[BoundLayer]) -> list[jax.Array]:
+    """One array `(*stack, heads)` for each layer."""
+    ends = list(itertools.accumulate(math.prod(layer.shape) for layer in layers))
+    parts = jnp.split(row, ends[:-1]) if layers else []
+    return [x.reshape(y.shape) for x, y in zip(parts, layers, strict=True)]
+
+
+def _shows(layer: AttentionLayer, leaf_at: dict) -> bool:
     """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
     for role in ("query", "key"):
         if not getattr(layer, role):
@@ -143,21 +213,19 @@ def _is_visible(layer: AttentionLayer, leaf_at: dict) -> bool:
     return not hidden
 
 
-def _check_matched(layers: Sequence[AttentionLayer], stats: dict) -> None:
-    known = {split(layer.path) for layer in layers}
-    missing = [module for module in known if module not in stats]
+def _check_matched(
+    layers: Sequence[AttentionLayer], bound: Sequence[BoundLayer], stats: dict
+) -> None:
+    missing = [split(layer.path) for layer in bound if split(layer.path) not in stats]
     if missing:
         raise ValueError(
             "no statistics for the attention layers "
             f"{_paths.show_all(sorted(missing))}. {_HOW_TO_RECORD}"
         )
+    known = {split(layer.path) for layer in layers}
     strays = [(*module, STATISTIC) for module in stats if module not in known]
     if strays:
         raise ValueError(
             f"the statistics {_paths.show_all(strays)} match no query and key in the "
             f"params; attention layers are {_paths.show_all(sorted(known)) or 'none'}"
         )
-
-
-def _count(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask, dtype=jnp.int32)

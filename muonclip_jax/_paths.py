@@ -1,6 +1,6 @@
 """Parameter paths, spelled the same for Linen, NNX and plain pytrees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,20 @@ def show(path: Path) -> str:
 
 def show_all(paths) -> str:
     return ", ".join(repr(show(path)) for path in paths)
+
+
+def stack_axis_of(path: Path, stack_axes: Mapping[str, int]) -> int:
+    """The axis along which the innermost named module that holds a path is stacked."""
+    holders = [m for m in stack_axes if path[: len(split(m))] == split(m)]
+    return stack_axes[max(holders, key=len)] if holders else 0
+
+
+def check_stack_axes(tree: "PathedTree", stack_axes: Mapping[str, int]) -> None:
+    """Raises for modules that the params do not have."""
+    starts = {path[:n] for path in tree.paths for n in range(len(path) + 1)}
+    absent = [split(module) for module in stack_axes if split(module) not in starts]
+    if absent and tree.paths:
+        raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
 
 
 def split(path: str) -> Path:

@@ -9,25 +9,18 @@ without a finite statistic is left alone.
 """
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
 from . import _paths
-from ._attention_layers import Attention, resolve_attention
-from ._head_scales import head_scales, HeadScales
-
-
-class QKClipState(NamedTuple):
-    """What the last step saw and did, for logging with `optax.tree.get`."""
-
-    step: jax.Array  # shape=(), int32; updates so far, for schedules
-    max_logit: jax.Array  # shape=(), float32; largest finite S, -inf if none
-    num_clipped: jax.Array  # shape=(), int32; heads over the threshold
-    num_nonfinite: jax.Array  # shape=(), int32; heads whose S is inf or NaN
+from ._attention_layers import Attention, AttentionLayer, resolve_attention
+from ._head_scales import bind, head_scales
+from ._qk_clip_state import first_state, next_state, QKClipState
 
 
 def qk_clip(
@@ -93,13 +86,8 @@ def qk_clip(
     _check(threshold, alpha)
 
     def init_fn(params: optax.Params) -> QKClipState:
-        resolve_attention(attention, params)
-        return QKClipState(
-            step=jnp.zeros((), jnp.int32),
-            max_logit=jnp.full((), -jnp.inf, jnp.float32),
-            num_clipped=jnp.zeros((), jnp.int32),
-            num_nonfinite=jnp.zeros((), jnp.int32),
-        )
+        layers = _layers(attention, params, threshold, step=0)
+        return first_state(bind(_paths.flatten(params), layers))
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -107,17 +95,17 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        tau, share = _at(threshold, state.step), _at(alpha, state.step)
-        scales = _scales(params, attention_stats, tau, share, attention, axis_name)
+        layers = _layers(attention, params, threshold, state.step)
+        share = _at(alpha, state.step)
         tree = _paths.flatten(params)
+        scales = head_scales(tree, layers, attention_stats, share, axis_name)
         clipped = [
             u if scale is None else _clip_update(u, p, scale)
             for u, p, scale in zip(
                 tree.of(updates), tree.leaves, scales.leaves, strict=True
             )
         ]
-        step = jnp.asarray(optax.safe_increment(state.step))
-        return tree.unflatten(clipped), QKClipState(step, *scales.summary())
+        return tree.unflatten(clipped), next_state(state, scales.readings)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -147,8 +135,9 @@ def clip_qk(
         Array([1. , 0.5], dtype=float32)
     """
     _check(threshold, alpha)
-    scales = _scales(params, attention_stats, threshold, alpha, attention, axis_name)
+    layers = _layers(attention, params, threshold)
     tree = _paths.flatten(params)
+    scales = head_scales(tree, layers, attention_stats, alpha, axis_name)
     return tree.unflatten(
         [
             p if scale is None else _scale_leaf(p, scale)
@@ -157,18 +146,16 @@ def clip_qk(
     )
 
 
-def _scales(
-    params, attention_stats, threshold, alpha, attention, axis_name
-) -> HeadScales:
-    if attention_stats is None:
-        raise ValueError(
-            "qk_clip needs attention_stats: tx.update(grads, state, params, "
-            "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
-            "sows; pass attention_stats={} for a model without attention"
-        )
+def _layers(attention, params, threshold, step: Any = None) -> list[AttentionLayer]:
+    """The attention layers, each with the threshold of this step."""
     layers = resolve_attention(attention, params)
-    tree = _paths.flatten(params)
-    return head_scales(tree, layers, attention_stats, threshold, alpha, axis_name)
+    for layer in layers:
+        _check_threshold(layer.threshold, f"threshold of layer '{layer.path}'")
+    own = [threshold if x.threshold is None else x.threshold for x in layers]
+    return [
+        layer._replace(threshold=_at(tau, step))
+        for layer, tau in zip(layers, own, strict=True)
+    ]
 
 
 def _clip_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
@@ -191,10 +178,15 @@ def _scale_leaf(param: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _check(threshold: Any, alpha: Any) -> None:
     """Raises for values out of range; those traced under a jit cannot be looked at."""
-    if not _is_open(threshold) and not threshold > 0:
-        raise ValueError(f"threshold must be positive, got {threshold}")
+    _check_threshold(threshold, "threshold")
     if not _is_open(alpha) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
+
+
+def _check_threshold(threshold: Any, name: str) -> None:
+    known = threshold is not None and not _is_open(threshold)
+    if known and not np.all(np.asarray(threshold) > 0):
+        raise ValueError(f"{name} must be positive, got {threshold}")
 
 
 def _is_open(value: Any) -> bool:
@@ -202,5 +194,7 @@ def _is_open(value: Any) -> bool:
     return callable(value) or isinstance(value, Tracer)
 
 
-def _at(value: Any, step: jax.Array) -> Any:
+def _at(value: Any, step: Any) -> Any:
+    if callable(value) and step is None:
+        raise ValueError("clip_qk knows no step: schedules need qk_clip")
     return value(step) if callable(value) else value

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import muonclip_jax as mc
 from muonclip_jax import _paths
-from muonclip_jax._head_scales import clip_factors
+from muonclip_jax._head_scales import read_heads
 
 
 def without_biases(params, stats, threshold, **options):
@@ -194,7 +194,7 @@ def test_head_of_a_group_under_the_threshold_is_not_shrunk():
     ],
 )
 def test_figures_of_other_implementations(logits, threshold, expected):
-    actual = clip_factors(jnp.asarray(logits), threshold)
+    actual = read_heads(jnp.asarray(logits), threshold).gamma
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert all(a == 1 for a, e in zip(actual, expected, strict=True) if e == 1)
 

@@ -1,0 +1,206 @@
+"""Statistics that come from the attention kernel itself."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import inputs, randomize
+
+import muonclip_jax as mc
+
+
+KERNELS = {
+    "blockwise": functools.partial(mc.blockwise_attention, block_size=4),
+    "residual": mc.residual_attention,
+}
+
+
+class Layer(nn.Module):
+    kernel: object = None
+    dropout_rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(
+            4,
+            dropout_rate=self.dropout_rate,
+            attention_fn=functools.partial(mc.attention_fn, kernel=self.kernel),
+        )(
+            x,
+            mask=nn.make_causal_mask(x[..., 0]),
+            sow_weights=True,
+            deterministic=False,
+        )
+
+
+def linen(kernel, params=None):
+    layer = Layer(kernel)
+    if params is None:
+        params = randomize(Layer().init(jax.random.key(0), inputs())["params"])
+
+    def run(params):
+        output, recorded = layer.apply(
+            {"params": params}, inputs(), mutable=["intermediates"]
+        )
+        return jnp.sum(output**2), recorded["intermediates"]
+
+    (loss, stats), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(params)
+    return loss, jax.tree.leaves(stats)[0], grads
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_linen_layer_with_a_kernel_is_the_same_layer(kernel):
+    loss, largest, grads = linen(KERNELS[kernel])
+    expected_loss, expected_largest, expected_grads = linen(None)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    # That of the key's bias is zero but for rounding.
+    size = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-3, atol=1e-5 * size)
+    if kernel == "residual":
+        assert (largest >= expected_largest).all()
+        assert (largest <= expected_largest + np.log(6) + 1e-5).all()
+    else:
+        np.testing.assert_allclose(largest, expected_largest, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nnx_layer_with_a_kernel_is_the_same_layer(kernel):
+    def run(fn):
+        layer = nnx.MultiHeadAttention(
+            4, 16, num_kv_heads=2, decode=False, attention_fn=fn, rngs=nnx.Rngs(0)
+        )
+        mask = nnx.make_causal_mask(inputs()[..., 0])
+        call = nnx.capture(
+            lambda m, x: m(x, mask=mask, sow_weights=True), nnx.Intermediate
+        )
+        return nnx.jit(call)(layer, inputs())
+
+    output, stats = run(functools.partial(mc.attention_fn, kernel=KERNELS[kernel]))
+    expected, expected_stats = run(mc.attention_fn)
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    actual, exact = (jax.tree.leaves(s)[0] for s in (stats, expected_stats))
+    assert (actual >= exact - 1e-5).all() and (actual <= exact + np.log(6) + 1e-5).all()
+
+
+def test_a_kernel_records_nothing_without_sow_weights():
+    layer = nn.MultiHeadDotProductAttention(
+        4, attention_fn=functools.partial(mc.attention_fn, kernel=KERNELS["blockwise"])
+    )
+    variables = layer.init(jax.random.key(0), inputs())
+    _, recorded = layer.apply(variables, inputs(), mutable=["intermediates"])
+    assert not jax.tree.leaves(recorded)
+
+
+def test_dropout_does_not_reach_a_kernel():
+    layer = Layer(KERNELS["blockwise"], dropout_rate=0.1)
+    with pytest.raises(ValueError, match="dropout"):
+        layer.init(
+            {"params": jax.random.key(0), "dropout": jax.random.key(1)}, inputs()
+        )
+
+
+def test_a_kernel_of_the_users_own():
+    """As TransformerEngine's fused_attn returns it: output and maxima in bfloat16."""
+
+    def kernel(query, key, value, *, mask=None):
+        output = jax.nn.dot_product_attention(query, key, value, mask=mask)
+        return output, mc.max_logits(query, key, mask=mask).astype(jnp.bfloat16)
+
+    _, largest, _ = linen(kernel)
+    np.testing.assert_allclose(largest, linen(None)[1], rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 6.0])
+def test_log_sum_exp_bounds_the_logits_in_every_dtype(dtype, size):
+    """In bfloat16 the residual is rounded, up to 0.25 under at 100."""
+    keys = jax.random.split(jax.random.key(0), 20)
+
+    @jax.jit
+    @jax.vmap
+    def slack_of(key):
+        query, other, value = size * jax.random.normal(key, (3, 2, 16, 4, 8), dtype)
+        _, bound = mc.residual_attention(query, other, value)
+        return bound - mc.max_logits(query, other)
+
+    slack = np.asarray(slack_of(keys))
+    assert slack.min() >= 0
+    limit = np.log(16) + (0.01 if dtype == jnp.float32 else 2.5)
+    assert slack.max() <= limit
+
+
+def test_clipping_by_the_bound_keeps_every_head_under_the_threshold():
+    _, bound, _ = linen(KERNELS["residual"])
+    params = randomize(Layer().init(jax.random.key(0), inputs())["params"])
+    tau = float(np.median(bound))
+    name = "MultiHeadDotProductAttention_0"
+    after = mc.clip_qk(params, {name: {"max_logits": bound}}, tau)
+    _, exact, _ = linen(None, after)
+    assert (exact <= tau * (1 + 1e-5)).all()
+
+
+tokamax = pytest.importorskip("tokamax", reason="the tokamax extra is not installed")
+
+
+def compare_splash(query, key, value, *, tolerance=5e-5, **options):
+    def run(attend):
+        def loss(*x):
+            output, largest = attend(*x)
+            weights = jnp.linspace(-1, 1, output.size).reshape(output.shape)
+            return jnp.sum(output * weights), (output, largest)
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+        return grad(query, key, value)
+
+    splash = functools.partial(mc.splash_attention, interpret=True)
+    grads, (output, largest) = run(functools.partial(splash, **options))
+    blockwise = functools.partial(mc.blockwise_attention, **options)
+    expected_grads, (expected, exact) = run(blockwise)
+    np.testing.assert_allclose(output, expected, atol=tolerance)
+    np.testing.assert_allclose(largest, exact, rtol=tolerance)
+    for g, e in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(g, e, atol=tolerance * np.abs(e).max())
+
+
+def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
+    shape = (batch, length, heads, depth)
+    other = (batch, key_length, key_heads, depth)
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [
+        2 * jax.random.normal(k, s)
+        for k, s in zip(keys, (shape, other, other), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "lengths, options",
+    [
+        ((256, 256), dict(is_causal=True)),
+        ((128, 128), dict()),
+        ((200, 300), dict()),  # padded
+        ((256, 256), dict(local_window_size=(30, 5), scale=0.2)),
+        ((384, 128), dict(is_causal=True, local_window_size=(20, 0))),  # empty rows
+    ],
+)
+def test_splash_kernel_in_interpret_mode(lengths, options):
+    compare_splash(*splash_inputs(*lengths), **options)
+
+
+def test_splash_kernel_with_segments_and_small_blocks():
+    ids = jnp.arange(256)[None] // 100
+    compare_splash(
+        *splash_inputs(256, 256, heads=2, key_heads=2),
+        query_segment_ids=ids,
+        is_causal=True,
+        block_size=128,
+    )
+
+
+def test_splash_with_a_softcap_is_refused():
+    with pytest.raises(ValueError, match="capped logits"):
+        mc.splash_attention(*splash_inputs(128, 128), logits_soft_cap=50.0)

@@ -1,0 +1,208 @@
+"""Blockwise attention: output, gradient and statistic are those of the whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import naive_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonclip_jax as mc
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def arrays(length, key_length, heads, key_heads, depth=8, batch=(2,), **kwargs):
+    return (
+        normal(0, *batch, length, heads, depth, **kwargs),
+        normal(1, *batch, key_length, key_heads, depth, **kwargs),
+        normal(2, *batch, key_length, key_heads, depth, **kwargs),
+    )
+
+
+def compare(inputs, *, bias=None, block_size=16, **options):
+    """Against jax.nn, through one vector-Jacobian product of all inputs."""
+    block = functools.partial(mc.blockwise_attention, block_size=block_size)
+    cotangent = normal(3, *inputs[0].shape)
+
+    @jax.jit
+    def blockwise(*x):
+        (output, largest), vjp = jax.vjp(
+            lambda q, k, v, b: block(q, k, v, bias=b, **options), *x
+        )
+        # A cotangent of the statistic must not leak into the gradient.
+        return largest, (output, vjp((cotangent, jnp.ones_like(largest))))
+
+    @jax.jit
+    def whole(*x):
+        attend = functools.partial(jax.nn.dot_product_attention, **options)
+        output, vjp = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), *x)
+        return output, vjp(cotangent)
+
+    largest, actual = blockwise(*inputs, bias)
+    expected = whole(*inputs, bias)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        size = max(1, np.abs(e).max())
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * size)
+    return largest
+
+
+@pytest.mark.parametrize(
+    "lengths, key_heads, is_causal",
+    [
+        ((40, 40), 2, True),
+        ((33, 50), 4, False),
+        ((33, 50), 1, True),
+        ((50, 33), 4, True),
+        ((16, 16), 4, False),  # a single block
+        ((5, 70), 1, False),
+    ],
+)
+def test_equals_jax_nn(lengths, key_heads, is_causal):
+    inputs = arrays(*lengths, 4, key_heads)
+    largest = compare(inputs, is_causal=is_causal)
+    mask = np.tri(*lengths, dtype=bool) if is_causal else None
+    naive = naive_logits(inputs[0], inputs[1], mask).max((0, 2, 3))
+    np.testing.assert_allclose(largest, naive, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 40, 40), (1, 1, 40, 40), (2, 1, 1, 40)])
+def test_mask(shape):
+    mask = jax.random.bernoulli(jax.random.key(5), 0.6, shape).at[..., 0].set(True)
+    inputs = arrays(40, 40, 4, 2)
+    largest = compare(inputs, mask=mask)
+    naive = naive_logits(inputs[0], inputs[1], mask).max((0, 2, 3))
+    np.testing.assert_allclose(largest, naive, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 40, 40), (1, 4, 40, 40), (1, 1, 1, 40), (1, 4, 40, 1)]
+)
+def test_bias_and_its_gradient(shape):
+    bias = normal(6, *shape)
+    inputs = arrays(40, 40, 4, 2)
+    largest = compare(inputs, bias=bias, is_causal=True)
+    mask = np.tri(40, dtype=bool)
+    naive = naive_logits(inputs[0], inputs[1], mask, bias).max((0, 2, 3))
+    np.testing.assert_allclose(largest, naive, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "window, is_causal", [(3, False), ((5, 3), False), ((30, 0), False), (9, True)]
+)
+def test_window(window, is_causal):
+    largest = compare(
+        arrays(40, 40, 4, 2), local_window_size=window, is_causal=is_causal
+    )
+    query, key, _ = arrays(40, 40, 4, 2)
+    whole = mc.max_logits(query, key, local_window_size=window, is_causal=is_causal)
+    np.testing.assert_allclose(largest, whole, rtol=1e-6)
+
+
+def test_segments_equal_a_mask():
+    query, key, value = arrays(40, 40, 4, 2)
+    ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(7), 0.1, (2, 40)), axis=1)
+    mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+    attend = functools.partial(mc.blockwise_attention, block_size=16, is_causal=True)
+    actual = attend(query, key, value, query_segment_ids=ids)
+    expected = attend(query, key, value, mask=mask)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([(4, 1), (4, 2), (3, 3)]),
+    st.integers(1, 48),
+)
+def test_any_length_and_block(length, key_length, heads, block_size):
+    compare(arrays(length, key_length, *heads), block_size=block_size)
+
+
+def test_scale_and_value_dim_and_batch_axes():
+    query, key, _ = arrays(20, 20, 4, 2, batch=(2, 3))
+    value = normal(8, 2, 3, 20, 2, 5)
+    output, largest = mc.blockwise_attention(query, key, value, scale=0.7, block_size=8)
+    logits = 0.7 * np.einsum("abtkgd,abskd->abkgts", *split(query), key)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("abkgts,abskh->abtkgh", weights, value)
+    np.testing.assert_allclose(output, expected.reshape(2, 3, 20, 4, 5), atol=1e-5)
+    np.testing.assert_allclose(largest, logits.max((0, 1, 4, 5)).reshape(4), rtol=1e-5)
+
+
+def split(query):
+    return (query.reshape(*query.shape[:-2], 2, 2, -1),)
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient():
+    query, key, value = arrays(20, 20, 4, 4)
+    mask = jnp.ones((1, 1, 20, 20), bool).at[..., 3, :].set(False)
+    attend = functools.partial(mc.blockwise_attention, mask=mask, block_size=8)
+    output, largest = attend(query, key, value)
+    assert (output[:, 3] == 0).all() and jnp.isfinite(largest).all()
+    grads = jax.grad(lambda *x: attend(*x)[0].sum(), argnums=(0, 1, 2))(
+        query, key, value
+    )
+    assert all(jnp.isfinite(g).all() for g in grads) and (grads[0][:, 3] == 0).all()
+
+
+def test_logits_of_a_thousand_do_not_overflow():
+    query, key, value = arrays(40, 40, 4, 2)
+    compare((30 * query, 30 * key, value))
+
+
+def test_bfloat16():
+    inputs = arrays(40, 40, 4, 2, dtype=jnp.bfloat16)
+    output, largest = mc.blockwise_attention(*inputs, block_size=16)
+    assert output.dtype == jnp.bfloat16 and largest.dtype == jnp.float32
+    exact = mc.blockwise_attention(*(x.astype(jnp.float32) for x in inputs))
+    np.testing.assert_allclose(output, exact[0], atol=2e-2)
+    np.testing.assert_allclose(largest, exact[1], rtol=1e-5)
+
+
+def test_under_vmap_jit_and_remat():
+    inputs = arrays(20, 20, 4, 2)
+
+    @jax.checkpoint
+    def attend(*x):
+        return mc.blockwise_attention(*x, block_size=8)[0].sum()
+
+    mapped = jax.jit(jax.vmap(jax.grad(attend, argnums=(0, 1, 2))))(
+        *(x[:, None] for x in inputs)
+    )
+    whole = jax.grad(lambda *x: jax.nn.dot_product_attention(*x).sum(), (0, 1, 2))
+    for a, e in zip(mapped, whole(*inputs), strict=True):
+        np.testing.assert_allclose(a[:, 0], e, atol=1e-5)
+
+
+def test_memory_grows_linearly_with_the_length():
+    def temporaries(length):
+        shapes = [jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)] * 3
+
+        def loss(*x):
+            output, largest = mc.blockwise_attention(*x, is_causal=True)
+            return output.sum(), largest
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+        return grad.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    at_4096 = temporaries(4096)
+    assert temporaries(16384) < 4.5 * at_4096
+    assert at_4096 < 4096 * 4096 * 4  # less than the logits of a single head
+
+
+def test_head_counts_and_sizes_that_do_not_fit():
+    query, key, value = arrays(8, 8, 4, 3)
+    with pytest.raises(ValueError, match="key heads must divide"):
+        mc.blockwise_attention(query, key, value)
+    query, key, value = arrays(8, 8, 4, 2)
+    with pytest.raises(ValueError, match=r"value \(2, 7, 2, 8\) do not fit"):
+        mc.blockwise_attention(query, key, value[:, :7])

@@ -1,0 +1,293 @@
+"""Kimi K2 in miniature: the script, run small, and what its model must do."""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import muonclip_jax as mc
+
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--threshold=0.5"]
+SMALL += ["--layers=2", "--width=16", "--heads=2", "--experts=4"]
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def sizes(**changed):
+    from kimi_k2_model import Sizes
+
+    small = dict(
+        vocabulary=32,
+        layers=3,
+        width=16,
+        heads=4,
+        query_rank=12,
+        key_value_rank=8,
+        nope_head_dim=8,
+        rope_head_dim=4,
+        dense_hidden=24,
+        expert_hidden=8,
+    )
+    return Sizes(**small | changed)
+
+
+def make_model(transform=nnx.jit, **changed):
+    from kimi_k2_model import KimiK2
+
+    # Under jit the many small draws compile as one.
+    return transform(lambda: KimiK2(sizes(**changed), nnx.Rngs(0)))()
+
+
+def abstract_model():
+    return make_model(lambda make: lambda: nnx.eval_shape(make))
+
+
+def randomized(model):
+    generator = np.random.default_rng(0)
+
+    def normal(x):
+        return jnp.asarray(generator.normal(size=x.shape), jnp.float32)
+
+    nnx.update(model, jax.tree.map(normal, nnx.state(model, nnx.Param)))
+    return model
+
+
+def tokens():
+    return jax.random.randint(jax.random.key(1), (3, 13), 0, 32)
+
+
+@nnx.jit
+def record(model, text):
+    return nnx.capture(model, nnx.Intermediate)(text)
+
+
+def forward(model, text=None):
+    return record(model, tokens()[:, :-1] if text is None else text)
+
+
+def largest(stats):
+    return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, EXAMPLES / "kimi_k2_mini.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kimi_k2")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 3000)
+    return folder, run(*SMALL, "--data", text, "--out", folder)
+
+
+def test_script_describes_trains_and_draws(script):
+    folder, result = script
+    assert "wq_b/kernel" in result.stdout and "4 x 16 x 32" in result.stdout
+    for name in ("MuonClip", "Muon without the clip"):
+        assert f"\n{name}\n" in result.stdout and f"{name}: 100%" in result.stderr
+    for line in ("validation loss", "largest logit", "95th percentile", "fair shares"):
+        assert result.stdout.count(line) == 2
+    assert (folder / "kimi_k2_mini.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_head_is_clipped_under_a_tiny_threshold(script):
+    _, result = script
+    assert "heads ever clipped       4 of 4 (100%)" in result.stdout
+    assert "heads ever clipped       0 of 4 (0%)" in result.stdout
+    peaks = [
+        float(line.split()[-1])
+        for line in result.stdout.splitlines()
+        if line.startswith("  ... of the last quarter")
+    ]
+    assert peaks[0] < peaks[1]
+
+
+def test_alone_leaves_the_run_without_the_clip_out(tmp_path):
+    (tmp_path / "text").write_text("so much depends upon a red wheel barrow " * 500)
+    result = run(
+        *SMALL, "--alone", "--layers=1", "--data", tmp_path / "text", "--out", tmp_path
+    )
+    assert "without the clip" not in result.stdout + result.stderr
+    assert "heads ever clipped       2 of 2 (100%)" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def step_at_rate_zero():
+    """What one step sees, does and leaves behind when only the clip may act."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        from kimi_k2_mini import make_optimizer, train_step
+
+        model = randomized(make_model(layers=2))
+        before = largest(forward(model)[1]).reshape(2, 4)
+        tau = float(np.median(before[0]))
+        args = argparse.Namespace(
+            steps=10, learning_rate=0.0, adam_learning_rate=0.0, weight_decay=0.1
+        )
+        tx = make_optimizer(model.sizes, tau, args)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        metrics = train_step(model, optimizer, tokens(), 0.5)
+        (router,) = model.routers()
+        balance = np.asarray(router.bias[...]), np.asarray(router.load[...])
+        after = largest(forward(model)[1]).reshape(2, 4)
+        return metrics, balance, before, after, tau
+
+
+def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
+    *_, before, after, tau = step_at_rate_zero
+    assert (before[0] > tau).any() and (before[0] <= tau).any()
+    # Behind a clipped layer the next one sees other inputs.
+    np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
+
+
+def test_a_step_reports_every_head(step_at_rate_zero):
+    (_, _, max_logits, gamma), _, before, _, tau = step_at_rate_zero
+    np.testing.assert_allclose(max_logits, before, rtol=1e-5)
+    np.testing.assert_allclose(gamma, np.minimum(1, tau / before), rtol=1e-5)
+
+
+def test_a_step_moves_the_balance(step_at_rate_zero):
+    (_, busiest, _, _), (bias, load), *_ = step_at_rate_zero
+    np.testing.assert_allclose(bias, 0.5 * np.sign(load.mean() - load))
+    np.testing.assert_allclose(busiest, load.max() / load.mean(), rtol=1e-6)
+    assert busiest > 1
+
+
+def test_every_leaf_is_a_matrix_or_not_as_it_should():
+    params = nnx.state(abstract_model(), nnx.Param)
+    table = mc.describe(params, attention=mc.latent_attention(8))
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table.splitlines()}
+    expected = {
+        "attention/wq_b/kernel": "1 x 12 x 48 muon query, 4 heads + rotary_query",
+        "attention/wkv_b/kernel": "1 x 8 x 64 muon key, 4 heads",
+        "attention/out/kernel": "1 x 32 x 16 muon",
+        "mlp/experts/gate/kernel": "8 x 16 x 8 muon",
+        "mlp/experts/up/kernel": "8 x 16 x 8 muon",
+        "mlp/experts/down/kernel": "8 x 8 x 16 muon",
+        "mlp/shared/down/kernel": "1 x 8 x 16 muon",
+        "mlp/router/scores/kernel": "1 x 16 x 8 muon",
+        "attention/kv_norm/scale": "(8,) - adamw",
+    }
+    for leaf, row in expected.items():
+        assert row in rows[f"blocks/1/{leaf}"]
+    for leaf in ("embed/embedding", "head/kernel", "norm/scale"):
+        assert rows[leaf].endswith("- adamw -")
+    assert not any("bias" in leaf or "load" in leaf for leaf in rows)
+
+
+def test_the_first_layer_is_dense_and_the_others_are_mixtures():
+    from kimi_k2_model import MixtureOfExperts, SwiGLU
+
+    first, *others = abstract_model().blocks
+    assert isinstance(first.mlp, SwiGLU)
+    assert all(isinstance(block.mlp, MixtureOfExperts) for block in others)
+    assert first.mlp.up.kernel.shape == (16, 24)
+
+
+def make_router(**changed):
+    from kimi_k2_model import Router
+
+    return Router(sizes(**changed), nnx.Rngs(0))
+
+
+def router_inputs():
+    return jax.random.normal(jax.random.key(2), (3, 40, 16))
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_weights_are_of_the_best_experts_and_sum_to_the_scale(chosen):
+    router = make_router(experts_per_token=chosen)
+    x = router_inputs()
+    weights = np.asarray(router(x))
+    assert ((weights > 0).sum(axis=-1) == chosen).all() and (weights >= 0).all()
+    np.testing.assert_allclose(weights.sum(axis=-1), chosen**0.5, rtol=1e-5)
+    scores = np.asarray(jax.nn.sigmoid(router.scores(x)))
+    best = np.sort(scores, axis=-1)[..., -chosen:]
+    expected = chosen**0.5 * best / best.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(np.sort(weights)[..., -chosen:], expected, rtol=1e-5)
+
+
+def test_the_bias_chooses_but_does_not_weigh():
+    router = make_router()
+    x = router_inputs()
+    router.bias[...] = jnp.where(jnp.isin(jnp.arange(8), jnp.array([1, 6])), 5.0, 0.0)
+    weights = np.asarray(router(x))
+    assert set(np.nonzero(weights)[-1]) == {1, 6}
+    scores = np.asarray(jax.nn.sigmoid(router.scores(x)))[..., [1, 6]]
+    expected = 2**0.5 * scores / scores.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(weights[..., [1, 6]], expected, rtol=1e-5)
+
+
+def test_the_bias_moves_towards_underused_experts():
+    router = make_router()
+    weights = np.asarray(router(router_inputs()))
+    load = (weights > 0).sum(axis=(0, 1))
+    np.testing.assert_array_equal(router.load[...], load)
+    router.balance(0.25)
+    np.testing.assert_allclose(router.bias[...], 0.25 * np.sign(load.mean() - load))
+
+
+def test_balancing_evens_the_load():
+    router = make_router()
+    x = router_inputs() + 1.0  # a common direction favours some experts
+    router(x)
+    uneven = router.load[...].max() - 30  # a fair share of 120 tokens, twice
+    for _ in range(200):
+        router.balance(0.01)
+        router(x)
+    assert router.load[...].max() - 30 < uneven / 3
+
+
+def test_a_mixture_is_the_sum_of_its_experts():
+    from kimi_k2_model import MixtureOfExperts
+
+    moe = MixtureOfExperts(sizes(), nnx.Rngs(0))
+    x = router_inputs()
+    weights = np.asarray(moe.router(x))
+    gate, up, down = (
+        np.asarray(getattr(moe.experts, name).kernel[...])
+        for name in ("gate", "up", "down")
+    )
+    assert np.abs(gate[0] - gate[1]).max() > 0.1  # each drawn by itself
+    expected = np.asarray(moe.shared(x))
+    for e in range(8):
+        hidden = np.asarray(jax.nn.silu(x @ gate[e])) * (x @ up[e])
+        expected = expected + weights[..., e, None] * (hidden @ down[e])
+    np.testing.assert_allclose(moe(x), expected, atol=1e-5)
+
+
+def test_no_token_sees_a_later_one():
+    model = make_model(layers=2)
+    logits, _ = forward(model)
+    changed, _ = forward(model, tokens()[:, :-1].at[:, 8:].set(0))
+    np.testing.assert_allclose(changed[:, :8], logits[:, :8], atol=1e-5)
+    assert np.abs(changed[:, 8:] - logits[:, 8:]).max() > 1e-3
+
+
+def test_logits_depend_on_the_distance_alone():
+    from kimi_k2_model import rotate
+
+    query, key = jax.random.normal(jax.random.key(3), (2, 1, 1, 2, 8))
+    query, key = jnp.tile(query, (1, 20, 1, 1)), jnp.tile(key, (1, 20, 1, 1))
+    product = jnp.einsum("bthd,bshd->bhts", rotate(query), rotate(key))[0, 0]
+    np.testing.assert_allclose(product[5:, 3:-2], product[3:-2, 1:-4], atol=1e-4)
+    assert np.abs(product[0] - product[0, 0]).max() > 0.1
