@@ -83,7 +83,8 @@ class FlaxTree:
             if module[-1] in _PROJECTIONS:
                 return MuonDimensionNumbers(-3, -1 if self._per_head else (-2, -1))
             if module[-1] == "out":
-                return MuonDimensionNumbers((-3, -2), -1)
+                flat = len(shape) < len(self._projection_shape(module[:-1]))
+                return MuonDimensionNumbers(-2 if flat else (-3, -2), -1)
         return self._split_by_bias(module) or self._split_by_name(module, shape)
 
     def _split_by_name(self, module: Path, shape: tuple[int, ...]):
@@ -118,9 +119,7 @@ class FlaxTree:
 
     def _is_stock_attention(self, module: Path) -> bool:
         """Tells `(features, heads, head_dim)` from a stack of plain Dense kernels."""
-        query = self._shape((*module, "query", "kernel"))
-        # Latent attention with query LoRA, in MaxText's names.
-        query = query or self._shape((*module, "wq_b", "kernel"))
+        query = self._projection_shape(module)
         value = self._shape((*module, "value", "kernel"))
         out = self._shape((*module, "out", "kernel"))
         bias = self._shape((*module, "query", "bias"))
@@ -128,8 +127,17 @@ class FlaxTree:
             return False
         if not out:
             return True
+        if len(out) == len(query) - 1:  # an out that takes the heads side by side
+            width = query[-2] * (value[-1] if value else 1)
+            fits = out[-2] == width if value else out[-2] % width == 0
+            return out[:-2] == query[:-3] and fits
         heads_match = len(out) == len(query) and out[-3] == query[-2]
         return heads_match and (not value or out[-2] == value[-1])
+
+    def _projection_shape(self, module: Path) -> tuple[int, ...]:
+        """The shape of the query; MaxText's name for it is that of query LoRA."""
+        query = self._shape((*module, "query", "kernel"))
+        return query or self._shape((*module, "wq_b", "kernel"))
 
     def _find_output_head(self) -> Path | None:
         """The last Dense beside an embedding, if its shape is the embedding's turned.

@@ -1,5 +1,8 @@
 """Every attention in use: the next forward gives min(S, tau), and needs every leaf."""
 
+import functools
+
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, linen_stats, randomize
+from helpers import inputs, linen_stats, nnx_stats, NNXModel, randomize
+from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 from muonclip_jax import _paths
@@ -150,24 +154,58 @@ class ParallelBlock(nn.Module):
         return x + nn.Dense(WIDTH)(y)
 
 
+class NormalisedAttention(nn.Module):
+    """Flax's own with `normalize_qk`: the heads share the gains of the norms."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.MultiHeadDotProductAttention(
+            HEADS, attention_fn=mc.attention_fn, normalize_qk=True
+        )
+        layer(x, x, sow_weights=True)
+        return x
+
+
+class NormalisedHeads(Recorder):
+    """A gain for every head, rotary embedding, and fewer keys than queries."""
+
+    @nn.compact
+    def __call__(self, x):
+        def heads(name, count):
+            y = nn.DenseGeneral((count, HEAD_DIM), name=name)(x)
+            gain = self.param(f"{name}_gain", nn.initializers.ones, (count, HEAD_DIM))
+            norm = nn.RMSNorm(use_scale=False, name=f"{name}_rms")
+            return rotate(gain * norm(y))
+
+        self.record(heads("query", HEADS), heads("key", 2))
+        return x
+
+
+GAINS = mc.AttentionLayer(
+    "", query=(mc.HeadLeaf("query_gain", 2),), key=(mc.HeadLeaf("key_gain", 2),)
+)
+
+
 class Stacked(nn.Module):
-    """Any of them, scanned."""
+    """Any of them, scanned; the stack axis of the params is free."""
 
     layer: type
     options: tuple = ()
+    axis: int = 0
 
     @nn.compact
     def __call__(self, x):
         layer = self.layer(**dict(self.options), name="layers")
         scanned = nn.scan(
             lambda layer, x, _: (layer(x), None),
-            variable_axes={"params": 0, "intermediates": 0},
+            variable_axes={"params": self.axis, "intermediates": 0},
             split_rngs={"params": True},
             length=3,
         )
         return scanned(layer, x, None)[0]
 
 
+AT_1 = {"layers": 1}
 LATENT = mc.latent_attention(nope_head_dim=4)
 FUSED = mc.fused_attention(HEAD_DIM)
 FLAT = mc.flat_attention(HEAD_DIM, query="q_proj", key="k_proj")
@@ -184,6 +222,23 @@ CASES = {
     "cross-attention": (StockAttention(), None),
     "sink": (SinkAttention(), None),
     "parallel block": (ParallelBlock(), FLAT),
+    "normalised, a gain per head": (NormalisedHeads(), [GAINS]),
+    "stacked at axis 1": (
+        Stacked(StockAttention, axis=1),
+        functools.partial(mc.flax_attention_layers, stack_axes=AT_1),
+    ),
+    "latent, stacked at axis 1": (
+        Stacked(LatentAttention, axis=1),
+        mc.latent_attention(nope_head_dim=4, stack_axes=AT_1),
+    ),
+    "fused, stacked at axis 1": (
+        Stacked(FusedAttention, axis=1),
+        mc.fused_attention(HEAD_DIM, stack_axes=AT_1),
+    ),
+    "flat multi-query, stacked at axis 1": (
+        Stacked(FlatAttention, (("key_heads", 1),), axis=1),
+        mc.flat_attention(HEAD_DIM, query="q_proj", key="k_proj", stack_axes=AT_1),
+    ),
 }
 
 
@@ -228,7 +283,7 @@ def test_forgetting_any_one_part_misses_the_threshold(case):
     before = largest(measure(params))
     layers = mc.flax_attention_layers(params) if attention is None else attention
     (layer,) = layers(params) if callable(layers) else layers
-    shared = "grouped" in case or "multi-query" in case
+    shared = any(w in case for w in ("grouped", "multi-query", "a gain per head"))
     for role in ("query", "rotary_query", *(() if shared else ("key",))):
         leaves = getattr(layer, role)
         for i in range(len(leaves)):
@@ -282,6 +337,129 @@ def test_torchtitan_figures_for_latent_attention():
     assert (after["wq_b"]["kernel"][:, 0] == 1).all() and (
         after["wkv_b"]["kernel"][:, 0] == 1
     ).all()
+
+
+def linen_normalised():
+    model = NormalisedAttention()
+    params = randomize(model.init(jax.random.key(0), inputs())["params"])
+    return params, lambda p: linen_stats(model, p, inputs())
+
+
+def nnx_normalised():
+    graph, state = nnx.split(NNXModel(nnx.Rngs(0), normalize_qk=True))
+    return randomize(state), lambda s: nnx_stats(nnx.merge(graph, s), inputs())
+
+
+@pytest.mark.parametrize("make", [linen_normalised, nnx_normalised])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gains_of_qk_norm_scale_all_heads_of_a_layer(make, alpha):
+    """The largest head lands on the threshold, and the others keep their share."""
+    params, measure = make()
+    before = np.stack(jax.tree.leaves(measure(params)))
+    tau = float(before.max(-1).mean() if len(before) > 1 else before.max() / 2)
+    find = mc.normalised_attention()
+    tx = mc.muonclip(0.0, threshold=tau, alpha=alpha, attention=find)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    updates, state = tx.update(
+        grads, tx.init(params), params, attention_stats=measure(params)
+    )
+    after = np.stack(jax.tree.leaves(measure(optax.apply_updates(params, updates))))
+    gamma = np.minimum(1, tau / before.max(-1, keepdims=True))
+    np.testing.assert_allclose(after, gamma * before, rtol=1e-4)
+    assert (gamma < 1).any()
+    metrics = mc.qk_clip_metrics(state, params, attention=find)
+    assert metrics["num_clipped"] == (gamma < 1).sum()
+    assert "all heads" in mc.describe(params, attention=find)
+
+
+def test_scaling_the_projections_under_qk_norm_does_nothing():
+    """Why they are refused: a witness."""
+    params, measure = linen_normalised()
+    name = "MultiHeadDotProductAttention_0"
+    smaller = jax.tree.map(lambda p: p, params)
+    for role in ("query", "key"):
+        smaller[name][role] = jax.tree.map(lambda p: 0.5 * p, params[name][role])
+    chex.assert_trees_all_close(measure(smaller), measure(params), rtol=1e-3)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_layers_stacked_by_nnx(axis, scanned):
+    """`nnx.vmap` over the layers, and `nnx.scan` through them, each its own gamma."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(
+                HEADS, WIDTH, decode=False, attention_fn=mc.attention_fn, rngs=rngs
+            )
+
+        def __call__(self, x):
+            self.attention(x, sow_weights=True)
+            return x
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.split_rngs(splits=3)(
+                nnx.vmap(Layer, in_axes=(0,), out_axes=STATE)
+            )
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            if scanned:
+                step = nnx.scan(
+                    lambda x, layer: layer(x),
+                    in_axes=(nnx.Carry, STATE),
+                    out_axes=nnx.Carry,
+                )
+                return step(x, self.layers)
+            return nnx.vmap(Layer.__call__, in_axes=(STATE, None))(self.layers, x)
+
+    STATE = nnx.StateAxes({nnx.Intermediate: 0, ...: axis})
+    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    state = randomize(state)
+    find = functools.partial(
+        mc.flax_attention_layers, stack_axes={"layers": axis} if axis else {}
+    )
+
+    def measure(s):
+        return nnx.capture(nnx.merge(graph, s), nnx.Intermediate)(inputs())[1]
+
+    (before,) = jax.tree.leaves(measure(state))
+    assert before.shape == (3, HEADS)
+    tau = float(np.median(before))
+    (after,) = jax.tree.leaves(
+        measure(mc.clip_qk(state, measure(state), tau, attention=find))
+    )
+    np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
+
+
+def test_per_head_matrices_from_the_description():
+    """Latent and Gemma's kernels, in front and at axis 1 stacked."""
+    latent = {
+        "layers": {
+            "wq_b": {"kernel": jnp.ones((6, 3, 4, 8))},
+            "wkv_b": {"kernel": jnp.ones((5, 3, 4, 7))},
+            "up": {"kernel": jnp.ones((2, 9))},
+        }
+    }
+    find = mc.latent_attention(4, stack_axes=AT_1)
+    table = mc.describe(
+        latent, attention=find, dimension_numbers=mc.per_head_dimension_numbers(find)
+    )
+    for shape in ("12 x 6 x 8", "12 x 5 x 7", "1 x 2 x 9"):
+        assert shape in table
+    gemma = {"q_einsum": jnp.ones((4, 16, 8)), "kv_einsum": jnp.ones((2, 4, 16, 8))}
+    per_head = mc.per_head_dimension_numbers(
+        [GEMMA], dimension_numbers=MuonDimensionNumbers(-2, -1)
+    )
+    table = mc.describe(gemma, attention=[GEMMA], dimension_numbers=per_head)
+    assert "4 x 16 x 8" in table and "8 x 16 x 8" in table
+
+
+def test_per_head_matrices_need_an_axis_of_heads():
+    params = FusedAttention().init(jax.random.key(0), inputs())["params"]
+    with pytest.raises(ValueError, match="'c_attn/kernel' has no axis of heads"):
+        mc.per_head_dimension_numbers(FUSED)(params)
 
 
 def test_additive_bias_scales_the_product_alone():

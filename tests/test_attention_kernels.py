@@ -144,9 +144,6 @@ def test_clipping_by_the_bound_keeps_every_head_under_the_threshold():
     assert (exact <= tau * (1 + 1e-5)).all()
 
 
-tokamax = pytest.importorskip("tokamax", reason="the tokamax extra is not installed")
-
-
 def compare_splash(query, key, value, *, tolerance=5e-5, **options):
     def run(attend):
         def loss(*x):

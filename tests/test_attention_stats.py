@@ -37,13 +37,6 @@ def clip(stats, **options):
     return optax.apply_updates(PARAMS, updates), optax.tree.get(state, "max_logit")
 
 
-def test_micro_batches_are_maximised_and_not_summed():
-    """MaxText sums [60], [70], [50] over micro-batches to 180; the maximum is 70."""
-    stats = [{"max_logits": jnp.asarray([s])} for s in (60.0, 70.0, 50.0)]
-    assert mc.combine_attention_stats(*stats)["max_logits"] == 70
-    chex.assert_trees_all_equal(mc.combine_attention_stats(row(0), row(1)), COMBINED)
-
-
 def test_accumulation_in_scan():
     start = jax.tree.map(lambda s: jnp.full_like(s, -jnp.inf), COMBINED)
     running, _ = jax.lax.scan(

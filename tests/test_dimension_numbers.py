@@ -374,3 +374,52 @@ def test_matrices_and_back_is_the_identity(data):
     np.testing.assert_array_equal(
         np.asarray(matrices).ravel(), leaf.transpose(order).ravel()
     )
+
+
+def test_attention_with_a_flat_out_kernel():
+    """As DeepSeek's code has it: `(heads * head_dim, features)`."""
+    for names, value in ((("wq_b", "wkv_b"), 0), (("query", "key", "value"), 8)):
+        params = {name: {"kernel": jnp.ones((6, 4, 8))} for name in names}
+        params["out"] = {"kernel": jnp.ones((4 * 8, 16))}
+        stacked = {"layers": jax.tree.map(lambda p: jnp.stack([p] * 3), params)}
+        for tree, stack in ((params, 1), (stacked, 3)):
+            table = mc.describe(tree, attention=[])
+            assert table.count(f"{stack} x 6 x 32") == len(names)
+            assert f"{stack} x 32 x 16" in table
+        assert value or "value" not in params
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_stack_axes_elsewhere_than_in_front(axis):
+    """Moving the axis of the layers moves nothing else."""
+    front = {
+        "attn": {
+            **{n: {"kernel": jnp.ones((3, 16, 4, 8))} for n in ("query", "value")},
+            "out": {"kernel": jnp.ones((3, 4, 8, 20))},
+        },
+        "up": {"kernel": jnp.ones((3, 20, 24))},
+    }
+    if axis == 1:  # beyond, vectors have no place for the stack
+        front["up"]["bias"] = jnp.ones((3, 24))
+        front["norm"] = {"scale": jnp.ones((3, 20))}
+        front["conv"] = {
+            "kernel": jnp.ones((3, 5, 6, 7, 9)),
+            "bias": jnp.ones((3, 9)),
+        }
+    moved = jax.tree.map(lambda p: jnp.moveaxis(p, 0, axis), {"layers": front})
+    moved["embed"] = {"embedding": jnp.ones((50, 20))}
+    numbers = mc.flax_dimension_numbers(moved, stack_axes={"layers": axis})
+    views = matrix_views(numbers, moved)
+    expected = matrix_views(None, {"layers": front} | {"embed": moved["embed"]})
+    assert [v and (v.count, v.fan_in, v.fan_out) for v in views] == [
+        v and (v.count, v.fan_in, v.fan_out) for v in expected
+    ]
+    for view, leaf in zip(views, jax.tree.leaves(moved), strict=True):
+        if view is not None:
+            assert view.batch == (axis,)
+            assert view.to_matrices(leaf).shape[0] == 3
+
+
+def test_stack_axes_of_a_module_that_is_not_there():
+    with pytest.raises(ValueError, match="stack_axes names 'decoder'"):
+        mc.flax_dimension_numbers({"w": jnp.ones((2, 2))}, stack_axes={"decoder": 1})

@@ -1,0 +1,109 @@
+"""What other implementations got wrong, one test for each, by name."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import inputs, linen_stats, nnx_stats, NNXModel, randomize
+
+import muonclip_jax as mc
+
+
+def ones(*shape):
+    return {name: {"kernel": jnp.ones(shape)} for name in ("query", "key")}
+
+
+def test_negative_logit_beside_a_firing_head():
+    """Megatron-LM: `tau/S` of a negative S, and a NaN from its root (PR #7517)."""
+    params = {"attn": ones(3, 4, 2)}
+    stats = {"attn": {"max_logits": jnp.asarray([400.0, -5.0, -0.0, 0.0])}}
+    after = mc.clip_qk(params, stats)["attn"]["query"]["kernel"][0, :, 0]
+    np.testing.assert_array_equal(after, [0.5, 1, 1, 1])
+
+
+@pytest.mark.parametrize("params_prefix", [False, True])
+@pytest.mark.parametrize("stats_prefix", [False, True])
+def test_params_prefix(params_prefix, stats_prefix):
+    """MaxText: with Linen's outer `params` key nothing matched and nothing happened."""
+    params, stats = (
+        {"attn": ones(3, 1, 2)},
+        {"attn": {"max_logits": jnp.full(1, 400.0)}},
+    )
+    given = {"params": params} if params_prefix else params
+    seen = {"intermediates": stats} if stats_prefix else stats
+    after = mc.clip_qk(given, seen)
+    after = after["params"] if params_prefix else after
+    np.testing.assert_array_equal(after["attn"]["key"]["kernel"], 0.5)
+
+
+def test_scanned_layers_merged():
+    """MaxText: the worst layer of a scan clipped all of them. Its probe, tau 10."""
+    ones = jnp.ones((3, 4, 2, 2))
+    params = {"layers": {"query": {"kernel": ones}, "key": {"kernel": ones}}}
+    stats = {
+        "layers": {"max_logits": jnp.asarray([[20.0, 5.0], [1.0, 1.0], [2.0, 40.0]])}
+    }
+    after = mc.clip_qk(params, stats, 10.0)["layers"]["query"]["kernel"][:, 0, :, 0]
+    np.testing.assert_allclose(after, [[0.5**0.5, 1], [1, 1], [1, 0.5]], rtol=1e-6)
+
+
+def test_micro_batches_summed():
+    """MaxText sums [60], [70], [50] over micro-batches to 180; the maximum is 70."""
+    stats = [{"max_logits": jnp.asarray([s])} for s in (60.0, 70.0, 50.0)]
+    assert mc.combine_attention_stats(*stats)["max_logits"] == 70
+
+
+def test_missing_statistics_ignored():
+    """MaxText: a layer without statistics is skipped in silence."""
+    params = {"first": ones(3, 1, 2), "second": ones(3, 1, 2)}
+    with pytest.raises(ValueError, match="no statistics.*'second'"):
+        mc.clip_qk(params, {"first": {"max_logits": jnp.full(1, 400.0)}})
+
+
+def test_query_lora_rank_0():
+    """MaxText: without query LoRA the query is named `query`, and only keys shrank."""
+    params = {
+        "query": {"kernel": jnp.ones((3, 1, 4 + 2))},
+        "wkv_b": {"kernel": jnp.ones((3, 1, 4 + 3))},
+    }
+    stats = {"max_logits": jnp.full(1, 400.0)}
+    after = mc.clip_qk(params, stats, attention=mc.latent_attention(4))
+    np.testing.assert_array_equal(
+        after["query"]["kernel"][0, 0], [0.5] * 4 + [0.25] * 2
+    )
+    np.testing.assert_array_equal(after["wkv_b"]["kernel"][0, 0], [0.5] * 4 + [1] * 3)
+
+
+def test_innocent_heads_of_a_group_shrunk():
+    """Megatron-LM: the worst head of a group clips its queries and their key."""
+    graph, params = nnx.split(NNXModel(nnx.Rngs(0), kv_heads=2))
+    stats = jax.tree.map(
+        lambda s: jnp.asarray([400.0, 90.0, 50.0, 60.0]),
+        nnx_stats(nnx.merge(graph, params), inputs()),
+    )
+    after = nnx.as_pure(mc.clip_qk(params, stats))["layers"][0]
+    before = nnx.as_pure(params)["layers"][0]
+    np.testing.assert_array_equal(after["key"]["kernel"], before["key"]["kernel"])
+    ratio = after["query"]["kernel"] / before["query"]["kernel"]
+    np.testing.assert_allclose(ratio[0, :, 0], [0.25, 1, 1, 1], rtol=1e-6)
+
+
+def test_bias_forgotten():
+    """Everyone: Flax's attention has biases, and kernels alone leave S over tau."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.MultiHeadDotProductAttention(4, attention_fn=mc.attention_fn)
+            return layer(x, sow_weights=True)
+
+    params = randomize(Layer().init(jax.random.key(0), inputs())["params"])
+    stats = linen_stats(Layer(), params, inputs())
+    (before,) = jax.tree.leaves(stats)
+    tau = float(before.min() / 2)
+    (after,) = jax.tree.leaves(
+        linen_stats(Layer(), mc.clip_qk(params, stats, tau), inputs())
+    )
+    np.testing.assert_allclose(after, [tau] * 4, rtol=1e-4)
