@@ -1,0 +1,70 @@
+"""The benchmark of the attention statistic, run small: not its times, but the rest."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/attention_statistics.py"
+SMALL = ["--layers=1", "--width=8", "--heads=2", "--pairs=2", "--seconds=0"]
+LENGTHS = ["--lengths", "512", "1024", "2048"]
+VARIANTS = ("materialised", "blockwise", "residual")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "new" / "figures.json"
+    # Enough for every step but those with all logits of the longest.
+    limits = ["--memory", "0.06", "--least-pairs", "2"]
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, *SMALL, *LENGTHS, *limits, "--out", out],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    rows = json.loads(out.read_text())["rows"]
+    return ran.stdout, {(row["variant"], row["length"]): row for row in rows}
+
+
+def test_every_variant_and_length_has_a_row_in_table_and_file(result):
+    printed, rows = result
+    assert "commit" in printed and "load" in printed
+    assert set(rows) == {(v, n) for v in VARIANTS for n in (512, 1024, 2048)}
+    for variant, length in rows:
+        assert f"| {variant} | {length} |" in printed
+
+
+def test_the_ratio_is_that_of_the_times(result):
+    _, rows = result
+    row = rows["blockwise", 512]
+    low, high = row["ratio_quartiles"]
+    assert row["pairs"] == 2 and low <= row["ratio"] <= high
+    assert row["time_with"] > 0 and row["time_without"] > 0
+
+
+def test_what_needs_too_much_memory_is_not_run_and_says_so(result):
+    printed, rows = result
+    skipped = {row for row, figures in rows.items() if "ratio" not in figures}
+    assert skipped == {("materialised", 2048), ("residual", 2048)}
+    assert printed.count("more than --memory") == 2
+
+
+def test_blockwise_memory_grows_with_the_length_and_the_others_with_its_square(result):
+    printed, rows = result
+    for variant, square in zip(VARIANTS, (True, False, True), strict=True):
+        longer, shorter = rows[variant, 2048], rows[variant, 1024]
+        factor = longer["memory_with"] / shorter["memory_with"]
+        assert (3.5 < factor < 4.2) if square else factor < 2.1
+        assert f"1024 to 2048 x{factor:.2f}" in printed
+
+
+def test_the_statistic_adds_no_memory_to_logits_that_exist_anyway(result):
+    _, rows = result
+    for length in (512, 1024):
+        row = rows["materialised", length]
+        assert row["memory_with"] < 1.05 * row["memory_without"]
