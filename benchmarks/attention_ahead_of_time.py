@@ -85,8 +85,9 @@ def inputs(length: int, chip: NamedSharding, args) -> list[jax.ShapeDtypeStruct]
 
 
 def temporaries(function: Callable, arguments: list[jax.ShapeDtypeStruct]) -> int:
-    compiled = jax.jit(function).lower(*arguments).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    assert memory is not None  # as it may be on other backends
+    return memory.temp_size_in_bytes
 
 
 def print_row(topology: str, name: str, cells: list[int]) -> None:

@@ -72,21 +72,14 @@ def attention_fn(
         (2,)
     """
     if kernel is not None:
-        if (dropout_rate > 0 and not deterministic) or (
-            qk_attn_weights_einsum or attn_weights_value_einsum
-        ):
+        einsums = qk_attn_weights_einsum or attn_weights_value_einsum
+        if einsums or (dropout_rate > 0 and not deterministic):
             raise ValueError(
                 "kernel= computes attention by itself: dropout and the einsums of the "
                 "layer do not reach it. Leave them out of the layer, or kernel="
             )
-        if mask is not None:
-            mask = jnp.asarray(mask, bool)  # Flax makes masks of numbers
         options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
-        given = {name: x for name, x in options.items() if x is not None}
-        output, statistic = kernel(*_cast(dtype, query, key, value), **given)
-        if module is not None:
-            _sow(module, statistic)
-        return output
+        return _attend(kernel, _cast(dtype, query, key, value), options, module)
     if module is not None:
         statistic = max_logits(query, key, bias=bias, mask=mask, is_causal=is_causal)
         _sow(module, statistic)
@@ -119,6 +112,16 @@ def attention_fn(
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
     return nnx.dot_product_attention(query, key, value, **common, is_causal=is_causal)
+
+
+def _attend(kernel: Kernel, arrays, options: dict[str, Any], module: Any) -> jax.Array:
+    given = {name: x for name, x in options.items() if x is not None}
+    if "mask" in given:
+        given["mask"] = jnp.asarray(given["mask"], bool)  # Flax makes them of numbers
+    output, statistic = kernel(*arrays, **given)
+    if module is not None:
+        _sow(module, statistic)
+    return output
 
 
 def _cast(dtype: DTypeLike | None, *arrays: jax.Array) -> list[jax.Array]:

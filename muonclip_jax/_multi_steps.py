@@ -10,7 +10,8 @@ import optax
 from . import _paths
 from ._attention_layers import Attention, resolve_attention
 from ._attention_stats import STATISTIC
-from ._head_scales import bind, count_heads, from_row, layer_logits, to_row
+from ._bound_layers import bind, count_heads, from_row, to_row
+from ._head_scales import layer_logits
 
 
 class MultiStepsState(NamedTuple):

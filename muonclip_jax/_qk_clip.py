@@ -19,7 +19,8 @@ from jax.core import Tracer
 
 from . import _paths
 from ._attention_layers import Attention, AttentionLayer, resolve_attention
-from ._head_scales import bind, head_scales
+from ._bound_layers import bind
+from ._head_scales import head_scales
 from ._qk_clip_state import first_state, next_state, QKClipState
 
 

@@ -8,14 +8,8 @@ import optax
 
 from . import _paths
 from ._attention_layers import Attention, resolve_attention
-from ._head_scales import (
-    bind,
-    BoundLayer,
-    count_heads,
-    from_row,
-    HeadReading,
-    to_row,
-)
+from ._bound_layers import bind, BoundLayer, count_heads, from_row, to_row
+from ._head_scales import HeadReading
 
 
 class QKClipState(NamedTuple):

@@ -12,6 +12,7 @@ from flax import nnx
 from helpers import inputs, randomize
 
 import muonclip_jax as mc
+from muonclip_jax._splash_attention import _statistic
 
 
 KERNELS = {
@@ -186,6 +187,24 @@ def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
 )
 def test_splash_kernel_in_interpret_mode(lengths, options):
     compare_splash(*splash_inputs(*lengths), **options)
+
+
+def test_rows_that_the_splash_kernel_leaves_unwritten_are_no_logits():
+    """On a TPU they hold anything; interpret mode makes them NaN and cannot tell."""
+    maxima = jnp.asarray([[[7.0, -5.0, -1e38, 9.0]]])  # the last is padding
+    seen = jnp.asarray([False, True, True])
+    np.testing.assert_array_equal(_statistic(maxima, seen), [-5.0])
+
+
+def test_a_splash_head_that_sees_nothing():
+    ids = jnp.zeros((1, 128), jnp.int32)
+    _, largest = mc.splash_attention(
+        *splash_inputs(128, 128),
+        query_segment_ids=ids,
+        key_segment_ids=ids + 1,
+        interpret=True,
+    )
+    np.testing.assert_array_equal(largest, [-np.inf] * 2)
 
 
 def test_splash_kernel_with_segments_and_small_blocks():
