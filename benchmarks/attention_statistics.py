@@ -31,6 +31,7 @@ import muonclip_jax as mc
 
 VOCABULARY = 256
 MIB = 1 << 20
+NAMES = ["materialised", "blockwise", "residual"]
 
 
 class Variant(NamedTuple):
@@ -67,9 +68,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-NAMES = ["materialised", "blockwise", "residual"]
-
-
 def main() -> None:
     args = parse_args()
     started = time.perf_counter()
@@ -82,7 +80,7 @@ def main() -> None:
             print(line(rows[-1]), flush=True)
     print(f"\n{growth(rows)}")
     minutes = (time.perf_counter() - started) / 60
-    print(f"\n{minutes:.1f} minutes; load afterwards {load()}")
+    print(f"\n{minutes:.1f} minutes, load afterwards {load()}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(dict(environment=environment(), rows=rows)))
@@ -167,55 +165,68 @@ class Transformer(nnx.Module):
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
+OPTIMIZER = optax.adamw(1e-3)
+State = tuple[Any, optax.OptState]  # parameters and the optimizer's
+
+
 class Step:
     """A compiled training step and the state that it moves on."""
 
     def __init__(
         self, kernel: Any, record: bool, length: int, args: argparse.Namespace
     ):
-        self.tokens = random_tokens(args.batch_size, length)
-        optimizer = optax.adamw(1e-3)
-
         def init() -> tuple[Any, Any]:
-            params = nnx.state(Transformer(kernel, record, length, args), nnx.Param)
-            return params, optimizer.init(params)
+            model = Transformer(kernel, record, length, args)
+            graph, params = nnx.split(model, nnx.Param)
+            return graph, (params, OPTIMIZER.init(params))
 
-        def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(
-                model(tokens[:, :-1]), tokens[:, 1:]
-            )
-            return losses.mean()
-
-        def loss_of(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-            model = nnx.merge(graph, params)
-            return nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
-
-        def step(state: tuple[Any, Any], tokens: jax.Array) -> tuple[Any, Any]:
-            params, opt_state = state
-            gradient = jax.value_and_grad(loss_of, has_aux=True)
-            (loss, stats), grads = gradient(params, tokens)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), (loss, stats)
-
-        graph = nnx.graphdef(
-            nnx.eval_shape(lambda: Transformer(kernel, record, length, args))
-        )
-        self._init = jax.jit(init)
-        jitted = jax.jit(step, donate_argnums=0)
-        self._compiled = jitted.lower(jax.eval_shape(init), self.tokens).compile()
+        graph, self._shapes = nnx.eval_shape(init)
+        self._tokens = random_tokens(args.batch_size, length)
+        jitted = jax.jit(functools.partial(train_step, graph), donate_argnums=0)
+        self._compiled = jitted.lower(self._shapes, self._tokens).compile()
         self.temporaries = temporaries(self._compiled)
 
-    def start(self) -> None:
-        self._state = self._init()
-        self.seconds()
+    def start(self, warm_up: int = 2) -> None:
+        """From weights as large as at the usual start, drawn without a compilation."""
+        generator = np.random.default_rng(0)
+
+        def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+            values = generator.normal(size=x.shape, scale=(x.shape or (1,))[0] ** -0.5)
+            return jnp.asarray(values, x.dtype)
+
+        params = jax.tree.map(draw, self._shapes[0])
+        self._state = (params, OPTIMIZER.init(params))
+        for _ in range(warm_up):
+            self.seconds()
 
     def seconds(self) -> float:
         """Trains one step and returns the time that it took."""
         jax.block_until_ready(self._state)
         started = time.perf_counter()
-        self._state, outputs = self._compiled(self._state, self.tokens)
+        self._state, outputs = self._compiled(self._state, self._tokens)
         jax.block_until_ready((self._state, outputs))
         return time.perf_counter() - started
+
+
+def train_step(
+    graph: nnx.GraphDef, state: State, tokens: jax.Array
+) -> tuple[State, tuple[jax.Array, Any]]:
+    """Returns the state moved on, and the loss and statistics."""
+
+    def loss_of(params: Any) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, params)
+        return nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
+
+    params, opt_state = state
+    outputs, grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), outputs
+
+
+def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
 def temporaries(compiled: Any) -> float:
@@ -225,8 +236,8 @@ def temporaries(compiled: Any) -> float:
 
 
 def random_tokens(batch_size: int, length: int) -> jax.Array:
-    shape = (batch_size, length + 1)
-    return jax.random.randint(jax.random.key(0), shape, 0, VOCABULARY)
+    generator = np.random.default_rng(0)
+    return jnp.asarray(generator.integers(0, VOCABULARY, (batch_size, length + 1)))
 
 
 def measure(name: str, length: int, args: argparse.Namespace) -> dict[str, Any]:

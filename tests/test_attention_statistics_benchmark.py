@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/attention_statistics.py"
 SMALL = ["--layers=1", "--width=8", "--heads=2", "--pairs=2", "--seconds=0"]
-LENGTHS = ["--lengths", "512", "1024", "2048"]
+LENGTHS = ["--lengths", "512", "1024"]
 VARIANTS = ("materialised", "blockwise", "residual")
 
 
@@ -19,7 +19,7 @@ VARIANTS = ("materialised", "blockwise", "residual")
 def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "new" / "figures.json"
     # Enough for every step but those with all logits of the longest.
-    limits = ["--memory", "0.06", "--least-pairs", "2"]
+    limits = ["--memory", "0.02", "--least-pairs", "2"]
     ran = subprocess.run(
         [sys.executable, SCRIPT, *SMALL, *LENGTHS, *limits, "--out", out],
         capture_output=True,
@@ -34,7 +34,7 @@ def result(tmp_path_factory):
 def test_every_variant_and_length_has_a_row_in_table_and_file(result):
     printed, rows = result
     assert "commit" in printed and "load" in printed
-    assert set(rows) == {(v, n) for v in VARIANTS for n in (512, 1024, 2048)}
+    assert set(rows) == {(v, n) for v in VARIANTS for n in (512, 1024)}
     for variant, length in rows:
         assert f"| {variant} | {length} |" in printed
 
@@ -50,21 +50,20 @@ def test_the_ratio_is_that_of_the_times(result):
 def test_what_needs_too_much_memory_is_not_run_and_says_so(result):
     printed, rows = result
     skipped = {row for row, figures in rows.items() if "ratio" not in figures}
-    assert skipped == {("materialised", 2048), ("residual", 2048)}
+    assert skipped == {("materialised", 1024), ("residual", 1024)}
     assert printed.count("more than --memory") == 2
 
 
 def test_blockwise_memory_grows_with_the_length_and_the_others_with_its_square(result):
     printed, rows = result
     for variant, square in zip(VARIANTS, (True, False, True), strict=True):
-        longer, shorter = rows[variant, 2048], rows[variant, 1024]
+        longer, shorter = rows[variant, 1024], rows[variant, 512]
         factor = longer["memory_with"] / shorter["memory_with"]
         assert (3.5 < factor < 4.2) if square else factor < 2.1
-        assert f"1024 to 2048 x{factor:.2f}" in printed
+        assert f"512 to 1024 x{factor:.2f}" in printed
 
 
 def test_the_statistic_adds_no_memory_to_logits_that_exist_anyway(result):
     _, rows = result
-    for length in (512, 1024):
-        row = rows["materialised", length]
-        assert row["memory_with"] < 1.05 * row["memory_without"]
+    row = rows["materialised", 1024]
+    assert row["memory_with"] < 1.05 * row["memory_without"]
