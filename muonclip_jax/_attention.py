@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ._attention_stats import STATISTIC
-from ._max_logits import max_logits
+from ._max_logits import max_logits, max_logits_at_once
 
 
 #: Query, key, value and options to output and statistic.
@@ -80,9 +80,23 @@ def attention_fn(
             )
         options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
         return _attend(kernel, _cast(dtype, query, key, value), options, module)
+    only_linen_can = (
+        force_fp32_for_softmax
+        or qk_attn_weights_einsum is not None
+        or attn_weights_value_einsum is not None
+    )
+    # NNX's attention drops the precision and wants full masks for several batch axes;
+    # Linen's has neither causal masks nor shared keys.
+    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
+    by_linen = only_linen_can or (
+        linen_can and (precision is not None or query.ndim > 4)
+    )
     if module is not None:
-        statistic = max_logits(query, key, bias=bias, mask=mask, is_causal=is_causal)
-        _sow(module, statistic)
+        # Where Flax calls jax.nn, the logits of both are the same to XLA.
+        by_jax = not by_linen and dropout_rate == 0
+        largest: Callable = max_logits_at_once if by_jax else max_logits
+        options = dict(bias=bias, mask=mask, is_causal=is_causal)
+        _sow(module, largest(query, key, **options))
     common: dict[str, Any] = dict(
         bias=bias,
         mask=mask,
@@ -93,15 +107,7 @@ def attention_fn(
         dtype=dtype,
         precision=precision,
     )
-    only_linen_can = (
-        force_fp32_for_softmax
-        or qk_attn_weights_einsum is not None
-        or attn_weights_value_einsum is not None
-    )
-    # NNX's attention drops the precision and wants full masks for several batch axes;
-    # Linen's has neither causal masks nor shared keys.
-    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
-    if only_linen_can or (linen_can and (precision is not None or query.ndim > 4)):
+    if by_linen:
         return nn.dot_product_attention(
             query,
             key,

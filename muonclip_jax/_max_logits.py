@@ -70,6 +70,19 @@ def max_logits(
     return _fold_blocks(plan, pairs)
 
 
+def max_logits_at_once(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    is_causal: bool,
+) -> jax.Array:
+    """For an attention that forms all logits anyway: XLA then forms them once."""
+    arrays = jax.lax.stop_gradient((query, key, bias))
+    plan = make_plan(query, None, is_causal, None, _BLOCK)
+    return _largest(plan, make_pairs(*arrays, mask, None, None))
+
+
 def _largest(plan: Plan, pairs: Pairs) -> jax.Array:
     logits = pairs.logits(plan.scale, plan.window)
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)

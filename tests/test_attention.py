@@ -274,3 +274,30 @@ def test_statistic_shares_the_product_of_query_and_key():
         return sum(" dot(" in line or "matmul" in line for line in hlo.splitlines())
 
     assert products(True) == products(False)
+
+
+@pytest.mark.parametrize("length", [512, 2048])
+def test_the_statistic_shares_the_logits_that_attention_forms(length):
+    """Neither a second product of query and key nor memory for its result."""
+    layer = nnx.eval_shape(
+        lambda: nnx.MultiHeadAttention(
+            2, 16, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
+        )
+    )
+    graph, params = nnx.split(layer)
+
+    def compiled(record):
+        def loss(params, x):
+            def call(layer, x):
+                return layer(x, is_causal=True, sow_weights=record).sum()
+
+            return nnx.capture(call, nnx.Intermediate)(nnx.merge(graph, params), x)
+
+        x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+        step = jax.jit(jax.grad(loss, has_aux=True)).lower(params, x).compile()
+        dots = step.as_text().count("dot(")
+        return dots, step.memory_analysis().temp_size_in_bytes
+
+    (dots, memory), (dots_without, memory_without) = compiled(True), compiled(False)
+    assert dots == dots_without > 0
+    assert memory < 1.05 * memory_without
