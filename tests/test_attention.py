@@ -289,7 +289,8 @@ def test_the_statistic_shares_the_logits_that_attention_forms(length):
     def compiled(record):
         def loss(params, x):
             def call(layer, x):
-                return layer(x, is_causal=True, sow_weights=record).sum()
+                mask = nnx.make_causal_mask(x[..., 0])
+                return layer(x, mask=mask, sow_weights=record).sum()
 
             return nnx.capture(call, nnx.Intermediate)(nnx.merge(graph, params), x)
 
