@@ -1,18 +1,16 @@
 """Newton-Schulz: a matrix in, its nearest (semi-)orthogonal matrix out."""
 
 import functools
-from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from ._chunks import map_chunks
 from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
-
-
-Method = Literal["auto", "standard", "gram"]
+from ._iterations import gram, products, standard, traced
+from ._strategy import choose_strategy, Method
 
 
 def newton_schulz(
@@ -88,22 +86,51 @@ def newton_schulz(
         x,
         traced_steps,
         schedule=schedule,
-        gram=method == "gram" and traced_steps is None,
+        method=method if traced_steps is None else "standard",
         dtype=compute_dtype,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("schedule", "gram", "dtype"))
-def _iterate(x, traced_steps, *, schedule, gram, dtype):
+@functools.partial(jax.jit, static_argnames=("schedule", "method", "dtype"))
+def _iterate(x, traced_steps, *, schedule, method, dtype):
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
-    wide = _divide_by_norm(wide)
-    if gram:
-        y = _gram(wide, schedule)
+    run = functools.partial(_run, schedule=schedule, method=method, dtype=dtype)
+    # The platform a program is compiled for need not be the default backend.
+    y = jax.lax.platform_dependent(
+        wide,
+        traced_steps,
+        cpu=functools.partial(run, platform="cpu"),
+        default=functools.partial(run, platform="accelerator"),
+    )
+    return y if wide.shape == x.shape else y.mT
+
+
+def _run(x, traced_steps, *, schedule, method, dtype, platform):
+    strategy = choose_strategy(x.shape[-2:], dtype, method, platform)
+    function = functools.partial(
+        _orthogonalize,
+        traced_steps=traced_steps,
+        schedule=schedule,
+        dtype=dtype,
+        strategy=strategy,
+    )
+    if x.ndim == 2:
+        return function(x)
+    stack = x.reshape(-1, *x.shape[-2:])
+    return map_chunks(function, stack, strategy.chunk_bytes).reshape(x.shape)
+
+
+def _orthogonalize(x, *, traced_steps, schedule, dtype, strategy):
+    """Orthogonalizes `(..., m, n)`, the short side first."""
+    y = _divide_by_norm(x)
+    if strategy.gram:
+        exact = products(strategy.halves, jax.lax.Precision.HIGHEST)
+        y = gram(y, schedule, exact)
     elif traced_steps is None:
-        y = functools.reduce(_step, schedule, wide.astype(dtype))
+        y = standard(y.astype(dtype), schedule, products(strategy.halves))
     else:
-        y = _traced_loop(wide.astype(dtype), schedule, traced_steps)
-    return (y if wide.shape == x.shape else y.mT).astype(x.dtype)
+        y = traced(y.astype(dtype), schedule, traced_steps, products(strategy.halves))
+    return y.astype(x.dtype)
 
 
 def _divide_by_norm(x):
@@ -119,52 +146,3 @@ def _divide_by_norm(x):
     x = (x * shrink) / divisor
     norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
     return x / jnp.maximum(norm, 1)
-
-
-def _step(x: jax.Array, triple) -> jax.Array:
-    """One step; sums and coefficients stay float32, products round to `x.dtype`."""
-    a, b, c = triple
-    gram = _matmul(x, _adjoint(x))
-    square = _matmul(gram.astype(x.dtype), gram.astype(x.dtype))
-    polynomial = (b * gram + c * square).astype(x.dtype)
-    return (a * x + _matmul(polynomial, x)).astype(x.dtype)
-
-
-def _gram(x: jax.Array, schedule: Schedule) -> jax.Array:
-    # In exact arithmetic one pass would do. In float32 the error of R grows with
-    # the condition number of Q, so long schedules start afresh every five steps.
-    for first in range(0, len(schedule), 5):
-        x = _gram_pass(x, schedule[first : first + 5])
-    return x
-
-
-def _gram_pass(x: jax.Array, schedule: Schedule) -> jax.Array:
-    """Runs all steps on R = X X^T, gathering in Q the factor that X owes."""
-    matmul: Callable = functools.partial(_matmul, precision=jax.lax.Precision.HIGHEST)
-    r = matmul(x, _adjoint(x))
-    identity = jnp.eye(r.shape[-1], dtype=r.dtype)
-    q = None
-    for a, b, c in schedule:
-        # a*I stays implicit: adding it to Z would drown the small entries of Z.
-        z = c * matmul(r, r) + b * r
-        q = z + a * identity if q is None else matmul(q, z) + a * q
-        rz = matmul(r, z) + a * r
-        r = matmul(z, rz) + a * rz
-    return x if q is None else matmul(q, x)
-
-
-def _traced_loop(x: jax.Array, schedule: Schedule, ns_steps: jax.Array) -> jax.Array:
-    triples = jnp.asarray(schedule, dtype=jnp.float32)
-    last = len(schedule) - 1
-    return jax.lax.fori_loop(
-        0, ns_steps, lambda i, y: _step(y, triples[jnp.minimum(i, last)]), x
-    )
-
-
-def _matmul(x: jax.Array, y: jax.Array, precision=None) -> jax.Array:
-    accumulator = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=accumulator)
-
-
-def _adjoint(x: jax.Array) -> jax.Array:
-    return x.mT.conj() if jnp.iscomplexobj(x) else x.mT

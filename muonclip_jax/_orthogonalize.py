@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from ._buckets import plan_buckets
 from ._matrices import MatrixView
 
 
@@ -12,8 +13,9 @@ def orthogonalize(
     views: Sequence[MatrixView | None],
     iterate: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
-    """Applies `iterate`, `(count, m, n)` to the same, to every leaf that has a view."""
-    return [
-        leaf if view is None else view.from_matrices(iterate(view.to_matrices(leaf)))
-        for leaf, view in zip(leaves, views, strict=True)
-    ]
+    """Applies `iterate`, `(count, m, n)` to the same, to every leaf that has a view.
+
+    Matrices of one shape share one call, whichever leaves they come from, so that the
+    program grows with the number of shapes and not with that of leaves.
+    """
+    return plan_buckets(leaves, views).apply(iterate, leaves)
