@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from ._chunks import map_chunks
 from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
-from ._iterations import gram, products, standard, traced
+from ._iterations import gram, standard, traced
 from ._strategy import choose_strategy, Method
 
 
@@ -124,12 +124,11 @@ def _orthogonalize(x, *, traced_steps, schedule, dtype, strategy):
     """Orthogonalizes `(..., m, n)`, the short side first."""
     y = _divide_by_norm(x)
     if strategy.gram:
-        exact = products(strategy.halves, jax.lax.Precision.HIGHEST)
-        y = gram(y, schedule, exact)
+        y = gram(y, schedule, strategy.blocks)
     elif traced_steps is None:
-        y = standard(y.astype(dtype), schedule, products(strategy.halves))
+        y = standard(y.astype(dtype), schedule, strategy.blocks)
     else:
-        y = traced(y.astype(dtype), schedule, traced_steps, products(strategy.halves))
+        y = traced(y.astype(dtype), schedule, strategy.blocks, traced_steps)
     return y.astype(x.dtype)
 
 

@@ -26,9 +26,10 @@ def _cut_at_run_time(counts: tuple[int, ...], stack: jax.Array) -> list[jax.Arra
     For CPU, XLA compiles equal kernels once, and kernels that read a stack at different
     known offsets are not equal: hundreds of leaves took it seconds.
     """
-    inner = (np.int32(0),) * (stack.ndim - 1)
+    matrix, inner = stack.shape[1:], (np.int32(0),) * (stack.ndim - 1)
+    cut = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
     return [
-        jax.lax.dynamic_slice(stack, (start, *inner), (count, *stack.shape[1:]))
+        cut(stack, (start, *inner), (count, *matrix))
         for start, count in zip(_opaque_starts(counts), counts, strict=True)
     ]
 

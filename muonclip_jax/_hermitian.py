@@ -1,0 +1,75 @@
+"""Hermitian matrices as the blocks on and below their diagonal.
+
+What lies above is known, so a product of two that commute, or of a matrix with its own
+adjoint, computes `(k + 1) / 2k` of the arithmetic for `k` rows of blocks. One block is
+the whole matrix. Functions return trees of blocks: sums are `jax.tree.map`.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+Rows = tuple[jax.Array, ...]  # a matrix, cut along its rows
+Hermitian = tuple[Rows, ...]  # the blocks [i][j] with j <= i
+Matmul = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def split(x: jax.Array, blocks: int) -> Rows:
+    return tuple(jnp.array_split(x, blocks, axis=-2)) if blocks > 1 else (x,)
+
+
+def join(rows: Rows) -> jax.Array:
+    return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
+
+
+def gram_matrix(matmul: Matmul, x: Rows) -> Hermitian:
+    """`X X^H`."""
+    return _lower(len(x), lambda i, j: matmul(x[i], _adjoint(x[j])))
+
+
+def multiply(matmul: Matmul, p: Hermitian, q: Hermitian) -> Hermitian:
+    """`P Q`, for `P` and `Q` that commute."""
+    return _lower(
+        len(p),
+        lambda i, j: _sum(
+            matmul(_block(p, i, k), _block(q, k, j)) for k in range(len(p))
+        ),
+    )
+
+
+def apply(matmul: Matmul, p: Hermitian, x: Rows) -> Rows:
+    """`P X`."""
+    return tuple(
+        _sum(matmul(_block(p, i, k), x[k]) for k in range(len(x)))
+        for i in range(len(x))
+    )
+
+
+def add_to_diagonal(p: Hermitian, a: float) -> Hermitian:
+    """`P + a I`."""
+
+    def add(i, j):
+        identity = jnp.eye(p[i][j].shape[-1], dtype=p[i][j].dtype)
+        return p[i][j] + a * identity if i == j else p[i][j]
+
+    return _lower(len(p), add)
+
+
+def _lower(blocks: int, entry: Callable[[int, int], jax.Array]) -> Hermitian:
+    return tuple(tuple(entry(i, j) for j in range(i + 1)) for i in range(blocks))
+
+
+def _block(p: Hermitian, i: int, j: int) -> jax.Array:
+    return p[i][j] if j <= i else _adjoint(p[j][i])
+
+
+def _sum(terms) -> jax.Array:
+    return functools.reduce(operator.add, terms)
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return x.mT.conj() if jnp.iscomplexobj(x) else x.mT

@@ -1,0 +1,180 @@
+"""Stacks of same-shape matrices against every leaf by itself."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import matrix_of, polynomial_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+from muonclip_jax._buckets import plan_buckets
+from muonclip_jax._chunks import map_chunks
+from muonclip_jax._matrices import matrix_view
+from muonclip_jax._orthogonalize import orthogonalize
+from muonclip_jax._unstack import unstack
+
+
+PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+FUSED = MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
+LAYOUTS = [
+    ((4, 6), PLAIN), ((6, 4), PLAIN), ((5, 5), PLAIN), ((4, 2, 3), FUSED),
+    ((2, 4, 6), PLAIN), ((3, 6, 4), PLAIN), ((2, 6, 2, 2), FUSED), ((1, 6), PLAIN),
+]  # fmt: skip
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+def gpt2_shapes(layers):
+    attention = [(f"{i}/{name}", (768, 768)) for i in range(layers) for name in "qkvo"]
+    up = [(f"{i}/up", (768, 3072)) for i in range(layers)]
+    down = [(f"{i}/down", (3072, 768)) for i in range(layers)]
+    return dict(attention + up + down)
+
+
+def plan_of(shapes, dtype=jnp.float32):
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return plan_buckets(leaves, [matrix_view(shape, PLAIN) for shape in shapes])
+
+
+def leaf_of(shape, dtype, seed):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(generator.normal(size=shape), dtype)
+
+
+def count_equations(jaxpr):
+    return sum(
+        1 + sum(count_equations(sub) for sub in jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+def test_the_stacks_of_gpt2():
+    plan = plan_of(gpt2_shapes(12).values())
+    assert [(b.shape, b.count, len(b.slots)) for b in plan.buckets] == [
+        ((768, 768), 48, 48),
+        ((768, 3072), 24, 24),
+    ]
+    assert str(plan) == (
+        "48 x 768 x 768 float32 from 48 leaves\n24 x 768 x 3072 float32 from 24 leaves"
+    )
+
+
+def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
+    shapes = [(12, 64, 256), (256, 64)]
+    plan = plan_of(shapes)
+    assert str(plan) == "13 x 64 x 256 float32 from 2 leaves"
+    views = [matrix_view(shape, PLAIN) for shape in shapes]
+    mixed = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, DTYPES[:2], strict=True)
+    ]
+    assert str(plan_buckets(mixed, views)) == (
+        "12 x 64 x 256 float32 from 1 leaf\n1 x 64 x 256 bfloat16 from 1 leaf"
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kinds=st.lists(
+        st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(DTYPES)), max_size=7
+    ),
+    seed=st.integers(0, 2**31),
+)
+def test_every_leaf_comes_out_as_it_would_alone(kinds, seed):
+    leaves = [leaf_of(s, dtype, seed + i) for i, ((s, _), dtype) in enumerate(kinds)]
+    views = [matrix_view(shape, numbers) for (shape, numbers), _ in kinds]
+    together = orthogonalize(leaves, views, mc.newton_schulz)
+    for leaf, view, result in zip(leaves, views, together, strict=True):
+        alone = view.from_matrices(mc.newton_schulz(view.to_matrices(leaf)))
+        chex.assert_trees_all_equal_shapes_and_dtypes(result, leaf)
+        atol = 1e-5 if leaf.dtype == jnp.float32 else 0.05
+        np.testing.assert_allclose(
+            np.asarray(result, np.float32), np.asarray(alone, np.float32), atol=atol
+        )
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 7])
+@pytest.mark.parametrize("chunk_bytes", [0, 96, 200, 384, 10**6])
+def test_chunks_do_not_change_the_result(count, chunk_bytes):
+    stack = jax.random.normal(jax.random.key(0), (count, 4, 6))
+    sizes = []
+
+    def function(x):
+        sizes.append(x.shape[0] if x.ndim == 3 else 1)
+        return x @ x.mT @ x
+
+    expected = stack @ stack.mT @ stack
+    result = map_chunks(function, stack, chunk_bytes)
+    chex.assert_trees_all_close(result, expected, atol=1e-4)
+    assert max(sizes) * 96 <= max(chunk_bytes, 96)
+
+
+def test_unstack_cuts_where_asked():
+    stack = jnp.arange(24.0).reshape(6, 2, 2)
+    for cut in (unstack, jax.vmap(unstack, (0, None))):
+        batch = stack if cut is unstack else stack[None]
+        parts = cut(batch, (1, 0, 3, 2))
+        axis = 0 if cut is unstack else 1
+        expected = jnp.split(batch, [1, 1, 4], axis=axis)
+        chex.assert_trees_all_equal(list(parts), expected)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (300, 700), (257, 1029)])
+@pytest.mark.parametrize("method", ["auto", "standard", "gram"])
+def test_blocks_of_hermitian_products_follow_the_polynomial(shape, method):
+    x = matrix_of(np.geomspace(1, 1e-2, min(shape)), *shape)
+    y = mc.newton_schulz(jnp.asarray(x, jnp.float32), method=method)
+    expected = polynomial_of(x, mc.NS_COEFFS["keller"])
+    assert np.linalg.norm(y - expected) < 2e-4 * np.linalg.norm(expected)
+
+
+def test_a_leaf_more_of_a_known_shape_adds_a_few_operations():
+    def equations(layers):
+        leaves = [jnp.zeros(s) for s in gpt2_shapes(layers).values()]
+        views = [matrix_view(leaf.shape, PLAIN) for leaf in leaves]
+        traced = jax.make_jaxpr(lambda x: orthogonalize(x, views, mc.newton_schulz))
+        return count_equations(traced(leaves).jaxpr)
+
+    one, two, three = (equations(layers) for layers in (2, 3, 4))
+    assert three - two == two - one <= 8 * 6
+
+
+def test_under_jit_and_vmap():
+    shapes = [(4, 6), (6, 4), (4, 6), (5, 5)]
+    leaves = [leaf_of((3, *shape), jnp.float32, i) for i, shape in enumerate(shapes)]
+    views = [matrix_view(shape, PLAIN) for shape in shapes]
+
+    def function(leaves):
+        return orthogonalize(leaves, views, mc.newton_schulz)
+
+    batched = jax.jit(jax.vmap(function))(leaves)
+    for i in range(3):
+        one = function([leaf[i] for leaf in leaves])
+        chex.assert_trees_all_close([leaf[i] for leaf in batched], one, atol=1e-5)
+
+
+def test_leaves_without_matrices_pass_through():
+    masked = optax.MaskedNode()
+    leaves = [masked, jnp.ones((0, 4, 6)), jnp.ones((2, 4, 6))]
+    views = [None, *(matrix_view(leaf.shape, PLAIN) for leaf in leaves[1:])]
+    results = orthogonalize(leaves, views, mc.newton_schulz)
+    assert results[0] is masked and results[1].shape == (0, 4, 6)
+    chex.assert_trees_all_close(results[2], mc.newton_schulz(leaves[2]), atol=1e-5)
+    (empty,) = orthogonalize(leaves[1:2], views[1:2], mc.newton_schulz)
+    assert empty.shape == (0, 4, 6)
+    assert orthogonalize([], [], mc.newton_schulz) == []
+
+
+def test_abstract_leaves_keep_their_shapes_and_dtypes():
+    params = {
+        name: jax.ShapeDtypeStruct(shape, dtype)
+        for (name, shape), dtype in zip(gpt2_shapes(1).items(), DTYPES * 2, strict=True)
+    }
+    tx = mc.scale_by_muon()
+    updates, _ = jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
