@@ -23,7 +23,7 @@ def split(x: jax.Array, blocks: int) -> Rows:
 
 
 def join(rows: Rows) -> jax.Array:
-    return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
 
 
 def gram_matrix(matmul: Matmul, x: Rows) -> Hermitian:

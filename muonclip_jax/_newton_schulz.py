@@ -1,6 +1,7 @@
 """Newton-Schulz: a matrix in, its nearest (semi-)orthogonal matrix out."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ def newton_schulz(
     - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
         $X X^T$ and multiplies `x` once at the end: less arithmetic for matrices far
         from square; it squares the spectrum, so it always runs in float32. `"auto"`
-        leaves the choice to the package. A traced `ns_steps` runs as `"standard"`.
+        is `"gram"` on CPU in float32 or wider from an aspect ratio of 1.5 on, and
+        `"standard"` elsewhere. A traced `ns_steps` runs as `"standard"`.
     - `dtype`: dtype of the iteration, that of `x` by default. Norms, products and
         coefficients are float32 all the same.
 
@@ -116,7 +118,7 @@ def _run(x, traced_steps, *, schedule, method, dtype, platform):
     )
     if x.ndim == 2:
         return function(x)
-    stack = x.reshape(-1, *x.shape[-2:])
+    stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     return map_chunks(function, stack, strategy.chunk_bytes).reshape(x.shape)
 
 
