@@ -93,7 +93,7 @@ def updates(shapes: Shapes) -> dict[str, Callable[[], Any]]:
     return {name: side(tx) for name, tx in optimizers(shapes).items()}
 
 
-PRODUCT = 3072
+PRODUCT = 2048
 
 
 def large_product() -> Callable[[], Any]:

@@ -5,6 +5,8 @@ that Hermitian products are computed in; it changes the cost and not the result.
 """
 
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +43,24 @@ def traced(
 
 def gram(x: jax.Array, schedule: Schedule, blocks: int) -> jax.Array:
     """Iterates on `X X^H`, in float32 or better throughout."""
-    # In exact arithmetic one pass would do. In float32 the error of R grows with
-    # the condition number of Q, so long schedules start afresh every five steps.
     rows = split(x, blocks)
-    for first in range(0, len(schedule), 5):
+    for steps in _passes(schedule):
         r = gram_matrix(_exact_matmul, rows)
-        q = _gram_factor(r, schedule[first : first + 5])
+        q = _gram_factor(r, steps)
         rows = apply(_exact_matmul, q, rows)
     return join(rows)
+
+
+def _passes(schedule: Schedule) -> list[Schedule]:
+    """Cuts a schedule where the Gram form starts afresh from `X X^H`.
+
+    In exact arithmetic one pass would do. The rounding of R, lifted by the slope at
+    zero of the steps since, spoils small singular values; 500 admits five usual steps.
+    """
+    slope = max(1.0, math.prod(a for a, _, _ in schedule))
+    count = max(1, math.ceil(math.log(slope, 500)))
+    cuts = [i * len(schedule) // count for i in range(count + 1)]
+    return [schedule[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 def _step(rows: Rows, triple) -> Rows:
