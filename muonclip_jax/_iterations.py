@@ -5,7 +5,6 @@ that Hermitian products are computed in; it changes the cost and not the result.
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -51,16 +50,25 @@ def gram(x: jax.Array, schedule: Schedule, blocks: int) -> jax.Array:
     return join(rows)
 
 
+#: The most that the steps of one pass of the Gram form may lift a small singular value.
+#: Keller's five start afresh after the third step and Polar Express after the second.
+_PASS_SLOPE = 50.0
+
+
 def _passes(schedule: Schedule) -> list[Schedule]:
     """Cuts a schedule where the Gram form starts afresh from `X X^H`.
 
-    In exact arithmetic one pass would do. The rounding of R, lifted by the slope at
-    zero of the steps since, spoils small singular values; 500 admits five usual steps.
+    In exact arithmetic one pass would do. The rounding of R is that of the square of X,
+    and the slope at zero of the steps since lifts it: one pass spoils low ranks.
     """
-    slope = max(1.0, math.prod(a for a, _, _ in schedule))
-    count = max(1, math.ceil(math.log(slope, 500)))
-    cuts = [i * len(schedule) // count for i in range(count + 1)]
-    return [schedule[start:end] for start, end in itertools.pairwise(cuts)]
+    passes, slope = [], math.inf
+    for step in schedule:
+        slope *= step[0]
+        if slope > _PASS_SLOPE:
+            passes.append(())
+            slope = step[0]
+        passes[-1] += (step,)
+    return passes
 
 
 def _step(rows: Rows, triple) -> Rows:

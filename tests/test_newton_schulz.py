@@ -66,11 +66,23 @@ def test_methods_stay_near_the_polynomial_for_hard_spectra(method, spectrum):
     assert np.linalg.norm(y, 2) < 1.21
 
 
-@pytest.mark.parametrize("rank", [1, 4])
+SPECTRA = {
+    "even": np.ones(160),
+    "power law": 1 / np.arange(1, 161),
+    "condition 1e8": np.geomspace(1, 1e-8, 160),
+    "rank 1": [1.0],
+    "rank 10": np.ones(10),
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("name", sorted(mc.NS_COEFFS))
-def test_gram_form_of_steep_schedules_keeps_low_ranks(name, rank):
+def test_gram_form_is_off_by_no_more_than_rounding_spoils_the_standard_one(
+    name, spectrum
+):
+    """In one pass Keller's five are 1e-4 off for a power law, where these are 3e-6."""
     schedule = mc.NS_COEFFS[name]
-    x = matrix_of(np.ones(rank), 256, 384)
+    x = matrix_of(SPECTRA[spectrum], 160, 480)
     standard, gram = (
         relative_error(
             mc.newton_schulz(
@@ -83,8 +95,7 @@ def test_gram_form_of_steep_schedules_keeps_low_ranks(name, rank):
         )
         for method in ("standard", "gram")
     )
-    # One pass over Polar Express, whose slope at zero is 976, is 0.12 off.
-    assert gram < max(0.05, 4 * standard)
+    assert gram < 16 * standard + 1e-5
 
 
 @pytest.mark.parametrize("dtype, bound", [(jnp.bfloat16, 0.05), (jnp.float16, 0.02)])
