@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from corpus import Corpus, VOCABULARY
+from corpus import Corpus, existing_file, VOCABULARY
 from flax import nnx
 from kimi_k2_model import KimiK2, Sizes
 from kimi_k2_report import draw, History, summary
@@ -61,12 +61,6 @@ def parse_args() -> argparse.Namespace:
         "--alone", action="store_true", help="skip the run without the clip"
     )
     return parser.parse_args()
-
-
-def existing_file(name: str) -> Path:
-    if not Path(name).is_file():
-        raise argparse.ArgumentTypeError(f"no such file: {name}")
-    return Path(name)
 
 
 def positive(text: str) -> float:

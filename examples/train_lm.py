@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from checkpoints import Checkpoints
-from corpus import Corpus, VOCABULARY
+from corpus import Corpus, existing_file, VOCABULARY
 from flax import nnx
 from model import Transformer
 from report import draw, History, table
@@ -70,12 +70,6 @@ def parse_args() -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="go on from --out")
     return parser.parse_args()
-
-
-def existing_file(name: str) -> Path:
-    if not Path(name).is_file():
-        raise argparse.ArgumentTypeError(f"no such file: {name}")
-    return Path(name)
 
 
 def main() -> None:
