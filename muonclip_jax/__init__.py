@@ -20,8 +20,6 @@ from ._max_logits import max_logits as max_logits
 from ._multi_steps import multi_steps as multi_steps
 from ._multi_steps import MultiStepsState as MultiStepsState
 from ._muon import muon as muon
-from ._muon import scale_by_muon as scale_by_muon
-from ._muon import ScaleByMuonState as ScaleByMuonState
 from ._muonclip import muonclip as muonclip
 from ._newton_schulz import newton_schulz as newton_schulz
 from ._per_head import (
@@ -32,6 +30,8 @@ from ._qk_clip import qk_clip as qk_clip
 from ._qk_clip_state import qk_clip_metrics as qk_clip_metrics
 from ._qk_clip_state import QKClipState as QKClipState
 from ._residual_attention import residual_attention as residual_attention
+from ._scale_by_muon import scale_by_muon as scale_by_muon
+from ._scale_by_muon import ScaleByMuonState as ScaleByMuonState
 from ._splash_attention import splash_attention as splash_attention
 
 

@@ -20,12 +20,29 @@ _POLAR_EXPRESS_RAW: Schedule = (
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+)
+
+# Grishina et al., arXiv:2506.10935, as printed in NVIDIA's Emerging-Optimizers.
+_CANS_RAW: Schedule = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
 )
 
 
-def _shrink(schedule: Schedule, factor: float) -> Schedule:
-    """Composes every step with `x / factor`, which tolerates values above 1."""
-    return tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in schedule)
+def _shrink(schedule: Schedule, factor: float = 1.01) -> Schedule:
+    """Composes every step but the last with `x / factor`.
+
+    Optimal schedules end at 1 exactly and diverge beyond; rounding goes there. 1.01 is
+    the safety factor of arXiv:2505.16932, appendix G.
+    """
+    return (
+        *((a / factor, b / factor**3, c / factor**5) for a, b, c in schedule[:-1]),
+        schedule[-1],
+    )
 
 
 #: Preset name to its steps `(a, b, c)`; a step maps every singular value `s`
@@ -43,10 +60,18 @@ NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
-        # Polar Express with the paper's safety factor of 1.01 on all steps but
-        # the last (arXiv:2505.16932, appendix G).
-        "polar_express": _shrink(_POLAR_EXPRESS_RAW[:-1], 1.01)
-        + _POLAR_EXPRESS_RAW[-1:],
+        # Polar Express. Six steps leave all above 1e-2 within 0.003 of 1.
+        "polar_express": _shrink(_POLAR_EXPRESS_RAW[:5]),
+        "polar_express_6": _shrink(_POLAR_EXPRESS_RAW),
+        # Chebyshev-type polynomials.
+        "cans": _shrink(_CANS_RAW),
+        # Boissin et al., arXiv:2512.04632: four steps, for `preconditioning="aol"`.
+        "turbo_muon": (
+            (4.6051, -9.6552, 5.6769),
+            (4.7505, -6.0861, 2.1790),
+            (2.7763, -2.3190, 0.5523),
+            (2.4231, -2.2861, 0.8193),
+        ),
         # DeepSeek-V4 technical report: eight fast steps, two that converge.
         "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
     }
@@ -101,9 +126,22 @@ def _named_or_given(ns_coeffs, ns_steps: int | None) -> Schedule:
     return schedule[:1] * ns_steps if repeats and ns_steps else schedule
 
 
-@functools.lru_cache(maxsize=256)
 def check_schedule(schedule: Schedule, dtype: str) -> None:
-    """Raises unless the schedule maps (0, 1] to finite, positive, bounded values.
+    """Raises unless the schedule maps (0, 1] to finite, positive, bounded values."""
+    if (bad := _first_bad(schedule, dtype)) is not None:
+        raise ValueError(
+            f"unstable ns_coeffs in {dtype}: after {len(schedule)} steps a singular "
+            f"value of {bad[0]:.4g} becomes {bad[1]:.4g}, outside (0, 2]: {schedule}"
+        )
+
+
+def is_stable(schedule: Schedule, dtype: str) -> bool:
+    return _first_bad(schedule, dtype) is None
+
+
+@functools.lru_cache(maxsize=256)
+def _first_bad(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
+    """A singular value that leaves (0, 2], and where it goes.
 
     The sweep rounds to `dtype` after every step, as the iteration does, and goes
     one unit of rounding beyond 1, where rounding may have pushed a singular value.
@@ -114,12 +152,7 @@ def check_schedule(schedule: Schedule, dtype: str) -> None:
     )
     end = _sweep(start, schedule, dtype)
     bad = ~np.isfinite(end) | (end <= 0) | (end > 2)
-    if bad.any():
-        value, result = start[bad][-1], end[bad][-1]
-        raise ValueError(
-            f"unstable ns_coeffs in {dtype}: after {len(schedule)} steps a singular "
-            f"value of {value:.4g} becomes {result:.4g}, outside (0, 2]: {schedule}"
-        )
+    return (start[bad][-1], end[bad][-1]) if bad.any() else None
 
 
 def _sweep(values: np.ndarray, schedule: Schedule, dtype: str) -> np.ndarray:

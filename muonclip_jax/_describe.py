@@ -6,6 +6,7 @@ import optax
 
 from . import _paths
 from ._attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
+from ._buckets import plan_buckets
 from ._dimension_numbers import DimensionNumbers, matrix_views
 from ._head_leaf import HeadLeaf
 from ._matrices import MatrixView
@@ -23,7 +24,8 @@ def describe(
     """Returns a table with a row for each leaf: what it is and who updates it.
 
     Matrices are given as count x fan-in x fan-out. Attention names the role that
-    QK-Clip sees in the leaf.
+    QK-Clip sees in the leaf. Below it stand the stacks that Muon orthogonalizes, as
+    count x short side x long side and the dtype of the params.
 
     **Arguments:**
 
@@ -43,6 +45,9 @@ def describe(
         attn/key/kernel    (16, 2, 8)  1 x 16 x 16  muon       key, 2 heads
         attn/query/kernel  (16, 2, 8)  1 x 16 x 16  muon       query, 2 heads
         norm/scale         (16,)       -            adamw      -
+        <BLANKLINE>
+        orthogonalized together:
+        2 x 16 x 16 float32 from 2 leaves
     """
     tree = _paths.flatten(params)
     views = matrix_views(dimension_numbers, params)
@@ -52,10 +57,13 @@ def describe(
         for entry in zip(tree.paths, tree.leaves, views, strict=True)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    return "\n".join(
+    table = [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
-    )
+    ]
+    plan = plan_buckets(tree.leaves, views)
+    stacks = ["", "orthogonalized together:", str(plan)] if plan.buckets else []
+    return "\n".join(table + stacks)
 
 
 def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:

@@ -49,14 +49,24 @@ def apply(matmul: Matmul, p: Hermitian, x: Rows) -> Rows:
     )
 
 
-def add_to_diagonal(p: Hermitian, a: float) -> Hermitian:
-    """`P + a I`."""
+def add_to_diagonal(p: Hermitian, a: jax.Array) -> Hermitian:
+    """`P + a I`, with `a` of shape `(..., 1, 1)`."""
 
     def add(i, j):
         identity = jnp.eye(p[i][j].shape[-1], dtype=p[i][j].dtype)
         return p[i][j] + a * identity if i == j else p[i][j]
 
     return _lower(len(p), add)
+
+
+def mean_diagonal(p: Hermitian) -> jax.Array:
+    """The mean of the diagonal, in float32 or better, as `(..., 1, 1)`."""
+    accumulator = jnp.promote_types(p[0][0].dtype, jnp.float32)
+    diagonals = [
+        jnp.diagonal(p[i][i], axis1=-2, axis2=-1).astype(accumulator)
+        for i in range(len(p))
+    ]
+    return jnp.mean(jnp.concatenate(diagonals, axis=-1), axis=-1)[..., None, None]
 
 
 def _lower(blocks: int, entry: Callable[[int, int], jax.Array]) -> Hermitian:

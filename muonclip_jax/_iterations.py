@@ -1,14 +1,16 @@
 """The two forms of the Newton-Schulz iteration.
 
-Both take `(..., m, n)` with the short side first. `blocks` is the number of row blocks
-that Hermitian products are computed in; it changes the cost and not the result.
+Both take `(..., m, n)` with the short side first and iterate in its dtype: products
+accumulate in float32, sums and coefficients are float32, and what enters a product is
+rounded. `blocks` is the number of row blocks that Hermitian products are computed in;
+it changes the cost and not the result.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ._coefficients import Schedule
 from ._hermitian import (
@@ -17,10 +19,12 @@ from ._hermitian import (
     gram_matrix,
     Hermitian,
     join,
+    mean_diagonal,
     multiply,
     Rows,
     split,
 )
+from ._restarts import passes
 
 
 def standard(x: jax.Array, schedule: Schedule, blocks: int) -> jax.Array:
@@ -41,64 +45,79 @@ def traced(
 
 
 def gram(x: jax.Array, schedule: Schedule, blocks: int) -> jax.Array:
-    """Iterates on `X X^H`, in float32 or better throughout."""
-    rows = split(x, blocks)
-    for steps in _passes(schedule):
-        r = gram_matrix(_exact_matmul, rows)
-        q = _gram_factor(r, steps)
-        rows = apply(_exact_matmul, q, rows)
+    """Iterates on R = X X^T, which X meets once per pass."""
+    rows, dtype = split(x, blocks), x.dtype
+    for steps in passes(schedule, dtype.name):
+        r = _round(gram_matrix(_exact_matmul, rows), dtype)
+        q, shift = _gram_factor(r, steps, dtype)
+        rows = _combine(1, apply(_exact_matmul, q, rows), shift, rows, dtype)
     return join(rows)
 
 
-#: The most that the steps of one pass of the Gram form may lift a small singular value.
-#: Keller's five start afresh after the third step and Polar Express after the second.
-_PASS_SLOPE = 50.0
-
-
-def _passes(schedule: Schedule) -> list[Schedule]:
-    """Cuts a schedule where the Gram form starts afresh from `X X^H`.
-
-    In exact arithmetic one pass would do. The rounding of R is that of the square of X,
-    and the slope at zero of the steps since lifts it: one pass spoils low ranks.
-    """
-    passes, slope = [], math.inf
-    for step in schedule:
-        slope *= step[0]
-        if slope > _PASS_SLOPE:
-            passes.append(())
-            slope = step[0]
-        passes[-1] += (step,)
-    return passes
-
-
 def _step(rows: Rows, triple) -> Rows:
-    """One step; sums and coefficients stay float32, products round to the dtype."""
     a, b, c = triple
     dtype = rows[0].dtype
     gram = gram_matrix(_matmul, rows)
-    rounded = jax.tree.map(lambda g: g.astype(dtype), gram)
+    rounded = _round(gram, dtype)
     square = multiply(_matmul, rounded, rounded)
-    polynomial = jax.tree.map(lambda g, s: (b * g + c * s).astype(dtype), gram, square)
-    change = apply(_matmul, polynomial, rows)
-    return jax.tree.map(lambda x, y: (a * x + y).astype(dtype), rows, change)
+    polynomial = _combine(b, gram, c, square, dtype)
+    return _combine(a, rows, 1, apply(_matmul, polynomial, rows), dtype)
 
 
-def _gram_factor(r: Hermitian, schedule: Schedule) -> Hermitian:
-    """Runs all steps on R = X X^H, gathering in Q the factor that X owes."""
+def _gram_factor(
+    r: Hermitian, schedule: Schedule, dtype: jnp.dtype
+) -> tuple[Hermitian, jax.Array]:
+    """Runs all steps on R, gathering in Q + shift I the factor that X owes.
+
+    Multiples of the identity are kept apart, since rounded with the rest they would
+    drown it: `a I` of Z + a I, and the mean of the diagonal of Q.
+    """
     product = functools.partial(multiply, _exact_matmul)
-    q = None
-    for a, b, c in schedule:
-        # a*I stays implicit: adding it to Z would drown the small entries of Z.
-        z = _combine(c, product(r, r), b, r)
-        q = add_to_diagonal(z, a) if q is None else _combine(1, product(q, z), a, q)
-        rz = _combine(1, product(r, z), a, r)
-        r = _combine(1, product(z, rz), a, rz)
+    combine = functools.partial(_combine, dtype=dtype)
+    q, shift = None, jnp.ones(())
+    for i, (a, b, c) in enumerate(schedule):
+        z = combine(c, product(r, r), b, r)
+        q = z if q is None else _sum(product(q, z), _sum(z, q, shift, a))
+        q, mean = _centre(q, dtype)
+        shift = a * shift + mean
+        if i < len(schedule) - 1:
+            rz = combine(1, product(r, z), a, r)
+            r = combine(1, product(z, rz), a, rz)
     assert q is not None
-    return q
+    return q, shift
 
 
-def _combine(a: float, x: Hermitian, b: float, y: Hermitian) -> Hermitian:
-    return jax.tree.map(lambda x, y: a * x + b * y, x, y)
+def _centre(q: Hermitian, dtype: jnp.dtype) -> tuple[Hermitian, jax.Array]:
+    """Takes the mean of the diagonal out."""
+    mean = mean_diagonal(q)
+    return _round(add_to_diagonal(q, -mean), dtype), mean
+
+
+def _combine(a, x, b, y, dtype: jnp.dtype):
+    """`a x + b y` of two trees of blocks, rounded once."""
+    return _round(_sum(x, y, a, b), dtype)
+
+
+def _sum(x, y, a: ArrayLike = 1.0, b: ArrayLike = 1.0):
+    return jax.tree.map(lambda x, y: a * _widen(x) + b * _widen(y), x, y)
+
+
+def _round(blocks, dtype: jnp.dtype):
+    """Rounds for good.
+
+    A compiler may drop a conversion there and back, so that a sum would see the R
+    before and a product the R after; the Gram form does not survive that.
+    """
+    rounded = jax.tree.map(lambda x: x.astype(dtype), blocks)
+    return (
+        rounded
+        if jnp.finfo(dtype).bits >= 32
+        else jax.lax.optimization_barrier(rounded)
+    )
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _matmul(x: jax.Array, y: jax.Array, precision=None) -> jax.Array:
@@ -106,4 +125,5 @@ def _matmul(x: jax.Array, y: jax.Array, precision=None) -> jax.Array:
     return jnp.matmul(x, y, precision=precision, preferred_element_type=accumulator)
 
 
+#: Of float32 operands accelerators would drop bits before a product, but not a sum.
 _exact_matmul = functools.partial(_matmul, precision=jax.lax.Precision.HIGHEST)

@@ -11,7 +11,9 @@ from ._attention_layers import Attention
 from ._coefficients import Schedule, Triple
 from ._dimension_numbers import DimensionNumbers
 from ._muon import muon
+from ._preconditioning import Preconditioning
 from ._qk_clip import qk_clip
+from ._strategy import Method
 
 
 def muonclip(
@@ -24,6 +26,9 @@ def muonclip(
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,
+    ns_method: Method = "auto",
+    ns_dtype: DTypeLike | None = None,
+    preconditioning: Preconditioning = "frobenius",
     consistent_rms: float | jax.Array | None = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
@@ -74,6 +79,9 @@ def muonclip(
             nesterov=nesterov,
             ns_coeffs=ns_coeffs,
             ns_steps=ns_steps,
+            ns_method=ns_method,
+            ns_dtype=ns_dtype,
+            preconditioning=preconditioning,
             consistent_rms=consistent_rms,
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,

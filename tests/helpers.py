@@ -19,10 +19,10 @@ def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:
     return left[:, :k] * values @ right[:, :k].T
 
 
-def polynomial_of(x: np.ndarray, schedule) -> np.ndarray:
+def polynomial_of(x: np.ndarray, schedule, norm: float | None = None) -> np.ndarray:
     """The composed odd polynomial applied to the singular values, in float64."""
     u, s, vt = np.linalg.svd(x, full_matrices=False)
-    s = s / np.sqrt((s**2).sum())
+    s = s / (np.sqrt((s**2).sum()) if norm is None else norm)
     for a, b, c in schedule:
         s = a * s + b * s**3 + c * s**5
     return u * s @ vt

@@ -37,18 +37,18 @@ def test_columns_line_up_and_no_line_ends_in_space():
     lines = mc.describe(
         {"a": jnp.ones((2, 2)), "longer": {"bias": jnp.ones(3)}}
     ).splitlines()
-    assert (
-        len(
-            {
-                line.index(word)
-                for line, word in zip(
-                    lines, ("optimizer", "muon", "adamw"), strict=True
-                )
-            }
-        )
-        == 1
-    )
+    words = ("optimizer", "muon", "adamw")
+    columns = {line.index(w) for line, w in zip(lines[:3], words, strict=True)}
+    assert len(columns) == 1
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_stacks_are_those_of_the_plan():
+    params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4)), "bias": jnp.ones(4)}
+    *_, heading, stack = mc.describe(params).splitlines()
+    assert heading == "orthogonalized together:"
+    assert stack == "2 x 4 x 8 float32 from 2 leaves"
+    assert "together" not in mc.describe({"bias": jnp.ones(4)})
 
 
 def test_shows_what_is_given():

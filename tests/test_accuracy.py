@@ -1,0 +1,173 @@
+"""What rounding does to the two forms, in every dtype, by spectrum."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import matrix_of, polynomial_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonclip_jax as mc
+from muonclip_jax._restarts import passes
+from muonclip_jax._strategy import choose_strategy
+
+
+SPECTRA = {
+    "even": np.ones(96),
+    "gaussian": None,
+    "power law": 1 / np.arange(1, 97),
+    "condition 1e4": np.geomspace(1, 1e-4, 96),
+    "condition 1e8": np.geomspace(1, 1e-8, 96),
+    "rank 1": [1.0],
+    "rank 10": np.ones(10),
+}
+PRESETS = sorted(mc.NS_COEFFS)
+
+
+def matrix_with(spectrum, m=96, n=320):
+    if SPECTRA[spectrum] is None:
+        return np.random.default_rng(0).normal(size=(m, n))
+    return matrix_of(SPECTRA[spectrum], m, n)
+
+
+def orthogonalized(x, name, **options):
+    steps = len(mc.NS_COEFFS[name])
+    y = mc.newton_schulz(
+        jnp.asarray(x, jnp.float32), ns_coeffs=name, ns_steps=steps, **options
+    )
+    return np.asarray(y, np.float64)
+
+
+def error_of(x, name, **options):
+    exact = polynomial_of(x, mc.NS_COEFFS[name])
+    difference = orthogonalized(x, name, **options) - exact
+    return np.linalg.norm(difference) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("name", PRESETS)
+def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spectrum):
+    x = matrix_with(spectrum)
+    standard = error_of(x, name, method="standard", dtype="bfloat16")
+    assert error_of(x, name, method="gram", dtype="bfloat16") < 2 * standard
+    assert error_of(x, name, method="gram", dtype="float16") < standard
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("name", PRESETS)
+def test_gram_in_float32_equals_standard(name, spectrum):
+    """To 1e-5, or to what rounding does to the standard form of a steep schedule."""
+    x = matrix_with(spectrum)
+    standard, gram = (
+        orthogonalized(x, name, method=method) for method in ("standard", "gram")
+    )
+    own = np.abs(standard - polynomial_of(x, mc.NS_COEFFS[name])).max()
+    assert np.abs(gram - standard).max() < max(1e-5, 3 * own)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    exponent=st.floats(0, 8),
+    rank=st.integers(1, 24),
+    name=st.sampled_from(PRESETS),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    seed=st.integers(0, 2**31),
+)
+def test_no_spectrum_makes_gram_diverge(exponent, rank, name, dtype, seed):
+    x = matrix_of(np.geomspace(1, 10**-exponent, rank), 24, 72, seed)
+    y = orthogonalized(x, name, method="gram", dtype=dtype)
+    # 1.21 is the top of Keller's band, the widest; the rest is rounding in bfloat16.
+    assert np.linalg.norm(y, 2) < 1.35
+
+
+@pytest.mark.parametrize(
+    "name, dtype, lengths",
+    [
+        ("keller", "float32", [3, 2]),
+        ("keller", "float16", [3, 2]),
+        ("keller", "bfloat16", [1, 2, 2]),
+        ("polar_express", "float32", [1, 2, 2]),
+        ("polar_express", "bfloat16", [1, 1, 1, 2]),
+    ],
+)
+def test_passes_depend_on_the_schedule_and_the_dtype(name, dtype, lengths):
+    cut = passes(mc.NS_COEFFS[name], dtype)
+    assert [len(steps) for steps in cut] == lengths
+    assert sum(cut, ()) == mc.NS_COEFFS[name]
+
+
+strategy = functools.partial(
+    choose_strategy,
+    requested_dtype=None,
+    method="auto",
+    schedule=mc.NS_COEFFS["keller"],
+)
+
+
+@pytest.mark.parametrize(
+    "platform, dtype", [("cpu", "float32"), ("gpu", "float16"), ("tpu", "bfloat16")]
+)
+def test_each_platform_iterates_in_the_dtype_it_multiplies_fastest(platform, dtype):
+    for given_dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        chosen = strategy((8, 32), jnp.dtype(given_dtype), platform=platform)
+        assert chosen.dtype == dtype and chosen.gram
+    assert not strategy((8, 11), jnp.dtype("float32"), platform=platform).gram
+    wide = strategy((8, 32), jnp.dtype("complex64"), platform=platform)
+    assert wide.dtype == jnp.complex64
+
+
+def test_float32_on_accelerators_is_standard_unless_gram_is_asked_for():
+    float32 = jnp.dtype("float32")
+    accurate = functools.partial(
+        strategy, (8, 32), float32, requested_dtype=float32, platform="tpu"
+    )
+    assert not accurate().gram and accurate(method="gram").gram
+
+
+def test_bfloat16_input_loses_nothing_on_cpu():
+    x = jnp.asarray(matrix_with("power law"), jnp.bfloat16)
+    y = mc.newton_schulz(x)
+    expected = mc.newton_schulz(x.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 12, 12)])
+def test_aol_is_the_iteration_of_the_rescaled_matrix(shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    wide = x if shape[-2] <= shape[-1] else x.swapaxes(-1, -2)
+    gram = wide @ wide.swapaxes(-1, -2)
+    scaled = wide / np.sqrt(np.abs(gram).sum(axis=-1, keepdims=True))
+    expected = np.stack(
+        [
+            polynomial_of(matrix, mc.NS_COEFFS["turbo_muon"], norm=1.0)
+            for matrix in scaled.reshape(-1, *scaled.shape[-2:])
+        ]
+    ).reshape(scaled.shape)
+    y = orthogonalized(x, "turbo_muon", preconditioning="aol")
+    if wide is not x:
+        y = y.swapaxes(-1, -2)
+    np.testing.assert_allclose(y, expected, atol=2e-6)
+
+
+def test_aol_keeps_zero_rows_and_zero_matrices():
+    x = np.zeros((2, 4, 6))
+    x[0, 1:] = np.random.default_rng(0).normal(size=(3, 6))
+    y = orthogonalized(x, "turbo_muon", preconditioning="aol")
+    assert not y[1].any() and not y[0, 0].any()
+    np.testing.assert_allclose(np.linalg.svd(y[0])[1][:3], 1, atol=0.1)
+
+
+def test_muon_passes_its_options_on():
+    params = {"w": jax.random.normal(jax.random.key(0), (6, 24))}
+    options = dict(ns_coeffs="turbo_muon", ns_steps=4, preconditioning="aol")
+    tx = mc.scale_by_muon(
+        ns_method="gram", ns_dtype="bfloat16", consistent_rms=None, **options
+    )
+    updates, _ = tx.update(params, tx.init(params))
+    expected = mc.newton_schulz(
+        params["w"] * 1.95, method="gram", dtype="bfloat16", **options
+    )
+    np.testing.assert_allclose(updates["w"], expected * 2, atol=1e-5)
