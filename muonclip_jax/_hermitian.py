@@ -61,12 +61,18 @@ def add_to_diagonal(p: Hermitian, a: jax.Array) -> Hermitian:
 
 def mean_diagonal(p: Hermitian) -> jax.Array:
     """The mean of the diagonal, in float32 or better, as `(..., 1, 1)`."""
-    accumulator = jnp.promote_types(p[0][0].dtype, jnp.float32)
-    diagonals = [
-        jnp.diagonal(p[i][i], axis1=-2, axis2=-1).astype(accumulator)
-        for i in range(len(p))
-    ]
-    return jnp.mean(jnp.concatenate(diagonals, axis=-1), axis=-1)[..., None, None]
+    diagonal = [p[i][i] for i in range(len(p))]
+    rows = sum(block.shape[-1] for block in diagonal)
+    return _sum(_trace(block) for block in diagonal) / rows
+
+
+def _trace(x: jax.Array) -> jax.Array:
+    # A mask fuses with what made x; taking the diagonal would have it stored first.
+    identity = jnp.eye(x.shape[-1], dtype=bool)
+    accumulator = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(
+        jnp.where(identity, x.astype(accumulator), 0), axis=(-2, -1), keepdims=True
+    )
 
 
 def _lower(blocks: int, entry: Callable[[int, int], jax.Array]) -> Hermitian:

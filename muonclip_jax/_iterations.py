@@ -24,11 +24,14 @@ from ._hermitian import (
     Rows,
     split,
 )
-from ._restarts import passes
+from ._restarts import cut_into_passes
 
 
 def standard(x: jax.Array, schedule: Schedule, blocks: int) -> jax.Array:
-    return join(functools.reduce(_step, schedule, split(x, blocks)))
+    rows = split(x, blocks)
+    for triple in schedule[:-1]:
+        rows = _round(_step(rows, triple), x.dtype)
+    return join(_step(rows, schedule[-1]))
 
 
 def traced(
@@ -39,29 +42,33 @@ def traced(
     last = len(schedule) - 1
 
     def body(i, rows):
-        return _step(rows, triples[jnp.minimum(i, last)])
+        return _round(_step(rows, triples[jnp.minimum(i, last)]), x.dtype)
 
     return join(jax.lax.fori_loop(0, ns_steps, body, split(x, blocks)))
 
 
 def gram(x: jax.Array, schedule: Schedule, blocks: int) -> jax.Array:
     """Iterates on R = X X^T, which X meets once per pass."""
-    rows, dtype = split(x, blocks), x.dtype
-    for steps in passes(schedule, dtype.name):
-        r = _round(gram_matrix(_exact_matmul, rows), dtype)
-        q, shift = _gram_factor(r, steps, dtype)
-        rows = _combine(1, apply(_exact_matmul, q, rows), shift, rows, dtype)
-    return join(rows)
+    *passes, last = cut_into_passes(schedule, x.dtype.name)
+    rows = split(x, blocks)
+    for steps in passes:
+        rows = _round(_pass(rows, steps), x.dtype)
+    return join(_pass(rows, last))
 
 
 def _step(rows: Rows, triple) -> Rows:
     a, b, c = triple
     dtype = rows[0].dtype
-    gram = gram_matrix(_matmul, rows)
-    rounded = _round(gram, dtype)
-    square = multiply(_matmul, rounded, rounded)
-    polynomial = _combine(b, gram, c, square, dtype)
-    return _combine(a, rows, 1, apply(_matmul, polynomial, rows), dtype)
+    r = _round(gram_matrix(_matmul, rows), dtype)
+    polynomial = _round(_sum(multiply(_matmul, r, r), r, c, b), dtype)
+    return _sum(apply(_matmul, polynomial, rows), rows, 1.0, a)
+
+
+def _pass(rows: Rows, schedule: Schedule) -> Rows:
+    dtype = rows[0].dtype
+    r = _round(gram_matrix(_exact_matmul, rows), dtype)
+    q, shift = _gram_factor(r, schedule, dtype)
+    return _sum(apply(_exact_matmul, q, rows), rows, 1.0, shift)
 
 
 def _gram_factor(
@@ -73,16 +80,15 @@ def _gram_factor(
     drown it: `a I` of Z + a I, and the mean of the diagonal of Q.
     """
     product = functools.partial(multiply, _exact_matmul)
-    combine = functools.partial(_combine, dtype=dtype)
     q, shift = None, jnp.ones(())
     for i, (a, b, c) in enumerate(schedule):
-        z = combine(c, product(r, r), b, r)
+        z = _round(_sum(product(r, r), r, c, b), dtype)
         q = z if q is None else _sum(product(q, z), _sum(z, q, shift, a))
         q, mean = _centre(q, dtype)
         shift = a * shift + mean
         if i < len(schedule) - 1:
-            rz = combine(1, product(r, z), a, r)
-            r = combine(1, product(z, rz), a, rz)
+            rz = _round(_sum(product(r, z), r, 1.0, a), dtype)
+            r = _round(_sum(product(z, rz), rz, 1.0, a), dtype)
     assert q is not None
     return q, shift
 
@@ -93,27 +99,24 @@ def _centre(q: Hermitian, dtype: jnp.dtype) -> tuple[Hermitian, jax.Array]:
     return _round(add_to_diagonal(q, -mean), dtype), mean
 
 
-def _combine(a, x, b, y, dtype: jnp.dtype):
-    """`a x + b y` of two trees of blocks, rounded once."""
-    return _round(_sum(x, y, a, b), dtype)
-
-
 def _sum(x, y, a: ArrayLike = 1.0, b: ArrayLike = 1.0):
+    """`a x + b y` of two trees of blocks, in float32 or better."""
     return jax.tree.map(lambda x, y: a * _widen(x) + b * _widen(y), x, y)
 
 
 def _round(blocks, dtype: jnp.dtype):
-    """Rounds for good.
+    return jax.tree.map(lambda x: round_to(x, dtype), blocks)
+
+
+def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rounds for good, and once.
 
     A compiler may drop a conversion there and back, so that a sum would see the R
-    before and a product the R after; the Gram form does not survive that.
+    before and a product the R after; the Gram form does not survive that. Or it may
+    convert anew for every tile of a product, which costs more than the product.
     """
-    rounded = jax.tree.map(lambda x: x.astype(dtype), blocks)
-    return (
-        rounded
-        if jnp.finfo(dtype).bits >= 32
-        else jax.lax.optimization_barrier(rounded)
-    )
+    rounded = x.astype(dtype)
+    return jax.lax.optimization_barrier(rounded) if x.dtype != dtype else rounded
 
 
 def _widen(x: jax.Array) -> jax.Array:

@@ -18,10 +18,8 @@ from ._dimension_numbers import (
     matrix_views,
     resolve_dimension_numbers,
 )
-from ._newton_schulz import check_options
-from ._preconditioning import Preconditioning
+from ._options import Method, Preconditioning, resolve_options
 from ._scale_by_muon import scale_by_muon
-from ._strategy import Method
 
 
 def muon(
@@ -93,7 +91,7 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    check_options(ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning)
+    resolve_options(ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning)
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
         numbers = resolve_dimension_numbers(dimension_numbers, params)

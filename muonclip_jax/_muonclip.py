@@ -11,9 +11,8 @@ from ._attention_layers import Attention
 from ._coefficients import Schedule, Triple
 from ._dimension_numbers import DimensionNumbers
 from ._muon import muon
-from ._preconditioning import Preconditioning
+from ._options import Method, Preconditioning
 from ._qk_clip import qk_clip
-from ._strategy import Method
 
 
 def muonclip(

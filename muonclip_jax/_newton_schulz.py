@@ -9,10 +9,10 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ._chunks import map_chunks
-from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
-from ._iterations import gram, standard, traced
-from ._preconditioning import check_preconditioning, precondition, Preconditioning
-from ._strategy import check_method, choose_strategy, Method
+from ._coefficients import Schedule, Triple
+from ._options import Method, Options, Preconditioning, resolve_options
+from ._stages import iterate, prepare
+from ._strategy import CHUNK_SIZE, on_its_platform, Platform
 
 
 def newton_schulz(
@@ -78,81 +78,38 @@ def newton_schulz(
         networks", 2024, kellerjordan.github.io/posts/muon. Gram form: Dao AI Lab,
         "Gram Newton-Schulz", 2026.
     """
-    schedule = check_options(ns_coeffs, ns_steps, method, dtype, preconditioning)
+    options = resolve_options(ns_coeffs, ns_steps, method, dtype, preconditioning)
     x = jnp.asarray(x)
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
         raise ValueError(
             "newton_schulz needs floating-point matrices (..., m, n), got shape "
             f"{x.shape} and dtype {x.dtype}"
         )
-    traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
-    return _iterate(
-        x,
-        traced_steps,
-        schedule=schedule,
-        method=method if traced_steps is None else "standard",
-        requested_dtype=_requested_dtype(x, dtype),
-        preconditioning=preconditioning,
+    return _newton_schulz(
+        x, ns_steps if isinstance(ns_steps, Tracer) else None, options=options
     )
 
 
-def check_options(
-    ns_coeffs: str | Triple | Schedule,
-    ns_steps: int | jax.Array,
-    method: str,
-    dtype: DTypeLike | None,
-    preconditioning: str,
-) -> Schedule:
-    """Returns the steps to run; raises for what cannot work."""
-    check_method(method)
-    check_preconditioning(preconditioning)
-    schedule = resolve_schedule(ns_coeffs, ns_steps)
-    if dtype is not None:
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(f"Newton-Schulz needs a floating-point dtype, got {dtype}")
-        check_schedule(schedule, jnp.finfo(dtype).dtype.name)
-    return schedule
-
-
-def _requested_dtype(x: jax.Array, dtype: DTypeLike | None) -> jnp.dtype | None:
-    if dtype is None:
-        return None
-    if jnp.iscomplexobj(x):
-        return jnp.promote_types(dtype, jnp.complex64)
-    return jnp.dtype(dtype)
-
-
-_STATIC = ("schedule", "method", "requested_dtype", "preconditioning")
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _iterate(x, traced_steps, **options):
+@functools.partial(jax.jit, static_argnames="options")
+def _newton_schulz(
+    x: jax.Array, ns_steps: jax.Array | None, *, options: Options
+) -> jax.Array:
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
-    # The platform a program is compiled for need not be the default backend.
-    y = jax.lax.platform_dependent(
-        wide,
-        traced_steps,
-        cpu=functools.partial(_run, platform="cpu", **options),
-        tpu=functools.partial(_run, platform="tpu", **options),
-        default=functools.partial(_run, platform="gpu", **options),
-    )
+    stack = wide.reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])
+    run = functools.partial(_run, options=options)
+    y = on_its_platform(run, stack, ns_steps).reshape(wide.shape)
     return y if wide.shape == x.shape else y.mT
 
 
-def _run(x, traced_steps, *, preconditioning, schedule, **options):
-    """Orthogonalizes `(..., m, n)`, the short side first, on one platform."""
-    strategy = choose_strategy(x.shape[-2:], x.dtype, schedule=schedule, **options)
-
-    def orthogonalize(x):
-        y = precondition(x, preconditioning).astype(strategy.dtype)
-        if traced_steps is not None:
-            y = traced(y, schedule, strategy.blocks, traced_steps)
-        else:
-            form = gram if strategy.gram else standard
-            y = form(y, schedule, strategy.blocks)
+def _run(
+    stack: jax.Array,
+    ns_steps: jax.Array | None,
+    *,
+    options: Options,
+    platform: Platform,
+) -> jax.Array:
+    def orthogonalize(x: jax.Array) -> jax.Array:
+        y = iterate(prepare(x, options, platform), ns_steps, options, platform)
         return y.astype(x.dtype)
 
-    if x.ndim == 2:
-        return orthogonalize(x)
-    stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    return map_chunks(orthogonalize, stack, strategy.chunk_bytes).reshape(x.shape)
+    return map_chunks(orthogonalize, stack, CHUNK_SIZE[platform])

@@ -1,19 +1,9 @@
 """What happens to a matrix before the first step: singular values into [0, 1]."""
 
-from typing import get_args, Literal
-
 import jax
 import jax.numpy as jnp
 
-
-Preconditioning = Literal["frobenius", "aol"]
-
-
-def check_preconditioning(kind: str) -> None:
-    if kind not in get_args(Preconditioning):
-        raise ValueError(
-            f"unknown preconditioning {kind!r}; choose 'frobenius' or 'aol'"
-        )
+from ._options import Preconditioning
 
 
 def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:
@@ -23,18 +13,31 @@ def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:
 
 
 def _divide_by_norm(x: jax.Array) -> jax.Array:
-    """Divides by the Frobenius norm."""
+    """Divides by the Frobenius norm, reading once.
+
+    The square of 1e-30 or 1e30 leaves float32. So squares are summed as they are, of
+    numbers shrunk and of numbers enlarged, and the sum that stayed in range counts.
+    """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # The square of 1e-30 or 1e30 leaves float32, so the largest entry goes first;
-    # the norm is then at least 1 unless the matrix is zero.
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    # Compilers divide by multiplying with the reciprocal, which for the largest
-    # numbers would be subnormal and flushed to zero.
-    shrink = jnp.where(largest > 1, 2.0**-8, 1).astype(largest.dtype)
-    divisor = jnp.where(largest < jnp.finfo(x.dtype).tiny, 1, largest * shrink)
-    x = (x * shrink) / divisor
-    norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
-    return x / jnp.maximum(norm, 1)
+    exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
+    real = jnp.finfo(x.dtype).dtype
+    # Known to the compiler, it might square the factors first.
+    shrink, enlarge = jax.lax.optimization_barrier(
+        (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
+    )
+    total = _sum_of_squares(x)
+    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
+
+    def choose(large, usual, small):
+        return jnp.where(is_large, large, jnp.where(is_small, small, usual))
+
+    large, small = _sum_of_squares(x * shrink), _sum_of_squares(x * enlarge)
+    norm = jnp.sqrt(choose(large, total, small))
+    return x * choose(shrink, 1, enlarge) / jnp.where(norm > 0, norm, 1)
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
 
 
 def _almost_orthogonal(x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ DEFAULT_GROWTH = 200.0
 
 
 @functools.lru_cache(maxsize=256)
-def passes(schedule: Schedule, dtype: str) -> tuple[Schedule, ...]:
+def cut_into_passes(schedule: Schedule, dtype: str) -> tuple[Schedule, ...]:
     """Cuts a schedule into passes that each start from `X X^T`, as few as will do.
 
     In exact arithmetic that is one. But R is rounded as the square of X: where a step

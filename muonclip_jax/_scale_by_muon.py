@@ -7,16 +7,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _paths
 from ._coefficients import Schedule, Triple
 from ._dimension_numbers import DimensionNumbers, matrix_views
 from ._matrices import MatrixView
-from ._newton_schulz import check_options, newton_schulz
+from ._options import Method, Preconditioning, resolve_options
 from ._orthogonalize import orthogonalize
-from ._preconditioning import Preconditioning
-from ._strategy import Method
 
 
 class ScaleByMuonState(NamedTuple):
@@ -92,15 +91,8 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
-    check_options(ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning)
-    iterate = functools.partial(
-        newton_schulz,
-        ns_coeffs=ns_coeffs,
-        ns_steps=ns_steps,
-        method=ns_method,
-        dtype=ns_dtype,
-        preconditioning=preconditioning,
-    )
+    options = resolve_options(ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning)
+    traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
 
     def init_fn(params: optax.Params) -> ScaleByMuonState:
         _matrices_only(dimension_numbers, params)
@@ -113,7 +105,7 @@ def scale_by_muon(
         decay = functools.partial(_decay, beta)
         mu = jax.tree.map(decay, state.mu, updates)
         momentum = jax.tree.map(decay, mu, updates) if nesterov else mu
-        directions = orthogonalize(tree.of(momentum), views, iterate)
+        directions = orthogonalize(tree.of(momentum), views, options, traced_steps)
         scaled = [
             (d * _shape_scale(v, consistent_rms)).astype(g.dtype) if v else d
             for d, v, g in zip(directions, views, tree.leaves, strict=True)

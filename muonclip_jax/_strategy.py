@@ -1,13 +1,17 @@
 """How to run Newton-Schulz on a stack: by its shape, its dtype and the platform."""
 
-from typing import get_args, Literal, NamedTuple
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from ._coefficients import is_stable, Schedule
+from ._coefficients import is_stable
+from ._options import Method, Options
 
 
-Method = Literal["auto", "standard", "gram"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
 #: The dtype that matrices of float32 or less are iterated in unless the user says
@@ -25,60 +29,59 @@ GRAM_ASPECT_RATIO = 1.5
 #: the smaller products are slower by more than they save.
 BLOCKS, BLOCK_ROWS = 2, 128
 
-#: The most bytes of matrices, in the dtype they come in, that are iterated at once. An
-#: accelerator wants work for all its units, and no more: temporaries are several times
-#: a chunk. One large matrix fills a CPU, and then stays in its caches.
-CHUNK_BYTES = {"cpu": 2**16, "gpu": 2**27, "tpu": 2**27}
+#: The most entries of matrices that are iterated at once. An accelerator wants work for
+#: all its units, and no more: temporaries are several times a chunk. One large matrix
+#: fills a CPU, and then stays in its caches.
+CHUNK_SIZE = {"cpu": 2**14, "gpu": 2**26, "tpu": 10 * 2**20}
+
+#: The most entries of separate leaves that are put together. Compilers for accelerators
+#: keep such stacks whole; on CPU they cost little, and more of them compile longer.
+STACK_SIZE = {"cpu": math.inf, "gpu": 2**26, "tpu": 5 * 2**20}
 
 
 class Strategy(NamedTuple):
-    """Which form of the iteration, in which dtype, and how much at a time."""
+    """Which form of the iteration, and in how many row blocks."""
 
     gram: bool
-    dtype: jnp.dtype
     blocks: int
-    chunk_bytes: int
-
-
-def check_method(method: str) -> None:
-    if method not in get_args(Method):
-        raise ValueError(
-            f"unknown method {method!r}; choose 'auto', 'standard' or 'gram'"
-        )
 
 
 def choose_strategy(
-    shape: tuple[int, int],
-    dtype: jnp.dtype,
-    *,
-    requested_dtype: jnp.dtype | None,
-    method: Method,
-    schedule: Schedule,
-    platform: Platform,
+    shape: tuple[int, ...], dtype: jnp.dtype, method: Method, platform: Platform
 ) -> Strategy:
-    """Chooses for matrices of `shape`, the short side first, that come in `dtype`."""
-    iterated = requested_dtype or _iteration_dtype(dtype, schedule, platform)
-    return Strategy(
-        gram=method == "gram"
-        or (method == "auto" and _gram_pays(shape, iterated, platform)),
-        dtype=iterated,
-        blocks=BLOCKS if platform == "cpu" and shape[0] >= BLOCKS * BLOCK_ROWS else 1,
-        chunk_bytes=CHUNK_BYTES[platform],
-    )
-
-
-def _gram_pays(shape: tuple[int, int], dtype: jnp.dtype, platform: Platform) -> bool:
+    """Chooses for matrices of `shape`, the short side first, iterated in `dtype`."""
     m, n = shape
     # The Gram form needs exact products: elsewhere those of float32 are several times
     # as slow as what the standard form makes do with.
     exact_is_free = platform == "cpu" or jnp.finfo(dtype).bits == 16
-    return exact_is_free and n >= GRAM_ASPECT_RATIO * m
+    pays = exact_is_free and n >= GRAM_ASPECT_RATIO * m
+    return Strategy(
+        gram=method == "gram" or (method == "auto" and pays),
+        blocks=BLOCKS if platform == "cpu" and m >= BLOCKS * BLOCK_ROWS else 1,
+    )
 
 
-def _iteration_dtype(
-    dtype: jnp.dtype, schedule: Schedule, platform: Platform
+def iteration_dtype(
+    dtype: jnp.dtype, options: Options, platform: Platform
 ) -> jnp.dtype:
-    if jnp.issubdtype(dtype, jnp.complexfloating) or dtype == jnp.float64:
-        return dtype
+    """The dtype to iterate matrices of `dtype` in."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.promote_types(options.dtype or dtype, jnp.complex64)
+    if options.dtype is not None or dtype == jnp.float64:
+        return options.dtype or dtype
     fast = ITERATION_DTYPES[platform]
-    return jnp.dtype(fast if is_stable(schedule, fast) else "float32")
+    return jnp.dtype(fast if is_stable(options.schedule, fast) else "float32")
+
+
+def on_its_platform(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `function(*arguments, platform=...)`.
+
+    The platform a program is compiled for need not be the default backend, so it is
+    known only to the compiler.
+    """
+    return jax.lax.platform_dependent(
+        *arguments,
+        cpu=functools.partial(function, platform="cpu"),
+        tpu=functools.partial(function, platform="tpu"),
+        default=functools.partial(function, platform="gpu"),
+    )

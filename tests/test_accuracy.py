@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
-from muonclip_jax._restarts import passes
+from muonclip_jax._restarts import cut_into_passes
 from muonclip_jax._strategy import choose_strategy
 
 
@@ -94,7 +94,7 @@ def test_no_spectrum_makes_gram_diverge(exponent, rank, name, dtype, seed):
     ],
 )
 def test_passes_depend_on_the_schedule_and_the_dtype(name, dtype, lengths):
-    cut = passes(mc.NS_COEFFS[name], dtype)
+    cut = cut_into_passes(mc.NS_COEFFS[name], dtype)
     assert [len(steps) for steps in cut] == lengths
     assert sum(cut, ()) == mc.NS_COEFFS[name]
 

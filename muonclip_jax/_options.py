@@ -1,0 +1,47 @@
+"""What a user may say about the iteration, checked."""
+
+from typing import get_args, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
+
+
+Method = Literal["auto", "standard", "gram"]
+Preconditioning = Literal["frobenius", "aol"]
+
+
+class Options(NamedTuple):
+    """The static part of a Newton-Schulz iteration."""
+
+    schedule: Schedule
+    method: Method
+    dtype: jnp.dtype | None
+    preconditioning: Preconditioning
+
+
+def resolve_options(
+    ns_coeffs: str | Triple | Schedule,
+    ns_steps: int | jax.Array,
+    method: Method,
+    dtype: DTypeLike | None,
+    preconditioning: Preconditioning,
+) -> Options:
+    """Raises `ValueError` for what cannot work."""
+    _check_choice("method", method, Method)
+    _check_choice("preconditioning", preconditioning, Preconditioning)
+    schedule = resolve_schedule(ns_coeffs, ns_steps)
+    if dtype is not None:
+        dtype = jnp.dtype(dtype)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(f"Newton-Schulz needs a floating-point dtype, got {dtype}")
+        check_schedule(schedule, jnp.finfo(dtype).dtype.name)
+    return Options(schedule, method, dtype, preconditioning)
+
+
+def _check_choice(name: str, value: str, choices) -> None:
+    if value not in get_args(choices):
+        known = ", ".join(map(repr, get_args(choices)))
+        raise ValueError(f"unknown {name} {value!r}; choose one of {known}")
