@@ -1,0 +1,190 @@
+"""Reads what a program costs one device from its optimized HLO text.
+
+`cost_analysis` counts the body of a loop once, however often it runs, and knows neither
+the collectives nor the cycles that the TPU compiler estimates for each operation.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from hlo_program import (
+    Computation,
+    count_trips,
+    dimensions,
+    Instruction,
+    parse,
+    Program,
+)
+
+
+KINDS = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How often collectives of one kind run, and how often of these in loops.
+
+    The bytes are the larger of what goes into and what comes out of one device.
+    """
+
+    count: int = 0
+    bytes: int = 0
+    in_loops: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.count + other.count,
+            self.bytes + other.bytes,
+            self.in_loops + other.in_loops,
+        )
+
+    def repeated(self, trips: int) -> "Traffic":
+        return Traffic(trips * self.count, trips * self.bytes, trips * self.count)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one run on one device, loops multiplied out.
+
+    `flops` are those of matrix products and convolutions. `cycles` add up the
+    compiler's estimates; it makes none for collectives, for copies in the background
+    and for custom kernels.
+    """
+
+    flops: int = 0
+    cycles: int = 0
+    collectives: Mapping[str, Traffic] = field(default_factory=dict)
+
+    def __add__(self, other: "Costs") -> "Costs":
+        collectives = dict(self.collectives)
+        for kind, traffic in other.collectives.items():
+            collectives[kind] = collectives.get(kind, Traffic()) + traffic
+        return Costs(self.flops + other.flops, self.cycles + other.cycles, collectives)
+
+    def repeated(self, trips: int) -> "Costs":
+        collectives = {k: v.repeated(trips) for k, v in self.collectives.items()}
+        return Costs(trips * self.flops, trips * self.cycles, collectives)
+
+
+def hlo_costs(text: str) -> Costs:
+    """Returns the costs of a compiled program; `text` is `compiled.as_text()`.
+
+    **Raises:** `ValueError` for a loop whose number of trips depends on data.
+    """
+    program = parse(text)
+    return _costs(program, program["ENTRY"])
+
+
+def _costs(program: Program, computation: Computation) -> Costs:
+    return _sum(
+        _instruction_costs(program, computation, instruction)
+        for instruction in computation.values()
+    )
+
+
+def _sum(costs: Iterable[Costs]) -> Costs:
+    return sum(costs, Costs())
+
+
+def _instruction_costs(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Costs:
+    called = _called_costs(program, computation, instruction)
+    operands = [computation[name].shape for name in instruction.operands]
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    # The estimate of a fusion covers what it calls.
+    cycles = int(estimate[1]) - called.cycles if estimate else 0
+    own = Costs(_flops(instruction, operands), cycles, _traffic(instruction, operands))
+    return called + own
+
+
+def _called_costs(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Costs:
+    def costs(*attributes: str) -> list[Costs]:
+        names = [n for attribute in attributes for n in instruction.called(attribute)]
+        return [_costs(program, program[name]) for name in names]
+
+    match instruction.opcode:
+        case "while":
+            trips = count_trips(program, computation, instruction)
+            return _sum(costs("condition", "body")).repeated(trips)
+        case "conditional":
+            branches = ("branch_computations", "true_computation", "false_computation")
+            return max(costs(*branches), key=_expense)
+        case "fusion" | "call" | "async-start":
+            return _sum(costs("calls", "to_apply"))
+    return Costs()
+
+
+def _expense(costs: Costs) -> tuple[int, int, int]:
+    size = sum(traffic.bytes for traffic in costs.collectives.values())
+    return costs.cycles, costs.flops, size
+
+
+def _traffic(instruction: Instruction, operands: list[str]) -> dict[str, Traffic]:
+    found = re.fullmatch(f"({KINDS})(-start)?", instruction.opcode)
+    if not found:
+        return {}
+    results = [_bytes(part) for part in _parts(instruction.shape)]
+    # A start has inputs and outputs among its results: ((inputs), (outputs), context).
+    out = max(results) if found[2] else sum(results)
+    return {found[1]: Traffic(1, max(out, sum(map(_bytes, operands))))}
+
+
+def _parts(shape: str) -> list[str]:
+    """Splits a tuple at its top level; an array is one part."""
+    shape = re.sub(r"{[^}]*}", "", shape)
+    return re.findall(r"\([^()]+\)|\w+\[[^]]*\]", shape.removeprefix("("))
+
+
+def _bytes(shape: str) -> int:
+    arrays = re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", shape)
+    return sum(
+        math.prod(int(n) for n in sizes.split(",") if n) * int(bits or 8) // 8
+        for bits, sizes in arrays
+    )
+
+
+def _flops(instruction: Instruction, operands: list[str]) -> int:
+    if instruction.opcode == "dot":
+        axes = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims"))
+        contracted = [dimensions(operands[0])[int(axis)] for axis in axes]
+        return 2 * math.prod(dimensions(instruction.shape) + contracted)
+    if instruction.opcode == "convolution":
+        return _convolution_flops(instruction, operands)
+    return 0
+
+
+def _convolution_flops(instruction: Instruction, operands: list[str]) -> int:
+    labels = re.split("_|->", instruction.attribute("dim_labels"))
+    image, kernel, output = (
+        dict(zip(axes, dimensions(shape), strict=True))
+        for axes, shape in zip(labels, [*operands, instruction.shape], strict=True)
+    )
+    window = re.findall(r"(\w+)=(\S+)", instruction.attribute("window"))
+    flops = 2 * kernel["i"] * output["b"] * output["f"]
+    for axis in sorted(image.keys() - {"b", "f"}):
+        settings = {key: value.split("x")[int(axis)] for key, value in window}
+        flops *= _pairs(image[axis], kernel[axis], output[axis], settings)
+    return flops
+
+
+def _pairs(image: int, kernel: int, output: int, window: Mapping[str, str]) -> int:
+    """Counts the pairs of output and kernel positions that meet an entry of the image.
+
+    On TPU a batch of products is a convolution over the batch, dilated such that each
+    output meets one entry of the kernel.
+    """
+    stride, spacing, dilation = (
+        int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    start = np.arange(output) * stride - int(window.get("pad", "0").split("_")[0])
+    pairs = 0
+    for offset in range(0, kernel * dilation, dilation):
+        entry, between = np.divmod(start + offset, spacing)
+        pairs += int(np.sum((between == 0) & (entry >= 0) & (entry < image)))
+    return pairs

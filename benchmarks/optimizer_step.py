@@ -1,0 +1,133 @@
+"""Times Muon's whole update on GPT-2 124M's 72 hidden matrices against its peers.
+
+    python benchmarks/optimizer_step.py
+
+The peak is one large product in the same process; the share of it that an update takes
+counts the arithmetic that runs, so Hermitian halves that are left out do not count.
+"""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from alternating import alternate, compare, Times
+from gpt2 import BLOCK, separate, Shapes, stacked, updates
+from pictures import picture
+from tables import parser, Report, Table
+
+import muonclip_jax as mc
+
+
+COLUMNS = {
+    "update": "",
+    "ours, s": ".2f",
+    "peer, s": ".2f",
+    "times faster": ".2f",
+    "ours, share of peak": ".0%",
+}
+COUNTS = (1, 2, 4, 8, 16, 32, 48)
+PRODUCT = 2048
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--repeats", type=int, default=20)
+    options.add_argument("--png", type=Path, help="time against number of matrices")
+    args = options.parse_args()
+    report = Report(args)
+    table = report.table("Whole update", COLUMNS)
+    against_optax(table, args.layers, args.repeats)
+    against_torch(table, args.layers, args.repeats)
+    growth(report, args)
+    report.write()
+
+
+def against_optax(table: Table, layers: int, repeats: int) -> None:
+    cases = {
+        f"{6 * layers} separate leaves": separate(layers),
+        "stacked leaves": stacked(layers),
+        f"{2 * layers} x (768, 3072)": {str(i): BLOCK["up"] for i in range(2 * layers)},
+    }
+    for name, shapes in cases.items():
+        times = alternate(updates(shapes) | {"peak": large_product()}, repeats)
+        share = share_of_peak(shapes, times)
+        table.add(f"{name}, optax", *compare(times, "ours", "optax"), share)
+
+
+def share_of_peak(shapes: Shapes, times: Times) -> float:
+    pairs = zip(times["ours"], times["peak"], strict=True)
+    ratio = statistics.median(product / ours for ours, product in pairs)
+    return needed_flops(shapes) / (2 * PRODUCT**3) * ratio
+
+
+def large_product() -> Callable[[], Any]:
+    """One large product, as the measure of what the machine can do."""
+    x = jax.random.normal(jax.random.key(0), (PRODUCT, PRODUCT))
+    multiply = jax.jit(jnp.matmul)
+    return lambda: multiply(x, x)
+
+
+def needed_flops(shapes: Shapes) -> float:
+    """The arithmetic of Newton-Schulz as XLA counts it in the compiled program."""
+    # One matrix at a time, for XLA counts the body of a loop over a stack once.
+    flops = {shape: matrix_flops(shape) for shape in {s[-2:] for s in shapes.values()}}
+    return sum(
+        flops[shape[-2:]] * (shape[0] if len(shape) > 2 else 1)
+        for shape in shapes.values()
+    )
+
+
+def matrix_flops(shape: tuple[int, ...]) -> float:
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    costs = jax.jit(mc.newton_schulz).lower(x).compile().cost_analysis()
+    assert costs is not None
+    return costs["flops"]
+
+
+def against_torch(table: Table, layers: int, repeats: int) -> None:
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        table.add("torch.optim.Muon: torch is not installed", *[None] * 4)
+        return
+    shapes = separate(layers)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    theirs = torch.optim.Muon(params, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    sides = {"ours": updates(shapes)["ours"], "torch": theirs.step}
+    figures = compare(alternate(sides, repeats), "ours", "torch")
+    # torch always iterates in bfloat16.
+    name = f"{len(shapes)} separate leaves, torch {torch.__version__}, bfloat16"
+    table.add(name, *figures, None)
+
+
+def growth(report: Report, args) -> None:
+    title = "Update of matrices (768, 768), seconds by their number"
+    columns = {"matrices": "d", "ours": ".3f", "optax": ".3f", "times faster": ".2f"}
+    table = report.table(title, columns)
+    for count in COUNTS:
+        if count <= 4 * args.layers:
+            sides = updates({str(i): BLOCK["query"] for i in range(count)})
+            times = alternate(sides, args.repeats)
+            table.add(count, *compare(times, "ours", "optax"))
+    if args.png:
+        draw(table, args.png)
+
+
+def draw(table: Table, file: Path) -> None:
+    counts, ours, optax, _ = zip(*table.rows, strict=True)
+    labels = dict(xlabel="matrices (768, 768)", ylabel="update, seconds")
+    with picture(file, xscale="log", yscale="log", **labels) as axes:
+        axes.plot(counts, ours, marker="o", label="muonclip_jax")
+        axes.plot(counts, optax, marker="o", label="optax")
+        axes.set_xticks(counts, labels=[str(count) for count in counts])
+        axes.set_xticks([], minor=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Costs read from compiled programs: arithmetic, cycles and collectives."""
+
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
+
+from hlo_costs import Costs, hlo_costs, Traffic
+
+
+SQUARE = jnp.zeros((32, 32))
+STACK = jnp.zeros((5, 32, 48))
+PRODUCT = 2 * 32**3
+
+CASES = {
+    "product": (lambda x: x @ x, [SQUARE], PRODUCT),
+    "vector": (lambda x, y: x @ y, [SQUARE, jnp.zeros(32)], 2 * 32**2),
+    "batch": (lambda x: x @ x.mT, [STACK], 5 * 2 * 32 * 32 * 48),
+    "two axes contracted": (
+        lambda x: jnp.einsum("abc,abd->cd", x, x),
+        [STACK],
+        2 * 48 * 48 * 5 * 32,
+    ),
+    "loop": (
+        lambda x: jax.lax.fori_loop(0, 7, lambda _, y: y @ x, x),
+        [SQUARE],
+        7 * PRODUCT,
+    ),
+    "loop not from 0": (
+        lambda x: jax.lax.while_loop(
+            lambda carry: carry[0] >= 4,
+            lambda carry: (carry[0] - 3, carry[1] @ x),
+            (18, x),
+        ),
+        [SQUARE],
+        5 * PRODUCT,
+    ),
+    "map": (
+        lambda x: jax.lax.map(lambda y: y @ y.T, x),
+        [STACK],
+        5 * 2 * 32 * 32 * 48,
+    ),
+    "loop in a map": (
+        lambda x: jax.lax.map(
+            lambda y: jax.lax.fori_loop(0, 3, lambda _, z: z @ (y.T @ y), y), x
+        ),
+        [STACK],
+        5 * 3 * 2 * 32 * 48 * 48 + 5 * 2 * 32 * 48 * 48,
+    ),
+    "branches": (
+        lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x),
+        [SQUARE],
+        2 * PRODUCT,
+    ),
+    "convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 2), "VALID"),
+        [jnp.zeros((2, 3, 17, 11)), jnp.zeros((8, 3, 3, 5))],
+        2 * (2 * 8 * 8 * 4) * (3 * 3 * 5),
+    ),
+}
+
+
+def compiled(function, arguments):
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def without_trip_counts(text):
+    assert "known_trip_count" in text
+    return re.sub(r'"known_trip_count":{"n":"\d+"}', "", text)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flops_of_a_program(case):
+    function, arguments, flops = CASES[case]
+    assert hlo_costs(compiled(function, arguments).as_text()) == Costs(flops=flops)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "loop" in name])
+def test_trips_are_counted_where_the_compiler_does_not_note_them(case):
+    function, arguments, flops = CASES[case]
+    text = without_trip_counts(compiled(function, arguments).as_text())
+    assert hlo_costs(text).flops == flops
+
+
+def test_trips_that_depend_on_data_are_an_error():
+    text = compiled(
+        lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: y @ x, x), [SQUARE, 3]
+    ).as_text()
+    with pytest.raises(ValueError, match="depends on data"):
+        hlo_costs(text)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(window_strides=(2, 1), padding="SAME"),
+        dict(window_strides=(1, 1), padding=[(3, 0), (-1, 2)]),
+        dict(window_strides=(1, 1), padding=[(0, 0), (1, 0)], lhs_dilation=(3, 2)),
+        dict(window_strides=(1, 3), padding="SAME", rhs_dilation=(2, 1)),
+    ],
+)
+def test_flops_of_a_padded_or_dilated_convolution_are_those_of_xla(settings):
+    text = """
+ENTRY %main (x: f32[2,9,11,4], w: f32[3,5,4,8]) -> f32[OUTPUT] {
+  %x = f32[2,9,11,4]{3,2,1,0} parameter(0)
+  %w = f32[3,5,4,8]{3,2,1,0} parameter(1)
+  ROOT %y = f32[OUTPUT]{3,2,1,0} convolution(%x, %w), WINDOW, dim_labels=b01f_01io->b01f
+}
+"""
+    shapes = [jnp.zeros((2, 9, 11, 4)), jnp.zeros((3, 5, 4, 8))]
+    lowered = jax.jit(
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **settings
+        )
+    ).lower(*shapes)
+    output = ",".join(map(str, lowered.out_info.shape))
+    window = re.search(r"window={.*?}", lowered.as_text("hlo"))
+    text = text.replace("OUTPUT", output).replace("WINDOW", window[0])
+    assert hlo_costs(text).flops == lowered.cost_analysis()["flops"]
+
+
+# Compiled for v5p, shortened: five rounds of a product and each kind of collective, and
+# one gather after them.
+TPU = (pathlib.Path(__file__).parent / "data/tpu_loop.hlo").read_text()
+MATRIX = 2 * 1024**2  # bytes
+
+
+def test_a_program_for_tpu():
+    in_loop = Traffic(count=5, bytes=5 * MATRIX, in_loops=5)
+    assert hlo_costs(TPU) == Costs(
+        flops=5 * 2 * 1024**3,
+        cycles=8745 + 5 * 24115,
+        collectives={
+            "collective-permute": in_loop,
+            "reduce-scatter": in_loop,
+            "all-to-all": in_loop,
+            "all-gather": Traffic(count=6, bytes=9 * MATRIX, in_loops=5),
+        },
+    )
+
+
+def test_the_estimate_of_a_fusion_covers_what_it_calls():
+    inner = 'dim_labels=bf_oi->bf, backend_config={"estimated_cycles":"7"}'
+    text = TPU.replace("dim_labels=bf_oi->bf", inner)
+    assert text != TPU and hlo_costs(text) == hlo_costs(TPU)
+
+
+def test_a_batch_of_products_on_tpu_is_a_convolution():
+    # Line of `jnp.matmul` on (12, 768, 3072) and (12, 768, 768), compiled for v5p.
+    text = """
+ENTRY %main (x: f32[12,768,3072], a: f32[12,768,768]) -> f32[12,768,3072] {
+  %x = f32[12,768,3072]{2,1,0:T(8,128)} parameter(0)
+  %a = f32[12,768,768]{2,1,0:T(8,128)} parameter(1)
+  ROOT %convolution-base-dilated.109 = f32[12,768,3072]{2,1,0:T(8,128)} \
+convolution(%a, %x), window={size=12 stride=11 lhs_dilate=12}, \
+dim_labels=0bf_0io->0bf, metadata={op_name="jit(f)/dot_general" stack_frame_id=131}
+}
+"""
+    assert hlo_costs(text).flops == 12 * 2 * 768 * 768 * 3072
+
+
+def test_collectives_under_way_are_counted_once():
+    text = """
+%wrapped (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %inner = f32[8]{0} all-to-all(%p), dimensions={0}
+}
+
+ENTRY %main (a: f32[8], b: bf16[4]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = bf16[4]{0} parameter(1)
+  %s = ((f32[8]{0}, bf16[4]{0}), (f32[16]{0}, bf16[8]{0})) all-gather-start(%a, %b)
+  %d = (f32[16]{0}, bf16[8]{0}) all-gather-done(%s)
+  %r = (f32[8]{0}, bf16[4]{0}) all-reduce-start(%a, %b), to_apply=%add
+  %e = (f32[8]{0}, bf16[4]{0}) all-reduce-done(%r)
+  %w = ((f32[8]{0}), f32[8]{0}, u32[]{:S(2)}) async-start(%a), calls=%wrapped
+  ROOT %f = f32[8]{0} async-done(%w), calls=%wrapped
+}
+"""
+    assert hlo_costs(text).collectives == {
+        "all-gather": Traffic(count=1, bytes=16 * 4 + 8 * 2),
+        "all-reduce": Traffic(count=1, bytes=8 * 4 + 4 * 2),
+        "all-to-all": Traffic(count=1, bytes=8 * 4),
+    }
+
+
+def test_collectives_of_a_program_for_two_devices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    @jax.jit
+    @jax.shard_map(
+        mesh=mesh,
+        in_specs=PartitionSpec("x"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    def f(x):
+        x = jax.lax.fori_loop(0, 3, lambda _, y: jax.lax.psum(y, "x") / 2, x)
+        return jax.lax.all_gather(x, "x", tiled=True)
+
+    text = f.lower(jnp.zeros((6, 5))).compile().as_text()
+    assert hlo_costs(text).collectives == {
+        "all-reduce": Traffic(count=3, bytes=3 * 3 * 5 * 4, in_loops=3),
+        "all-gather": Traffic(count=1, bytes=6 * 5 * 4),
+    }
