@@ -27,11 +27,11 @@ def stacked(layers: int) -> Shapes:
     return {k: (layers, *shape) for k, shape in BLOCK.items()}
 
 
-def optimizers(shapes: Shapes) -> dict[str, optax.GradientTransformation]:
+def optimizers(shapes: Shapes, **ours: Any) -> dict[str, optax.GradientTransformation]:
     """The same update by both: the same coefficients, scale and weight decay."""
     axes = {k: MuonDimensionNumbers(-2, -1) for k in shapes}
     return {
-        "ours": mc.muon(1e-3, dimension_numbers=axes),
+        "ours": mc.muon(1e-3, dimension_numbers=axes, **ours),
         "optax": optax.contrib.muon(
             1e-3,
             weight_decay=0.1,
@@ -45,7 +45,7 @@ def optimizers(shapes: Shapes) -> dict[str, optax.GradientTransformation]:
     }
 
 
-def updates(shapes: Shapes) -> dict[str, Callable[[], Any]]:
+def updates(shapes: Shapes, **ours: Any) -> dict[str, Callable[[], Any]]:
     def side(tx):
         state, update = tx.init(params), jax.jit(tx.update)
         return lambda: update(grads, state, params)
@@ -56,4 +56,4 @@ def updates(shapes: Shapes) -> dict[str, Callable[[], Any]]:
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     params = jax.tree.map(jnp.ones_like, grads)
-    return {name: side(tx) for name, tx in optimizers(shapes).items()}
+    return {name: side(tx) for name, tx in optimizers(shapes, **ours).items()}

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +100,14 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
     for param in params:
         param.grad = torch.randn_like(param)
     theirs = torch.optim.Muon(params, lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    sides = {"ours": updates(shapes)["ours"], "torch": theirs.step}
-    figures = compare(alternate(sides, repeats), "ours", "torch")
-    # torch always iterates in bfloat16.
-    name = f"{len(shapes)} separate leaves, torch {torch.__version__}, bfloat16"
-    table.add(name, *figures, None)
+    # torch iterates in bfloat16, unless the method that casts to it does not.
+    casts = {"bfloat16": torch.Tensor.bfloat16, "float32": torch.Tensor.float}
+    for ours, peer in [("float32",) * 2, ("float32", "bfloat16"), ("bfloat16",) * 2]:
+        sides = {"ours": updates(shapes, ns_dtype=ours)["ours"], "torch": theirs.step}
+        with mock.patch.object(torch.Tensor, "bfloat16", casts[peer]):
+            figures = compare(alternate(sides, repeats), "ours", "torch")
+        name = f"separate leaves in {ours}, torch {torch.__version__} in {peer}"
+        table.add(name, *figures, None)
 
 
 def growth(report: Report, args) -> None:

@@ -9,11 +9,9 @@ update in float32. Nothing runs, so none of it is a time; the seconds are those 
 tracing and compiling here.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from attention_ahead_of_time import one_chip
-from environment import environment
+from gpt2 import BLOCK, optimizers, Shapes
 from hlo_costs import Costs, hlo_costs
 from jax.sharding import Sharding
-from gpt2 import BLOCK, optimizers, Shapes
+from pictures import picture
+from tables import parser, Report, Table
 
 
 LLAMA_BLOCK: Shapes = (
@@ -47,27 +46,36 @@ class Compiled:
     seconds: float
 
 
+COLUMNS = {
+    "update": "",
+    "by": "",
+    "GFLOP": ",.0f",
+    "Mcycles": ".2f",
+    "of optax's": ".2f",
+    "temporaries, MB": ",.0f",
+    "arguments, MB": ",.0f",
+    "trace and compile, s": ".1f",
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--topology", default="v5p:2x2x1")
-    parser.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--png", type=Path, help="a picture of the cycles")
-    args = parser.parse_args()
-    print(environment(), f"compiled for one chip of {args.topology}", sep="; ")
-    print_header()
+    options = parser(__doc__)
+    options.add_argument("--topology", default="v5p:2x2x1")
+    options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
+    options.add_argument("--png", type=Path, help="a picture of the cycles")
+    args = options.parse_args()
+    report = Report(args)
+    title = f"One update, compiled for one chip of {args.topology}"
+    table = report.table(title, COLUMNS)
     chip = one_chip(args.topology)
     updates = []
     for preset, shapes in presets(args.layers).items():
         pair = list(compile_updates(preset, shapes, chip))
-        print_rows(pair)
+        add_rows(table, pair)
         updates += pair
-    if args.json:
-        write(args.json, args.topology, updates)
+    report.write()
     if args.png:
-        plot(args.png, args.topology, updates)
+        draw(args.png, args.topology, updates)
 
 
 def presets(llama_layers: int) -> dict[str, Shapes]:
@@ -117,65 +125,36 @@ def compile_updates(preset: str, shapes: Shapes, chip: Sharding) -> Iterator[Com
         )
 
 
-def print_header() -> None:
-    columns = ("update", "", "GFLOP", "Mcycles", "of optax's", "temporaries, MB")
-    print_row(*columns, "arguments, MB", "trace and compile, s")
-    print_row(*["---"] * (len(columns) + 2))
-
-
-def print_rows(updates: list[Compiled]) -> None:
+def add_rows(table: Table, updates: list[Compiled]) -> None:
     (optax_cycles,) = (u.costs.cycles for u in updates if u.implementation == "optax")
     for update in updates:
-        print_row(
+        table.add(
             update.preset,
             update.implementation,
-            f"{update.costs.flops / 1e9:,.0f}",
-            f"{update.costs.cycles / 1e6:.2f}",
-            f"{update.costs.cycles / optax_cycles:.2f}",
-            f"{update.temporary_bytes / 1e6:,.0f}",
-            f"{update.argument_bytes / 1e6:,.0f}",
-            f"{update.seconds:.1f}",
+            update.costs.flops / 1e9,
+            update.costs.cycles / 1e6,
+            update.costs.cycles / optax_cycles,
+            update.temporary_bytes / 1e6,
+            update.argument_bytes / 1e6,
+            update.seconds,
         )
 
 
-def print_row(*cells: str) -> None:
-    print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def write(file: Path, topology: str, updates: list[Compiled]) -> None:
-    content = {
-        "environment": environment(),
-        "topology": topology,
-        "updates": [asdict(update) for update in updates],
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1))
-
-
-def plot(file: Path, topology: str, updates: list[Compiled]) -> None:
-    import matplotlib.pyplot as plt  # optional, as is the picture
-
-    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+def draw(file: Path, topology: str, updates: list[Compiled]) -> None:
     places = {preset: i for i, preset in enumerate(_distinct(updates, "preset"))}
-    names = _distinct(updates, "implementation")
-    for i, name in enumerate(names):
-        mine = [update for update in updates if update.implementation == name]
-        offset = (i - (len(names) - 1) / 2) * 0.4
-        bars = axes.barh(
-            [places[update.preset] + offset for update in mine],
-            [update.costs.cycles / 1e6 for update in mine],
-            height=0.4,
-            label=name,
-        )
-        axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set_yticks(range(len(places)), list(places))
-    axes.invert_yaxis()
-    axes.set_xlabel(f"Mcycles of one update, estimated, one chip of {topology}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    label = f"Mcycles of one update, estimated, one chip of {topology}"
+    with picture(file, xlabel=label) as axes:
+        for name, offset in {"ours": -0.2, "optax": 0.2}.items():
+            mine = [update for update in updates if update.implementation == name]
+            bars = axes.barh(
+                [places[update.preset] + offset for update in mine],
+                [update.costs.cycles / 1e6 for update in mine],
+                height=0.4,
+                label=name,
+            )
+            axes.bar_label(bars, fmt="%.1f", padding=3)
+        axes.set_yticks(range(len(places)), list(places))
+        axes.invert_yaxis()
 
 
 def _distinct(updates: list[Compiled], field: str) -> list[str]:

@@ -18,7 +18,7 @@ from ._dimension_numbers import (
     matrix_views,
     resolve_dimension_numbers,
 )
-from ._options import Method, Preconditioning, resolve_options
+from ._options import Kernel, Method, Preconditioning, resolve_options
 from ._scale_by_muon import scale_by_muon
 
 
@@ -31,6 +31,7 @@ def muon(
     ns_steps: int | jax.Array = 5,
     ns_method: Method = "auto",
     ns_dtype: DTypeLike | None = None,
+    ns_kernel: Kernel = "xla",
     preconditioning: Preconditioning = "frobenius",
     consistent_rms: float | jax.Array | None = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
@@ -55,8 +56,9 @@ def muon(
     - `learning_rate`: a float or a schedule. With `consistent_rms=0.2` a learning rate
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
-        `preconditioning`, `consistent_rms`, `mu_dtype`, `dimension_numbers`: as for
-        [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
+        `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
+        `dimension_numbers`: as for [`scale_by_muon`][]; `None` in
+        `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools or a function of the params, for both.
     - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
@@ -91,7 +93,9 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    resolve_options(ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning)
+    resolve_options(
+        ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
+    )
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
         numbers = resolve_dimension_numbers(dimension_numbers, params)
@@ -105,6 +109,7 @@ def muon(
             ns_steps=ns_steps,
             ns_method=ns_method,
             ns_dtype=ns_dtype,
+            ns_kernel=ns_kernel,
             preconditioning=preconditioning,
             consistent_rms=consistent_rms,
             mu_dtype=mu_dtype,

@@ -11,7 +11,7 @@ from ._attention_layers import Attention
 from ._coefficients import Schedule, Triple
 from ._dimension_numbers import DimensionNumbers
 from ._muon import muon
-from ._options import Method, Preconditioning
+from ._options import Kernel, Method, Preconditioning
 from ._qk_clip import qk_clip
 
 
@@ -27,6 +27,7 @@ def muonclip(
     ns_steps: int | jax.Array = 5,
     ns_method: Method = "auto",
     ns_dtype: DTypeLike | None = None,
+    ns_kernel: Kernel = "xla",
     preconditioning: Preconditioning = "frobenius",
     consistent_rms: float | jax.Array | None = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
@@ -80,6 +81,7 @@ def muonclip(
             ns_steps=ns_steps,
             ns_method=ns_method,
             ns_dtype=ns_dtype,
+            ns_kernel=ns_kernel,
             preconditioning=preconditioning,
             consistent_rms=consistent_rms,
             weight_decay=weight_decay,

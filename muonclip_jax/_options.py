@@ -11,6 +11,7 @@ from ._coefficients import check_schedule, resolve_schedule, Schedule, Triple
 
 Method = Literal["auto", "standard", "gram"]
 Preconditioning = Literal["frobenius", "aol"]
+Kernel = Literal["xla", "pallas"]
 
 
 class Options(NamedTuple):
@@ -20,6 +21,7 @@ class Options(NamedTuple):
     method: Method
     dtype: jnp.dtype | None
     preconditioning: Preconditioning
+    kernel: Kernel
 
 
 def resolve_options(
@@ -28,17 +30,19 @@ def resolve_options(
     method: Method,
     dtype: DTypeLike | None,
     preconditioning: Preconditioning,
+    kernel: Kernel,
 ) -> Options:
     """Raises `ValueError` for what cannot work."""
     _check_choice("method", method, Method)
     _check_choice("preconditioning", preconditioning, Preconditioning)
+    _check_choice("kernel", kernel, Kernel)
     schedule = resolve_schedule(ns_coeffs, ns_steps)
     if dtype is not None:
         dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(f"Newton-Schulz needs a floating-point dtype, got {dtype}")
         check_schedule(schedule, jnp.finfo(dtype).dtype.name)
-    return Options(schedule, method, dtype, preconditioning)
+    return Options(schedule, method, dtype, preconditioning, kernel)
 
 
 def _check_choice(name: str, value: str, choices) -> None:

@@ -14,7 +14,7 @@ from . import _paths
 from ._coefficients import Schedule, Triple
 from ._dimension_numbers import DimensionNumbers, matrix_views
 from ._matrices import MatrixView
-from ._options import Method, Preconditioning, resolve_options
+from ._options import Kernel, Method, Preconditioning, resolve_options
 from ._orthogonalize import orthogonalize
 
 
@@ -32,6 +32,7 @@ def scale_by_muon(
     ns_steps: int | jax.Array = 5,
     ns_method: Method = "auto",
     ns_dtype: DTypeLike | None = None,
+    ns_kernel: Kernel = "xla",
     preconditioning: Preconditioning = "frobenius",
     consistent_rms: float | jax.Array | None = 0.2,
     mu_dtype: DTypeLike | None = None,
@@ -59,7 +60,7 @@ def scale_by_muon(
     - `beta`: momentum decay.
     - `nesterov`: whether to look one step ahead.
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
-    - `ns_method`, `ns_dtype`: its `method` and `dtype`.
+    - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
     - `consistent_rms`: root mean square of the update, or `None`.
     - `mu_dtype`: dtype of the momentum; the params' if `None`.
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
@@ -91,7 +92,9 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
-    options = resolve_options(ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning)
+    options = resolve_options(
+        ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
+    )
     traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
 
     def init_fn(params: optax.Params) -> ScaleByMuonState:

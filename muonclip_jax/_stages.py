@@ -8,11 +8,18 @@ import functools
 
 import jax
 
-from ._iterations import gram, round_to, standard, traced
+from . import _symmetric_product_gpu, _symmetric_product_tpu
+from ._iterations import gram, standard, traced
 from ._options import Options
 from ._preconditioning import precondition
-from ._strategy import choose_strategy, iteration_dtype, Platform
+from ._products import kernel_products, Products, round_to, xla_products
+from ._strategy import choose_strategy, iteration_dtype, Platform, Strategy
 
+
+_KERNELS = {
+    "gpu": _symmetric_product_gpu.symmetric_product,
+    "tpu": _symmetric_product_tpu.symmetric_product,
+}
 
 _static = functools.partial(jax.jit, static_argnames=("options", "platform"))
 
@@ -32,8 +39,17 @@ def iterate(
 
     Where it costs nothing the result is not rounded to the dtype of the iteration.
     """
-    strategy = choose_strategy(x.shape[-2:], x.dtype, options.method, platform)
+    strategy = choose_strategy(x.shape[-2:], x.dtype, options, platform)
     if ns_steps is not None:
-        return traced(x, options.schedule, strategy.blocks, ns_steps)
+        products = xla_products(x.dtype, exact=False)
+        return traced(x, options.schedule, products, strategy.blocks, ns_steps)
     form = gram if strategy.gram else standard
-    return form(x, options.schedule, strategy.blocks)
+    products = _products(strategy, x.dtype, platform)
+    return form(x, options.schedule, products, strategy.blocks)
+
+
+def _products(strategy: Strategy, dtype, platform: Platform) -> Products:
+    if strategy.kernel:
+        return kernel_products(_KERNELS[platform], dtype)
+    # The Gram form squares the spectrum, and so needs all the bits there are.
+    return xla_products(dtype, exact=strategy.gram)

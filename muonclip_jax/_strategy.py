@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._coefficients import is_stable
-from ._options import Method, Options
+from ._options import Options
 
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -39,25 +39,32 @@ CHUNK_SIZE = {"cpu": 2**14, "gpu": 2**26, "tpu": 10 * 2**20}
 STACK_SIZE = {"cpu": math.inf, "gpu": 2**26, "tpu": 5 * 2**20}
 
 
+#: The least rows from which `kernel="pallas"` takes the kernel for symmetric products.
+#: Smaller ones have few tiles above the diagonal to save.
+KERNEL_ROWS = {"cpu": math.inf, "gpu": 2048, "tpu": 1024}
+
+
 class Strategy(NamedTuple):
-    """Which form of the iteration, and in how many row blocks."""
+    """Which form of the iteration, in how many row blocks, and whether by a kernel."""
 
     gram: bool
     blocks: int
+    kernel: bool
 
 
 def choose_strategy(
-    shape: tuple[int, ...], dtype: jnp.dtype, method: Method, platform: Platform
+    shape: tuple[int, ...], dtype: jnp.dtype, options: Options, platform: Platform
 ) -> Strategy:
     """Chooses for matrices of `shape`, the short side first, iterated in `dtype`."""
     m, n = shape
+    is_short = jnp.finfo(dtype).bits == 16
     # The Gram form needs exact products: elsewhere those of float32 are several times
     # as slow as what the standard form makes do with.
-    exact_is_free = platform == "cpu" or jnp.finfo(dtype).bits == 16
-    pays = exact_is_free and n >= GRAM_ASPECT_RATIO * m
+    pays = (platform == "cpu" or is_short) and n >= GRAM_ASPECT_RATIO * m
     return Strategy(
-        gram=method == "gram" or (method == "auto" and pays),
+        gram=options.method == "gram" or (options.method == "auto" and pays),
         blocks=BLOCKS if platform == "cpu" and m >= BLOCKS * BLOCK_ROWS else 1,
+        kernel=options.kernel == "pallas" and is_short and m >= KERNEL_ROWS[platform],
     )
 
 

@@ -9,6 +9,17 @@ from flax import nnx
 import muonclip_jax as mc
 
 
+# CANS as published (arXiv:2506.10935) diverges from 1.005 on, within bfloat16 rounding
+# of 1.
+UNSAFE_CANS = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+
 def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:
     """A float64 `(m, n)` matrix with the given singular values."""
     generator = np.random.default_rng(seed)

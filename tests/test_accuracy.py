@@ -1,18 +1,17 @@
 """What rounding does to the two forms, in every dtype, by spectrum."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, polynomial_of
+from helpers import matrix_of, polynomial_of, UNSAFE_CANS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
+from muonclip_jax._options import resolve_options
 from muonclip_jax._restarts import cut_into_passes
-from muonclip_jax._strategy import choose_strategy
+from muonclip_jax._strategy import choose_strategy, iteration_dtype
 
 
 SPECTRA = {
@@ -99,32 +98,58 @@ def test_passes_depend_on_the_schedule_and_the_dtype(name, dtype, lengths):
     assert sum(cut, ()) == mc.NS_COEFFS[name]
 
 
-strategy = functools.partial(
-    choose_strategy,
-    requested_dtype=None,
-    method="auto",
-    schedule=mc.NS_COEFFS["keller"],
-)
+def options(method="auto", dtype=None, coefficients="keller", kernel="xla"):
+    return resolve_options(coefficients, 5, method, dtype, "frobenius", kernel)
 
 
 @pytest.mark.parametrize(
     "platform, dtype", [("cpu", "float32"), ("gpu", "float16"), ("tpu", "bfloat16")]
 )
 def test_each_platform_iterates_in_the_dtype_it_multiplies_fastest(platform, dtype):
-    for given_dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        chosen = strategy((8, 32), jnp.dtype(given_dtype), platform=platform)
-        assert chosen.dtype == dtype and chosen.gram
-    assert not strategy((8, 11), jnp.dtype("float32"), platform=platform).gram
-    wide = strategy((8, 32), jnp.dtype("complex64"), platform=platform)
-    assert wide.dtype == jnp.complex64
+    for given_dtype in ("float32", "bfloat16", "float16"):
+        assert iteration_dtype(jnp.dtype(given_dtype), options(), platform) == dtype
+    for given_dtype in ("float64", "complex64"):
+        wide = iteration_dtype(jnp.dtype(given_dtype), options(), platform)
+        assert wide == given_dtype
+    for asked in ("float32", "float16"):
+        chosen = iteration_dtype(jnp.dtype("bfloat16"), options(dtype=asked), platform)
+        assert chosen == asked
 
 
-def test_float32_on_accelerators_is_standard_unless_gram_is_asked_for():
-    float32 = jnp.dtype("float32")
-    accurate = functools.partial(
-        strategy, (8, 32), float32, requested_dtype=float32, platform="tpu"
-    )
-    assert not accurate().gram and accurate(method="gram").gram
+def test_coefficients_that_only_float32_bears_are_iterated_in_it():
+    unsafe = options(coefficients=UNSAFE_CANS)
+    for platform in ("cpu", "gpu", "tpu"):
+        assert iteration_dtype(jnp.dtype("float32"), unsafe, platform) == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "platform, dtype, method, shape, gram",
+    [
+        ("cpu", "float32", "auto", (8, 12), True),
+        ("cpu", "float32", "auto", (8, 11), False),
+        ("cpu", "float32", "standard", (8, 32), False),
+        ("cpu", "float32", "gram", (8, 8), True),
+        ("tpu", "bfloat16", "auto", (8, 12), True),
+        ("gpu", "float16", "auto", (8, 12), True),
+        # Exact products of float32 are slow there.
+        ("tpu", "float32", "auto", (8, 32), False),
+        ("tpu", "float32", "gram", (8, 32), True),
+    ],
+)
+def test_the_form_is_chosen_by_cost(platform, dtype, method, shape, gram):
+    dtype = jnp.dtype(dtype)
+    assert choose_strategy(shape, dtype, options(method), platform).gram == gram
+
+
+def test_kernels_are_taken_where_asked_for_from_a_size_on():
+    bfloat16, float32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    asked = options(kernel="pallas")
+    for platform, rows in (("tpu", 1024), ("gpu", 2048)):
+        assert choose_strategy((rows, rows), bfloat16, asked, platform).kernel
+        assert not choose_strategy((rows - 1, rows), bfloat16, asked, platform).kernel
+        assert not choose_strategy((rows, rows), float32, asked, platform).kernel
+        assert not choose_strategy((rows, rows), bfloat16, options(), platform).kernel
+    assert not choose_strategy((4096, 4096), bfloat16, asked, "cpu").kernel
 
 
 def test_bfloat16_input_loses_nothing_on_cpu():

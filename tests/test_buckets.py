@@ -26,7 +26,7 @@ LAYOUTS = [
     ((4, 6), PLAIN), ((6, 4), PLAIN), ((5, 5), PLAIN), ((4, 2, 3), FUSED),
     ((2, 4, 6), PLAIN), ((3, 6, 4), PLAIN), ((2, 6, 2, 2), FUSED), ((1, 6), PLAIN),
 ]  # fmt: skip
-OPTIONS = resolve_options("keller", 5, "auto", None, "frobenius")
+OPTIONS = resolve_options("keller", 5, "auto", None, "frobenius", "xla")
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import UNSAFE_CANS
 
 import muonclip_jax as mc
 from muonclip_jax._coefficients import check_schedule, resolve_schedule
-from muonclip_jax._strategy import choose_strategy
 
 
 # Output band over [1e-3, 1] from the published tables of each schedule.
@@ -73,30 +73,7 @@ def test_schedules_that_diverge_or_change_sign_are_refused(coeffs):
         mc.newton_schulz(jnp.eye(3), ns_coeffs=coeffs, ns_steps=5)
 
 
-# CANS as published (arXiv:2506.10935) diverges from 1.005 on, within bfloat16 rounding
-# of 1.
-UNSAFE_CANS = (
-    (8.4703, -25.1081, 18.6293),
-    (4.1828, -3.1087, 0.5806),
-    (3.9619, -2.9541, 0.5630),
-    (3.2866, -2.4647, 0.5074),
-    (2.2737, -1.6447, 0.4162),
-)
-
-
 def test_a_schedule_that_only_float32_can_bear_is_refused_in_bfloat16():
     mc.newton_schulz(jnp.eye(3), ns_coeffs=UNSAFE_CANS)
     with pytest.raises(ValueError, match="unstable ns_coeffs in bfloat16"):
         mc.newton_schulz(jnp.eye(3), ns_coeffs=UNSAFE_CANS, dtype=jnp.bfloat16)
-
-
-def test_unasked_it_is_iterated_in_float32():
-    chosen = choose_strategy(
-        (8, 8),
-        jnp.dtype("float32"),
-        requested_dtype=None,
-        method="auto",
-        schedule=UNSAFE_CANS,
-        platform="tpu",
-    )
-    assert chosen.dtype == jnp.float32

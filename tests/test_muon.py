@@ -12,14 +12,37 @@ import pytest
 from helpers import polynomial_of
 
 import muonclip_jax as mc
+from muonclip_jax import _strategy
 
 
 DATA = pathlib.Path(__file__).parent / "data"
 
 
+@pytest.fixture
+def every_speed_feature(monkeypatch):
+    """As for large matrices on all platforms: blocks, chunks and stacks of one leaf."""
+    monkeypatch.setattr(_strategy, "BLOCK_ROWS", 2)
+    monkeypatch.setitem(_strategy.CHUNK_SIZE, "cpu", 1)
+    monkeypatch.setitem(_strategy.STACK_SIZE, "cpu", 1)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("momentum", ["nesterov", "heavyball"])
-def test_follows_torch(scale, momentum):
+def test_follows_torch_with_every_speed_feature(scale, momentum, every_speed_feature):
+    check_against_torch(scale, momentum, ns_method="gram")
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("momentum", ["nesterov", "heavyball"])
+@pytest.mark.parametrize("method", ["auto", "standard"])
+def test_follows_torch(scale, momentum, method):
+    check_against_torch(scale, momentum, ns_method=method)
+
+
+def check_against_torch(scale, momentum, **options):
     recorded = np.load(DATA / f"torch_muon_{scale}_{momentum}.npz")
     count = sum(name.endswith("grads") for name in recorded)
     trajectory = {j: recorded[f"{j}_params"] for j in range(count)}
@@ -29,6 +52,7 @@ def test_follows_torch(scale, momentum):
         weight_decay=0.1,
         nesterov=momentum == "nesterov",
         consistent_rms=0.2 if scale == "match_rms_adamw" else None,
+        **options,
     )
     state = tx.init(params)
     for t in range(5):

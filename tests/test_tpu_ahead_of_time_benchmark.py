@@ -1,5 +1,6 @@
 """The benchmark that compiles for TPU: on CPU, and with libtpu where there is one."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ sys.path.append(str(BENCHMARKS))
 
 import tpu_ahead_of_time  # noqa: E402
 from hlo_costs import Costs, Traffic  # noqa: E402
+from tables import Report  # noqa: E402
 
 
 SMALL = {
@@ -77,16 +79,17 @@ def test_table_file_and_picture(capsys, tmp_path):
         for preset in SMALL
         for name, cycles in {"ours": 1_000_000, "optax": 4_000_000}.items()
     ]  # fmt: skip
-    tpu_ahead_of_time.print_rows(updates[:2])
-    ours, theirs = capsys.readouterr().out.splitlines()
+    args = argparse.Namespace(json=tmp_path / "new" / "a.json")
+    report = Report(args)
+    table = report.table("title", tpu_ahead_of_time.COLUMNS)
+    tpu_ahead_of_time.add_rows(table, updates[:2])
+    *_, ours, theirs = capsys.readouterr().out.splitlines()
     assert ours == "| separate | ours | 3 | 1.00 | 0.25 | 5 | 6 | 1.2 |"
     assert theirs.startswith("| separate | optax | 3 | 4.00 | 1.00 |")
-    tpu_ahead_of_time.write(tmp_path / "new" / "a.json", "v5p:2x2x1", updates)
-    content = json.loads((tmp_path / "new" / "a.json").read_text())
-    assert content["topology"] == "v5p:2x2x1" and "commit" in content["environment"]
-    assert [u["costs"]["cycles"] for u in content["updates"]] == [10**6, 4 * 10**6] * 2
-    assert content["updates"][0]["costs"]["collectives"]["all-gather"]["bytes"] == 2
-    tpu_ahead_of_time.plot(tmp_path / "new" / "a.png", "v5p:2x2x1", updates)
+    report.write()
+    (content,) = json.loads(args.json.read_text())["tables"]
+    assert [row[3] for row in content["rows"]] == [1.0, 4.0]
+    tpu_ahead_of_time.draw(tmp_path / "new" / "a.png", "v5p:2x2x1", updates)
     assert (tmp_path / "new" / "a.png").stat().st_size > 5_000
 
 
@@ -116,5 +119,5 @@ def test_for_tpu(tmp_path):
         check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"},
     )
-    updates = json.loads((tmp_path / "a.json").read_text())["updates"]
-    assert len(updates) == 4 and all(u["costs"]["cycles"] > 0 for u in updates)
+    (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
+    assert len(table["rows"]) == 4 and all(row[3] > 0 for row in table["rows"])
