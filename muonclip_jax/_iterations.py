@@ -7,6 +7,7 @@ themselves it changes the cost and, but for rounding, not the result.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ._coefficients import Schedule
 from ._hermitian import add_to_diagonal, Hermitian, join, mean_diagonal, Rows, split
@@ -66,18 +67,21 @@ def _pass(rows: Rows, schedule: Schedule, products: Products) -> Rows:
 
 def _gram_factor(
     r: Hermitian, schedule: Schedule, products: Products
-) -> tuple[Hermitian, jax.Array]:
+) -> tuple[Hermitian, ArrayLike]:
     """Runs all steps on R, gathering in Q + shift I the factor that X owes.
 
     Multiples of the identity are kept apart, since rounded with the rest they would
     drown it: `a I` of Z + a I, and the mean of the diagonal of Q.
     """
-    q, shift, dtype = None, jnp.ones(()), r[0][0].dtype
+    q, shift, dtype = None, 1.0, r[0][0].dtype
     for i, (a, b, c) in enumerate(schedule):
         z = products.combine(r, r, r, shift=b, scale=c)
-        q = z if q is None else add(products.multiply(q, z), add(z, q, shift, a))
-        mean = mean_diagonal(q)
-        q, shift = round_to(add_to_diagonal(q, -mean), dtype), a * shift + mean
+        if q is None:
+            q, shift = z, a
+        else:
+            q = add(products.multiply(q, z), add(z, q, shift, a))
+            mean = mean_diagonal(q)
+            q, shift = round_to(add_to_diagonal(q, -mean), dtype), a * shift + mean
         if i < len(schedule) - 1:
             rz = products.combine(r, z, r, shift=a)
             r = products.combine(z, rz, rz, shift=a)
