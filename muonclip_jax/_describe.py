@@ -20,17 +20,19 @@ def describe(
     *,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
+    stacks: bool = False,
 ) -> str:
     """Returns a table with a row for each leaf: what it is and who updates it.
 
     Matrices are given as count x fan-in x fan-out. Attention names the role that
-    QK-Clip sees in the leaf. Below it stand the stacks that Muon orthogonalizes, as
-    count x short side x long side and the dtype of the params.
+    QK-Clip sees in the leaf.
 
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][].
     - `dimension_numbers`, `attention`: what [`muonclip`][] will be given.
+    - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
+        together, as count x short side x long side and the dtype of the params.
 
     **Raises:** `ValueError` as [`flax_dimension_numbers`][] and [`qk_clip`][] do.
 
@@ -40,7 +42,8 @@ def describe(
         >>> import muonclip_jax as mc
         >>> kernel = jnp.ones((16, 2, 8))
         >>> attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
-        >>> print(mc.describe({"attn": attn, "norm": {"scale": jnp.ones(16)}}))
+        >>> params = {"attn": attn, "norm": {"scale": jnp.ones(16)}}
+        >>> print(mc.describe(params, stacks=True))
         path               shape       matrices     optimizer  attention
         attn/key/kernel    (16, 2, 8)  1 x 16 x 16  muon       key, 2 heads
         attn/query/kernel  (16, 2, 8)  1 x 16 x 16  muon       query, 2 heads
@@ -61,9 +64,10 @@ def describe(
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    plan = plan_buckets(tree.leaves, views)
-    stacks = ["", "orthogonalized together:", str(plan)] if plan.buckets else []
-    return "\n".join(table + stacks)
+    if stacks:
+        plan = str(plan_buckets(tree.leaves, views))
+        table += ["", "orthogonalized together:", plan or "nothing"]
+    return "\n".join(table)
 
 
 def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:

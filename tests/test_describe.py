@@ -45,10 +45,11 @@ def test_columns_line_up_and_no_line_ends_in_space():
 
 def test_stacks_are_those_of_the_plan():
     params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4)), "bias": jnp.ones(4)}
-    *_, heading, stack = mc.describe(params).splitlines()
+    *_, heading, stack = mc.describe(params, stacks=True).splitlines()
     assert heading == "orthogonalized together:"
     assert stack == "2 x 4 x 8 float32 from 2 leaves"
-    assert "together" not in mc.describe({"bias": jnp.ones(4)})
+    assert mc.describe({"bias": jnp.ones(4)}, stacks=True).endswith("nothing")
+    assert "together" not in mc.describe(params)
 
 
 def test_shows_what_is_given():
