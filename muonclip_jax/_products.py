@@ -48,12 +48,12 @@ def kernel_products(
     """By a kernel for half of `scale x y^T + shift addend`, without blocks."""
 
     def call(x, y, addend=None, **options):
-        operands = [z if z is None else z.reshape(-1, *z.shape[-2:]) for z in (x, y)]
-        if x is y:  # which the kernel then reads once
-            operands[1] = operands[0]
+        left = _as_stack(x)
+        # One array that comes twice is read once.
+        right = left if x is y else _as_stack(y)
         if addend is not None:
-            options["addend"] = addend.reshape(-1, *addend.shape[-2:])
-        out = symmetric_product(*operands, **options)
+            options["addend"] = _as_stack(addend)
+        out = symmetric_product(left, right, **options)
         return out.reshape(*x.shape[:-2], *out.shape[-2:])
 
     def gram(rows):
@@ -90,6 +90,10 @@ def round_to(blocks, dtype: DTypeLike):
         return jax.lax.optimization_barrier(x.astype(dtype))
 
     return jax.tree.map(round_array, blocks)
+
+
+def _as_stack(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[-2:])
 
 
 def _widen(x: jax.Array) -> jax.Array:

@@ -5,21 +5,16 @@ all leaves and stacks of one shape.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 
-from . import _symmetric_product_gpu, _symmetric_product_tpu
 from ._iterations import gram, standard, traced
 from ._options import Options
 from ._preconditioning import precondition
 from ._products import kernel_products, Products, round_to, xla_products
 from ._strategy import choose_strategy, iteration_dtype, Platform, Strategy
 
-
-_KERNELS = {
-    "gpu": _symmetric_product_gpu.symmetric_product,
-    "tpu": _symmetric_product_tpu.symmetric_product,
-}
 
 _static = functools.partial(jax.jit, static_argnames=("options", "platform"))
 
@@ -50,6 +45,15 @@ def iterate(
 
 def _products(strategy: Strategy, dtype, platform: Platform) -> Products:
     if strategy.kernel:
-        return kernel_products(_KERNELS[platform], dtype)
+        return kernel_products(_kernel(platform), dtype)
     # The Gram form squares the spectrum, and so needs all the bits there are.
     return xla_products(dtype, exact=strategy.gram)
+
+
+def _kernel(platform: Platform) -> Callable[..., jax.Array]:
+    # Pallas is slow to import, and most programs never ask for it.
+    if platform == "tpu":
+        from ._symmetric_product_tpu import symmetric_product
+    else:
+        from ._symmetric_product_gpu import symmetric_product
+    return symmetric_product
