@@ -1,9 +1,10 @@
 """A stack of matrices a chunk at a time."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 
 def map_chunks(
@@ -15,7 +16,7 @@ def map_chunks(
     are of equal size as far as the count allows.
     """
     count, *shape = stack.shape
-    largest = max(1, chunk_size // max(1, math.prod(shape)))
+    largest = _largest(shape, chunk_size)
     # A product with a batch axis of one is slower than one without.
     if count == 1:
         return function(stack[0])[None]
@@ -25,6 +26,34 @@ def map_chunks(
         return jax.lax.map(function, stack)
     size = _divide_up(count, _divide_up(count, largest))
     return jax.lax.map(function, stack, batch_size=size)
+
+
+def map_first(
+    function: Callable[[jax.Array], jax.Array],
+    stack: jax.Array,
+    chunk_size: int,
+    count: jax.Array,
+) -> jax.Array:
+    """`map_chunks` for the first `count` matrices, known only when it runs.
+
+    What becomes of the others is not said. The result has the dtype of the stack.
+    """
+    slots, *shape = stack.shape
+    size = min(slots, _largest(shape, chunk_size))
+    padded = jnp.pad(stack, [(0, -slots % size), (0, 0), (0, 0)])
+
+    def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+        chunk = jax.lax.dynamic_slice_in_dim(stack, i * size, size)
+        result = function(chunk) if size > 1 else function(chunk[0])[None]
+        result = result.astype(stack.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(stack, result, i * size, 0)
+
+    chunks = (count + size - 1) // size
+    return jax.lax.fori_loop(0, chunks, body, padded)[:slots]
+
+
+def _largest(shape: Sequence[int], chunk_size: int) -> int:
+    return max(1, chunk_size // max(1, math.prod(shape)))
 
 
 def _divide_up(x: int, y: int) -> int:

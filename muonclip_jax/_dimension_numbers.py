@@ -8,6 +8,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from . import _paths
+from ._broadcast import broadcast
 from ._flax_names import Ambiguous, FlaxTree
 from ._matrices import matrix_view, MatrixView
 
@@ -114,7 +115,15 @@ def resolve_dimension_numbers(
         dimension_numbers = flax_dimension_numbers
     if callable(dimension_numbers):
         dimension_numbers = dimension_numbers(params)
-    return tree.unflatten(_broadcast(dimension_numbers, tree))
+    return tree.unflatten(
+        broadcast(
+            dimension_numbers,
+            tree,
+            name="dimension_numbers",
+            is_entry=lambda x: isinstance(x, MuonDimensionNumbers),
+            expected="optax.contrib.MuonDimensionNumbers",
+        )
+    )
 
 
 def matrix_views(
@@ -138,49 +147,6 @@ def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None
             f"dimension_numbers for '{_paths.show(path)}' with shape "
             f"{tuple(leaf.shape)}: {error}"
         ) from None
-
-
-def _broadcast(prefix: Any, tree: _paths.PathedTree) -> list[Any]:
-    """Gives every leaf the entry whose path begins its own.
-
-    Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
-    `update` plain dicts.
-    """
-    spec = _paths.flatten(prefix, is_leaf=_is_entry)
-    _check_entries(spec)
-    entries = dict(zip(spec.paths, spec.leaves, strict=True))
-    used, found, missing = set(), [], []
-    for path in tree.paths:
-        starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
-        used.update(starts)
-        found.append(entries[starts[-1]] if starts else None)
-        missing += [] if starts else [path]
-    if missing:
-        raise ValueError(
-            f"dimension_numbers has no entry for {_paths.show_all(missing)}"
-        )
-    # A `None` may also be a parameter that is absent, such as the bias of a layer
-    # without one.
-    unused = [p for p, entry in entries.items() if p not in used and entry is not None]
-    if tree.paths and unused:
-        raise ValueError(
-            f"dimension_numbers names {_paths.show_all(unused)}, but no parameter has "
-            "such a path"
-        )
-    return found
-
-
-def _check_entries(spec: _paths.PathedTree) -> None:
-    for path, entry in zip(spec.paths, spec.leaves, strict=True):
-        if not _is_entry(entry):
-            raise ValueError(
-                f"dimension_numbers at '{_paths.show(path)}' is {entry!r}; it must be "
-                "optax.contrib.MuonDimensionNumbers or None"
-            )
-
-
-def _is_entry(x: Any) -> bool:
-    return x is None or isinstance(x, MuonDimensionNumbers) or _paths.is_masked(x)
 
 
 def _ambiguous_message(leaves) -> str:

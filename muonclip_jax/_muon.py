@@ -20,6 +20,7 @@ from ._dimension_numbers import (
 )
 from ._options import Kernel, Method, Preconditioning, resolve_options
 from ._scale_by_muon import scale_by_muon
+from ._shardings import resolve_shardings, Shardings
 
 
 def muon(
@@ -43,6 +44,7 @@ def muon(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon for the matrices, AdamW for the rest.
 
@@ -57,7 +59,7 @@ def muon(
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `dimension_numbers`: as for [`scale_by_muon`][]; `None` in
+        `dimension_numbers`, `shardings`: as for [`scale_by_muon`][]; `None` in
         `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools or a function of the params, for both.
@@ -102,6 +104,7 @@ def muon(
         decayed = weight_decay_mask
         if callable(decayed):
             decayed = decayed(params)
+        placed = resolve_shardings(shardings, params)
         direction = scale_by_muon(
             beta=beta,
             nesterov=nesterov,
@@ -114,6 +117,7 @@ def muon(
             consistent_rms=consistent_rms,
             mu_dtype=mu_dtype,
             dimension_numbers=numbers,
+            shardings=placed,
         )
         return optax.partition(
             {

@@ -13,6 +13,7 @@ from ._dimension_numbers import DimensionNumbers
 from ._muon import muon
 from ._options import Kernel, Method, Preconditioning
 from ._qk_clip import qk_clip
+from ._shardings import Shardings
 
 
 def muonclip(
@@ -39,6 +40,7 @@ def muonclip(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
@@ -93,6 +95,7 @@ def muonclip(
             adam_b2=adam_b2,
             adam_eps=adam_eps,
             adam_weight_decay=adam_weight_decay,
+            shardings=shardings,
         ),
         qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),
     )

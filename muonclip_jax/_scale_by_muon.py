@@ -16,6 +16,7 @@ from ._dimension_numbers import DimensionNumbers, matrix_views
 from ._matrices import MatrixView
 from ._options import Kernel, Method, Preconditioning, resolve_options
 from ._orthogonalize import orthogonalize
+from ._shardings import placement, Shardings
 
 
 class ScaleByMuonState(NamedTuple):
@@ -37,6 +38,7 @@ def scale_by_muon(
     consistent_rms: float | jax.Array | None = 0.2,
     mu_dtype: DTypeLike | None = None,
     dimension_numbers: DimensionNumbers | None = None,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Turns gradients into orthogonalized momentum, scaled by shape.
 
@@ -66,13 +68,20 @@ def scale_by_muon(
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
         of one, or a function of the params. By default
         [`flax_dimension_numbers`][].
+    - `shardings`: how the params lie on a mesh, if they do: a tree of
+        `jax.sharding.NamedSharding` or (with `jax.set_mesh`) `PartitionSpec`, a prefix
+        of one, or a function of the params. Every device then gets its share of the
+        matrices, whole, and returns them orthogonalized: two exchanges for each shape.
+        Arrays outside `jit`, and explicit axes, say it themselves. With automatic axes
+        and no `shardings` the compiler finds a way, which can be a detour, and the
+        work is less evenly shared.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
     they came with.
 
     **Raises:** `ValueError` at construction for what [`newton_schulz`][] refuses; at
     `init`, naming the paths, for leaves that hold no matrix or whose axes are
-    ambiguous.
+    ambiguous, and for shardings that do not fit.
 
     !!! example
 
@@ -99,6 +108,7 @@ def scale_by_muon(
 
     def init_fn(params: optax.Params) -> ScaleByMuonState:
         _matrices_only(dimension_numbers, params)
+        placement(shardings, params)
         return ScaleByMuonState(mu=optax.tree.zeros_like(params, dtype=mu_dtype))
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -108,7 +118,13 @@ def scale_by_muon(
         decay = functools.partial(_decay, beta)
         mu = jax.tree.map(decay, state.mu, updates)
         momentum = jax.tree.map(decay, mu, updates) if nesterov else mu
-        directions = orthogonalize(tree.of(momentum), views, options, traced_steps)
+        directions = orthogonalize(
+            tree.of(momentum),
+            views,
+            options,
+            traced_steps,
+            placement(shardings, momentum),
+        )
         scaled = [
             (d * _shape_scale(v, consistent_rms)).astype(g.dtype) if v else d
             for d, v, g in zip(directions, views, tree.leaves, strict=True)

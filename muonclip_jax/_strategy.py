@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ._coefficients import is_stable
 from ._options import Options
+from ._restarts import cut_into_passes
 
 
 Platform = Literal["cpu", "gpu", "tpu"]
@@ -78,6 +79,33 @@ def iteration_dtype(
         return options.dtype or dtype
     fast = ITERATION_DTYPES[platform]
     return jnp.dtype(fast if is_stable(options.schedule, fast) else "float32")
+
+
+def wire_dtype(dtype: jnp.dtype, options: Options, platform: Platform) -> jnp.dtype:
+    """The dtype in which matrices of `dtype` travel between devices.
+
+    Not float16: what travels has no norm yet.
+    """
+    iterated = iteration_dtype(dtype, options, platform)
+    is_short = jnp.finfo(iterated).bits == 16
+    return jnp.dtype(jnp.bfloat16) if is_short else iterated
+
+
+def cost(
+    shape: tuple[int, ...], dtype: jnp.dtype, options: Options, platform: Platform
+) -> float:
+    """The multiplications that a matrix of `shape` takes, the short side first.
+
+    Products with the long side, and of the short one with itself, as `_iterations` has
+    them.
+    """
+    m, n = shape
+    dtype = iteration_dtype(dtype, options, platform)
+    schedule = options.schedule
+    if not choose_strategy(shape, dtype, options, platform).gram:
+        return len(schedule) * (2 * m * m * n + m**3)
+    passes = cut_into_passes(schedule, dtype.name)
+    return sum(2 * m * m * n + (4 * len(steps) - 3) * m**3 for steps in passes)
 
 
 def on_its_platform(function: Callable[..., Any], *arguments: Any) -> Any:

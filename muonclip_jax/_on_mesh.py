@@ -1,0 +1,193 @@
+"""Orthogonalization shared out over a mesh.
+
+Blocks of leaves -> whole matrices, each on one device -> iterated there -> blocks. What
+travels does so once for each stack and way, and nothing travels in between.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ._balance import Owners, share_out, Work
+from ._chunks import map_chunks, map_first
+from ._exchange import Exchange
+from ._layouts import Layout, layout, local_view, Route, route
+from ._matrices import MatrixView
+from ._options import Options
+from ._stages import iterate, prepare
+from ._strategy import CHUNK_SIZE, cost, Platform, wire_dtype
+
+
+class Part(NamedTuple):
+    """One leaf's matrices in a stack."""
+
+    leaf: int
+    view: MatrixView  # of what one device holds
+    layout: Layout
+
+
+class Stack(NamedTuple):
+    """Matrices of one shape and dtype that the same devices share out."""
+
+    shape: tuple[int, int]
+    dtype: str
+    route: Route
+    parts: list[Part]
+
+    @property
+    def count(self) -> int:
+        return sum(part.view.count for part in self.parts)
+
+
+def orthogonalize_on_mesh(
+    leaves: Sequence[jax.Array],
+    ns_steps: jax.Array | None,
+    *,
+    views: Sequence[MatrixView],
+    mesh: Mesh | AbstractMesh,
+    specs: Sequence[PartitionSpec],
+    options: Options,
+    platform: Platform,
+) -> list[jax.Array]:
+    """Orthogonalizes leaves that lie on `mesh` as `specs` say, and leaves them so."""
+    function = shared_out(
+        [leaf.dtype for leaf in leaves],
+        views=views,
+        mesh=mesh.shape,
+        specs=specs,
+        options=options,
+        platform=platform,
+    )
+    here = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(list(specs), PartitionSpec()),
+        out_specs=list(specs),
+        check_vma=False,
+    )
+    return here(list(leaves), ns_steps)
+
+
+def shared_out(
+    dtypes: Sequence[jnp.dtype],
+    *,
+    views: Sequence[MatrixView],
+    mesh: Mapping[str, int],
+    specs: Sequence[PartitionSpec],
+    options: Options,
+    platform: Platform,
+) -> Callable[[Sequence[jax.Array], jax.Array | None], list[jax.Array]]:
+    """What one device does: from its blocks of all leaves to what becomes of them.
+
+    `mesh` maps names of axes to sizes.
+    """
+    stacks = plan_stacks(dtypes, views, specs, mesh)
+    exchanges = plan_exchanges(stacks, mesh, options, platform)
+
+    def function(leaves, ns_steps):
+        shares = [
+            _orthogonalize_share(stack, exchange, leaves, ns_steps, options, platform)
+            for stack, exchange in zip(stacks, exchanges, strict=True)
+        ]
+        # Else a device with nothing in this stack waits here for those with something,
+        # before it starts on what it has in the next one.
+        shares = jax.lax.optimization_barrier(shares)
+        results = list(leaves)
+        for stack, exchange, share in zip(stacks, exchanges, shares, strict=True):
+            _scatter(stack, exchange.to_blocks(share), results)
+        return results
+
+    return function
+
+
+def plan_stacks(
+    dtypes: Sequence[jnp.dtype],
+    views: Sequence[MatrixView],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+) -> list[Stack]:
+    stacks: dict[tuple, Stack] = {}
+    for i, (dtype, view, spec) in enumerate(zip(dtypes, views, specs, strict=True)):
+        part = Part(i, local_view(view, spec, mesh), layout(view, spec, mesh))
+        key = part.layout.shape, jnp.dtype(dtype).name, route(view, spec, mesh)
+        stacks.setdefault(key, Stack(*key, [])).parts.append(part)
+    return list(stacks.values())
+
+
+def plan_exchanges(
+    stacks: Sequence[Stack],
+    mesh: Mapping[str, int],
+    options: Options,
+    platform: Platform,
+) -> list[Exchange]:
+    works = [
+        Work(
+            stack.count,
+            cost(stack.shape, jnp.dtype(stack.dtype), options, platform),
+            stack.route,
+        )
+        for stack in stacks
+    ]
+    return [
+        _exchange(stack, owners)
+        for stack, owners in zip(stacks, share_out(works, mesh), strict=True)
+    ]
+
+
+def _exchange(stack: Stack, owners: Owners) -> Exchange:
+    layouts = list(dict.fromkeys(part.layout for part in stack.parts))
+    kinds = [
+        np.full(part.view.count, layouts.index(part.layout), np.int32)
+        for part in stack.parts
+    ]
+    return Exchange(stack.route, owners, tuple(layouts), np.concatenate(kinds))
+
+
+def _orthogonalize_share(
+    stack: Stack,
+    exchange: Exchange,
+    leaves: Sequence[jax.Array],
+    ns_steps: jax.Array | None,
+    options: Options,
+    platform: Platform,
+) -> jax.Array:
+    """What this device iterates of a stack, `(slots, m, n)`, as it travels."""
+
+    def orthogonalize(x: jax.Array) -> jax.Array:
+        # The dtype of the iteration follows from that of the leaf, not of the wire.
+        ready = prepare(x.astype(stack.dtype), options, platform)
+        return iterate(ready, ns_steps, options, platform)
+
+    wire = wire_dtype(jnp.dtype(stack.dtype), options, platform)
+    matrices = exchange.to_owners(_blocks(stack, exchange, leaves, wire))
+    count, chunk_size = exchange.count(), CHUNK_SIZE[platform]
+    if isinstance(count, jax.Array):
+        return map_first(orthogonalize, matrices, chunk_size, count)
+    return map_chunks(orthogonalize, matrices, chunk_size).astype(wire)
+
+
+def _blocks(
+    stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array], dtype: jnp.dtype
+) -> jax.Array:
+    """This device's blocks of all matrices of a stack, as they travel."""
+    blocks = [
+        part.view.to_matrices(leaves[part.leaf])
+        .astype(dtype)
+        .reshape(-1, *exchange.block_shape)
+        for part in stack.parts
+    ]
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
+
+
+def _scatter(stack: Stack, blocks: jax.Array, results: list[jax.Array]) -> None:
+    dtype = jnp.promote_types(stack.dtype, jnp.float32)
+    counts = [part.view.count for part in stack.parts]
+    split = jnp.split(blocks, np.cumsum(counts[:-1]))
+    for part, mine in zip(stack.parts, split, strict=True):
+        shape = part.view.fan_in, part.view.fan_out
+        leaf = part.view.from_matrices(mine.reshape(-1, *shape))
+        results[part.leaf] = leaf.astype(dtype)
