@@ -1,6 +1,6 @@
 """GPT-2 124M's 72 hidden matrices, and Muon for them: ours and optax's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -19,28 +19,45 @@ BLOCK: Shapes = {name: (768, 768) for name in ("query", "key", "value", "out")} 
 }
 
 
-def separate(layers: int) -> Shapes:
-    return {f"{i}/{k}": shape for i in range(layers) for k, shape in BLOCK.items()}
+def separate(layers: int, block: Shapes = BLOCK) -> Shapes:
+    return {f"{i}/{k}": shape for i in range(layers) for k, shape in block.items()}
 
 
-def stacked(layers: int) -> Shapes:
-    return {k: (layers, *shape) for k, shape in BLOCK.items()}
+def stacked(layers: int, block: Shapes = BLOCK) -> Shapes:
+    return {k: (layers, *shape) for k, shape in block.items()}
 
 
-def optimizers(shapes: Shapes, **ours: Any) -> dict[str, optax.GradientTransformation]:
-    """The same update by both: the same coefficients, scale and weight decay."""
-    axes = {k: MuonDimensionNumbers(-2, -1) for k in shapes}
+def optimizers(
+    shapes: Shapes,
+    *,
+    adam: Collection[str] = (),
+    mu_dtype: str | None = None,
+    **ours: Any,
+) -> dict[str, optax.GradientTransformation]:
+    """The same update by both: the same coefficients, scale and weight decay.
+
+    Leaves named in `adam` are no matrices.
+    """
+
+    def numbers(axes: Callable[[tuple[int, ...]], MuonDimensionNumbers]):
+        return {k: None if k in adam else axes(shape) for k, shape in shapes.items()}
+
     return {
-        "ours": mc.muon(1e-3, dimension_numbers=axes, **ours),
+        "ours": mc.muon(
+            1e-3,
+            dimension_numbers=numbers(lambda shape: MuonDimensionNumbers(-2, -1)),
+            mu_dtype=mu_dtype,
+            **ours,
+        ),
         "optax": optax.contrib.muon(
             1e-3,
             weight_decay=0.1,
             consistent_rms=0.2,
-            muon_weight_dimension_numbers={
-                # optax counts axes from the front.
-                k: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
-                for k, shape in shapes.items()
-            },
+            mu_dtype=mu_dtype,
+            # optax counts axes from the front.
+            muon_weight_dimension_numbers=numbers(
+                lambda shape: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
+            ),
         ),
     }
 

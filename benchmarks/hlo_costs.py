@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from hlo_program import (
@@ -69,18 +71,28 @@ class Costs:
         return Costs(trips * self.flops, trips * self.cycles, collectives)
 
 
-def hlo_costs(text: str) -> Costs:
+class Context(NamedTuple):
+    """A program, and what is known of its loops."""
+
+    program: Program
+    trips: Mapping[str, int]
+
+
+def hlo_costs(text: str, trips: Mapping[str, int] = MappingProxyType({})) -> Costs:
     """Returns the costs of a compiled program; `text` is `compiled.as_text()`.
 
-    **Raises:** `ValueError` for a loop whose number of trips depends on data.
+    `trips` says how often a loop runs whose number of trips depends on data, by the
+    `jax.named_scope` that it is in.
+
+    **Raises:** `ValueError` for such a loop if it is not in `trips`.
     """
     program = parse(text)
-    return _costs(program, program["ENTRY"])
+    return _costs(Context(program, trips), program["ENTRY"])
 
 
-def _costs(program: Program, computation: Computation) -> Costs:
+def _costs(context: Context, computation: Computation) -> Costs:
     return _sum(
-        _instruction_costs(program, computation, instruction)
+        _instruction_costs(context, computation, instruction)
         for instruction in computation.values()
     )
 
@@ -90,9 +102,9 @@ def _sum(costs: Iterable[Costs]) -> Costs:
 
 
 def _instruction_costs(
-    program: Program, computation: Computation, instruction: Instruction
+    context: Context, computation: Computation, instruction: Instruction
 ) -> Costs:
-    called = _called_costs(program, computation, instruction)
+    called = _called_costs(context, computation, instruction)
     operands = [computation[name].shape for name in instruction.operands]
     estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     # The estimate of a fusion covers what it calls.
@@ -102,15 +114,15 @@ def _instruction_costs(
 
 
 def _called_costs(
-    program: Program, computation: Computation, instruction: Instruction
+    context: Context, computation: Computation, instruction: Instruction
 ) -> Costs:
     def costs(*attributes: str) -> list[Costs]:
         names = [n for attribute in attributes for n in instruction.called(attribute)]
-        return [_costs(program, program[name]) for name in names]
+        return [_costs(context, context.program[name]) for name in names]
 
     match instruction.opcode:
         case "while":
-            trips = count_trips(program, computation, instruction)
+            trips = count_trips(*context, computation, instruction)
             return _sum(costs("condition", "body")).repeated(trips)
         case "conditional":
             branches = ("branch_computations", "true_computation", "false_computation")

@@ -2,6 +2,7 @@
 
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -45,16 +46,26 @@ def parse(text: str) -> Program:
     return program
 
 
-def count_trips(program: Program, computation: Computation, loop: Instruction) -> int:
+def count_trips(
+    program: Program,
+    given: Mapping[str, int],
+    computation: Computation,
+    loop: Instruction,
+) -> int:
     """Returns how often the body of a `while` runs.
 
     The compiler for TPU does not note it, so the loop is run, reduced to what its
-    condition reads.
+    condition reads. `given` has the numbers for loops where that depends on data, by
+    the `jax.named_scope` they are in.
 
-    **Raises:** `ValueError` if that depends on data.
+    **Raises:** `ValueError` if it depends on data and is not given.
     """
     if known := re.search(r'"known_trip_count":{"n":"(\d+)"', loop.attributes):
         return int(known[1])
+    scopes = re.search(r'op_name="([^"]*)"', loop.attributes)
+    for scope in scopes[1].split("/") if scopes else ():
+        if scope in given:
+            return given[scope]
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     state = _value(program, computation, loop.operands[0], [])
     trips = 0

@@ -1,11 +1,14 @@
-"""Compiles Muon's update for one TPU chip, without a TPU: ours and optax's.
+"""Compiles Muon's update for TPUs, without a TPU: ours and optax's.
 
     pip install -e '.[examples]' 'jax[tpu]'
     TPU_WORKER_HOSTNAMES=localhost JAX_PLATFORMS=cpu \\
-        python benchmarks/tpu_ahead_of_time.py
+        python benchmarks/tpu_ahead_of_time.py                      # on one chip
+    ... python benchmarks/tpu_ahead_of_time.py --model 'Llama-1B, FSDP'
+    ... python benchmarks/tpu_ahead_of_time.py --model Kimi --only ours
 
-Arithmetic, memory and cycles are what the TPU compiler plans and estimates for one
-update in float32. Nothing runs, so none of it is a time; the seconds are those of
+Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
+one chip, the busiest where they differ, in one update. It makes no estimate for the
+collectives themselves. Nothing runs, so none of it is a time; the seconds are those of
 tracing and compiling here.
 """
 
@@ -17,30 +20,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from attention_ahead_of_time import one_chip
-from gpt2 import BLOCK, optimizers, Shapes
+from gpt2 import optimizers
 from hlo_costs import Costs, hlo_costs
-from jax.sharding import Sharding
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from models import Model, models
 from pictures import picture
+from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
-
-
-LLAMA_BLOCK: Shapes = (
-    {name: (2048, 2048) for name in ("query", "out")}
-    | {name: (2048, 512) for name in ("key", "value")}
-    | {name: (2048, 8192) for name in ("gate", "up")}
-    | {"down": (8192, 2048)}
-)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One update of a preset, as compiled; `bytes` are those of one chip."""
+    """One update of a model, as compiled; costs and bytes are those of one chip."""
 
-    preset: str
+    model: str
     implementation: str
     costs: Costs
+    even_flops: float | None  # if every chip did as much of our products
     temporary_bytes: int
     argument_bytes: int
     seconds: float
@@ -50,8 +49,10 @@ COLUMNS = {
     "update": "",
     "by": "",
     "GFLOP": ",.0f",
+    "if even": ",.0f",
     "Mcycles": ".2f",
     "of optax's": ".2f",
+    "collectives, MB": "",
     "temporaries, MB": ",.0f",
     "arguments, MB": ",.0f",
     "trace and compile, s": ".1f",
@@ -60,94 +61,147 @@ COLUMNS = {
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--topology", default="v5p:2x2x1")
+    options.add_argument("--model", help="those whose names hold this; default: 1 chip")
+    options.add_argument("--only", choices=("ours", "optax"), help="of the two")
+    options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
     options.add_argument("--png", type=Path, help="a picture of the cycles")
     args = options.parse_args()
     report = Report(args)
-    title = f"One update, compiled for one chip of {args.topology}"
-    table = report.table(title, COLUMNS)
-    chip = one_chip(args.topology)
+    table = report.table("One update, compiled for one chip", COLUMNS)
     updates = []
-    for preset, shapes in presets(args.layers).items():
-        pair = list(compile_updates(preset, shapes, chip))
-        add_rows(table, pair)
-        updates += pair
+    for name, model in models(args.layers).items():
+        if args.model in name if args.model else not model.specs:
+            mesh = tpu_mesh(model, args.topology)
+            compiled = list(compile_updates(name, model, mesh, args.only))
+            add_rows(table, compiled)
+            updates += compiled
     report.write()
     if args.png:
-        draw(args.png, args.topology, updates)
+        draw(args.png, updates)
 
 
-def presets(llama_layers: int) -> dict[str, Shapes]:
-    models = {
-        "GPT-2 124M": (12, BLOCK),
-        f"Llama-1B, {llama_layers} layers": (llama_layers, LLAMA_BLOCK),
-    }
-    leaves = {}
-    for model, (layers, block) in models.items():
-        leaves[f"{model}, separate"] = {
-            f"{i}/{name}": shape for i in range(layers) for name, shape in block.items()
-        }
-        leaves[f"{model}, stacked"] = {
-            name: (layers, *shape) for name, shape in block.items()
-        }
-    return leaves
+def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
+    """The model's mesh over the chips of a topology, the first ones if there are more.
+
+    Names of axes count, not where the chips are: the estimates know no distance.
+    """
+    name = topology or model.topology
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    shape = tuple(model.mesh.values())
+    chosen = np.array(chips[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(chosen, tuple(model.mesh), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def arguments(
-    tx: optax.GradientTransformation, shapes: Shapes, chip: Sharding
+    tx: optax.GradientTransformation, model: Model, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
-    """Gradients, state and parameters by shape, dtype and sharding: all on one chip."""
-    params = {name: jax.ShapeDtypeStruct(v, jnp.float32) for name, v in shapes.items()}
+    """Gradients, state and parameters by shape, dtype and sharding."""
+    shardings = shardings_of(model, mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(path, leaf):
+        # Momentum lies as its parameter; counters are everywhere.
+        names = [key.key for key in path if getattr(key, "key", None) in shardings]
+        sharding = shardings[names[-1]] if names else whole
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=shardings[name])
+        for name, shape in model.shapes.items()
+    }
     state = jax.eval_shape(tx.init, params)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip),
-        (params, state, params),
+    return params, jax.tree_util.tree_map_with_path(placed, state), params
+
+
+def shardings_of(model: Model, mesh: Mesh) -> dict[str, NamedSharding]:
+    whole = PartitionSpec()
+    return {k: NamedSharding(mesh, model.specs.get(k, whole)) for k in model.shapes}
+
+
+def compile_updates(
+    name: str, model: Model, mesh: Mesh, only: str | None = None
+) -> Iterator[Compiled]:
+    both = optimizers(
+        model.shapes,
+        adam=model.adam,
+        mu_dtype=model.mu_dtype,
+        shardings=shardings_of(model, mesh),
+    )
+    for implementation, tx in both.items():
+        if only in (None, implementation):
+            yield compile_update(name, implementation, tx, model, mesh)
+
+
+def compile_update(
+    name: str, implementation: str, tx, model: Model, mesh: Mesh
+) -> Compiled:
+    inputs = arguments(tx, model, mesh)
+    jax.clear_caches()
+    start = time.perf_counter()
+    # As in training, the old state makes room for the new.
+    update = jax.jit(tx.update, donate_argnums=1)
+    compiled = update.lower(*inputs).compile()
+    seconds = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None  # as on other backends
+    is_ours = implementation == "ours" and bool(model.specs)
+    loops = loops_of_devices(model, "tpu") if is_ours else [{}]
+    return Compiled(
+        name,
+        implementation,
+        busiest([hlo_costs(text, trips) for trips in loops]),
+        even_flops(model, "tpu") if is_ours else None,
+        memory.temp_size_in_bytes,
+        memory.argument_size_in_bytes,
+        seconds,
     )
 
 
-def compile_updates(preset: str, shapes: Shapes, chip: Sharding) -> Iterator[Compiled]:
-    for implementation, tx in optimizers(shapes).items():
-        inputs = arguments(tx, shapes, chip)
-        jax.clear_caches()
-        start = time.perf_counter()
-        compiled = jax.jit(tx.update).lower(*inputs).compile()
-        seconds = time.perf_counter() - start
-        memory, text = compiled.memory_analysis(), compiled.as_text()
-        assert memory is not None and text is not None  # as on other backends
-        yield Compiled(
-            preset,
-            implementation,
-            hlo_costs(text),
-            memory.temp_size_in_bytes,
-            memory.argument_size_in_bytes,
-            seconds,
-        )
+def busiest(devices: list[Costs]) -> Costs:
+    """The most of everything, though it be on different devices."""
+    return Costs(
+        max(costs.flops for costs in devices),
+        max(costs.cycles for costs in devices),
+        devices[0].collectives,
+    )
 
 
 def add_rows(table: Table, updates: list[Compiled]) -> None:
-    (optax_cycles,) = (u.costs.cycles for u in updates if u.implementation == "optax")
+    peers = [u.costs.cycles for u in updates if u.implementation == "optax"]
     for update in updates:
         table.add(
-            update.preset,
+            update.model,
             update.implementation,
             update.costs.flops / 1e9,
+            update.even_flops / 1e9 if update.even_flops else None,
             update.costs.cycles / 1e6,
-            update.costs.cycles / optax_cycles,
+            update.costs.cycles / peers[0] if peers else None,
+            show_traffic(update.costs),
             update.temporary_bytes / 1e6,
             update.argument_bytes / 1e6,
             update.seconds,
         )
 
 
-def draw(file: Path, topology: str, updates: list[Compiled]) -> None:
-    places = {preset: i for i, preset in enumerate(_distinct(updates, "preset"))}
-    label = f"Mcycles of one update, estimated, one chip of {topology}"
+def show_traffic(costs: Costs) -> str:
+    kinds = [
+        f"{traffic.count} {kind}: {traffic.bytes / 1e6:,.0f}"
+        for kind, traffic in sorted(costs.collectives.items())
+    ]
+    return "; ".join(kinds) or "none"
+
+
+def draw(file: Path, updates: list[Compiled]) -> None:
+    places = {
+        model: i for i, model in enumerate(dict.fromkeys(u.model for u in updates))
+    }
+    label = "Mcycles of one update, estimated, one TPU v5p chip"
     with picture(file, xlabel=label) as axes:
         for name, offset in {"ours": -0.2, "optax": 0.2}.items():
             mine = [update for update in updates if update.implementation == name]
             bars = axes.barh(
-                [places[update.preset] + offset for update in mine],
+                [places[update.model] + offset for update in mine],
                 [update.costs.cycles / 1e6 for update in mine],
                 height=0.4,
                 label=name,
@@ -155,10 +209,6 @@ def draw(file: Path, topology: str, updates: list[Compiled]) -> None:
             axes.bar_label(bars, fmt="%.1f", padding=3)
         axes.set_yticks(range(len(places)), list(places))
         axes.invert_yaxis()
-
-
-def _distinct(updates: list[Compiled], field: str) -> list[str]:
-    return list(dict.fromkeys(getattr(update, field) for update in updates))
 
 
 if __name__ == "__main__":

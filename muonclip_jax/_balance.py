@@ -43,7 +43,7 @@ def share_out(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
 
     `mesh` maps names of axes to sizes.
     """
-    groups = [_groups(work.route, mesh) for work in works]
+    groups = [groups_of(work.route, mesh) for work in works]
     loads = np.zeros(math.prod(mesh.values()))
     order = sorted(range(len(works)), key=lambda i: -works[i].cost)
     owners = {}
@@ -53,7 +53,7 @@ def share_out(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
     return [owners[i] for i in range(len(works))]
 
 
-def _groups(route: Route, mesh: Mapping[str, int]) -> np.ndarray:
+def groups_of(route: Route, mesh: Mapping[str, int]) -> np.ndarray:
     """Numbers of the devices in the mesh, as `(groups, copies, devices)`."""
     names = [name for name, size in mesh.items() if size > 1]
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from . import _paths
 from ._attention_layers import AttentionLayer
@@ -108,7 +109,13 @@ def count_heads(layers: Sequence[BoundLayer]) -> int:
 
 def to_row(arrays: Sequence[jax.Array]) -> jax.Array:
     """The heads of all layers, one after the other."""
-    return jnp.concatenate([x.ravel() for x in arrays])
+    return jnp.concatenate([_everywhere(x).ravel() for x in arrays])
+
+
+def _everywhere(x: jax.Array) -> jax.Array:
+    """A copy on every device, where axes are explicit and heads were cut along some."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec()) if any(spec) else x
 
 
 def from_row(row: jax.Array, layers: Sequence[BoundLayer]) -> list[jax.Array]:

@@ -38,8 +38,8 @@ def map_first(
 
     What becomes of the others is not said. The result has the dtype of the stack.
     """
-    slots, *shape = stack.shape
-    size = min(slots, _largest(shape, chunk_size))
+    slots = len(stack)
+    size = size_of_chunks(stack.shape, chunk_size)
     padded = jnp.pad(stack, [(0, -slots % size), (0, 0), (0, 0)])
 
     def body(i: jax.Array, stack: jax.Array) -> jax.Array:
@@ -50,6 +50,12 @@ def map_first(
 
     chunks = (count + size - 1) // size
     return jax.lax.fori_loop(0, chunks, body, padded)[:slots]
+
+
+def size_of_chunks(shape: tuple[int, ...], chunk_size: int) -> int:
+    """How many matrices of a stack `map_first` takes at once."""
+    slots, *matrix = shape
+    return min(slots, _largest(matrix, chunk_size))
 
 
 def _largest(shape: Sequence[int], chunk_size: int) -> int:

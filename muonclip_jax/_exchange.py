@@ -71,7 +71,9 @@ class Exchange:
         """Applies to every item of a stack the function of its kind."""
         if len(functions) == 1:
             return jax.vmap(functions[0])(stack)
-        return jax.lax.map(lambda x: jax.lax.switch(x[0], functions, x[1]), (kinds, stack))
+        return jax.lax.map(
+            lambda x: jax.lax.switch(x[0], functions, x[1]), (kinds, stack)
+        )
 
     @property
     def _kinds_of_slots(self) -> np.ndarray:

@@ -89,10 +89,13 @@ def shared_out(
     exchanges = plan_exchanges(stacks, mesh, options, platform)
 
     def function(leaves, ns_steps):
-        shares = [
-            _orthogonalize_share(stack, exchange, leaves, ns_steps, options, platform)
-            for stack, exchange in zip(stacks, exchanges, strict=True)
-        ]
+        shares = []
+        for i, (stack, exchange) in enumerate(zip(stacks, exchanges, strict=True)):
+            with jax.named_scope(f"stack{i}"):
+                share = _orthogonalize_share(
+                    stack, exchange, leaves, ns_steps, options, platform
+                )
+            shares.append(share)
         # Else a device with nothing in this stack waits here for those with something,
         # before it starts on what it has in the next one.
         shares = jax.lax.optimization_barrier(shares)

@@ -37,9 +37,7 @@ def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
     given = _given(shardings, tree, leaves)
     found = [
         _found(path, leaf, sharding)
-        for path, leaf, sharding in zip(
-            leaves.paths, leaves.leaves, given, strict=True
-        )
+        for path, leaf, sharding in zip(leaves.paths, leaves.leaves, given, strict=True)
     ]
     meshes = [
         (path, spec, mesh)
@@ -53,9 +51,6 @@ def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
     mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
     if mesh.size == 1 or _inside_shard_map(mesh):
         return None
-    for path, leaf, (_, spec) in zip(leaves.paths, leaves.leaves, found, strict=True):
-        if spec is not None:
-            _check_fits(path, leaf.shape, spec, mesh)
     return Placement(mesh, tuple(spec for _, spec in found))
 
 
@@ -98,19 +93,20 @@ def _found(path: _paths.Path, leaf: Any, given: Any) -> tuple[Any, Any]:
     if _paths.is_masked(leaf):
         return None, None
     mesh, spec = _of_array(leaf)
+    if given is None:
+        return (mesh or _ambient_mesh()), spec
     if isinstance(given, NamedSharding):
-        _check_agree(path, (mesh, spec), (given.mesh, given.spec))
-        return given.mesh, given.spec
-    if given is not None:
-        mesh = mesh or _ambient_mesh()
-        if mesh is None:
-            raise ValueError(
-                f"shardings gives {given} for '{_paths.show(path)}', but there is no "
-                "mesh: call jax.set_mesh, or give a jax.sharding.NamedSharding"
-            )
-        _check_agree(path, (mesh, spec), (mesh, given))
-        return mesh, given
-    return (mesh or _ambient_mesh()), spec
+        wanted = given.mesh, given.spec
+    else:
+        wanted = (mesh or _ambient_mesh()), given
+    if wanted[0] is None:
+        raise ValueError(
+            f"shardings gives {given} for '{_paths.show(path)}', but there is no mesh: "
+            "call jax.set_mesh, or give a jax.sharding.NamedSharding"
+        )
+    _check_fits(path, leaf.shape, *wanted)
+    _check_agree(path, (mesh, spec), wanted)
+    return wanted
 
 
 def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
@@ -145,7 +141,7 @@ def _check_one_mesh(meshes: list[tuple[_paths.Path, Any, Any]]) -> None:
             )
 
 
-def _check_agree(path: _paths.Path, own: tuple, given: tuple) -> None:
+def _check_agree(path: _paths.Path, own: Any, given: Any) -> None:
     """Raises if an array is known to lie elsewhere than the user says."""
     (mesh, spec), (other, wanted) = own, given
     same_spec = spec is None or _entries(spec) == _entries(wanted)
@@ -157,7 +153,7 @@ def _check_agree(path: _paths.Path, own: tuple, given: tuple) -> None:
 
 
 def _check_fits(
-    path: _paths.Path, shape: tuple[int, ...], spec: PartitionSpec, mesh: Any
+    path: _paths.Path, shape: tuple[int, ...], mesh: Any, spec: PartitionSpec
 ) -> None:
     named = [axis for entry in spec for axis in mesh_axes(entry)]
     where = f"'{_paths.show(path)}' of shape {tuple(shape)}"

@@ -1,0 +1,139 @@
+"""QK-Clip where heads, layers and the batch are cut over a mesh."""
+
+import functools
+import re
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonclip_jax as mc
+
+
+LAYERS, WIDTH, HEADS, HEAD_DIM = 4, 16, 4, 8
+SPECS = {"query": P("data", "tensor"), "key": P("data", "tensor")}
+TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def model():
+    generator = np.random.default_rng(0)
+    return {
+        f"layer{i}": {
+            "attn": {
+                name: {
+                    "kernel": generator.normal(size=(WIDTH, HEADS, HEAD_DIM)).astype(
+                        np.float32
+                    )
+                }
+                for name in SPECS
+            }
+        }
+        for i in range(LAYERS)
+    }
+
+
+STATS = {
+    f"layer{i}": {
+        "attn": {"max_logits": np.array([10.0, 150.0, 90.0, 400.0 + i], "f4")}
+    }
+    for i in range(LAYERS)
+}
+
+
+def make_mesh(types):
+    axis_types = (TYPES[types],) * 2
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=axis_types)
+
+
+def shardings_on(mesh, params):
+    def of(path, _):
+        name = next(key.key for key in path if key.key in SPECS)
+        return NamedSharding(mesh, SPECS[name])
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("heads", [P("tensor"), P()])
+def test_same_as_on_one_device(types, heads):
+    params = model()
+    tx = mc.muonclip(1e-2, ns_steps=2)
+    update = jax.jit(tx.update)
+    expected, expected_state = update(
+        params, tx.init(params), params, attention_stats=STATS
+    )
+    mesh = make_mesh(types)
+    shardings = shardings_on(mesh, params)
+    stats = jax.device_put(STATS, NamedSharding(mesh, heads))
+    placed = jax.device_put(params, shardings)
+    with jax.set_mesh(mesh):
+        updates, state = update(placed, tx.init(placed), placed, attention_stats=stats)
+        metrics = mc.qk_clip_metrics(state, placed)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
+    assert int(optax.tree.get(state, "num_clipped")) == 2 * LAYERS
+    assert float(optax.tree.get(state, "max_logit")) == 403.0
+    chex.assert_trees_all_close(metrics, mc.qk_clip_metrics(expected_state, params))
+    for leaf, sharding in zip(
+        jax.tree.leaves(updates), jax.tree.leaves(shardings), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_no_transfer_to_the_host():
+    params = model()
+    tx = mc.qk_clip()
+    mesh = make_mesh("auto")
+    placed = jax.device_put(params, shardings_on(mesh, params))
+    stats = jax.device_put(STATS, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        state = jax.jit(tx.init)(placed)
+        update = jax.jit(tx.update)
+        update(placed, state, placed, attention_stats=stats)
+        with jax.transfer_guard("disallow"):
+            jax.block_until_ready(update(placed, state, placed, attention_stats=stats))
+
+
+def test_heads_are_not_gathered():
+    """Scales reach the blocks of the heads that a device holds, and no weight moves."""
+    params = model()
+    tx = mc.qk_clip()
+    mesh = make_mesh("auto")
+    placed = jax.device_put(params, shardings_on(mesh, params))
+    stats = jax.device_put(STATS, NamedSharding(mesh, P("tensor")))
+    update = jax.jit(tx.update).lower(
+        placed, tx.init(placed), placed, attention_stats=stats
+    )
+    text = update.compile().as_text()
+    gathered = re.findall(r"= \(?\w+\[([\d,]*)\].* all-(?:gather|reduce)\(", text)
+    sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in gathered]
+    assert max(sizes, default=0) <= LAYERS * HEADS
+
+
+def test_statistics_of_all_layers_in_one_collective():
+    """With `axis_name`, as in `shard_map`, where the compiler joins nothing."""
+    params = model()
+    mesh = make_mesh("auto")
+    tx = mc.qk_clip(axis_name=("data", "tensor"))
+    state = tx.init(params)
+    split = jax.tree.map(lambda s: np.stack([s * (i + 1) / 8 for i in range(8)]), STATS)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(("data", "tensor"))),
+        out_specs=P(),
+        check_vma=False,
+    )
+    def update(params, stats):
+        stats = jax.tree.map(lambda s: s[0], stats)
+        return tx.update(params, state, params, attention_stats=stats)
+
+    compiled = jax.jit(update).lower(params, split).compile()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text())) == 1
+    _, new_state = compiled(params, split)
+    assert float(new_state.max_logit) == 403.0
+    assert int(new_state.num_clipped) == 2 * LAYERS
