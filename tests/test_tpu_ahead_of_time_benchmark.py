@@ -11,7 +11,8 @@ import sys
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -19,77 +20,146 @@ sys.path.append(str(BENCHMARKS))
 
 import tpu_ahead_of_time  # noqa: E402
 from hlo_costs import Costs, Traffic  # noqa: E402
+from models import Model, models  # noqa: E402
+from shares import even_flops, loops_of_devices  # noqa: E402
 from tables import Report  # noqa: E402
 
 
 SMALL = {
-    "separate": {"a": (16, 16), "b": (16, 32), "c": (32, 16)},
-    "stacked": {"a": (3, 16, 16), "b": (3, 16, 32)},
+    "separate": Model({"a": (16, 16), "b": (16, 32), "c": (32, 16)}),
+    "stacked": Model({"a": (3, 16, 16), "b": (3, 16, 32)}),
 }
+CUT = Model(
+    {"a": (3, 16, 16), "b": (5, 16, 32), "embed": (64, 16)},
+    {"a": P(None, "x"), "b": P(None, None, "x"), "embed": P("x")},
+    {"x": 4},
+    adam=("embed",),
+)
 STEPS = 5
 SQUARE_STEP, WIDE_STEP = 3 * 2 * 16**3, 2 * 2 * 16 * 16 * 32 + 2 * 16**3
 
 
+def mesh_of(model):
+    shape = tuple(model.mesh.values())
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, tuple(model.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
 @pytest.mark.parametrize(
-    ("preset", "flops"),
+    ("name", "flops"),
     [
         ("separate", STEPS * (SQUARE_STEP + 2 * WIDE_STEP)),
         ("stacked", STEPS * 3 * (SQUARE_STEP + WIDE_STEP)),
     ],
 )
-def test_the_update_of_a_preset(preset, flops):
-    chip = SingleDeviceSharding(jax.devices()[0])
-    updates = list(tpu_ahead_of_time.compile_updates(preset, SMALL[preset], chip))
+def test_the_update_of_a_model(name, flops):
+    model = SMALL[name]
+    updates = list(tpu_ahead_of_time.compile_updates(name, model, mesh_of(model)))
     assert [update.implementation for update in updates] == ["ours", "optax"]
     assert updates[1].costs == Costs(flops=flops)
     # Gradients, momentum and parameters, and a few counters.
-    bytes_of_matrices = 3 * 4 * sum(map(np.prod, SMALL[preset].values()))
+    bytes_of_matrices = 3 * 4 * sum(map(np.prod, model.shapes.values()))
     for update in updates:
         assert 0 <= update.argument_bytes - bytes_of_matrices < 64
         assert update.temporary_bytes > 0 and update.seconds > 0
 
 
+def test_the_update_of_a_model_on_a_mesh():
+    updates = tpu_ahead_of_time.compile_updates("cut", CUT, mesh_of(CUT), "ours")
+    (update,) = updates
+    assert update.costs.collectives["all-to-all"].count == 4
+    assert update.costs.collectives["all-to-all"].in_loops == 0
+    # The busiest device has two matrices; the plan for TPU, and the program for CPU.
+    two = STEPS * 2 * WIDE_STEP
+    assert update.costs.flops <= two and update.even_flops < two
+    # A quarter of everything: gradients, parameters, and one or two moments.
+    entries = {name: np.prod(shape) for name, shape in CUT.shapes.items()}
+    expected = 4 * (3 * (entries["a"] + entries["b"]) + 4 * entries["embed"]) / 4
+    assert 0 <= update.argument_bytes - expected < 64
+
+
+def test_how_often_each_device_runs_its_loops():
+    """Five matrices of twice the cost and three others on four devices."""
+    loops = loops_of_devices(CUT, "cpu")
+    assert sum(trips["stack1"] for trips in loops) <= 5
+    assert {trips["stack1"] for trips in loops} == {1, 2}
+    squares = 3 * STEPS * SQUARE_STEP
+    wide = 5 * even_flops(Model({"b": (16, 32)}, {"b": P()}, {"x": 1}), "cpu")
+    assert even_flops(CUT, "cpu") == (squares + wide) / 4
+
+
 def test_arguments_are_placed():
-    chip = NamedSharding(Mesh(np.array(jax.devices()[1:2]), ("chip",)), PartitionSpec())
-    tx = tpu_ahead_of_time.optimizers(SMALL["stacked"])["ours"]
-    grads, state, params = tpu_ahead_of_time.arguments(tx, SMALL["stacked"], chip)
-    assert params["b"].shape == grads["b"].shape == (3, 16, 32)
-    leaves = jax.tree.leaves((grads, state, params))
-    assert len(leaves) > 6 and {leaf.sharding for leaf in leaves} == {chip}
+    mesh = mesh_of(CUT)
+    tx = tpu_ahead_of_time.optimizers(CUT.shapes, adam=CUT.adam)["ours"]
+    grads, state, params = tpu_ahead_of_time.arguments(tx, CUT, mesh)
+    assert params["b"].shape == grads["b"].shape == (5, 16, 32)
+    for leaf in jax.tree.leaves((grads, state, params)):
+        cut = [
+            P(*spec)
+            for name, spec in CUT.specs.items()
+            if leaf.shape == CUT.shapes[name]
+        ]
+        assert leaf.sharding == NamedSharding(mesh, cut[0] if cut else P())
 
 
-def test_presets_hold_the_same_matrices_in_either_layout():
+def test_models_hold_the_same_matrices_in_either_layout():
     sizes = {
-        name: sum(map(np.prod, shapes.values()))
-        for name, shapes in tpu_ahead_of_time.presets(16).items()
+        name: sum(map(np.prod, model.shapes.values()))
+        for name, model in models(16).items()
     }
     gpt2, llama = (
         12 * 12 * 768**2,
         16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192),
     )
-    assert list(sizes.values()) == [gpt2, gpt2, llama, llama]
+    one_chip = [size for name, size in sizes.items() if not models(16)[name].specs]
+    assert one_chip == [gpt2, gpt2, llama, llama]
+    assert {size for name, size in sizes.items() if "1B" in name} == {llama}
+
+
+def test_the_size_of_known_models():
+    """Without norms and biases; Llama's without embeddings."""
+    sizes = {
+        name: sum(map(np.prod, model.shapes.values()))
+        for name, model in models(4).items()
+    }
+    assert sizes["Llama-8B, FSDP 64"] == pytest.approx(6.98e9, rel=1e-3)
+    assert sizes["Mixtral-like, expert 8 x FSDP 8"] == pytest.approx(46.4e9, rel=1e-2)
+    assert sizes["Kimi K2, expert 128 x FSDP 8"] == pytest.approx(1.026e12, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", models(4))
+def test_every_leaf_of_a_model_divides(name):
+    model = models(4)[name]
+    assert model.specs.keys() in (set(), model.shapes.keys())
+    for leaf, spec in model.specs.items():
+        for size, entry in zip(model.shapes[leaf], spec, strict=False):
+            names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+            assert size % np.prod([model.mesh[axis] for axis in names], dtype=int) == 0
 
 
 def test_table_file_and_picture(capsys, tmp_path):
     updates = [
         tpu_ahead_of_time.Compiled(
-            preset, name, Costs(3_000_000_000, cycles, {"all-gather": Traffic(1, 2)}),
+            name, by, Costs(3_000_000_000, cycles, {"all-gather": Traffic(1, 2_000_000)}),
+            even_flops=2e9 if by == "ours" else None,
             temporary_bytes=5_000_000, argument_bytes=6_000_000, seconds=1.25,
         )
-        for preset in SMALL
-        for name, cycles in {"ours": 1_000_000, "optax": 4_000_000}.items()
+        for name in SMALL
+        for by, cycles in {"ours": 1_000_000, "optax": 4_000_000}.items()
     ]  # fmt: skip
     args = argparse.Namespace(json=tmp_path / "new" / "a.json")
     report = Report(args)
     table = report.table("title", tpu_ahead_of_time.COLUMNS)
     tpu_ahead_of_time.add_rows(table, updates[:2])
     *_, ours, theirs = capsys.readouterr().out.splitlines()
-    assert ours == "| separate | ours | 3 | 1.00 | 0.25 | 5 | 6 | 1.2 |"
-    assert theirs.startswith("| separate | optax | 3 | 4.00 | 1.00 |")
+    assert ours == (
+        "| separate | ours | 3 | 2 | 1.00 | 0.25 | 1 all-gather: 2 | 5 | 6 | 1.2 |"
+    )
+    assert theirs.startswith("| separate | optax | 3 | - | 4.00 | 1.00 |")
     report.write()
     (content,) = json.loads(args.json.read_text())["tables"]
-    assert [row[3] for row in content["rows"]] == [1.0, 4.0]
-    tpu_ahead_of_time.draw(tmp_path / "new" / "a.png", "v5p:2x2x1", updates)
+    assert [row[4] for row in content["rows"]] == [1.0, 4.0]
+    tpu_ahead_of_time.draw(tmp_path / "new" / "a.png", updates)
     assert (tmp_path / "new" / "a.png").stat().st_size > 5_000
 
 
@@ -98,14 +168,24 @@ import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import jax, jax.numpy as jnp, tpu_ahead_of_time
 from hlo_costs import hlo_costs
+from jax.sharding import NamedSharding, PartitionSpec as P
+from models import Model
 
-chip = tpu_ahead_of_time.one_chip("v5p:2x2x1")
-x = jax.ShapeDtypeStruct((6, 256, 512), jnp.float32, sharding=chip)
+small = {{
+    "one chip": Model({{"a": (3, 256, 256), "b": (256, 512)}}),
+    "cut, on a mesh": Model(
+        {{"a": (3, 256, 256), "b": (6, 256, 512)}},
+        {{"a": P(None, "x"), "b": P(None, "x")}},
+        {{"x": 4}},
+    ),
+}}
+mesh = tpu_ahead_of_time.tpu_mesh(small["one chip"])
+x = jax.ShapeDtypeStruct((6, 256, 512), jnp.float32, sharding=NamedSharding(mesh, P()))
 for function in (lambda x: x @ x.mT, lambda x: x[0] @ x[1].T @ x[2]):
     compiled = jax.jit(function).lower(x).compile()
     costs = hlo_costs(compiled.as_text())
     assert costs.flops == compiled.cost_analysis()["flops"] and costs.cycles > 0
-tpu_ahead_of_time.presets = lambda layers: {SMALL!r}
+tpu_ahead_of_time.models = lambda layers: small
 tpu_ahead_of_time.main()
 """
 
@@ -113,11 +193,15 @@ tpu_ahead_of_time.main()
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu, not a TPU"
 )
-def test_for_tpu(tmp_path):
+@pytest.mark.parametrize(("model", "rows"), [(None, 2), ("cut", 2)])
+def test_for_tpu(tmp_path, model, rows):
+    chosen = ["--model", model] if model else []
     subprocess.run(
-        [sys.executable, "-c", ON_TPU, "--json", tmp_path / "a.json"],
+        [sys.executable, "-c", ON_TPU, "--json", tmp_path / "a.json", *chosen],
         check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"},
     )
     (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
-    assert len(table["rows"]) == 4 and all(row[3] > 0 for row in table["rows"])
+    assert len(table["rows"]) == rows and all(row[4] > 0 for row in table["rows"])
+    ours = table["rows"][0]
+    assert ours[6] == "none" if model is None else ours[6].startswith("4 all-to-all")

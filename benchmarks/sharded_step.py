@@ -1,0 +1,65 @@
+"""Times Muon's update with GPT-2's matrices cut over eight simulated devices.
+
+    python benchmarks/sharded_step.py
+
+Every leaf is cut along its inputs, as under FSDP. The devices share this machine's
+cores, so what is compared is the work of all of them, exchanges included, in float32.
+Each side takes turns with the other; medians.
+"""
+
+import os
+
+
+DEVICES = 8
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    f" --xla_force_host_platform_device_count={DEVICES}"
+)
+
+from collections.abc import Callable  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+from alternating import alternate, compare  # noqa: E402
+from gpt2 import optimizers, separate, Shapes, stacked  # noqa: E402
+from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+from tables import parser, Report  # noqa: E402
+
+
+COLUMNS = {"leaves": "", "ours, s": ".2f", "optax, s": ".2f", "times faster": ".2f"}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--repeats", type=int, default=20)
+    args = options.parse_args()
+    report = Report(args)
+    table = report.table(f"One update on {DEVICES} simulated devices", COLUMNS)
+    layouts = {"separate": separate(args.layers), "stacked": stacked(args.layers)}
+    for name, shapes in layouts.items():
+        times = alternate(updates(shapes), args.repeats)
+        table.add(name, *compare(times, "ours", "optax"))
+    report.write()
+
+
+def updates(shapes: Shapes) -> dict[str, Callable[[], Any]]:
+    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
+    shardings = {
+        name: NamedSharding(mesh, PartitionSpec(*(None,) * (len(shape) - 2), "fsdp"))
+        for name, shape in shapes.items()
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    grads = {
+        name: jax.device_put(jax.random.normal(key, shape), shardings[name])
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+    def side(tx):
+        state, update = jax.jit(tx.init)(grads), jax.jit(tx.update)
+        return lambda: update(grads, state, grads)
+
+    return {k: side(tx) for k, tx in optimizers(shapes, shardings=shardings).items()}
+
+
+if __name__ == "__main__":
+    main()
