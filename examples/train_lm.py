@@ -199,7 +199,7 @@ def pure(model: Transformer, optimizer: nnx.Optimizer) -> dict[str, Any]:
     }
 
 
-def make_model(args: argparse.Namespace) -> Transformer:
+def make_model(args: argparse.Namespace, **options: Any) -> Transformer:
     return Transformer(
         VOCABULARY,
         context=args.context,
@@ -207,6 +207,7 @@ def make_model(args: argparse.Namespace) -> Transformer:
         width=args.width,
         heads=args.heads,
         rngs=nnx.Rngs(args.seed),
+        **options,
     )
 
 

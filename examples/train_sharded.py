@@ -14,6 +14,7 @@ mesh, and `losses.jsonl`.
 
 import argparse
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,9 +124,10 @@ class State(NamedTuple):
 
 def compile_for(mesh: Mesh, args: argparse.Namespace) -> tuple[Any, Any]:
     """The functions that make a state and take a step, with all arrays in place."""
-    model = nnx.eval_shape(functools.partial(make_model, args))
+    make = functools.partial(make_model, args, activations=BATCH)
+    model = nnx.eval_shape(make)
     tx = make_optimizer(args, shardings_of(pure(model), mesh))
-    create = functools.partial(create_state, args, tx)
+    create = functools.partial(create_state, make, tx)
     shardings = shardings_of(jax.eval_shape(create), mesh)
     everywhere = NamedSharding(mesh, P())
     step = functools.partial(train_step, nnx.graphdef(model), tx)
@@ -148,8 +150,10 @@ def make_optimizer(
     )
 
 
-def create_state(args: argparse.Namespace, tx: optax.GradientTransformation) -> State:
-    params = pure(make_model(args))
+def create_state(
+    make: Callable[[], nnx.Module], tx: optax.GradientTransformation
+) -> State:
+    params = pure(make())
     return State(params, tx.init(params))
 
 
