@@ -48,14 +48,14 @@ def mesh_shape(args: argparse.Namespace, devices: int) -> tuple[int, int]:
             f"--fsdp {fsdp} times --tensor {tensor} is not the number of devices, "
             f"{devices}"
         )
-    _check_divides("heads", args.heads, "tensor", tensor)
-    _check_divides("width", args.width, "fsdp", fsdp)
-    _check_divides("width", args.width, "heads", args.heads)
-    _check_divides("batch-size", args.batch_size, "fsdp", fsdp)
+    check_divides("heads", args.heads, "tensor", tensor)
+    check_divides("width", args.width, "fsdp", fsdp)
+    check_divides("width", args.width, "heads", args.heads)
+    check_divides("batch-size", args.batch_size, "fsdp", fsdp)
     return fsdp, tensor
 
 
-def _check_divides(name: str, size: int, by: str, parts: int) -> None:
+def check_divides(name: str, size: int, by: str, parts: int) -> None:
     if size % parts:
         raise SystemExit(f"--{name} {size} is not divisible by --{by} {parts}")
 

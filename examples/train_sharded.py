@@ -8,8 +8,8 @@
 
 Parameters and momenta are sharded over both axes of the mesh, the batch over "fsdp".
 Batches depend on seed and step alone: a run that was killed and resumed on the same
-mesh repeats itself bit for bit. `--out` gets the checkpoints, which restore on any
-mesh, and `losses.jsonl`.
+mesh repeats itself bit for bit. `--out`, a folder that all hosts share, gets the
+checkpoints, which restore on any mesh, and `losses.jsonl`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from loss_log import LossLog
 from processes import launch
-from sharding import BATCH, make_mesh, mesh_shape, shardings_of
+from sharding import BATCH, check_divides, make_mesh, mesh_shape, shardings_of
 from tqdm import tqdm
 from train_lm import (
     add_training_arguments,
@@ -59,10 +59,14 @@ def parse_args() -> argparse.Namespace:
     add("--keep", type=positive, default=1, help="checkpoints; default: %(default)s")
     add("--out", type=Path, default=Path("runs/train_sharded"))
     add("--simulate-devices", type=positive, help="on CPU, in all processes together")
-    add("--num-processes", type=positive, default=1, help="to start here, on CPU")
-    flag = functools.partial(parser.add_argument, action="store_true")
-    flag("--distributed", help="one of several hosts that find each other")
-    flag("--resume", help="go on from --out")
+    parser.add_argument("--resume", action="store_true", help="go on from --out")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "--num-processes", type=positive, default=1, help="to start here, on CPU"
+    )
+    hosts.add_argument(
+        "--distributed", action="store_true", help="this is one of several hosts"
+    )
     return parser.parse_args()
 
 
@@ -75,8 +79,9 @@ def positive(text: str) -> int:
 def main() -> None:
     args = parse_args()
     if args.num_processes > 1:
-        args.simulate_devices = args.simulate_devices or args.num_processes
-        mesh_shape(args, args.simulate_devices)  # complains once, not in every process
+        count = args.simulate_devices = args.simulate_devices or args.num_processes
+        check_divides("simulate-devices", count, "num-processes", args.num_processes)
+        mesh_shape(args, count)  # complains once, not in every process
         return launch(functools.partial(train, args), args.num_processes)
     if args.distributed:
         jax.distributed.initialize()
@@ -88,33 +93,43 @@ def train(args: argparse.Namespace) -> None:
         jax.config.update("jax_platforms", "cpu")
         here = args.simulate_devices // args.num_processes
         jax.config.update("jax_num_cpu_devices", here)
-    corpus = Corpus(args.data)
     mesh = make_mesh(mesh_shape(args, jax.device_count()))
     saving: dict[str, Any] = dict(resume=args.resume, keep=args.keep)
     with (
         jax.set_mesh(mesh),
         Checkpoints(args.out, settings(args), **saving) as checkpoints,
     ):
-        create, step_function = compile_for(mesh, args)
-        saved = checkpoints.restore(create.eval_shape())
-        first, state = (saved.step, saved.state) if saved else (0, create())
-        log = LossLog(args.out / "losses.jsonl", first)
-        pending = []
-        steps = range(first, args.steps)
-        bar = tqdm(
-            steps, initial=first, total=args.steps, disable=jax.process_index() > 0
-        )
-        for step in bar:
-            tokens = load_batch(corpus, args, step, mesh)
-            state, metrics = step_function(state, tokens)
-            pending.append(metrics)
-            is_last = step + 1 == args.steps
-            save = is_last or (step + 1) % args.checkpoint_every == 0
-            if save or (step + 1) % args.log_every == 0:
-                log.append(records(step + 1, pending))
-                pending.clear()
-            if save:
-                checkpoints.save(step + 1, state)
+        take_steps(args, mesh, checkpoints)
+
+
+def settings(args: argparse.Namespace) -> dict[str, str]:
+    return {k: str(v) for k, v in vars(args).items() if k not in FREE}
+
+
+def take_steps(args: argparse.Namespace, mesh: Mesh, checkpoints: Checkpoints) -> None:
+    corpus = Corpus(args.data)
+    create, step_function = compile_for(mesh, args)
+    saved = checkpoints.restore(create.eval_shape())
+    first, state = (saved.step, saved.state) if saved else (0, create())
+    log, pending = LossLog(args.out / "losses.jsonl", first), []
+    for step in (bar := progress_bar(first, args.steps)):
+        tokens = load_batch(corpus, args, step, mesh)
+        state, metrics = step_function(state, tokens)
+        pending.append(metrics)
+        last = step + 1 == args.steps
+        save = last or (step + 1) % args.checkpoint_every == 0
+        if save or (step + 1) % args.log_every == 0:
+            seen = records(step + 1, pending)
+            log.append(seen)
+            bar.set_postfix_str("loss {loss:.3f}".format(**seen[-1]), refresh=False)
+            pending = []
+        if save:
+            checkpoints.save(step + 1, state)
+
+
+def progress_bar(first: int, steps: int) -> tqdm:
+    only_here = jax.process_index() == 0
+    return tqdm(range(first, steps), initial=first, total=steps, disable=not only_here)
 
 
 class State(NamedTuple):
@@ -187,7 +202,7 @@ def load_batch(
 ) -> jax.Array:
     """Every process reads the rows of its own devices."""
 
-    def rows(index: tuple[slice, ...]) -> np.ndarray:
+    def rows(index: Any) -> np.ndarray:
         size = args.batch_size, args.context
         return corpus.batch(*size, seed=args.seed, step=step, rows=index[0])
 
@@ -202,10 +217,6 @@ def records(last_step: int, pending: list[Metrics]) -> list[dict[str, Any]]:
         {"step": step} | {k: v.item() for k, v in metrics._asdict().items()}
         for step, metrics in enumerate(jax.device_get(pending), first)
     ]
-
-
-def settings(args: argparse.Namespace) -> dict[str, str]:
-    return {k: str(v) for k, v in vars(args).items() if k not in FREE}
 
 
 if __name__ == "__main__":
