@@ -24,13 +24,17 @@ from train_lm import add_training_arguments, loss_fn, make_model, make_schedule
 import muonclip_jax as mc
 
 
-def main() -> None:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_training_arguments(parser)
     parser.add_argument("--simulate-devices", type=int, help="on CPU")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse_args()
     if args.simulate_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.simulate_devices)

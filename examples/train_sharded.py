@@ -14,7 +14,7 @@ checkpoints, which restore on any mesh, and `losses.jsonl`.
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ FREE = {"fsdp", "tensor", "log_every", "checkpoint_every", "keep", "out"}
 FREE |= {"simulate_devices", "num_processes", "distributed", "resume"}
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     hosts.add_argument(
         "--distributed", action="store_true", help="this is one of several hosts"
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:
