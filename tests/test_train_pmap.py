@@ -12,8 +12,8 @@ from flax import nnx
 
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-SMALL = "--steps=12 --batch-size=4 --context=16 --layers=1 --width=16 --heads=2".split()
-SMALL += ["--threshold=0.3"]  # low, so that the clip acts
+SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--layers=1", "--width=16"]
+SMALL += ["--heads=2", "--threshold=0.3"]  # low, so that the clip acts
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The multi-device example: meshes, processes and kills leave the losses as they are."""
+"""The multi-device example: meshes, processes and kills leave the losses alone."""
 
 import json
 import os
@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 STEPS = 20
-SMALL = f"--steps={STEPS} --batch-size=8 --context=16 --layers=1 --width=16".split()
-SMALL += ["--heads=4", "--threshold=0.3"]  # low, so that the clip acts
+SMALL = [f"--steps={STEPS}", "--batch-size=8", "--context=16", "--layers=1"]
+SMALL += ["--width=16", "--heads=4", "--threshold=0.3"]  # low, so that the clip acts
 MESHES = {
     "one": ["--simulate-devices=1"],
     "four": ["--simulate-devices=4"],
