@@ -138,17 +138,19 @@ def logged(out):
 def kill_often(command, out, mesh, kills, seed):
     """Kills and resumes; every second time while a checkpoint is being written."""
     generator = np.random.default_rng(seed)
-    resume = [*MESHES[mesh], "--resume", "--checkpoint-every=2", "--log-every=1"]
+    resume = [*MESHES[mesh], "--resume", "--log-every=1"]
     amid_saves = 0
     for kill in range(kills):
         # One kill for each part of the run, not after its end.
         step = int((kill + generator.uniform()) * (STEPS - 3) / kills)
+        in_save = kill % 2 == 1
 
-        def is_time(step=step, in_save=kill % 2 == 0):
+        def is_time(step=step, in_save=in_save):
             return logged(out) > step and (not in_save or unfinished(out))
 
-        delay = generator.uniform(0, 0.01)
-        amid_saves += run_and_kill(command(out, *resume), out, is_time, delay)
+        arguments = command(out, *resume, "--checkpoint-every=2")
+        delay = generator.uniform(0, 0.005 if in_save else 0.05)
+        amid_saves += run_and_kill(arguments, out, is_time, delay)
     subprocess.run(**command(out, *resume), check=True, capture_output=True)
     return amid_saves
 
