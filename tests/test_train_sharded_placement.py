@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 BATCH, CONTEXT = 6, 10
 SMALL = f"--batch-size={BATCH} --context={CONTEXT} --layers=2 --width=16 --heads=2"
@@ -25,14 +26,6 @@ def train_sharded(monkeypatch):
 @pytest.fixture
 def args(train_sharded):
     return train_sharded.parse_args(SMALL.split())
-
-
-@pytest.fixture(autouse=True)
-def fast_compilation():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
