@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import jax
 
@@ -50,10 +51,10 @@ def _follow_parent() -> None:
 
 
 def _wait(processes: list[BaseProcess]) -> None:
-    running = {process.sentinel: process for process in processes}
+    running: dict[Any, BaseProcess] = {p.sentinel: p for p in processes}
     while running:
         for sentinel in connection.wait(list(running)):
-            process = running.pop(sentinel)  # type: ignore
+            process = running.pop(sentinel)
             process.join()
             if process.exitcode:
                 raise SystemExit(
