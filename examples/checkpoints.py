@@ -1,26 +1,39 @@
-"""Checkpoints of model, optimizer and history with Orbax."""
+"""Checkpoints of a training state and its history with Orbax."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint as ocp
-from flax import nnx
+from jax.experimental.multihost_utils import sync_global_devices
+
+
+class Checkpoint(NamedTuple):
+    step: int
+    state: Any
+    history: list
 
 
 class Checkpoints:
-    """The newest checkpoint of one run, and the settings it was made with.
+    """The newest checkpoints of one run, and the settings it was made with.
 
-    A run that is not resumed starts afresh; what lay in its folder is moved aside.
+    A run that is not resumed starts afresh; what lay in its folder is moved aside. Of
+    several processes, all call every method.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, str], *, resume: bool):
+    def __init__(
+        self, folder: Path, settings: dict[str, str], *, resume: bool, keep: int = 1
+    ):
         self._settings = settings
-        if folder.exists() and not resume:
+        if not resume:
             _move_aside(folder)
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)
+        # A run that was killed may leave an unfinished checkpoint behind.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True
         )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -28,37 +41,31 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self._manager.close()
 
-    def save(
-        self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, history
-    ) -> None:
+    def save(self, step: int, state: Any, history: Sequence = ()) -> None:
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(_pure(model, optimizer)),
-            log=ocp.args.JsonSave({"settings": self._settings, "history": history}),
+            state=ocp.args.StandardSave(state),
+            log=ocp.args.JsonSave(
+                {"settings": self._settings, "history": list(history)}
+            ),
         )
         self._manager.save(step, args=arguments)
 
-    def restore(self, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[int, list]:
-        """Loads the newest checkpoint in place; returns its step and history."""
+    def restore(self, like: Any) -> Checkpoint | None:
+        """Loads the newest checkpoint, if there is one.
+
+        `like` is a state with the shapes, dtypes and shardings to restore to; those
+        need not be the shardings it was saved from.
+        """
         step = self._manager.latest_step()
         if step is None:
-            return 0, []
+            return None
         log = self._restore(step, log=ocp.args.JsonRestore())["log"]
         _check_same(log["settings"], self._settings)
-        wanted = ocp.args.StandardRestore(_pure(model, optimizer))
-        state = self._restore(step, state=wanted)["state"]
-        nnx.update(model, state["model"])
-        nnx.update(optimizer, state["optimizer"])
-        return step, log["history"]
+        state = self._restore(step, state=ocp.args.StandardRestore(like))["state"]
+        return Checkpoint(step, state, log["history"])
 
     def _restore(self, step: int, **items: Any) -> Any:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
-
-
-def _pure(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
-    return {
-        "model": nnx.to_pure_dict(nnx.state(model)),
-        "optimizer": nnx.to_pure_dict(nnx.state(optimizer)),
-    }
 
 
 def _check_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
@@ -72,7 +79,9 @@ def _check_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    shutil.move(folder, target)
+    if folder.exists() and jax.process_index() == 0:
+        number = 1
+        while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        shutil.move(folder, target)
+    sync_global_devices(f"moved {folder}")

@@ -30,9 +30,21 @@ class Corpus:
         held_out = np.arange(len(text)) // max(piece, 1) % 16 == 15
         self.train, self.validation = text[~held_out], text[held_out]
 
-    def batch(self, size: int, context: int, *, seed: int, step: int) -> np.ndarray:
-        """Returns `(size, context + 1)` bytes; the same for the same seed and step."""
-        return _windows(self.train, size, context, np.random.default_rng((seed, step)))
+    def batch(
+        self,
+        size: int,
+        context: int,
+        *,
+        seed: int,
+        step: int,
+        rows: slice = slice(None),
+    ) -> np.ndarray:
+        """Returns `(size, context + 1)` bytes; the same for the same seed and step.
+
+        Of several processes, each asks for its own `rows` of the batch.
+        """
+        generator = np.random.default_rng((seed, step))
+        return _windows(self.train, size, context, generator, rows)
 
     def validation_batches(
         self, count: int, size: int, context: int
@@ -43,12 +55,14 @@ class Corpus:
         ]
 
 
-def _windows(text: np.ndarray, size: int, context: int, generator) -> np.ndarray:
+def _windows(
+    text: np.ndarray, size: int, context: int, generator, rows: slice = slice(None)
+) -> np.ndarray:
     if len(text) < context + 2:
         raise SystemExit(
             f"the text has {len(text)} bytes, too few for context {context}"
         )
-    starts = generator.integers(0, len(text) - context - 1, size)
+    starts = generator.integers(0, len(text) - context - 1, size)[rows]
     return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
 

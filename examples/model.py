@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import muonclip_jax as mc
 
@@ -28,7 +29,10 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Logits of the next byte, `(batch, length)` to `(batch, length, vocabulary)`."""
+    """Logits of the next byte, `(batch, length)` to `(batch, length, vocabulary)`.
+
+    `activations` says how the residual stream lies on the mesh that is set, if one is.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,9 @@ class Transformer(nnx.Module):
         width: int,
         heads: int,
         rngs: nnx.Rngs,
+        activations: PartitionSpec | None = None,
     ):
+        self.activations = activations
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
         self.position_embed = nnx.Embed(context, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(layers)])
@@ -47,7 +53,13 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(width, vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.position_embed(jnp.arange(tokens.shape[-1]))
+        positions = self.position_embed(jnp.arange(tokens.shape[-1]))
+        x = self._place(self.embed(tokens) + positions)
         for block in self.blocks:
-            x = block(x)
+            x = self._place(block(x))
         return self.head(self.norm(x))
+
+    def _place(self, x: jax.Array) -> jax.Array:
+        if self.activations is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.activations)

@@ -43,6 +43,21 @@ def parse_args() -> argparse.Namespace:
     which.add_argument(
         "--compare", action="store_true", help="train with all (default)"
     )
+    add_training_arguments(parser)
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
+    add("--eval-every", type=int, default=10)
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=5,
+        help="in evaluations; default: %(default)s",
+    )
+    add("--out", type=Path, default=Path("runs/train_lm"))
+    parser.add_argument("--resume", action="store_true", help="go on from --out")
+    return parser.parse_args()
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--data", type=existing_file, help="a text file; default: the standard library")
     add("--steps", type=int, default=300)
@@ -60,16 +75,6 @@ def parse_args() -> argparse.Namespace:
     add("--threshold", type=float, default=8.0)
     add("--alpha", type=float, default=0.5)
     add("--seed", type=int, default=0)
-    add("--eval-every", type=int, default=10)
-    add(
-        "--checkpoint-every",
-        type=int,
-        default=5,
-        help="in evaluations; default: %(default)s",
-    )
-    add("--out", type=Path, default=Path("runs/train_lm"))
-    parser.add_argument("--resume", action="store_true", help="go on from --out")
-    return parser.parse_args()
 
 
 def main() -> None:
@@ -152,7 +157,7 @@ def train(name: str, args: argparse.Namespace, corpus: Corpus) -> History:
     validation = corpus.validation_batches(8, args.batch_size, args.context)
     folder = args.out / name
     with Checkpoints(folder, settings(args), resume=args.resume) as checkpoints:
-        first, history = checkpoints.restore(model, optimizer)
+        first, history = restore(checkpoints, model, optimizer)
         bar = trange(first, args.steps, initial=first, total=args.steps, desc=name)
         pending, started = [], time.perf_counter()
         for step in bar:
@@ -170,12 +175,31 @@ def train(name: str, args: argparse.Namespace, corpus: Corpus) -> History:
                 history.append(record)
                 bar.set_postfix_str(progress(record), refresh=False)
                 if last or len(history) % args.checkpoint_every == 0:
-                    checkpoints.save(step + 1, model, optimizer, history)
+                    checkpoints.save(step + 1, pure(model, optimizer), history)
                 pending, started = [], time.perf_counter()
     return history
 
 
-def make_model(args: argparse.Namespace) -> Transformer:
+def restore(
+    checkpoints: Checkpoints, model: Transformer, optimizer: nnx.Optimizer
+) -> tuple[int, History]:
+    """Loads the newest checkpoint in place; returns its step and history."""
+    saved = checkpoints.restore(pure(model, optimizer))
+    if saved is None:
+        return 0, []
+    nnx.update(model, saved.state["model"])
+    nnx.update(optimizer, saved.state["optimizer"])
+    return saved.step, saved.history
+
+
+def pure(model: Transformer, optimizer: nnx.Optimizer) -> dict[str, Any]:
+    return {
+        "model": nnx.to_pure_dict(nnx.state(model)),
+        "optimizer": nnx.to_pure_dict(nnx.state(optimizer)),
+    }
+
+
+def make_model(args: argparse.Namespace, **options: Any) -> Transformer:
     return Transformer(
         VOCABULARY,
         context=args.context,
@@ -183,6 +207,7 @@ def make_model(args: argparse.Namespace) -> Transformer:
         width=args.width,
         heads=args.heads,
         rngs=nnx.Rngs(args.seed),
+        **options,
     )
 
 
