@@ -1,5 +1,11 @@
 """Independent references and small models that several test files share."""
 
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,6 +45,16 @@ def polynomial_of(x: np.ndarray, schedule, norm: float | None = None) -> np.ndar
     return u * s @ vt
 
 
+def normal(seed, *shape, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
+    """Drawn by NumPy: XLA would compile its generator for every shape, for seconds."""
+    draw = scale * np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(np.asarray(draw, dtype))
+
+
+def bernoulli(seed, probability: float, shape) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < probability)
+
+
 def naive_logits(query, key, mask=None, bias=None):
     """`(batch, heads, q, k)` in float64 loops, hidden pairs at -inf."""
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
@@ -67,12 +83,43 @@ def naive_logits(query, key, mask=None, bias=None):
 def randomize(tree, seed: int = 0, scale: float = 1.0):
     """The same tree with normal entries everywhere, so that no bias is zero."""
     leaves, treedef = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
     fresh = [
-        scale * jax.random.normal(k, x.shape, x.dtype)
-        for k, x in zip(keys, leaves, strict=True)
+        normal((seed, i), *x.shape, dtype=x.dtype, scale=scale)
+        for i, x in enumerate(leaves)
     ]
     return treedef.unflatten(fresh)
+
+
+def linen_variables(model, *args, seed: int = 0, **kwargs):
+    """What `model.init` returns, with normal entries; nothing is compiled for it."""
+    init = functools.partial(model.init, **kwargs)
+    return randomize(jax.eval_shape(init, jax.random.key(0), *args), seed)
+
+
+def run_script(*arguments, check: bool = True) -> subprocess.CompletedProcess:
+    """Python, as a user runs it, but compiled fast and only by the first run."""
+    flags = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=check,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+            "JAX_COMPILATION_CACHE_DIR": _compiled_programs().name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        },
+    )
+
+
+@functools.cache
+def _compiled_programs() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory()
 
 
 class LinenAttention(nn.Module):
@@ -159,5 +206,12 @@ def nnx_stats(model, x):
     return stats
 
 
+def nnx_model(**options):
+    """An `NNXModel` with normal entries; nothing is compiled for it."""
+    model = nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0), **options))
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, randomize(state))
+
+
 def inputs(seed: int = 9, shape=(2, 6, 16)):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    return normal(seed, *shape)

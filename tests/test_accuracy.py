@@ -1,10 +1,9 @@
 """What rounding does to the two forms, in every dtype, by spectrum."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, polynomial_of, UNSAFE_CANS
+from helpers import matrix_of, normal, polynomial_of, UNSAFE_CANS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,7 +185,7 @@ def test_aol_keeps_zero_rows_and_zero_matrices():
 
 
 def test_muon_passes_its_options_on():
-    params = {"w": jax.random.normal(jax.random.key(0), (6, 24))}
+    params = {"w": normal(0, 6, 24)}
     options = dict(ns_coeffs="turbo_muon", ns_steps=4, preconditioning="aol")
     tx = mc.scale_by_muon(
         ns_method="gram", ns_dtype="bfloat16", consistent_rms=None, **options

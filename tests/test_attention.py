@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import (
+    bernoulli,
     inputs,
     linen_stats,
+    linen_variables,
     LinenModel,
     naive_logits,
+    nnx_model,
     nnx_stats,
-    NNXModel,
-    randomize,
+    normal,
     ScannedModel,
 )
 
@@ -24,9 +26,7 @@ import muonclip_jax as mc
 
 
 def qk(heads=4, key_heads=4, length=5, key_length=7):
-    keys = jax.random.split(jax.random.key(0))
-    query = jax.random.normal(keys[0], (2, length, heads, 3))
-    return query, jax.random.normal(keys[1], (2, key_length, key_heads, 3))
+    return normal(0, 2, length, heads, 3), normal(1, 2, key_length, key_heads, 3)
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -42,7 +42,7 @@ def test_plain_and_shared_keys(key_heads):
 @pytest.mark.parametrize("dtype", [bool, jnp.float32])
 def test_mask_hides_pairs(shape, dtype):
     query, key = qk()
-    mask = jax.random.bernoulli(jax.random.key(3), 0.3, shape)
+    mask = bernoulli(3, 0.3, shape)
     expected = naive_logits(query, key, mask).max(axis=(0, 2, 3))
     actual = mc.max_logits(query, key, mask=mask.astype(dtype))
     chex.assert_trees_all_close(actual, expected.astype(np.float32), rtol=1e-5)
@@ -51,7 +51,7 @@ def test_mask_hides_pairs(shape, dtype):
 def test_causal_alone_and_with_a_mask():
     query, key = qk(key_length=5)
     causal = np.tril(np.ones((5, 5), bool))
-    mask = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.5, (2, 1, 5, 5)))
+    mask = np.asarray(bernoulli(3, 0.5, (2, 1, 5, 5)))
     for given, seen in ((None, causal), (mask, causal & mask)):
         expected = naive_logits(query, key, seen).max(axis=(0, 2, 3))
         actual = mc.max_logits(query, key, mask=given, is_causal=True)
@@ -60,7 +60,7 @@ def test_causal_alone_and_with_a_mask():
 
 def test_bias_and_scale():
     query, key = qk()
-    bias = jax.random.normal(jax.random.key(4), (1, 4, 5, 7))
+    bias = normal(4, 1, 4, 5, 7)
     expected = naive_logits(query, key, bias=bias).max(axis=(0, 2, 3))
     chex.assert_trees_all_close(
         mc.max_logits(query, key, bias=bias), expected.astype(np.float32), rtol=1e-5
@@ -112,7 +112,7 @@ def test_linen_output_equals_flax(options, sow):
     mask = nn.make_causal_mask(x[..., 0])
     stock = nn.MultiHeadDotProductAttention(4, **dict(options))
     ours = stock.clone(attention_fn=mc.attention_fn)
-    params = randomize(stock.init({"params": jax.random.key(0)}, x, deterministic=True))
+    params = linen_variables(stock, x, deterministic=True)
     call = dict(mask=mask, deterministic=False, rngs={"dropout": jax.random.key(1)})
     expected = stock.apply(params, x, **call)
     actual, _ = ours.apply(
@@ -152,7 +152,7 @@ def linen_projections(layer_params, x):
 def test_linen_statistic_sits_beside_query_and_key():
     x = inputs()
     model = LinenModel()
-    params = randomize(model.init(jax.random.key(0), x)["params"])
+    params = linen_variables(model, x)["params"]
     stats = linen_stats(model, params, x)
     for name in ("layer_0", "layer_1"):
         query, key = linen_projections(params[name]["attention"], np.asarray(x))
@@ -165,14 +165,14 @@ def test_linen_statistic_sits_beside_query_and_key():
 
 
 def test_init_leaves_no_statistics_among_the_variables():
-    assert set(LinenModel().init(jax.random.key(0), inputs())) == {"params"}
+    assert set(linen_variables(LinenModel(), inputs())) == {"params"}
 
 
 @pytest.mark.parametrize("remat", [True, False])
 def test_scanned_layers_stack_their_statistics_under_grad(remat):
     x = inputs()
     model = ScannedModel(remat)
-    params = randomize(model.init(jax.random.key(0), x)["params"])
+    params = linen_variables(model, x)["params"]
 
     def loss(p):
         y, recorded = model.apply({"params": p}, x, mutable=["intermediates"])
@@ -191,7 +191,7 @@ def test_scanned_layers_stack_their_statistics_under_grad(remat):
 
 
 def test_nnx_statistic_without_a_warning_and_with_a_clean_model():
-    model = NNXModel(nnx.Rngs(0))
+    model = nnx_model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stats = nnx_stats(model, inputs())
@@ -200,7 +200,7 @@ def test_nnx_statistic_without_a_warning_and_with_a_clean_model():
 
 
 def test_nnx_outside_capture_never_mixes_two_calls():
-    model = NNXModel(nnx.Rngs(0))
+    model = nnx_model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for scale in (3.0, 1.0):
@@ -219,7 +219,7 @@ def test_linen_keeps_the_precision_and_masks_shared_over_a_batch_axis():
     x = inputs(shape=(3, 2, 6, 16))
     mask = nn.make_causal_mask(x[:, :1, :, 0])
     stock = nn.MultiHeadDotProductAttention(4, precision="highest")
-    params = randomize(stock.init(jax.random.key(0), x))
+    params = linen_variables(stock, x)
     ours = stock.clone(attention_fn=mc.attention_fn)
     run = [
         jax.make_jaxpr(lambda x, m=m: m.apply(params, x, mask=mask))(x)
@@ -249,7 +249,7 @@ def test_a_layer_called_twice_keeps_the_maximum():
         return stats["attention"]["max_logits"]
 
     small, large = inputs(1), 3 * inputs(2)
-    params = Twice().init(jax.random.key(0), jnp.stack([small, large]))["params"]
+    params = linen_variables(Twice(), jnp.stack([small, large]))["params"]
     expected = jnp.maximum(measure(small, small), measure(large, large))
     chex.assert_trees_all_close(measure(small, large), expected)
     chex.assert_trees_all_close(measure(large, small), expected)

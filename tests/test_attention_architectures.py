@@ -10,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, linen_stats, nnx_stats, NNXModel, randomize
+from helpers import (
+    inputs,
+    linen_stats,
+    linen_variables,
+    nnx_model,
+    nnx_stats,
+    normal,
+    randomize,
+)
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -242,10 +250,12 @@ CASES = {
 }
 
 
+@functools.cache
 def setup(case):
     model, attention = CASES[case]
-    params = randomize(model.init(jax.random.key(0), inputs())["params"])
+    params = linen_variables(model, inputs(), seed=1)["params"]
 
+    @jax.jit
     def measure(params):
         return linen_stats(model, params, inputs())
 
@@ -263,15 +273,10 @@ def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
     params, measure, attention, tau = setup(case)
     before = largest(measure(params))
     assert (before > tau).any() and (before <= tau).any()
-    tx = mc.muonclip(
-        0.0,
-        threshold=tau,
-        alpha=alpha,
-        attention=attention,
-        dimension_numbers=lambda p: None,
-    )
+    tx = mc.qk_clip(tau, alpha=alpha, attention=attention)
+    still = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(tx.update)(
-        params, tx.init(params), params, attention_stats=measure(params)
+        still, tx.init(params), params, attention_stats=measure(params)
     )
     after = largest(measure(optax.apply_updates(params, updates)))
     np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
@@ -341,13 +346,13 @@ def test_torchtitan_figures_for_latent_attention():
 
 def linen_normalised():
     model = NormalisedAttention()
-    params = randomize(model.init(jax.random.key(0), inputs())["params"])
+    params = linen_variables(model, inputs())["params"]
     return params, lambda p: linen_stats(model, p, inputs())
 
 
 def nnx_normalised():
-    graph, state = nnx.split(NNXModel(nnx.Rngs(0), normalize_qk=True))
-    return randomize(state), lambda s: nnx_stats(nnx.merge(graph, s), inputs())
+    graph, state = nnx.split(nnx_model(normalize_qk=True))
+    return state, lambda s: nnx_stats(nnx.merge(graph, s), inputs())
 
 
 @pytest.mark.parametrize("make", [linen_normalised, nnx_normalised])
@@ -415,7 +420,7 @@ def test_layers_stacked_by_nnx(axis, scanned):
             return nnx.vmap(Layer.__call__, in_axes=(STATE, None))(self.layers, x)
 
     STATE = nnx.StateAxes({nnx.Intermediate: 0, ...: axis})
-    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
     state = randomize(state)
     find = functools.partial(
         mc.flax_attention_layers, stack_axes={"layers": axis} if axis else {}
@@ -457,15 +462,15 @@ def test_per_head_matrices_from_the_description():
 
 
 def test_per_head_matrices_need_an_axis_of_heads():
-    params = FusedAttention().init(jax.random.key(0), inputs())["params"]
+    params = linen_variables(FusedAttention(), inputs())["params"]
     with pytest.raises(ValueError, match="'c_attn/kernel' has no axis of heads"):
         mc.per_head_dimension_numbers(FUSED)(params)
 
 
 def test_additive_bias_scales_the_product_alone():
     """With a bias the cap is not exact: only the product of query and key shrinks."""
-    query = jax.random.normal(jax.random.key(0), (1, 3, 1, 4))
-    bias = 5.0 * jax.random.normal(jax.random.key(1), (3, 3))
+    query = normal(0, 1, 3, 1, 4)
+    bias = normal(1, 3, 3, scale=5.0)
     whole = float(mc.max_logits(query, query, bias=bias)[0])
     gamma = (whole / 2) / whole
     halved = mc.max_logits(query * gamma**0.5, query * gamma**0.5, bias=bias)
@@ -490,7 +495,7 @@ def test_nnx_modules_with_flat_kernels():
             )
             return x
 
-    graph, state = nnx.split(Flat(nnx.Rngs(0)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Flat(nnx.Rngs(0))))
     state = randomize(state)
 
     def measure(s):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import inputs, randomize
+from helpers import inputs, linen_variables, normal
 
 import muonclip_jax as mc
 from muonclip_jax._splash_attention import _statistic
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 def linen(kernel, params=None):
     layer = Layer(kernel)
     if params is None:
-        params = randomize(Layer().init(jax.random.key(0), inputs())["params"])
+        params = linen_variables(Layer(), inputs())["params"]
 
     def run(params):
         output, recorded = layer.apply(
@@ -92,7 +92,7 @@ def test_a_kernel_records_nothing_without_sow_weights():
     layer = nn.MultiHeadDotProductAttention(
         4, attention_fn=functools.partial(mc.attention_fn, kernel=KERNELS["blockwise"])
     )
-    variables = layer.init(jax.random.key(0), inputs())
+    variables = linen_variables(layer, inputs())
     _, recorded = layer.apply(variables, inputs(), mutable=["intermediates"])
     assert not jax.tree.leaves(recorded)
 
@@ -120,16 +120,16 @@ def test_a_kernel_of_the_users_own():
 @pytest.mark.parametrize("size", [1.0, 6.0])
 def test_log_sum_exp_bounds_the_logits_in_every_dtype(dtype, size):
     """In bfloat16 the residual is rounded, up to 0.25 under at 100."""
-    keys = jax.random.split(jax.random.key(0), 20)
+    arrays = normal(0, 20, 3, 2, 16, 4, 8, dtype=dtype, scale=size)
 
     @jax.jit
     @jax.vmap
-    def slack_of(key):
-        query, other, value = size * jax.random.normal(key, (3, 2, 16, 4, 8), dtype)
+    def slack_of(arrays):
+        query, other, value = arrays
         _, bound = mc.residual_attention(query, other, value)
         return bound - mc.max_logits(query, other)
 
-    slack = np.asarray(slack_of(keys))
+    slack = np.asarray(slack_of(arrays))
     assert slack.min() >= 0
     limit = np.log(16) + (0.01 if dtype == jnp.float32 else 2.5)
     assert slack.max() <= limit
@@ -137,7 +137,7 @@ def test_log_sum_exp_bounds_the_logits_in_every_dtype(dtype, size):
 
 def test_clipping_by_the_bound_keeps_every_head_under_the_threshold():
     _, bound, _ = linen(KERNELS["residual"])
-    params = randomize(Layer().init(jax.random.key(0), inputs())["params"])
+    params = linen_variables(Layer(), inputs())["params"]
     tau = float(np.median(bound))
     name = "MultiHeadDotProductAttention_0"
     after = mc.clip_qk(params, {name: {"max_logits": bound}}, tau)
@@ -168,11 +168,8 @@ def compare_splash(query, key, value, *, tolerance=5e-5, **options):
 def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
     shape = (batch, length, heads, depth)
     other = (batch, key_length, key_heads, depth)
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [
-        2 * jax.random.normal(k, s)
-        for k, s in zip(keys, (shape, other, other), strict=True)
-    ]
+    shapes = (shape, other, other)
+    return [normal(i, *s, scale=2.0) for i, s in enumerate(shapes)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -102,6 +103,21 @@ def test_needed_flops_are_those_counted_by_hand():
     # lacks the one with Q before it, and the last the two for the next X X^T.
     wide = 2 * 2 * (4 * cube) + (3 * 4 - 3 + 2 * 4 - 3) * cube
     assert needed_flops({"c": (512, 128)}) == pytest.approx(wide, rel=0.02)
+
+
+def test_the_peak_is_that_of_the_fastest_product():
+    import optimizer_step
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    costs = optimizer_step.chain.lower(x).compile().cost_analysis()
+    per_chain = optimizer_step.CHAIN * 2
+    assert costs["flops"] == pytest.approx(per_chain * 256**3, rel=0.01)
+    # In GFLOP/s 10, 50 and 40: the one of 2048 is the fastest.
+    speeds = {1024: 1e10, 2048: 5e10, 4096: 4e10}
+    times = {str(n): [per_chain * n**3 / v] * 3 for n, v in speeds.items()}
+    shapes = {"a": (128, 128)}
+    times["ours"] = [optimizer_step.needed_flops(shapes) / 2e10] * 3
+    assert optimizer_step.share_of_peak(shapes, times) == pytest.approx(0.4)
 
 
 def test_ratios_are_of_neighbours():

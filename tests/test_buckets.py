@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import matrix_of, polynomial_of
+from helpers import matrix_of, normal, polynomial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
@@ -104,7 +104,7 @@ def test_every_leaf_comes_out_as_it_would_alone(kinds, seed):
 @pytest.mark.parametrize("count", [0, 1, 4, 7])
 @pytest.mark.parametrize("chunk_size", [0, 24, 50, 96, 10**6])
 def test_chunks_do_not_change_the_result(count, chunk_size):
-    stack = jax.random.normal(jax.random.key(0), (count, 4, 6))
+    stack = normal(0, count, 4, 6)
     sizes = []
 
     def function(x):

@@ -1,5 +1,6 @@
 """Everything optax and Flax users wrap an optimizer in."""
 
+import functools
 import operator
 
 import chex
@@ -11,7 +12,15 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers import inputs, linen_stats, LinenModel, nnx_stats, NNXModel, randomize
+from helpers import (
+    inputs,
+    linen_stats,
+    linen_variables,
+    LinenModel,
+    nnx_model,
+    nnx_stats,
+    randomize,
+)
 
 import muonclip_jax as mc
 
@@ -101,9 +110,14 @@ WRAPPERS = {
 }
 
 
+@functools.cache
+def plain():
+    return run(mc.muonclip(1e-2))
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrapped_equals_plain(name):
-    expected, plain_state = run(mc.muonclip(1e-2))
+    expected, plain_state = plain()
     actual, state = run(WRAPPERS[name]())
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
     for key in ("max_logit", "num_clipped", "num_nonfinite"):
@@ -223,7 +237,7 @@ def test_second_step_does_not_trace_again():
 
 def test_linen_train_state_with_the_function_form():
     x, model = inputs(), LinenModel()
-    params = randomize(model.init(jax.random.key(0), x)["params"])
+    params = linen_variables(model, x)["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=mc.muon(0.0))
     stats = linen_stats(model, params, x)
     tau = 5.0
@@ -240,7 +254,7 @@ def test_linen_train_state_with_the_function_form():
 
 
 def test_nnx_optimizer_passes_the_captured_state():
-    x, model = inputs(), NNXModel(nnx.Rngs(0))
+    x, model = inputs(), nnx_model()
     optimizer = nnx.Optimizer(model, mc.muonclip(0.0, threshold=0.05), wrt=nnx.Param)
 
     @nnx.jit

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import inputs, linen_stats, nnx_stats, NNXModel, randomize
+from helpers import inputs, linen_stats, linen_variables, nnx_model, nnx_stats
 
 import muonclip_jax as mc
 
@@ -78,7 +78,7 @@ def test_query_lora_rank_0():
 
 def test_innocent_heads_of_a_group_shrunk():
     """Megatron-LM: the worst head of a group clips its queries and their key."""
-    graph, params = nnx.split(NNXModel(nnx.Rngs(0), kv_heads=2))
+    graph, params = nnx.split(nnx_model(kv_heads=2))
     stats = jax.tree.map(
         lambda s: jnp.asarray([400.0, 90.0, 50.0, 60.0]),
         nnx_stats(nnx.merge(graph, params), inputs()),
@@ -99,7 +99,7 @@ def test_bias_forgotten():
             layer = nn.MultiHeadDotProductAttention(4, attention_fn=mc.attention_fn)
             return layer(x, sow_weights=True)
 
-    params = randomize(Layer().init(jax.random.key(0), inputs())["params"])
+    params = linen_variables(Layer(), inputs())["params"]
     stats = linen_stats(Layer(), params, inputs())
     (before,) = jax.tree.leaves(stats)
     tau = float(before.min() / 2)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, NNXModel, ScannedModel
+from helpers import inputs, nnx_model, ScannedModel
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -27,7 +27,7 @@ def test_scanned_layers():
 
 
 def test_grouped_queries_in_nnx():
-    state = nnx.state(NNXModel(nnx.Rngs(0), kv_heads=2), nnx.Param)
+    state = nnx.state(nnx_model(kv_heads=2), nnx.Param)
     table = rows(mc.describe(state))
     assert table["layers/1/key/kernel"].endswith("key, 2 heads")
     assert table["layers/1/query/kernel"].endswith("query, 4 heads")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, LinenModel, NNXModel
+from helpers import inputs, linen_variables, LinenModel, nnx_model
 
 import muonclip_jax as mc
 
@@ -96,7 +96,7 @@ def test_scalar_statistics():
 
 def test_qk_normalised_linen_attention_at_init():
     model = LinenModel(options=(("normalize_qk", True),))
-    params = model.init(jax.random.key(0), inputs())["params"]
+    params = linen_variables(model, inputs())["params"]
     with pytest.raises(
         ValueError, match="'layer_0/attention', 'layer_1/attention'.*normalised"
     ):
@@ -107,7 +107,7 @@ def test_qk_normalised_linen_attention_at_init():
 
 
 def test_qk_normalised_nnx_attention_at_init():
-    model = NNXModel(nnx.Rngs(0), normalize_qk=True)
+    model = nnx_model(normalize_qk=True)
     with pytest.raises(ValueError, match="'layers/0', 'layers/1'.*normalised"):
         nnx.Optimizer(model, mc.muonclip(1e-3), wrt=nnx.Param)
 

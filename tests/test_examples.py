@@ -1,12 +1,10 @@
 """The example scripts, run as a user runs them but small."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import run_script
 
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -15,13 +13,7 @@ SMALL += ["--layers=1", "--width=16", "--heads=2", "--checkpoint-every=1"]
 
 
 def run(script, *arguments, check=True):
-    return subprocess.run(
-        [sys.executable, EXAMPLES / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=check,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
+    return run_script(EXAMPLES / script, *arguments, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +76,7 @@ corpus.Corpus.batch = failing
 sys.argv = {["train_lm.py", *map(str, arguments)]!r}
 train_lm.main()
 """
-    crashed = subprocess.run([sys.executable, "-c", crash], capture_output=True)
+    crashed = run_script("-c", crash, check=False)
     assert crashed.returncode == 9
     assert not (tmp_path / "run" / "results.json").exists()
     run("train_lm.py", *arguments, "--resume")

@@ -1,16 +1,14 @@
 """Kimi K2 in miniature: the script, run small, and what its model must do."""
 
 import argparse
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import normal, randomize, run_script
 
 import muonclip_jax as mc
 
@@ -43,29 +41,21 @@ def sizes(**changed):
     return Sizes(**small | changed)
 
 
-def make_model(transform=nnx.jit, **changed):
+def abstract_model(**changed):
     from kimi_k2_model import KimiK2
 
-    # Under jit the many small draws compile as one.
-    return transform(lambda: KimiK2(sizes(**changed), nnx.Rngs(0)))()
+    return nnx.eval_shape(lambda: KimiK2(sizes(**changed), nnx.Rngs(0)))
 
 
-def abstract_model():
-    return make_model(lambda make: lambda: nnx.eval_shape(make))
-
-
-def randomized(model):
-    generator = np.random.default_rng(0)
-
-    def normal(x):
-        return jnp.asarray(generator.normal(size=x.shape), jnp.float32)
-
-    nnx.update(model, jax.tree.map(normal, nnx.state(model, nnx.Param)))
-    return model
+def drawn(abstract, scale):
+    """With normal parameters, and zeros for the balance of the experts."""
+    graph, params, balance = nnx.split(abstract, nnx.Param, ...)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), balance)
+    return nnx.merge(graph, randomize(params, scale=scale), zeros)
 
 
 def tokens():
-    return jax.random.randint(jax.random.key(1), (3, 13), 0, 32)
+    return jnp.asarray(np.random.default_rng(1).integers(0, 32, (3, 13)), jnp.int32)
 
 
 @nnx.jit
@@ -82,13 +72,7 @@ def largest(stats):
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, EXAMPLES / "kimi_k2_mini.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
+    return run_script(EXAMPLES / "kimi_k2_mini.py", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +105,11 @@ def test_every_head_is_clipped_under_a_tiny_threshold(script):
     assert peaks[0] < peaks[1]
 
 
-def test_alone_leaves_the_run_without_the_clip_out(tmp_path):
-    (tmp_path / "text").write_text("so much depends upon a red wheel barrow " * 500)
-    result = run(
-        *SMALL, "--alone", "--layers=1", "--data", tmp_path / "text", "--out", tmp_path
-    )
+def test_alone_leaves_the_run_without_the_clip_out(script, tmp_path):
+    text = script[0] / "text.txt"
+    result = run(*SMALL, "--alone", "--data", text, "--out", tmp_path)
     assert "without the clip" not in result.stdout + result.stderr
-    assert "heads ever clipped       2 of 2 (100%)" in result.stdout
+    assert "heads ever clipped       4 of 4 (100%)" in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +119,7 @@ def step_at_rate_zero():
         patch.syspath_prepend(str(EXAMPLES))
         from kimi_k2_mini import make_optimizer, train_step
 
-        model = randomized(make_model(layers=2))
+        model = drawn(abstract_model(layers=2), scale=1.0)
         before = largest(forward(model)[1]).reshape(2, 4)
         tau = float(np.median(before[0]))
         args = argparse.Namespace(
@@ -206,11 +188,12 @@ def test_the_first_layer_is_dense_and_the_others_are_mixtures():
 def make_router(**changed):
     from kimi_k2_model import Router
 
-    return Router(sizes(**changed), nnx.Rngs(0))
+    router = nnx.eval_shape(lambda: Router(sizes(**changed), nnx.Rngs(0)))
+    return drawn(router, scale=0.25)
 
 
 def router_inputs():
-    return jax.random.normal(jax.random.key(2), (3, 40, 16))
+    return normal(2, 3, 40, 16)
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 3])
@@ -276,7 +259,7 @@ def test_a_mixture_is_the_sum_of_its_experts():
 
 
 def test_no_token_sees_a_later_one():
-    model = make_model(layers=2)
+    model = drawn(abstract_model(layers=2), scale=0.3)
     logits, _ = forward(model)
     changed, _ = forward(model, tokens()[:, :-1].at[:, 8:].set(0))
     np.testing.assert_allclose(changed[:, :8], logits[:, :8], atol=1e-5)
@@ -286,7 +269,7 @@ def test_no_token_sees_a_later_one():
 def test_logits_depend_on_the_distance_alone():
     from kimi_k2_model import rotate
 
-    query, key = jax.random.normal(jax.random.key(3), (2, 1, 1, 2, 8))
+    query, key = normal(3, 2, 1, 1, 2, 8)
     query, key = jnp.tile(query, (1, 20, 1, 1)), jnp.tile(key, (1, 20, 1, 1))
     product = jnp.einsum("bthd,bshd->bhts", rotate(query), rotate(key))[0, 0]
     np.testing.assert_allclose(product[5:, 3:-2], product[3:-2, 1:-4], atol=1e-4)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import naive_logits
+from helpers import bernoulli, naive_logits, normal
 
 import muonclip_jax as mc
 from muonclip_jax import _max_logits
@@ -18,9 +18,8 @@ def small_blocks(monkeypatch):
 
 
 def qk(length, key_length, heads=4, key_heads=2, batch=(2,)):
-    keys = jax.random.split(jax.random.key(length))
-    query = jax.random.normal(keys[0], (*batch, length, heads, 3))
-    return query, jax.random.normal(keys[1], (*batch, key_length, key_heads, 3))
+    query = normal(0, *batch, length, heads, 3)
+    return query, normal(1, *batch, key_length, key_heads, 3)
 
 
 SHAPES = {
@@ -46,8 +45,8 @@ def test_mask_and_bias_in_blocks(small_blocks, lengths, shape):
     query, key = qk(*lengths)
     t, s = lengths
     size = SHAPES[shape](t, s)
-    mask = jax.random.bernoulli(jax.random.key(1), 0.5, size)
-    bias = jax.random.normal(jax.random.key(2), size)
+    mask = bernoulli(1, 0.5, size)
+    bias = normal(2, *size)
     expected = naive_logits(query, key, mask, bias).max(axis=(0, 2, 3))
     np.testing.assert_allclose(
         mc.max_logits(query, key, mask=mask, bias=bias), expected, rtol=1e-5

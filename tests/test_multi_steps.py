@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, nnx_stats, NNXModel, randomize
+from helpers import inputs, nnx_model, nnx_stats, randomize
 
 import muonclip_jax as mc
 
@@ -128,7 +128,7 @@ def test_a_model_without_attention():
 
 
 def test_in_an_nnx_optimizer():
-    model = NNXModel(nnx.Rngs(0))
+    model = nnx_model()
     optimizer = nnx.Optimizer(
         model, mc.multi_steps(mc.muonclip(0.0, threshold=1e-3), 2), wrt=nnx.Param
     )

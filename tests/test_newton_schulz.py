@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, polynomial_of
+from helpers import matrix_of, normal, polynomial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,7 +115,7 @@ def test_extreme_entries_come_out_finite(dtype, method):
 
 
 def test_stacks_are_iterated_matrix_by_matrix():
-    stack = jax.random.normal(jax.random.key(0), (2, 3, 5, 7))
+    stack = normal(0, 2, 3, 5, 7)
     stack = stack * jnp.geomspace(1e-20, 1e20, 6).reshape(2, 3, 1, 1)
     whole = mc.newton_schulz(stack)
     for i in range(2):
@@ -147,12 +147,12 @@ def test_singular_values_land_in_the_band_and_vectors_stay(m, n, seed, exponent)
 
 
 def test_transposition_commutes():
-    x = jax.random.normal(jax.random.key(1), (7, 12))
+    x = normal(1, 7, 12)
     chex.assert_trees_all_close(mc.newton_schulz(x).T, mc.newton_schulz(x.T), atol=1e-5)
 
 
 def test_one_compilation_per_distinct_shape():
-    x = jax.random.normal(jax.random.key(2), (9, 11))
+    x = normal(2, 9, 11)
     traced = iterate._cache_size()
     for y in (x, x + 1, x.T, jnp.stack([x] * 3)):
         mc.newton_schulz(y)
@@ -161,7 +161,7 @@ def test_one_compilation_per_distinct_shape():
 
 
 def test_traced_ns_steps_runs_that_many_steps():
-    x = jax.random.normal(jax.random.key(3), (6, 8))
+    x = normal(3, 6, 8)
     traced = jax.jit(lambda n: mc.newton_schulz(x, ns_steps=n))
     for steps in (1, 5, 7):
         chex.assert_trees_all_close(

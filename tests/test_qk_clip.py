@@ -1,5 +1,7 @@
 """QK-Clip: the next forward gives min(S, tau), and nothing else moves."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,11 @@ from flax import nnx
 from helpers import (
     inputs,
     linen_stats,
+    linen_variables,
     LinenModel,
+    nnx_model,
     nnx_stats,
-    NNXModel,
+    normal,
     randomize,
     ScannedModel,
 )
@@ -53,13 +57,13 @@ def zero_step(params, stats, threshold, **options):
 
 def linen_case(model):
     x = inputs()
-    params = randomize(model.init(jax.random.key(0), x)["params"])
-    return params, lambda p: linen_stats(model, p, x)
+    params = linen_variables(model, x)["params"]
+    return params, jax.jit(lambda p: linen_stats(model, p, x))
 
 
 def nnx_case(**options):
-    graph, state = nnx.split(NNXModel(nnx.Rngs(0), **options))
-    return randomize(state), lambda s: nnx_stats(nnx.merge(graph, s), inputs())
+    graph, state = nnx.split(nnx_model(**options))
+    return state, jax.jit(lambda s: nnx_stats(nnx.merge(graph, s), inputs()))
 
 
 CASES = {
@@ -71,16 +75,26 @@ CASES = {
 }
 
 
+@functools.cache
+def case_of(name):
+    return CASES[name]()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
 def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
-    params, measure = CASES[case]()
+    params, measure = case_of(case)
     before = largest(measure(params))
     tau = float(np.median(before))  # so that half the heads are over
-    after, state = zero_step(params, measure(params), tau, alpha=alpha)
-    np.testing.assert_allclose(
-        largest(measure(after)), np.minimum(before, tau), rtol=1e-4
+    tx = mc.qk_clip(tau, alpha=alpha)
+    updates, state = jax.jit(tx.update)(
+        jax.tree.map(np.zeros_like, params),
+        tx.init(params),
+        params,
+        attention_stats=measure(params),
     )
+    after = largest(measure(optax.apply_updates(params, updates)))
+    np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
     assert optax.tree.get(state, "num_clipped") == (before > tau).sum()
     np.testing.assert_allclose(
         optax.tree.get(state, "max_logit"), before.max(), rtol=1e-6
@@ -89,7 +103,7 @@ def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
 
 @pytest.mark.parametrize("case", CASES)
 def test_forgetting_the_biases_would_miss_the_threshold(case):
-    params, measure = CASES[case]()
+    params, measure = case_of(case)
     before = largest(measure(params))
     tau = float(np.median(before))
     after = largest(measure(without_biases(params, measure(params), tau)))
@@ -99,7 +113,7 @@ def test_forgetting_the_biases_would_miss_the_threshold(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_function_and_transformation_agree(case):
-    params, measure = CASES[case]()
+    params, measure = case_of(case)
     stats = measure(params)
     tau = float(np.median(largest(stats)))
     by_step, _ = zero_step(params, stats, tau)
@@ -111,7 +125,7 @@ def test_function_and_transformation_agree(case):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_heads_at_or_under_the_threshold_stay_bit_identical(dtype):
-    params, measure = linen_case(LinenModel())
+    params, measure = case_of("linen")
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     stats = jax.tree.map(
         lambda s: jnp.asarray([50.0, 100.0, 150.0, -3.0]), measure(params)
@@ -143,12 +157,8 @@ def test_bfloat16_params_are_rounded_once(update_dtype):
     A bfloat16 update can only do so down to half of `p`: below, the difference itself
     has more digits than bfloat16.
     """
-    kernel = (0.05 * jax.random.normal(jax.random.key(0), (64, 4, 32))).astype(
-        jnp.bfloat16
-    )
-    update = (1e-3 * jax.random.normal(jax.random.key(1), (64, 4, 32))).astype(
-        update_dtype
-    )
+    kernel = normal(0, 64, 4, 32, dtype=jnp.bfloat16, scale=0.05)
+    update = normal(1, 64, 4, 32, dtype=update_dtype, scale=1e-3)
     params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
     updates = {"query": {"kernel": update}, "key": {"kernel": update}}
     stats = {"max_logits": jnp.asarray([101.0, 150.0, 250.0, 399.0])}
@@ -333,7 +343,7 @@ def test_of_any_heads_and_statistics(clip):
 
 
 def test_clipping_again_with_the_new_logits_changes_nothing():
-    params, measure = linen_case(LinenModel())
+    params, measure = case_of("linen")
     tau = float(np.median(largest(measure(params))))
     once = mc.clip_qk(params, measure(params), tau)
     twice = mc.clip_qk(once, measure(once), tau)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, nnx_stats, NNXModel
+from helpers import inputs, nnx_model, nnx_stats
 
 import muonclip_jax as mc
 
@@ -103,7 +103,7 @@ def test_of_layers_that_the_mask_shows():
 
 
 def test_in_an_nnx_optimizer_under_nnx_jit():
-    model = NNXModel(nnx.Rngs(0))
+    model = nnx_model()
     optimizer = nnx.Optimizer(model, mc.muonclip(0.0, threshold=1e-3), wrt=nnx.Param)
 
     @nnx.jit
