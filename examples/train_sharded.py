@@ -154,14 +154,13 @@ def compile_for(mesh: Mesh, args: argparse.Namespace) -> tuple[Any, Any]:
 def make_optimizer(
     args: argparse.Namespace, shardings: Any
 ) -> optax.GradientTransformationExtraArgs:
-    placement: dict[str, Any] = dict()
     return mc.muonclip(
         make_schedule(args, args.learning_rate),
         threshold=args.threshold,
         alpha=args.alpha,
         adam_learning_rate=make_schedule(args, args.adam_learning_rate),
         weight_decay=args.weight_decay,
-        **placement,
+        shardings=shardings,
     )
 
 

@@ -23,6 +23,8 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 from hlo_costs import hlo_costs
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 IN = MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
 # Three stacks: gate and down share one, cut along different sides.
