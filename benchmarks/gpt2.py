@@ -39,7 +39,7 @@ def optimizers(
     Leaves named in `adam` are no matrices.
     """
 
-    def numbers(axes: Callable[[tuple[int, ...]], MuonDimensionNumbers]):
+    def numbers(axes: Callable[[tuple[int, ...]], MuonDimensionNumbers]) -> Any:
         return {k: None if k in adam else axes(shape) for k, shape in shapes.items()}
 
     return {

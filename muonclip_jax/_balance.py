@@ -1,5 +1,6 @@
 """Who iterates which matrix: work shared out by cost over the devices of a mesh."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +19,8 @@ MOST_SLOTS = 2
 TIE = 1e-6
 
 
-class Work(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Work:
     """A stack of matrices that only the devices of one group can share out."""
 
     count: int  # in each group

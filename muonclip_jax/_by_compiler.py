@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import (
+    ArrayMapping,
     custom_partitioning,
     SdyShardingRule,
 )
@@ -57,8 +58,17 @@ def orthogonalize_by_compiler(
         rest = jax.tree.map(lambda x: x.sharding, arguments[1])
         return mesh, here, placed, (placed, rest)
 
-    function = custom_partitioning(on_one_device)
-    function.def_partition(partition, sharding_rule=_every_leaf_as_it_was)
+    partitioned = custom_partitioning(on_one_device)
+    partitioned.def_partition(partition, sharding_rule=_every_leaf_as_it_was)
+    function = jax.custom_batching.custom_vmap(partitioned)
+
+    @function.def_vmap
+    def batched(axis_size, in_batched, *arguments):
+        del axis_size
+        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched)
+        results = jax.vmap(on_one_device, in_axes)(*arguments)
+        return results, [True] * len(results)
+
     return function(list(leaves), ns_steps)
 
 
@@ -71,5 +81,5 @@ def _spec(leaf: Any) -> PartitionSpec:
 def _every_leaf_as_it_was(mesh: Mesh, operands, results) -> SdyShardingRule:
     del mesh
     names = (f"axis{i}" for i in itertools.count())
-    mappings = tuple(tuple(itertools.islice(names, x.rank)) for x in operands)
+    mappings = tuple(ArrayMapping(*itertools.islice(names, x.rank)) for x in operands)
     return SdyShardingRule(mappings, mappings[: len(results)])

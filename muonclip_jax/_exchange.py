@@ -25,7 +25,7 @@ class Exchange:
         """How blocks travel, whatever part of the matrix they are."""
         return self.layouts[0].block_shape
 
-    def count(self) -> jax.Array | int:
+    def count(self) -> jax.Array | np.ndarray:
         """How many matrices of its stack this device iterates: the first ones."""
         group, copy, device = self._here()
         return _at(self.owners.counts, group, copy, device)

@@ -4,6 +4,7 @@ Blocks of leaves -> whole matrices, each on one device -> iterated there -> bloc
 travels does so once for each stack and way, and nothing travels in between.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class Part(NamedTuple):
     layout: Layout
 
 
-class Stack(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Stack:
     """Matrices of one shape and dtype that the same devices share out."""
 
     shape: tuple[int, int]

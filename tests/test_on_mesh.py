@@ -8,6 +8,7 @@ import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -152,6 +153,20 @@ def test_without_jit():
     results = two_steps(make(), grads, params, jit=lambda f: f)
     assert_as_on_one_device(results)
     assert_where(results[0], shardings)
+
+
+def test_under_vmap():
+    """Two runs at once, of which nobody says how they lie."""
+    _, _, params, grads = placed("fsdp")
+    tx = make()
+    both = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (grads, params))
+    state = jax.vmap(tx.init)(both[1])
+    updates, _ = jax.jit(jax.vmap(tx.update))(both[0], state, both[1])
+    plain = make()
+    first, _ = plain.update(random_tree(1), plain.init(random_tree(0)), random_tree(0))
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x[0], updates), first, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_a_traced_number_of_steps():
