@@ -1,8 +1,9 @@
-"""Times Muon's update with GPT-2's matrices cut over eight simulated devices.
+"""Times Muon's update with matrices cut over eight simulated devices.
 
     python benchmarks/sharded_step.py
 
-Every leaf is cut along its inputs, as under FSDP. The devices share this machine's
+Matrices of GPT-2 124M and, at a quarter of its width, Llama-1B. Every leaf is cut along
+its inputs, as under FSDP. The devices share this machine's
 cores, so what is compared is the work of all of them, exchanges included, in float32.
 Each side takes turns with the other; medians.
 """
@@ -20,8 +21,9 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 from alternating import alternate, compare  # noqa: E402
-from gpt2 import optimizers, separate, Shapes, stacked  # noqa: E402
+from gpt2 import BLOCK, optimizers, separate, Shapes, stacked  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+from models import llama  # noqa: E402
 from tables import parser, Report  # noqa: E402
 
 
@@ -30,15 +32,16 @@ COLUMNS = {"leaves": "", "ours, s": ".2f", "optax, s": ".2f", "times faster": ".
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--layers", type=int, default=3, help="of each")
     options.add_argument("--repeats", type=int, default=20)
     args = options.parse_args()
     report = Report(args)
     table = report.table(f"One update on {DEVICES} simulated devices", COLUMNS)
-    layouts = {"separate": separate(args.layers), "stacked": stacked(args.layers)}
-    for name, shapes in layouts.items():
-        times = alternate(updates(shapes), args.repeats)
-        table.add(name, *compare(times, "ours", "optax"))
+    for model, block in {"GPT-2": BLOCK, "Llama": llama(512, 128, 2048)}.items():
+        for layout in (separate, stacked):
+            times = alternate(updates(layout(args.layers, block)), args.repeats)
+            name = f"{model}, {layout.__name__}"
+            table.add(name, *compare(times, "ours", "optax"))
     report.write()
 
 

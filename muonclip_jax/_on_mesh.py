@@ -90,19 +90,22 @@ def shared_out(
     stacks = plan_stacks(dtypes, views, specs, mesh)
     exchanges = plan_exchanges(stacks, mesh, options, platform)
 
+    pairs = list(zip(stacks, exchanges, strict=True))
+    settings = options, platform
+
+    # Between the two exchanges of all stacks no device waits for another: who has
+    # nothing in one stack starts on what it has in the next.
     def function(leaves, ns_steps):
+        received = [_receive(*pair, leaves, *settings) for pair in pairs]
+        received = jax.lax.optimization_barrier(received)
         shares = []
-        for i, (stack, exchange) in enumerate(zip(stacks, exchanges, strict=True)):
+        for i, (pair, matrices) in enumerate(zip(pairs, received, strict=True)):
+            # A name by which benchmarks know its loop.
             with jax.named_scope(f"stack{i}"):
-                share = _orthogonalize_share(
-                    stack, exchange, leaves, ns_steps, options, platform
-                )
-            shares.append(share)
-        # Else a device with nothing in this stack waits here for those with something,
-        # before it starts on what it has in the next one.
+                shares.append(_iterate_share(*pair, matrices, ns_steps, *settings))
         shares = jax.lax.optimization_barrier(shares)
         results = list(leaves)
-        for stack, exchange, share in zip(stacks, exchanges, shares, strict=True):
+        for (stack, exchange), share in zip(pairs, shares, strict=True):
             _scatter(stack, exchange.to_blocks(share), results)
         return results
 
@@ -152,40 +155,43 @@ def _exchange(stack: Stack, owners: Owners) -> Exchange:
     return Exchange(stack.route, owners, tuple(layouts), np.concatenate(kinds))
 
 
-def _orthogonalize_share(
+def _receive(
     stack: Stack,
     exchange: Exchange,
     leaves: Sequence[jax.Array],
+    options: Options,
+    platform: Platform,
+) -> jax.Array:
+    """What this device iterates of a stack, `(slots, m, n)`."""
+    wire = wire_dtype(jnp.dtype(stack.dtype), options, platform)
+    blocks = [
+        part.view.to_matrices(leaves[part.leaf])
+        .astype(wire)
+        .reshape(-1, *exchange.block_shape)
+        for part in stack.parts
+    ]
+    return exchange.to_owners(
+        blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
+    )
+
+
+def _iterate_share(
+    stack: Stack,
+    exchange: Exchange,
+    matrices: jax.Array,
     ns_steps: jax.Array | None,
     options: Options,
     platform: Platform,
 ) -> jax.Array:
-    """What this device iterates of a stack, `(slots, m, n)`, as it travels."""
-
     def orthogonalize(x: jax.Array) -> jax.Array:
         # The dtype of the iteration follows from that of the leaf, not of the wire.
         ready = prepare(x.astype(stack.dtype), options, platform)
         return iterate(ready, ns_steps, options, platform)
 
-    wire = wire_dtype(jnp.dtype(stack.dtype), options, platform)
-    matrices = exchange.to_owners(_blocks(stack, exchange, leaves, wire))
     count, chunk_size = exchange.count(), CHUNK_SIZE[platform]
     if isinstance(count, jax.Array):
         return map_first(orthogonalize, matrices, chunk_size, count)
-    return map_chunks(orthogonalize, matrices, chunk_size).astype(wire)
-
-
-def _blocks(
-    stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array], dtype: jnp.dtype
-) -> jax.Array:
-    """This device's blocks of all matrices of a stack, as they travel."""
-    blocks = [
-        part.view.to_matrices(leaves[part.leaf])
-        .astype(dtype)
-        .reshape(-1, *exchange.block_shape)
-        for part in stack.parts
-    ]
-    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
+    return map_chunks(orthogonalize, matrices, chunk_size).astype(matrices.dtype)
 
 
 def _scatter(stack: Stack, blocks: jax.Array, results: list[jax.Array]) -> None:

@@ -238,6 +238,15 @@ def test_two_exchanges_for_each_stack(layout, all_to_all, all_gather):
     assert counts == {kind: pair for kind, pair in expected.items() if pair[0]}
 
 
+def test_no_device_waits_for_another_between_the_exchanges():
+    lines = compiled_update("fsdp").as_text().splitlines()
+    sent = [i for i, line in enumerate(lines) if " all-to-all(" in line]
+    loops = [i for i, line in enumerate(lines) if re.search(r"stack\d+/while\"", line)]
+    loops = [i for i in loops if " while(" in lines[i]]
+    assert len(sent) == 6 and len(loops) == 3
+    assert sent[2] < min(loops) and max(loops) < sent[3]
+
+
 def test_no_matrix_is_whole_on_the_wire():
     """What a device sends is its share and the padding of it, not a matrix to each."""
     found = traffic(compiled_update("fsdp"))["all-to-all"]
