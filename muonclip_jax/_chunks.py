@@ -33,23 +33,30 @@ def map_first(
     stack: jax.Array,
     chunk_size: int,
     count: jax.Array,
-) -> jax.Array:
+    zero: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """`map_chunks` for the first `count` matrices, known only when it runs.
 
     What becomes of the others is not said. The result has the dtype of the stack.
+    `zero` is 0, as is the number that comes back, but the compiler does not know it:
+    the work begins after whatever made the one, and ends before whatever needs the
+    other.
     """
     slots = len(stack)
     size = size_of_chunks(stack.shape, chunk_size)
     padded = jnp.pad(stack, [(0, -slots % size), (0, 0), (0, 0)])
+    chunks = (count + size - 1) // size
 
-    def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+    def body(carry):
+        i, stack = carry
         chunk = jax.lax.dynamic_slice_in_dim(stack, i * size, size)
         result = function(chunk) if size > 1 else function(chunk[0])[None]
         result = result.astype(stack.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(stack, result, i * size, 0)
+        stack = jax.lax.dynamic_update_slice_in_dim(stack, result, i * size, 0)
+        return i + 1, stack
 
-    chunks = (count + size - 1) // size
-    return jax.lax.fori_loop(0, chunks, body, padded)[:slots]
+    last, result = jax.lax.while_loop(lambda x: x[0] < chunks, body, (zero, padded))
+    return result[:slots], last - chunks
 
 
 def size_of_chunks(shape: tuple[int, ...], chunk_size: int) -> int:
