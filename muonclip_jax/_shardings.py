@@ -56,8 +56,10 @@ def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
 
 def resolve_shardings(shardings: Shardings | None, tree: Any) -> Any:
     """A whole tree of shardings, or `None`, whichever way they were given."""
+    if shardings is None:
+        return None
     leaves = _paths.flatten(tree)
-    return shardings and leaves.unflatten(_given(shardings, tree, leaves))
+    return leaves.unflatten(_given(shardings, tree, leaves))
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import re
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -139,3 +140,25 @@ def test_statistics_of_all_layers_in_one_collective():
     _, new_state = compiled(params, split)
     assert float(new_state.max_logit) == 403.0
     assert int(new_state.num_clipped) == 2 * LAYERS
+
+
+def test_under_jit_the_compiler_joins_the_statistics_of_all_layers():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(model(), NamedSharding(mesh, P()))
+    x = jax.device_put(np.ones((8, 12, WIDTH), "f4"), NamedSharding(mesh, P("data")))
+    tx = mc.qk_clip()
+
+    @jax.jit
+    def update(params, x):
+        stats = {}
+        for name, layer in params.items():
+            query, key = (
+                jnp.einsum("bld,dhk->blhk", x, layer["attn"][role]["kernel"])
+                for role in ("query", "key")
+            )
+            stats[name] = {"attn": {"max_logits": mc.max_logits(query, key)}}
+            x = x + query.reshape(*x.shape[:2], -1)[..., :WIDTH]
+        return tx.update(params, tx.init(params), params, attention_stats=stats)
+
+    text = update.lower(params, x).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
