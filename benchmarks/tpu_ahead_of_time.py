@@ -3,7 +3,7 @@
     pip install -e '.[examples]' 'jax[tpu]'
     TPU_WORKER_HOSTNAMES=localhost JAX_PLATFORMS=cpu \\
         python benchmarks/tpu_ahead_of_time.py                      # on one chip
-    ... python benchmarks/tpu_ahead_of_time.py --model 'Llama-1B, FSDP'
+    ... python benchmarks/tpu_ahead_of_time.py --model '64, stacked' tensor expert
     ... python benchmarks/tpu_ahead_of_time.py --model Kimi --only ours
 
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
@@ -61,7 +61,11 @@ COLUMNS = {
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--model", help="those whose names hold this; default: 1 chip")
+    options.add_argument(
+        "--model",
+        nargs="+",
+        help="names or parts; default: those on one chip",
+    )
     options.add_argument("--only", choices=("ours", "optax"), help="of the two")
     options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
@@ -71,7 +75,7 @@ def main() -> None:
     table = report.table("One update, compiled for one chip", COLUMNS)
     updates = []
     for name, model in models(args.layers).items():
-        if args.model in name if args.model else not model.specs:
+        if is_chosen(name, args.model) if args.model else not model.specs:
             mesh = tpu_mesh(model, args.topology)
             compiled = list(compile_updates(name, model, mesh, args.only))
             add_rows(table, compiled)
@@ -79,6 +83,10 @@ def main() -> None:
     report.write()
     if args.png:
         draw(args.png, updates)
+
+
+def is_chosen(name: str, parts: list[str]) -> bool:
+    return any(part in name for part in parts)
 
 
 def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:

@@ -204,7 +204,7 @@ tpu_ahead_of_time.main()
 )
 @pytest.mark.parametrize(("model", "rows"), [(None, 2), ("cut", 2)])
 def test_for_tpu(tmp_path, model, rows):
-    chosen = ["--model", model] if model else []
+    chosen = ["--model", model, "none"] if model else []
     subprocess.run(
         [sys.executable, "-c", ON_TPU, "--json", tmp_path / "a.json", *chosen],
         check=True,
