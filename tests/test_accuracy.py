@@ -57,17 +57,13 @@ def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spec
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("name", PRESETS)
 def test_gram_in_float32_equals_standard(name, spectrum):
-    """To 1e-5, or to what rounding does to the standard form of a steep schedule.
-
-    Some CPUs round more than others: without AVX-512 CANS comes to 1.2e-5, 4.3 times
-    the standard form's own error.
-    """
+    """To 1e-5, or to what rounding does to the standard form of a steep schedule."""
     x = matrix_with(spectrum)
     standard, gram = (
         orthogonalized(x, name, method=method) for method in ("standard", "gram")
     )
     own = np.abs(standard - polynomial_of(x, mc.NS_COEFFS[name])).max()
-    assert np.abs(gram - standard).max() < max(1e-5, 5 * own)
+    assert np.abs(gram - standard).max() < max(1e-5, 3 * own)
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,6 +88,7 @@ def test_no_spectrum_makes_gram_diverge(exponent, rank, name, dtype, seed):
         ("keller", "float16", [3, 2]),
         ("keller", "bfloat16", [1, 2, 2]),
         ("polar_express", "float32", [1, 2, 2]),
+        ("cans", "float32", [2, 1, 2]),
         ("polar_express", "bfloat16", [1, 1, 1, 2]),
     ],
 )
