@@ -91,17 +91,22 @@ def main() -> None:
     print(f"picture: {args.out / 'comparison.png'}")
 
 
-def make_optimizer(name: str, args: argparse.Namespace) -> optax.GradientTransformation:
+def make_optimizer(
+    name: str, args: argparse.Namespace, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """`options` are further arguments of `mc.muonclip`."""
     schedule = functools.partial(make_schedule, args)
     matrices, others = schedule(args.learning_rate), schedule(args.adam_learning_rate)
     if name == "adamw":
-        return optax.adamw(others, b2=0.95, weight_decay=args.weight_decay)
+        adamw = optax.adamw(others, b2=0.95, weight_decay=args.weight_decay)
+        return optax.with_extra_args_support(adamw)
     common: dict[str, Any] = dict(
         adam_learning_rate=others, weight_decay=args.weight_decay
     )
     if name == "muon":
         return mc.muon(matrices, **common)
-    return mc.muonclip(matrices, threshold=args.threshold, alpha=args.alpha, **common)
+    clip = dict(threshold=args.threshold, alpha=args.alpha)
+    return mc.muonclip(matrices, **clip, **common, **options)
 
 
 def make_schedule(args: argparse.Namespace, peak: float) -> optax.Schedule:

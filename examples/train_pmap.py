@@ -19,9 +19,7 @@ import optax
 from corpus import Corpus
 from flax import nnx
 from tqdm import trange
-from train_lm import add_training_arguments, loss_fn, make_model, make_schedule
-
-import muonclip_jax as mc
+from train_lm import add_training_arguments, loss_fn, make_model, make_optimizer
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,7 +47,8 @@ def train(args: argparse.Namespace, devices: Sequence[Any]) -> list[float]:
         raise SystemExit(
             f"--batch-size {args.batch_size} is not divisible by {count} devices"
         )
-    corpus, tx = Corpus(args.data), make_optimizer(args)
+    corpus = Corpus(args.data)
+    tx = make_optimizer("muonclip", args, axis_name="devices")
     graphdef = nnx.graphdef(nnx.eval_shape(functools.partial(make_model, args)))
     pmap = functools.partial(jax.pmap, axis_name="devices", devices=devices)
     create = pmap(lambda _: create_state(args, tx))
@@ -64,17 +63,6 @@ def train(args: argparse.Namespace, devices: Sequence[Any]) -> list[float]:
         params, opt_state, loss = step_function(params, opt_state, parts)
         losses.append(loss)
     return [loss[0].item() for loss in losses]
-
-
-def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformationExtraArgs:
-    return mc.muonclip(
-        make_schedule(args, args.learning_rate),
-        threshold=args.threshold,
-        alpha=args.alpha,
-        adam_learning_rate=make_schedule(args, args.adam_learning_rate),
-        weight_decay=args.weight_decay,
-        axis_name="devices",
-    )
 
 
 def create_state(

@@ -34,11 +34,9 @@ from train_lm import (
     add_training_arguments,
     loss_fn,
     make_model,
-    make_schedule,
+    make_optimizer,
     Metrics,
 )
-
-import muonclip_jax as mc
 
 
 # What a resumed run need not have in common with the one it continues.
@@ -141,26 +139,13 @@ def compile_for(mesh: Mesh, args: argparse.Namespace) -> tuple[Any, Any]:
     """The functions that make a state and take a step, with all arrays in place."""
     make = functools.partial(make_model, args, activations=BATCH)
     model = nnx.eval_shape(make)
-    tx = make_optimizer(args, shardings_of(pure(model), mesh))
+    tx = make_optimizer("muonclip", args, shardings=shardings_of(pure(model), mesh))
     create = functools.partial(create_state, make, tx)
     shardings = shardings_of(jax.eval_shape(create), mesh)
     everywhere = NamedSharding(mesh, P())
     step = functools.partial(train_step, nnx.graphdef(model), tx)
     return jax.jit(create, out_shardings=shardings), jax.jit(
         step, donate_argnums=0, out_shardings=(shardings, everywhere)
-    )
-
-
-def make_optimizer(
-    args: argparse.Namespace, shardings: Any
-) -> optax.GradientTransformationExtraArgs:
-    return mc.muonclip(
-        make_schedule(args, args.learning_rate),
-        threshold=args.threshold,
-        alpha=args.alpha,
-        adam_learning_rate=make_schedule(args, args.adam_learning_rate),
-        weight_decay=args.weight_decay,
-        shardings=shardings,
     )
 
 
