@@ -32,6 +32,8 @@ def orthogonalize(
     seen = [i for i, view in enumerate(views) if view]
     for is_known in (True, False):
         chosen = [i for i in seen if (specs[i] is not None) == is_known]
+        if not chosen:
+            continue
         found = _orthogonalize(
             [leaves[i] for i in chosen],
             ns_steps,
@@ -47,8 +49,6 @@ def orthogonalize(
 
 @functools.partial(jax.jit, static_argnames=("views", "options", "mesh", "specs"))
 def _orthogonalize(leaves, ns_steps, *, mesh, specs, **static):
-    if not leaves:
-        return []
     if mesh is None:
         function = orthogonalize_on_one_device
     elif specs is None:

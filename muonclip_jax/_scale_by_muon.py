@@ -72,9 +72,9 @@ def scale_by_muon(
         `jax.sharding.NamedSharding` or (with `jax.set_mesh`) `PartitionSpec`, a prefix
         of one, or a function of the params. Every device then gets its share of the
         matrices, whole, and returns them orthogonalized: two exchanges for each shape.
-        Arrays outside `jit`, and explicit axes, say it themselves. With automatic axes
-        and no `shardings` the compiler finds a way, which can be a detour, and the
-        work is less evenly shared.
+        Arrays outside `jit`, and explicit axes, say it themselves, and for CPU and GPU
+        the compiler does under automatic axes. For TPU it cannot: there, without
+        `shardings`, the update is partitioned like any other program.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
     they came with.
