@@ -1,7 +1,7 @@
 """One look for the pictures of the benchmarks."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,30 @@ from matplotlib.axes import Axes
 @contextlib.contextmanager
 def picture(file: Path, **settings: Any) -> Iterator[Axes]:
     """Axes to draw on, saved at the end; `settings` are those of `Axes.set`."""
-    figure, axes = plt.subplots(figsize=(6, 3.8), layout="constrained")
-    axes.set(**settings)
+    with panels(file, [""], **settings) as axes:
+        yield axes[0]
+
+
+@contextlib.contextmanager
+def panels(
+    file: Path, titles: Sequence[str], *, rows: int = 1, **settings: Any
+) -> Iterator[list[Axes]]:
+    """Several axes, in one or more rows; `settings` are those of each."""
+    columns = -(-len(titles) // rows)
+    size = (6 if columns == 1 else 4.6 * columns, 3.8 * rows)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False
+    )
+    axes = list(grid.flat)
+    for one, title in zip(axes, titles, strict=True):
+        one.set(**settings)
+        one.set_title(title, loc="left", fontsize=11)
     yield axes
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
+    for one in axes:
+        if one.get_legend_handles_labels()[1]:
+            one.legend(frameon=False)
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     plt.close(figure)

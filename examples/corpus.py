@@ -24,7 +24,7 @@ class Corpus:
 
     def __init__(self, file: Path | None = None):
         text = np.frombuffer(
-            file.read_bytes() if file else _standard_library(), np.uint8
+            file.read_bytes() if file else standard_library(), np.uint8
         )
         piece = min(_PIECE, -(-len(text) // 16))
         held_out = np.arange(len(text)) // max(piece, 1) % 16 == 15
@@ -44,18 +44,18 @@ class Corpus:
         Of several processes, each asks for its own `rows` of the batch.
         """
         generator = np.random.default_rng((seed, step))
-        return _windows(self.train, size, context, generator, rows)
+        return windows(self.train, size, context, generator, rows)
 
     def validation_batches(
         self, count: int, size: int, context: int
     ) -> list[np.ndarray]:
         generator = np.random.default_rng(0)
         return [
-            _windows(self.validation, size, context, generator) for _ in range(count)
+            windows(self.validation, size, context, generator) for _ in range(count)
         ]
 
 
-def _windows(
+def windows(
     text: np.ndarray, size: int, context: int, generator, rows: slice = slice(None)
 ) -> np.ndarray:
     if len(text) < context + 2:
@@ -66,7 +66,7 @@ def _windows(
     return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
 
-def _standard_library() -> bytes:
+def standard_library() -> bytes:
     """The library's sources and the language reference, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3"}

@@ -1,0 +1,1 @@
+"""One module per experiment: `experiment(lab, plan)` trains and returns its section."""

@@ -1,0 +1,127 @@
+"""What the choices within Muon do to the loss."""
+
+from typing import Any
+
+from pictures import panels
+
+from ..intervals import Interval, paired
+from ..lab import final_loss, Lab
+from ..plan import Plan
+from ..section import Section, Table, verdict
+from ..style import CYCLE
+from ..tuning import tuned_pair
+
+
+SEEDS, SAME = 5, 0.01
+
+
+def muon(**arguments: Any) -> dict[str, Any]:
+    return dict(muon=tuple(arguments.items()))
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "without Nesterov": muon(nesterov=False),
+    "3 steps": muon(ns_steps=3),
+    "4 steps": muon(ns_steps=4),
+    "6 steps": muon(ns_steps=6),
+    "8 steps": muon(ns_steps=8),
+    "quintic": muon(ns_coeffs="quintic"),
+    "Polar Express": muon(ns_coeffs="polar_express"),
+    "Polar Express, 6 steps": muon(ns_coeffs="polar_express_6", ns_steps=6),
+    "CANS": muon(ns_coeffs="cans"),
+    "Turbo-Muon, 4 steps": muon(
+        ns_coeffs="turbo_muon", ns_steps=4, preconditioning="aol"
+    ),
+    "DeepSeek-V4, 10 steps": muon(ns_coeffs="deepseek_v4", ns_steps=10),
+    "momentum in bfloat16": muon(mu_dtype="bfloat16"),
+    "one matrix per head": dict(matrices="per_head"),
+    "query, key and value fused": dict(fused=True),
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts in one matrix": dict(matrices="one_expert_matrix"),
+    "experts by AdamW": dict(matrices="adam_experts"),
+}
+HARMLESS = ("Polar Express", "momentum in bfloat16", "one matrix per head")
+WORSE = ("query, key and value fused", "experts by AdamW", "without Nesterov")
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    models = {name: dict(settings=s) for name, s in CHOICES.items()}
+    models |= {name: dict(settings=s, model="kimi_k2") for name, s in EXPERTS.items()}
+    differences = {
+        (corpus, name): difference(lab, plan, corpus, **models[name])
+        for corpus in plan.corpora
+        for name in plan.some(list(models))
+    }
+    draw(plan, differences)
+    return Section(
+        title="Choices",
+        claim="Keller Jordan: Nesterov's momentum is better, five steps of Newton-Schulz "
+        "are enough, and query, key and value are better orthogonalized apart. nanochat: "
+        "Polar Express and matrices per head make no noticeable difference; Kimi K3 "
+        "(arXiv:2607.24653) has them per head. DeepSpeed, Megatron: momentum in bfloat16.",
+        setting="3 layers of width 64, 400 steps, cosine schedule, rate and weight decay "
+        "tuned for the default: Keller's coefficients, 5 steps, Nesterov, one matrix for "
+        "each of query, key and value; each choice is paired with the default over "
+        f"{SEEDS} seeds. Experts: Kimi K2 in miniature, with 8 experts in two of its 3 "
+        "layers, where the default is one matrix per expert.",
+        tables=[table(plan, differences)],
+        verdict=verdict(holds(differences)),
+        figure="choices.png",
+        remarks=f"It counts as reproduced if Polar Express, bfloat16 momentum and "
+        f"matrices per head stay within {SAME:g} nats of the default, and fused kernels, "
+        "experts by AdamW and momentum without Nesterov are worse beyond the interval, "
+        "on every corpus.",
+    )
+
+
+def holds(differences: dict[tuple[str, str], Interval]) -> list[bool]:
+    return [
+        abs(d.mean) < SAME if name in HARMLESS else d.low > 0
+        for (_, name), d in differences.items()
+        if name in HARMLESS + WORSE
+    ]
+
+
+def difference(
+    lab: Lab,
+    plan: Plan,
+    corpus: str,
+    settings: dict[str, Any],
+    model: str = "transformer",
+) -> Interval:
+    """Of the final loss from that of the default, with the rates tuned for that."""
+    best = tuned_pair(lab, plan, corpus).muon
+    losses = []
+    for arm in (settings, {}):
+        run = best.but(model=model, **arm)
+        results = lab.results(plan.over_seeds(run, SEEDS))
+        losses.append([final_loss(result, "report") for result in results])
+    return paired(*losses)
+
+
+def table(plan: Plan, differences: dict[tuple[str, str], Interval]) -> Table:
+    names = list(dict.fromkeys(name for _, name in differences))
+    rows = [
+        [name, *(show(differences[corpus, name]) for corpus in plan.corpora)]
+        for name in names
+    ]
+    caption = "Loss difference from the default; positive is worse."
+    return Table(["choice", *plan.corpora], rows, caption)
+
+
+def show(d: Interval) -> str:
+    return f"{d.mean:+.4f} ({d.low:+.4f} to {d.high:+.4f})"
+
+
+def draw(plan: Plan, differences: dict[tuple[str, str], Interval]) -> None:
+    names = list(dict.fromkeys(name for _, name in differences))
+    label = "loss difference from the default, nats per byte"
+    with panels(plan.figures / "choices.png", plan.corpora, xlabel=label) as axes:
+        for (corpus, name), d in differences.items():
+            one, y = axes[list(plan.corpora).index(corpus)], -names.index(name)
+            one.errorbar(d.mean, y, xerr=d.half, fmt="o", color=CYCLE[1])
+            one.set_yticks([-i for i in range(len(names))], names, fontsize=9)
+        for one in axes:
+            one.axvline(0, color="black", linewidth=0.8)
+            one.set_xscale("symlog", linthresh=0.02)

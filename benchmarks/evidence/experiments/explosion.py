@@ -1,0 +1,134 @@
+"""Logits that grow without bound, and what keeps them from it."""
+
+import numpy as np
+from pictures import panels
+
+from ..intervals import interval
+from ..lab import final_loss, Lab, Result
+from ..plan import Plan
+from ..run import Run
+from ..section import Section, Table, verdict
+from ..spikes import spikes
+from ..style import band, CYCLE
+
+
+STEPS, RATE, ADAM_RATE, SEEDS = 1200, 6.4e-2, 8e-3, 3
+ARMS = {
+    "no clip": {},
+    "threshold 100": dict(threshold=100.0),
+    "threshold 30": dict(threshold=30.0),
+    "QK-norm": dict(normalized=True),
+    "weight decay 0.1": dict(weight_decay=0.1),
+}
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    arms = {
+        (corpus, arm): lab.results(runs(plan, corpus, arm))
+        for corpus in plan.corpora
+        for arm in ARMS
+    }
+    draw(plan, "explosion.png", arms)
+    free = {c: mean(peaks(arms[c, "no clip"])) for c in plan.corpora}
+    capped = {
+        (c, arm): mean(percentiles(arms[c, arm])) / ARMS[arm]["threshold"]
+        for c in plan.corpora
+        for arm in ARMS
+        if "threshold" in ARMS[arm]
+    }
+    return Section(
+        title="Explosion and control",
+        claim="Kimi K2 (arXiv:2507.20534, figure 2): with Muon the largest attention "
+        "logit grows past 1,000; QK-Clip holds it at its threshold, and 15.5 T tokens "
+        "pass without a loss spike. Su: weight decay alone does so in small models.",
+        setting=f"3 layers of width 64, 4 heads, {STEPS} steps at a constant rate of "
+        f"{RATE:g}, high for this size, without weight decay unless an arm says so; "
+        f"{SEEDS} seeds. The percentile is over all steps. A spike is a step whose "
+        "training loss lies 6 scaled median deviations above the median of the 50 "
+        "before it.",
+        tables=[table(arms, ARMS)],
+        verdict=verdict(
+            [
+                *(peak > 1000 for peak in free.values()),
+                *(c <= 1.2 for c in capped.values()),
+            ]
+        ),
+        figure="explosion.png",
+        remarks="It counts as reproduced if the largest logit passes 1,000 without the "
+        "clip and its 95th percentile stays within 1.2 thresholds with it, on every "
+        "corpus.",
+    )
+
+
+def runs(plan: Plan, corpus: str, arm: str) -> list[Run]:
+    settings = dict(
+        steps=STEPS,
+        schedule="constant",
+        learning_rate=RATE,
+        adam_learning_rate=ADAM_RATE,
+        weight_decay=0.0,
+        probe="steps",
+    )
+    return list(plan.over_seeds(plan.run(corpus, **(settings | ARMS[arm])), SEEDS))
+
+
+def peaks(results: list[Result]) -> list[float]:
+    return [result["peak"] for result in results]
+
+
+def percentiles(results: list[Result]) -> list[float]:
+    return [float(np.percentile(result["logits"], 95)) for result in results]
+
+
+def mean(values: list[float]) -> float:
+    return interval(values).mean
+
+
+def table(arms, settings) -> Table:
+    columns = ["corpus", "", "largest logit", "its 95th percentile", "in thresholds"]
+    columns += ["final loss", "spikes a run", "head-clips a run"]
+    rows = [
+        row(corpus, arm, settings[arm].get("threshold"), results)
+        for (corpus, arm), results in arms.items()
+    ]
+    return Table(columns, rows)
+
+
+def row(
+    corpus: str, arm: str, threshold: float | None, results: list[Result]
+) -> list[str]:
+    typical = mean(percentiles(results))
+    return [
+        corpus,
+        arm,
+        interval(peaks(results)).show(",.0f"),
+        f"{typical:,.0f}",
+        f"{typical / threshold:.2f}" if threshold else "-",
+        interval([final_loss(r, "report") for r in results]).show(),
+        f"{np.mean([len(spikes(r['losses'])) for r in results]):.1f}",
+        f"{np.mean([r['fired'] for r in results]):,.0f}" if threshold else "-",
+    ]
+
+
+def draw(plan: Plan, file: str, arms) -> None:
+    titles = [
+        f"{c}: {what}" for c in plan.corpora for what in ("largest logit", "loss")
+    ]
+    order = list(dict.fromkeys(arm for _, arm in arms))
+    with panels(plan.figures / file, titles, rows=len(plan.corpora)) as axes:
+        for (corpus, arm), results in arms.items():
+            i = 2 * list(plan.corpora).index(corpus)
+            style = dict(color=CYCLE[order.index(arm)], label=arm)
+            for one, name in zip(axes[i : i + 2], ("logits", "losses"), strict=True):
+                curves = np.array([smooth(result[name]) for result in results])
+                band(one, WINDOW * (0.5 + np.arange(curves.shape[1])), curves, **style)
+            axes[i].set(xlabel="step", ylabel="largest logit", yscale="log")
+            axes[i + 1].set(xlabel="step", ylabel="training loss, nats per byte")
+
+
+WINDOW = 10  # steps that the figures average
+
+
+def smooth(values: list[float]) -> np.ndarray:
+    kept = len(values) // WINDOW * WINDOW
+    return np.mean(np.reshape(values[:kept], (-1, WINDOW)), axis=1)

@@ -1,0 +1,143 @@
+"""The spectra that Muon leaves in weights, and the size of its steps."""
+
+import statistics
+
+import numpy as np
+from pictures import panels
+
+from ..lab import Lab, Result
+from ..plan import Plan
+from ..run import Run
+from ..section import Section, Table, verdict
+from ..style import COLORS, NAMES
+from ..tuning import Pair, tuned_pair
+
+
+SEEDS = 3
+SIDES = Pair._fields
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    results = {
+        (corpus, side): lab.results(runs(plan, run))
+        for corpus in plan.corpora
+        for side, run in tuned_pair(lab, plan, corpus)._asdict().items()
+    }
+    higher = {corpus: share_higher(results, corpus) for corpus in plan.corpora}
+    sizes = {side: rms_by_shape(results, plan, side) for side in SIDES}
+    draw(plan, results)
+    muon = [rms for values in sizes["muon"].values() for rms in values]
+    return Section(
+        title="Muon's geometry",
+        claim="Moonlight (arXiv:2502.16982): the SVD entropy of more than 90 % of the "
+        "weight matrices is higher with Muon than with AdamW, and with its scaling the "
+        "RMS of an update is 0.2, as AdamW's is 0.2 to 0.4, for every shape.",
+        setting="3 layers of width 64, 4 query heads with one key (so that matrices of "
+        "four shapes occur), 400 steps with the rates and weight decays tuned for four "
+        f"keys; {SEEDS} seeds; the RMS at ten steps of every run, without weight decay "
+        "and over the learning rate.",
+        tables=[entropy_table(results, plan, higher), rms_table(sizes)],
+        verdict=verdict(
+            [
+                *(share > 0.9 for share in higher.values()),
+                min(muon) > 0.15,
+                max(muon) < 0.25,
+            ]
+        ),
+        figure="geometry.png",
+        remarks="It counts as reproduced if more than 90 % of the matrices, seed by seed, "
+        "have the higher entropy with Muon on every corpus, and the RMS of Muon's steps "
+        "lies between 0.15 and 0.25 for every shape: Newton-Schulz leaves singular values "
+        "between 0.7 and 1.2, not at 1.",
+    )
+
+
+def runs(plan: Plan, run: Run) -> list[Run]:
+    run = run.but(key_heads=1, probe="geometry", evaluations=10)
+    return list(plan.over_seeds(run, SEEDS))
+
+
+def entropies(results: list[Result]) -> np.ndarray:
+    """At the end of every run, `(seeds, matrices)`."""
+    last = [result["geometry"][-1] for result in results]
+    return np.array([[matrix["entropy"] for matrix in of.values()] for of in last])
+
+
+def share_higher(results, corpus: str) -> float:
+    pair = [entropies(results[corpus, side]) for side in ("muon", "adamw")]
+    return float(np.mean(pair[0] > pair[1]))
+
+
+def rms_by_shape(results, plan: Plan, side: str) -> dict[str, list[float]]:
+    """RMS of the steps of all matrices of a shape, at all times."""
+    by_shape: dict[str, list[float]] = {}
+    for corpus in plan.corpora:
+        for result in results[corpus, side]:
+            for moment in result["geometry"]:
+                for matrix in moment.values():
+                    shape = " x ".join(map(str, matrix["shape"]))
+                    by_shape.setdefault(shape, []).append(matrix["update_rms"])
+    return by_shape
+
+
+def entropy_table(results, plan: Plan, higher: dict[str, float]) -> Table:
+    rows = []
+    for corpus in plan.corpora:
+        means = [f"{entropies(results[corpus, side]).mean():.3f}" for side in SIDES]
+        rows.append([corpus, *means, f"{higher[corpus]:.0%}"])
+    columns = [
+        "corpus",
+        "AdamW, mean entropy",
+        "Muon, mean entropy",
+        "higher with Muon",
+    ]
+    return Table(columns, rows, "SVD entropy of the hidden matrices at the end.")
+
+
+def rms_table(sizes: dict[str, dict[str, list[float]]]) -> Table:
+    rows = [
+        [
+            shape,
+            *(
+                f"{statistics.median(s[shape]):.3f} ({min(s[shape]):.3f} to {max(s[shape]):.3f})"
+                for s in sizes.values()
+            ),
+        ]
+        for shape in sizes["muon"]
+    ]
+    return Table(
+        ["matrix", "AdamW", "Muon"],
+        rows,
+        "RMS of a step over its rate: median, least and most.",
+    )
+
+
+def draw(plan: Plan, results) -> None:
+    titles = [
+        f"{c}: {what}"
+        for c in plan.corpora
+        for what in ("SVD entropy", "RMS of a step")
+    ]
+    with panels(plan.figures / "geometry.png", titles, rows=len(plan.corpora)) as axes:
+        for i, corpus in enumerate(plan.corpora):
+            pair = [entropies(results[corpus, side]).ravel() for side in SIDES]
+            low, high = min(map(min, pair)), max(map(max, pair))
+            axes[2 * i].plot(*pair, ".", color=COLORS["muon"])
+            axes[2 * i].plot([low, high], [low, high], color="black", linewidth=0.8)
+            axes[2 * i].set(xlabel="with AdamW, a point per matrix", ylabel="with Muon")
+            for side in SIDES:
+                sizes = rms_by_shape(results, Plan([corpus]), side)
+                for x, values in enumerate(sizes.values()):
+                    shift = 0.15 if side == "muon" else -0.15
+                    label = NAMES[side] if x == 0 else None
+                    axes[2 * i + 1].plot(
+                        [x + shift] * len(values),
+                        values,
+                        ".",
+                        color=COLORS[side],
+                        alpha=0.3,
+                        label=label,
+                    )
+                axes[2 * i + 1].set_xticks(range(len(sizes)), list(sizes), fontsize=9)
+            axes[2 * i + 1].axhline(0.2, color="black", linewidth=0.8, linestyle=":")
+            axes[2 * i + 1].set(ylabel="RMS over the learning rate", ylim=(0, None))

@@ -1,0 +1,133 @@
+"""What MuonClip adds to a training step, by size of model and batch."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from alternating import alternate, ratio
+from pictures import panels
+
+from ..lab import Lab
+from ..optimizers import hyperparameters
+from ..plan import Plan
+from ..run import Run
+from ..section import Section, Table, verdict
+from ..style import CYCLE
+
+
+STEPS, REPEATS = 5, 20  # of Newton-Schulz; timed steps
+SIZES = (
+    dict(layers=3, width=64, heads=4),
+    dict(layers=4, width=128, heads=8),
+    dict(layers=4, width=256, heads=16),
+)
+BATCHES = (8, 32, 128)
+SIDES = {
+    "AdamW": dict(optimizer="adamw", statistics=False),
+    "Muon": dict(statistics=False),
+    "Muon, statistics": {},
+    "MuonClip": dict(threshold=30.0),
+}
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    cells = [
+        measured(lab, plan, shape, batch)
+        for shape in plan.some(SIZES)
+        for batch in plan.some(BATCHES)
+    ]
+    draw(plan, cells)
+    columns = [
+        "width",
+        "tokens a batch",
+        "AdamW, ms",
+        *(f"{s} over AdamW" for s in list(SIDES)[1:]),
+        "T m / B",
+    ]
+    rows = [
+        [str(c["width"]), f"{c['tokens']:,}", f"{c['adamw_ms']:.1f}"]
+        + [f"{c[name] - 1:+.1%}" for name in list(SIDES)[1:]]
+        + [f"{c['bound']:.1%}"]
+        for c in cells
+    ]
+    return Section(
+        title="Overhead",
+        claim="Keller Jordan: Muon adds at most T m / B to the arithmetic of a training "
+        "step, for T steps of Newton-Schulz, width m and B tokens a batch. QK-Clip's "
+        "statistics are logits that attention forms anyway.",
+        setting=f"Whole training steps on both cores, {REPEATS} of each side in turn, "
+        "medians of the ratios of neighbours; context 64, feed-forward 4 m.",
+        tables=[Table(columns, rows)],
+        verdict=verdict(c["MuonClip"] - 1 <= c["bound"] for c in cells),
+        figure="overhead.png",
+        remarks="It counts as reproduced if the time that MuonClip adds stays below the "
+        "bound on the arithmetic in every cell. Times, so an idle machine is needed.",
+    )
+
+
+def measured(lab: Lab, plan: Plan, shape: dict[str, int], batch: int) -> dict[str, Any]:
+    run = plan.run("code", batch=batch, **shape)
+    return dict(lab.once(f"overhead {run.width} {run.batch}", lambda: measure(run)))
+
+
+def measure(run: Run) -> dict[str, Any]:
+    times = alternate({name: side(run.but(**s)) for name, s in SIDES.items()}, REPEATS)
+    tokens = run.batch * run.context
+    return {
+        "width": run.width,
+        "tokens": tokens,
+        "adamw_ms": 1e3 * statistics.median(times["AdamW"]),
+        "bound": STEPS * run.width / tokens,
+        **{name: ratio(times, name, "AdamW") for name in list(SIDES)[1:]},
+    }
+
+
+def side(run: Run) -> Callable[[], Any]:
+    """One training step after the other."""
+    from ..texts import text
+    from ..training import program
+
+    compiled = program(run.program)
+    tokens = text(run.corpus).batch(run.batch, run.context, 0, 0)
+    carry, at = compiled.init(jax.random.key(0)), hyperparameters(run)[-1]
+
+    def step() -> Any:
+        nonlocal carry
+        carry, *rest = compiled.step(carry, tokens, at)
+        return carry, rest
+
+    return step
+
+
+def draw(plan: Plan, cells: list[dict[str, Any]]) -> None:
+    widths = list(dict.fromkeys(c["width"] for c in cells))
+    titles = [f"width {width}" for width in widths]
+    settings = dict(
+        xlabel="tokens a batch",
+        ylabel="added to AdamW's step",
+        xscale="log",
+        yscale="symlog",
+    )
+    with panels(plan.figures / "overhead.png", titles, **settings) as axes:
+        for one, width in zip(axes, widths, strict=True):
+            of_width = [c for c in cells if c["width"] == width]
+            x = [c["tokens"] for c in of_width]
+            for name, color in zip(list(SIDES)[1:], CYCLE, strict=False):
+                one.plot(
+                    x,
+                    [100 * (c[name] - 1) for c in of_width],
+                    "o-",
+                    color=color,
+                    label=name,
+                )
+            one.plot(
+                x,
+                [100 * c["bound"] for c in of_width],
+                ":",
+                color="black",
+                label="T m / B",
+            )
+            one.set_xticks(x, [f"{n:,}" for n in x])
+            one.set_xticks([], minor=True)
+            one.yaxis.set_major_formatter("{x:g} %")

@@ -1,0 +1,121 @@
+"""Whether a learning rate tuned on a narrow model suits a wide one."""
+
+import numpy as np
+from pictures import panels
+
+from ..intervals import interval
+from ..lab import final_loss, Lab
+from ..plan import Plan
+from ..run import Run
+from ..section import Section, Table, verdict
+from ..style import band, CYCLE
+
+
+WIDTHS, STEPS, SEEDS = (32, 64, 128), 200, 3
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+SCALINGS = {  # name: Muon's arguments, and what its rates are in terms of RATES
+    "0.2 sqrt(max(m, n))": ((), 1.0),
+    "sqrt(max(1, out / in))": ((("consistent_rms", None),), 2.0),
+}
+SHIFT, REGRET = 1.0, 0.02  # in factors of 2, in nats
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    keys = [(corpus, scaling) for corpus in plan.corpora for scaling in SCALINGS]
+    grids = {key: {w: losses(lab, plan, *key, w) for w in WIDTHS} for key in keys}
+    outcomes = {key: Outcome(*key, grid) for key, grid in grids.items()}
+    draw(plan, grids)
+    columns = ["corpus", "scaling", *(f"best at width {w}" for w in WIDTHS)]
+    columns += ["loss lost by keeping the narrow one's rate"]
+    return Section(
+        title="Learning-rate transfer across width",
+        claim="Moonlight (arXiv:2502.16982) and Essential AI (arXiv:2505.02222): with "
+        "the right scaling by shape the best learning rate stays where it is as models "
+        "grow.",
+        setting=f"2 layers, heads of 16, {STEPS} steps, cosine schedule, weight decay "
+        f"0.1, rates in factors of 2, {SEEDS} seeds. The best rate is that of a parabola "
+        "through the best of the grid and its neighbours, in the logarithm of the rate.",
+        tables=[Table(columns, [outcome.row() for outcome in outcomes.values()])],
+        verdict=verdict(outcome.holds() for outcome in outcomes.values()),
+        figure="width_transfer.png",
+        remarks="It counts as reproduced for a scaling if the best rate moves by less "
+        f"than a factor of 2 from width {WIDTHS[0]} to {WIDTHS[-1]} and keeping the "
+        f"narrow model's rate loses less than {REGRET:g} nats.",
+    )
+
+
+class Outcome:
+    """The best rates by width, and what it costs to keep the first."""
+
+    def __init__(self, corpus: str, scaling: str, grid: dict[int, np.ndarray]):
+        self.name = [corpus, scaling]
+        factor = SCALINGS[scaling][1]
+        octaves = {w: [best_octave(seed) for seed in by] for w, by in grid.items()}
+        self.best = {w: interval(values) for w, values in octaves.items()}
+        self.rates = {w: factor * RATES[0] * 2**b.mean for w, b in self.best.items()}
+        kept = int(grid[WIDTHS[0]].mean(axis=0).argmin())
+        wide = grid[WIDTHS[-1]]
+        self.regret = interval(wide[:, kept] - wide.min(axis=1))
+
+    def holds(self) -> bool:
+        first, last = self.best[WIDTHS[0]], self.best[WIDTHS[-1]]
+        return abs(last.mean - first.mean) < SHIFT and self.regret.mean < REGRET
+
+    def row(self) -> list[str]:
+        best = [
+            f"{self.rates[w]:.4f} (± {b.half:.2f} octaves)"
+            for w, b in self.best.items()
+        ]
+        return [*self.name, *best, self.regret.show(".4f")]
+
+
+def losses(lab: Lab, plan: Plan, corpus: str, scaling: str, width: int) -> np.ndarray:
+    """`(seeds, rates)`."""
+    grid = [
+        list(plan.over_seeds(run, SEEDS)) for run in runs(plan, corpus, scaling, width)
+    ]
+    lab.results(run for of_rate in grid for run in of_rate)
+    return np.array(
+        [[final_loss(r, "report") for r in lab.results(of_rate)] for of_rate in grid]
+    ).T
+
+
+def runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[Run]:
+    muon, factor = SCALINGS[scaling]
+    return [
+        plan.run(
+            corpus,
+            layers=2,
+            width=width,
+            heads=width // 16,
+            steps=STEPS,
+            learning_rate=factor * rate,
+            adam_learning_rate=8e-3,
+            muon=muon,
+        )
+        for rate in RATES
+    ]
+
+
+def best_octave(losses: np.ndarray) -> float:
+    """Where a parabola through the best and its neighbours is least."""
+    best = int(np.argmin(losses))
+    if best in (0, len(losses) - 1):
+        return float(best)
+    left, middle, right = losses[best - 1 : best + 2]
+    return best + float(0.5 * (left - right) / (left - 2 * middle + right))
+
+
+def draw(plan: Plan, grids) -> None:
+    titles = [f"{corpus}: {scaling}" for corpus, scaling in grids]
+    settings = dict(xlabel="learning rate", ylabel="loss, nats per byte", xscale="log")
+    file = plan.figures / "width_transfer.png"
+    with panels(file, titles, rows=len(plan.corpora), **settings) as axes:
+        for one, ((_, scaling), grid) in zip(axes, grids.items(), strict=True):
+            x = [SCALINGS[scaling][1] * rate for rate in RATES]
+            for width, color in zip(WIDTHS, CYCLE, strict=False):
+                band(one, x, grid[width], color=color, label=f"width {width}")
+                mean = grid[width].mean(axis=0)
+                one.plot(x[mean.argmin()], mean.min(), "o", color=color)
+            one.set_xticks(x, [f"{rate:g}" for rate in x])
+            one.set_xticks([], minor=True)

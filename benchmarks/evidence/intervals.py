@@ -1,0 +1,41 @@
+"""Means over seeds and their 95 % intervals, by Student's t."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+
+class Interval(NamedTuple):
+    """A mean, the half width of its interval and the standard deviation."""
+
+    mean: float
+    half: float
+    deviation: float
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+    def show(self, form: str = ".3f") -> str:
+        return f"{self.mean:{form}} ± {self.half:{form}}"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Of the mean of independent values; without a width for one value."""
+    x = np.asarray(values, np.float64)
+    if len(x) < 2:
+        return Interval(float(x.mean()), float("nan"), float("nan"))
+    deviation = x.std(ddof=1)
+    half = stats.t.ppf(0.975, len(x) - 1) * deviation / np.sqrt(len(x))
+    return Interval(float(x.mean()), float(half), float(deviation))
+
+
+def paired(values: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """Of the mean difference from the baseline with the same seed."""
+    return interval(np.subtract(values, baseline).tolist())

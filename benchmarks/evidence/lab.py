@@ -1,0 +1,138 @@
+"""Trains the runs that an experiment asks for, once, on every core at a time."""
+
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .run import Run
+
+
+Result = Mapping[str, Any]
+
+
+# Workers keep their memory: fresh pages would cost a third of a step.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "MALLOC_MMAP_THRESHOLD_": "8000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "200000000",
+}
+
+
+class Unfinished(Exception):
+    """Runs are missing, and this lab trains none."""
+
+
+class Lab:
+    """Results by run, kept as JSON lines in one file for each experiment.
+
+    A line is written as soon as its run ends, so that an interrupted experiment goes on
+    where it stopped. Runs that experiments share are trained once.
+    """
+
+    def __init__(self, folder: Path, *, environment: str = "", trains: bool = True):
+        self.trains = trains
+        self._folder, self._environment = folder, environment
+        self._results: dict[str, Result] = {}
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        for file in sorted(folder.glob("*.jsonl")):
+            self._results |= {line["run"]: line for line in _lines(file)}
+        self.open("results")
+
+    def open(self, experiment: str) -> None:
+        """Further results belong to this experiment."""
+        self._experiment = experiment
+
+    def results(self, runs: Iterable[Run], kept_in: str = "") -> list[Result]:
+        """Trains what has not been trained; results in the order of the runs.
+
+        New results go to the file of the experiment, or to that of the name given.
+        """
+        runs, file = list(runs), kept_in or self._experiment
+        missing = {run.key: run for run in runs if run.key not in self._results}
+        if missing and not self.trains:
+            raise Unfinished(f"{len(missing)} runs are missing")
+        if missing:
+            self._train(list(missing.values()), file)
+        return [self._results[run.key] for run in runs]
+
+    def once(self, name: str, measure: Callable[[], Result]) -> Result:
+        """What `measure` returns, kept like the results of runs."""
+        if name not in self._results:
+            if not self.trains:
+                raise Unfinished(f"{name} is missing")
+            self._keep(name, measure(), self._experiment)
+        return self._results[name]
+
+    def environments(self) -> list[str]:
+        """Commits, versions and machines that the results come from."""
+        return sorted({r["environment"] for r in self._results.values()})
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _train(self, runs: Sequence[Run], file: str) -> None:
+        # Neighbours share a compiled program; the longest first, to end together.
+        runs = sorted(runs, key=lambda run: (-run.tokens * run.width, run.program.key))
+        futures = {self._workers().submit(_work, run): run for run in runs}
+        with tqdm(total=len(runs), desc=file, unit="run") as bar:
+            for future in concurrent.futures.as_completed(futures):
+                result = future.result()
+                self._keep(futures[future].key, result, file)
+                bar.update()
+                bar.set_postfix_str(f"loss {final_loss(result):.4f}")
+
+    def _keep(self, key: str, result: Result, file: str) -> None:
+        line = {"run": key, **result, "environment": self._environment}
+        self._results[key] = line
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"{file}.jsonl").open("a+b") as lines:
+            lines.seek(max(0, lines.tell() - 1))
+            cut_off = lines.read() not in (b"", b"\n")  # by an interruption
+            lines.write(b"\n" * cut_off + json.dumps(line).encode() + b"\n")
+
+    def _workers(self) -> concurrent.futures.ProcessPoolExecutor:
+        if not self._pool:
+            os.environ.update(_ENVIRONMENT)  # which processes read when they start
+            context = multiprocessing.get_context("spawn")
+            cores = context.Queue()
+            for core in sorted(os.sched_getaffinity(0)):
+                cores.put(core)
+            self._pool = concurrent.futures.ProcessPoolExecutor(
+                cores.qsize(), context, _settle, (cores,)
+            )
+        return self._pool
+
+
+def final_loss(result: Result, part: str = "tune") -> float:
+    """In nats per byte; infinite if the run diverged."""
+    loss = result["curve"][-1][1 if part == "tune" else 2]
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _settle(cores: Any) -> None:
+    """A worker keeps to one core, with one thread: the runs are what is parallel."""
+    os.sched_setaffinity(0, {cores.get()})
+    os.environ["NPROC"] = "1"
+
+
+def _work(run: Run) -> Result:
+    from .training import train
+
+    return train(run)
+
+
+def _lines(file: Path) -> Iterable[dict[str, Any]]:
+    for line in file.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off by an interruption

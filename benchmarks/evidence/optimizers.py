@@ -1,0 +1,105 @@
+"""The optimizers that are compared, of the package's public API."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+from .balanced_clip import balanced_clip
+from .run import Run
+
+
+class Hyperparameters(NamedTuple):
+    """Of one step; arguments of the compiled program."""
+
+    learning_rate: Any
+    adam_learning_rate: Any
+    weight_decay: Any
+    threshold: Any
+
+
+def hyperparameters(run: Run) -> list[Hyperparameters]:
+    """Those of every step of the run."""
+    rest = np.float32(run.weight_decay), np.float32(run.threshold)
+    return [
+        Hyperparameters(
+            np.float32(run.learning_rate * factor),
+            np.float32(run.adam_learning_rate * factor),
+            *rest,
+        )
+        for factor in schedule(run)
+    ]
+
+
+def schedule(run: Run) -> np.ndarray:
+    """Linear warm-up over a twentieth, then as `run.schedule` says; in (0, 1]."""
+    step, warmup = np.arange(1, run.steps + 1), max(1, run.steps // 20)
+    left = (run.steps + 1 - step) / (run.steps + 1 - warmup)
+    shapes = {
+        "constant": np.ones(run.steps),
+        "cosine": (1 - np.cos(np.pi * left)) / 2,
+        "decay": np.minimum(1, 5 * left),
+    }
+    return np.where(step < warmup, step / warmup, shapes[run.schedule])
+
+
+def make_optimizer(
+    run: Run, at: Hyperparameters
+) -> optax.GradientTransformationExtraArgs:
+    """Without QK-Clip: see `clip`."""
+    if run.optimizer == "adamw":
+        adamw = optax.adamw(at.learning_rate, b2=0.95, weight_decay=at.weight_decay)
+        return optax.with_extra_args_support(adamw)
+    return mc.muon(
+        at.learning_rate,
+        adam_learning_rate=at.adam_learning_rate,
+        weight_decay=at.weight_decay,
+        dimension_numbers=MATRICES[run.matrices],
+        **dict(run.muon),
+    )
+
+
+def clip(run: Run, params: Any, stats: Any, at: Hyperparameters) -> Any:
+    """QK-Clip behind the step, if the run clips."""
+    if not run.clips:
+        return params
+    if run.sharing == "balanced":
+        return balanced_clip(params, stats, at.threshold)
+    if run.sharing == "layer":
+        stats = jax.tree.map(lambda s: jnp.full_like(s, s.max()), stats)
+    return mc.clip_qk(params, stats, at.threshold)
+
+
+def _one_expert_matrix(params: Any) -> Any:
+    """The experts of a layer side by side in one matrix."""
+    return _experts(params, MuonDimensionNumbers((-2,), (-3, -1)))
+
+
+def _adam_experts(params: Any) -> Any:
+    return _experts(params, None)
+
+
+def _experts(params: Any, numbers: MuonDimensionNumbers | None) -> Any:
+    def leaf(path, default):
+        return numbers if "experts" in jax.tree_util.keystr(path) else default
+
+    is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
+    default = mc.flax_dimension_numbers(params)
+    return jax.tree_util.tree_map_with_path(leaf, default, is_leaf=is_leaf)
+
+
+def _per_head(params: Any) -> Any:
+    return mc.flax_dimension_numbers(params, per_head=True)
+
+
+MATRICES = {
+    "default": None,
+    "per_head": _per_head,
+    "one_expert_matrix": _one_expert_matrix,
+    "adam_experts": _adam_experts,
+}

@@ -1,0 +1,39 @@
+"""How much of an experiment is run: corpora, seeds and lengths."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .run import Run
+from .texts import CORPORA
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The full experiments, or with `quick` all of the code and no evidence."""
+
+    corpora: Sequence[str] = tuple(CORPORA)
+    figures: Path = Path("figures")
+    quick: bool = False
+    first_seed: int = 1  # that of tuning is 0
+
+    def seeds(self, count: int) -> range:
+        """Of the runs that are reported."""
+        return range(self.first_seed, self.first_seed + (2 if self.quick else count))
+
+    def some(self, settings: Sequence[T]) -> Sequence[T]:
+        """All, or with `quick` the first and the last."""
+        return [settings[0], settings[-1]] if self.quick else settings
+
+    def run(self, corpus: str, **settings: Any) -> Run:
+        run = Run(corpus=corpus, **settings)
+        if not self.quick:
+            return run
+        return run.but(steps=max(20, run.steps // 20), batch=8, context=32)
+
+    def over_seeds(self, run: Run, count: int) -> Iterator[Run]:
+        return (run.but(seed=seed) for seed in self.seeds(count))

@@ -1,0 +1,78 @@
+"""Writes the report of all experiments that are finished."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from .lab import Lab, Unfinished
+from .plan import Plan
+from .section import Section, Table
+from .texts import CORPORA, text
+
+
+HEAD = """# What Muon and MuonClip claim, measured
+
+Written by `python benchmarks/reproduce.py`; every figure comes from the runs beside it in
+`{results}`, one JSON line each. `±` is the 95 % interval of a mean over seeds, by
+Student's t; differences are paired by seed: the same initial weights and batches. Losses
+are in nats per byte, of text that neither training nor tuning saw. All models are small
+and trained for minutes: what holds here need not hold at scale, and the other way round.
+"""
+
+
+def section(name: str, lab: Lab, plan: Plan) -> Section:
+    """Trains what is missing, if the lab does."""
+    lab.open(name)
+    module = importlib.import_module(f"{__package__}.experiments.{name}")
+    return module.experiment(lab, plan)
+
+
+def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None:
+    """`lab` trains nothing: what is missing is said to be so."""
+    sections: dict[str, Section | str] = {}
+    for name in names:
+        try:
+            sections[name] = section(name, lab, plan)
+        except Unfinished as missing:
+            sections[name] = str(missing)
+    folder = plan.figures.name
+    parts = [
+        HEAD.format(results=folder),
+        _texts(plan),
+        _summary(sections),
+        _origin(lab),
+    ]
+    for name, content in sections.items():
+        if isinstance(content, Section):
+            command = f"`python benchmarks/reproduce.py {name}`"
+            parts.append(content.markdown(folder, command))
+    file.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+
+
+def _summary(sections: dict[str, Section | str]) -> str:
+    rows = [
+        [content.title, content.verdict]
+        if isinstance(content, Section)
+        else [name, f"not finished: {content}"]
+        for name, content in sections.items()
+    ]
+    return Table(["experiment", "verdict"], rows).markdown()
+
+
+def _texts(plan: Plan) -> str:
+    rows = [
+        [
+            corpus,
+            CORPORA.get(corpus, "a file"),
+            *(f"{len(part):,}" for part in (source.train, source.tune, source.report)),
+            source.digest,
+        ]
+        for corpus, source in ((corpus, text(corpus)) for corpus in plan.corpora)
+    ]
+    columns = ["corpus", "", "bytes to train", "to tune", "to report", "SHA-256"]
+    return Table(columns, rows).markdown()
+
+
+def _origin(lab: Lab) -> str:
+    lines = "\n".join(f"- {line}" for line in lab.environments())
+    return f"The runs were made with\n\n{lines}"

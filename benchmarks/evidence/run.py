@@ -1,0 +1,71 @@
+"""The setting of one training run: all that its result depends on."""
+
+import dataclasses
+import json
+import math
+from typing import Any, Self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run; runs that are equal have the same result."""
+
+    corpus: str = "code"  # "prose", or the path of a file
+    seed: int = 0  # of the initial weights and the batches
+    steps: int = 400
+    batch: int = 16
+    context: int = 64
+
+    model: str = "transformer"  # or "kimi_k2"
+    layers: int = 3
+    width: int = 64
+    heads: int = 4
+    key_heads: int | None = None  # fewer than heads: grouped queries
+    normalized: bool = False  # QK-norm
+    fused: bool = False  # query, key and value in one kernel
+    statistics: bool = True  # whether attention records its largest logits
+
+    optimizer: str = "muon"  # or "adamw"
+    learning_rate: float = 1e-2  # that of the hidden matrices, or of all with AdamW
+    adam_learning_rate: float = 1e-2  # that of the rest with Muon
+    weight_decay: float = 0.1
+    schedule: str = "cosine"  # "constant", or "decay" over the last fifth
+    threshold: float = math.inf  # of QK-Clip
+    sharing: str = "head"  # or "layer", or "balanced" for grouped queries
+    matrices: str = "default"  # or "per_head", "one_expert_matrix", "adam_experts"
+    muon: tuple[tuple[str, Any], ...] = ()  # further arguments of mc.muon
+
+    evaluations: int = 1  # over the run, the last at its end
+    probe: str = ""  # "steps" keeps every step, "geometry" the spectra
+
+    def but(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch * self.context
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        fields = dataclasses.fields(self)
+        values = {field.name: getattr(self, field.name) for field in fields}
+        return {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+
+    @property
+    def key(self) -> str:
+        """Names the run among the results; new fields leave old keys as they are."""
+        return json.dumps(self.settings, sort_keys=True)
+
+    @property
+    def program(self) -> Self:
+        """The run with all that one compiled program takes as arguments left out."""
+        names = ["corpus", "seed", "steps", "schedule", "evaluations"]
+        names += ["learning_rate", "adam_learning_rate", "weight_decay"]
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        changes = {name: defaults[name] for name in names}
+        return self.but(**changes, threshold=1.0 if self.clips else math.inf)
+
+    @property
+    def clips(self) -> bool:
+        return math.isfinite(self.threshold)

@@ -1,0 +1,156 @@
+"""Trains a model as a run says, and returns what an experiment may ask of it."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from kimi_k2_model import KimiK2
+
+from .geometry import geometry
+from .model import largest_logits, make_model
+from .optimizers import clip, Hyperparameters, hyperparameters, make_optimizer
+from .run import Run
+from .texts import Text, text
+
+
+PARTS = ("tune", "report")
+HELD_OUT = 32768  # bytes of each part
+BALANCE_RATE = 1e-2
+
+
+class Carry(NamedTuple):
+    params: Any
+    optimizer: Any
+    others: Any  # what the model keeps beside its params
+
+
+class Program(NamedTuple):
+    """The compiled functions that runs of one shape share."""
+
+    init: Callable[..., Carry]  # key
+    step: Callable[..., tuple[Carry, jax.Array, jax.Array]]  # carry, tokens, at
+    evaluate: Callable[..., jax.Array]  # carry, batches of tokens
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Returns losses in nats per byte, the largest logits and what the probe saw."""
+    source, compiled = text(run.corpus), program(run.program)
+    held_out = [batches(source, part, run) for part in PARTS]
+    carry = compiled.init(jax.random.key(run.seed))
+    losses, logits, curve, seen = [], [], [], []
+    started = time.perf_counter()
+    for i, at in enumerate(hyperparameters(run)):
+        tokens = source.batch(run.batch, run.context, run.seed, i)
+        before = jax.device_get(carry.params) if looks(run, i) else None
+        carry, loss, largest = compiled.step(carry, tokens, at)
+        losses.append(loss)
+        logits.append(largest)
+        if before is not None:
+            seen.append(geometry(before, jax.device_get(carry.params), at))
+        if evaluates(run, i):
+            curve.append([i + 1, *(compiled.evaluate(carry, x) for x in held_out)])
+            if not np.isfinite(curve[-1][1]):
+                break
+    logits = np.stack(jax.device_get(logits))  # (steps, layers, heads)
+    result = {
+        "curve": [[step, *map(rounded, losses)] for step, *losses in curve],
+        "peak": rounded(logits.max()),
+        "fired": int((logits > run.threshold).sum()),
+        "scaled": scaled(logits, run),
+        "seconds": round(time.perf_counter() - started, 1),
+        "text": source.digest,
+    }
+    if run.probe == "steps":
+        result["losses"] = [rounded(x) for x in jax.device_get(losses)]
+        result["logits"] = [rounded(x) for x in logits.max(axis=(1, 2))]
+        result["last_fired"] = last_fired(logits, run.threshold)
+    if run.probe == "geometry":
+        result["geometry"] = seen
+    return result
+
+
+def evaluates(run: Run, i: int) -> bool:
+    """Whether the run looks at the held-out text after step i: at equal intervals."""
+    return (i + 1) * run.evaluations % run.steps < run.evaluations
+
+
+def looks(run: Run, i: int) -> bool:
+    return run.probe == "geometry" and evaluates(run, i)
+
+
+def batches(source: Text, part: str, run: Run) -> jax.Array:
+    """Held-out windows, `(count, batch, context + 1)`."""
+    count = max(1, HELD_OUT // (run.batch * run.context))
+    windows = source.held_out(part, count * run.batch, run.context)
+    return jnp.asarray(windows.reshape(count, run.batch, -1))
+
+
+def scaled(logits: np.ndarray, run: Run) -> int:
+    """How often a query head was scaled; with some ways of sharing beside another."""
+    sizes = {"layer": run.heads, "balanced": run.heads // (run.key_heads or run.heads)}
+    size = sizes.get(run.sharing, 1)
+    over = (logits > run.threshold).reshape(-1, logits.shape[-1] // size, size)
+    return size * int(over.any(axis=-1).sum())
+
+
+def last_fired(logits: np.ndarray, threshold: float) -> list[list[int]]:
+    """The last step, from 1, in which a head exceeded the threshold; 0 for never."""
+    over = logits > threshold
+    last = len(over) - np.argmax(over[::-1], axis=0)
+    return np.where(over.any(axis=0), last, 0).tolist()
+
+
+@functools.lru_cache(maxsize=4)
+def program(run: Run) -> Program:
+    """Compiles; `run` is the `program` of a run, for the rest are arguments."""
+    abstract = nnx.eval_shape(lambda: make_model(run, nnx.Rngs(0)))
+    graph, _, _ = nnx.split(abstract, nnx.Param, ...)
+
+    @jax.jit
+    def init(key: jax.Array) -> Carry:
+        _, params, others = nnx.split(make_model(run, nnx.Rngs(key)), nnx.Param, ...)
+        tx = make_optimizer(run, Hyperparameters(0.0, 0.0, 0.0, 1.0))
+        return Carry(params, tx.init(params), others)
+
+    def loss_fn(params: Any, others: Any, tokens: jax.Array):
+        # Fresh variables, since those of an outer trace must not be written to.
+        others = jax.tree.map(jnp.asarray, others)
+        model = nnx.merge(graph, params, others)
+        loss, stats = nnx.capture(mean_loss, nnx.Intermediate)(model, tokens)
+        for router in model.routers() if isinstance(model, KimiK2) else ():
+            router.balance(BALANCE_RATE)
+        return loss, (stats, nnx.split(model, nnx.Param, ...)[2])
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry: Carry, tokens: jax.Array, at: Hyperparameters):
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, (stats, others)), grads = gradient(carry.params, carry.others, tokens)
+        tx = make_optimizer(run, at)
+        updates, state = tx.update(grads, carry.optimizer, carry.params)
+        params = clip(run, optax.apply_updates(carry.params, updates), stats, at)
+        return Carry(params, state, others), loss, largest_logits(stats)
+
+    @jax.jit
+    def evaluate(carry: Carry, tokens: jax.Array) -> jax.Array:
+        def one(batch):
+            return loss_fn(carry.params, carry.others, batch)[0]
+
+        return jax.lax.map(one, tokens).mean()
+
+    return Program(init, step, evaluate)
+
+
+def mean_loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+def rounded(x: Any) -> float:
+    return float(f"{float(x):.5g}")

@@ -1,0 +1,80 @@
+"""Measures what Muon and MuonClip claim, on this machine, and writes a report.
+
+    python benchmarks/reproduce.py                        # all experiments: hours
+    python benchmarks/reproduce.py explosion no_harm
+    python benchmarks/reproduce.py --quick                # all of the code, no evidence
+
+Every run that ends is kept in `--out`, so that an interrupted experiment goes on where
+it stopped; runs that are there are not trained again. The report is written from them.
+"""
+
+import argparse
+from pathlib import Path
+
+from environment import environment
+from evidence.lab import Lab
+from evidence.plan import Plan
+from evidence.report import section, write_report
+from evidence.texts import CORPORA, existing_file
+
+
+HERE = Path(__file__).parent
+EXPERIMENTS = (
+    "token_efficiency",
+    "explosion",
+    "rise_and_decay",
+    "no_harm",
+    "sharing",
+    "geometry",
+    "width_transfer",
+    "choices",
+    "overhead",
+    "adam_clip",
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    add("--quick", action="store_true", help="everything in small, in ten minutes")
+    add("--data", type=existing_file, help="a text file in place of both corpora")
+    add("--seed", type=int, default=1, help="the first of those reported; default: 1")
+    add("--out", type=Path, help="folder for results, figures and report")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.experiments) - set(EXPERIMENTS)):
+        parser.error(f"no such experiment: {', '.join(unknown)}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    folder, report = places(args)
+    corpora = [str(args.data)] if args.data else list(CORPORA)
+    plan = Plan(corpora[:1] if args.quick else corpora, folder, args.quick, args.seed)
+    lab = Lab(folder, environment=environment())
+    try:
+        for name in args.experiments or EXPERIMENTS:
+            print(f"{name}: {section(name, lab, plan).verdict}")
+    finally:
+        lab.close()
+        lab.trains = False
+        write_report(report, EXPERIMENTS, lab, plan)
+    print(f"report: {report}")
+
+
+def places(args: argparse.Namespace) -> tuple[Path, Path]:
+    """The folder of results and figures, and the report: those that are committed only
+    for the experiments as they stand."""
+    if args.out:
+        return args.out, args.out / "report.md"
+    if args.quick or args.data or args.seed != 1:
+        folder = Path("runs/reproduce")
+        return folder, folder / "report.md"
+    return HERE / "results", HERE / "report.md"
+
+
+if __name__ == "__main__":
+    main()
