@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -15,6 +15,7 @@ from .run import Run
 
 
 Result = Mapping[str, Any]
+Key = TypeVar("Key")
 
 
 # Workers keep their memory: fresh pages would cost a third of a step.
@@ -63,6 +64,12 @@ class Lab:
             self._train(list(missing.values()), file)
         return [self._results[run.key] for run in runs]
 
+    def gather(self, runs: Mapping[Key, Iterable[Run]]) -> dict[Key, list[Result]]:
+        """The same for several lists of runs, all trained together."""
+        lists = {key: list(of_key) for key, of_key in runs.items()}
+        self.results(run for of_key in lists.values() for run in of_key)
+        return {key: self.results(of_key) for key, of_key in lists.items()}
+
     def once(self, name: str, measure: Callable[[], Result]) -> Result:
         """What `measure` returns, kept like the results of runs."""
         if name not in self._results:
@@ -88,7 +95,7 @@ class Lab:
                 result = future.result()
                 self._keep(futures[future].key, result, file)
                 bar.update()
-                bar.set_postfix_str(f"loss {final_loss(result):.4f}")
+                bar.set_postfix_str(f"loss {losses([result])[0]:.4f}")
 
     def _keep(self, key: str, result: Result, file: str) -> None:
         line = {"run": key, **result, "environment": self._environment}
@@ -112,10 +119,11 @@ class Lab:
         return self._pool
 
 
-def final_loss(result: Result, part: str = "tune") -> float:
-    """In nats per byte; infinite if the run diverged."""
-    loss = result["curve"][-1][1 if part == "tune" else 2]
-    return loss if math.isfinite(loss) else math.inf
+def losses(results: Iterable[Result], part: str = "report") -> list[float]:
+    """At the ends of runs, in nats per byte; infinite if a run diverged."""
+    place = 1 if part == "tune" else 2
+    ends = [result["curve"][-1][place] for result in results]
+    return [loss if math.isfinite(loss) else math.inf for loss in ends]
 
 
 def _settle(cores: Any) -> None:

@@ -12,11 +12,12 @@ from .texts import CORPORA, text
 
 HEAD = """# What Muon and MuonClip claim, measured
 
-Written by `python benchmarks/reproduce.py`; every figure comes from the runs beside it in
+Written by `python benchmarks/reproduce.py`; every figure comes from the runs in
 `{results}`, one JSON line each. `±` is the 95 % interval of a mean over seeds, by
-Student's t; differences are paired by seed: the same initial weights and batches. Losses
-are in nats per byte, of text that neither training nor tuning saw. All models are small
-and trained for minutes: what holds here need not hold at scale, and the other way round.
+Student's t; differences are paired by seed: the same initial weights and batches.
+Losses are in nats per byte, of text that neither training nor tuning saw. All models
+are small and trained for minutes: what holds here need not hold at scale, and the other
+way round.
 """
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from .lab import final_loss, Lab
+from .lab import Lab, losses
 from .plan import Plan
 from .run import Run
 
@@ -37,8 +37,8 @@ def tuned(lab: Lab, run: Run) -> Run:
     while True:
         points = [here, *_cross(here)]
         results = lab.results([_at(run, point) for point in points], kept_in="tuning")
-        losses = [final_loss(result) for result in results]
-        best = points[losses.index(min(losses))]
+        found = losses(results, part="tune")
+        best = points[found.index(min(found))]
         if best == here:
             return _at(run, here)
         here = best

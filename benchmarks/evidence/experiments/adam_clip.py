@@ -1,14 +1,14 @@
 """QK-Clip behind AdamW."""
 
 from ..intervals import paired
-from ..lab import final_loss, Lab
+from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, verdict
 from .explosion import draw, mean, peaks, percentiles, table
 
 
-STEPS, RATE, SEEDS = 600, 3.2e-2, 3
+STEPS, RATE, SEEDS = 1200, 1.6e-2, 3
 ARMS = {
     "no clip": {},
     "threshold 100": dict(threshold=100.0),
@@ -17,14 +17,16 @@ ARMS = {
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    arms = {
-        (corpus, arm): lab.results(runs(plan, corpus, arm))
-        for corpus in plan.corpora
-        for arm in ARMS
-    }
+    arms = lab.gather(
+        {
+            (corpus, arm): runs(plan, corpus, arm)
+            for corpus in plan.corpora
+            for arm in ARMS
+        }
+    )
     draw(plan, "adam_clip.png", arms)
     gains = {
-        (c, arm): paired(ends(arms[c, arm]), ends(arms[c, "no clip"])).mean
+        (c, arm): paired(losses(arms[c, arm]), losses(arms[c, "no clip"])).mean
         for c, arm in arms
         if arm != "no clip"
     }
@@ -36,10 +38,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     free = [mean(peaks(arms[corpus, "no clip"])) > 1000 for corpus in plan.corpora]
     return Section(
         title="AdamClip",
-        claim="Su (kexue.fm/archives/11126): logits explode under Adam too, and QK-Clip "
-        "works behind any optimizer.",
-        setting=f"AdamW with `mc.clip_qk` behind it: 3 layers of width 64, {STEPS} steps "
-        f"at a constant rate of {RATE:g}, without weight decay; {SEEDS} seeds.",
+        claim="Su (kexue.fm/archives/11126): logits explode under Adam too, and "
+        "QK-Clip works behind any optimizer.",
+        setting=f"AdamW with `mc.clip_qk` behind it: 3 layers of width 64, {STEPS} "
+        f"steps at a constant rate of {RATE:g}, without weight decay; {SEEDS} seeds.",
         tables=[table(arms, ARMS)],
         verdict=verdict([*free, *held, *(gain <= 0 for gain in gains.values())]),
         figure="adam_clip.png",
@@ -61,7 +63,3 @@ def runs(plan: Plan, corpus: str, arm: str) -> list[Run]:
         **ARMS[arm],
     )
     return list(plan.over_seeds(run, SEEDS))
-
-
-def ends(results) -> list[float]:
-    return [final_loss(result, "report") for result in results]

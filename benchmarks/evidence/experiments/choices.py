@@ -5,8 +5,9 @@ from typing import Any
 from pictures import panels
 
 from ..intervals import Interval, paired
-from ..lab import final_loss, Lab
+from ..lab import Lab, losses
 from ..plan import Plan
+from ..run import Run
 from ..section import Section, Table, verdict
 from ..style import CYCLE
 from ..tuning import tuned_pair
@@ -36,42 +37,41 @@ CHOICES: dict[str, dict[str, Any]] = {
     "momentum in bfloat16": muon(mu_dtype="bfloat16"),
     "one matrix per head": dict(matrices="per_head"),
     "query, key and value fused": dict(fused=True),
-}
-EXPERTS: dict[str, dict[str, Any]] = {
-    "experts in one matrix": dict(matrices="one_expert_matrix"),
-    "experts by AdamW": dict(matrices="adam_experts"),
+    "experts in one matrix": dict(model="kimi_k2", matrices="one_expert_matrix"),
+    "experts by AdamW": dict(model="kimi_k2", matrices="adam_experts"),
 }
 HARMLESS = ("Polar Express", "momentum in bfloat16", "one matrix per head")
 WORSE = ("query, key and value fused", "experts by AdamW", "without Nesterov")
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    models = {name: dict(settings=s) for name, s in CHOICES.items()}
-    models |= {name: dict(settings=s, model="kimi_k2") for name, s in EXPERTS.items()}
-    differences = {
-        (corpus, name): difference(lab, plan, corpus, **models[name])
+    pairs = {
+        (corpus, name): pair(lab, plan, corpus, CHOICES[name])
         for corpus in plan.corpora
-        for name in plan.some(list(models))
+        for name in plan.some(list(CHOICES))
     }
+    lab.results(run for both in pairs.values() for side in both for run in side)
+    differences = {key: difference(lab, *both) for key, both in pairs.items()}
     draw(plan, differences)
     return Section(
         title="Choices",
-        claim="Keller Jordan: Nesterov's momentum is better, five steps of Newton-Schulz "
-        "are enough, and query, key and value are better orthogonalized apart. nanochat: "
-        "Polar Express and matrices per head make no noticeable difference; Kimi K3 "
-        "(arXiv:2607.24653) has them per head. DeepSpeed, Megatron: momentum in bfloat16.",
-        setting="3 layers of width 64, 400 steps, cosine schedule, rate and weight decay "
-        "tuned for the default: Keller's coefficients, 5 steps, Nesterov, one matrix for "
-        "each of query, key and value; each choice is paired with the default over "
-        f"{SEEDS} seeds. Experts: Kimi K2 in miniature, with 8 experts in two of its 3 "
-        "layers, where the default is one matrix per expert.",
+        claim="Keller Jordan: Nesterov's momentum is better, five steps of "
+        "Newton-Schulz are enough, and query, key and value are better "
+        "orthogonalized apart. nanochat: Polar Express and matrices per head make no "
+        "noticeable difference; Kimi K3 (arXiv:2607.24653) has them per head. "
+        "DeepSpeed, Megatron: momentum in bfloat16.",
+        setting="3 layers of width 64, 400 steps, cosine schedule, rate and weight "
+        "decay tuned for the default: Keller's coefficients, 5 steps, Nesterov, one "
+        "matrix for each of query, key and value; each choice is paired with the "
+        f"default over {SEEDS} seeds. Experts: Kimi K2 in miniature, with 8 experts "
+        "in two of its 3 layers, where the default is one matrix per expert.",
         tables=[table(plan, differences)],
         verdict=verdict(holds(differences)),
         figure="choices.png",
-        remarks=f"It counts as reproduced if Polar Express, bfloat16 momentum and "
-        f"matrices per head stay within {SAME:g} nats of the default, and fused kernels, "
-        "experts by AdamW and momentum without Nesterov are worse beyond the interval, "
-        "on every corpus.",
+        remarks="It counts as reproduced if Polar Express, bfloat16 momentum and "
+        f"matrices per head stay within {SAME:g} nats of the default, and fused "
+        "kernels, experts by AdamW and momentum without Nesterov are worse beyond "
+        "the interval, on every corpus.",
     )
 
 
@@ -83,21 +83,20 @@ def holds(differences: dict[tuple[str, str], Interval]) -> list[bool]:
     ]
 
 
-def difference(
-    lab: Lab,
-    plan: Plan,
-    corpus: str,
-    settings: dict[str, Any],
-    model: str = "transformer",
-) -> Interval:
-    """Of the final loss from that of the default, with the rates tuned for that."""
+def pair(
+    lab: Lab, plan: Plan, corpus: str, choice: dict[str, Any]
+) -> tuple[list[Run], list[Run]]:
+    """With the choice, and with the default of the same model."""
     best = tuned_pair(lab, plan, corpus).muon
-    losses = []
-    for arm in (settings, {}):
-        run = best.but(model=model, **arm)
-        results = lab.results(plan.over_seeds(run, SEEDS))
-        losses.append([final_loss(result, "report") for result in results])
-    return paired(*losses)
+    default = best.but(model=choice.get("model", best.model))
+    chosen = default.but(**choice)
+    return list(plan.over_seeds(chosen, SEEDS)), list(plan.over_seeds(default, SEEDS))
+
+
+def difference(lab: Lab, chosen: list[Run], default: list[Run]) -> Interval:
+    """Of the final losses."""
+    both = lab.results(chosen), lab.results(default)
+    return paired(*(losses(side) for side in both))
 
 
 def table(plan: Plan, differences: dict[tuple[str, str], Interval]) -> Table:

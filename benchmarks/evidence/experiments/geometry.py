@@ -18,11 +18,13 @@ SIDES = Pair._fields
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    results = {
-        (corpus, side): lab.results(runs(plan, run))
-        for corpus in plan.corpora
-        for side, run in tuned_pair(lab, plan, corpus)._asdict().items()
-    }
+    results = lab.gather(
+        {
+            (corpus, side): runs(plan, run)
+            for corpus in plan.corpora
+            for side, run in tuned_pair(lab, plan, corpus)._asdict().items()
+        }
+    )
     higher = {corpus: share_higher(results, corpus) for corpus in plan.corpora}
     sizes = {side: rms_by_shape(results, plan, side) for side in SIDES}
     draw(plan, results)
@@ -45,10 +47,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
             ]
         ),
         figure="geometry.png",
-        remarks="It counts as reproduced if more than 90 % of the matrices, seed by seed, "
-        "have the higher entropy with Muon on every corpus, and the RMS of Muon's steps "
-        "lies between 0.15 and 0.25 for every shape: Newton-Schulz leaves singular values "
-        "between 0.7 and 1.2, not at 1.",
+        remarks="It counts as reproduced if more than 90 % of the matrices, seed by "
+        "seed, have the higher entropy with Muon on every corpus, and the RMS of "
+        "Muon's steps lies between 0.15 and 0.25 for every shape: Newton-Schulz "
+        "leaves singular values between 0.7 and 1.2, not at 1.",
     )
 
 
@@ -99,8 +101,8 @@ def rms_table(sizes: dict[str, dict[str, list[float]]]) -> Table:
         [
             shape,
             *(
-                f"{statistics.median(s[shape]):.3f} ({min(s[shape]):.3f} to {max(s[shape]):.3f})"
-                for s in sizes.values()
+                f"{statistics.median(s):.3f} ({min(s):.3f} to {max(s):.3f})"
+                for s in (of_side[shape] for of_side in sizes.values())
             ),
         ]
         for shape in sizes["muon"]

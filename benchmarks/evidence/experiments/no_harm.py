@@ -1,12 +1,15 @@
 """Whether clipping costs loss where training would have gone well without it."""
 
 import math
+from typing import Any
 
+import numpy as np
 from pictures import panels
 
 from ..intervals import Interval, paired
-from ..lab import final_loss, Lab, Result
+from ..lab import Lab, losses
 from ..plan import Plan
+from ..run import Run
 from ..section import Section, Table, verdict
 from ..style import CYCLE
 from ..tuning import tuned_pair
@@ -17,25 +20,32 @@ SEEDS, HARM = 8, 0.01
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
+    arms = lab.gather(
+        {
+            (corpus, threshold): runs(lab, plan, corpus, threshold)
+            for corpus in plan.corpora
+            for threshold in (math.inf, *THRESHOLDS)
+        }
+    )
     differences = {
-        (corpus, threshold): difference(lab, plan, corpus, threshold)
-        for corpus in plan.corpora
-        for threshold in THRESHOLDS
+        (corpus, threshold): paired(losses(results), losses(arms[corpus, math.inf]))
+        for (corpus, threshold), results in arms.items()
+        if threshold < math.inf
     }
-    rows = [
-        row(lab, plan, corpus, threshold, differences[corpus, threshold])
-        for corpus, threshold in differences
-    ]
+    draw(plan, differences)
     columns = ["corpus", "threshold", "largest logit without", "head-clips a run"]
     columns += ["loss difference", "95 % interval"]
-    draw(plan, differences)
+    rows = [
+        row(corpus, threshold, arms, difference)
+        for (corpus, threshold), difference in differences.items()
+    ]
     return Section(
         title="No harm",
-        claim="Kimi K2 (arXiv:2507.20534, appendix D): an aggressive threshold of 30 has "
-        "a negligible effect on the loss of a model of 0.5 B active parameters.",
-        setting=f"3 layers of width 64, 400 steps, cosine schedule, Muon's tuned rate "
-        f"and weight decay; every threshold is paired with no clip, the "
-        f"same initial weights and batches, over {SEEDS} seeds.",
+        claim="Kimi K2 (arXiv:2507.20534, appendix D): an aggressive threshold of 30 "
+        "has a negligible effect on the loss of a model of 0.5 B active parameters.",
+        setting="3 layers of width 64, 400 steps, cosine schedule, Muon's tuned rate "
+        "and weight decay; every threshold is paired with no clip, the same initial "
+        f"weights and batches, over {SEEDS} seeds.",
         tables=[
             Table(columns, rows, "Nats per byte; positive is worse with the clip.")
         ],
@@ -45,39 +55,27 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
-def results(
-    lab: Lab, plan: Plan, corpus: str, threshold: float = math.inf
-) -> list[Result]:
+def runs(lab: Lab, plan: Plan, corpus: str, threshold: float) -> list[Run]:
     best = tuned_pair(lab, plan, corpus).muon
-    return lab.results(plan.over_seeds(best.but(threshold=threshold), SEEDS))
+    return list(plan.over_seeds(best.but(threshold=threshold), SEEDS))
 
 
-def difference(lab: Lab, plan: Plan, corpus: str, threshold: float) -> Interval:
-    clipped, free = (
-        [final_loss(r, "report") for r in results(lab, plan, corpus, at)]
-        for at in (threshold, math.inf)
-    )
-    return paired(clipped, free)
-
-
-def row(lab: Lab, plan: Plan, corpus: str, threshold: float, by: Interval) -> list[str]:
-    clipped = results(lab, plan, corpus, threshold)
+def row(corpus: str, threshold: float, arms, difference: Interval) -> list[str]:
+    clipped, free = arms[corpus, threshold], arms[corpus, math.inf]
     return [
         corpus,
         f"{threshold:g}",
-        f"{mean(results(lab, plan, corpus), 'peak'):.1f}",
-        f"{mean(clipped, 'fired'):,.0f}",
-        f"{by.mean:+.4f}",
-        f"{by.low:+.4f} to {by.high:+.4f}",
+        f"{np.mean([r['peak'] for r in free]):.1f}",
+        f"{np.mean([r['fired'] for r in clipped]):,.0f}",
+        f"{difference.mean:+.4f}",
+        f"{difference.low:+.4f} to {difference.high:+.4f}",
     ]
 
 
-def mean(results: list[Result], name: str) -> float:
-    return sum(result[name] for result in results) / len(results)
-
-
 def draw(plan: Plan, differences) -> None:
-    settings = dict(xlabel="threshold", ylabel="loss difference, nats per byte")
+    settings: dict[str, Any] = dict(
+        xlabel="threshold", ylabel="loss difference, nats per byte"
+    )
     with panels(plan.figures / "no_harm.png", plan.corpora, **settings) as axes:
         for corpus, one in zip(plan.corpora, axes, strict=True):
             points = [differences[corpus, threshold] for threshold in THRESHOLDS]

@@ -53,16 +53,17 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     ]
     return Section(
         title="Overhead",
-        claim="Keller Jordan: Muon adds at most T m / B to the arithmetic of a training "
-        "step, for T steps of Newton-Schulz, width m and B tokens a batch. QK-Clip's "
-        "statistics are logits that attention forms anyway.",
+        claim="Keller Jordan: Muon adds at most T m / B to the arithmetic of a "
+        "training step, for T steps of Newton-Schulz, width m and B tokens a batch. "
+        "QK-Clip's statistics are logits that attention forms anyway.",
         setting=f"Whole training steps on both cores, {REPEATS} of each side in turn, "
         "medians of the ratios of neighbours; context 64, feed-forward 4 m.",
         tables=[Table(columns, rows)],
         verdict=verdict(c["MuonClip"] - 1 <= c["bound"] for c in cells),
         figure="overhead.png",
-        remarks="It counts as reproduced if the time that MuonClip adds stays below the "
-        "bound on the arithmetic in every cell. Times, so an idle machine is needed.",
+        remarks="It counts as reproduced if the time that MuonClip adds stays below "
+        "the bound on the arithmetic in every cell. Times, so an idle machine is "
+        "needed.",
     )
 
 
@@ -103,7 +104,7 @@ def side(run: Run) -> Callable[[], Any]:
 def draw(plan: Plan, cells: list[dict[str, Any]]) -> None:
     widths = list(dict.fromkeys(c["width"] for c in cells))
     titles = [f"width {width}" for width in widths]
-    settings = dict(
+    settings: dict[str, Any] = dict(
         xlabel="tokens a batch",
         ylabel="added to AdamW's step",
         xscale="log",

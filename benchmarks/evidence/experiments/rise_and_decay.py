@@ -1,10 +1,12 @@
 """The largest logit over a whole training: it rises, stays at the cap and decays."""
 
+from typing import Any
+
 import numpy as np
 from pictures import panels
 
 from ..intervals import interval
-from ..lab import final_loss, Lab, Result
+from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
@@ -17,23 +19,26 @@ ARMS = {"threshold 30": 30.0, "no clip": float("inf")}
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    arms = {
-        (corpus, arm): lab.results(runs(plan, corpus, threshold))
-        for corpus in plan.corpora
-        for arm, threshold in ARMS.items()
-    }
+    arms = lab.gather(
+        {
+            (corpus, arm): runs(plan, corpus, threshold)
+            for corpus in plan.corpora
+            for arm, threshold in ARMS.items()
+        }
+    )
     draw(plan, arms)
     clipped = [arms[corpus, "threshold 30"] for corpus in plan.corpora]
     columns = ["corpus", "", "largest logit", "at the end", "heads ever over 30"]
     columns += ["first step over", "last step over", "final loss"]
     return Section(
         title="Rise, cap and decay",
-        claim="Kimi K2 (arXiv:2507.20534, figure 2 and appendix D): the largest logit "
-        "rises to the threshold, stays there, and decays after about 30 % of the steps; "
-        "12.7 % of the heads ever exceed it, none after 70,000 of 220,000 steps (32 %).",
-        setting=f"3 layers of width 64, 4 heads, {STEPS} steps: warm-up over a twentieth, "
-        "a constant rate of 0.032, linear decay over the last fifth; weight decay 0.1, "
-        f"threshold 30; {SEEDS} seeds.",
+        claim="Kimi K2 (arXiv:2507.20534, figure 2 and appendix D): the largest "
+        "logit rises to the threshold, stays there, and decays after about 30 % of "
+        "the steps; 12.7 % of the heads ever exceed it, none after 70,000 of 220,000 "
+        "steps (32 %).",
+        setting=f"3 layers of width 64, 4 heads, {STEPS} steps: warm-up over a "
+        "twentieth, a constant rate of 0.032, linear decay over the last fifth; "
+        f"weight decay 0.1, threshold 30; {SEEDS} seeds.",
         tables=[Table(columns, [row(*key, results) for key, results in arms.items()])],
         verdict=verdict(
             part
@@ -42,7 +47,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         ),
         figure="rise_and_decay.png",
         remarks="It counts as reproduced if, on every corpus, the logits come to the "
-        "threshold, end below it, and no head exceeds it in the last tenth of the steps.",
+        "threshold, end below it, and no head exceeds it in the last tenth of the "
+        "steps.",
     )
 
 
@@ -87,7 +93,7 @@ def row(corpus: str, arm: str, results: list[Result]) -> list[str]:
         heads_ever_over(results),
         f"{np.mean(first):,.0f}" if first else "-",
         f"{np.mean(last):,.0f}" if last else "-",
-        interval([final_loss(r, "report") for r in results]).show(),
+        interval(losses(results)).show(),
     ]
 
 
@@ -97,7 +103,7 @@ def heads_ever_over(results: list[Result]) -> str:
 
 
 def draw(plan: Plan, arms) -> None:
-    settings = dict(xlabel="step", ylabel="largest logit")
+    settings: dict[str, Any] = dict(xlabel="step", ylabel="largest logit")
     with panels(plan.figures / "rise_and_decay.png", plan.corpora, **settings) as axes:
         for (corpus, arm), results in arms.items():
             curves = np.array([smooth(result["logits"]) for result in results])

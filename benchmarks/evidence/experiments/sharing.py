@@ -5,7 +5,7 @@ from typing import Any
 from pictures import panels
 
 from ..intervals import Interval, interval, paired
-from ..lab import final_loss, Lab, Result
+from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
@@ -27,13 +27,15 @@ PAIRS = {"per head": "per layer", "shared key: queries alone": "shared key: bala
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    arms = {
-        (corpus, arm): lab.results(runs(plan, corpus, arm))
-        for corpus in plan.corpora
-        for arm in ARMS
-    }
+    arms = lab.gather(
+        {
+            (corpus, arm): runs(plan, corpus, arm)
+            for corpus in plan.corpora
+            for arm in ARMS
+        }
+    )
     differences = {
-        (corpus, ours): paired(ends(arms[corpus, ours]), ends(arms[corpus, theirs]))
+        (corpus, ours): paired(losses(arms[corpus, ours]), losses(arms[corpus, theirs]))
         for corpus in plan.corpora
         for ours, theirs in PAIRS.items()
     }
@@ -57,9 +59,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "that several queries share the paper gives no rule; the package scales the "
         "queries alone.",
         setting=f"3 layers of width 64, 4 heads, {STEPS} steps at a constant rate of "
-        f"{RATE:g} without weight decay, threshold {THRESHOLD:g}; {SEEDS} seeds. With a "
-        "shared key, one key serves all four queries; balanced, the key takes the root "
-        "of the least gamma of its queries.",
+        f"{RATE:g} without weight decay, threshold {THRESHOLD:g}; {SEEDS} seeds. With "
+        "a shared key, one key serves all four queries; balanced, the key takes the "
+        "root of the least gamma of its queries.",
         tables=[
             Table(columns, rows),
             Table(
@@ -98,10 +100,6 @@ def runs(plan: Plan, corpus: str, arm: str) -> list[Run]:
     return list(plan.over_seeds(run, SEEDS))
 
 
-def ends(results: list[Result]) -> list[float]:
-    return [final_loss(result, "report") for result in results]
-
-
 def row(corpus: str, arm: str, results: list[Result]) -> list[str]:
     steps = sum(len(result["losses"]) for result in results)
     over, scaled = (
@@ -111,7 +109,7 @@ def row(corpus: str, arm: str, results: list[Result]) -> list[str]:
     return [
         corpus,
         arm,
-        interval(ends(results)).show(),
+        interval(losses(results)).show(),
         f"{mean(percentiles(results)):.1f}",
         f"{over:.2f}" if clips else "-",
         f"{scaled:.2f}" if clips else "-",
@@ -125,7 +123,7 @@ def draw(plan: Plan, arms) -> None:
         for (corpus, arm), results in arms.items():
             one, y = axes[list(plan.corpora).index(corpus)], -list(ARMS).index(arm)
             color = CYCLE[3 if "shared" in arm else 1]
-            one.plot(ends(results), [y] * len(results), ".", color=color, alpha=0.4)
-            middle = interval(ends(results))
+            one.plot(losses(results), [y] * len(results), ".", color=color, alpha=0.4)
+            middle = interval(losses(results))
             one.errorbar(middle.mean, y, xerr=middle.half, fmt="o", color=color)
             one.set_yticks([-i for i in range(len(ARMS))], list(ARMS))

@@ -3,8 +3,8 @@
 import numpy as np
 from pictures import panels
 
-from ..intervals import interval
-from ..lab import final_loss, Lab
+from ..intervals import Interval, interval
+from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
@@ -15,7 +15,7 @@ from ..tuning import Pair, tuned_pair
 SIZES = (
     dict(layers=2, width=32, heads=2),
     dict(layers=3, width=64, heads=4),
-    dict(layers=4, width=128, heads=8),
+    dict(layers=4, width=96, heads=6),
 )
 SCHEDULES = ("cosine", "constant")
 SHARES = (0.35, 0.5, 0.7, 1.0)  # of AdamW's steps, each with a schedule of its own
@@ -26,6 +26,7 @@ TARGET = 0.6
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     cases = tune_all(lab, plan)
+    lab.results(run for case in cases.values() for run in reported(plan, case))
     shares = {key: token_shares(lab, plan, case) for key, case in cases.items()}
     rows = [row(lab, plan, key, cases[key], shares[key]) for key in cases]
     columns = ["corpus", "schedule", "matrix parameters", "AdamW: rate, decay"]
@@ -38,25 +39,27 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     ]
     return Section(
         title="Token efficiency",
-        claim="Moonlight (arXiv:2502.16982): AdamW's loss at 52 % of its compute. Keller "
-        "Jordan: 1.35 times fewer tokens (74 %). Wen et al. (arXiv:2509.02046), against "
-        "a tuned AdamW of 0.1 B parameters: 1.4 times (71 %).",
+        claim="Moonlight (arXiv:2502.16982): AdamW's loss at 52 % of its compute. "
+        "Keller Jordan: 1.35 times fewer tokens (74 %). Wen et al. "
+        "(arXiv:2509.02046), against a tuned AdamW of 0.1 B parameters: 1.4 times "
+        "(71 %).",
         setting="400 steps of 1,024 bytes. Both optimizers tuned on a grid of "
         "learning rate (factors of 2) and weight decay (factors of 3) until the best "
         "value has neighbours on both sides, by another part of the text and another "
-        f"seed than those reported; {SEEDS} seeds. Muon's AdamW side keeps AdamW's best "
-        "rate. Under the cosine schedule Muon is also trained for "
-        f"{', '.join(f'{s:.0%}' for s in SHARES[:-1])} of the steps, each with a whole "
-        "schedule and the rates tuned for all of them; tokens are interpolated in their "
-        "logarithm. Under the constant rate they are read off the curve.",
+        f"seed than those reported; {SEEDS} seeds. Muon's AdamW side keeps AdamW's "
+        "best rate. Under the cosine schedule Muon is also trained for "
+        f"{', '.join(f'{s:.0%}' for s in SHARES[:-1])} of the steps, each with a "
+        "whole schedule and the rates tuned for all of them; tokens are interpolated "
+        "in their logarithm. Under the constant rate they are read off the curve.",
         tables=[
             Table(columns, rows, "Losses in nats per byte, ± the 95 % interval."),
             fit_table(fits),
         ],
         verdict=verdict(share <= TARGET for share in largest),
         figure="token_efficiency.png",
-        remarks=f"It counts as reproduced if Muon needs at most {TARGET:.0%} of AdamW's "
-        "tokens at the largest size on every corpus, under the cosine schedule: "
+        remarks=f"It counts as reproduced if Muon needs at most {TARGET:.0%} of "
+        "AdamW's tokens at the largest size on every corpus, under the cosine "
+        "schedule: "
         + ", ".join(
             f"{share:.0%} on {corpus}"
             for share, corpus in zip(largest, plan.corpora, strict=True)
@@ -79,15 +82,22 @@ def tune_all(lab: Lab, plan: Plan) -> dict[tuple[str, str, int], Pair]:
 
 def token_shares(lab: Lab, plan: Plan, case: Pair) -> list[float]:
     """Of AdamW's tokens that Muon needs for its loss, seed by seed; NaN if it fails."""
-    goals = [final_loss(r, "report") for r in lab.results(ends(plan, case.adamw))]
+    goals = losses(lab.results(ends(plan, case.adamw)))
     if case.adamw.schedule == "constant":
         curves = [r["curve"] for r in lab.results(ends(plan, case.muon))]
         paths = [[(s / case.muon.steps, loss) for s, _, loss in c] for c in curves]
     else:
         runs = [[shortened(run, s) for s in SHARES] for run in ends(plan, case.muon)]
-        losses = [[final_loss(r, "report") for r in lab.results(of)] for of in runs]
-        paths = [list(zip(SHARES, of_seed, strict=True)) for of_seed in losses]
+        ended = [losses(lab.results(of_seed)) for of_seed in runs]
+        paths = [list(zip(SHARES, of_seed, strict=True)) for of_seed in ended]
     return [reached(path, goal) for path, goal in zip(paths, goals, strict=True)]
+
+
+def reported(plan: Plan, case: Pair) -> list[Run]:
+    """All that one case needs beside the tuning."""
+    shares = SHARES if case.muon.schedule == "cosine" else (1.0,)
+    muon = [shortened(run, s) for run in ends(plan, case.muon) for s in shares]
+    return ends(plan, case.adamw) + muon
 
 
 def ends(plan: Plan, run: Run) -> list[Run]:
@@ -117,8 +127,8 @@ def fitted(lab: Lab, plan: Plan, cases, corpus: str) -> dict[str, tuple[float, f
     """By optimizer, a and b of loss = a C^-b, over the sizes under the cosine."""
     laws = {}
     for side in Pair._fields:
-        points = scaling(lab, plan, cases, corpus, side)
-        slope, level = np.polyfit(*np.log(points).T, 1)
+        logs = np.log(scaling(lab, plan, cases, corpus, side))
+        slope, level = np.polyfit(logs[:, 0], logs[:, 1], 1)
         laws[side] = (float(np.exp(level)), float(-slope))
     return laws
 
@@ -130,15 +140,11 @@ def scaling(lab: Lab, plan: Plan, cases, corpus: str, side: str) -> np.ndarray:
         for (of, schedule, _), case in cases.items()
         if of == corpus and schedule == "cosine"
     ]
-    return np.array([(flops(run), mean_loss(lab, plan, run)) for run in runs])
+    return np.array([(flops(run), loss(lab, plan, run).mean) for run in runs])
 
 
-def mean_loss(lab: Lab, plan: Plan, run: Run) -> float:
-    return interval(losses(lab, plan, run)).mean
-
-
-def losses(lab: Lab, plan: Plan, run: Run) -> list[float]:
-    return [final_loss(r, "report") for r in lab.results(ends(plan, run))]
+def loss(lab: Lab, plan: Plan, run: Run) -> Interval:
+    return interval(losses(lab.results(ends(plan, run))))
 
 
 def parameters(run: Run) -> int:
@@ -153,14 +159,14 @@ def flops(run: Run) -> float:
 def row(lab: Lab, plan: Plan, key, case: Pair, shares: list[float]) -> list[str]:
     corpus, schedule, _ = key
     settings = [f"{r.learning_rate:.2g}, {r.weight_decay:g}" for r in case]
-    ends = [interval(losses(lab, plan, run)).show() for run in case]
+    ended = [loss(lab, plan, run).show() for run in case]
     share = interval(shares)
     return [
         corpus,
         schedule,
         f"{parameters(case.muon):,}",
         *settings,
-        *ends,
+        *ended,
         f"{share.mean:.0%} ± {share.half:.0%}",
     ]
 
@@ -202,13 +208,13 @@ def draw(lab: Lab, plan: Plan, cases, fits) -> None:
 
 def draw_tokens(axes, lab: Lab, plan: Plan, case: Pair) -> None:
     """Muon's loss by its share of the steps, beside AdamW's."""
-    adamw = interval(losses(lab, plan, case.adamw))
+    adamw = loss(lab, plan, case.adamw)
     axes.axhspan(adamw.low, adamw.high, color=COLORS["adamw"], alpha=0.3, linewidth=0)
     axes.axhline(adamw.mean, color=COLORS["adamw"], label="AdamW, all steps")
     points = []
     for share in SHARES:
         runs = [shortened(run, share) for run in ends(plan, case.muon)]
-        points.append(interval([final_loss(r, "report") for r in lab.results(runs)]))
+        points.append(interval(losses(lab.results(runs))))
     mean = [p.mean for p in points]
     x = [share * case.muon.tokens for share in SHARES]
     axes.plot(x, mean, "o-", color=COLORS["muon"], label="Muon, each with its schedule")

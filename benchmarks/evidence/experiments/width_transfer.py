@@ -1,10 +1,12 @@
 """Whether a learning rate tuned on a narrow model suits a wide one."""
 
+from typing import Any
+
 import numpy as np
 from pictures import panels
 
 from ..intervals import interval
-from ..lab import final_loss, Lab
+from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
@@ -22,7 +24,9 @@ SHIFT, REGRET = 1.0, 0.02  # in factors of 2, in nats
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     keys = [(corpus, scaling) for corpus in plan.corpora for scaling in SCALINGS]
-    grids = {key: {w: losses(lab, plan, *key, w) for w in WIDTHS} for key in keys}
+    cells = [(*key, width) for key in keys for width in WIDTHS]
+    lab.results(r for c in cells for of in grid_runs(plan, *c) for r in of)
+    grids = {key: {w: grid_losses(lab, plan, *key, w) for w in WIDTHS} for key in keys}
     outcomes = {key: Outcome(*key, grid) for key, grid in grids.items()}
     draw(plan, grids)
     columns = ["corpus", "scaling", *(f"best at width {w}" for w in WIDTHS)]
@@ -33,8 +37,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "the right scaling by shape the best learning rate stays where it is as models "
         "grow.",
         setting=f"2 layers, heads of 16, {STEPS} steps, cosine schedule, weight decay "
-        f"0.1, rates in factors of 2, {SEEDS} seeds. The best rate is that of a parabola "
-        "through the best of the grid and its neighbours, in the logarithm of the rate.",
+        f"0.1, rates in factors of 2, {SEEDS} seeds. The best rate is that of a "
+        "parabola through the best of the grid and its neighbours, in the logarithm "
+        "of the rate.",
         tables=[Table(columns, [outcome.row() for outcome in outcomes.values()])],
         verdict=verdict(outcome.holds() for outcome in outcomes.values()),
         figure="width_transfer.png",
@@ -69,20 +74,18 @@ class Outcome:
         return [*self.name, *best, self.regret.show(".4f")]
 
 
-def losses(lab: Lab, plan: Plan, corpus: str, scaling: str, width: int) -> np.ndarray:
+def grid_losses(
+    lab: Lab, plan: Plan, corpus: str, scaling: str, width: int
+) -> np.ndarray:
     """`(seeds, rates)`."""
-    grid = [
-        list(plan.over_seeds(run, SEEDS)) for run in runs(plan, corpus, scaling, width)
-    ]
-    lab.results(run for of_rate in grid for run in of_rate)
-    return np.array(
-        [[final_loss(r, "report") for r in lab.results(of_rate)] for of_rate in grid]
-    ).T
+    grid = grid_runs(plan, corpus, scaling, width)
+    return np.array([losses(lab.results(of_rate)) for of_rate in grid]).T
 
 
-def runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[Run]:
+def grid_runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[list[Run]]:
+    """By rate and seed."""
     muon, factor = SCALINGS[scaling]
-    return [
+    runs = [
         plan.run(
             corpus,
             layers=2,
@@ -95,20 +98,23 @@ def runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[Run]:
         )
         for rate in RATES
     ]
+    return [list(plan.over_seeds(run, SEEDS)) for run in runs]
 
 
-def best_octave(losses: np.ndarray) -> float:
+def best_octave(loss: np.ndarray) -> float:
     """Where a parabola through the best and its neighbours is least."""
-    best = int(np.argmin(losses))
-    if best in (0, len(losses) - 1):
+    best = int(np.argmin(loss))
+    if best in (0, len(loss) - 1):
         return float(best)
-    left, middle, right = losses[best - 1 : best + 2]
+    left, middle, right = loss[best - 1 : best + 2]
     return best + float(0.5 * (left - right) / (left - 2 * middle + right))
 
 
 def draw(plan: Plan, grids) -> None:
     titles = [f"{corpus}: {scaling}" for corpus, scaling in grids]
-    settings = dict(xlabel="learning rate", ylabel="loss, nats per byte", xscale="log")
+    settings: dict[str, Any] = dict(
+        xlabel="learning rate", ylabel="loss, nats per byte", xscale="log"
+    )
     file = plan.figures / "width_transfer.png"
     with panels(file, titles, rows=len(plan.corpora), **settings) as axes:
         for one, ((_, scaling), grid) in zip(axes, grids.items(), strict=True):

@@ -1,0 +1,88 @@
+"""The script that reproduces, run as a user runs it but small."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import run_script
+
+
+SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks" / "reproduce.py"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a quick experiment that was killed after its first results."""
+    out = tmp_path_factory.mktemp("reproduce") / "out"
+    command = [sys.executable, SCRIPT, "--quick", "no_harm", "--out", out]
+    process = subprocess.Popen(
+        command, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    wait_for(lambda: lines(out), seconds=300)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return out
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+def lines(out):
+    files = sorted(out.glob("*.jsonl")) if out.exists() else []
+    return [line for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(killed):
+    before = lines(killed)
+    result = run_script(SCRIPT, "--quick", "no_harm", "--out", killed)
+    return killed, before, result
+
+
+def test_interrupted_experiment_goes_on_where_it_stopped(finished):
+    out, before, _ = finished
+    after = lines(out)
+    assert before and set(before) <= set(after)
+    keys = [json.loads(line)["run"] for line in after]
+    assert len(keys) == len(set(keys)) > len(before)
+    for line in map(json.loads, after):
+        assert "commit" in line["environment"]
+        assert line["curve"][-1][0] == 20 and line["curve"][-1][1] < 6
+
+
+def test_report_says_what_came_out_and_what_is_missing(finished):
+    out, _, result = finished
+    report = (out / "report.md").read_text()
+    assert "## No harm" in report and "**Verdict: " in report
+    assert "| explosion | not finished: " in report
+    assert f"({out.name}/no_harm.png)" in report
+    assert (out / "no_harm.png").read_bytes().startswith(b"\x89PNG")
+    assert "no_harm: " in result.stdout and "run" in result.stderr
+
+
+def test_finished_runs_are_not_trained_again(finished):
+    out, _, _ = finished
+    before = lines(out)
+    run_script(SCRIPT, "--quick", "no_harm", "--out", out)
+    assert lines(out) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_charm"], "no such experiment: no_charm"),
+        (["--data", "missing.txt"], "no such file: missing.txt"),
+    ],
+)
+def test_bad_arguments_are_answered(arguments, message):
+    result = run_script(SCRIPT, *arguments, check=False)
+    assert result.returncode == 2 and message in result.stderr
