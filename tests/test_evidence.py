@@ -34,6 +34,7 @@ from evidence.texts import Text
 from evidence.training import evaluates, last_fired, program, scaled
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 SMALL = Run(layers=2, width=32, heads=4, batch=2, context=16, steps=10)
 
 

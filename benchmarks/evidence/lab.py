@@ -111,10 +111,11 @@ class Lab:
             os.environ.update(_ENVIRONMENT)  # which processes read when they start
             context = multiprocessing.get_context("spawn")
             cores = context.Queue()
-            for core in sorted(os.sched_getaffinity(0)):
+            count = os.cpu_count() or 1
+            for core in range(count):
                 cores.put(core)
             self._pool = concurrent.futures.ProcessPoolExecutor(
-                cores.qsize(), context, _settle, (cores,)
+                count, context, _settle, (cores,)
             )
         return self._pool
 
@@ -128,8 +129,10 @@ def losses(results: Iterable[Result], part: str = "report") -> list[float]:
 
 def _settle(cores: Any) -> None:
     """A worker keeps to one core, with one thread: the runs are what is parallel."""
-    os.sched_setaffinity(0, {cores.get()})
     os.environ["NPROC"] = "1"
+    if hasattr(os, "sched_setaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {allowed[cores.get() % len(allowed)]})
 
 
 def _work(run: Run) -> Result:

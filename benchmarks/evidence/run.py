@@ -60,7 +60,7 @@ class Run:
     @property
     def program(self) -> Self:
         """The run with all that one compiled program takes as arguments left out."""
-        names = ["corpus", "seed", "steps", "schedule", "evaluations"]
+        names = ["corpus", "seed", "steps", "schedule", "evaluations", "probe"]
         names += ["learning_rate", "adam_learning_rate", "weight_decay"]
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         changes = {name: defaults[name] for name in names}

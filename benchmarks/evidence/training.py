@@ -38,40 +38,59 @@ class Program(NamedTuple):
     evaluate: Callable[..., jax.Array]  # carry, batches of tokens
 
 
+class History(NamedTuple):
+    """What a run leaves behind, step by step."""
+
+    losses: list[jax.Array]
+    logits: list[jax.Array]  # of every layer and head
+    curve: list[tuple[float, ...]]  # step and the losses of the held-out parts
+    geometry: list[dict[str, Any]]
+
+
 def train(run: Run) -> dict[str, Any]:
     """Returns losses in nats per byte, the largest logits and what the probe saw."""
+    started = time.perf_counter()
+    result = result_of(run, history_of(run))
+    seconds = round(time.perf_counter() - started, 1)
+    return result | {"seconds": seconds, "text": text(run.corpus).digest}
+
+
+def history_of(run: Run) -> History:
+    """Trains, until the end or until the loss is no longer finite."""
     source, compiled = text(run.corpus), program(run.program)
     held_out = [batches(source, part, run) for part in PARTS]
     carry = compiled.init(jax.random.key(run.seed))
-    losses, logits, curve, seen = [], [], [], []
-    started = time.perf_counter()
+    history = History([], [], [], [])
     for i, at in enumerate(hyperparameters(run)):
         tokens = source.batch(run.batch, run.context, run.seed, i)
         before = jax.device_get(carry.params) if looks(run, i) else None
         carry, loss, largest = compiled.step(carry, tokens, at)
-        losses.append(loss)
-        logits.append(largest)
+        history.losses.append(loss)
+        history.logits.append(largest)
         if before is not None:
-            seen.append(geometry(before, jax.device_get(carry.params), at))
+            history.geometry.append(geometry(before, jax.device_get(carry.params), at))
         if evaluates(run, i):
-            curve.append([i + 1, *(compiled.evaluate(carry, x) for x in held_out)])
-            if not np.isfinite(curve[-1][1]):
+            ends = [float(compiled.evaluate(carry, part)) for part in held_out]
+            history.curve.append((i + 1, *ends))
+            if not np.isfinite(ends).all():
                 break
-    logits = np.stack(jax.device_get(logits))  # (steps, layers, heads)
-    result = {
-        "curve": [[step, *map(rounded, losses)] for step, *losses in curve],
+    return history
+
+
+def result_of(run: Run, history: History) -> dict[str, Any]:
+    logits = np.stack(jax.device_get(history.logits))  # (steps, layers, heads)
+    result: dict[str, Any] = {
+        "curve": [[step, *map(rounded, ends)] for step, *ends in history.curve],
         "peak": rounded(logits.max()),
         "fired": int((logits > run.threshold).sum()),
         "scaled": scaled(logits, run),
-        "seconds": round(time.perf_counter() - started, 1),
-        "text": source.digest,
     }
     if run.probe == "steps":
-        result["losses"] = [rounded(x) for x in jax.device_get(losses)]
+        result["losses"] = [rounded(x) for x in jax.device_get(history.losses)]
         result["logits"] = [rounded(x) for x in logits.max(axis=(1, 2))]
         result["last_fired"] = last_fired(logits, run.threshold)
     if run.probe == "geometry":
-        result["geometry"] = seen
+        result["geometry"] = history.geometry
     return result
 
 
