@@ -58,6 +58,7 @@ class Corpus:
 def windows(
     text: np.ndarray, size: int, context: int, generator, rows: slice = slice(None)
 ) -> np.ndarray:
+    """Cuts `(size, context + 1)` bytes out of the text at random places."""
     if len(text) < context + 2:
         raise SystemExit(
             f"the text has {len(text)} bytes, too few for context {context}"

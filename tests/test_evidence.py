@@ -161,7 +161,8 @@ def test_schedules():
         assert factors.shape == (200,) and factors.min() > 0 and factors.max() == 1
     assert (schedule(Run(steps=200, schedule="constant"))[10:] == 1).all()
     decay = schedule(Run(steps=200, schedule="decay"))
-    assert (decay[10:150] == 1).all() and decay[-1] < 0.03 and decay[180] < 0.6
+    assert (decay[10:162] == 1).all() and decay[163] < 1
+    assert decay[-1] < 0.03
     cosine = schedule(Run(steps=200))
     assert (np.diff(cosine[10:]) < 0).all()
     assert cosine[105] == pytest.approx(0.5, abs=0.01)
@@ -193,6 +194,13 @@ def test_parts_of_a_text_do_not_overlap(tmp_path):
         parts.batch(4, 16, seed=3, step=5), parts.batch(4, 16, seed=3, step=5)
     )
     assert (parts.batch(4, 16, 3, 5) != parts.batch(4, 16, 4, 5)).any()
+
+
+def test_text_that_is_too_short_is_said_to_be_so(tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("too short")
+    with pytest.raises(SystemExit, match="too few for context 64"):
+        Text(str(file)).batch(4, 64, seed=0, step=0)
 
 
 def test_key_names_all_that_differs_from_the_defaults():

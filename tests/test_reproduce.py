@@ -19,7 +19,7 @@ SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks" / "reproduce.py"
 def killed(tmp_path_factory):
     """The folder of a quick experiment that was killed after its first results."""
     out = tmp_path_factory.mktemp("reproduce") / "out"
-    command = [sys.executable, SCRIPT, "--quick", "no_harm", "--out", out]
+    command = [sys.executable, SCRIPT, "--quick", "adam_clip", "--out", out]
     process = subprocess.Popen(
         command, start_new_session=True, stderr=subprocess.DEVNULL
     )
@@ -44,7 +44,7 @@ def lines(out):
 @pytest.fixture(scope="module")
 def finished(killed):
     before = lines(killed)
-    result = run_script(SCRIPT, "--quick", "no_harm", "--out", killed)
+    result = run_script(SCRIPT, "--quick", "adam_clip", "--out", killed)
     return killed, before, result
 
 
@@ -56,23 +56,23 @@ def test_interrupted_experiment_goes_on_where_it_stopped(finished):
     assert len(keys) == len(set(keys)) > len(before)
     for line in map(json.loads, after):
         assert "commit" in line["environment"]
-        assert line["curve"][-1][0] == 20 and line["curve"][-1][1] < 6
+        assert line["curve"][-1][0] == 60 and line["curve"][-1][1] < 6
 
 
 def test_report_says_what_came_out_and_what_is_missing(finished):
     out, _, result = finished
     report = (out / "report.md").read_text()
-    assert "## No harm" in report and "**Verdict: " in report
+    assert "## AdamClip" in report and "**Verdict: " in report
     assert "| explosion | not finished: " in report
-    assert f"({out.name}/no_harm.png)" in report
-    assert (out / "no_harm.png").read_bytes().startswith(b"\x89PNG")
-    assert "no_harm: " in result.stdout and "run" in result.stderr
+    assert f"({out.name}/adam_clip.png)" in report
+    assert (out / "adam_clip.png").read_bytes().startswith(b"\x89PNG")
+    assert "adam_clip: " in result.stdout and "run" in result.stderr
 
 
 def test_finished_runs_are_not_trained_again(finished):
     out, _, _ = finished
     before = lines(out)
-    run_script(SCRIPT, "--quick", "no_harm", "--out", out)
+    run_script(SCRIPT, "--quick", "adam_clip", "--out", out)
     assert lines(out) == before
 
 

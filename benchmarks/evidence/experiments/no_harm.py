@@ -51,8 +51,16 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         ],
         verdict=verdict(d.high < HARM for d in differences.values()),
         figure="no_harm.png",
-        remarks=f"It counts as no harm if the interval ends below {HARM:g} nats.",
+        remarks=f"It counts as no harm if the interval ends below {HARM:g} nats. "
+        + harmful(differences),
     )
+
+
+def harmful(differences: dict[tuple[str, float], Interval]) -> str:
+    found = sorted({tau for (_, tau), d in differences.items() if d.high >= HARM})
+    if not found:
+        return ""
+    return f"Too low were {', '.join(f'{threshold:g}' for threshold in found)}."
 
 
 def runs(lab: Lab, plan: Plan, corpus: str, threshold: float) -> list[Run]:
