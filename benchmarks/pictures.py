@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 
 @contextlib.contextmanager
@@ -35,11 +36,24 @@ def panels(
         one.set(**settings)
         one.set_title(title, loc="left", fontsize=11)
     yield axes
+    labelled = [one for one in axes if one.get_legend_handles_labels()[1]]
+    if len(labelled) > 1:
+        add_common_legend(figure, labelled)
     for one in axes:
-        if one.get_legend_handles_labels()[1]:
+        if labelled == [one]:
             one.legend(frameon=False)
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def add_common_legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend below all panels, where it hides nothing."""
+    by_label = {}
+    for one in axes:
+        handles, labels = one.get_legend_handles_labels()
+        by_label |= dict(zip(labels, handles, strict=True))
+    place = dict(loc="outside lower center", ncols=min(len(by_label), 5))
+    figure.legend(by_label.values(), by_label.keys(), frameon=False, **place)

@@ -126,6 +126,7 @@ def draw(plan: Plan, file: str, arms) -> None:
                 band(one, WINDOW * (0.5 + np.arange(curves.shape[1])), curves, **style)
             axes[i].set(xlabel="step", ylabel="largest logit", yscale="log")
             axes[i + 1].set(xlabel="step", ylabel="training loss, nats per byte")
+            axes[i + 1].set(ylim=(1.4, 3.0))
 
 
 WINDOW = 10  # steps that the figures average
