@@ -55,5 +55,10 @@ def add_common_legend(figure: Figure, axes: Sequence[Axes]) -> None:
     for one in axes:
         handles, labels = one.get_legend_handles_labels()
         by_label |= dict(zip(labels, handles, strict=True))
-    place = dict(loc="outside lower center", ncols=min(len(by_label), 5))
-    figure.legend(by_label.values(), by_label.keys(), frameon=False, **place)
+    figure.legend(
+        by_label.values(),
+        by_label.keys(),
+        loc="outside lower center",
+        ncols=min(len(by_label), 5),
+        frameon=False,
+    )

@@ -327,6 +327,8 @@ def test_lab_keeps_results_over_interruptions(tmp_path):
     lab = Lab(tmp_path, trains=False)
     assert [lab.once(name, dict)["value"] for name in "ac"] == [1, 3]
     assert lab.environments() == ["here", "there"]
+    other = Lab(tmp_path / "other", known=tmp_path)
+    assert other.once("a", lambda: pytest.fail("measured again"))["value"] == 1
     with pytest.raises(Unfinished, match="1 runs are missing"):
         lab.results([Run()])
 

@@ -35,16 +35,25 @@ class Lab:
     """Results by run, kept as JSON lines in one file for each experiment.
 
     A line is written as soon as its run ends, so that an interrupted experiment goes on
-    where it stopped. Runs that experiments share are trained once.
+    where it stopped. Runs that experiments share are trained once, and those in the
+    folder `known`, another lab's, not at all.
     """
 
-    def __init__(self, folder: Path, *, environment: str = "", trains: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        known: Path | None = None,
+        environment: str = "",
+        trains: bool = True,
+    ):
         self.trains = trains
         self._folder, self._environment = folder, environment
         self._results: dict[str, Result] = {}
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
-        for file in sorted(folder.glob("*.jsonl")):
-            self._results |= {line["run"]: line for line in _lines(file)}
+        for place in [known, folder] if known else [folder]:
+            for file in sorted(place.glob("*.jsonl")):
+                self._results |= {line["run"]: line for line in _lines(file)}
         self.open("results")
 
     def open(self, experiment: str) -> None:

@@ -3,6 +3,7 @@
 import statistics
 
 import numpy as np
+from matplotlib.axes import Axes
 from pictures import panels
 
 from ..lab import Lab, Result
@@ -123,23 +124,33 @@ def draw(plan: Plan, results) -> None:
     with panels(plan.figures / "geometry.png", titles, rows=len(plan.corpora)) as axes:
         for i, corpus in enumerate(plan.corpora):
             pair = [entropies(results[corpus, side]).ravel() for side in SIDES]
-            low, high = min(map(min, pair)), max(map(max, pair))
-            axes[2 * i].plot(*pair, ".", color=COLORS["muon"])
-            axes[2 * i].plot([low, high], [low, high], color="black", linewidth=0.8)
-            axes[2 * i].set(xlabel="with AdamW, a point per matrix", ylabel="with Muon")
-            for side in SIDES:
-                sizes = rms_by_shape(results, Plan([corpus]), side)
-                for x, values in enumerate(sizes.values()):
-                    shift = 0.15 if side == "muon" else -0.15
-                    label = NAMES[side] if x == 0 else None
-                    axes[2 * i + 1].plot(
-                        [x + shift] * len(values),
-                        values,
-                        ".",
-                        color=COLORS[side],
-                        alpha=0.3,
-                        label=label,
-                    )
-                axes[2 * i + 1].set_xticks(range(len(sizes)), list(sizes), fontsize=9)
-            axes[2 * i + 1].axhline(0.2, color="black", linewidth=0.8, linestyle=":")
-            axes[2 * i + 1].set(ylabel="RMS over the learning rate", ylim=(0, None))
+            draw_entropies(axes[2 * i], *pair)
+            alone = Plan([corpus])
+            sizes = {side: rms_by_shape(results, alone, side) for side in SIDES}
+            draw_rms(axes[2 * i + 1], sizes)
+
+
+def draw_entropies(axes: Axes, adamw: np.ndarray, muon: np.ndarray) -> None:
+    """A point per matrix and seed; above the line Muon's is higher."""
+    ends = [min(adamw.min(), muon.min()), max(adamw.max(), muon.max())]
+    axes.plot(adamw, muon, ".", color=COLORS["muon"])
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.set(xlabel="with AdamW, a point per matrix", ylabel="with Muon")
+    axes.locator_params(nbins=6)
+
+
+def draw_rms(axes: Axes, sizes: dict[str, dict[str, list[float]]]) -> None:
+    for side, by_shape in sizes.items():
+        shift = 0.15 if side == "muon" else -0.15
+        for x, values in enumerate(by_shape.values()):
+            axes.plot(
+                [x + shift] * len(values),
+                values,
+                ".",
+                color=COLORS[side],
+                alpha=0.5,
+                label=NAMES[side],
+            )
+        axes.set_xticks(range(len(by_shape)), list(by_shape), fontsize=9)
+    axes.axhline(0.2, color="black", linewidth=0.8, linestyle=":")
+    axes.set(ylabel="RMS over the learning rate", ylim=(0, None))

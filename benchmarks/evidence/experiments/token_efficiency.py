@@ -1,18 +1,22 @@
 """How many of AdamW's tokens Muon needs for the same loss."""
 
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import numpy as np
+from matplotlib.axes import Axes
 from pictures import panels
 
-from ..intervals import Interval, interval
+from ..intervals import interval
 from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
-from ..style import COLORS, NAMES
+from ..style import band, COLORS, NAMES
 from ..tuning import Pair, tuned_pair
 
 
-SIZES = (
+SIZES: tuple[dict[str, Any], ...] = (
     dict(layers=2, width=32, heads=2),
     dict(layers=3, width=64, heads=4),
     dict(layers=4, width=96, heads=6),
@@ -23,20 +27,37 @@ SEEDS = 3
 EVALUATIONS = 10  # of a run with a constant rate, whose every step is an end
 TARGET = 0.6
 
+Path = list[tuple[float, float]]  # share of AdamW's tokens, loss
+Outcomes = dict[tuple[str, str, int], "Outcome"]  # by corpus, schedule and size
+
+
+class Outcome(NamedTuple):
+    """What tuned AdamW and Muon came to, seed by seed."""
+
+    pair: Pair
+    adamw: list[float]
+    muon: list[Path]
+
+    @property
+    def shares(self) -> list[float]:
+        """Of AdamW's tokens that Muon needs for its loss; NaN if it fails."""
+        return [
+            reached(path, goal)
+            for path, goal in zip(self.muon, self.adamw, strict=True)
+        ]
+
+    @property
+    def ends(self) -> dict[str, list[float]]:
+        """Losses after all steps."""
+        return {"adamw": self.adamw, "muon": [path[-1][1] for path in self.muon]}
+
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    cases = tune_all(lab, plan)
-    lab.results(run for case in cases.values() for run in reported(plan, case))
-    shares = {key: token_shares(lab, plan, case) for key, case in cases.items()}
-    rows = [row(lab, plan, key, cases[key], shares[key]) for key in cases]
-    columns = ["corpus", "schedule", "matrix parameters", "AdamW: rate, decay"]
-    columns += ["Muon: rate, decay", "AdamW's loss", "Muon's loss", "AdamW's tokens"]
-    fits = {corpus: fitted(lab, plan, cases, corpus) for corpus in plan.corpora}
-    draw(lab, plan, cases, fits)
-    largest = [
-        interval(shares[corpus, "cosine", len(plan.some(SIZES)) - 1]).mean
-        for corpus in plan.corpora
-    ]
+    outcomes = measure_all(lab, plan)
+    fits = {corpus: fitted(outcomes, corpus) for corpus in plan.corpora}
+    largest = {corpus: of_largest(outcomes, corpus) for corpus in plan.corpora}
+    shares = {c: interval(outcome.shares).mean for c, outcome in largest.items()}
+    draw(plan, outcomes, largest, fits)
     return Section(
         title="Token efficiency",
         claim="Moonlight (arXiv:2502.16982): AdamW's loss at 52 % of its compute. "
@@ -51,26 +72,17 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{', '.join(f'{s:.0%}' for s in SHARES[:-1])} of the steps, each with a "
         "whole schedule and the rates tuned for all of them; tokens are interpolated "
         "in their logarithm. Under the constant rate they are read off the curve.",
-        tables=[
-            Table(columns, rows, "Losses in nats per byte, ± the 95 % interval."),
-            fit_table(fits),
-        ],
-        verdict=verdict(share <= TARGET for share in largest),
+        tables=[table(outcomes), fit_table(fits)],
+        verdict=verdict(share <= TARGET for share in shares.values()),
         figure="token_efficiency.png",
         remarks=f"It counts as reproduced if Muon needs at most {TARGET:.0%} of "
         "AdamW's tokens at the largest size on every corpus, under the cosine "
-        "schedule: "
-        + ", ".join(
-            f"{share:.0%} on {corpus}"
-            for share, corpus in zip(largest, plan.corpora, strict=True)
-        )
-        + ".",
+        f"schedule: {', '.join(f'{s:.0%} on {c}' for c, s in shares.items())}.",
     )
 
 
-def tune_all(lab: Lab, plan: Plan) -> dict[tuple[str, str, int], Pair]:
-    """By corpus, schedule and size."""
-    return {
+def measure_all(lab: Lab, plan: Plan) -> Outcomes:
+    pairs = {
         (corpus, schedule, size): tuned_pair(
             lab, plan, corpus, schedule=schedule, **shape
         )
@@ -78,40 +90,43 @@ def tune_all(lab: Lab, plan: Plan) -> dict[tuple[str, str, int], Pair]:
         for corpus in plan.corpora
         for schedule in SCHEDULES
     }
+    lab.results(
+        run
+        for pair in pairs.values()
+        for runs in (ends(plan, pair.adamw), *muon_runs(plan, pair.muon))
+        for run in runs
+    )
+    return {key: measure(lab, plan, pair) for key, pair in pairs.items()}
 
 
-def token_shares(lab: Lab, plan: Plan, case: Pair) -> list[float]:
-    """Of AdamW's tokens that Muon needs for its loss, seed by seed; NaN if it fails."""
-    goals = losses(lab.results(ends(plan, case.adamw)))
-    if case.adamw.schedule == "constant":
-        curves = [r["curve"] for r in lab.results(ends(plan, case.muon))]
-        paths = [[(s / case.muon.steps, loss) for s, _, loss in c] for c in curves]
+def measure(lab: Lab, plan: Plan, pair: Pair) -> Outcome:
+    adamw = losses(lab.results(ends(plan, pair.adamw)))
+    by_seed = [lab.results(runs) for runs in muon_runs(plan, pair.muon)]
+    if pair.muon.schedule == "constant":
+        curves = [result["curve"] for [result] in by_seed]
+        muon = [[(s / pair.muon.steps, loss) for s, _, loss in c] for c in curves]
     else:
-        runs = [[shortened(run, s) for s in SHARES] for run in ends(plan, case.muon)]
-        ended = [losses(lab.results(of_seed)) for of_seed in runs]
-        paths = [list(zip(SHARES, of_seed, strict=True)) for of_seed in ended]
-    return [reached(path, goal) for path, goal in zip(paths, goals, strict=True)]
+        muon = [list(zip(SHARES, losses(of), strict=True)) for of in by_seed]
+    return Outcome(pair, adamw, muon)
 
 
-def reported(plan: Plan, case: Pair) -> list[Run]:
-    """All that one case needs beside the tuning."""
-    shares = SHARES if case.muon.schedule == "cosine" else (1.0,)
-    muon = [shortened(run, s) for run in ends(plan, case.muon) for s in shares]
-    return ends(plan, case.adamw) + muon
+def muon_runs(plan: Plan, run: Run) -> list[list[Run]]:
+    """By seed, those of every length: under a constant rate one run has them all."""
+    shares = (1.0,) if run.schedule == "constant" else SHARES
+    return [
+        [end.but(steps=round(share * run.steps)) for share in shares]
+        for end in ends(plan, run)
+    ]
 
 
 def ends(plan: Plan, run: Run) -> list[Run]:
-    """The runs that are reported."""
+    """Whole runs, those that are reported."""
     evaluations = EVALUATIONS if run.schedule == "constant" else 1
     return list(plan.over_seeds(run.but(evaluations=evaluations), SEEDS))
 
 
-def shortened(run: Run, share: float) -> Run:
-    return run.but(steps=round(share * run.steps))
-
-
-def reached(path: list[tuple[float, float]], goal: float) -> float:
-    """Where a path of (share, loss) first comes to the goal, between its points."""
+def reached(path: Path, goal: float) -> float:
+    """Where a path first comes to the goal, between its points."""
     before = path[0]
     if before[1] <= goal:
         return before[0]
@@ -123,28 +138,33 @@ def reached(path: list[tuple[float, float]], goal: float) -> float:
     return float("nan")
 
 
-def fitted(lab: Lab, plan: Plan, cases, corpus: str) -> dict[str, tuple[float, float]]:
-    """By optimizer, a and b of loss = a C^-b, over the sizes under the cosine."""
+def of_cosine(outcomes: Outcomes, corpus: str) -> Iterable[Outcome]:
+    """By size."""
+    return (o for key, o in outcomes.items() if key[:2] == (corpus, "cosine"))
+
+
+def of_largest(outcomes: Outcomes, corpus: str) -> Outcome:
+    return list(of_cosine(outcomes, corpus))[-1]
+
+
+def fitted(outcomes: Outcomes, corpus: str) -> dict[str, tuple[float, float]]:
+    """By optimizer, a and b of loss = a C^-b over the sizes, and so on the figure."""
     laws = {}
     for side in Pair._fields:
-        logs = np.log(scaling(lab, plan, cases, corpus, side))
+        logs = np.log(compute_and_loss(outcomes, corpus, side))
         slope, level = np.polyfit(logs[:, 0], logs[:, 1], 1)
         laws[side] = (float(np.exp(level)), float(-slope))
     return laws
 
 
-def scaling(lab: Lab, plan: Plan, cases, corpus: str, side: str) -> np.ndarray:
-    """Compute and mean loss by size, `(sizes, 2)`."""
-    runs = [
-        getattr(case, side)
-        for (of, schedule, _), case in cases.items()
-        if of == corpus and schedule == "cosine"
-    ]
-    return np.array([(flops(run), loss(lab, plan, run).mean) for run in runs])
-
-
-def loss(lab: Lab, plan: Plan, run: Run) -> Interval:
-    return interval(losses(lab.results(ends(plan, run))))
+def compute_and_loss(outcomes: Outcomes, corpus: str, side: str) -> np.ndarray:
+    """FLOP and mean loss by size, `(sizes, 2)`."""
+    return np.array(
+        [
+            (6.0 * parameters(o.pair.muon) * o.pair.muon.tokens, np.mean(o.ends[side]))
+            for o in of_cosine(outcomes, corpus)
+        ]
+    )
 
 
 def parameters(run: Run) -> int:
@@ -152,72 +172,59 @@ def parameters(run: Run) -> int:
     return 12 * run.layers * run.width**2
 
 
-def flops(run: Run) -> float:
-    return 6.0 * parameters(run) * run.tokens
-
-
-def row(lab: Lab, plan: Plan, key, case: Pair, shares: list[float]) -> list[str]:
-    corpus, schedule, _ = key
-    settings = [f"{r.learning_rate:.2g}, {r.weight_decay:g}" for r in case]
-    ended = [loss(lab, plan, run).show() for run in case]
-    share = interval(shares)
-    return [
-        corpus,
-        schedule,
-        f"{parameters(case.muon):,}",
-        *settings,
-        *ended,
-        f"{share.mean:.0%} ± {share.half:.0%}",
-    ]
-
-
-def fit_table(fits) -> Table:
+def table(outcomes: Outcomes) -> Table:
+    columns = ["corpus", "schedule", "matrix parameters", "AdamW: rate, decay"]
+    columns += ["Muon: rate, decay", "AdamW's loss", "Muon's loss", "AdamW's tokens"]
     rows = []
-    for corpus, laws in fits.items():
-        shown = [f"{a:.3g} C^-{b:.4f}" for a, b in laws.values()]
-        rows.append([corpus, *shown])
+    for (corpus, schedule, _), outcome in outcomes.items():
+        share = interval(outcome.shares)
+        rows.append(
+            [
+                corpus,
+                schedule,
+                f"{parameters(outcome.pair.muon):,}",
+                *(f"{r.learning_rate:.2g}, {r.weight_decay:g}" for r in outcome.pair),
+                *(interval(losses).show() for losses in outcome.ends.values()),
+                f"{share.mean:.0%} ± {share.half:.0%}",
+            ]
+        )
+    return Table(columns, rows, "Losses in nats per byte, ± the 95 % interval.")
+
+
+def fit_table(fits: dict[str, dict[str, tuple[float, float]]]) -> Table:
+    rows = [
+        [corpus, *(f"{a:.3g} C^-{b:.4f}" for a, b in laws.values())]
+        for corpus, laws in fits.items()
+    ]
     caption = "Fitted loss against compute C = 6 N D in FLOP, cosine schedule."
     return Table(["corpus", "AdamW", "Muon"], rows, caption)
 
 
-def draw(lab: Lab, plan: Plan, cases, fits) -> None:
+def draw(plan: Plan, outcomes: Outcomes, largest, fits) -> None:
     file = plan.figures / "token_efficiency.png"
-    titles = [
-        f"{corpus}: {what}" for corpus in plan.corpora for what in ("tokens", "compute")
-    ]
+    titles = [f"{c}: {what}" for c in plan.corpora for what in ("tokens", "compute")]
     with panels(file, titles, rows=len(plan.corpora)) as axes:
         for i, corpus in enumerate(plan.corpora):
-            draw_tokens(
-                axes[2 * i],
-                lab,
-                plan,
-                cases[corpus, "cosine", len(plan.some(SIZES)) - 1],
-            )
-            for side, (a, b) in fits[corpus].items():
-                points = scaling(lab, plan, cases, corpus, side)
-                axes[2 * i + 1].loglog(
-                    *points.T, "o", color=COLORS[side], label=NAMES[side]
-                )
-                axes[2 * i + 1].loglog(
-                    points[:, 0], a * points[:, 0] ** -b, color=COLORS[side]
-                )
-            axes[2 * i + 1].set(
-                xlabel="compute 6 N D, FLOP", ylabel="loss, nats per byte"
-            )
+            draw_tokens(axes[2 * i], largest[corpus])
+            for side, law in fits[corpus].items():
+                points = compute_and_loss(outcomes, corpus, side)
+                draw_law(axes[2 * i + 1], side, points, *law)
 
 
-def draw_tokens(axes, lab: Lab, plan: Plan, case: Pair) -> None:
-    """Muon's loss by its share of the steps, beside AdamW's."""
-    adamw = loss(lab, plan, case.adamw)
-    axes.axhspan(adamw.low, adamw.high, color=COLORS["adamw"], alpha=0.3, linewidth=0)
-    axes.axhline(adamw.mean, color=COLORS["adamw"], label="AdamW, all steps")
-    points = []
-    for share in SHARES:
-        runs = [shortened(run, share) for run in ends(plan, case.muon)]
-        points.append(interval(losses(lab.results(runs))))
-    mean = [p.mean for p in points]
-    x = [share * case.muon.tokens for share in SHARES]
-    axes.plot(x, mean, "o-", color=COLORS["muon"], label="Muon, each with its schedule")
-    low, high = [p.low for p in points], [p.high for p in points]
-    axes.fill_between(x, low, high, color=COLORS["muon"], alpha=0.25, linewidth=0)
-    axes.set(xlabel="tokens", ylabel="loss, nats per byte")
+def draw_tokens(axes: Axes, outcome: Outcome) -> None:
+    """Muon's loss by its tokens, beside AdamW's at the end."""
+    goal = interval(outcome.adamw)
+    axes.axhspan(goal.low, goal.high, color=COLORS["adamw"], alpha=0.3, linewidth=0)
+    axes.axhline(goal.mean, color=COLORS["adamw"], label=NAMES["adamw"])
+    paths = np.array(outcome.muon)  # (seeds, shares, 2)
+    tokens = paths[0, :, 0] * outcome.pair.muon.tokens
+    band(axes, tokens, paths[..., 1], color=COLORS["muon"], label=NAMES["muon"])
+    axes.set(xlabel="tokens of Muon", ylabel="loss, nats per byte")
+
+
+def draw_law(axes: Axes, side: str, points: np.ndarray, a: float, b: float) -> None:
+    axes.loglog(*points.T, "o", color=COLORS[side])
+    fit = a * points[:, 0] ** -b
+    axes.loglog(points[:, 0], fit, color=COLORS[side], label=NAMES[side])
+    axes.set(xlabel="compute 6 N D, FLOP", ylabel="loss, nats per byte")
+    axes.yaxis.set_minor_formatter("{x:.1f}")
