@@ -58,8 +58,20 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="explosion.png",
         remarks="It counts as reproduced if the largest logit passes 1,000 without the "
         "clip and its 95th percentile stays within 1.2 thresholds with it, on every "
-        "corpus.",
+        f"corpus. {about_spikes(arms)}",
     )
+
+
+def about_spikes(arms: dict[tuple[str, str], list[Result]]) -> str:
+    """The half of the claim that small models hardly put to the test."""
+    counts = {key: mean([spike_count(r) for r in of]) for key, of in arms.items()}
+    free = mean([n for (_, arm), n in counts.items() if arm == "no clip"])
+    held = mean([n for (_, arm), n in counts.items() if "threshold" in ARMS[arm]])
+    return f"Loss spikes a run: {free:.1f} without the clip, {held:.1f} with it."
+
+
+def spike_count(result: Result) -> float:
+    return len(spikes(result["losses"]))
 
 
 def runs(plan: Plan, corpus: str, arm: str) -> list[Run]:
@@ -107,7 +119,7 @@ def row(
         f"{typical:,.0f}",
         f"{typical / threshold:.2f}" if threshold else "-",
         interval(losses(results)).show(),
-        f"{np.mean([len(spikes(r['losses'])) for r in results]):.1f}",
+        f"{mean([spike_count(r) for r in results]):.1f}",
         f"{np.mean([r['fired'] for r in results]):,.0f}" if threshold else "-",
     ]
 
