@@ -25,7 +25,7 @@ SCHEDULES = ("cosine", "constant")
 SHARES = (0.35, 0.5, 0.7, 1.0)  # of AdamW's steps, each with a schedule of its own
 SEEDS = 3
 EVALUATIONS = 10  # of a run with a constant rate, whose every step is an end
-TARGET = 0.6
+BARS = {"Moonlight": 0.6, "Keller Jordan, Wen et al.": 0.75}  # with a little room
 
 Path = list[tuple[float, float]]  # share of AdamW's tokens, loss
 Outcomes = dict[tuple[str, str, int], "Outcome"]  # by corpus, schedule and size
@@ -73,12 +73,19 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "whole schedule and the rates tuned for all of them; tokens are interpolated "
         "in their logarithm. Under the constant rate they are read off the curve.",
         tables=[table(outcomes), fit_table(fits)],
-        verdict=verdict(share <= TARGET for share in shares.values()),
+        verdict=verdict(
+            share <= bar for share in shares.values() for bar in BARS.values()
+        ),
         figure="token_efficiency.png",
-        remarks=f"It counts as reproduced if Muon needs at most {TARGET:.0%} of "
-        "AdamW's tokens at the largest size on every corpus, under the cosine "
-        f"schedule: {', '.join(f'{s:.0%} on {c}' for c, s in shares.items())}.",
+        remarks="At the largest size under the cosine schedule Muon needs "
+        f"{said(shares)} of AdamW's tokens. A claim counts as reproduced, on every "
+        f"corpus, up to {said(BARS)}. All sizes saw the same tokens, so that the "
+        "fitted laws are not those of compute-optimal training.",
     )
+
+
+def said(shares: dict[str, float]) -> str:
+    return " and ".join(f"{share:.0%} ({of})" for of, share in shares.items())
 
 
 def measure_all(lab: Lab, plan: Plan) -> Outcomes:
@@ -220,6 +227,8 @@ def draw_tokens(axes: Axes, outcome: Outcome) -> None:
     tokens = paths[0, :, 0] * outcome.pair.muon.tokens
     band(axes, tokens, paths[..., 1], color=COLORS["muon"], label=NAMES["muon"])
     axes.set(xlabel="tokens of Muon", ylabel="loss, nats per byte")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="x", nbins=6)
 
 
 def draw_law(axes: Axes, side: str, points: np.ndarray, a: float, b: float) -> None:
@@ -227,4 +236,4 @@ def draw_law(axes: Axes, side: str, points: np.ndarray, a: float, b: float) -> N
     fit = a * points[:, 0] ** -b
     axes.loglog(points[:, 0], fit, color=COLORS[side], label=NAMES[side])
     axes.set(xlabel="compute 6 N D, FLOP", ylabel="loss, nats per byte")
-    axes.yaxis.set_minor_formatter("{x:.1f}")
+    axes.yaxis.set_minor_formatter("{x:.2f}")
