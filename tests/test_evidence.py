@@ -31,7 +31,7 @@ from evidence.plan import Plan
 from evidence.run import Run
 from evidence.spikes import spikes
 from evidence.texts import Text
-from evidence.training import evaluates, last_fired, program, scaled
+from evidence.training import evaluates, last_fired, program, scaled, train
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -344,3 +344,10 @@ def test_quick_plan_is_small_and_seeds_differ_from_tuning():
     plan = Plan()
     assert 0 not in plan.seeds(8) and len(plan.seeds(8)) == 8
     assert Plan(quick=True).run("code").tokens < plan.run("code").tokens / 20
+
+
+@pytest.mark.parametrize("matrices", ["one_expert_matrix", "adam_experts"])
+def test_experts_train_as_the_choices_say(matrices):
+    run = Run(model="kimi_k2", layers=2, steps=2, batch=16, matrices=matrices)
+    result = train(run)
+    assert result["curve"][-1][0] == 2 and result["curve"][-1][1] < 6

@@ -139,7 +139,7 @@ def program(run: Run) -> Program:
 
     def loss_fn(params: Any, others: Any, tokens: jax.Array):
         # Fresh variables, since those of an outer trace must not be written to.
-        others = jax.tree.map(jnp.asarray, others)
+        params, others = jax.tree.map(jnp.asarray, (params, others))
         model = nnx.merge(graph, params, others)
         loss, stats = nnx.capture(mean_loss, nnx.Intermediate)(model, tokens)
         for router in model.routers() if isinstance(model, KimiK2) else ():
