@@ -14,8 +14,8 @@ from matplotlib import ticker
 
 History = list[dict[str, Any]]
 
-_COLORS = {"adamw": "#777777", "muon": "#d95f02", "muonclip": "#1b7fbd"}
-_NAMES = {"adamw": "AdamW", "muon": "Muon", "muonclip": "MuonClip"}
+COLORS = {"adamw": "#777777", "muon": "#d95f02", "muonclip": "#1b7fbd"}
+NAMES = {"adamw": "AdamW", "muon": "Muon", "muonclip": "MuonClip"}
 
 
 def table(results: dict[str, History]) -> str:
@@ -45,7 +45,7 @@ def draw(results: dict[str, History], file: Path, *, threshold: float) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for name, history in results.items():
         steps = [record["step"] for record in history]
-        style = dict(color=_COLORS[name], label=_NAMES[name])
+        style = dict(color=COLORS[name], label=NAMES[name])
         left.plot(steps, [r["validation_loss"] for r in history], **style)
         right.plot(steps, [r["max_logit"] for r in history], **style)
     if "muonclip" in results:
@@ -80,4 +80,4 @@ def _row(name: str, results: dict[str, History]) -> str:
         f"{largest:.1f}",
         f"{speed:,.0f}",
     )
-    return f"{_NAMES[name]:10}" + "".join(f"{cell:>17}" for cell in cells)
+    return f"{NAMES[name]:10}" + "".join(f"{cell:>17}" for cell in cells)

@@ -8,7 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 
-from .optimizers import Hyperparameters
+from .optimizers import Hyperparameters, is_numbers
 
 
 def geometry(before: Any, after: Any, at: Hyperparameters) -> dict[str, Any]:
@@ -49,8 +49,9 @@ def _matrix_of(x: np.ndarray, dims: MuonDimensionNumbers) -> np.ndarray:
 
 
 def _matrices(before: Any, after: Any, numbers: Any):
-    is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
-    paths, dims = zip(*jax.tree.leaves_with_path(numbers, is_leaf=is_leaf), strict=True)
+    paths, dims = zip(
+        *jax.tree.leaves_with_path(numbers, is_leaf=is_numbers), strict=True
+    )
     leaves = (
         map(np.asarray, jax.tree.leaves(before)),
         map(np.asarray, jax.tree.leaves(after)),

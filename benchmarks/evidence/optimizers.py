@@ -88,9 +88,13 @@ def _experts(params: Any, numbers: MuonDimensionNumbers | None) -> Any:
     def leaf(path, default):
         return numbers if "experts" in jax.tree_util.keystr(path) else default
 
-    is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
     default = mc.flax_dimension_numbers(params)
-    return jax.tree_util.tree_map_with_path(leaf, default, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(leaf, default, is_leaf=is_numbers)
+
+
+def is_numbers(x: Any) -> bool:
+    """Whether a node of a tree of dimension numbers is a leaf of it."""
+    return x is None or isinstance(x, MuonDimensionNumbers)
 
 
 def _per_head(params: Any) -> Any:

@@ -3,12 +3,12 @@
 from typing import Any
 
 import numpy as np
+from report import COLORS as COLORS
+from report import NAMES as NAMES
 
 from .intervals import interval
 
 
-NAMES = {"adamw": "AdamW", "muon": "Muon", "muonclip": "MuonClip"}
-COLORS = {"adamw": "#777777", "muon": "#d95f02", "muonclip": "#1b7fbd"}
 CYCLE = ("#d95f02", "#1b7fbd", "#1b9e77", "#7570b3", "#777777", "#e7298a", "#a6761d")
 
 
