@@ -25,8 +25,12 @@ def alternate(sides: Sides, repeats: int) -> Times:
 
 def ratio(times: Times, above: str, below: str) -> float:
     """The median of the ratios of neighbours."""
+    return statistics.median(ratios(times, above, below))
+
+
+def ratios(times: Times, above: str, below: str) -> list[float]:
     pairs = zip(times[above], times[below], strict=True)
-    return statistics.median(a / b for a, b in pairs)
+    return [a / b for a, b in pairs]
 
 
 def compare(times: Times, ours: str, peer: str) -> tuple[float, float, float]:

@@ -21,6 +21,7 @@ from evidence.texts import CORPORA, existing_file
 HERE = Path(__file__).parent
 EXPERIMENTS = (
     "token_efficiency",
+    "token_conditions",
     "explosion",
     "rise_and_decay",
     "no_harm",
@@ -30,6 +31,7 @@ EXPERIMENTS = (
     "choices",
     "overhead",
     "adam_clip",
+    "other_seeds",
 )
 
 

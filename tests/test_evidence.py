@@ -17,7 +17,12 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 from evidence import intervals, tuning
 from evidence.balanced_clip import balanced_clip
-from evidence.experiments import token_efficiency, width_transfer
+from evidence.experiments import (
+    other_seeds,
+    token_conditions,
+    token_efficiency,
+    width_transfer,
+)
 from evidence.geometry import geometry, svd_entropy
 from evidence.lab import Lab, losses, Unfinished
 from evidence.model import largest_logits, make_model
@@ -266,8 +271,8 @@ def test_training_step_is_that_of_the_public_optimizer(optimizer, threshold):
 class Bowl:
     """A lab whose losses are known: least at the place given."""
 
-    def __init__(self, rate, decay):
-        self.best, self.asked = (rate, decay), set()
+    def __init__(self, *best):
+        self.best, self.asked = best, set()
 
     def results(self, runs, kept_in):
         assert kept_in == "tuning"
@@ -277,7 +282,8 @@ class Bowl:
         place = (
             tuning.RATES.index(run.learning_rate),
             tuning.DECAYS.index(run.weight_decay),
-        )
+            tuning.RATES.index(run.adam_learning_rate),
+        )[: len(self.best)]
         self.asked.add(place)
         loss = sum((a - b) ** 2 for a, b in zip(place, self.best, strict=True))
         return {"curve": [[10, loss if run.learning_rate < 0.2 else math.nan, 0.0]]}
@@ -286,7 +292,8 @@ class Bowl:
 def test_tuning_ends_where_both_axes_have_worse_neighbours():
     for best in [(3, 2), (7, 4), (5, 0), (6, 5)]:
         lab = Bowl(*best)
-        run = tuning.tuned(lab, Run(learning_rate=tuning.RATES[6]))
+        start = dict(learning_rate=tuning.RATES[6], adam_learning_rate=tuning.RATES[6])
+        run = tuning.tuned(lab, Run(**start))
         assert (
             tuning.RATES.index(run.learning_rate),
             tuning.DECAYS.index(run.weight_decay),
@@ -299,6 +306,68 @@ def test_tuning_ends_where_both_axes_have_worse_neighbours():
             (rate, decay + 1),
         }
         assert {(r, d) for r, d in around if 0 <= d < len(tuning.DECAYS)} <= lab.asked
+
+
+def test_tuning_walks_along_the_axes_it_is_given():
+    start = Run(learning_rate=tuning.RATES[6], adam_learning_rate=tuning.RATES[6])
+    found = tuning.tuned(Bowl(7, 3, 2), start, (*tuning.AXES, "adam_learning_rate"))
+    assert found == start.but(
+        learning_rate=tuning.RATES[7],
+        weight_decay=tuning.DECAYS[3],
+        adam_learning_rate=tuning.RATES[2],
+    )
+    found = tuning.tuned(Bowl(7, 3, 2), start)
+    assert found.adam_learning_rate == tuning.RATES[6]
+
+
+def test_arms_are_runs_of_every_corpus_and_seed():
+    arms = Plan(["code", "prose"], first_seed=5).arms(
+        {"free": {}, "low": dict(threshold=3.0)}, 2, steps=7, threshold=9.0
+    )
+    assert list(arms) == [(c, a) for c in ("code", "prose") for a in ("free", "low")]
+    assert arms["prose", "low"] == [
+        Run(corpus="prose", steps=7, threshold=3.0, seed=seed) for seed in (5, 6)
+    ]
+    assert {run.threshold for run in arms["code", "free"]} == {9.0}
+
+
+class Known:
+    """A lab that has trained everything: the loss is a function of the run."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def results(self, runs, kept_in=""):
+        return [{"curve": [[r.steps, self.loss(r), self.loss(r)]]} for r in runs]
+
+    def gather(self, runs):
+        return {key: self.results(of_key) for key, of_key in runs.items()}
+
+
+def test_shares_of_the_tokens_by_condition():
+    # Muon's loss falls with the logarithm of its steps, and more so with its batch.
+    def loss(run):
+        off = abs(math.log(run.learning_rate / 1.6e-2))
+        if run.optimizer == "adamw":
+            return 3.0 - math.log(run.steps) + off
+        return 3.0 - math.log(run.steps * (1 + run.batch / 64)) + off
+
+    outcomes = token_conditions.measure_all(Known(loss), Plan(), "code")
+    shares = {name: outcome.shares for name, outcome in outcomes.items()}
+    assert {len(of_seed) for of_seed in shares.values()} == {token_conditions.SEEDS}
+    assert shares["64 sequences"] == pytest.approx([0.5] * 6)
+    for name in set(shares) - {"4 sequences", "64 sequences"}:
+        assert shares[name] == pytest.approx([0.8] * 6)
+    assert token_conditions.grows({("code", n): o for n, o in outcomes.items()}, "code")
+
+
+def test_a_repetition_lies_inside_its_interval():
+    reported = intervals.Interval(1.0, 0.1)
+    assert other_seeds.repeats(reported, intervals.Interval(1.14, 9.0))
+    assert not other_seeds.repeats(reported, intervals.Interval(0.85, 0.1))
+    pair = other_seeds.figures(Known(lambda run: run.seed), Plan(["code"]))
+    assert pair["code", "no clip: loss"].mean == pytest.approx(4.5)
+    assert pair["code", "threshold 5: difference"].mean == 0
 
 
 def test_share_of_the_tokens_is_interpolated_in_the_logarithm():

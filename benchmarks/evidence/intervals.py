@@ -8,11 +8,10 @@ from scipy import stats
 
 
 class Interval(NamedTuple):
-    """A mean, the half width of its interval and the standard deviation."""
+    """A mean and the half width of its interval."""
 
     mean: float
     half: float
-    deviation: float
 
     @property
     def low(self) -> float:
@@ -30,10 +29,9 @@ def interval(values: Sequence[float]) -> Interval:
     """Of the mean of independent values; without a width for one value."""
     x = np.asarray(values, np.float64)
     if len(x) < 2:
-        return Interval(float(x.mean()), float("nan"), float("nan"))
-    deviation = x.std(ddof=1)
-    half = stats.t.ppf(0.975, len(x) - 1) * deviation / np.sqrt(len(x))
-    return Interval(float(x.mean()), float(half), float(deviation))
+        return Interval(float(x.mean()), float("nan"))
+    half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
+    return Interval(float(x.mean()), float(half))
 
 
 def paired(values: Sequence[float], baseline: Sequence[float]) -> Interval:

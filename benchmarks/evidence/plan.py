@@ -1,7 +1,7 @@
 """How much of an experiment is run: corpora, seeds and lengths."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,3 +37,15 @@ class Plan:
 
     def over_seeds(self, run: Run, count: int) -> Iterator[Run]:
         return (run.but(seed=seed) for seed in self.seeds(count))
+
+    def arms(
+        self, arms: Mapping[str, Mapping[str, Any]], count: int, **settings: Any
+    ) -> dict[tuple[str, str], list[Run]]:
+        """By corpus and arm, which changes the settings: the runs of every seed."""
+        return {
+            (corpus, arm): list(
+                self.over_seeds(self.run(corpus, **settings | dict(changes)), count)
+            )
+            for corpus in self.corpora
+            for arm, changes in arms.items()
+        }

@@ -1,5 +1,6 @@
-"""Finds the learning rate and weight decay of AdamW and Muon on a grid, by walking."""
+"""Finds the learning rates and weight decay of AdamW and Muon on a grid, by walking."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .lab import Lab, losses
@@ -9,7 +10,8 @@ from .run import Run
 
 RATES = tuple(1e-3 * 2**i for i in range(-3, 10))
 DECAYS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
-Point = tuple[int, int]  # places in RATES and DECAYS
+GRID = dict(learning_rate=RATES, weight_decay=DECAYS, adam_learning_rate=RATES)
+AXES = ("learning_rate", "weight_decay")
 
 
 class Pair(NamedTuple):
@@ -27,35 +29,25 @@ def tuned_pair(lab: Lab, plan: Plan, corpus: str, **settings: Any) -> Pair:
     return Pair(adamw, tuned(lab, muon.but(adam_learning_rate=adamw.learning_rate)))
 
 
-def tuned(lab: Lab, run: Run) -> Run:
+def tuned(lab: Lab, run: Run, axes: Sequence[str] = AXES) -> Run:
     """The best of the grid by the loss on the part to tune on.
 
-    Walks from the run's own learning rate and weight decay to its best neighbour as
-    long as there is a better one, so that the optimum is bracketed along both axes.
+    Walks from the run's own place to its best neighbour as long as there is a better
+    one, so that the optimum is bracketed along every axis.
     """
-    here = RATES.index(run.learning_rate), DECAYS.index(run.weight_decay)
     while True:
-        points = [here, *_cross(here)]
-        results = lab.results([_at(run, point) for point in points], kept_in="tuning")
-        found = losses(results, part="tune")
-        best = points[found.index(min(found))]
-        if best == here:
-            return _at(run, here)
-        here = best
+        runs = [run, *_beside(run, axes)]
+        found = losses(lab.results(runs, kept_in="tuning"), part="tune")
+        best = runs[found.index(min(found))]
+        if best == run:
+            return run
+        run = best
 
 
-def _at(run: Run, point: Point) -> Run:
-    return run.but(learning_rate=RATES[point[0]], weight_decay=DECAYS[point[1]])
-
-
-def _cross(point: Point) -> list[Point]:
-    """The neighbours along both axes."""
-    rate, decay = point
-    rates, decays = range(len(RATES)), range(len(DECAYS))
-    beside = [
-        (rate - 1, decay),
-        (rate + 1, decay),
-        (rate, decay - 1),
-        (rate, decay + 1),
-    ]
-    return [(r, d) for r, d in beside if r in rates and d in decays]
+def _beside(run: Run, axes: Sequence[str]) -> Iterator[Run]:
+    """The neighbours along each axis."""
+    for axis in axes:
+        values = GRID[axis]
+        here = values.index(getattr(run, axis))
+        for value in values[max(0, here - 1) : here] + values[here + 1 : here + 2]:
+            yield run.but(**{axis: value})

@@ -7,7 +7,7 @@ import numpy as np
 from pictures import panels
 
 from ..intervals import Interval, paired
-from ..lab import Lab, losses
+from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
@@ -18,20 +18,12 @@ from ..tuning import tuned_pair
 THRESHOLDS = (20.0, 10.0, 5.0)
 SEEDS, HARM = 8, 0.01
 
+Trained = dict[tuple[str, float], list[Result]]  # by corpus and threshold
+
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    arms = lab.gather(
-        {
-            (corpus, threshold): runs(lab, plan, corpus, threshold)
-            for corpus in plan.corpora
-            for threshold in (math.inf, *THRESHOLDS)
-        }
-    )
-    differences = {
-        (corpus, threshold): paired(losses(results), losses(arms[corpus, math.inf]))
-        for (corpus, threshold), results in arms.items()
-        if threshold < math.inf
-    }
+    arms = trained(lab, plan)
+    differences = compared(arms)
     draw(plan, differences)
     columns = ["corpus", "threshold", "largest logit without", "head-clips a run"]
     columns += ["loss difference", "95 % interval"]
@@ -56,6 +48,25 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
+def trained(lab: Lab, plan: Plan) -> Trained:
+    return lab.gather(
+        {
+            (corpus, threshold): runs(lab, plan, corpus, threshold)
+            for corpus in plan.corpora
+            for threshold in (math.inf, *THRESHOLDS)
+        }
+    )
+
+
+def compared(arms: Trained) -> dict[tuple[str, float], Interval]:
+    """What each threshold does to the loss."""
+    return {
+        (corpus, threshold): paired(losses(results), losses(arms[corpus, math.inf]))
+        for (corpus, threshold), results in arms.items()
+        if threshold < math.inf
+    }
+
+
 def harmful(differences: dict[tuple[str, float], Interval]) -> str:
     found = sorted({tau for (_, tau), d in differences.items() if d.high >= HARM})
     if not found:
@@ -68,7 +79,9 @@ def runs(lab: Lab, plan: Plan, corpus: str, threshold: float) -> list[Run]:
     return list(plan.over_seeds(best.but(threshold=threshold), SEEDS))
 
 
-def row(corpus: str, threshold: float, arms, difference: Interval) -> list[str]:
+def row(
+    corpus: str, threshold: float, arms: Trained, difference: Interval
+) -> list[str]:
     clipped, free = arms[corpus, threshold], arms[corpus, math.inf]
     return [
         corpus,

@@ -27,13 +27,7 @@ PAIRS = {"per head": "per layer", "shared key: queries alone": "shared key: bala
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    arms = lab.gather(
-        {
-            (corpus, arm): runs(plan, corpus, arm)
-            for corpus in plan.corpora
-            for arm in ARMS
-        }
-    )
+    arms = lab.gather(runs(plan))
     differences = {
         (corpus, ours): paired(losses(arms[corpus, ours]), losses(arms[corpus, theirs]))
         for corpus in plan.corpora
@@ -86,18 +80,17 @@ def sharing_remark(differences: dict[tuple[str, str], Interval]) -> str:
     return "The two rules for shared keys differ: see the table."
 
 
-def runs(plan: Plan, corpus: str, arm: str) -> list[Run]:
-    run = plan.run(
-        corpus,
+def runs(plan: Plan) -> dict[tuple[str, str], list[Run]]:
+    return plan.arms(
+        ARMS,
+        SEEDS,
         steps=STEPS,
         schedule="constant",
         learning_rate=RATE,
         adam_learning_rate=8e-3,
         weight_decay=0.0,
         probe="steps",
-        **ARMS[arm],
     )
-    return list(plan.over_seeds(run, SEEDS))
 
 
 def row(corpus: str, arm: str, results: list[Result]) -> list[str]:

@@ -1,6 +1,6 @@
 """How many of AdamW's tokens Muon needs for the same loss."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,36 +100,40 @@ def measure_all(lab: Lab, plan: Plan) -> Outcomes:
     lab.results(
         run
         for pair in pairs.values()
-        for runs in (ends(plan, pair.adamw), *muon_runs(plan, pair.muon))
-        for run in runs
+        for end in (pair.adamw, *lengths(pair.muon))
+        for run in reported(plan, end)
     )
-    return {key: measure(lab, plan, pair) for key, pair in pairs.items()}
+    return {
+        key: measure(lab, plan, pair, lengths(pair.muon)) for key, pair in pairs.items()
+    }
 
 
-def measure(lab: Lab, plan: Plan, pair: Pair) -> Outcome:
-    adamw = losses(lab.results(ends(plan, pair.adamw)))
-    by_seed = [lab.results(runs) for runs in muon_runs(plan, pair.muon)]
-    if pair.muon.schedule == "constant":
-        curves = [result["curve"] for [result] in by_seed]
-        muon = [[(s / pair.muon.steps, loss) for s, _, loss in c] for c in curves]
-    else:
-        muon = [list(zip(SHARES, losses(of), strict=True)) for of in by_seed]
-    return Outcome(pair, adamw, muon)
-
-
-def muon_runs(plan: Plan, run: Run) -> list[list[Run]]:
-    """By seed, those of every length: under a constant rate one run has them all."""
-    shares = (1.0,) if run.schedule == "constant" else SHARES
-    return [
-        [end.but(steps=round(share * run.steps)) for share in shares]
-        for end in ends(plan, run)
+def measure(
+    lab: Lab, plan: Plan, pair: Pair, muon: Sequence[Run], seeds: int = SEEDS
+) -> Outcome:
+    """`muon` are its runs of every length."""
+    ends = [reported(plan, end, seeds) for end in (pair.adamw, *muon)]
+    adamw, *by_length = lab.gather(dict(enumerate(ends))).values()
+    paths = [
+        [
+            (step / pair.muon.steps, loss)
+            for r in of_seed
+            for step, _, loss in r["curve"]
+        ]
+        for of_seed in zip(*by_length, strict=True)
     ]
+    return Outcome(pair, losses(adamw), paths)
 
 
-def ends(plan: Plan, run: Run) -> list[Run]:
-    """Whole runs, those that are reported."""
+def lengths(run: Run) -> list[Run]:
+    """Under a constant rate one run has them all."""
+    shares = (1.0,) if run.schedule == "constant" else SHARES
+    return [run.but(steps=round(share * run.steps)) for share in shares]
+
+
+def reported(plan: Plan, run: Run, seeds: int = SEEDS) -> list[Run]:
     evaluations = EVALUATIONS if run.schedule == "constant" else 1
-    return list(plan.over_seeds(run.but(evaluations=evaluations), SEEDS))
+    return list(plan.over_seeds(run.but(evaluations=evaluations), seeds))
 
 
 def reached(path: Path, goal: float) -> float:
