@@ -9,6 +9,9 @@ from pathlib import Path
 import jax
 
 
+_NOT_RESULTS = [":/", ":(top,exclude)benchmarks/results", ":!report.md"]
+
+
 def environment() -> str:
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}"
@@ -27,9 +30,8 @@ def _commit() -> str:
         commit = subprocess.check_output(
             [*git, "rev-parse", "--short", "HEAD"], text=True
         )
-        dirty = subprocess.check_output(
-            [*git, "status", "--porcelain", "-uno"], text=True
-        )
+        status = [*git, "status", "--porcelain", "-uno", "--"]
+        dirty = subprocess.check_output([*status, *_NOT_RESULTS], text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.strip() + (" with changes" if dirty else "")

@@ -22,10 +22,16 @@ class Interval(NamedTuple):
         return self.mean + self.half
 
     def show(self, form: str = ".3f") -> str:
-        return f"{self.mean:{form}} ± {self.half:{form}}"
+        return f"{self.mean:{form}} ± {self.half:{form.lstrip('+')}}"
+
+    def span(self, form: str = "+.4f") -> str:
+        return f"{self.low:{form}} to {self.high:{form}}"
 
 
-def interval(values: Sequence[float]) -> Interval:
+Values = Sequence[float] | np.ndarray
+
+
+def interval(values: Values) -> Interval:
     """Of the mean of independent values; without a width for one value."""
     x = np.asarray(values, np.float64)
     if len(x) < 2:
@@ -34,6 +40,6 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(float(x.mean()), float(half))
 
 
-def paired(values: Sequence[float], baseline: Sequence[float]) -> Interval:
+def paired(values: Values, baseline: Values) -> Interval:
     """Of the mean difference from the baseline with the same seed."""
-    return interval(np.subtract(values, baseline).tolist())
+    return interval(np.subtract(values, baseline))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from .run import Run
+from .texts import text
 
 
 Result = Mapping[str, Any]
@@ -36,7 +37,8 @@ class Lab:
 
     A line is written as soon as its run ends, so that an interrupted experiment goes on
     where it stopped. Runs that experiments share are trained once, and those in the
-    folder `known`, another lab's, not at all.
+    file `known`, another lab's, not at all. A run on a text that has changed since is
+    another run.
     """
 
     def __init__(
@@ -51,9 +53,8 @@ class Lab:
         self._folder, self._environment = folder, environment
         self._results: dict[str, Result] = {}
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
-        for place in [known, folder] if known else [folder]:
-            for file in sorted(place.glob("*.jsonl")):
-                self._results |= {line["run"]: line for line in _lines(file)}
+        for file in [*([known] if known else []), *sorted(folder.glob("*.jsonl"))]:
+            self._results |= {line["run"]: line for line in _lines(file)}
         self.open("results")
 
     def open(self, experiment: str) -> None:
@@ -66,7 +67,7 @@ class Lab:
         New results go to the file of the experiment, or to that of the name given.
         """
         runs, file = list(runs), kept_in or self._experiment
-        missing = {run.key: run for run in runs if run.key not in self._results}
+        missing = {run.key: run for run in runs if not self._has(run)}
         if missing and not self.trains:
             raise Unfinished(f"{len(missing)} runs are missing")
         if missing:
@@ -94,6 +95,10 @@ class Lab:
     def close(self) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
+
+    def _has(self, run: Run) -> bool:
+        found = self._results.get(run.key)
+        return found is not None and found["text"] == text(run.corpus).digest
 
     def _train(self, runs: Sequence[Run], file: str) -> None:
         # Neighbours share a compiled program; the longest first, to end together.

@@ -33,7 +33,7 @@ class Plan:
         run = Run(corpus=corpus, **settings)
         if not self.quick:
             return run
-        return run.but(steps=max(20, run.steps // 20), batch=8, context=32)
+        return run.but(steps=max(20, run.steps // 20), batch=run.batch // 2, context=32)
 
     def over_seeds(self, run: Run, count: int) -> Iterator[Run]:
         return (run.but(seed=seed) for seed in self.seeds(count))

@@ -17,7 +17,7 @@ Written by `python benchmarks/reproduce.py`; every figure comes from the runs in
 Student's t; differences are paired by seed: the same initial weights and batches.
 Losses are in nats per byte, of text that neither training nor tuning saw. All models
 are small and trained for minutes: what holds here need not hold at scale, and the other
-way round.
+way round. Intervals are those over seeds: the tuned rates and the texts stay the same.
 """
 
 
@@ -35,7 +35,9 @@ def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None
         try:
             sections[name] = section(name, lab, plan)
         except Unfinished as missing:
-            sections[name] = str(missing)
+            sections[name] = f"not finished: {missing}"
+        except Exception as error:  # one that fails must not take the others along
+            sections[name] = f"failed: {error!r}"
     folder = plan.figures.name
     parts = [
         HEAD.format(results=folder),
@@ -47,6 +49,7 @@ def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None
         if isinstance(content, Section):
             command = f"`python benchmarks/reproduce.py {name}`"
             parts.append(content.markdown(folder, command))
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
 
 
@@ -54,7 +57,7 @@ def _summary(sections: dict[str, Section | str]) -> str:
     rows = [
         [content.title, content.verdict]
         if isinstance(content, Section)
-        else [name, f"not finished: {content}"]
+        else [name, content]
         for name, content in sections.items()
     ]
     return Table(["experiment", "verdict"], rows).markdown()

@@ -15,11 +15,12 @@ def spikes(losses: Sequence[float]) -> list[int]:
     Steps in a row count once. The deviation is the median absolute one, scaled to be a
     normal distribution's standard deviation.
     """
-    found = []
-    for i in range(BEFORE, len(losses)):
-        before = np.asarray(losses[i - BEFORE : i])
-        middle = np.median(before)
-        deviation = _SCALE * np.median(np.abs(before - middle))
-        if not losses[i] <= middle + LIMIT * deviation:  # a NaN is one too
-            found.append(i)
-    return [i for i in found if i - 1 not in found]
+    if len(losses) <= BEFORE:
+        return []
+    before = np.lib.stride_tricks.sliding_window_view(losses, BEFORE)[:-1]
+    middle = np.median(before, axis=1)
+    deviation = _SCALE * np.median(np.abs(before - middle[:, None]), axis=1)
+    # A NaN is one too.
+    found = ~(np.asarray(losses[BEFORE:]) <= middle + LIMIT * deviation)
+    first = found & ~np.concatenate([[False], found[:-1]])
+    return (BEFORE + np.flatnonzero(first)).tolist()

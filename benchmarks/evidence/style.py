@@ -1,12 +1,13 @@
 """Names and colours of what the figures compare."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from report import COLORS as COLORS
 from report import NAMES as NAMES
 
-from .intervals import interval
+from .intervals import Interval, interval
 
 
 CYCLE = ("#d95f02", "#1b7fbd", "#1b9e77", "#7570b3", "#777777", "#e7298a", "#a6761d")
@@ -18,3 +19,21 @@ def band(axes: Any, x: Any, curves: Any, *, color: str, label: str) -> None:
     axes.plot(x, [p.mean for p in points], color=color, label=label, linewidth=1.4)
     low, high = [p.low for p in points], [p.high for p in points]
     axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def rows(
+    axes: Any,
+    values: Mapping[str, Sequence[float]],
+    means: Mapping[str, Interval],
+    *,
+    color: str,
+    label: str = "",
+    shift: float = 0.0,
+) -> None:
+    """Named means with their intervals, one below the other, and single values."""
+    for i, (name, of) in enumerate(means.items()):
+        single, y = values.get(name, ()), shift - i
+        axes.plot(single, [y] * len(single), ".", color=color, alpha=0.4)
+        named = dict(label=label) if label and not i else {}
+        axes.errorbar(of.mean, y, xerr=of.half, fmt="o", color=color, **named)
+    axes.set_yticks([-i for i in range(len(means))], list(means), fontsize=9)

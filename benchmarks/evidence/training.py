@@ -81,7 +81,7 @@ def result_of(run: Run, history: History) -> dict[str, Any]:
     logits = np.stack(jax.device_get(history.logits))  # (steps, layers, heads)
     result: dict[str, Any] = {
         "curve": [[step, *map(rounded, ends)] for step, *ends in history.curve],
-        "peak": rounded(logits.max()),
+        "peak": rounded(np.nanmax(logits)),
         "fired": int((logits > run.threshold).sum()),
         "scaled": scaled(logits, run),
     }

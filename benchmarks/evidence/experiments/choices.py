@@ -9,11 +9,11 @@ from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
 from ..section import Section, Table, verdict
-from ..style import CYCLE
+from ..style import CYCLE, rows
 from ..tuning import tuned_pair
 
 
-SEEDS, SAME = 5, 0.01
+SEEDS, SAME = 5, 0.02
 
 
 def muon(**arguments: Any) -> dict[str, Any]:
@@ -41,6 +41,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "experts by AdamW": dict(model="kimi_k2", matrices="adam_experts"),
 }
 HARMLESS = ("Polar Express", "momentum in bfloat16", "one matrix per head")
+ENOUGH = ("6 steps", "8 steps")
 WORSE = ("query, key and value fused", "experts by AdamW", "without Nesterov")
 
 
@@ -60,27 +61,41 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "orthogonalized apart. nanochat: Polar Express and matrices per head make no "
         "noticeable difference; Kimi K3 (arXiv:2607.24653) has them per head. "
         "DeepSpeed, Megatron: momentum in bfloat16.",
-        setting="3 layers of width 64, 400 steps, cosine schedule, rate and weight "
-        "decay tuned for the default: Keller's coefficients, 5 steps, Nesterov, one "
-        "matrix for each of query, key and value; each choice is paired with the "
-        f"default over {SEEDS} seeds. Experts: Kimi K2 in miniature, with 8 experts "
-        "in two of its 3 layers, where the default is one matrix per expert.",
+        setting="3 layers of width 64, 400 steps, cosine schedule. The default: "
+        "Keller's coefficients, 5 steps, Nesterov, one matrix for each of query, key "
+        "and value; its rate and weight decay are tuned, and kept for every choice. "
+        f"Each choice is paired with the default over {SEEDS} seeds. Experts: Kimi K2 "
+        "in miniature, with 8 experts in two of its 3 layers, at the same rates; the "
+        "default there is one matrix per expert.",
         tables=[table(plan, differences)],
-        verdict=verdict(holds(differences)),
+        verdict=verdict(holds(differences).values()),
         figure="choices.png",
-        remarks="It counts as reproduced if Polar Express, bfloat16 momentum and "
-        f"matrices per head stay within {SAME:g} nats of the default, and fused "
-        "kernels, experts by AdamW and momentum without Nesterov are worse beyond "
-        "the interval, on every corpus.",
+        remarks="It counts as reproduced if, on every corpus, the intervals of Polar "
+        f"Express, bfloat16 momentum and matrices per head lie within {SAME:g} nats of "
+        f"the default, 6 or 8 steps gain less than {SAME:g}, and fused kernels, "
+        "experts by AdamW and momentum without Nesterov are worse beyond the interval. "
+        + failed(differences),
     )
 
 
-def holds(differences: dict[tuple[str, str], Interval]) -> list[bool]:
-    return [
-        abs(d.mean) < SAME if name in HARMLESS else d.low > 0
-        for (_, name), d in differences.items()
-        if name in HARMLESS + WORSE
+def holds(differences: dict[tuple[str, str], Interval]) -> dict[tuple[str, str], bool]:
+    """The parts of the claim."""
+    parts = {}
+    for key, d in differences.items():
+        if key[1] in HARMLESS:
+            parts[key] = d.low > -SAME and d.high < SAME
+        if key[1] in ENOUGH:
+            parts[key] = d.low > -SAME
+        if key[1] in WORSE:
+            parts[key] = d.low > 0
+    return parts
+
+
+def failed(differences: dict[tuple[str, str], Interval]) -> str:
+    names = [
+        f"{name} ({of})" for (of, name), held in holds(differences).items() if not held
     ]
+    return f"Not so: {', '.join(names)}." if names else ""
 
 
 def pair(
@@ -110,17 +125,14 @@ def table(plan: Plan, differences: dict[tuple[str, str], Interval]) -> Table:
 
 
 def show(d: Interval) -> str:
-    return f"{d.mean:+.4f} ({d.low:+.4f} to {d.high:+.4f})"
+    return f"{d.mean:+.4f} ({d.span()})"
 
 
 def draw(plan: Plan, differences: dict[tuple[str, str], Interval]) -> None:
-    names = list(dict.fromkeys(name for _, name in differences))
     label = "loss difference from the default, nats per byte"
     with panels(plan.figures / "choices.png", plan.corpora, xlabel=label) as axes:
-        for (corpus, name), d in differences.items():
-            one, y = axes[list(plan.corpora).index(corpus)], -names.index(name)
-            one.errorbar(d.mean, y, xerr=d.half, fmt="o", color=CYCLE[1])
-            one.set_yticks([-i for i in range(len(names))], names, fontsize=9)
-        for one in axes:
+        for one, corpus in zip(axes, plan.corpora, strict=True):
+            means = {name: d for (of, name), d in differences.items() if of == corpus}
+            rows(one, {}, means, color=CYCLE[1])
             one.axvline(0, color="black", linewidth=0.8)
             one.set_xscale("symlog", linthresh=0.02)

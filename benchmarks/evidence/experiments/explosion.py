@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from pictures import panels
 
 from ..intervals import interval
@@ -42,11 +43,19 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "training loss lies 6 scaled median deviations above the median of the 50 "
         "before it.",
         tables=[table(arms, ARMS)],
-        verdict=verdict([*explodes(arms, ARMS), *held(arms, ARMS)]),
+        verdict=verdict(
+            [
+                *explodes(arms, ARMS),
+                *held(arms, ARMS),
+                *(not grown(of) for (_, arm), of in arms.items() if "decay" in arm),
+                *(count == 0 for arm, count in spikes_by_arm(arms) if clips(arm)),
+            ]
+        ),
         figure="explosion.png",
-        remarks="It counts as reproduced if the largest logit passes 1,000 without the "
-        "clip and its 95th percentile stays within 1.2 thresholds with it, on every "
-        f"corpus. {about_spikes(arms)}",
+        remarks="It counts as reproduced if, on every corpus, the largest logit passes "
+        "1,000 without the clip and not with weight decay, its 95th percentile stays "
+        "within 1.2 thresholds with the clip, and no loss spike is seen then. "
+        + about_spikes(arms),
     )
 
 
@@ -65,30 +74,40 @@ def runs(plan: Plan) -> dict[tuple[str, str], list[Run]]:
 
 def explodes(arms: Trained, settings: Arms) -> list[bool]:
     """Whether the largest logit passes 1,000 where nothing holds it."""
-    return [
-        mean(peaks(of)) > 1000 for (_, arm), of in arms.items() if not settings[arm]
-    ]
+    return [grown(of) for (_, arm), of in arms.items() if not settings[arm]]
+
+
+def grown(results: list[Result]) -> bool:
+    return bool(np.mean(peaks(results)) > 1000)
 
 
 def held(arms: Trained, settings: Arms) -> list[bool]:
     """Whether 95 % of the steps stay within 1.2 thresholds where there is one."""
     return [
-        mean(percentiles(of)) <= 1.2 * settings[arm]["threshold"]
+        bool(np.mean(percentiles(of)) <= 1.2 * settings[arm]["threshold"])
         for (_, arm), of in arms.items()
         if "threshold" in settings[arm]
     ]
 
 
 def about_spikes(arms: Trained) -> str:
-    """The half of the claim that small models hardly put to the test."""
-    counts = {key: mean([spike_count(r) for r in of]) for key, of in arms.items()}
-    free = mean([n for (_, arm), n in counts.items() if arm == "no clip"])
-    held = mean([n for (_, arm), n in counts.items() if "threshold" in ARMS[arm]])
-    return f"Loss spikes a run: {free:.1f} without the clip, {held:.1f} with it."
+    counts = spikes_by_arm(arms)
+    free = np.mean([count for arm, count in counts if arm == "no clip"])
+    clipped = np.mean([count for arm, count in counts if clips(arm)])
+    return f"Loss spikes a run: {free:.1f} without the clip, {clipped:.1f} with it."
 
 
-def spike_count(result: Result) -> float:
-    return len(spikes(result["losses"]))
+def spikes_by_arm(arms: Trained) -> list[tuple[str, float]]:
+    """A run's mean count, by arm and corpus."""
+    return [(arm, spike_count(results)) for (_, arm), results in arms.items()]
+
+
+def spike_count(results: list[Result]) -> float:
+    return float(np.mean([len(spikes(result["losses"])) for result in results]))
+
+
+def clips(arm: str) -> bool:
+    return "threshold" in ARMS[arm]
 
 
 def peaks(results: list[Result]) -> list[float]:
@@ -97,10 +116,6 @@ def peaks(results: list[Result]) -> list[float]:
 
 def percentiles(results: list[Result]) -> list[float]:
     return [float(np.percentile(result["logits"], 95)) for result in results]
-
-
-def mean(values: list[float]) -> float:
-    return interval(values).mean
 
 
 def table(arms: Trained, settings: Arms) -> Table:
@@ -116,7 +131,7 @@ def table(arms: Trained, settings: Arms) -> Table:
 def row(
     corpus: str, arm: str, threshold: float | None, results: list[Result]
 ) -> list[str]:
-    typical = mean(percentiles(results))
+    typical = np.mean(percentiles(results))
     return [
         corpus,
         arm,
@@ -124,7 +139,7 @@ def row(
         f"{typical:,.0f}",
         f"{typical / threshold:.2f}" if threshold else "-",
         interval(losses(results)).show(),
-        f"{mean([spike_count(r) for r in results]):.1f}",
+        f"{spike_count(results):.1f}",
         f"{np.mean([r['fired'] for r in results]):,.0f}" if threshold else "-",
     ]
 
@@ -143,7 +158,14 @@ def draw(plan: Plan, file: str, arms: Trained) -> None:
                 band(one, WINDOW * (0.5 + np.arange(curves.shape[1])), curves, **style)
             axes[i].set(xlabel="step", ylabel="largest logit", yscale="log")
             axes[i + 1].set(xlabel="step", ylabel="training loss, nats per byte")
-            axes[i + 1].set(ylim=(1.4, 3.0))
+            leave_out_the_beginning(axes[i + 1])
+
+
+def leave_out_the_beginning(axes: Axes) -> None:
+    """Where the loss falls so steeply that nothing else would be seen."""
+    curves = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    low, high = min(np.nanmin(c) for c in curves), max(c[len(c) // 25] for c in curves)
+    axes.set_ylim(low - 0.1 * (high - low), high)
 
 
 WINDOW = 10  # steps that the figures average

@@ -1,6 +1,8 @@
 """The spectra that Muon leaves in weights, and the size of its steps."""
 
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -27,7 +29,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         }
     )
     higher = {corpus: share_higher(results, corpus) for corpus in plan.corpora}
-    sizes = {side: rms_by_shape(results, plan, side) for side in SIDES}
+    sizes = {side: rms_by_shape(results, plan.corpora, side) for side in SIDES}
     draw(plan, results)
     muon = [rms for values in sizes["muon"].values() for rms in values]
     return Section(
@@ -71,10 +73,10 @@ def share_higher(results, corpus: str) -> float:
     return float(np.mean(pair[0] > pair[1]))
 
 
-def rms_by_shape(results, plan: Plan, side: str) -> dict[str, list[float]]:
+def rms_by_shape(results, corpora: Sequence[str], side: str) -> dict[str, list[float]]:
     """RMS of the steps of all matrices of a shape, at all times."""
     by_shape: dict[str, list[float]] = {}
-    for corpus in plan.corpora:
+    for corpus in corpora:
         for result in results[corpus, side]:
             for moment in result["geometry"]:
                 for matrix in moment.values():
@@ -125,8 +127,7 @@ def draw(plan: Plan, results) -> None:
         for i, corpus in enumerate(plan.corpora):
             pair = [entropies(results[corpus, side]).ravel() for side in SIDES]
             draw_entropies(axes[2 * i], *pair)
-            alone = Plan([corpus])
-            sizes = {side: rms_by_shape(results, alone, side) for side in SIDES}
+            sizes = {side: rms_by_shape(results, [corpus], side) for side in SIDES}
             draw_rms(axes[2 * i + 1], sizes)
 
 
@@ -142,15 +143,9 @@ def draw_entropies(axes: Axes, adamw: np.ndarray, muon: np.ndarray) -> None:
 def draw_rms(axes: Axes, sizes: dict[str, dict[str, list[float]]]) -> None:
     for side, by_shape in sizes.items():
         shift = 0.15 if side == "muon" else -0.15
-        for x, values in enumerate(by_shape.values()):
-            axes.plot(
-                [x + shift] * len(values),
-                values,
-                ".",
-                color=COLORS[side],
-                alpha=0.5,
-                label=NAMES[side],
-            )
+        style: dict[str, Any] = dict(color=COLORS[side], alpha=0.5, label=NAMES[side])
+        x = [i + shift for i, values in enumerate(by_shape.values()) for _ in values]
+        axes.plot(x, [rms for of in by_shape.values() for rms in of], ".", **style)
         axes.set_xticks(range(len(by_shape)), list(by_shape), fontsize=9)
     axes.axhline(0.2, color="black", linewidth=0.8, linestyle=":")
     axes.set(ylabel="RMS over the learning rate", ylim=(0, None))

@@ -68,10 +68,10 @@ def compared(arms: Trained) -> dict[tuple[str, float], Interval]:
 
 
 def harmful(differences: dict[tuple[str, float], Interval]) -> str:
-    found = sorted({tau for (_, tau), d in differences.items() if d.high >= HARM})
+    found = sorted({tau for (_, tau), d in differences.items() if not d.high < HARM})
     if not found:
         return ""
-    return f"Too low were {', '.join(f'{threshold:g}' for threshold in found)}."
+    return f"Too low: {', '.join(f'{threshold:g}' for threshold in found)}."
 
 
 def runs(lab: Lab, plan: Plan, corpus: str, threshold: float) -> list[Run]:
@@ -89,7 +89,7 @@ def row(
         f"{np.mean([r['peak'] for r in free]):.1f}",
         f"{np.mean([r['fired'] for r in clipped]):,.0f}",
         f"{difference.mean:+.4f}",
-        f"{difference.low:+.4f} to {difference.high:+.4f}",
+        difference.span(),
     ]
 
 

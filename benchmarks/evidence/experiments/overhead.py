@@ -58,7 +58,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         claim="Keller Jordan: Muon adds at most T m / B to the arithmetic of a "
         "training step, for T steps of Newton-Schulz, width m and B tokens a batch. "
         "QK-Clip's statistics are logits that attention forms anyway.",
-        setting=f"Whole training steps on both cores, {REPEATS} of each side in turn, "
+        setting=f"Whole training steps on all cores, {REPEATS} of each side in turn, "
         "medians of the ratios of neighbours and their quartiles; context 64, "
         "feed-forward 4 m.",
         tables=[Table(columns, rows)],
@@ -72,11 +72,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
 
 def measured(lab: Lab, plan: Plan, shape: dict[str, int], batch: int) -> dict[str, Any]:
     run = plan.run("code", batch=batch, **shape)
-    return dict(lab.once(f"overhead {run.width} {run.batch}", lambda: measure(run)))
+    return dict(lab.once(f"overhead {run.key}", lambda: measure(run, plan)))
 
 
-def measure(run: Run) -> dict[str, Any]:
-    times = alternate({name: side(run.but(**s)) for name, s in SIDES.items()}, REPEATS)
+def measure(run: Run, plan: Plan) -> dict[str, Any]:
+    sides = {name: side(run.but(**changes)) for name, changes in SIDES.items()}
+    times = alternate(sides, 3 if plan.quick else REPEATS)
     tokens = run.batch * run.context
     return {
         "width": run.width,
