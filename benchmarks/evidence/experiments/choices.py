@@ -129,10 +129,9 @@ def show(d: Interval) -> str:
 
 
 def draw(plan: Plan, differences: dict[tuple[str, str], Interval]) -> None:
-    label = "loss difference from the default, nats per byte"
+    label = "loss over the default's, nats per byte"
     with panels(plan.figures / "choices.png", plan.corpora, xlabel=label) as axes:
         for one, corpus in zip(axes, plan.corpora, strict=True):
             means = {name: d for (of, name), d in differences.items() if of == corpus}
             rows(one, {}, means, color=CYCLE[1])
             one.axvline(0, color="black", linewidth=0.8)
-            one.set_xscale("symlog", linthresh=0.02)
