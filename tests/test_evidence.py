@@ -372,7 +372,9 @@ def test_shares_of_the_tokens_by_condition():
     assert shares["64 sequences"] == pytest.approx([0.5] * 6)
     for name in set(shares) - {"4 sequences", "64 sequences"}:
         assert shares[name] == pytest.approx([0.8] * 6)
-    assert token_conditions.grows({("code", n): o for n, o in outcomes.items()}, "code")
+    assert token_conditions.difference(outcomes).mean == pytest.approx(-0.3)
+    assert token_conditions.saves(outcomes["64 sequences"])
+    assert not token_conditions.saves(outcomes["4 sequences"])
 
 
 def test_a_repetition_lies_inside_its_interval():
