@@ -56,7 +56,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="width_transfer.png",
         remarks="It counts as reproduced for a scaling if the best rate moves by less "
         f"than a factor of 2 from width {WIDTHS[0]} to {WIDTHS[-1]} and keeping the "
-        f"narrow model's rate loses less than {REGRET:g} nats. {kept(outcomes)}",
+        f"narrow model's rate loses less than {REGRET:g} nats on average. "
+        + kept(outcomes),
     )
 
 
@@ -72,11 +73,9 @@ class Outcome:
         octaves = {w: [best_octave(seed) for seed in by] for w, by in tune.items()}
         self.best = {w: interval(values) for w, values in octaves.items()}
         self.rates = {w: factor * RATES[0] * 2**b.mean for w, b in self.best.items()}
-        kept, best = (
-            int(tune[w].mean(axis=0).argmin()) for w in WIDTHS[:: len(WIDTHS) - 1]
-        )
-        wide = report[WIDTHS[-1]]
-        self.regret = paired(wide[:, kept], wide[:, best])
+        narrow, wide = WIDTHS[0], WIDTHS[-1]
+        kept, best = (int(tune[w].mean(axis=0).argmin()) for w in (narrow, wide))
+        self.regret = paired(report[wide][:, kept], report[wide][:, best])
 
     def holds(self) -> bool:
         first, last = self.best[WIDTHS[0]], self.best[WIDTHS[-1]]
