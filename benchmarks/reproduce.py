@@ -9,12 +9,16 @@ it stopped; runs that are there are not trained again. The report is written fro
 """
 
 import argparse
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # as in the report: the runs are small
 
+import jax
 from environment import environment
 from evidence.lab import Lab
 from evidence.plan import Plan
@@ -69,14 +73,26 @@ def main() -> None:
     # Other seeds are for what is reported: the rates stay those that were tuned.
     known = HERE / "results" / "tuning.jsonl" if args.seed != 1 else None
     lab = Lab(folder, known=known, environment=environment())
-    try:
-        for name in args.experiments or EXPERIMENTS:
-            print(f"{name}: {section(name, lab, plan).verdict}")
-    finally:
-        lab.close()
-        lab.trains = False
-        write_report(report, EXPERIMENTS, lab, plan)
+    with compiled_once():
+        try:
+            for name in args.experiments or EXPERIMENTS:
+                print(f"{name}: {section(name, lab, plan).verdict}")
+        finally:
+            lab.close()
+            lab.trains = False
+            write_report(report, EXPERIMENTS, lab, plan)
     print(f"report: {report}")
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """What one process has compiled, the others take over: workers and this one."""
+    name = "JAX_COMPILATION_CACHE_DIR"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # The environment is for the workers, which JAX has not been imported in.
+        folder = os.environ.setdefault(name, folder)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        yield
 
 
 def places(args: argparse.Namespace) -> tuple[Path, Path]:

@@ -362,16 +362,21 @@ def test_shares_of_the_tokens_by_condition():
     # Muon's loss falls with the logarithm of its steps, and more so with its batch.
     def loss(run):
         off = abs(math.log(run.learning_rate / 1.6e-2))
+        off -= 0.1 * (run.matrices == "per_head")
         if run.optimizer == "adamw":
             return 3.0 - math.log(run.steps) + off
         return 3.0 - math.log(run.steps * (1 + run.batch / 64)) + off
 
     outcomes = token_conditions.measure_all(Known(loss), Plan(), "code")
     shares = {name: outcome.shares for name, outcome in outcomes.items()}
+    others = ("rates tuned for every length", "AdamW side tuned too")
     assert {len(of_seed) for of_seed in shares.values()} == {token_conditions.SEEDS}
     assert shares["64 sequences"] == pytest.approx([0.5] * 6)
-    for name in set(shares) - {"4 sequences", "64 sequences"}:
+    for name in ("16 sequences, 400 steps", "1,600 steps", *others):
         assert shares[name] == pytest.approx([0.8] * 6)
+    assert shares["one matrix per head"] == pytest.approx([0.8 * math.exp(-0.1)] * 6)
+    # At a quarter of its rate AdamW loses log 4: Muon's shortest run is better.
+    assert shares["AdamW at 1/4 of its rate"] == [0.35] * 6
     assert token_conditions.difference(outcomes).mean == pytest.approx(-0.3)
     assert token_conditions.saves(outcomes["64 sequences"])
     assert not token_conditions.saves(outcomes["4 sequences"])

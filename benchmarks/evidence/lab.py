@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "8000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
     "MALLOC_TOP_PAD_": "200000000",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",  # nearly all, if there is one
 }
 
 
@@ -101,8 +102,8 @@ class Lab:
         return found is not None and found["text"] == text(run.corpus).digest
 
     def _train(self, runs: Sequence[Run], file: str) -> None:
-        # Neighbours share a compiled program; the longest first, to end together.
-        runs = sorted(runs, key=lambda run: (-run.tokens * run.width, run.program.key))
+        # The longest first, to end together; neighbours differ in what they compile.
+        runs = sorted(runs, key=lambda run: (-run.tokens * run.width, run.seed))
         futures = {self._workers().submit(_work, run): run for run in runs}
         with tqdm(total=len(runs), desc=file, unit="run") as bar:
             for future in concurrent.futures.as_completed(futures):

@@ -33,7 +33,8 @@ class Plan:
         run = Run(corpus=corpus, **settings)
         if not self.quick:
             return run
-        return run.but(steps=max(20, run.steps // 20), batch=run.batch // 2, context=32)
+        small = dict(batch=run.batch // 2, context=32, layers=min(run.layers, 2))
+        return run.but(steps=max(20, run.steps // 20), **small)
 
     def over_seeds(self, run: Run, count: int) -> Iterator[Run]:
         return (run.but(seed=seed) for seed in self.seeds(count))

@@ -125,17 +125,20 @@ def last_fired(logits: np.ndarray, threshold: float) -> list[list[int]]:
     return np.where(over.any(axis=0), last, 0).tolist()
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def program(run: Run) -> Program:
     """Compiles; `run` is the `program` of a run, for the rest are arguments."""
     abstract = nnx.eval_shape(lambda: make_model(run, nnx.Rngs(0)))
     graph, _, _ = nnx.split(abstract, nnx.Param, ...)
 
-    @jax.jit
+    @jax.jit  # alone, since drawing is what compiles longest, and many runs share it
+    def draw(key: jax.Array):
+        return nnx.split(make_model(run, nnx.Rngs(key)), nnx.Param, ...)[1:]
+
     def init(key: jax.Array) -> Carry:
-        _, params, others = nnx.split(make_model(run, nnx.Rngs(key)), nnx.Param, ...)
+        params, others = draw(key)
         tx = make_optimizer(run, Hyperparameters(0.0, 0.0, 0.0, 1.0))
-        return Carry(params, tx.init(params), others)
+        return Carry(params, jax.jit(tx.init)(params), others)
 
     def loss_fn(params: Any, others: Any, tokens: jax.Array):
         # Fresh variables, since those of an outer trace must not be written to.

@@ -1,5 +1,6 @@
 """What MuonClip adds to a training step, by size of model and batch."""
 
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +37,7 @@ OURS = list(SIDES)[1:]
 def experiment(lab: Lab, plan: Plan) -> Section:
     cells = [
         measured(lab, plan, shape, batch)
-        for shape in plan.some(SIZES)
-        for batch in plan.some(BATCHES)
+        for shape, batch in plan.some(list(itertools.product(SIZES, BATCHES)))
     ]
     draw(plan, cells)
     columns = [
