@@ -15,7 +15,7 @@ from ..tuning import AXES, Pair, tuned, tuned_pair
 from .token_efficiency import SIZES
 
 
-SEEDS = 6
+SEEDS, SEEDS_OF_LARGEST = 6, 3
 BASE, LARGE_BATCH, LONG = "16 sequences, 400 steps", "64 sequences", "1,600 steps"
 CONDITIONS: dict[str, dict[str, Any]] = {
     "4 sequences": dict(batch=4),
@@ -25,6 +25,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 LENGTHS, SIDE = "rates tuned for every length", "AdamW side tuned too"
 PER_HEAD, UNTUNED = "one matrix per head", "AdamW at 1/4 of its rate"
+LARGEST = "the same, largest model"
 FEWER = 0.9  # of AdamW's tokens
 
 Outcomes = dict[str, Outcome]  # by condition
@@ -42,8 +43,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "anew for every batch and number of steps. Then three things that were kept "
         "there: Muon's rates are tuned for every length of its runs; the rate of its "
         "AdamW side is tuned along with the two others; every head is a matrix of its "
-        "own. In the last row the goal is the loss of an AdamW that was not tuned: at "
-        f"a quarter of its best rate. {SEEDS} seeds.",
+        "own, here and in the largest model of that experiment. In the last row the "
+        "goal is the loss of an AdamW that was not tuned: at a quarter of its best "
+        f"rate. {SEEDS} seeds, of the largest model {SEEDS_OF_LARGEST}.",
         tables=[table(outcomes)],
         verdict=verdict(
             part
@@ -71,21 +73,28 @@ def measure_all(lab: Lab, plan: Plan, corpus: str) -> Outcomes:
     }
     anew = [tuned(lab, run) for run in lengths(pairs[BASE].muon)]
     outcomes[LENGTHS] = measure(lab, plan, pairs[BASE], anew, SEEDS)
-    return outcomes | {
-        condition: measure(lab, plan, pair, lengths(pair.muon), SEEDS)
-        for condition, pair in otherwise(lab, pairs[BASE]).items()
-    }
+    large = per_head(lab, tuned_pair(lab, plan, corpus, **SIZES[-1]))
+    for condition, pair, seeds in (
+        (SIDE, side_tuned(lab, pairs[BASE]), SEEDS),
+        (PER_HEAD, per_head(lab, pairs[BASE]), SEEDS),
+        (LARGEST, large, SEEDS_OF_LARGEST),
+        (UNTUNED, untuned(pairs[BASE]), SEEDS),
+    ):
+        outcomes[condition] = measure(lab, plan, pair, lengths(pair.muon), seeds)
+    return outcomes
 
 
-def otherwise(lab: Lab, pair: Pair) -> dict[str, Pair]:
-    """The base with one of its two sides set otherwise."""
-    adamw, muon = pair
-    slow = adamw.but(learning_rate=adamw.learning_rate / 4)
-    return {
-        SIDE: Pair(adamw, tuned(lab, muon, (*AXES, "adam_learning_rate"))),
-        PER_HEAD: Pair(adamw, tuned(lab, muon.but(matrices="per_head"))),
-        UNTUNED: Pair(slow, muon),
-    }
+def side_tuned(lab: Lab, pair: Pair) -> Pair:
+    return pair._replace(muon=tuned(lab, pair.muon, (*AXES, "adam_learning_rate")))
+
+
+def per_head(lab: Lab, pair: Pair) -> Pair:
+    return pair._replace(muon=tuned(lab, pair.muon.but(matrices="per_head")))
+
+
+def untuned(pair: Pair) -> Pair:
+    rate = pair.adamw.learning_rate / 4
+    return pair._replace(adamw=pair.adamw.but(learning_rate=rate))
 
 
 def saves(outcome: Outcome) -> bool:
@@ -110,13 +119,13 @@ def least(outcomes: dict[str, Outcomes]) -> str:
     found = []
     for corpus, of in outcomes.items():
         shares = {condition: outcome.share.mean for condition, outcome in of.items()}
-        untuned = shares.pop(UNTUNED)
+        of_untuned = shares.pop(UNTUNED)
         condition = min(
             shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf)
         )
         found.append(
             f"{shares[condition]:.0%} ({corpus}, {condition}; of the untuned AdamW's "
-            f"{untuned:.0%})"
+            f"{of_untuned:.0%})"
         )
     return f"The smallest shares are {' and '.join(found)}."
 
