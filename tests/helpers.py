@@ -98,23 +98,26 @@ def linen_variables(model, *args, seed: int = 0, **kwargs):
 
 def run_script(*arguments, check: bool = True) -> subprocess.CompletedProcess:
     """Python, as a user runs it, but compiled fast and only by the first run."""
-    flags = (
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=check,
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
-            "JAX_COMPILATION_CACHE_DIR": _compiled_programs().name,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        },
+        env=script_environment(),
     )
+
+
+def script_environment() -> dict[str, str]:
+    flags = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+        "JAX_COMPILATION_CACHE_DIR": _compiled_programs().name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 @functools.cache

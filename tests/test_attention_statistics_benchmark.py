@@ -1,12 +1,10 @@
 """The benchmark of the attention statistic, run small: not its times, but the rest."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import run_script
 
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/attention_statistics.py"
@@ -20,13 +18,7 @@ def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "new" / "figures.json"
     # Enough for every step but those with all logits of the longest.
     limits = ["--memory", "0.02", "--least-pairs", "2"]
-    ran = subprocess.run(
-        [sys.executable, SCRIPT, *SMALL, *LENGTHS, *limits, "--out", out],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
+    ran = run_script(SCRIPT, *SMALL, *LENGTHS, *limits, "--out", out)
     rows = json.loads(out.read_text())["rows"]
     return ran.stdout, {(row["variant"], row["length"]): row for row in rows}
 

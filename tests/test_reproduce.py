@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from helpers import run_script
+from helpers import run_script, script_environment
 
 
 SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks" / "reproduce.py"
@@ -21,7 +21,10 @@ def killed(tmp_path_factory):
     out = tmp_path_factory.mktemp("reproduce") / "out"
     command = [sys.executable, SCRIPT, "--quick", "adam_clip", "--out", out]
     process = subprocess.Popen(
-        command, start_new_session=True, stderr=subprocess.DEVNULL
+        command,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+        env=script_environment(),
     )
     wait_for(lambda: lines(out), seconds=300)
     os.killpg(process.pid, signal.SIGKILL)
