@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fast_compilation():
     """Programs that take longer to compile than to run."""
     import jax

@@ -25,6 +25,9 @@ from helpers import (
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 def qk(heads=4, key_heads=4, length=5, key_length=7):
     return normal(0, 2, length, heads, 3), normal(1, 2, key_length, key_heads, 3)
 

@@ -25,6 +25,9 @@ import muonclip_jax as mc
 from muonclip_jax import _paths
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 WIDTH, HEADS, HEAD_DIM = 16, 4, 8
 
 

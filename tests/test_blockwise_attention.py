@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 

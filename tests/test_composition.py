@@ -25,6 +25,9 @@ from helpers import (
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 KERNEL = (8, 2, 4)
 
 

@@ -13,6 +13,9 @@ from helpers import normal, randomize, run_script
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--threshold=0.5"]
 SMALL += ["--layers=2", "--width=16", "--heads=2", "--experts=4"]

@@ -11,6 +11,9 @@ from helpers import inputs, nnx_model, nnx_stats, randomize
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 KERNEL = randomize(jnp.ones((8, 2, 4)))
 PARAMS = {
     name: {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}} for name in "ab"

@@ -127,8 +127,8 @@ def least(outcomes: dict[str, Outcomes]) -> str:
             shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf)
         )
         found.append(
-            f"{shares[condition]:.0%} ({corpus}, {condition}; of the untuned AdamW's "
-            f"{of_untuned:.0%})"
+            f"{shares[condition]:.0%} ({corpus}, {condition}; against the untuned "
+            f"AdamW, smallest model, {of_untuned:.0%})"
         )
     return f"The smallest shares are {' and '.join(found)}."
 

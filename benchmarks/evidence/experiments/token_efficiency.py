@@ -59,7 +59,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         remarks="A claim counts as reproduced unless the interval of the largest "
         "size under the cosine schedule lies above its figure on some corpus: "
         f"{said(shares)}. All sizes saw the same tokens, so that the fitted laws are "
-        "not those of compute-optimal training.",
+        "not those of compute-optimal training. What the share depends on, the next "
+        "section asks.",
     )
 
 
