@@ -87,10 +87,10 @@ def main() -> None:
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
     """What one process has compiled, the others take over: workers and this one."""
-    name = "JAX_COMPILATION_CACHE_DIR"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         # The environment is for the workers, which JAX has not been imported in.
-        folder = os.environ.setdefault(name, folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+        folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         jax.config.update("jax_compilation_cache_dir", folder)
         yield
 

@@ -1,15 +1,13 @@
 """The example for pmap: the losses of one device, and the script itself."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import run_script
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -63,13 +61,7 @@ def test_batch_must_be_divisible(train_pmap, args):
 
 
 def test_script(args):
-    command = [sys.executable, EXAMPLES / "train_pmap.py", "--data", args.data, *SMALL]
-    result = subprocess.run(
-        [*command, "--simulate-devices=4"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-    )
+    script = [EXAMPLES / "train_pmap.py", "--data", args.data, *SMALL]
+    result = run_script(*script, "--simulate-devices=4")
     assert result.stdout.startswith("final loss ")
     assert result.stdout.endswith(" on 4 devices\n")

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers import script_environment
 
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -38,17 +39,12 @@ def workplace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def command(workplace):
     """A command line and environment of the script, compiled programs being kept."""
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(workplace / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_LOG_COMPILES": "1",
-    }
+    environment = script_environment() | {"JAX_LOG_COMPILES": "1"}
     script = [sys.executable, EXAMPLES / "train_sharded.py", *SMALL]
 
     def make(out, *flags):
         line = [*script, "--data", workplace / "text.txt", "--out", out, *flags]
-        return dict(args=[*map(str, line)], env=os.environ | kept)
+        return dict(args=[*map(str, line)], env=environment)
 
     return make
 

@@ -135,10 +135,14 @@ def program(run: Run) -> Program:
     def draw(key: jax.Array):
         return nnx.split(make_model(run, nnx.Rngs(key)), nnx.Param, ...)[1:]
 
+    @jax.jit
+    def start(params: Any) -> Any:
+        tx = make_optimizer(run, Hyperparameters(0.0, 0.0, 0.0, 1.0))
+        return tx.init(params)
+
     def init(key: jax.Array) -> Carry:
         params, others = draw(key)
-        tx = make_optimizer(run, Hyperparameters(0.0, 0.0, 0.0, 1.0))
-        return Carry(params, jax.jit(tx.init)(params), others)
+        return Carry(params, start(params), others)
 
     def loss_fn(params: Any, others: Any, tokens: jax.Array):
         # Fresh variables, since those of an outer trace must not be written to.

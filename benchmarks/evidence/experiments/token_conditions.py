@@ -44,9 +44,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "anew for every batch and number of steps. Then three things that were kept "
         "there: Muon's rates are tuned for every length of its runs; the rate of its "
         "AdamW side is tuned along with the two others; every head is a matrix of its "
-        "own. The last two also in the largest model of that experiment. In the last "
-        "row the goal is the loss of an AdamW that was not tuned: at a quarter of its "
-        f"best rate. {SEEDS} seeds, of the largest model {SEEDS_OF_LARGEST}.",
+        "own. The last also in the largest model of that experiment, there with the "
+        "AdamW side tuned as well. In the last row the goal is the loss of an AdamW "
+        f"that was not tuned: at a quarter of its best rate. {SEEDS} seeds, of the "
+        f"largest model {SEEDS_OF_LARGEST}.",
         tables=[table(outcomes)],
         verdict=verdict(
             part
