@@ -11,13 +11,13 @@ import numpy as np
 from models import Model
 from optax.contrib import MuonDimensionNumbers
 
-from muonclip_jax._balance import groups_of
-from muonclip_jax._chunks import size_of_chunks
-from muonclip_jax._exchange import Exchange
-from muonclip_jax._matrices import matrix_view
-from muonclip_jax._on_mesh import plan_exchanges, plan_stacks, Stack
-from muonclip_jax._options import resolve_options
-from muonclip_jax._strategy import CHUNK_SIZE, cost, Platform
+from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._mesh.exchange import Exchange
+from muonclip_jax._mesh.on_mesh import plan_exchanges, plan_stacks, Stack
+from muonclip_jax._mesh.ownership import groups_of
+from muonclip_jax._newton_schulz.batches import size_of_chunks
+from muonclip_jax._newton_schulz.options import resolve_options
+from muonclip_jax._newton_schulz.platforms import CHUNK_SIZE, cost, Platform
 
 
 OPTIONS = resolve_options("keller", 5, "auto", None, "frobenius", "xla")

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import optax
 
-from . import _paths
-from ._attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
-from ._buckets import plan_buckets
-from ._dimension_numbers import DimensionNumbers, matrix_views
-from ._head_leaf import HeadLeaf
-from ._matrices import MatrixView
+from ._matrices.stacks import plan_buckets
+from ._matrices.view import MatrixView
+from ._model import paths
+from ._model.attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
+from ._model.dimension_numbers import DimensionNumbers, matrix_views
+from ._model.head_leaf import HeadLeaf
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "attention")
@@ -52,7 +52,7 @@ def describe(
         orthogonalized together:
         2 x 16 x 16 float32 from 2 leaves
     """
-    tree = _paths.flatten(params)
+    tree = paths.flatten(params)
     views = matrix_views(dimension_numbers, params)
     roles = _roles(resolve_attention(attention, params))
     rows = [_COLUMNS] + [
@@ -70,13 +70,13 @@ def describe(
     return "\n".join(table)
 
 
-def _row(path: _paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:
-    if _paths.is_masked(leaf):
-        return (_paths.show(path), "masked", "-", "-", "-")
+def _row(path: paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:
+    if paths.is_masked(leaf):
+        return (paths.show(path), "masked", "-", "-", "-")
     shape = tuple(leaf.shape)
     heads = " + ".join(_heads(role, part, shape) for role, part in roles.get(path, ()))
     return (
-        _paths.show(path),
+        paths.show(path),
         str(shape),
         f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-",
         "muon" if view else "adamw",
@@ -91,9 +91,9 @@ def _heads(role: str, leaf: HeadLeaf, shape: tuple[int, ...]) -> str:
     return f"{role}, {'no' if heads is None else heads} heads"
 
 
-def _roles(layers: Sequence[AttentionLayer]) -> dict[_paths.Path, list]:
+def _roles(layers: Sequence[AttentionLayer]) -> dict[paths.Path, list]:
     """Maps the path of each leaf that carries heads to its roles."""
-    roles: dict[_paths.Path, list] = {}
+    roles: dict[paths.Path, list] = {}
     for layer in layers:
         for role in ROLES:
             for leaf in getattr(layer, role):

@@ -7,13 +7,13 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from ._attention_layers import Attention
-from ._coefficients import Schedule, Triple
-from ._dimension_numbers import DimensionNumbers
-from ._muon import muon
-from ._options import Kernel, Method, Preconditioning
-from ._qk_clip import qk_clip
-from ._shardings import Shardings
+from ._mesh.placement import Shardings
+from ._model.attention_layers import Attention
+from ._model.dimension_numbers import DimensionNumbers
+from ._muon.muon import muon
+from ._newton_schulz.coefficients import Schedule, Triple
+from ._newton_schulz.options import Kernel, Method, Preconditioning
+from ._qk_clip.qk_clip import qk_clip
 
 
 def muonclip(

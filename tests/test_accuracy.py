@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
-from muonclip_jax._options import resolve_options
-from muonclip_jax._restarts import cut_into_passes
-from muonclip_jax._strategy import choose_strategy, iteration_dtype
+from muonclip_jax._newton_schulz.gram_restarts import cut_into_passes
+from muonclip_jax._newton_schulz.options import resolve_options
+from muonclip_jax._newton_schulz.platforms import choose_strategy, iteration_dtype
 
 
 SPECTRA = {

@@ -22,7 +22,7 @@ from helpers import (
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax import _paths
+from muonclip_jax._model import paths
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -514,11 +514,11 @@ def test_latent_attention_kernels_are_matrices_over_fused_axes():
     params = jax.eval_shape(LatentAttention().init, jax.random.key(0), inputs())[
         "params"
     ]
-    tree = _paths.flatten(
+    tree = paths.flatten(
         mc.flax_dimension_numbers(params),
         is_leaf=lambda n: n is None or hasattr(n, "output_axis"),
     )
-    numbers = {_paths.show(p): n for p, n in zip(tree.paths, tree.leaves, strict=True)}
+    numbers = {paths.show(p): n for p, n in zip(tree.paths, tree.leaves, strict=True)}
     assert (
         numbers["wq_b/kernel"].output_axis
         == numbers["wkv_b/kernel"].output_axis

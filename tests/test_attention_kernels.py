@@ -12,7 +12,7 @@ from flax import nnx
 from helpers import inputs, linen_variables, normal
 
 import muonclip_jax as mc
-from muonclip_jax._splash_attention import _statistic
+from muonclip_jax._attention.splash import _statistic
 
 
 KERNELS = {

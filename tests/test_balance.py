@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonclip_jax._balance import groups_of, MOST_SLOTS, share_out, Work
-from muonclip_jax._layouts import Route
+from muonclip_jax._mesh.block_layout import Route
+from muonclip_jax._mesh.ownership import groups_of, MOST_SLOTS, share_out, Work
 
 
 MESH = {"a": 4, "one": 1, "b": 2}

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._buckets import plan_buckets
-from muonclip_jax._chunks import map_chunks
-from muonclip_jax._matrices import matrix_view
-from muonclip_jax._options import resolve_options
-from muonclip_jax._orthogonalize import orthogonalize
-from muonclip_jax._unstack import unstack
+from muonclip_jax._matrices.stacks import plan_buckets
+from muonclip_jax._matrices.unstack import unstack
+from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._muon.orthogonalize import orthogonalize
+from muonclip_jax._newton_schulz.batches import map_chunks
+from muonclip_jax._newton_schulz.options import resolve_options
 
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)

@@ -6,7 +6,7 @@ import pytest
 from helpers import UNSAFE_CANS
 
 import muonclip_jax as mc
-from muonclip_jax._coefficients import check_schedule, resolve_schedule
+from muonclip_jax._newton_schulz.coefficients import check_schedule, resolve_schedule
 
 
 # Output band over [1e-3, 1] from the published tables of each schedule.

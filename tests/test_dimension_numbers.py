@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-from muonclip_jax import _paths
-from muonclip_jax._dimension_numbers import matrix_views
-from muonclip_jax._matrices import matrix_view
+from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._model import paths
+from muonclip_jax._model.dimension_numbers import matrix_views
 
 
 class LinenZoo(nn.Module):
@@ -49,9 +49,9 @@ class NNXZoo(nnx.Module):
 
 def table(params):
     """Path to `count x fan_in x fan_out`, or `None` for AdamW."""
-    tree = _paths.flatten(params)
+    tree = paths.flatten(params)
     return {
-        _paths.show(path): view and (view.count, view.fan_in, view.fan_out)
+        paths.show(path): view and (view.count, view.fan_in, view.fan_out)
         for path, view in zip(tree.paths, matrix_views(None, params), strict=True)
     }
 

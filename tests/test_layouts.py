@@ -7,8 +7,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from muonclip_jax._layouts import layout, local_view, Route, route
-from muonclip_jax._matrices import matrix_view
+from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._mesh.block_layout import layout, local_view, Route, route
 
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)

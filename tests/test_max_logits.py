@@ -8,13 +8,13 @@ import pytest
 from helpers import bernoulli, naive_logits, normal
 
 import muonclip_jax as mc
-from muonclip_jax import _max_logits
+from muonclip_jax._attention import max_logits as module
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(_max_logits, "_BLOCK", 4)
-    monkeypatch.setattr(_max_logits, "_PAIRS_AT_ONCE", 0)
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    monkeypatch.setattr(module, "_PAIRS_AT_ONCE", 0)
 
 
 def qk(length, key_length, heads=4, key_heads=2, batch=(2,)):

@@ -12,7 +12,7 @@ import pytest
 from helpers import polynomial_of
 
 import muonclip_jax as mc
-from muonclip_jax import _strategy
+from muonclip_jax._newton_schulz import platforms
 
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -21,9 +21,9 @@ DATA = pathlib.Path(__file__).parent / "data"
 @pytest.fixture
 def every_speed_feature(monkeypatch):
     """As for large matrices on all platforms: blocks, chunks and stacks of one leaf."""
-    monkeypatch.setattr(_strategy, "BLOCK_ROWS", 2)
-    monkeypatch.setitem(_strategy.CHUNK_SIZE, "cpu", 1)
-    monkeypatch.setitem(_strategy.STACK_SIZE, "cpu", 1)
+    monkeypatch.setattr(platforms, "BLOCK_ROWS", 2)
+    monkeypatch.setitem(platforms.CHUNK_SIZE, "cpu", 1)
+    monkeypatch.setitem(platforms.STACK_SIZE, "cpu", 1)
     jax.clear_caches()
     yield
     jax.clear_caches()

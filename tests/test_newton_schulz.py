@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
-from muonclip_jax._stages import iterate
+from muonclip_jax._newton_schulz.solver import iterate
 
 
 SHAPES = [(8, 8), (5, 17), (17, 5), (1, 6), (6, 1), (32, 64)]

@@ -24,14 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
-from muonclip_jax import _paths
-from muonclip_jax._head_scales import read_heads
+from muonclip_jax._model import paths
+from muonclip_jax._qk_clip.head_scales import read_heads
 
 
 def without_biases(params, stats, threshold, **options):
     """What a clip that forgets the biases leaves behind: a witness for the tests."""
     clipped = mc.clip_qk(params, stats, threshold, **options)
-    tree = _paths.flatten(params)
+    tree = paths.flatten(params)
     kept = [
         old if path[-1] == "bias" else new
         for path, old, new in zip(

@@ -12,23 +12,19 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 import muonclip_jax as mc
-from muonclip_jax import (
-    _stages,
-    _strategy,
-    _symmetric_product_gpu,
-    _symmetric_product_tpu,
-)
-from muonclip_jax._lower_tiles import lower_tiles
-from muonclip_jax._options import resolve_options
+from muonclip_jax._newton_schulz import platforms, solver
+from muonclip_jax._newton_schulz.kernels import gpu, tpu
+from muonclip_jax._newton_schulz.kernels.tiles import lower_tiles
+from muonclip_jax._newton_schulz.options import resolve_options
 
 
-MODULES = {"tpu": _symmetric_product_tpu, "gpu": _symmetric_product_gpu}
+MODULES = {"tpu": tpu, "gpu": gpu}
 TILES = {"tpu": (16, 32), "gpu": (16, 16)}
 
 #: Below one tile, within one block, ragged in both directions, in several steps of n.
 SHAPES = [(1, 5, 1), (1, 64, 128), (3, 75, 300)]
 
-platforms = pytest.mark.parametrize("platform", MODULES)
+each_platform = pytest.mark.parametrize("platform", MODULES)
 
 
 def product(platform, x, y, **options):
@@ -61,7 +57,7 @@ def check(out, x, y, scale=1.0, addend=None):
     np.testing.assert_array_equal(out, out.mT)
 
 
-@platforms
+@each_platform
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gram_matrix(platform, shape):
     x = normal(*shape)
@@ -73,7 +69,7 @@ def test_gram_matrix(platform, shape):
     )
 
 
-@platforms
+@each_platform
 @pytest.mark.parametrize(("count", "m"), [(1, 9), (3, 75)])
 def test_product_of_symmetric_matrices(platform, count, m):
     """Rounded factors commute only nearly: the lower half of the product counts."""
@@ -83,7 +79,7 @@ def test_product_of_symmetric_matrices(platform, count, m):
     check(product(platform, p, q, out_dtype=jnp.float32), p, q)
 
 
-@platforms
+@each_platform
 def test_scaled_and_shifted(platform):
     x, addend = normal(2, 40, 70), symmetric(2, 40, seed=1)
     options = {"addend": addend, "scale": -2.0, "shift": 0.25}
@@ -95,7 +91,7 @@ def test_scaled_and_shifted(platform):
     np.testing.assert_array_equal(rounded, out.astype(jnp.bfloat16))
 
 
-@platforms
+@each_platform
 def test_float16_and_float32_operands(platform):
     x = normal(1, 20, 30, dtype=jnp.float16)
     addend = symmetric(1, 20, dtype=jnp.float32)
@@ -108,12 +104,12 @@ def test_float16_and_float32_operands(platform):
 def test_tiles_that_threads_write_at_once_agree(on_diagonal):
     """On the diagonal the tile and its mirror are one place: a race if they differ."""
     tile = normal(8, 8)
-    lower, upper = _symmetric_product_gpu._with_mirror(tile, jnp.array(on_diagonal))
+    lower, upper = gpu._with_mirror(tile, jnp.array(on_diagonal))
     np.testing.assert_array_equal(lower, mirrored(tile) if on_diagonal else tile)
     np.testing.assert_array_equal(upper, lower.T)
 
 
-@platforms
+@each_platform
 @settings(max_examples=4, deadline=None)
 @given(
     count=st.integers(1, 3),
@@ -144,15 +140,15 @@ def test_lower_tiles_cover_the_lower_half_once(m, edge):
 @settings(deadline=None)
 @given(m=st.integers(1, 10_000), n=st.integers(1, 30_000))
 def test_blocks_fit_the_memory_of_a_tpu(m, n):
-    plan = _symmetric_product_tpu._Plan.choose((1, m, n), None, gram=False)
+    plan = tpu._Plan.choose((1, m, n), None, gram=False)
     factors = 2 * 2 * 2 * plan.edge * plan.depth
     squares = (4 + 2 * 4 + 2 * 4) * plan.edge**2  # the sum, output and addend
-    assert factors + squares < _symmetric_product_tpu._VMEM_BYTES
+    assert factors + squares < tpu._VMEM_BYTES
     assert plan.edge % plan.tile == 0
     assert plan.depth * (plan.steps - 1) < n <= plan.depth * plan.steps
 
 
-@platforms
+@each_platform
 @pytest.mark.parametrize("shape", [(24, 768, 3072), (2, 1100, 7)])
 @pytest.mark.parametrize("addend_dtype", [None, jnp.float32])
 def test_lowers_without_the_hardware(platform, shape, addend_dtype):
@@ -172,14 +168,14 @@ def test_lowers_without_the_hardware(platform, shape, addend_dtype):
     assert call in lowered.as_text()
 
 
-@platforms
+@each_platform
 @pytest.mark.parametrize("shape", [(2, 8, 5), (1, 8, 4), (8, 5)])
 def test_wants_two_stacks_of_one_shape(platform, shape):
     with pytest.raises(ValueError, match="two stacks"):
         product(platform, normal(1, 8, 5), normal(*shape))
 
 
-@platforms
+@each_platform
 def test_wants_one_dtype(platform):
     with pytest.raises(ValueError, match="two stacks"):
         product(platform, normal(1, 8, 5), normal(1, 8, 5, dtype=jnp.float32))
@@ -192,7 +188,7 @@ def test_simulated_memory_of_a_tpu(shape):
     simulator = pltpu.InterpretParams(
         num_cores_or_threads=2, uninitialized_memory="nan"
     )
-    out = _symmetric_product_tpu.symmetric_product(
+    out = tpu.symmetric_product(
         x,
         x,
         addend=addend,
@@ -205,8 +201,8 @@ def test_simulated_memory_of_a_tpu(shape):
 
 
 def orthogonalized(options, platform, x):
-    prepared = _stages.prepare.__wrapped__(x, options, platform)
-    return _stages.iterate.__wrapped__(prepared, None, options, platform)
+    prepared = solver.prepare.__wrapped__(x, options, platform)
+    return solver.iterate.__wrapped__(prepared, None, options, platform)
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (2, 24, 80)])
@@ -216,7 +212,7 @@ def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, platform, dtype, s
         MODULES[platform].symmetric_product, tile=TILES[platform], interpret=True
     )
     monkeypatch.setattr(MODULES[platform], "symmetric_product", interpreted)
-    monkeypatch.setitem(_strategy.KERNEL_ROWS, platform, 16)
+    monkeypatch.setitem(platforms.KERNEL_ROWS, platform, 16)
     x = normal(*shape, dtype=jnp.float32)
     exact = np.asarray(mc.newton_schulz(x, method="standard"), np.float64)
     errors = []

@@ -1,0 +1,150 @@
+"""Attention that records its largest logits, for Linen and NNX."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from .._model.statistics import STATISTIC
+from .max_logits import max_logits, max_logits_at_once
+
+
+#: Query, key, value and options to output and statistic.
+Kernel = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Any = None,
+    module: nn.Module | nnx.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    is_causal: bool = False,
+    kernel: Kernel | None = None,
+) -> jax.Array:
+    """Flax attention that also sows `max_logits` beside its `query` and `key`.
+
+    Give it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
+    `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which is
+    what hands `module` over; without it this is Flax's attention and nothing more. The
+    statistic, `(heads,)` float32 as from [`max_logits`][], goes to the `intermediates`
+    of Linen or to `nnx.Intermediate`; calls of a layer used twice combine by maximum.
+
+    Linen passes only the arguments it finds in this signature, so they are spelled out.
+
+    **Arguments:**
+
+    - `kernel`: computes output and statistic itself, in place of Flax: a function of
+        query, key and value, and of the `bias`, `mask` and `is_causal` that the layer
+        is called with, which returns `(output, max_logits)`. [`blockwise_attention`][],
+        [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
+        `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`.
+    - all others: what Flax hands over.
+
+    **Raises:** `ValueError` for statistics of an earlier call that are still on an NNX
+    module, and for dropout or einsums of the layer, which do not reach a `kernel`.
+
+    !!! example
+
+        >>> import flax.linen as nn, jax, jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> layer = nn.MultiHeadDotProductAttention(2, attention_fn=mc.attention_fn)
+        >>> x = jnp.ones((1, 3, 8))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> y, recorded = layer.apply(
+        ...     variables, x, sow_weights=True, mutable=["intermediates"]
+        ... )
+        >>> recorded["intermediates"]["max_logits"].shape
+        (2,)
+    """
+    if kernel is not None:
+        einsums = qk_attn_weights_einsum or attn_weights_value_einsum
+        if einsums or (dropout_rate > 0 and not deterministic):
+            raise ValueError(
+                "kernel= computes attention by itself: dropout and the einsums of the "
+                "layer do not reach it. Leave them out of the layer, or kernel="
+            )
+        options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
+        return _attend(kernel, _cast(dtype, query, key, value), options, module)
+    only_linen_can = (
+        force_fp32_for_softmax
+        or qk_attn_weights_einsum is not None
+        or attn_weights_value_einsum is not None
+    )
+    # NNX's attention drops the precision and wants full masks for several batch axes;
+    # Linen's has neither causal masks nor shared keys.
+    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
+    by_linen = only_linen_can or (
+        linen_can and (precision is not None or query.ndim > 4)
+    )
+    if module is not None:
+        # Where Flax calls jax.nn, the logits of both are the same to XLA.
+        by_jax = not by_linen and dropout_rate == 0
+        largest: Callable = max_logits_at_once if by_jax else max_logits
+        options = dict(bias=bias, mask=mask, is_causal=is_causal)
+        _sow(module, largest(query, key, **options))
+    common: dict[str, Any] = dict(
+        bias=bias,
+        mask=mask,
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        dtype=dtype,
+        precision=precision,
+    )
+    if by_linen:
+        return nn.dot_product_attention(
+            query,
+            key,
+            value,
+            **common,
+            force_fp32_for_softmax=force_fp32_for_softmax,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
+    return nnx.dot_product_attention(query, key, value, **common, is_causal=is_causal)
+
+
+def _attend(kernel: Kernel, arrays, options: dict[str, Any], module: Any) -> jax.Array:
+    given = {name: x for name, x in options.items() if x is not None}
+    if "mask" in given:
+        given["mask"] = jnp.asarray(given["mask"], bool)  # Flax makes them of numbers
+    output, statistic = kernel(*arrays, **given)
+    if module is not None:
+        _sow(module, statistic)
+    return output
+
+
+def _cast(dtype: DTypeLike | None, *arrays: jax.Array) -> list[jax.Array]:
+    return [x if dtype is None else x.astype(dtype) for x in arrays]
+
+
+def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
+    fold: dict[str, Any] = dict(reduce_fn=jnp.maximum, init_fn=lambda: -jnp.inf)
+    if isinstance(module, nnx.Module):
+        # Outside nnx.capture the value stays on the module, and the maximum with
+        # last step's logits would clip the head again and again, down to zero.
+        if isinstance(getattr(module, STATISTIC, None), nnx.Variable):
+            raise ValueError(
+                f"{type(module).__name__} still holds the max_logits of an earlier "
+                "call: run the model under nnx.capture(..., nnx.Intermediate), or take "
+                "them off after every step with nnx.pop(model, nnx.Intermediate)"
+            )
+        module.sow(nnx.Intermediate, STATISTIC, statistic, **fold)
+    else:
+        module.sow("intermediates", STATISTIC, statistic, **fold)

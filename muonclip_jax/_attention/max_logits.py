@@ -1,0 +1,104 @@
+"""The largest logit of every head, in memory that grows with the length alone."""
+
+import jax
+import jax.numpy as jnp
+
+from .blocks import key_blocks, make_plan, Plan
+from .logits import make_pairs, Pairs
+
+
+# Up to this many pairs the logits are formed at once: XLA then shares them with an
+# attention that forms them anyway. Beyond, blocks of its root are folded one by one.
+_PAIRS_AT_ONCE = 1 << 20
+_BLOCK = 1 << 10
+
+
+def max_logits(
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    r"""The largest value that enters the softmax, per head.
+
+    $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh} + \mathrm{bias}_{bhij}$$
+
+    over the pairs that the mask shows. Long sequences are taken in blocks, so that
+    memory does not grow with the square of the length.
+
+    **Arguments:**
+
+    - `query`: `(batch..., length, heads, head_dim)`, after any rotary embedding.
+    - `key`: `(batch..., key_length, key_heads, head_dim)`, where `key_heads` divides
+        `heads`.
+    - `bias`, `mask`: broadcast to `(batch..., heads, length, key_length)`; the mask is
+        true (or nonzero) where a query sees a key.
+    - `is_causal`: whether a query sees no later key.
+    - `scale`: `1/sqrt(head_dim)` by default.
+    - `local_window_size`: how many keys before and after itself a query sees, as in
+        `jax.nn.dot_product_attention`.
+    - `query_segment_ids`, `key_segment_ids`: `(batch..., length)` integers; a query
+        sees keys of its own segment. Keys take the query's if left out.
+
+    **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees
+    nothing.
+
+    **Raises:** `ValueError` where heads or sizes of query and key do not fit.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> mc.max_logits(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
+        Array([2., 2.], dtype=float32)
+    """
+    pairs = make_pairs(
+        *jax.lax.stop_gradient((query, key, bias)),
+        mask,
+        query_segment_ids,
+        key_segment_ids,
+    )
+    plan = make_plan(query, scale, is_causal, local_window_size, _BLOCK)
+    if query.shape[-3] * key.shape[-3] <= _PAIRS_AT_ONCE:
+        return _largest(plan, pairs)
+    return _fold_blocks(plan, pairs)
+
+
+def max_logits_at_once(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    is_causal: bool,
+) -> jax.Array:
+    """For an attention that forms all logits anyway: XLA then forms them once."""
+    arrays = jax.lax.stop_gradient((query, key, bias))
+    plan = make_plan(query, None, is_causal, None, _BLOCK)
+    return _largest(plan, make_pairs(*arrays, mask, None, None))
+
+
+def _largest(plan: Plan, pairs: Pairs) -> jax.Array:
+    logits = pairs.logits(plan.scale, plan.window)
+    others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
+    return jnp.max(logits, axis=others, initial=-jnp.inf).astype(jnp.float32)
+
+
+def _fold_blocks(plan: Plan, pairs: Pairs) -> jax.Array:
+    """The running maximum over blocks; those at the end overlap, which does no harm."""
+    *_, queries, heads, _ = pairs.query.shape
+
+    def fold_row(i: jax.Array, running: jax.Array) -> jax.Array:
+        def fold(j: jax.Array, running: jax.Array) -> jax.Array:
+            block = pairs.block(i * plan.size, j * plan.size, plan.size)
+            return jnp.maximum(running, _largest(plan, block))
+
+        return jax.lax.fori_loop(*key_blocks(plan, pairs, i), fold, running)
+
+    nothing = jnp.full((heads,), -jnp.inf, jnp.float32)
+    return jax.lax.fori_loop(0, -(-queries // plan.size), fold_row, nothing)

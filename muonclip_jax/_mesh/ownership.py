@@ -1,0 +1,108 @@
+"""Who iterates which matrix: work shared out by cost over the devices of a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .block_layout import Route
+
+
+#: The most matrices of a stack that one device takes, over the least that would do.
+#: Every device sends as much to each other, so for one that took many all would send
+#: padding.
+MOST_SLOTS = 2
+
+#: What the load of a device's neighbours counts against its own: it decides ties.
+TIE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A stack of matrices that only the devices of one group can share out."""
+
+    count: int  # in each group
+    cost: float  # of one matrix
+    route: Route
+
+
+class Owners(NamedTuple):
+    """Who iterates the matrices of a stack.
+
+    Groups lie along `route.batch`, and in each of them copies along `route.copies` and
+    devices along `route.cut`.
+    """
+
+    slots: np.ndarray  # (groups, copies, devices, slots): a matrix, 0 where unused
+    counts: np.ndarray  # (groups, copies, devices): slots in use
+    places: np.ndarray  # (groups, matrices): index into (copies, devices, slots)
+
+
+def share_out(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
+    """Gives each matrix, the most expensive first, to who has the least to do.
+
+    `mesh` maps names of axes to sizes.
+    """
+    groups = [groups_of(work.route, mesh) for work in works]
+    loads = np.zeros(math.prod(mesh.values()))
+    order = sorted(range(len(works)), key=lambda i: -works[i].cost)
+    owners = {}
+    for done, i in enumerate(order):
+        rest = [groups[j] for j in order[done + 1 :]]
+        owners[i] = _owners(*_place(works[i], groups[i], rest, loads), groups[i].shape)
+    return [owners[i] for i in range(len(works))]
+
+
+def groups_of(route: Route, mesh: Mapping[str, int]) -> np.ndarray:
+    """Numbers of the devices in the mesh, as `(groups, copies, devices)`."""
+    names = [name for name, size in mesh.items() if size > 1]
+    numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
+    parts = route.batch, route.copies, route.cut
+    order = [names.index(name) for part in parts for name in part]
+    sizes = [math.prod(mesh[name] for name in part) for part in parts]
+    return numbers.transpose(order).reshape(sizes)
+
+
+def _place(
+    work: Work, groups: np.ndarray, rest: Sequence[np.ndarray], loads: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns member and slot, `(groups, matrices)`, and adds to `loads`."""
+    members = groups.reshape(len(groups), -1)
+    most = MOST_SLOTS * math.ceil(work.count / members.shape[1])
+    taken, everyone = np.zeros_like(members), np.arange(len(members))
+    owner, slot = np.empty((2, len(members), work.count), int)
+    for k in range(work.count):
+        busy = (loads + TIE * _crowding(loads, rest))[members]
+        owner[:, k] = chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
+        slot[:, k] = taken[everyone, chosen]
+        taken[everyone, chosen] += 1
+        loads[members[everyone, chosen]] += work.cost
+    return owner, slot
+
+
+def _crowding(loads: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
+    """What the groups that a device is in for the rest of the work do on average.
+
+    Where they are many, an expensive matrix is to leave each of them a fair share.
+    """
+    crowding = np.zeros_like(loads)
+    for groups in rest:
+        crowding[groups] += loads[groups].mean(axis=(1, 2), keepdims=True)
+    return crowding
+
+
+def _owners(owner: np.ndarray, slot: np.ndarray, shape: tuple[int, ...]) -> Owners:
+    groups, copies, devices = shape
+    most = slot.max(initial=0) + 1
+    slots = np.zeros((groups, copies * devices, most), np.int32)
+    counts = np.zeros((groups, copies * devices), np.int32)
+    everyone = np.arange(groups)[:, None]
+    slots[everyone, owner, slot] = np.arange(owner.shape[1])
+    np.add.at(counts, (everyone, owner), 1)
+    return Owners(
+        slots.reshape(*shape, most),
+        counts.reshape(shape),
+        (owner * most + slot).astype(np.int32),
+    )

@@ -1,0 +1,194 @@
+"""On which mesh the leaves lie, and along which of its axes, as far as it is known."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._model import paths
+from .._model.broadcast import broadcast
+
+
+#: A tree of `NamedSharding` or `PartitionSpec`, a prefix of one, or a function that
+#: makes one from the parameters.
+Shardings = Any | Callable[[Any], Any]
+
+
+class Placement(NamedTuple):
+    """A mesh, and for every leaf its spec; `None` where nobody said."""
+
+    mesh: Mesh | AbstractMesh
+    specs: tuple[PartitionSpec | None, ...]
+
+
+def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
+    """Where the leaves of a tree lie; `None` if on no mesh, or on one of one device.
+
+    What the user gave counts; else what arrays and, with explicit axes, tracers say.
+    With automatic axes a tracer knows its mesh but not its spec.
+
+    **Raises:** `ValueError`, naming the paths, for shardings that contradict each other
+    or do not fit the leaves.
+    """
+    leaves = paths.flatten(tree)
+    given = _given(shardings, tree, leaves)
+    found = [
+        _found(path, leaf, sharding)
+        for path, leaf, sharding in zip(leaves.paths, leaves.leaves, given, strict=True)
+    ]
+    meshes = [
+        (path, spec, mesh)
+        for path, (mesh, spec) in zip(leaves.paths, found, strict=True)
+        if mesh is not None
+    ]
+    if not meshes:
+        return None
+    _check_one_mesh(meshes)
+    # One that names its devices, if there is one.
+    mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
+    if mesh.size == 1 or _inside_shard_map(mesh):
+        return None
+    return Placement(mesh, tuple(spec for _, spec in found))
+
+
+def resolve_shardings(shardings: Shardings | None, tree: Any) -> Any:
+    """A whole tree of shardings, or `None`, whichever way they were given."""
+    if shardings is None:
+        return None
+    leaves = paths.flatten(tree)
+    return leaves.unflatten(_given(shardings, tree, leaves))
+
+
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a `PartitionSpec`, the major one first."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
+    """Whether a spec cuts an array evenly."""
+    return all(
+        size % math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) == 0
+        for size, entry in zip(shape, spec, strict=False)
+    )
+
+
+def _given(shardings, tree: Any, leaves: paths.PathedTree) -> list[Any]:
+    if shardings is None:
+        return [None] * len(leaves.leaves)
+    if callable(shardings) and not isinstance(shardings, PartitionSpec):
+        shardings = shardings(tree)
+    return broadcast(
+        shardings,
+        leaves,
+        name="shardings",
+        is_entry=lambda x: isinstance(x, NamedSharding | PartitionSpec),
+        expected="a jax.sharding.NamedSharding, a PartitionSpec",
+    )
+
+
+def _found(path: paths.Path, leaf: Any, given: Any) -> tuple[Any, Any]:
+    if paths.is_masked(leaf):
+        return None, None
+    mesh, spec = _of_array(leaf)
+    if given is None:
+        return (mesh or _ambient_mesh()), spec
+    if isinstance(given, NamedSharding):
+        wanted = given.mesh, given.spec
+    else:
+        wanted = (mesh or _ambient_mesh()), given
+    if wanted[0] is None:
+        raise ValueError(
+            f"shardings gives {given} for '{paths.show(path)}', but there is no mesh: "
+            "call jax.set_mesh, or give a jax.sharding.NamedSharding"
+        )
+    _check_fits(path, leaf.shape, *wanted)
+    _check_agree(path, (mesh, spec), wanted)
+    return wanted
+
+
+def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
+    # Abstract params may have none.
+    own = jax.typeof(leaf) if isinstance(leaf, Tracer) else leaf
+    sharding = getattr(own, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None, None
+    automatic = AxisType.Auto in sharding.mesh.axis_types
+    if isinstance(leaf, Tracer) and automatic:
+        return sharding.mesh, None
+    return sharding.mesh, sharding.spec
+
+
+def _ambient_mesh() -> AbstractMesh | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _inside_shard_map(mesh: Mesh | AbstractMesh) -> bool:
+    ambient = jax.sharding.get_abstract_mesh()
+    return AxisType.Manual in (*mesh.axis_types, *ambient.axis_types)
+
+
+def _check_one_mesh(meshes: list[tuple[paths.Path, Any, Any]]) -> None:
+    first_path, first_spec, first = meshes[0]
+    for path, spec, mesh in meshes[1:]:
+        if not _same(mesh, first):
+            raise ValueError(
+                f"'{paths.show(first_path)}' and '{paths.show(path)}' lie on "
+                f"different meshes: {_show(first, first_spec)} and {_show(mesh, spec)}"
+            )
+
+
+def _check_agree(path: paths.Path, own: Any, given: Any) -> None:
+    """Raises if an array is known to lie elsewhere than the user says."""
+    (mesh, spec), (other, wanted) = own, given
+    same_spec = spec is None or _entries(spec) == _entries(wanted)
+    if mesh is not None and not (_same(mesh, other) and same_spec):
+        raise ValueError(
+            f"shardings says {_show(other, wanted)} for '{paths.show(path)}', which "
+            f"lies on {_show(mesh, spec)}"
+        )
+
+
+def _check_fits(
+    path: paths.Path, shape: tuple[int, ...], mesh: Any, spec: PartitionSpec
+) -> None:
+    named = [axis for entry in spec for axis in mesh_axes(entry)]
+    where = f"'{paths.show(path)}' of shape {tuple(shape)}"
+    absent = [axis for axis in named if axis not in mesh.shape]
+    if absent:
+        raise ValueError(
+            f"the sharding {spec} of {where} names axes that its mesh lacks: {absent}; "
+            f"the mesh is {_show(mesh)}"
+        )
+    if len(spec) > len(shape):
+        raise ValueError(f"the sharding {spec} of {where} has too many entries")
+    if not fits(shape, spec, mesh):
+        raise ValueError(
+            f"the sharding {spec} of {where} does not divide it on {_show(mesh)}"
+        )
+
+
+def _same(mesh: Any, other: Any) -> bool:
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return mesh.shape_tuple == other.shape_tuple and mesh.devices.tolist() == (
+            other.devices.tolist()
+        )
+    return mesh.shape_tuple == other.shape_tuple
+
+
+def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    entries = [mesh_axes(entry) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
+
+
+def _show(mesh: Any, spec: PartitionSpec | None = None) -> str:
+    axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape_tuple)
+    shown = f"mesh({axes})"
+    return shown if spec is None else f"{spec} on {shown}"

@@ -1,0 +1,223 @@
+"""Attention layers of other layouts, found by the names of their leaves.
+
+Each preset is a function of its sizes that returns what `attention=` takes: a function
+from params to layers. `stack_axes` is that of `flax_attention_layers`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from . import paths
+from .attention_layers import AttentionLayer, with_stack_axes
+from .head_leaf import HeadLeaf
+
+
+Finder = Callable[[Any], list[AttentionLayer]]
+StackAxes = Mapping[str, int]
+
+_IN_FRONT: StackAxes = MappingProxyType({})
+
+
+def latent_attention(
+    nope_head_dim: int,
+    *,
+    query: Sequence[str] = ("wq_b/kernel", "query/kernel"),
+    key_value: str = "wkv_b/kernel",
+    stack_axes: StackAxes = _IN_FRONT,
+) -> Finder:
+    """Multi-head latent attention, as in DeepSeek-V3 and Kimi K2.
+
+    The query's up-projection `(rank or features, heads, nope + rope)` and the
+    key-value up-projection `(rank, heads, nope + value)` are cut at `nope_head_dim`:
+    query nope takes `gamma**alpha`, key nope `gamma**(1-alpha)`, query rope the whole
+    `gamma`; the shared rotary key and the value stay (arXiv:2507.20534, section 2.1).
+
+    **Arguments:**
+
+    - `nope_head_dim`: dimensions of a head without rotary embedding.
+    - `query`: leaves that may hold the query, the first that a layer has; MaxText's
+        names, with and without query LoRA.
+    - `key_value`: the leaf that marks a layer.
+    - `stack_axes`: as for [`flax_attention_layers`][].
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> params = {"mla": {
+        ...     "wq_b": {"kernel": jnp.ones((6, 2, 4 + 2))},
+        ...     "wkv_b": {"kernel": jnp.ones((8, 2, 4 + 3))},
+        ... }}
+        >>> stats = {"mla": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> find = mc.latent_attention(nope_head_dim=4)
+        >>> after = mc.clip_qk(params, stats, attention=find)["mla"]
+        >>> after["wq_b"]["kernel"][0, 1]
+        Array([0.5 , 0.5 , 0.5 , 0.5 , 0.25, 0.25], dtype=float32)
+        >>> after["wkv_b"]["kernel"][0, 1]
+        Array([0.5, 0.5, 0.5, 0.5, 1. , 1. , 1. ], dtype=float32)
+    """
+    nope, rope = (-1, slice(0, nope_head_dim)), (-1, slice(nope_head_dim, None))
+
+    def layer(path: str, leaves: set[str]) -> AttentionLayer:
+        held = [leaf for leaf in query if leaf in leaves]
+        if not held:
+            raise ValueError(
+                f"'{path}' has '{key_value}' but no query among {list(query)}"
+            )
+        return AttentionLayer(
+            path,
+            query=(HeadLeaf(held[0], 3, part=nope),),
+            key=(HeadLeaf(key_value, 3, part=nope),),
+            rotary_query=(HeadLeaf(held[0], 3, part=rope),),
+        )
+
+    return _finder(key_value, layer, stack_axes)
+
+
+def fused_attention(
+    head_dim: int, *, name: str = "c_attn", stack_axes: StackAxes = _IN_FRONT
+) -> Finder:
+    """One Dense for query, key and value, `(features, 3 * heads * head_dim)`, as GPT-2.
+
+    **Arguments:**
+
+    - `head_dim`: size of a head.
+    - `name`: of the Dense; its bias is scaled too where there is one.
+    - `stack_axes`: as for [`flax_attention_layers`][].
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> params = {"h0": {"c_attn": {"kernel": jnp.ones((4, 3 * 2 * 2))}}}
+        >>> stats = {"h0": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> find = mc.fused_attention(head_dim=2)
+        >>> after = mc.clip_qk(params, stats, attention=find)["h0"]["c_attn"]
+        >>> print(after["kernel"][0])
+        [1.  1.  0.5 0.5 1.  1.  0.5 0.5 1.  1.  1.  1. ]
+    """
+    fused = (3, -1, head_dim)
+
+    def layer(path: str, leaves: set[str]) -> AttentionLayer:
+        query = _projection(name, leaves, split=fused, part=(-3, slice(0, 1)))
+        key = _projection(name, leaves, split=fused, part=(-3, slice(1, 2)))
+        return AttentionLayer(path, query, key)
+
+    return _finder(f"{name}/kernel", layer, stack_axes)
+
+
+def flat_attention(
+    head_dim: int,
+    *,
+    query: str = "query",
+    key: str = "key",
+    stack_axes: StackAxes = _IN_FRONT,
+) -> Finder:
+    """Dense kernels without a head axis, `(features, heads * head_dim)`.
+
+    Head counts of query and key are read off the shapes, so that grouped queries need
+    no mention.
+
+    **Arguments:**
+
+    - `head_dim`: size of a head.
+    - `query`, `key`: names of the two projections, `"q_proj"` and `"k_proj"` for many
+        models.
+    - `stack_axes`: as for [`flax_attention_layers`][].
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> kernel = {"kernel": jnp.ones((4, 2 * 2))}
+        >>> params = {"attn": {"q_proj": kernel, "k_proj": kernel}}
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> find = mc.flat_attention(head_dim=2, query="q_proj", key="k_proj")
+        >>> mc.clip_qk(params, stats, attention=find)["attn"]["q_proj"]["kernel"][0]
+        Array([1. , 1. , 0.5, 0.5], dtype=float32)
+    """
+    flat = (-1, head_dim)
+
+    def layer(path: str, leaves: set[str]) -> AttentionLayer:
+        return AttentionLayer(
+            path,
+            _projection(query, leaves, split=flat),
+            _projection(key, leaves, split=flat),
+        )
+
+    return _finder(f"{query}/kernel", layer, stack_axes)
+
+
+def normalised_attention(
+    *,
+    query: str = "query_ln",
+    key: str = "key_ln",
+    stack_axes: StackAxes = _IN_FRONT,
+) -> Finder:
+    """Query and key that are normalised after their projection (`normalize_qk=True`).
+
+    Scaling the projections does nothing there; scaling the gains of the norms does, and
+    exactly, rotary embeddings included. The heads of a layer share the gains and are
+    clipped together, by the largest of their logits. Gains that are stored as the
+    difference from one, as in Gemma, do not scale so.
+
+    **Arguments:**
+
+    - `query`, `key`: names of the two norms; their `scale` is clipped, and their bias
+        if they have one.
+    - `stack_axes`: as for [`flax_attention_layers`][].
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> norm = {"scale": jnp.ones(2)}
+        >>> params = {"attn": {"query_ln": norm, "key_ln": norm}}
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> after = mc.clip_qk(params, stats, attention=mc.normalised_attention())
+        >>> after["attn"]["query_ln"]["scale"]
+        Array([0.5, 0.5], dtype=float32)
+    """
+
+    def layer(path: str, leaves: set[str]) -> AttentionLayer:
+        def gain(norm: str) -> tuple[HeadLeaf, ...]:
+            names = [
+                f"{norm}/{n}" for n in ("scale", "bias") if f"{norm}/{n}" in leaves
+            ]
+            return tuple(HeadLeaf(name, 1, axis=None) for name in names)
+
+        return AttentionLayer(path, gain(query), gain(key))
+
+    return _finder(f"{query}/scale", layer, stack_axes)
+
+
+def _projection(name: str, leaves: set[str], **where: Any) -> tuple[HeadLeaf, ...]:
+    """The kernel of a Dense, and its bias if it has one."""
+    return tuple(
+        HeadLeaf(f"{name}/{leaf}", ndim, **where)
+        for leaf, ndim in (("kernel", 2), ("bias", 1))
+        if f"{name}/{leaf}" in leaves
+    )
+
+
+def _finder(
+    marker: str,
+    layer: Callable[[str, set[str]], AttentionLayer],
+    stack_axes: StackAxes,
+) -> Finder:
+    """Makes a layer of every module that holds a leaf at `marker`."""
+    mark = paths.split(marker)
+
+    def find(params: Any) -> list[AttentionLayer]:
+        leaves = paths.flatten(params).paths
+        modules = [path[: -len(mark)] for path in leaves if path[-len(mark) :] == mark]
+        layers = [layer("/".join(m), _below(m, leaves)) for m in modules]
+        return with_stack_axes(layers, params, stack_axes)
+
+    return find
+
+
+def _below(module: paths.Path, leaves: Sequence[paths.Path]) -> set[str]:
+    depth = len(module)
+    return {"/".join(path[depth:]) for path in leaves if path[:depth] == module}

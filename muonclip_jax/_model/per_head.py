@@ -1,0 +1,86 @@
+"""One matrix per attention head, read off the description of the attention layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from . import paths
+from .attention_layers import Attention, resolve_attention
+from .dimension_numbers import DimensionNumbers, resolve_dimension_numbers
+from .head_leaf import HeadLeaf
+
+
+def per_head_dimension_numbers(
+    attention: Attention | None = None,
+    *,
+    dimension_numbers: DimensionNumbers | None = None,
+) -> Callable[[optax.Params], Any]:
+    """Orthogonalizes every head of the described kernels by itself.
+
+    As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763). The
+    description is the one that [`qk_clip`][] takes, so it covers the leaves of query
+    and key and what shares a leaf with them; `mc.flax_dimension_numbers` with
+    `per_head=True` covers the value of stock Flax too.
+
+    **Arguments:**
+
+    - `attention`: as for [`qk_clip`][].
+    - `dimension_numbers`: of all other leaves, as for [`muon`][].
+
+    **Returns:** a function from params to a tree, for `dimension_numbers=`.
+
+    **Raises:** `ValueError`, from that function, for kernels without a head axis of
+    their own.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> params = {"mla": {
+        ...     "wq_b": {"kernel": jnp.ones((6, 2, 4 + 2))},
+        ...     "wkv_b": {"kernel": jnp.ones((8, 2, 4 + 3))},
+        ... }}
+        >>> find = mc.latent_attention(nope_head_dim=4)
+        >>> per_head = mc.per_head_dimension_numbers(find)
+        >>> print(  # doctest: +ELLIPSIS
+        ...     mc.describe(params, dimension_numbers=per_head, attention=find)
+        ... )
+        path              shape      matrices   optimizer  attention
+        mla/wkv_b/kernel  (8, 2, 7)  2 x 8 x 7  muon       key, 2 heads
+        mla/wq_b/kernel   (6, 2, 6)  2 x 6 x 6  muon       query, 2 heads + ...
+    """
+
+    def find(params: optax.Params) -> Any:
+        tree = paths.flatten(params)
+        numbers = tree.of(resolve_dimension_numbers(dimension_numbers, params))
+        leaf_at = dict(zip(tree.paths, tree.leaves, strict=True))
+        for layer in resolve_attention(attention, params):
+            for leaf in layer.leaves:
+                path = layer.path_of(leaf)
+                at = tree.paths.index(path)
+                if numbers[at] is not None and not paths.is_masked(leaf_at[path]):
+                    numbers[at] = _per_head(leaf, path, len(leaf_at[path].shape))
+        return tree.unflatten(numbers)
+
+    return find
+
+
+def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbers:
+    """The two axes of a leaf beside those of the stack, the heads and the part."""
+    axes = [axis for axis in range(-leaf.ndim, 0) if axis != leaf.axis]
+    if len(axes) == 3 and leaf.part:
+        axes.remove(leaf.part[0])
+    if leaf.split or leaf.axis is None or len(axes) != 2:
+        raise ValueError(
+            f"'{paths.show(path)}' has no axis of heads, so it cannot be cut into one "
+            "matrix for each; leave its layer out of attention="
+        )
+    stack = rank - leaf.ndim
+    reduction, output = (_with_stack(a + leaf.ndim, leaf, stack) - rank for a in axes)
+    return MuonDimensionNumbers(reduction, output)
+
+
+def _with_stack(axis: int, leaf: HeadLeaf, stack: int) -> int:
+    return axis if axis < leaf.stack_axis else axis + stack

@@ -1,0 +1,75 @@
+"""Per-head statistics, found in whatever Flax hands back."""
+
+import functools
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import paths
+
+
+#: The name of the leaf that holds a layer's largest logits.
+STATISTIC = "max_logits"
+
+
+def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
+    """Finds the `max_logits` leaves; several entries of a plain sow are maximised."""
+    tree = paths.flatten(attention_stats)
+    stats: dict[paths.Path, jax.Array] = {}
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        module = _module_of(path)
+        if module is None or paths.is_masked(leaf):
+            continue
+        leaf = jax.lax.stop_gradient(jnp.asarray(leaf, jnp.float32))
+        if not leaf.ndim:
+            raise ValueError(
+                f"the statistics '{paths.show(path)}' are a scalar; expected an "
+                "array with one maximum per head, shape (*stack, heads)"
+            )
+        stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
+    return stats
+
+
+def _module_of(path: paths.Path) -> paths.Path | None:
+    """The module of `<module>/max_logits`, or of an entry of a tuple stored there."""
+    while path and path[-1].isdigit():
+        path = path[:-1]
+    return path[:-1] if path[-1:] == (STATISTIC,) else None
+
+
+def combine_attention_stats(first: Any, *others: Any) -> Any:
+    """The statistics of several micro-batches as one: their elementwise maximum.
+
+    **Arguments:** pytrees of statistics of one structure, as from `mc.attention_fn`.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> stats = [{"max_logits": jnp.array([60.0, 7.0])},
+        ...          {"max_logits": jnp.array([50.0, 9.0])}]
+        >>> mc.combine_attention_stats(*stats)
+        {'max_logits': Array([60.,  9.], dtype=float32)}
+    """
+    return jax.tree.map(lambda *s: functools.reduce(jnp.maximum, s), first, *others)
+
+
+def maximum_over(
+    stats: dict[paths.Path, jax.Array], axis_name: Hashable
+) -> dict[paths.Path, jax.Array]:
+    """The maximum over the replicas of a mapped axis, in one packed collective."""
+    if not stats:
+        return stats
+    packed = jnp.concatenate([s.ravel() for s in stats.values()])
+    # A NaN on one replica must reach all of them, and a maximum may drop it.
+    packed = jnp.where(jnp.isnan(packed), jnp.inf, packed)
+    packed = jax.lax.pmax(packed, axis_name)
+    ends = list(itertools.accumulate(s.size for s in stats.values()))[:-1]
+    parts = jnp.split(packed, ends)
+    shaped = (
+        part.reshape(s.shape) for part, s in zip(parts, stats.values(), strict=True)
+    )
+    return dict(zip(stats, shaped, strict=True))

@@ -1,0 +1,85 @@
+"""Orthogonalization on a mesh, of leaves of which only the compiler knows how they lie.
+
+With automatic axes a program is traced without that. JAX's custom partitioning calls
+back when it is known.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    custom_partitioning,
+    SdyShardingRule,
+)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._matrices.view import MatrixView
+from .._mesh.on_mesh import shared_out
+from .._mesh.placement import fits
+from .._newton_schulz.options import Options
+from .._newton_schulz.platforms import Platform
+from .one_device import orthogonalize_on_one_device
+
+
+def orthogonalize_by_compiler(
+    leaves: Sequence[jax.Array],
+    ns_steps: jax.Array | None,
+    *,
+    views: Sequence[MatrixView],
+    options: Options,
+    platform: Platform,
+) -> list[jax.Array]:
+    """Orthogonalizes leaves, and leaves them as they lie."""
+
+    def on_one_device(leaves, ns_steps):
+        return orthogonalize_on_one_device(
+            leaves, ns_steps, views=views, options=options, platform=platform
+        )
+
+    if platform == "tpu":
+        # Custom partitioning does not work there (jax-ml/jax#38196).
+        return on_one_device(leaves, ns_steps)
+
+    def partition(mesh: Mesh, arguments, results):
+        del results
+        specs = [_spec(x) for x in arguments[0]]
+        here = shared_out(
+            [x.dtype for x in arguments[0]],
+            views=views,
+            mesh=mesh.shape,
+            specs=specs,
+            options=options,
+            platform=platform,
+        )
+        placed = [NamedSharding(mesh, spec) for spec in specs]
+        rest = jax.tree.map(lambda x: x.sharding, arguments[1])
+        return mesh, here, placed, (placed, rest)
+
+    partitioned = custom_partitioning(on_one_device)
+    partitioned.def_partition(partition, sharding_rule=_every_leaf_as_it_was)
+    function = jax.custom_batching.custom_vmap(partitioned)
+
+    @function.def_vmap
+    def batched(axis_size, in_batched, *arguments):
+        del axis_size
+        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched)
+        results = jax.vmap(on_one_device, in_axes)(*arguments)
+        return results, [True] * len(results)
+
+    return function(list(leaves), ns_steps)
+
+
+def _spec(leaf: Any) -> PartitionSpec:
+    # The compiler can cut unevenly.
+    spec, mesh = leaf.sharding.spec, leaf.sharding.mesh
+    return spec if fits(leaf.shape, spec, mesh) else PartitionSpec()
+
+
+def _every_leaf_as_it_was(mesh: Mesh, operands, results) -> SdyShardingRule:
+    del mesh
+    names = (f"axis{i}" for i in itertools.count())
+    mappings = tuple(ArrayMapping(*itertools.islice(names, x.rank)) for x in operands)
+    return SdyShardingRule(mappings, mappings[: len(results)])

@@ -1,0 +1,160 @@
+"""Muon for the matrices of a model, AdamW for the rest.
+
+gradients -> momentum -> matrices -> Newton-Schulz -> scale by shape -> weight decay
+-> learning rate. `scale_by_muon` is the first four arrows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.typing import DTypeLike
+
+from .._mesh.placement import resolve_shardings, Shardings
+from .._model import paths
+from .._model.dimension_numbers import (
+    DimensionNumbers,
+    matrix_views,
+    resolve_dimension_numbers,
+)
+from .._newton_schulz.coefficients import Schedule, Triple
+from .._newton_schulz.options import Kernel, Method, Preconditioning, resolve_options
+from .scale_by_muon import scale_by_muon
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    beta: float | jax.Array = 0.95,
+    nesterov: bool = True,
+    ns_coeffs: str | Triple | Schedule = "keller",
+    ns_steps: int | jax.Array = 5,
+    ns_method: Method = "auto",
+    ns_dtype: DTypeLike | None = None,
+    ns_kernel: Kernel = "xla",
+    preconditioning: Preconditioning = "frobenius",
+    consistent_rms: float | jax.Array | None = 0.2,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    mu_dtype: DTypeLike | None = None,
+    dimension_numbers: DimensionNumbers | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: float | jax.Array = 0.9,
+    adam_b2: float | jax.Array = 0.95,
+    adam_eps: float | jax.Array = 1e-8,
+    adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    shardings: Shardings | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon for the matrices, AdamW for the rest.
+
+    $$W_t = W_{t-1} - \eta_t\,(u_t + \lambda W_{t-1})$$
+
+    with $u_t$ from [`scale_by_muon`][] where a leaf holds matrices and from
+    `optax.scale_by_adam` elsewhere. [`describe`][] prints which leaf goes where.
+
+    **Arguments:**
+
+    - `learning_rate`: a float or a schedule. With `consistent_rms=0.2` a learning rate
+        and weight decay tuned for AdamW carry over.
+    - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
+        `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
+        `dimension_numbers`, `shardings`: as for [`scale_by_muon`][]; `None` in
+        `dimension_numbers` sends a leaf to AdamW.
+    - `weight_decay`: decoupled, multiplied by the learning rate.
+    - `weight_decay_mask`: a tree of bools or a function of the params, for both.
+    - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
+    - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`.
+
+    **Returns:** an `optax.GradientTransformationExtraArgs`.
+
+    **Raises:** `ValueError` as [`scale_by_muon`][] does.
+
+    !!! example
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> params = {"w": jnp.eye(3), "bias": jnp.ones(3)}
+        >>> loss = lambda p: jnp.sum((p["w"] @ p["bias"] - 2.0) ** 2)
+        >>> tx = mc.muon(0.1, weight_decay=0.0)
+        >>> state = tx.init(params)
+        >>> print(f"{loss(params):.3f}")
+        3.000
+        >>> for _ in range(20):
+        ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> bool(loss(params) < 0.1)
+        True
+
+    ??? cite "References"
+
+        Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
+        arXiv:2502.16982.
+    """
+    if adam_learning_rate is None:
+        adam_learning_rate = learning_rate
+    if adam_weight_decay is None:
+        adam_weight_decay = weight_decay
+    resolve_options(
+        ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
+    )
+
+    def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
+        numbers = resolve_dimension_numbers(dimension_numbers, params)
+        decayed = weight_decay_mask
+        if callable(decayed):
+            decayed = decayed(params)
+        placed = resolve_shardings(shardings, params)
+        direction = scale_by_muon(
+            beta=beta,
+            nesterov=nesterov,
+            ns_coeffs=ns_coeffs,
+            ns_steps=ns_steps,
+            ns_method=ns_method,
+            ns_dtype=ns_dtype,
+            ns_kernel=ns_kernel,
+            preconditioning=preconditioning,
+            consistent_rms=consistent_rms,
+            mu_dtype=mu_dtype,
+            dimension_numbers=numbers,
+            shardings=placed,
+        )
+        return optax.partition(
+            {
+                "muon": optax.chain(
+                    direction,
+                    optax.add_decayed_weights(weight_decay, decayed),
+                    optax.scale_by_learning_rate(learning_rate),
+                ),
+                "adamw": optax.chain(
+                    optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype),
+                    optax.add_decayed_weights(adam_weight_decay, decayed),
+                    optax.scale_by_learning_rate(adam_learning_rate),
+                ),
+            },
+            _labels(numbers, params),
+        )
+
+    # Biases tell which axes of a general kernel are inputs, so axes and masks are read
+    # off the whole tree, here, and not off what `partition` leaves in sight.
+    def init_fn(params: optax.Params) -> optax.OptState:
+        return build(params).init(params)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        directions, state = build(updates).update(updates, state, params, **extra_args)
+        # optax's Adam answers bfloat16 gradients in mu_dtype.
+        cast = jax.tree.map(lambda d, g: d.astype(g.dtype), directions, updates)
+        return cast, state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _labels(numbers: Any, params: optax.Params) -> Any:
+    tree = paths.flatten(params)
+    views = matrix_views(numbers, params)
+    return tree.unflatten(
+        [
+            leaf if paths.is_masked(leaf) else "adamw" if view is None else "muon"
+            for leaf, view in zip(tree.leaves, views, strict=True)
+        ]
+    )

@@ -1,0 +1,162 @@
+"""Muon's direction: momentum, orthogonalized, scaled by shape."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+
+from .._matrices.view import MatrixView
+from .._mesh.placement import placement, Shardings
+from .._model import paths
+from .._model.dimension_numbers import DimensionNumbers, matrix_views
+from .._newton_schulz.coefficients import Schedule, Triple
+from .._newton_schulz.options import Kernel, Method, Preconditioning, resolve_options
+from .orthogonalize import orthogonalize
+
+
+class ScaleByMuonState(NamedTuple):
+    """State of [`scale_by_muon`][]: nothing but the momentum."""
+
+    mu: optax.Updates  # like params, in mu_dtype
+
+
+def scale_by_muon(
+    *,
+    beta: float | jax.Array = 0.95,
+    nesterov: bool = True,
+    ns_coeffs: str | Triple | Schedule = "keller",
+    ns_steps: int | jax.Array = 5,
+    ns_method: Method = "auto",
+    ns_dtype: DTypeLike | None = None,
+    ns_kernel: Kernel = "xla",
+    preconditioning: Preconditioning = "frobenius",
+    consistent_rms: float | jax.Array | None = 0.2,
+    mu_dtype: DTypeLike | None = None,
+    dimension_numbers: DimensionNumbers | None = None,
+    shardings: Shardings | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Turns gradients into orthogonalized momentum, scaled by shape.
+
+    $$M_t = \beta M_{t-1} + G_t, \qquad
+      O_t = \mathrm{NewtonSchulz}(G_t + \beta M_t \text{ or } M_t), \qquad
+      u_t = \rho\, O_t$$
+
+    with $\rho = 0.2 \sqrt{\max(\mathrm{fan_{in}}, \mathrm{fan_{out}})}$
+    (`consistent_rms=0.2`), which gives updates the root mean square of AdamW's, or
+    $\rho = \sqrt{\max(1, \mathrm{fan_{out}} / \mathrm{fan_{in}})}$
+    (`consistent_rms=None`).
+
+    Three deviations between the sources, all of which this function spans:
+    Keller Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's
+    Algorithm 1 does not; Kimi and Moonlight scale by the maximum, Keller Jordan by
+    the ratio; optax averages momentum with bias correction, which without
+    Nesterov is the same direction.
+
+    **Arguments:**
+
+    - `beta`: momentum decay.
+    - `nesterov`: whether to look one step ahead.
+    - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
+    - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
+    - `consistent_rms`: root mean square of the update, or `None`.
+    - `mu_dtype`: dtype of the momentum; the params' if `None`.
+    - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
+        of one, or a function of the params. By default
+        [`flax_dimension_numbers`][].
+    - `shardings`: how the params lie on a mesh, if they do: a tree of
+        `jax.sharding.NamedSharding` or (with `jax.set_mesh`) `PartitionSpec`, a prefix
+        of one, or a function of the params. Every device then gets its share of the
+        matrices, whole, and returns them orthogonalized: two exchanges for each shape.
+        Arrays outside `jit`, and explicit axes, say it themselves, and for CPU and GPU
+        the compiler does under automatic axes. For TPU it cannot: there, without
+        `shardings`, the update is partitioned like any other program.
+
+    **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
+    they came with.
+
+    **Raises:** `ValueError` at construction for what [`newton_schulz`][] refuses; at
+    `init`, naming the paths, for leaves that hold no matrix or whose axes are
+    ambiguous, and for shardings that do not fit.
+
+    !!! example
+
+        >>> import jax, operator, optax
+        >>> import muonclip_jax as mc
+        >>> tx = optax.chain(
+        ...     optax.masked(mc.scale_by_muon(), mc.matrix_mask),
+        ...     optax.masked(
+        ...         optax.scale_by_adam(),
+        ...         lambda p: jax.tree.map(operator.not_, mc.matrix_mask(p)),
+        ...     ),
+        ...     optax.scale_by_learning_rate(1e-3),
+        ... )
+
+    ??? cite "References"
+
+        Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
+        arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
+    """
+    options = resolve_options(
+        ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
+    )
+    traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
+
+    def init_fn(params: optax.Params) -> ScaleByMuonState:
+        _matrices_only(dimension_numbers, params)
+        placement(shardings, params)
+        return ScaleByMuonState(mu=optax.tree.zeros_like(params, dtype=mu_dtype))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        tree = paths.flatten(updates)
+        views = _matrices_only(dimension_numbers, updates)
+        decay = functools.partial(_decay, beta)
+        mu = jax.tree.map(decay, state.mu, updates)
+        momentum = jax.tree.map(decay, mu, updates) if nesterov else mu
+        directions = orthogonalize(
+            tree.of(momentum),
+            views,
+            options,
+            traced_steps,
+            placement(shardings, momentum),
+        )
+        scaled = [
+            (d * _shape_scale(v, consistent_rms)).astype(g.dtype) if v else d
+            for d, v, g in zip(directions, views, tree.leaves, strict=True)
+        ]
+        return tree.unflatten(scaled), ScaleByMuonState(mu=mu)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _decay(beta: ArrayLike, momentum: jax.Array, gradient: jax.Array) -> jax.Array:
+    return jnp.asarray(beta * momentum + gradient, momentum.dtype)
+
+
+def _shape_scale(view: MatrixView, consistent_rms: ArrayLike | None) -> ArrayLike:
+    if consistent_rms is None:
+        return math.sqrt(max(1.0, view.fan_out / view.fan_in))
+    return consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
+
+
+def _matrices_only(dimension_numbers, params) -> list[MatrixView | None]:
+    """The view of each visible leaf; raises for one that holds no matrix."""
+    tree = paths.flatten(params)
+    views = matrix_views(dimension_numbers, params)
+    strays = [
+        path
+        for path, leaf, view in zip(tree.paths, tree.leaves, views, strict=True)
+        if view is None and not paths.is_masked(leaf)
+    ]
+    if strays:
+        raise ValueError(
+            f"scale_by_muon was handed leaves that hold no matrix: "
+            f"{paths.show_all(strays)}. Wrap it as optax.masked(mc.scale_by_muon(), "
+            "mc.matrix_mask), use mc.muon, or name their axes in dimension_numbers"
+        )
+    return views

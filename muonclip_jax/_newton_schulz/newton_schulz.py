@@ -1,0 +1,122 @@
+"""Newton-Schulz: a matrix in, its nearest (semi-)orthogonal matrix out."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from .batches import map_chunks
+from .coefficients import Schedule, Triple
+from .options import Kernel, Method, Options, Preconditioning, resolve_options
+from .platforms import CHUNK_SIZE, on_its_platform, Platform
+from .solver import iterate, prepare
+
+
+def newton_schulz(
+    x: jax.Array,
+    *,
+    ns_coeffs: str | Triple | Schedule = "keller",
+    ns_steps: int | jax.Array = 5,
+    method: Method = "auto",
+    dtype: DTypeLike | None = None,
+    preconditioning: Preconditioning = "frobenius",
+    kernel: Kernel = "xla",
+) -> jax.Array:
+    r"""Orthogonalizes a matrix, or every matrix of a stack.
+
+    After division by the Frobenius norm each step maps the singular values of
+    $X = U S V^T$ by an odd polynomial and leaves $U$ and $V$ alone:
+
+    $$X \leftarrow a X + (b A + c A^2) X, \qquad A = X X^T$$
+
+    so that $X$ tends to the polar factor $U V^T$. The result does not depend on the
+    scale of `x`, from the smallest normal float32 to the largest; a zero matrix
+    stays zero.
+
+    **Arguments:**
+
+    - `x`: array of shape `(..., m, n)`, any real or complex float dtype.
+    - `ns_coeffs`: a preset of [`NS_COEFFS`][], one triple `(a, b, c)` repeated
+        `ns_steps` times, or a tuple of `ns_steps` triples.
+    - `ns_steps`: how many steps.
+    - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
+        $X X^T$ and multiplies `x` once or a few times: less arithmetic for matrices
+        far from square. `"auto"` is `"gram"` from an aspect ratio of 1.5 on, but
+        `"standard"` where float32 products have to be asked for (see `dtype`). A
+        traced `ns_steps` runs as `"standard"`.
+    - `dtype`: dtype of the iteration. By default float32 on CPU, float16 on GPU and
+        bfloat16 on TPU, float64 for an `x` of float64, complex64 for a complex one,
+        and float32 where coefficients would be unstable in less. With
+        `dtype="float32"` accelerators are slower and 10 to 100 times as accurate:
+        `"standard"` then multiplies at JAX's default precision, and `"gram"`, if
+        asked for, at the highest. Norms, sums and coefficients are float32 always.
+    - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
+        there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. That brings singular values
+        near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
+        no longer the polar factor of `x` itself.
+    - `kernel`: `"pallas"` takes kernels of this package for products known to be
+        symmetric, of which they compute half, in float16 or bfloat16 from 1,024 rows
+        on for TPU and 2,048 for GPU. They have been compiled and interpreted, but
+        not run on either.
+
+    **Returns:** an array of the shape and dtype of `x`.
+
+    **Raises:** `ValueError` for unknown or unstable coefficients, for a number of
+    coefficients that contradicts `ns_steps`, for an unknown method, preconditioning or
+    kernel, and for an `x` that is not a stack of floating-point matrices.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> x = jnp.diag(jnp.array([3.0, 0.5]))
+        >>> y = mc.newton_schulz(x, ns_coeffs="deepseek_v4", ns_steps=10)
+        >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-3))
+        True
+
+    ??? cite "References"
+
+        Keller Jordan et al., "Muon: An optimizer for hidden layers in neural
+        networks", 2024, kellerjordan.github.io/posts/muon. Gram form: Dao AI Lab,
+        "Gram Newton-Schulz", 2026.
+    """
+    options = resolve_options(
+        ns_coeffs, ns_steps, method, dtype, preconditioning, kernel
+    )
+    x = jnp.asarray(x)
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(
+            "newton_schulz needs floating-point matrices (..., m, n), got shape "
+            f"{x.shape} and dtype {x.dtype}"
+        )
+    return _newton_schulz(
+        x, ns_steps if isinstance(ns_steps, Tracer) else None, options=options
+    )
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _newton_schulz(
+    x: jax.Array, ns_steps: jax.Array | None, *, options: Options
+) -> jax.Array:
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    stack = wide.reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])
+    run = functools.partial(_run, options=options)
+    y = on_its_platform(run, stack, ns_steps).reshape(wide.shape)
+    return y if wide.shape == x.shape else y.mT
+
+
+def _run(
+    stack: jax.Array,
+    ns_steps: jax.Array | None,
+    *,
+    options: Options,
+    platform: Platform,
+) -> jax.Array:
+    def orthogonalize(x: jax.Array) -> jax.Array:
+        y = iterate(prepare(x, options, platform), ns_steps, options, platform)
+        return y.astype(x.dtype)
+
+    return map_chunks(orthogonalize, stack, CHUNK_SIZE[platform])

@@ -1,0 +1,49 @@
+"""What happens to a matrix before the first step: singular values into [0, 1]."""
+
+import jax
+import jax.numpy as jnp
+
+from .options import Preconditioning
+
+
+def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:
+    """Scales `(..., m, n)`, the short side first, in float32 or better."""
+    y = _divide_by_norm(x)
+    return _almost_orthogonal(y) if kind == "aol" else y
+
+
+def _divide_by_norm(x: jax.Array) -> jax.Array:
+    """Divides by the Frobenius norm, reading once.
+
+    The square of 1e-30 or 1e30 leaves float32. So squares are summed as they are, of
+    numbers shrunk and of numbers enlarged, and the sum that stayed in range counts.
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
+    real = jnp.finfo(x.dtype).dtype
+    # Known to the compiler, it might square the factors first.
+    shrink, enlarge = jax.lax.optimization_barrier(
+        (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
+    )
+    total = _sum_of_squares(x)
+    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
+
+    def choose(large, usual, small):
+        return jnp.where(is_large, large, jnp.where(is_small, small, usual))
+
+    large, small = _sum_of_squares(x * shrink), _sum_of_squares(x * enlarge)
+    norm = jnp.sqrt(choose(large, total, small))
+    return x * choose(shrink, 1, enlarge) / jnp.where(norm > 0, norm, 1)
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
+
+
+def _almost_orthogonal(x: jax.Array) -> jax.Array:
+    """Divides row `i` by the root of the sum over `j` of `|X X^T|_ij`.
+
+    No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
+    """
+    sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
+    return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)

@@ -1,0 +1,98 @@
+"""Micro-batches: gradients are averaged, the statistics of the heads maximised."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._model import paths
+from .._model.attention_layers import Attention, resolve_attention
+from .._model.statistics import STATISTIC
+from .bound_layers import bind, count_heads, from_row, to_row
+from .head_scales import layer_logits
+
+
+class MultiStepsState(NamedTuple):
+    """The state of `optax.MultiSteps` and the statistics since its last real step."""
+
+    steps: optax.MultiStepsState
+    running: jax.Array  # shape=(all heads,), float32; -inf after a real step
+
+
+def multi_steps(
+    opt: optax.GradientTransformation,
+    every_k_schedule: int | Callable[[Any], Any],
+    use_grad_mean: bool = True,
+    should_skip_update_fn: Callable[..., Any] | None = None,
+    *,
+    attention: Attention | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
+
+    Every micro-batch brings its own `attention_stats`; the real step clips once, by
+    their maximum. Micro-batches that `should_skip_update_fn` rejects do not count.
+
+    **Arguments:**
+
+    - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
+        `optax.MultiSteps`.
+    - `attention`: what `opt` was given.
+
+    **Returns:** an `optax.GradientTransformationExtraArgs`. State:
+    [`MultiStepsState`][].
+
+    **Raises:** `ValueError` as [`qk_clip`][] does, at every micro-batch.
+
+    !!! example
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> zeros = jax.tree.map(jnp.zeros_like, params)
+        >>> tx = mc.multi_steps(mc.muonclip(0.0), 2)
+        >>> state = tx.init(params)
+        >>> for logits in ([90.0, 400.0], [90.0, 90.0]):
+        ...     stats = {"attn": {"max_logits": jnp.array(logits)}}
+        ...     updates, state = tx.update(zeros, state, params, attention_stats=stats)
+        >>> optax.apply_updates(params, updates)["attn"]["query"]["kernel"][0, :, 0]
+        Array([1. , 0.5], dtype=float32)
+    """
+    steps = optax.MultiSteps(
+        opt,
+        every_k_schedule,
+        use_grad_mean=use_grad_mean,
+        should_skip_update_fn=should_skip_update_fn,
+    )
+
+    def init_fn(params: optax.Params) -> MultiStepsState:
+        layers = bind(paths.flatten(params), resolve_attention(attention, params))
+        nothing = jnp.full(count_heads(layers), -jnp.inf, jnp.float32)
+        return MultiStepsState(steps.init(params), nothing)
+
+    def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "multi_steps needs the params: tx.update(grads, state, params, ...)"
+            )
+        layers = resolve_attention(attention, params)
+        found = layer_logits(paths.flatten(params), layers, attention_stats)
+        bound = [layer for layer, _ in found]
+        logits = to_row([state.running[:0], *(x for _, x in found)])
+        running = jnp.maximum(state.running, logits)
+        combined = zip(bound, from_row(running, bound), strict=True)
+        updates, after = steps.update(
+            updates,
+            state.steps,
+            params,
+            attention_stats={layer.path: {STATISTIC: x} for layer, x in combined},
+            **extra_args,
+        )
+        real = after.gradient_step != state.steps.gradient_step
+        counted = after.mini_step != state.steps.mini_step
+        running = jnp.where(counted, running, state.running)
+        return updates, MultiStepsState(after, jnp.where(real, -jnp.inf, running))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,201 @@
+"""QK-Clip: attention heads whose logits grew too large get smaller projections.
+
+statistics, attention layers -> gamma per head -> scale per leaf -> params or updates.
+
+What is made explicit where the paper (arXiv:2507.20534, section 2.1) is silent:
+biases scale with their kernel; a key shared by several query heads is left alone, as
+the paper leaves the shared rotary key, and the query takes the whole gamma; a head
+without a finite statistic is left alone.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._model import paths
+from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
+from .bound_layers import bind
+from .head_scales import head_scales
+from .state import first_state, next_state, QKClipState
+
+
+def qk_clip(
+    threshold: optax.ScalarOrSchedule = 100.0,
+    *,
+    alpha: optax.ScalarOrSchedule = 0.5,
+    attention: Attention | None = None,
+    axis_name: Hashable | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""QK-Clip as the last transformation of a chain, behind any optimizer.
+
+    For every head whose largest logit $S$ of this step's batch exceeds $\tau$,
+
+    $$\gamma = \tau / S, \qquad W_q \leftarrow \gamma^{\alpha} W_q, \qquad
+      W_k \leftarrow \gamma^{1-\alpha} W_k$$
+
+    applied to the weights after the update, biases included. Updates of all other
+    heads and leaves pass through bit for bit. The scaled weight is formed in float32
+    and rounded once; only where a bfloat16 weight shrinks to less than half does its
+    update, in bfloat16 too, round coarser than [`clip_qk`][] would.
+
+    **Arguments:**
+
+    - `threshold`: $\tau$, in logits, or a schedule of it; `float("inf")` watches the
+        logits and clips nothing.
+    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
+    - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
+        returns one; stock Flax attention is found by itself.
+    - `axis_name`: the axis of `jax.pmap` or `jax.shard_map` over which the batch is
+        split; statistics are maximised over it in one collective. Under `jit` nothing
+        is needed.
+
+    **Returns:** an `optax.GradientTransformationExtraArgs` whose `update` needs
+    `params` and `attention_stats`: a pytree that mirrors the modules, with a leaf
+    `<module path>/max_logits` of shape `(heads,)` or `(*stack, heads)` for every
+    attention layer, as [`attention_fn`][] sows it. Pass `{}` for a model without
+    attention. State: [`QKClipState`][].
+
+    **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
+    [0, 1]; at `init` for QK-normalised attention; at the first update, naming the
+    paths, for missing params or statistics and for statistics that do not fit.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))  # two heads
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> tx = optax.chain(optax.sgd(0.0), mc.qk_clip(threshold=100.0))
+        >>> updates, state = tx.update(
+        ...     params, tx.init(params), params,
+        ...     attention_stats={"attn": {"max_logits": jnp.array([90.0, 400.0])}},
+        ... )
+        >>> optax.apply_updates(params, updates)["attn"]["query"]["kernel"][0, :, 0]
+        Array([1. , 0.5], dtype=float32)
+        >>> int(optax.tree.get(state, "num_clipped"))
+        1
+
+    ??? cite "References"
+
+        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
+    """
+    _check(threshold, alpha)
+
+    def init_fn(params: optax.Params) -> QKClipState:
+        layers = _layers(attention, params, threshold, step=0)
+        return first_state(bind(paths.flatten(params), layers))
+
+    def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "qk_clip needs the params: tx.update(grads, state, params, ...)"
+            )
+        layers = _layers(attention, params, threshold, state.step)
+        share = _at(alpha, state.step)
+        tree = paths.flatten(params)
+        scales = head_scales(tree, layers, attention_stats, share, axis_name)
+        clipped = [
+            u if scale is None else _clip_update(u, p, scale)
+            for u, p, scale in zip(
+                tree.of(updates), tree.leaves, scales.leaves, strict=True
+            )
+        ]
+        return tree.unflatten(clipped), next_state(state, scales.readings)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def clip_qk(
+    params: optax.Params,
+    attention_stats: Any,
+    threshold: float | jax.Array = 100.0,
+    *,
+    alpha: float | jax.Array = 0.5,
+    attention: Attention | None = None,
+    axis_name: Hashable | None = None,
+) -> optax.Params:
+    """QK-Clip as a function on params, for loops that cannot pass extra arguments.
+
+    Call it after the optimizer step with the statistics of the same step. Arguments
+    and errors are those of [`qk_clip`][].
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> mc.clip_qk(params, stats)["attn"]["key"]["kernel"][0, :, 0]
+        Array([1. , 0.5], dtype=float32)
+    """
+    _check(threshold, alpha)
+    layers = _layers(attention, params, threshold)
+    tree = paths.flatten(params)
+    scales = head_scales(tree, layers, attention_stats, alpha, axis_name)
+    return tree.unflatten(
+        [
+            p if scale is None else _scale_leaf(p, scale)
+            for p, scale in zip(tree.leaves, scales.leaves, strict=True)
+        ]
+    )
+
+
+def _layers(attention, params, threshold, step: Any = None) -> list[AttentionLayer]:
+    """The attention layers, each with the threshold of this step."""
+    layers = resolve_attention(attention, params)
+    for layer in layers:
+        _check_threshold(layer.threshold, f"threshold of layer '{layer.path}'")
+    own = [threshold if x.threshold is None else x.threshold for x in layers]
+    return [
+        layer._replace(threshold=_at(tau, step))
+        for layer, tau in zip(layers, own, strict=True)
+    ]
+
+
+def _clip_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
+    """The update after which `param` is `scale * (param + update)`, rounded once.
+
+    The target is rounded to the dtype of `param` before `param` is taken off, which is
+    exact for scales down to 1/2; adding a rounded difference instead would round twice.
+    """
+    wide = jnp.promote_types(jnp.promote_types(param.dtype, update.dtype), jnp.float32)
+    p, u, s = param.astype(wide), update.astype(wide), scale.astype(wide)
+    target = (p + (u + (s - 1) * (p + u))).astype(param.dtype)
+    return jnp.where(scale == 1, update, (target.astype(wide) - p).astype(update.dtype))
+
+
+def _scale_leaf(param: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(param.dtype, jnp.float32)
+    scaled = (param.astype(wide) * scale.astype(wide)).astype(param.dtype)
+    return jnp.where(scale == 1, param, scaled)
+
+
+def _check(threshold: Any, alpha: Any) -> None:
+    """Raises for values out of range; those traced under a jit cannot be looked at."""
+    _check_threshold(threshold, "threshold")
+    if not _is_open(alpha) and not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
+
+
+def _check_threshold(threshold: Any, name: str) -> None:
+    known = threshold is not None and not _is_open(threshold)
+    if known and not np.all(np.asarray(threshold) > 0):
+        raise ValueError(f"{name} must be positive, got {threshold}")
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a hyperparameter is known only at run time."""
+    return callable(value) or isinstance(value, Tracer)
+
+
+def _at(value: Any, step: Any) -> Any:
+    if callable(value) and step is None:
+        raise ValueError("clip_qk knows no step: schedules need qk_clip")
+    return value(step) if callable(value) else value
