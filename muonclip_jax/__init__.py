@@ -21,17 +21,17 @@ from ._model.per_head import (
     per_head_dimension_numbers as per_head_dimension_numbers,
 )
 from ._model.statistics import combine_attention_stats as combine_attention_stats
+from ._muon.direction import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon
 from ._muon.scale_by_muon import scale_by_muon as scale_by_muon
-from ._muon.scale_by_muon import ScaleByMuonState as ScaleByMuonState
 from ._muonclip import muonclip as muonclip
 from ._newton_schulz.coefficients import NS_COEFFS as NS_COEFFS
 from ._newton_schulz.newton_schulz import newton_schulz as newton_schulz
+from ._qk_clip.metrics import qk_clip_metrics as qk_clip_metrics
 from ._qk_clip.multi_steps import multi_steps as multi_steps
 from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState
 from ._qk_clip.qk_clip import clip_qk as clip_qk
 from ._qk_clip.qk_clip import qk_clip as qk_clip
-from ._qk_clip.state import qk_clip_metrics as qk_clip_metrics
 from ._qk_clip.state import QKClipState as QKClipState
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import optax
 
-from ._matrices.stacks import plan_buckets
+from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
 from ._model import paths
 from ._model.attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
@@ -53,8 +53,8 @@ def describe(
         2 x 16 x 16 float32 from 2 leaves
     """
     tree = paths.flatten(params)
-    views = matrix_views(dimension_numbers, params)
-    roles = _roles(resolve_attention(attention, params))
+    views = matrix_views(dimension_numbers, tree)
+    roles = _roles(resolve_attention(attention, tree))
     rows = [_COLUMNS] + [
         _row(*entry, roles)
         for entry in zip(tree.paths, tree.leaves, views, strict=True)
@@ -65,8 +65,8 @@ def describe(
         for row in rows
     ]
     if stacks:
-        plan = str(plan_buckets(tree.leaves, views))
-        table += ["", "orthogonalized together:", plan or "nothing"]
+        plan = [str(stack) for stack in plan_stacks(tree.leaves, views)]
+        table += ["", "orthogonalized together:", *(plan or ["nothing"])]
     return "\n".join(table)
 
 

@@ -12,7 +12,8 @@ from ._model.attention_layers import Attention
 from ._model.dimension_numbers import DimensionNumbers
 from ._muon.muon import muon
 from ._newton_schulz.coefficients import Schedule, Triple
-from ._newton_schulz.options import Kernel, Method, Preconditioning
+from ._newton_schulz.precondition import Preconditioning
+from ._newton_schulz.solver import Kernel, Method
 from ._qk_clip.qk_clip import qk_clip
 
 

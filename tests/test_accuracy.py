@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz.gram_restarts import cut_into_passes
-from muonclip_jax._newton_schulz.options import resolve_options
-from muonclip_jax._newton_schulz.platforms import choose_strategy, iteration_dtype
+from muonclip_jax._newton_schulz.solver import make_solver
 
 
 SPECTRA = {
@@ -98,8 +97,9 @@ def test_passes_depend_on_the_schedule_and_the_dtype(name, dtype, lengths):
     assert sum(cut, ()) == mc.NS_COEFFS[name]
 
 
-def options(method="auto", dtype=None, coefficients="keller", kernel="xla"):
-    return resolve_options(coefficients, 5, method, dtype, "frobenius", kernel)
+def solver(platform, method="auto", dtype=None, coefficients="keller", kernel="xla"):
+    options = (coefficients, 5, method, dtype, "frobenius", kernel)
+    return make_solver(*options).on(platform)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,19 @@ def options(method="auto", dtype=None, coefficients="keller", kernel="xla"):
 )
 def test_each_platform_iterates_in_the_dtype_it_multiplies_fastest(platform, dtype):
     for given_dtype in ("float32", "bfloat16", "float16"):
-        assert iteration_dtype(jnp.dtype(given_dtype), options(), platform) == dtype
+        assert solver(platform).iteration_dtype(jnp.dtype(given_dtype)) == dtype
     for given_dtype in ("float64", "complex64"):
-        wide = iteration_dtype(jnp.dtype(given_dtype), options(), platform)
+        wide = solver(platform).iteration_dtype(jnp.dtype(given_dtype))
         assert wide == given_dtype
     for asked in ("float32", "float16"):
-        chosen = iteration_dtype(jnp.dtype("bfloat16"), options(dtype=asked), platform)
+        chosen = solver(platform, dtype=asked).iteration_dtype(jnp.dtype("bfloat16"))
         assert chosen == asked
 
 
 def test_coefficients_that_only_float32_bears_are_iterated_in_it():
-    unsafe = options(coefficients=UNSAFE_CANS)
     for platform in ("cpu", "gpu", "tpu"):
-        assert iteration_dtype(jnp.dtype("float32"), unsafe, platform) == jnp.float32
+        unsafe = solver(platform, coefficients=UNSAFE_CANS)
+        assert unsafe.iteration_dtype(jnp.dtype("float32")) == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -137,19 +137,20 @@ def test_coefficients_that_only_float32_bears_are_iterated_in_it():
     ],
 )
 def test_the_form_is_chosen_by_cost(platform, dtype, method, shape, gram):
-    dtype = jnp.dtype(dtype)
-    assert choose_strategy(shape, dtype, options(method), platform).gram == gram
+    strategy = solver(platform, method).strategy(shape, jnp.dtype(dtype))
+    assert strategy.gram == gram
 
 
 def test_kernels_are_taken_where_asked_for_from_a_size_on():
     bfloat16, float32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    asked = options(kernel="pallas")
     for platform, rows in (("tpu", 1024), ("gpu", 2048)):
-        assert choose_strategy((rows, rows), bfloat16, asked, platform).kernel
-        assert not choose_strategy((rows - 1, rows), bfloat16, asked, platform).kernel
-        assert not choose_strategy((rows, rows), float32, asked, platform).kernel
-        assert not choose_strategy((rows, rows), bfloat16, options(), platform).kernel
-    assert not choose_strategy((4096, 4096), bfloat16, asked, "cpu").kernel
+        asked = solver(platform, kernel="pallas")
+        assert asked.strategy((rows, rows), bfloat16).kernel
+        assert not asked.strategy((rows - 1, rows), bfloat16).kernel
+        assert not asked.strategy((rows, rows), float32).kernel
+        assert not solver(platform).strategy((rows, rows), bfloat16).kernel
+    on_cpu = solver("cpu", kernel="pallas")
+    assert not on_cpu.strategy((4096, 4096), bfloat16).kernel
 
 
 def test_bfloat16_input_loses_nothing_on_cpu():

@@ -1,22 +1,22 @@
-"""Who iterates what: nothing lost, nobody idle while others toil."""
+"""Which device owns which matrix: none is lost, and the work is even."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muonclip_jax._mesh.block_layout import Route
-from muonclip_jax._mesh.ownership import groups_of, MOST_SLOTS, share_out, Work
+from muonclip_jax._mesh.block_layout import AxisRoles
+from muonclip_jax._mesh.ownership import assign_owners, groups_of, MOST_SLOTS, Work
 
 
 MESH = {"a": 4, "one": 1, "b": 2}
 ROUTES = [
-    Route((), (), ("a", "b")),
-    Route((), ("a",), ("b",)),
-    Route(("b",), (), ("a",)),
-    Route(("a",), ("b",), ()),
-    Route(("a", "b"), (), ()),
-    Route((), ("a", "b"), ()),
+    AxisRoles((), (), ("a", "b")),
+    AxisRoles((), ("a",), ("b",)),
+    AxisRoles(("b",), (), ("a",)),
+    AxisRoles(("a",), ("b",), ()),
+    AxisRoles(("a", "b"), (), ()),
+    AxisRoles((), ("a", "b"), ()),
 ]
 works = st.builds(
     Work, st.integers(1, 40), st.integers(1, 1000), st.sampled_from(ROUTES)
@@ -26,14 +26,14 @@ works = st.builds(
 def loads_of(works, owners, mesh):
     loads = np.zeros(np.prod(list(mesh.values())))
     for work, owner in zip(works, owners, strict=True):
-        loads[groups_of(work.route, mesh)] += work.cost * owner.counts
+        loads[groups_of(work.roles, mesh)] += work.cost * owner.counts
     return loads
 
 
 @given(st.lists(works, min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_every_matrix_has_one_owner_who_knows_it(works):
-    for work, owners in zip(works, share_out(works, MESH), strict=True):
+    for work, owners in zip(works, assign_owners(works, MESH), strict=True):
         groups, copies, devices, slots = owners.slots.shape
         members = copies * devices
         assert groups * members == 8
@@ -59,16 +59,16 @@ def test_every_matrix_has_one_owner_who_knows_it(works):
 @settings(max_examples=60, deadline=None)
 def test_where_all_can_share_no_one_does_more_than_a_matrix_above_the_mean(sizes):
     works = [Work(count, cost, ROUTES[0]) for count, cost in sizes]
-    loads = loads_of(works, share_out(works, MESH), MESH)
+    loads = loads_of(works, assign_owners(works, MESH), MESH)
     # Graham's bound for the greedy schedule.
     assert loads.max() <= loads.mean() + max(cost for _, cost in sizes) + 1e-6
 
 
 def test_thirty_two_on_sixty_four_leave_the_rest_to_others():
     """Llama-1B on 64 chips: the 16 without a large matrix take two squares each."""
-    route = Route((), (), ("fsdp",))
+    route = AxisRoles((), (), ("fsdp",))
     works = [Work(32, 258.0, route), Work(48, 601.0, route), Work(32, 9.0, route)]
-    squares, large, small = share_out(works, {"fsdp": 64})
+    squares, large, small = assign_owners(works, {"fsdp": 64})
     assert large.counts.max() == 1 and squares.counts.max() == 2
     idle = large.counts[0, 0] == 0
     assert idle.sum() == 16 and (squares.counts[0, 0][idle] == 2).all()
@@ -79,14 +79,16 @@ def test_thirty_two_on_sixty_four_leave_the_rest_to_others():
 def test_an_expensive_matrix_leaves_every_group_of_experts_its_share(order):
     """61 matrices that cost 22 experts each, on 128 groups of eight."""
     mesh = {"expert": 128, "fsdp": 8}
-    experts = Work(540, 0.55, Route(("expert",), (), ("fsdp",)))
-    works = [Work(61, 12.1, Route((), (), ("expert", "fsdp"))), experts][::order]
-    loads = loads_of(works, share_out(works, mesh), mesh)
+    experts = Work(540, 0.55, AxisRoles(("expert",), (), ("fsdp",)))
+    works = [Work(61, 12.1, AxisRoles((), (), ("expert", "fsdp"))), experts][::order]
+    loads = loads_of(works, assign_owners(works, mesh), mesh)
     assert loads.max() < 1.05 * loads.mean()
 
 
 def test_the_same_on_every_process():
     works = [Work(30, 3.0, ROUTES[0]), Work(7, 5.0, ROUTES[2])]
-    for one, other in zip(share_out(works, MESH), share_out(works, MESH), strict=True):
+    for one, other in zip(
+        assign_owners(works, MESH), assign_owners(works, MESH), strict=True
+    ):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._matrices.stacks import plan_buckets
+from muonclip_jax._matrices.stacks import plan_stacks
 from muonclip_jax._matrices.unstack import unstack
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._muon.orthogonalize import orthogonalize
-from muonclip_jax._newton_schulz.batches import map_chunks
-from muonclip_jax._newton_schulz.options import resolve_options
+from muonclip_jax._newton_schulz.batches import map_batches
+from muonclip_jax._newton_schulz.solver import make_solver
 
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -26,7 +26,7 @@ LAYOUTS = [
     ((4, 6), PLAIN), ((6, 4), PLAIN), ((5, 5), PLAIN), ((4, 2, 3), FUSED),
     ((2, 4, 6), PLAIN), ((3, 6, 4), PLAIN), ((2, 6, 2, 2), FUSED), ((1, 6), PLAIN),
 ]  # fmt: skip
-OPTIONS = resolve_options("keller", 5, "auto", None, "frobenius", "xla")
+SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
@@ -39,7 +39,7 @@ def gpt2_shapes(layers):
 
 def plan_of(shapes, dtype=jnp.float32):
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    return plan_buckets(leaves, [matrix_view(shape, PLAIN) for shape in shapes])
+    return plan_stacks(leaves, [matrix_view(shape, PLAIN) for shape in shapes])
 
 
 def leaf_of(shape, dtype, seed):
@@ -49,36 +49,42 @@ def leaf_of(shape, dtype, seed):
 
 def test_the_stacks_of_gpt2():
     plan = plan_of(gpt2_shapes(12).values())
-    assert [(b.shape, b.count, len(b.slots)) for b in plan.buckets] == [
+    assert [(stack.shape, stack.count, len(stack.parts)) for stack in plan] == [
         ((768, 768), 48, 48),
         ((768, 3072), 24, 24),
     ]
-    assert str(plan) == (
-        "48 x 768 x 768 float32 from 48 leaves\n24 x 768 x 3072 float32 from 24 leaves"
-    )
+    assert list(map(str, plan)) == [
+        "48 x 768 x 768 float32 from 48 leaves",
+        "24 x 768 x 3072 float32 from 24 leaves",
+    ]
 
 
 def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
     shapes = [(12, 64, 256), (256, 64)]
     plan = plan_of(shapes)
-    assert str(plan) == "13 x 64 x 256 float32 from 2 leaves"
+    assert list(map(str, plan)) == ["13 x 64 x 256 float32 from 2 leaves"]
     views = [matrix_view(shape, PLAIN) for shape in shapes]
     mixed = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in zip(shapes, DTYPES[:2], strict=True)
     ]
-    assert str(plan_buckets(mixed, views)) == (
-        "12 x 64 x 256 float32 from 1 leaf\n1 x 64 x 256 bfloat16 from 1 leaf"
-    )
+    assert list(map(str, plan_stacks(mixed, views))) == [
+        "12 x 64 x 256 float32 from 1 leaf",
+        "1 x 64 x 256 bfloat16 from 1 leaf",
+    ]
 
 
 def test_stacks_of_several_leaves_stay_below_a_size():
     shapes = [(4, 6), (6, 4), (4, 6), (9, 4, 6), (4, 6)]
     leaves = [jnp.zeros(shape) for shape in shapes]
     views = [matrix_view(shape, PLAIN) for shape in shapes]
-    plan = plan_buckets(leaves, views, max_size=48)
-    slots = [[slot.leaf for slot in bucket.slots] for bucket in plan.buckets]
-    assert slots == [[0, 1], [2], [3], [4]]
+    plan = plan_stacks(leaves, views, max_entries=48)
+    assert [[part.leaf for part in stack.parts] for stack in plan] == [
+        [0, 1],
+        [2],
+        [3],
+        [4],
+    ]
 
 
 @settings(max_examples=25, deadline=None)
@@ -91,7 +97,7 @@ def test_stacks_of_several_leaves_stay_below_a_size():
 def test_every_leaf_comes_out_as_it_would_alone(kinds, seed):
     leaves = [leaf_of(s, dtype, seed + i) for i, ((s, _), dtype) in enumerate(kinds)]
     views = [matrix_view(shape, numbers) for (shape, numbers), _ in kinds]
-    together = orthogonalize(leaves, views, OPTIONS)
+    together = orthogonalize(SOLVER, leaves, views)
     for leaf, view, result in zip(leaves, views, together, strict=True):
         alone = view.from_matrices(mc.newton_schulz(view.to_matrices(leaf)))
         assert result.dtype == jnp.float32 and result.shape == leaf.shape
@@ -112,7 +118,7 @@ def test_chunks_do_not_change_the_result(count, chunk_size):
         return x @ x.mT @ x
 
     expected = stack @ stack.mT @ stack
-    result = map_chunks(function, stack, chunk_size)
+    result = map_batches(function, stack, chunk_size)
     chex.assert_trees_all_close(result, expected, atol=1e-4)
     assert max(sizes) * 24 <= max(chunk_size, 24)
 
@@ -140,7 +146,7 @@ def test_a_leaf_more_of_a_known_shape_adds_a_few_operations():
     def operations(layers):
         leaves = [jnp.zeros(s) for s in gpt2_shapes(layers).values()]
         views = [matrix_view(leaf.shape, PLAIN) for leaf in leaves]
-        program = jax.jit(lambda x: orthogonalize(x, views, OPTIONS)).lower(leaves)
+        program = jax.jit(lambda x: orthogonalize(SOLVER, x, views)).lower(leaves)
         return program.as_text().count(" = ")
 
     one, two, three = (operations(layers) for layers in (2, 3, 4))
@@ -153,7 +159,7 @@ def test_under_jit_and_vmap():
     views = [matrix_view(shape, PLAIN) for shape in shapes]
 
     def function(leaves):
-        return orthogonalize(leaves, views, OPTIONS)
+        return orthogonalize(SOLVER, leaves, views)
 
     batched = jax.jit(jax.vmap(function))(leaves)
     for i in range(3):
@@ -165,12 +171,12 @@ def test_leaves_without_matrices_pass_through():
     masked = optax.MaskedNode()
     leaves = [masked, jnp.ones((0, 4, 6)), jnp.ones((2, 4, 6))]
     views = [None, *(matrix_view(leaf.shape, PLAIN) for leaf in leaves[1:])]
-    results = orthogonalize(leaves, views, OPTIONS)
+    results = orthogonalize(SOLVER, leaves, views)
     assert results[0] is masked and results[1].shape == (0, 4, 6)
     chex.assert_trees_all_close(results[2], mc.newton_schulz(leaves[2]), atol=1e-5)
-    (empty,) = orthogonalize(leaves[1:2], views[1:2], OPTIONS)
+    (empty,) = orthogonalize(SOLVER, leaves[1:2], views[1:2])
     assert empty.shape == (0, 4, 6)
-    assert orthogonalize([], [], OPTIONS) == []
+    assert orthogonalize(SOLVER, [], []) == []
 
 
 def test_abstract_leaves_keep_their_shapes_and_dtypes():

@@ -52,8 +52,12 @@ def table(params):
     tree = paths.flatten(params)
     return {
         paths.show(path): view and (view.count, view.fan_in, view.fan_out)
-        for path, view in zip(tree.paths, matrix_views(None, params), strict=True)
+        for path, view in zip(tree.paths, matrix_views(None, tree), strict=True)
     }
+
+
+def views_of(numbers, params):
+    return matrix_views(numbers, paths.flatten(params))
 
 
 def linen_params(model, *args):
@@ -306,7 +310,7 @@ def test_given_numbers_override_everything(spec):
         "a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))},
         "b": jnp.ones((3, 3)),
     }
-    views = matrix_views(spec, params)
+    views = views_of(spec, params)
     assert [v is not None for v in views] == [False, True, True]
 
 
@@ -315,12 +319,12 @@ def test_a_prefix_will_do():
         "a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))},
         "b": jnp.ones((3, 3)),
     }
-    assert [bool(v) for v in matrix_views({"a": None, "b": SPEC}, params)] == [
+    assert [bool(v) for v in views_of({"a": None, "b": SPEC}, params)] == [
         False,
         False,
         True,
     ]
-    assert all(matrix_views(SPEC, params))
+    assert all(views_of(SPEC, params))
 
 
 @pytest.mark.parametrize(
@@ -409,8 +413,8 @@ def test_stack_axes_elsewhere_than_in_front(axis):
     moved = jax.tree.map(lambda p: jnp.moveaxis(p, 0, axis), {"layers": front})
     moved["embed"] = {"embedding": jnp.ones((50, 20))}
     numbers = mc.flax_dimension_numbers(moved, stack_axes={"layers": axis})
-    views = matrix_views(numbers, moved)
-    expected = matrix_views(None, {"layers": front} | {"embed": moved["embed"]})
+    views = views_of(numbers, moved)
+    expected = views_of(None, {"layers": front} | {"embed": moved["embed"]})
     assert [v and (v.count, v.fan_in, v.fan_out) for v in views] == [
         v and (v.count, v.fan_in, v.fan_out) for v in expected
     ]

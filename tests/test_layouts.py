@@ -8,7 +8,12 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._mesh.block_layout import layout, local_view, Route, route
+from muonclip_jax._mesh.block_layout import (
+    axis_roles,
+    AxisRoles,
+    block_layout,
+    local_view,
+)
 
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -41,13 +46,17 @@ def mesh():
 def test_blocks_of_all_devices_make_up_the_matrices(mesh, shape, numbers, spec):
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     view = matrix_view(shape, numbers)
-    local, mine = local_view(view, spec, mesh.shape), layout(view, spec, mesh.shape)
-    way = route(view, spec, mesh.shape)
+    local, mine = (
+        local_view(view, spec, mesh.shape),
+        block_layout(view, spec, mesh.shape),
+    )
     on_devices = jax.device_put(whole, NamedSharding(mesh, spec))
     at = {shard.device: shard for shard in on_devices.addressable_shards}
 
     # One group and one copy: the devices along the axes that cut.
-    here = tuple(slice(None) if name in way.cut else 0 for name in mesh.axis_names)
+    here = tuple(
+        slice(None) if name in mine.roles.sharded else 0 for name in mesh.axis_names
+    )
     group = np.atleast_1d(mesh.devices[here]).reshape(-1)
     blocks = np.stack([local.to_matrices(at[device].data) for device in group], axis=1)
     joined = np.stack([mine.join(x) for x in blocks])
@@ -70,9 +79,9 @@ def test_blocks_of_all_devices_make_up_the_matrices(mesh, shape, numbers, spec):
 def test_what_each_axis_does_to_a_leaf():
     mesh = {"data": 2, "expert": 4, "fsdp": 2, "one": 1}
     view = matrix_view((3, 4, 8, 16), PLAIN)
-    assert route(view, P(None, "expert", "fsdp", "one"), mesh) == Route(
-        batch=("expert",), copies=("data",), cut=("fsdp",)
+    assert axis_roles(view, P(None, "expert", "fsdp", "one"), mesh) == AxisRoles(
+        batch=("expert",), replicated=("data",), sharded=("fsdp",)
     )
-    assert route(view, P(None, None, ("fsdp", "data")), mesh) == Route(
-        batch=(), copies=("expert",), cut=("data", "fsdp")
+    assert axis_roles(view, P(None, None, ("fsdp", "data")), mesh) == AxisRoles(
+        batch=(), replicated=("expert",), sharded=("data", "fsdp")
     )

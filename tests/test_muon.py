@@ -20,10 +20,10 @@ DATA = pathlib.Path(__file__).parent / "data"
 
 @pytest.fixture
 def every_speed_feature(monkeypatch):
-    """As for large matrices on all platforms: blocks, chunks and stacks of one leaf."""
+    """As for large matrices: row blocks, batches, and stacks of one leaf."""
     monkeypatch.setattr(platforms, "BLOCK_ROWS", 2)
-    monkeypatch.setitem(platforms.CHUNK_SIZE, "cpu", 1)
-    monkeypatch.setitem(platforms.STACK_SIZE, "cpu", 1)
+    monkeypatch.setitem(platforms.BATCH_ENTRIES, "cpu", 1)
+    monkeypatch.setitem(platforms.STACK_ENTRIES, "cpu", 1)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.solver import iterate
+from muonclip_jax._newton_schulz.solver import Solver
 
 
 SHAPES = [(8, 8), (5, 17), (17, 5), (1, 6), (6, 1), (32, 64)]
@@ -153,11 +153,11 @@ def test_transposition_commutes():
 
 def test_one_compilation_per_distinct_shape():
     x = normal(2, 9, 11)
-    traced = iterate._cache_size()
+    traced = Solver.iterate._cache_size()
     for y in (x, x + 1, x.T, jnp.stack([x] * 3)):
         mc.newton_schulz(y)
     # On three platforms, of one shape each: matrices of a stack are alike.
-    assert iterate._cache_size() - traced <= 2 * 3
+    assert Solver.iterate._cache_size() - traced <= 2 * 3
 
 
 def test_traced_ns_steps_runs_that_many_steps():

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import muonclip_jax as mc
 from muonclip_jax._model import paths
-from muonclip_jax._qk_clip.head_scales import read_heads
+from muonclip_jax._qk_clip.state import read_heads
 
 
 def without_biases(params, stats, threshold, **options):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz import platforms, solver
+from muonclip_jax._newton_schulz import platforms
 from muonclip_jax._newton_schulz.kernels import gpu, tpu
 from muonclip_jax._newton_schulz.kernels.tiles import lower_tiles
-from muonclip_jax._newton_schulz.options import resolve_options
+from muonclip_jax._newton_schulz.solver import make_solver, Solver
 
 
 MODULES = {"tpu": tpu, "gpu": gpu}
@@ -200,9 +200,9 @@ def test_simulated_memory_of_a_tpu(shape):
     check(out, x, x, addend=addend)
 
 
-def orthogonalized(options, platform, x):
-    prepared = solver.prepare.__wrapped__(x, options, platform)
-    return solver.iterate.__wrapped__(prepared, None, options, platform)
+def orthogonalized(solver, x):
+    prepared = Solver.prepare.__wrapped__(solver, x)
+    return Solver.iterate.__wrapped__(solver, prepared)
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (2, 24, 80)])
@@ -217,8 +217,8 @@ def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, platform, dtype, s
     exact = np.asarray(mc.newton_schulz(x, method="standard"), np.float64)
     errors = []
     for kernel in ("xla", "pallas"):
-        options = resolve_options("keller", 5, "auto", dtype, "frobenius", kernel)
-        y = jax.jit(functools.partial(orthogonalized, options, platform))(x)
+        solver = make_solver("keller", 5, "auto", dtype, "frobenius", kernel)
+        y = jax.jit(orthogonalized)(solver.on(platform), x)
         errors.append(np.linalg.norm(y - exact) / np.linalg.norm(exact))
     assert 0 < errors[1] < 2 * errors[0] < 0.2
 

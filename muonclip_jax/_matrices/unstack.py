@@ -2,25 +2,30 @@
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 
-@functools.partial(jax.jit, static_argnames="counts")
-def unstack(stack: jax.Array, counts: tuple[int, ...]) -> list[jax.Array]:
-    """Cuts the first axis into consecutive parts of the given lengths."""
-    if len(counts) == 1:
-        return [stack]
+def unstack(
+    stack: jax.Array, counts: Sequence[int], on_cpu: bool | None = None
+) -> Sequence[jax.Array]:
+    """Cuts the first axis into consecutive parts of the given lengths.
+
+    `on_cpu` is None where only the compiler knows it.
+    """
+    if len(counts) < 2:
+        return [stack] * len(counts)
+    at_run_time = functools.partial(_cut_at_run_time, counts=counts)
     # Elsewhere offsets that are known let the compiler fuse and shard the parts.
-    return jax.lax.platform_dependent(
-        stack,
-        cpu=functools.partial(_cut_at_run_time, counts),
-        default=lambda stack: list(jax.lax.split(stack, counts)),
-    )
+    at_once = functools.partial(jax.lax.split, sizes=counts)
+    if on_cpu is None:
+        return jax.lax.platform_dependent(stack, cpu=at_run_time, default=at_once)
+    return at_run_time(stack) if on_cpu else at_once(stack)
 
 
-def _cut_at_run_time(counts: tuple[int, ...], stack: jax.Array) -> list[jax.Array]:
+def _cut_at_run_time(stack: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
     """Cuts where XLA cannot see it.
 
     For CPU, XLA compiles equal kernels once, and kernels that read a stack at different
@@ -34,7 +39,7 @@ def _cut_at_run_time(counts: tuple[int, ...], stack: jax.Array) -> list[jax.Arra
     ]
 
 
-def _opaque_starts(counts: tuple[int, ...]) -> list[jax.Array]:
+def _opaque_starts(counts: Sequence[int]) -> list[jax.Array]:
     # XLA folds `x + 1` in a loop of two passes, and with it the loop, but not `x + i`.
     starts = itertools.accumulate(counts[:-1], initial=0)
     return jax.lax.fori_loop(

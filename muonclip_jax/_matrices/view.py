@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 
@@ -29,19 +28,41 @@ class MatrixView:
     def fan_out(self) -> int:
         return self._size(self.output)
 
+    @property
+    def short_and_long(self) -> tuple[int, int]:
+        short, long = sorted((self.fan_in, self.fan_out))
+        return short, long
+
     def to_matrices(self, leaf: jax.Array) -> jax.Array:
         """Returns the leaf as `(count, fan_in, fan_out)`."""
-        moved = jnp.transpose(leaf, self._order)
-        return moved.reshape(self.count, self.fan_in, self.fan_out)
+        shape = self.count, self.fan_in, self.fan_out
+        return jax.lax.reshape(jax.lax.transpose(leaf, self._order), shape)
 
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
-        moved = matrices.reshape([self.shape[axis] for axis in self._order])
-        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return jnp.transpose(moved, inverse)
+        return self._restore(matrices, self._order)
+
+    def to_wide(self, leaf: jax.Array) -> jax.Array:
+        """Returns the leaf as `(count, m, n)`, the short side first."""
+        shape = self.count, *self.short_and_long
+        return jax.lax.reshape(jax.lax.transpose(leaf, self._wide_order), shape)
+
+    def from_wide(self, matrices: jax.Array) -> jax.Array:
+        return self._restore(matrices, self._wide_order)
+
+    def _restore(self, matrices: jax.Array, order: tuple[int, ...]) -> jax.Array:
+        moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in order])
+        return jax.lax.transpose(
+            moved, sorted(range(len(order)), key=order.__getitem__)
+        )
 
     @property
     def _order(self) -> tuple[int, ...]:
         return self.batch + self.reduction + self.output
+
+    @property
+    def _wide_order(self) -> tuple[int, ...]:
+        is_tall = self.fan_in > self.fan_out
+        return self.batch + self.output + self.reduction if is_tall else self._order
 
     def _size(self, axes: tuple[int, ...]) -> int:
         return math.prod(self.shape[axis] for axis in axes)
@@ -51,15 +72,12 @@ def matrix_view(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> Matrix
     """Reads dimension numbers against a shape; all axes they leave out are batch."""
     reduction = _axes(numbers.reduction_axis, len(shape))
     output = _axes(numbers.output_axis, len(shape))
-    if (
-        not reduction
-        or not output
-        or len({*reduction, *output}) < len(reduction + output)
-    ):
+    named = reduction + output
+    if not reduction or not output or len(set(named)) < len(named):
         raise ValueError(
             f"reduction and output axes must be distinct and not empty, got {numbers}"
         )
-    batch = tuple(i for i in range(len(shape)) if i not in reduction + output)
+    batch = tuple(i for i in range(len(shape)) if i not in named)
     return MatrixView(batch, reduction, output, tuple(shape))
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -11,46 +12,45 @@ from .._matrices.view import MatrixView
 from .placement import mesh_axes
 
 
-@dataclasses.dataclass(frozen=True)
-class Route:
+class AxisRoles(NamedTuple):
     """What each axis of a mesh does to the matrices of a leaf; in the mesh's order."""
 
-    batch: tuple[str, ...]  # other devices hold other matrices
-    copies: tuple[str, ...]  # other devices hold the same
-    cut: tuple[str, ...]  # other devices hold other blocks of the same
+    batch: tuple[str, ...]  # along these, devices hold different matrices
+    replicated: tuple[str, ...]  # devices hold the same
+    sharded: tuple[str, ...]  # devices hold different blocks of the same
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the blocks of one matrix, as devices along `route.cut` hold them, fit.
+class BlockLayout:
+    """How the blocks of one matrix, as devices along `roles.sharded` hold them, fit.
 
     A block has the axes of the leaf that make up the matrix, the inputs first.
     """
 
-    cut: tuple[tuple[str, int], ...]  # the axes of `route.cut` and their sizes
+    roles: AxisRoles
+    devices: tuple[int, ...]  # sizes of the axes of `roles.sharded`
     block: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]  # that cut each axis of the block, major first
     num_inputs: int
 
     def join(self, blocks: jax.Array) -> jax.Array:
         """Blocks `(devices, fan_in, fan_out)` to a matrix, the short side first."""
-        x = blocks.reshape(*(size for _, size in self.cut), *self.block)
+        x = blocks.reshape(*self.devices, *self.block)
         x = x.transpose(self._order).reshape(self._whole)
         return x.mT if self._is_tall else x
 
     def split(self, matrix: jax.Array) -> jax.Array:
         """The inverse of `join`."""
         x = matrix.mT if self._is_tall else matrix
-        x = x.reshape([self._sizes[i] for i in self._order])
+        sizes = (*self.devices, *self.block)
+        x = x.reshape([sizes[i] for i in self._order])
         inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-        devices = math.prod(size for _, size in self.cut)
-        return x.transpose(inverse).reshape(devices, *self.block_shape)
+        return x.transpose(inverse).reshape(math.prod(self.devices), *self.block_shape)
 
     @property
     def block_shape(self) -> tuple[int, int]:
         """A block as a part of the matrix, `(fan_in, fan_out)`."""
-        inputs, outputs = self.block[: self.num_inputs], self.block[self.num_inputs :]
-        return math.prod(inputs), math.prod(outputs)
+        return self._fans(self.block)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,50 +59,57 @@ class Layout:
         return short, long
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
-        return (*(size for _, size in self.cut), *self.block)
-
-    @property
     def _order(self) -> tuple[int, ...]:
         """Every axis of a block behind the mesh axes that cut it."""
-        place = {name: i for i, (name, _) in enumerate(self.cut)}
+        place = {name: i for i, name in enumerate(self.roles.sharded)}
         order: list[int] = []
         for i, axes in enumerate(self.axes):
-            order += [*(place[axis] for axis in axes), len(self.cut) + i]
+            order += [*(place[axis] for axis in axes), len(self.devices) + i]
         return tuple(order)
 
     @property
     def _whole(self) -> tuple[int, int]:
-        sizes = dict(self.cut)
-        whole = [
-            size * math.prod(sizes[axis] for axis in axes)
-            for size, axes in zip(self.block, self.axes, strict=True)
-        ]
-        return math.prod(whole[: self.num_inputs]), math.prod(whole[self.num_inputs :])
+        size = dict(zip(self.roles.sharded, self.devices, strict=True))
+        return self._fans(
+            [
+                entries * math.prod(size[axis] for axis in axes)
+                for entries, axes in zip(self.block, self.axes, strict=True)
+            ]
+        )
+
+    def _fans(self, sizes: Sequence[int]) -> tuple[int, int]:
+        inputs, outputs = sizes[: self.num_inputs], sizes[self.num_inputs :]
+        return math.prod(inputs), math.prod(outputs)
 
     @property
     def _is_tall(self) -> bool:
         return self._whole[0] > self._whole[1]
 
 
-def route(view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]) -> Route:
+def axis_roles(
+    view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
+) -> AxisRoles:
     """`mesh` maps names of axes to sizes."""
     by_axis = _axes_of(view, spec, mesh)
     batch = {name for axis in view.batch for name in by_axis[axis]}
-    cut = {name for axes in by_axis for name in axes} - batch
+    sharded = {name for axes in by_axis for name in axes} - batch
     names = [name for name, size in mesh.items() if size > 1]
-    return Route(
+    return AxisRoles(
         batch=tuple(name for name in names if name in batch),
-        copies=tuple(name for name in names if name not in batch | cut),
-        cut=tuple(name for name in names if name in cut),
+        replicated=tuple(name for name in names if name not in batch | sharded),
+        sharded=tuple(name for name in names if name in sharded),
     )
 
 
-def layout(view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]) -> Layout:
+def block_layout(
+    view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
+) -> BlockLayout:
+    roles = axis_roles(view, spec, mesh)
     by_axis, local = _axes_of(view, spec, mesh), local_view(view, spec, mesh)
     inner = view.reduction + view.output
-    return Layout(
-        cut=tuple((name, mesh[name]) for name in route(view, spec, mesh).cut),
+    return BlockLayout(
+        roles=roles,
+        devices=tuple(mesh[name] for name in roles.sharded),
         block=tuple(local.shape[axis] for axis in inner),
         axes=tuple(by_axis[axis] for axis in inner),
         num_inputs=len(view.reduction),

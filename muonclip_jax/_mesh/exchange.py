@@ -1,4 +1,4 @@
-"""Matrices brought to who iterates them, and back: inside `jax.shard_map`."""
+"""Blocks to whole matrices at their owners, and back: inside `jax.shard_map`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,18 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .block_layout import Layout, Route
+from .block_layout import AxisRoles, BlockLayout
 from .ownership import Owners
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One stack's way. `kinds` says which of `layouts` each of its matrices has."""
+    """One stack's way. `kinds` says which of `layouts` each of its matrices has.
 
-    route: Route
+    The mesh's axes have the same roles in all layouts.
+    """
+
     owners: Owners
-    layouts: tuple[Layout, ...]
+    layouts: tuple[BlockLayout, ...]
     kinds: np.ndarray
+
+    @property
+    def roles(self) -> AxisRoles:
+        return self.layouts[0].roles
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -33,7 +39,7 @@ class Exchange:
     def to_owners(self, blocks: jax.Array) -> jax.Array:
         """Blocks `(matrices, ...)` to this device's share, `(slots, m, n)`.
 
-        Slots that are not in use hold anything.
+        Unused slots are undefined.
         """
         group, copy, device = self._here()
         slots = _at(self.owners.slots, group, copy)
@@ -49,22 +55,21 @@ class Exchange:
         splits = [self._split(layout) for layout in self.layouts]
         split = self._by_layout(splits, kinds, matrices)
         blocks = self._all_to_all(jnp.moveaxis(split, 1, 0))
-        if self.route.copies:
-            blocks = jax.lax.all_gather(blocks, self.route.copies)
+        if self.roles.replicated:
+            blocks = jax.lax.all_gather(blocks, self.roles.replicated)
         blocks = blocks.reshape(-1, *self.block_shape)
         return _take(blocks, _at(self.owners.places, group))
 
     def _here(self) -> tuple[jax.Array | int, ...]:
-        axes = self.route.batch, self.route.copies, self.route.cut
-        return tuple(jax.lax.axis_index(names) if names else 0 for names in axes)
+        return tuple(jax.lax.axis_index(axes) if axes else 0 for axes in self.roles)
 
     def _all_to_all(self, blocks: jax.Array) -> jax.Array:
         """Block `i` goes to device `i`."""
-        if not self.route.cut:
+        if not self.roles.sharded:
             return blocks
-        return jax.lax.all_to_all(blocks, self.route.cut, 0, 0, tiled=True)
+        return jax.lax.all_to_all(blocks, self.roles.sharded, 0, 0, tiled=True)
 
-    def _split(self, layout: Layout) -> Callable[[jax.Array], jax.Array]:
+    def _split(self, layout: BlockLayout) -> Callable[[jax.Array], jax.Array]:
         return lambda matrix: layout.split(matrix).reshape(-1, *self.block_shape)
 
     def _by_layout(self, functions, kinds, stack: jax.Array) -> jax.Array:

@@ -1,116 +1,132 @@
-"""Orthogonalization shared out over a mesh.
+"""Orthogonalization by all devices of a mesh.
 
-Blocks of leaves -> whole matrices, each on one device -> iterated there -> blocks. What
-travels does so once for each stack and way, and nothing travels in between.
+Blocks of leaves -> whole matrices, each at the device that owns it -> iterated there ->
+blocks. Each stack needs two exchanges, and between them no device waits for another.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
-from .._newton_schulz.batches import map_chunks, map_first
-from .._newton_schulz.options import Options
-from .._newton_schulz.platforms import CHUNK_SIZE, cost, Platform, wire_dtype
-from .._newton_schulz.solver import iterate, prepare
-from .block_layout import Layout, layout, local_view, Route, route
+from .._newton_schulz.solver import Solver
+from .block_layout import block_layout, BlockLayout, local_view
 from .exchange import Exchange
-from .ownership import Owners, share_out, Work
+from .ownership import assign_owners, Work
 
 
-class Part(NamedTuple):
-    """One leaf's matrices in a stack."""
+class SharedStack(NamedTuple):
+    """Matrices of one shape, dtype and role of each axis; the parts are a device's."""
 
-    leaf: int
-    view: MatrixView  # of what one device holds
-    layout: Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """Matrices of one shape and dtype that the same devices share out."""
-
-    shape: tuple[int, int]
-    dtype: str
-    route: Route
-    parts: list[Part]
-
-    @property
-    def count(self) -> int:
-        return sum(part.view.count for part in self.parts)
+    stack: Stack
+    exchange: Exchange
 
 
 def orthogonalize_on_mesh(
+    solver: Solver,
     leaves: Sequence[jax.Array],
-    ns_steps: jax.Array | None,
     *,
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec],
-    options: Options,
-    platform: Platform,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that lie on `mesh` as `specs` say, and leaves them so."""
-    function = shared_out(
-        [leaf.dtype for leaf in leaves],
-        views=views,
-        mesh=mesh.shape,
-        specs=specs,
-        options=options,
-        platform=platform,
+    on_device = functools.partial(
+        orthogonalize_on_each_device, views=views, mesh=mesh.shape, specs=specs
     )
-    here = jax.shard_map(
-        function,
+    return jax.shard_map(
+        on_device,
         mesh=mesh,
-        in_specs=(list(specs), PartitionSpec()),
+        in_specs=(PartitionSpec(), list(specs)),
         out_specs=list(specs),
         check_vma=False,
-    )
-    return here(list(leaves), ns_steps)
+    )(solver, list(leaves))
 
 
-def shared_out(
-    dtypes: Sequence[jnp.dtype],
+def orthogonalize_on_each_device(
+    solver: Solver,
+    leaves: Sequence[jax.Array],
     *,
     views: Sequence[MatrixView],
     mesh: Mapping[str, int],
     specs: Sequence[PartitionSpec],
-    options: Options,
-    platform: Platform,
-) -> Callable[[Sequence[jax.Array], jax.Array | None], list[jax.Array]]:
-    """What one device does: from its blocks of all leaves to what becomes of them.
+) -> list[jax.Array]:
+    """What one device does: from its blocks of all leaves to the same, orthogonal.
 
     `mesh` maps names of axes to sizes.
     """
-    stacks = plan_stacks(dtypes, views, specs, mesh)
-    exchanges = plan_exchanges(stacks, mesh, options, platform)
-
-    pairs = list(zip(stacks, exchanges, strict=True))
-    settings = options, platform
-
-    # Between the two exchanges of all stacks no device waits for another: who has
+    shared = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
+    # Between the two exchanges of all stacks no device waits for another: one that has
     # nothing in one stack starts on what it has in the next. A barrier would not do,
     # since compilers drop it before they put operations in order.
-    def function(leaves, ns_steps):
-        received = [_receive(*pair, leaves, *settings) for pair in pairs]
-        zero, shares = _zero_after(received), []
-        for i, (pair, matrices) in enumerate(zip(pairs, received, strict=True)):
-            # A name by which benchmarks know its loop.
-            with jax.named_scope(f"stack{i}"):
-                share, zero = _iterate_share(*pair, matrices, ns_steps, *settings, zero)
-            shares.append(share)
-        results = list(leaves)
-        for (stack, exchange), share in zip(pairs, shares, strict=True):
-            blocks = exchange.to_blocks(share + zero.astype(share.dtype))
-            _scatter(stack, blocks, results)
-        return results
+    received = [_send_to_owners(solver, *each, leaves) for each in shared]
+    zero, iterated = _zero_after(received), []
+    for i, (each, matrices) in enumerate(zip(shared, received, strict=True)):
+        # A name by which benchmarks know its loop.
+        with jax.named_scope(f"stack{i}"):
+            mine, zero = _iterate_own(solver, *each, matrices, zero)
+        iterated.append(mine)
+    results: list[Any] = list(leaves)
+    on_cpu = solver.platform == "cpu"
+    for (stack, exchange), mine in zip(shared, iterated, strict=True):
+        blocks = exchange.to_blocks(mine + zero.astype(mine.dtype))
+        stack.scatter(blocks, MatrixView.from_matrices, results, on_cpu=on_cpu)
+    return results
 
-    return function
+
+def plan_exchanges(
+    solver: Solver,
+    dtypes: Sequence[jnp.dtype],
+    views: Sequence[MatrixView],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+) -> list[SharedStack]:
+    groups: dict[tuple, list[tuple[Part, BlockLayout]]] = {}
+    for i, (dtype, view, spec) in enumerate(zip(dtypes, views, specs, strict=True)):
+        layout = block_layout(view, spec, mesh)
+        key = layout.shape, jnp.dtype(dtype).name, layout.roles
+        part = Part(i, local_view(view, spec, mesh))
+        groups.setdefault(key, []).append((part, layout))
+    stacks = [
+        Stack(shape, dtype, tuple(part for part, _ in group))
+        for (shape, dtype, _), group in groups.items()
+    ]
+    works = [
+        Work(stack.count, solver.cost(stack.shape, jnp.dtype(stack.dtype)), roles)
+        for stack, (*_, roles) in zip(stacks, groups, strict=True)
+    ]
+    return [
+        SharedStack(stack, _exchange(owners, group))
+        for stack, owners, group in zip(
+            stacks, assign_owners(works, mesh), groups.values(), strict=True
+        )
+    ]
+
+
+def _exchange(owners: Any, group: list[tuple[Part, BlockLayout]]) -> Exchange:
+    layouts = list(dict.fromkeys(layout for _, layout in group))
+    counts = [part.view.count for part, _ in group]
+    kinds = np.repeat([layouts.index(layout) for _, layout in group], counts)
+    return Exchange(owners, tuple(layouts), kinds.astype(np.int32))
+
+
+def _send_to_owners(
+    solver: Solver, stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array]
+) -> jax.Array:
+    """What this device iterates of a stack, `(slots, m, n)`."""
+    wire = solver.wire_dtype(jnp.dtype(stack.dtype))
+
+    def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:
+        matrices = view.to_matrices(leaf).astype(wire)
+        return matrices.reshape(-1, *exchange.block_shape)
+
+    return exchange.to_owners(stack.gather(leaves, to_blocks))
 
 
 def _zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -119,95 +135,18 @@ def _zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)
 
 
-def plan_stacks(
-    dtypes: Sequence[jnp.dtype],
-    views: Sequence[MatrixView],
-    specs: Sequence[PartitionSpec],
-    mesh: Mapping[str, int],
-) -> list[Stack]:
-    stacks: dict[tuple, Stack] = {}
-    for i, (dtype, view, spec) in enumerate(zip(dtypes, views, specs, strict=True)):
-        part = Part(i, local_view(view, spec, mesh), layout(view, spec, mesh))
-        key = part.layout.shape, jnp.dtype(dtype).name, route(view, spec, mesh)
-        stacks.setdefault(key, Stack(*key, [])).parts.append(part)
-    return list(stacks.values())
-
-
-def plan_exchanges(
-    stacks: Sequence[Stack],
-    mesh: Mapping[str, int],
-    options: Options,
-    platform: Platform,
-) -> list[Exchange]:
-    works = [
-        Work(
-            stack.count,
-            cost(stack.shape, jnp.dtype(stack.dtype), options, platform),
-            stack.route,
-        )
-        for stack in stacks
-    ]
-    return [
-        _exchange(stack, owners)
-        for stack, owners in zip(stacks, share_out(works, mesh), strict=True)
-    ]
-
-
-def _exchange(stack: Stack, owners: Owners) -> Exchange:
-    layouts = list(dict.fromkeys(part.layout for part in stack.parts))
-    kinds = [
-        np.full(part.view.count, layouts.index(part.layout), np.int32)
-        for part in stack.parts
-    ]
-    return Exchange(stack.route, owners, tuple(layouts), np.concatenate(kinds))
-
-
-def _receive(
-    stack: Stack,
-    exchange: Exchange,
-    leaves: Sequence[jax.Array],
-    options: Options,
-    platform: Platform,
-) -> jax.Array:
-    """What this device iterates of a stack, `(slots, m, n)`."""
-    wire = wire_dtype(jnp.dtype(stack.dtype), options, platform)
-    blocks = [
-        part.view.to_matrices(leaves[part.leaf])
-        .astype(wire)
-        .reshape(-1, *exchange.block_shape)
-        for part in stack.parts
-    ]
-    return exchange.to_owners(
-        blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
-    )
-
-
-def _iterate_share(
+def _iterate_own(
+    solver: Solver,
     stack: Stack,
     exchange: Exchange,
     matrices: jax.Array,
-    ns_steps: jax.Array | None,
-    options: Options,
-    platform: Platform,
     zero: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     def orthogonalize(x: jax.Array) -> jax.Array:
         # The dtype of the iteration follows from that of the leaf, not of the wire.
-        ready = prepare(x.astype(stack.dtype), options, platform)
-        return iterate(ready, ns_steps, options, platform)
+        return solver.orthogonalize(x.astype(stack.dtype))
 
-    count, chunk_size = exchange.count(), CHUNK_SIZE[platform]
+    count = exchange.count()
     if isinstance(count, jax.Array):
-        return map_first(orthogonalize, matrices, chunk_size, count, zero)
-    shares = map_chunks(orthogonalize, matrices, chunk_size)
-    return shares.astype(matrices.dtype), zero
-
-
-def _scatter(stack: Stack, blocks: jax.Array, results: list[jax.Array]) -> None:
-    dtype = jnp.promote_types(stack.dtype, jnp.float32)
-    counts = [part.view.count for part in stack.parts]
-    split = jnp.split(blocks, np.cumsum(counts[:-1]))
-    for part, mine in zip(stack.parts, split, strict=True):
-        shape = part.view.fan_in, part.view.fan_out
-        leaf = part.view.from_matrices(mine.reshape(-1, *shape))
-        results[part.leaf] = leaf.astype(dtype)
+        return solver.map_first(orthogonalize, matrices, count, zero)
+    return solver.map(orthogonalize, matrices).astype(matrices.dtype), zero

@@ -1,4 +1,4 @@
-"""Who iterates which matrix: work shared out by cost over the devices of a mesh."""
+"""Which device owns which matrix: work assigned by cost over the devices of a mesh."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_layout import Route
+from .block_layout import AxisRoles
 
 
 #: The most matrices of a stack that one device takes, over the least that would do.
@@ -21,18 +21,18 @@ TIE = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A stack of matrices that only the devices of one group can share out."""
+    """A stack of matrices, each of which one device of its group is to own."""
 
     count: int  # in each group
     cost: float  # of one matrix
-    route: Route
+    roles: AxisRoles
 
 
 class Owners(NamedTuple):
-    """Who iterates the matrices of a stack.
+    """Which devices iterate the matrices of a stack.
 
-    Groups lie along `route.batch`, and in each of them copies along `route.copies` and
-    devices along `route.cut`.
+    Groups lie along `roles.batch`, and in each of them copies along `roles.replicated`
+    and devices along `roles.sharded`.
     """
 
     slots: np.ndarray  # (groups, copies, devices, slots): a matrix, 0 where unused
@@ -40,12 +40,12 @@ class Owners(NamedTuple):
     places: np.ndarray  # (groups, matrices): index into (copies, devices, slots)
 
 
-def share_out(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
-    """Gives each matrix, the most expensive first, to who has the least to do.
+def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
+    """Gives each matrix, the most expensive first, to the least loaded device.
 
     `mesh` maps names of axes to sizes.
     """
-    groups = [groups_of(work.route, mesh) for work in works]
+    groups = [groups_of(work.roles, mesh) for work in works]
     loads = np.zeros(math.prod(mesh.values()))
     order = sorted(range(len(works)), key=lambda i: -works[i].cost)
     owners = {}
@@ -55,13 +55,12 @@ def share_out(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
     return [owners[i] for i in range(len(works))]
 
 
-def groups_of(route: Route, mesh: Mapping[str, int]) -> np.ndarray:
+def groups_of(roles: AxisRoles, mesh: Mapping[str, int]) -> np.ndarray:
     """Numbers of the devices in the mesh, as `(groups, copies, devices)`."""
     names = [name for name, size in mesh.items() if size > 1]
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
-    parts = route.batch, route.copies, route.cut
-    order = [names.index(name) for part in parts for name in part]
-    sizes = [math.prod(mesh[name] for name in part) for part in parts]
+    order = [names.index(name) for role in roles for name in role]
+    sizes = [math.prod(mesh[name] for name in role) for role in roles]
     return numbers.transpose(order).reshape(sizes)
 
 

@@ -1,15 +1,15 @@
 """On which mesh the leaves lie, and along which of its axes, as far as it is known."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._model import paths
 from .._model.broadcast import broadcast
+from .._model.paths import is_masked, Path, PathedTree, show
 
 
 #: A tree of `NamedSharding` or `PartitionSpec`, a prefix of one, or a function that
@@ -24,8 +24,10 @@ class Placement(NamedTuple):
     specs: tuple[PartitionSpec | None, ...]
 
 
-def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
-    """Where the leaves of a tree lie; `None` if on no mesh, or on one of one device.
+def find_placement(
+    paths: Sequence[Path], leaves: Sequence[Any], given: Sequence[Any]
+) -> Placement | None:
+    """Where leaves lie; `None` if on no mesh, or on one of one device.
 
     What the user gave counts; else what arrays and, with explicit axes, tracers say.
     With automatic axes a tracer knows its mesh but not its spec.
@@ -33,15 +35,10 @@ def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
     **Raises:** `ValueError`, naming the paths, for shardings that contradict each other
     or do not fit the leaves.
     """
-    leaves = paths.flatten(tree)
-    given = _given(shardings, tree, leaves)
-    found = [
-        _found(path, leaf, sharding)
-        for path, leaf, sharding in zip(leaves.paths, leaves.leaves, given, strict=True)
-    ]
+    found = [_found(*entry) for entry in zip(paths, leaves, given, strict=True)]
     meshes = [
         (path, spec, mesh)
-        for path, (mesh, spec) in zip(leaves.paths, found, strict=True)
+        for path, (mesh, spec) in zip(paths, found, strict=True)
         if mesh is not None
     ]
     if not meshes:
@@ -54,12 +51,19 @@ def placement(shardings: Shardings | None, tree: Any) -> Placement | None:
     return Placement(mesh, tuple(spec for _, spec in found))
 
 
-def resolve_shardings(shardings: Shardings | None, tree: Any) -> Any:
-    """A whole tree of shardings, or `None`, whichever way they were given."""
+def given_shardings(shardings: Shardings | None, tree: PathedTree) -> list[Any]:
+    """What the user gave for each leaf, whichever way it was given."""
     if shardings is None:
-        return None
-    leaves = paths.flatten(tree)
-    return leaves.unflatten(_given(shardings, tree, leaves))
+        return [None] * len(tree.leaves)
+    if callable(shardings) and not isinstance(shardings, PartitionSpec):
+        shardings = shardings(tree.whole())
+    return broadcast(
+        shardings,
+        tree,
+        name="shardings",
+        is_entry=lambda x: isinstance(x, NamedSharding | PartitionSpec),
+        expected="a jax.sharding.NamedSharding, a PartitionSpec",
+    )
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:
@@ -77,22 +81,8 @@ def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
     )
 
 
-def _given(shardings, tree: Any, leaves: paths.PathedTree) -> list[Any]:
-    if shardings is None:
-        return [None] * len(leaves.leaves)
-    if callable(shardings) and not isinstance(shardings, PartitionSpec):
-        shardings = shardings(tree)
-    return broadcast(
-        shardings,
-        leaves,
-        name="shardings",
-        is_entry=lambda x: isinstance(x, NamedSharding | PartitionSpec),
-        expected="a jax.sharding.NamedSharding, a PartitionSpec",
-    )
-
-
-def _found(path: paths.Path, leaf: Any, given: Any) -> tuple[Any, Any]:
-    if paths.is_masked(leaf):
+def _found(path: Path, leaf: Any, given: Any) -> tuple[Any, Any]:
+    if is_masked(leaf):
         return None, None
     mesh, spec = _of_array(leaf)
     if given is None:
@@ -103,7 +93,7 @@ def _found(path: paths.Path, leaf: Any, given: Any) -> tuple[Any, Any]:
         wanted = (mesh or _ambient_mesh()), given
     if wanted[0] is None:
         raise ValueError(
-            f"shardings gives {given} for '{paths.show(path)}', but there is no mesh: "
+            f"shardings gives {given} for '{show(path)}', but there is no mesh: "
             "call jax.set_mesh, or give a jax.sharding.NamedSharding"
         )
     _check_fits(path, leaf.shape, *wanted)
@@ -133,32 +123,32 @@ def _inside_shard_map(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Manual in (*mesh.axis_types, *ambient.axis_types)
 
 
-def _check_one_mesh(meshes: list[tuple[paths.Path, Any, Any]]) -> None:
+def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
     first_path, first_spec, first = meshes[0]
     for path, spec, mesh in meshes[1:]:
         if not _same(mesh, first):
             raise ValueError(
-                f"'{paths.show(first_path)}' and '{paths.show(path)}' lie on "
+                f"'{show(first_path)}' and '{show(path)}' lie on "
                 f"different meshes: {_show(first, first_spec)} and {_show(mesh, spec)}"
             )
 
 
-def _check_agree(path: paths.Path, own: Any, given: Any) -> None:
+def _check_agree(path: Path, own: Any, given: Any) -> None:
     """Raises if an array is known to lie elsewhere than the user says."""
     (mesh, spec), (other, wanted) = own, given
     same_spec = spec is None or _entries(spec) == _entries(wanted)
     if mesh is not None and not (_same(mesh, other) and same_spec):
         raise ValueError(
-            f"shardings says {_show(other, wanted)} for '{paths.show(path)}', which "
+            f"shardings says {_show(other, wanted)} for '{show(path)}', which "
             f"lies on {_show(mesh, spec)}"
         )
 
 
 def _check_fits(
-    path: paths.Path, shape: tuple[int, ...], mesh: Any, spec: PartitionSpec
+    path: Path, shape: tuple[int, ...], mesh: Any, spec: PartitionSpec
 ) -> None:
     named = [axis for entry in spec for axis in mesh_axes(entry)]
-    where = f"'{paths.show(path)}' of shape {tuple(shape)}"
+    where = f"'{show(path)}' of shape {tuple(shape)}"
     absent = [axis for axis in named if axis not in mesh.shape]
     if absent:
         raise ValueError(

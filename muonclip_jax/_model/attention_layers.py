@@ -86,7 +86,54 @@ def flax_attention_layers(
     after their projection (`normalize_qk=True`): scaling the weights does nothing
     there.
     """
-    names = FlaxTree(paths.flatten(params))
+    return _flax_layers(paths.flatten(params), stack_axes)
+
+
+def resolve_attention(
+    attention: Attention | None, tree: paths.PathedTree
+) -> list[AttentionLayer]:
+    """Returns the layers, whichever way they were given, all leaves of which exist."""
+    if attention is None:
+        return _flax_layers(tree)
+    if isinstance(attention, AttentionLayer):
+        attention = [attention]
+    layers = list(attention(tree.whole()) if callable(attention) else attention)
+    for layer in layers:
+        for role in ("query", "key"):
+            if not getattr(layer, role):
+                raise ValueError(f"attention layer '{layer.path}' names no {role}")
+    known = set(tree.paths)
+    named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
+    absent = [path for path in named if path not in known]
+    if absent:
+        raise ValueError(
+            f"attention= names {paths.show_all(absent)}, which the params lack"
+        )
+    return layers
+
+
+def with_stack_axes(
+    layers: Sequence[AttentionLayer],
+    tree: paths.PathedTree,
+    stack_axes: Mapping[str, int],
+) -> list[AttentionLayer]:
+    """Tells every leaf of the layers where its stack lies."""
+    paths.check_stack_axes(tree, stack_axes)
+
+    def told(layer: AttentionLayer, leaves: tuple[HeadLeaf, ...]):
+        axis = paths.stack_axis_of(paths.split(layer.path), stack_axes)
+        return tuple(leaf._replace(stack_axis=axis) for leaf in leaves)
+
+    return [
+        layer._replace(**{role: told(layer, getattr(layer, role)) for role in ROLES})
+        for layer in layers
+    ]
+
+
+def _flax_layers(
+    tree: paths.PathedTree, stack_axes: Mapping[str, int] = MappingProxyType({})
+) -> list[AttentionLayer]:
+    names = FlaxTree(tree)
     modules = names.attention_modules()
     normalised = [
         m for m in modules if any(names.has_module((*m, n)) for n in _QK_NORMS)
@@ -99,32 +146,7 @@ def flax_attention_layers(
             "gain of the norms instead, attention=mc.normalised_attention()"
         )
     layers = [_flax_layer(names, module) for module in modules]
-    return with_stack_axes(layers, params, stack_axes)
-
-
-def with_stack_axes(
-    layers: Sequence[AttentionLayer], params: Any, stack_axes: Mapping[str, int]
-) -> list[AttentionLayer]:
-    """Tells every leaf of the layers where its stack lies."""
-    paths.check_stack_axes(paths.flatten(params), stack_axes)
-
-    def told(layer: AttentionLayer, leaves: tuple[HeadLeaf, ...]):
-        axis = paths.stack_axis_of(paths.split(layer.path), stack_axes)
-        return tuple(leaf._replace(stack_axis=axis) for leaf in leaves)
-
-    return [
-        layer._replace(**{role: told(layer, getattr(layer, role)) for role in ROLES})
-        for layer in layers
-    ]
-
-
-def resolve_attention(attention: Attention | None, params: Any) -> list[AttentionLayer]:
-    """Returns the layers, whichever way they were given."""
-    if attention is None:
-        attention = flax_attention_layers
-    if isinstance(attention, AttentionLayer):
-        return [attention]
-    return list(attention(params) if callable(attention) else attention)
+    return with_stack_axes(layers, tree, stack_axes)
 
 
 def _flax_layer(names: FlaxTree, module: paths.Path) -> AttentionLayer:

@@ -210,10 +210,12 @@ def _finder(
     mark = paths.split(marker)
 
     def find(params: Any) -> list[AttentionLayer]:
-        leaves = paths.flatten(params).paths
-        modules = [path[: -len(mark)] for path in leaves if path[-len(mark) :] == mark]
-        layers = [layer("/".join(m), _below(m, leaves)) for m in modules]
-        return with_stack_axes(layers, params, stack_axes)
+        tree = paths.flatten(params)
+        modules = [
+            path[: -len(mark)] for path in tree.paths if path[-len(mark) :] == mark
+        ]
+        layers = [layer("/".join(m), _below(m, tree.paths)) for m in modules]
+        return with_stack_axes(layers, tree, stack_axes)
 
     return find
 

@@ -72,19 +72,8 @@ def flax_dimension_numbers(
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = paths.flatten(params)
-    paths.check_stack_axes(tree, stack_axes)
-    names = FlaxTree(tree, per_head=per_head, stack_axes=stack_axes)
-    numbers: list[Any] = []
-    ambiguous = []
-    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        try:
-            hidden = paths.is_masked(leaf)
-            numbers.append(leaf if hidden else names.dimension_numbers(path))
-        except Ambiguous:
-            ambiguous.append((path, tuple(leaf.shape)))
-    if ambiguous:
-        raise ValueError(_ambiguous_message(ambiguous))
-    return tree.unflatten(numbers)
+    numbers = _flax_numbers(tree, per_head, stack_axes)
+    return tree.unflatten(_hide(tree, numbers))
 
 
 def matrix_mask(params: optax.Params) -> Any:
@@ -100,38 +89,59 @@ def matrix_mask(params: optax.Params) -> Any:
         {'up': {'bias': False, 'kernel': True}}
     """
     tree = paths.flatten(params)
-    numbers = tree.of(flax_dimension_numbers(params))
-    return tree.unflatten([n if paths.is_masked(n) else n is not None for n in numbers])
+    is_matrix = [numbers is not None for numbers in _flax_numbers(tree)]
+    return tree.unflatten(_hide(tree, is_matrix))
 
 
 def resolve_dimension_numbers(
-    dimension_numbers: DimensionNumbers | None, params: Any
-) -> Any:
-    """Returns a whole tree of dimension numbers, whichever way they were given."""
-    tree = paths.flatten(params)
+    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+) -> list[MuonDimensionNumbers | None]:
+    """Those of each leaf, whichever way they were given."""
     if dimension_numbers is None:
-        dimension_numbers = flax_dimension_numbers
+        return _flax_numbers(tree)
     if callable(dimension_numbers):
-        dimension_numbers = dimension_numbers(params)
-    return tree.unflatten(
-        broadcast(
-            dimension_numbers,
-            tree,
-            name="dimension_numbers",
-            is_entry=lambda x: isinstance(x, MuonDimensionNumbers),
-            expected="optax.contrib.MuonDimensionNumbers",
-        )
+        dimension_numbers = dimension_numbers(tree.whole())
+    return broadcast(
+        dimension_numbers,
+        tree,
+        name="dimension_numbers",
+        is_entry=lambda x: isinstance(x, MuonDimensionNumbers),
+        expected="optax.contrib.MuonDimensionNumbers",
     )
 
 
 def matrix_views(
-    dimension_numbers: DimensionNumbers | None, params: Any
+    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    tree = paths.flatten(params)
-    numbers = tree.of(resolve_dimension_numbers(dimension_numbers, params))
+    numbers = resolve_dimension_numbers(dimension_numbers, tree)
+    return [_view(*entry) for entry in zip(*tree[:2], numbers, strict=True)]
+
+
+def _flax_numbers(
+    tree: paths.PathedTree,
+    per_head: bool = False,
+    stack_axes: Mapping[str, int] = MappingProxyType({}),
+) -> list[MuonDimensionNumbers | None]:
+    paths.check_stack_axes(tree, stack_axes)
+    names = FlaxTree(tree, per_head=per_head, stack_axes=stack_axes)
+    numbers, ambiguous = [], []
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        try:
+            hidden = paths.is_masked(leaf)
+            numbers.append(None if hidden else names.dimension_numbers(path))
+        except Ambiguous:
+            ambiguous.append((path, tuple(leaf.shape)))
+    if ambiguous:
+        raise ValueError(_ambiguous_message(ambiguous))
+    return numbers
+
+
+def _hide(tree: paths.PathedTree, entries: list[Any]) -> list[Any]:
+    """Entries for a tree of which `optax.masked` hides leaves."""
     return [
-        _view(*entry) for entry in zip(tree.paths, tree.leaves, numbers, strict=True)
+        leaf if paths.is_masked(leaf) else entry
+        for leaf, entry in zip(tree.leaves, entries, strict=True)
     ]
 
 

@@ -37,7 +37,7 @@ class FlaxTree:
     ):
         self._per_head = per_head
         self._stack_axes = stack_axes
-        self._leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+        self._leaves = tree.by_path()
         self._output_head = self._find_output_head()
 
     def dimension_numbers(self, path: Path) -> MuonDimensionNumbers | None:

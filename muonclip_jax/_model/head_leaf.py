@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class HeadLeaf(NamedTuple):
@@ -57,29 +58,34 @@ class HeadLeaf(NamedTuple):
         if self.split and math.prod(self._sizes(layer[-1])) != layer[-1]:
             return None
         view = self._view(layer)
-        axis = -1 if self.axis is None else self.axis
-        axes = (axis, self.part[0]) if self.part else (axis,)
-        if not all(-len(view) <= a < 0 for a in axes):
+        axes = self._head_axis, *(self.part[:1] if self.part else ())
+        if not all(-len(view) <= axis < 0 for axis in axes):
             return None
-        return 1 if self.axis is None else view[axis]
+        return 1 if self.axis is None else view[self.axis]
 
     def scale(self, shape: tuple[int, ...], factors: jax.Array) -> jax.Array:
         """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
         view = self._view(self._stack_first(shape))
-        stack, axis = factors.ndim - 1, -1 if self.axis is None else self.axis
-        before = len(view) + axis - stack
-        scale = factors.reshape(
-            *factors.shape[:-1], *(1,) * before, -1, *(1,) * (-axis - 1)
-        )
+        scale = self._at_head_axis(factors, len(view))
         if self.part:
-            cut, part = self.part
-            inside = jnp.zeros(view[cut], bool).at[part].set(True)
-            scale = jnp.where(inside.reshape(-1, *(1,) * (-cut - 1)), scale, 1)
+            scale = jnp.where(_inside(view, *self.part), scale, 1)
         if self.split:
-            kept, sizes = scale.shape[: -len(self.split)], view[-len(self.split) :]
+            sizes = view[-len(self.split) :]
+            kept = scale.shape[: -len(sizes)]
             scale = jnp.broadcast_to(scale, kept + sizes).reshape(*kept, -1)
-        first = range(stack)
-        return jnp.moveaxis(scale, first, [self.stack_axis + i for i in first])
+        stack = range(factors.ndim - 1)
+        return jnp.moveaxis(scale, stack, [self.stack_axis + i for i in stack])
+
+    def _at_head_axis(self, factors: jax.Array, ndim: int) -> jax.Array:
+        """The factors with the stack in front, heads at their axis, 1 at all others."""
+        stack = factors.shape[:-1]
+        behind = -self._head_axis - 1
+        between = ndim - len(stack) - 1 - behind
+        return factors.reshape(*stack, *(1,) * between, -1, *(1,) * behind)
+
+    @property
+    def _head_axis(self) -> int:
+        return -1 if self.axis is None else self.axis
 
     def _stack_first(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape as it were if the layers were stacked in front."""
@@ -93,3 +99,10 @@ class HeadLeaf(NamedTuple):
     def _sizes(self, last: int) -> tuple[int, ...]:
         known = math.prod(size for size in self.split if size != -1)
         return tuple(last // known if size == -1 else size for size in self.split)
+
+
+def _inside(shape: tuple[int, ...], axis: int, part: slice) -> np.ndarray:
+    """Whether an entry belongs to the part, along its axis."""
+    inside = np.zeros(shape[axis], bool)
+    inside[part] = True
+    return inside.reshape(-1, *(1,) * (-axis - 1))

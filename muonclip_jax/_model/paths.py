@@ -23,9 +23,16 @@ class PathedTree(NamedTuple):
     def unflatten(self, leaves) -> Any:
         return self.treedef.unflatten(leaves)
 
+    def whole(self) -> Any:
+        """Returns the tree that was flattened."""
+        return self.unflatten(self.leaves)
+
     def of(self, other: Any) -> list[Any]:
         """Returns the leaves of a second tree of the same structure."""
         return self.treedef.flatten_up_to(other)
+
+    def by_path(self) -> dict[Path, Any]:
+        return dict(zip(self.paths, self.leaves, strict=True))
 
 
 def is_masked(leaf: Any) -> bool:
@@ -55,8 +62,10 @@ def stack_axis_of(path: Path, stack_axes: Mapping[str, int]) -> int:
     return stack_axes[max(holders, key=len)] if holders else 0
 
 
-def check_stack_axes(tree: "PathedTree", stack_axes: Mapping[str, int]) -> None:
+def check_stack_axes(tree: PathedTree, stack_axes: Mapping[str, int]) -> None:
     """Raises for modules that the params do not have."""
+    if not stack_axes:
+        return
     starts = {path[:n] for path in tree.paths for n in range(len(path) + 1)}
     absent = [split(module) for module in stack_axes if split(module) not in starts]
     if absent and tree.paths:

@@ -54,15 +54,15 @@ def per_head_dimension_numbers(
 
     def find(params: optax.Params) -> Any:
         tree = paths.flatten(params)
-        numbers = tree.of(resolve_dimension_numbers(dimension_numbers, params))
-        leaf_at = dict(zip(tree.paths, tree.leaves, strict=True))
-        for layer in resolve_attention(attention, params):
+        leaf_at = tree.by_path()
+        resolved = resolve_dimension_numbers(dimension_numbers, tree)
+        numbers: dict[paths.Path, Any] = dict(zip(tree.paths, resolved, strict=True))
+        for layer in resolve_attention(attention, tree):
             for leaf in layer.leaves:
                 path = layer.path_of(leaf)
-                at = tree.paths.index(path)
-                if numbers[at] is not None and not paths.is_masked(leaf_at[path]):
-                    numbers[at] = _per_head(leaf, path, len(leaf_at[path].shape))
-        return tree.unflatten(numbers)
+                if numbers[path] is not None and not paths.is_masked(leaf_at[path]):
+                    numbers[path] = _per_head(leaf, path, len(leaf_at[path].shape))
+        return tree.unflatten(numbers.values())
 
     return find
 

@@ -1,8 +1,6 @@
 """Per-head statistics, found in whatever Flax hands back."""
 
 import functools
-import itertools
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -55,21 +53,3 @@ def combine_attention_stats(first: Any, *others: Any) -> Any:
         {'max_logits': Array([60.,  9.], dtype=float32)}
     """
     return jax.tree.map(lambda *s: functools.reduce(jnp.maximum, s), first, *others)
-
-
-def maximum_over(
-    stats: dict[paths.Path, jax.Array], axis_name: Hashable
-) -> dict[paths.Path, jax.Array]:
-    """The maximum over the replicas of a mapped axis, in one packed collective."""
-    if not stats:
-        return stats
-    packed = jnp.concatenate([s.ravel() for s in stats.values()])
-    # A NaN on one replica must reach all of them, and a maximum may drop it.
-    packed = jnp.where(jnp.isnan(packed), jnp.inf, packed)
-    packed = jax.lax.pmax(packed, axis_name)
-    ends = list(itertools.accumulate(s.size for s in stats.values()))[:-1]
-    parts = jnp.split(packed, ends)
-    shaped = (
-        part.reshape(s.shape) for part, s in zip(parts, stats.values(), strict=True)
-    )
-    return dict(zip(stats, shaped, strict=True))

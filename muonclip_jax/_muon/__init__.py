@@ -1,0 +1,5 @@
+"""Muon: gradients to momentum to update.
+
+In: gradients, state, options. Out: updates.
+Imports `_model`, `_matrices`, `_mesh` and `_newton_schulz`.
+"""

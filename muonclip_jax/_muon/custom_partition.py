@@ -4,6 +4,7 @@ With automatic axes a program is traced without that. JAX's custom partitioning 
 back when it is known.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,46 +18,33 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._matrices.view import MatrixView
-from .._mesh.on_mesh import shared_out
+from .._mesh.on_mesh import orthogonalize_on_each_device
 from .._mesh.placement import fits
-from .._newton_schulz.options import Options
-from .._newton_schulz.platforms import Platform
+from .._newton_schulz.solver import Solver
 from .one_device import orthogonalize_on_one_device
 
 
-def orthogonalize_by_compiler(
-    leaves: Sequence[jax.Array],
-    ns_steps: jax.Array | None,
-    *,
-    views: Sequence[MatrixView],
-    options: Options,
-    platform: Platform,
+def orthogonalize_where_compiler_puts(
+    solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
 ) -> list[jax.Array]:
     """Orthogonalizes leaves, and leaves them as they lie."""
 
-    def on_one_device(leaves, ns_steps):
-        return orthogonalize_on_one_device(
-            leaves, ns_steps, views=views, options=options, platform=platform
-        )
+    def on_one_device(solver, leaves):
+        return orthogonalize_on_one_device(solver, leaves, views=views)
 
-    if platform == "tpu":
+    if solver.platform == "tpu":
         # Custom partitioning does not work there (jax-ml/jax#38196).
-        return on_one_device(leaves, ns_steps)
+        return on_one_device(solver, leaves)
 
     def partition(mesh: Mesh, arguments, results):
         del results
-        specs = [_spec(x) for x in arguments[0]]
-        here = shared_out(
-            [x.dtype for x in arguments[0]],
-            views=views,
-            mesh=mesh.shape,
-            specs=specs,
-            options=options,
-            platform=platform,
+        solver, leaves = arguments
+        specs = [_spec(leaf) for leaf in leaves]
+        on_device = functools.partial(
+            orthogonalize_on_each_device, views=views, mesh=mesh.shape, specs=specs
         )
         placed = [NamedSharding(mesh, spec) for spec in specs]
-        rest = jax.tree.map(lambda x: x.sharding, arguments[1])
-        return mesh, here, placed, (placed, rest)
+        return mesh, on_device, placed, (jax.tree.map(_sharding, solver), placed)
 
     partitioned = custom_partitioning(on_one_device)
     partitioned.def_partition(partition, sharding_rule=_every_leaf_as_it_was)
@@ -69,7 +57,11 @@ def orthogonalize_by_compiler(
         results = jax.vmap(on_one_device, in_axes)(*arguments)
         return results, [True] * len(results)
 
-    return function(list(leaves), ns_steps)
+    return function(solver, list(leaves))
+
+
+def _sharding(x: Any) -> Any:
+    return x.sharding
 
 
 def _spec(leaf: Any) -> PartitionSpec:
@@ -82,4 +74,4 @@ def _every_leaf_as_it_was(mesh: Mesh, operands, results) -> SdyShardingRule:
     del mesh
     names = (f"axis{i}" for i in itertools.count())
     mappings = tuple(ArrayMapping(*itertools.islice(names, x.rank)) for x in operands)
-    return SdyShardingRule(mappings, mappings[: len(results)])
+    return SdyShardingRule(mappings, mappings[len(mappings) - len(results) :])

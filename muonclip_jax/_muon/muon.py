@@ -1,7 +1,7 @@
 """Muon for the matrices of a model, AdamW for the rest.
 
 gradients -> momentum -> matrices -> Newton-Schulz -> scale by shape -> weight decay
--> learning rate. `scale_by_muon` is the first four arrows.
+-> learning rate. `muon_direction` is the first four arrows.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,14 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from .._mesh.placement import resolve_shardings, Shardings
+from .._mesh.placement import Shardings
 from .._model import paths
-from .._model.dimension_numbers import (
-    DimensionNumbers,
-    matrix_views,
-    resolve_dimension_numbers,
-)
+from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
-from .._newton_schulz.options import Kernel, Method, Preconditioning, resolve_options
-from .scale_by_muon import scale_by_muon
+from .._newton_schulz.precondition import Preconditioning
+from .._newton_schulz.solver import Kernel, make_solver, Method
+from .direction import muon_direction
+from .leaves import Leaves, read_leaves
 
 
 def muon(
@@ -95,29 +93,24 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    resolve_options(
+    solver = make_solver(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
-        numbers = resolve_dimension_numbers(dimension_numbers, params)
+        # Biases tell which axes of a general kernel are inputs, so axes and masks are
+        # read off the whole tree, here, and not off what `partition` leaves in sight.
+        leaves = read_leaves(params, dimension_numbers, shardings)
         decayed = weight_decay_mask
         if callable(decayed):
             decayed = decayed(params)
-        placed = resolve_shardings(shardings, params)
-        direction = scale_by_muon(
+        direction = muon_direction(
+            lambda _: leaves,
+            solver,
             beta=beta,
             nesterov=nesterov,
-            ns_coeffs=ns_coeffs,
-            ns_steps=ns_steps,
-            ns_method=ns_method,
-            ns_dtype=ns_dtype,
-            ns_kernel=ns_kernel,
-            preconditioning=preconditioning,
             consistent_rms=consistent_rms,
             mu_dtype=mu_dtype,
-            dimension_numbers=numbers,
-            shardings=placed,
         )
         return optax.partition(
             {
@@ -132,11 +125,9 @@ def muon(
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),
             },
-            _labels(numbers, params),
+            _labels(leaves),
         )
 
-    # Biases tell which axes of a general kernel are inputs, so axes and masks are read
-    # off the whole tree, here, and not off what `partition` leaves in sight.
     def init_fn(params: optax.Params) -> optax.OptState:
         return build(params).init(params)
 
@@ -149,12 +140,10 @@ def muon(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _labels(numbers: Any, params: optax.Params) -> Any:
-    tree = paths.flatten(params)
-    views = matrix_views(numbers, params)
-    return tree.unflatten(
+def _labels(leaves: Leaves) -> Any:
+    return leaves.tree.unflatten(
         [
             leaf if paths.is_masked(leaf) else "adamw" if view is None else "muon"
-            for leaf, view in zip(tree.leaves, views, strict=True)
+            for leaf, view in zip(leaves.tree.leaves, leaves.views, strict=True)
         ]
     )

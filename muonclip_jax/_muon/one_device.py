@@ -1,42 +1,36 @@
-"""Orthogonalization where every matrix is at hand: stack by stack, chunk by chunk."""
+"""Orthogonalization where every matrix is at hand: stack by stack, batch by batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from .._matrices.stacks import plan_buckets
+from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
-from .._newton_schulz.batches import map_chunks
-from .._newton_schulz.options import Options
-from .._newton_schulz.platforms import CHUNK_SIZE, Platform, STACK_SIZE
-from .._newton_schulz.solver import iterate, prepare
+from .._newton_schulz.solver import Solver
 
 
 def orthogonalize_on_one_device(
-    leaves: Sequence[jax.Array],
-    ns_steps: jax.Array | None,
-    *,
-    views: Sequence[MatrixView],
-    options: Options,
-    platform: Platform,
+    solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
 ) -> list[jax.Array]:
-    def prepared(x):
-        return prepare(x, options, platform)
+    results: list[Any] = list(leaves)
+    on_cpu = solver.platform == "cpu"
+    for stack in plan_stacks(leaves, views, solver.stack_entries):
+        iterated = _iterate(solver, stack, leaves)
+        stack.scatter(iterated, MatrixView.from_wide, results, on_cpu=on_cpu)
+    return results
 
-    def iterated(x):
-        return iterate(x, ns_steps, options, platform)
 
-    def mapped(function):
-        return lambda stack: map_chunks(function, stack, CHUNK_SIZE[platform])
-
-    plan = plan_buckets(leaves, views, max_size=STACK_SIZE[platform])
-    if platform == "cpu":
+def _iterate(solver: Solver, stack: Stack, leaves: Sequence[jax.Array]) -> jax.Array:
+    if solver.platform == "cpu":
         # A matrix goes through all of it in the caches, in a program that does not
         # grow with the number of leaves.
-        return plan.apply(_as_it_is, mapped(lambda x: iterated(prepared(x))), leaves)
+        return solver.map(
+            solver.orthogonalize, stack.gather(leaves, MatrixView.to_wide)
+        )
+
     # Elsewhere preparation fuses with what made the leaf.
-    return plan.apply(prepared, mapped(iterated), leaves)
+    def prepared(view: MatrixView, leaf: jax.Array) -> jax.Array:
+        return solver.prepare(view.to_wide(leaf))
 
-
-def _as_it_is(x: jax.Array) -> jax.Array:
-    return x
+    return solver.map(solver.iterate, stack.gather(leaves, prepared))

@@ -1,4 +1,4 @@
-"""Leaves of matrices are orthogonalized, wherever they lie."""
+"""Orthogonalizes leaves of matrices, wherever they lie: three routes, one choice."""
 
 import functools
 from collections.abc import Sequence
@@ -8,24 +8,21 @@ import jax
 from .._matrices.view import MatrixView
 from .._mesh.on_mesh import orthogonalize_on_mesh
 from .._mesh.placement import Placement
-from .._newton_schulz.options import Options
-from .._newton_schulz.platforms import on_its_platform
-from .custom_partition import orthogonalize_by_compiler
+from .._newton_schulz.solver import on_its_platform, Solver
+from .custom_partition import orthogonalize_where_compiler_puts
 from .one_device import orthogonalize_on_one_device
 
 
 def orthogonalize(
+    solver: Solver,
     leaves: Sequence[jax.Array],
     views: Sequence[MatrixView | None],
-    options: Options,
-    ns_steps: jax.Array | None = None,
     placement: Placement | None = None,
 ) -> list[jax.Array]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
-    Matrices of one shape share a stack, whichever leaves they come from. `ns_steps` is
-    the number of steps where it is traced. On a mesh its devices share the work.
-    Results are float32 or wider.
+    Matrices of one shape share a stack, whichever leaves they come from. On a mesh its
+    devices share the work. Results are float32 or wider.
     """
     results = list(leaves)
     specs = placement.specs if placement else [None] * len(leaves)
@@ -35,10 +32,9 @@ def orthogonalize(
         if not chosen:
             continue
         found = _orthogonalize(
+            solver,
             [leaves[i] for i in chosen],
-            ns_steps,
             views=tuple(views[i] for i in chosen),
-            options=options,
             mesh=placement and placement.mesh,
             specs=tuple(specs[i] for i in chosen) if is_known else None,
         )
@@ -47,12 +43,14 @@ def orthogonalize(
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("views", "options", "mesh", "specs"))
-def _orthogonalize(leaves, ns_steps, *, mesh, specs, **static):
+@functools.partial(jax.jit, static_argnames=("views", "mesh", "specs"))
+def _orthogonalize(solver, leaves, *, views, mesh, specs):
     if mesh is None:
-        function = orthogonalize_on_one_device
+        route = functools.partial(orthogonalize_on_one_device, views=views)
     elif specs is None:
-        function = orthogonalize_by_compiler
+        route = functools.partial(orthogonalize_where_compiler_puts, views=views)
     else:
-        function = functools.partial(orthogonalize_on_mesh, mesh=mesh, specs=specs)
-    return on_its_platform(functools.partial(function, **static), leaves, ns_steps)
+        route = functools.partial(
+            orthogonalize_on_mesh, views=views, mesh=mesh, specs=specs
+        )
+    return on_its_platform(route, solver, leaves)

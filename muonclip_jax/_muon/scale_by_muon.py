@@ -1,28 +1,19 @@
-"""Muon's direction: momentum, orthogonalized, scaled by shape."""
+"""Muon's direction as a transformation of its own."""
 
-import functools
-import math
-from typing import NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.core import Tracer
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from .._matrices.view import MatrixView
-from .._mesh.placement import placement, Shardings
+from .._mesh.placement import Shardings
 from .._model import paths
-from .._model.dimension_numbers import DimensionNumbers, matrix_views
+from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
-from .._newton_schulz.options import Kernel, Method, Preconditioning, resolve_options
-from .orthogonalize import orthogonalize
-
-
-class ScaleByMuonState(NamedTuple):
-    """State of [`scale_by_muon`][]: nothing but the momentum."""
-
-    mu: optax.Updates  # like params, in mu_dtype
+from .._newton_schulz.precondition import Preconditioning
+from .._newton_schulz.solver import Kernel, make_solver, Method
+from .direction import muon_direction
+from .leaves import Leaves, read_leaves
 
 
 def scale_by_muon(
@@ -101,56 +92,29 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
-    options = resolve_options(
+    solver = make_solver(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
-    traced_steps = ns_steps if isinstance(ns_steps, Tracer) else None
 
-    def init_fn(params: optax.Params) -> ScaleByMuonState:
-        _matrices_only(dimension_numbers, params)
-        placement(shardings, params)
-        return ScaleByMuonState(mu=optax.tree.zeros_like(params, dtype=mu_dtype))
+    def read(tree: Any) -> Leaves:
+        leaves = read_leaves(tree, dimension_numbers, shardings)
+        _check_matrices_only(leaves)
+        return leaves
 
-    def update_fn(updates, state, params=None, **extra_args):
-        del params, extra_args
-        tree = paths.flatten(updates)
-        views = _matrices_only(dimension_numbers, updates)
-        decay = functools.partial(_decay, beta)
-        mu = jax.tree.map(decay, state.mu, updates)
-        momentum = jax.tree.map(decay, mu, updates) if nesterov else mu
-        directions = orthogonalize(
-            tree.of(momentum),
-            views,
-            options,
-            traced_steps,
-            placement(shardings, momentum),
-        )
-        scaled = [
-            (d * _shape_scale(v, consistent_rms)).astype(g.dtype) if v else d
-            for d, v, g in zip(directions, views, tree.leaves, strict=True)
-        ]
-        return tree.unflatten(scaled), ScaleByMuonState(mu=mu)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return muon_direction(
+        read,
+        solver,
+        beta=beta,
+        nesterov=nesterov,
+        consistent_rms=consistent_rms,
+        mu_dtype=mu_dtype,
+    )
 
 
-def _decay(beta: ArrayLike, momentum: jax.Array, gradient: jax.Array) -> jax.Array:
-    return jnp.asarray(beta * momentum + gradient, momentum.dtype)
-
-
-def _shape_scale(view: MatrixView, consistent_rms: ArrayLike | None) -> ArrayLike:
-    if consistent_rms is None:
-        return math.sqrt(max(1.0, view.fan_out / view.fan_in))
-    return consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
-
-
-def _matrices_only(dimension_numbers, params) -> list[MatrixView | None]:
-    """The view of each visible leaf; raises for one that holds no matrix."""
-    tree = paths.flatten(params)
-    views = matrix_views(dimension_numbers, params)
+def _check_matrices_only(leaves: Leaves) -> None:
     strays = [
         path
-        for path, leaf, view in zip(tree.paths, tree.leaves, views, strict=True)
+        for path, leaf, view in zip(*leaves.tree[:2], leaves.views, strict=True)
         if view is None and not paths.is_masked(leaf)
     ]
     if strays:
@@ -159,4 +123,3 @@ def _matrices_only(dimension_numbers, params) -> list[MatrixView | None]:
             f"{paths.show_all(strays)}. Wrap it as optax.masked(mc.scale_by_muon(), "
             "mc.matrix_mask), use mc.muon, or name their axes in dimension_numbers"
         )
-    return views

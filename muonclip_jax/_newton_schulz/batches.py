@@ -1,4 +1,4 @@
-"""A stack of matrices a chunk at a time."""
+"""A stack of matrices, a batch at a time."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 
 
-def map_chunks(
-    function: Callable[[jax.Array], jax.Array], stack: jax.Array, chunk_size: int
+def map_batches(
+    function: Callable[[jax.Array], jax.Array], stack: jax.Array, max_entries: int
 ) -> jax.Array:
-    """Applies `function`, `(..., m, n)` to the same, to chunks of `(count, m, n)`.
+    """Applies `function`, `(..., m, n)` to the same, to batches of `(count, m, n)`.
 
-    A chunk holds at least one matrix and otherwise at most `chunk_size` entries. Chunks
-    are of equal size as far as the count allows.
+    A batch holds at least one matrix and otherwise at most `max_entries` entries.
+    Batches are of equal size as far as the count allows.
     """
     count, *shape = stack.shape
-    largest = _largest(shape, chunk_size)
+    largest = _most_matrices(shape, max_entries)
     # A product with a batch axis of one is slower than one without.
     if count == 1:
         return function(stack[0])[None]
@@ -31,42 +31,41 @@ def map_chunks(
 def map_first(
     function: Callable[[jax.Array], jax.Array],
     stack: jax.Array,
-    chunk_size: int,
+    max_entries: int,
     count: jax.Array,
     zero: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """`map_chunks` for the first `count` matrices, known only when it runs.
+    """`map_batches` for the first `count` matrices, a number known only at run time.
 
-    What becomes of the others is not said. The result has the dtype of the stack.
-    `zero` is 0, as is the number that comes back, but the compiler does not know it:
-    the work begins after whatever made the one, and ends before whatever needs the
-    other.
+    The remaining matrices are undefined. The result has the dtype of the stack. `zero`
+    is 0, as is the number that comes back, but the compiler does not know it: the work
+    begins after whatever made the one, and ends before whatever needs the other.
     """
     slots = len(stack)
-    size = size_of_chunks(stack.shape, chunk_size)
+    size = batch_size(stack.shape, max_entries)
     padded = jnp.pad(stack, [(0, -slots % size), (0, 0), (0, 0)])
-    chunks = (count + size - 1) // size
+    batches = (count + size - 1) // size
 
     def body(carry):
         i, stack = carry
-        chunk = jax.lax.dynamic_slice_in_dim(stack, i * size, size)
-        result = function(chunk) if size > 1 else function(chunk[0])[None]
+        batch = jax.lax.dynamic_slice_in_dim(stack, i * size, size)
+        result = function(batch) if size > 1 else function(batch[0])[None]
         result = result.astype(stack.dtype)
         stack = jax.lax.dynamic_update_slice_in_dim(stack, result, i * size, 0)
         return i + 1, stack
 
-    last, result = jax.lax.while_loop(lambda x: x[0] < chunks, body, (zero, padded))
-    return result[:slots], last - chunks
+    last, result = jax.lax.while_loop(lambda x: x[0] < batches, body, (zero, padded))
+    return result[:slots], last - batches
 
 
-def size_of_chunks(shape: tuple[int, ...], chunk_size: int) -> int:
+def batch_size(shape: tuple[int, ...], max_entries: int) -> int:
     """How many matrices of a stack `map_first` takes at once."""
     slots, *matrix = shape
-    return min(slots, _largest(matrix, chunk_size))
+    return min(slots, _most_matrices(matrix, max_entries))
 
 
-def _largest(shape: Sequence[int], chunk_size: int) -> int:
-    return max(1, chunk_size // max(1, math.prod(shape)))
+def _most_matrices(shape: Sequence[int], max_entries: int) -> int:
+    return max(1, max_entries // max(1, math.prod(shape)))
 
 
 def _divide_up(x: int, y: int) -> int:

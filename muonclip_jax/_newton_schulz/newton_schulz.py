@@ -1,18 +1,14 @@
 """Newton-Schulz: a matrix in, its nearest (semi-)orthogonal matrix out."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .batches import map_chunks
 from .coefficients import Schedule, Triple
-from .options import Kernel, Method, Options, Preconditioning, resolve_options
-from .platforms import CHUNK_SIZE, on_its_platform, Platform
-from .solver import iterate, prepare
+from .precondition import Preconditioning
+from .solver import Kernel, make_solver, Method, on_its_platform, Solver
 
 
 def newton_schulz(
@@ -83,40 +79,23 @@ def newton_schulz(
         networks", 2024, kellerjordan.github.io/posts/muon. Gram form: Dao AI Lab,
         "Gram Newton-Schulz", 2026.
     """
-    options = resolve_options(
-        ns_coeffs, ns_steps, method, dtype, preconditioning, kernel
-    )
+    solver = make_solver(ns_coeffs, ns_steps, method, dtype, preconditioning, kernel)
     x = jnp.asarray(x)
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
         raise ValueError(
             "newton_schulz needs floating-point matrices (..., m, n), got shape "
             f"{x.shape} and dtype {x.dtype}"
         )
-    return _newton_schulz(
-        x, ns_steps if isinstance(ns_steps, Tracer) else None, options=options
-    )
+    return _newton_schulz(solver, x)
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def _newton_schulz(
-    x: jax.Array, ns_steps: jax.Array | None, *, options: Options
-) -> jax.Array:
+@jax.jit
+def _newton_schulz(solver: Solver, x: jax.Array) -> jax.Array:
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     stack = wide.reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])
-    run = functools.partial(_run, options=options)
-    y = on_its_platform(run, stack, ns_steps).reshape(wide.shape)
+    y = on_its_platform(_orthogonalize, solver, stack).reshape(wide.shape)
     return y if wide.shape == x.shape else y.mT
 
 
-def _run(
-    stack: jax.Array,
-    ns_steps: jax.Array | None,
-    *,
-    options: Options,
-    platform: Platform,
-) -> jax.Array:
-    def orthogonalize(x: jax.Array) -> jax.Array:
-        y = iterate(prepare(x, options, platform), ns_steps, options, platform)
-        return y.astype(x.dtype)
-
-    return map_chunks(orthogonalize, stack, CHUNK_SIZE[platform])
+def _orthogonalize(solver: Solver, stack: jax.Array) -> jax.Array:
+    return solver.map(lambda x: solver.orthogonalize(x).astype(x.dtype), stack)

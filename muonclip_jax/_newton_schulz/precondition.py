@@ -1,9 +1,12 @@
 """What happens to a matrix before the first step: singular values into [0, 1]."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
-from .options import Preconditioning
+
+Preconditioning = Literal["frobenius", "aol"]
 
 
 def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:

@@ -1,59 +1,206 @@
-"""Newton-Schulz on one platform: prepare matrices, then iterate.
+"""Newton-Schulz as the user set it up: prepares matrices, iterates, knows the cost."""
 
-Both take and return `(..., m, n)` with the short side first, and are traced once for
-all leaves and stacks of one shape.
-"""
-
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, get_args, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import DTypeLike
 
+from . import platforms
+from .batches import map_batches, map_first
+from .coefficients import check_schedule, is_stable, resolve_schedule, Schedule, Triple
+from .gram_restarts import cut_into_passes
 from .iterations import gram, standard, traced
-from .options import Options
-from .platforms import choose_strategy, iteration_dtype, Platform, Strategy
-from .precondition import precondition
+from .platforms import Platform
+from .precondition import precondition, Preconditioning
 from .products import kernel_products, Products, round_to, xla_products
 
 
-_static = functools.partial(jax.jit, static_argnames=("options", "platform"))
+Method = Literal["auto", "standard", "gram"]
+Kernel = Literal["xla", "pallas"]
+
+#: From this aspect ratio on `method="auto"` takes the Gram form. In multiplications of
+#: `m^3` a further step costs `2r + 1` in the standard form and 4 in the Gram form for
+#: an aspect ratio `r`: the break-even is 1.5 for any number of steps. In two blocks it
+#: is 1.29 on paper and was measured between 1.33 and 1.5.
+GRAM_ASPECT_RATIO = 1.5
 
 
-@_static
-def prepare(x: jax.Array, options: Options, platform: Platform) -> jax.Array:
-    """Brings singular values into [0, 1], in the dtype of the iteration."""
-    dtype = iteration_dtype(x.dtype, options, platform)
-    return round_to(precondition(x, options.preconditioning), dtype)
+class Strategy(NamedTuple):
+    """Which form of the iteration, in how many row blocks, and whether by a kernel."""
+
+    gram: bool
+    blocks: int
+    kernel: bool
 
 
-@_static
-def iterate(
-    x: jax.Array, ns_steps: jax.Array | None, options: Options, platform: Platform
-) -> jax.Array:
-    """Runs all steps, or as many as a traced `ns_steps` says.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("ns_steps",),
+    meta_fields=(
+        *("schedule", "method", "dtype", "preconditioning", "kernel", "platform"),
+    ),
+)
+@dataclasses.dataclass(frozen=True)
+class Solver:
+    """Newton-Schulz with all that the user chose, and the platform once it is known.
 
-    Where it costs nothing the result is not rounded to the dtype of the iteration.
+    A pytree, so that it passes through `jit` and `shard_map` like any argument: static
+    but for a traced number of steps. Methods on arrays take and return `(..., m, n)`
+    with the short side first, and are traced once for all leaves and stacks of a shape.
     """
-    strategy = choose_strategy(x.shape[-2:], x.dtype, options, platform)
-    if ns_steps is not None:
-        products = xla_products(x.dtype, exact=False)
-        return traced(x, options.schedule, products, strategy.blocks, ns_steps)
-    form = gram if strategy.gram else standard
-    products = _products(strategy, x.dtype, platform)
-    return form(x, options.schedule, products, strategy.blocks)
+
+    schedule: Schedule
+    method: Method
+    dtype: jnp.dtype | None
+    preconditioning: Preconditioning
+    kernel: Kernel
+    ns_steps: jax.Array | None = None  # only if traced
+    platform: Platform | Literal["not known yet"] = "not known yet"
+
+    def on(self, platform: Platform) -> "Solver":
+        return dataclasses.replace(self, platform=platform)
+
+    def orthogonalize(self, x: jax.Array) -> jax.Array:
+        return self.iterate(self.prepare(x))
+
+    @jax.jit
+    def prepare(self, x: jax.Array) -> jax.Array:
+        """Brings singular values into [0, 1], in the dtype of the iteration."""
+        dtype = self.iteration_dtype(x.dtype)
+        return round_to(precondition(x, self.preconditioning), dtype)
+
+    @jax.jit
+    def iterate(self, x: jax.Array) -> jax.Array:
+        """Runs all steps.
+
+        The last is not rounded to the dtype of the iteration where that costs nothing.
+        """
+        strategy = self.strategy(x.shape[-2:], x.dtype)
+        if self.ns_steps is not None:
+            products = xla_products(x.dtype, exact=False)
+            return traced(x, self.schedule, products, strategy.blocks, self.ns_steps)
+        form = gram if strategy.gram else standard
+        products = self._products(strategy, x.dtype)
+        return form(x, self.schedule, products, strategy.blocks)
+
+    def map(self, function: Any, stack: jax.Array) -> jax.Array:
+        """Applies a function of matrices to as many of a stack at once as do well."""
+        return map_batches(function, stack, platforms.BATCH_ENTRIES[self.platform])
+
+    def map_first(
+        self, function: Any, stack: jax.Array, count: jax.Array, zero: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same for the first `count`, between `zero` and the zero it returns."""
+        most = platforms.BATCH_ENTRIES[self.platform]
+        return map_first(function, stack, most, count, zero)
+
+    @property
+    def stack_entries(self) -> float:
+        return platforms.STACK_ENTRIES[self.platform]
+
+    def strategy(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Strategy:
+        """Chooses for `shape`, the short side first, and the dtype of the iteration."""
+        m, n = shape
+        on_cpu, is_short = self.platform == "cpu", jnp.finfo(dtype).bits == 16
+        # The Gram form needs exact products: elsewhere those of float32 are several
+        # times as slow as what the standard form makes do with.
+        pays = (on_cpu or is_short) and n >= GRAM_ASPECT_RATIO * m
+        can_split = on_cpu and m >= platforms.BLOCKS * platforms.BLOCK_ROWS
+        is_large = m >= platforms.KERNEL_ROWS[self.platform]
+        return Strategy(
+            gram=self.method == "gram" or (self.method == "auto" and pays),
+            blocks=platforms.BLOCKS if can_split else 1,
+            kernel=self.kernel == "pallas" and is_short and is_large,
+        )
+
+    def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype to iterate matrices of `dtype` in."""
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return jnp.promote_types(self.dtype or dtype, jnp.complex64)
+        if self.dtype is not None or dtype == jnp.float64:
+            return self.dtype or dtype
+        fast = platforms.ITERATION_DTYPES[self.platform]
+        return jnp.dtype(fast if is_stable(self.schedule, fast) else "float32")
+
+    def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype in which matrices of `dtype` travel between devices.
+
+        Not float16: what travels has no norm yet.
+        """
+        iterated = self.iteration_dtype(dtype)
+        is_short = jnp.finfo(iterated).bits == 16
+        return jnp.dtype(jnp.bfloat16) if is_short else iterated
+
+    def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
+        """The multiplications that a matrix of `shape` takes, the short side first.
+
+        Products with the long side, and of the short one with itself, as `iterations`
+        has them.
+        """
+        m, n = shape
+        dtype = self.iteration_dtype(dtype)
+        if not self.strategy(shape, dtype).gram:
+            return len(self.schedule) * (2 * m * m * n + m**3)
+        passes = cut_into_passes(self.schedule, dtype.name)
+        return sum(2 * m * m * n + (4 * len(steps) - 3) * m**3 for steps in passes)
+
+    def _products(self, strategy: Strategy, dtype: jnp.dtype) -> Products:
+        if not strategy.kernel:
+            # The Gram form squares the spectrum, and so needs all the bits there are.
+            return xla_products(dtype, exact=strategy.gram)
+        # Pallas is slow to import, and most programs never ask for it.
+        if self.platform == "tpu":
+            from .kernels import tpu as kernel
+        else:
+            from .kernels import gpu as kernel
+        return kernel_products(kernel.symmetric_product, dtype)
 
 
-def _products(strategy: Strategy, dtype, platform: Platform) -> Products:
-    if strategy.kernel:
-        return kernel_products(_kernel(platform), dtype)
-    # The Gram form squares the spectrum, and so needs all the bits there are.
-    return xla_products(dtype, exact=strategy.gram)
+def on_its_platform(
+    function: Callable[..., Any], solver: Solver, *arguments: Any
+) -> Any:
+    """Calls `function(solver, *arguments)` with the solver of the platform.
+
+    The platform a program is compiled for need not be the default backend, so it is
+    known only to the compiler.
+    """
+
+    def on(platform: Platform) -> Callable[..., Any]:
+        return lambda solver, *rest: function(solver.on(platform), *rest)
+
+    return jax.lax.platform_dependent(
+        solver, *arguments, cpu=on("cpu"), tpu=on("tpu"), default=on("gpu")
+    )
 
 
-def _kernel(platform: Platform) -> Callable[..., jax.Array]:
-    # Pallas is slow to import, and most programs never ask for it.
-    if platform == "tpu":
-        from .kernels.tpu import symmetric_product
-    else:
-        from .kernels.gpu import symmetric_product
-    return symmetric_product
+def make_solver(
+    ns_coeffs: str | Triple | Schedule,
+    ns_steps: int | jax.Array,
+    method: Method,
+    dtype: DTypeLike | None,
+    preconditioning: Preconditioning,
+    kernel: Kernel,
+) -> Solver:
+    """Raises `ValueError` for what cannot work."""
+    _check_choice("method", method, Method)
+    _check_choice("preconditioning", preconditioning, Preconditioning)
+    _check_choice("kernel", kernel, Kernel)
+    schedule = resolve_schedule(ns_coeffs, ns_steps)
+    if dtype is not None:
+        dtype = jnp.dtype(dtype)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(f"Newton-Schulz needs a floating-point dtype, got {dtype}")
+        check_schedule(schedule, jnp.finfo(dtype).dtype.name)
+    steps = ns_steps if isinstance(ns_steps, Tracer) else None
+    return Solver(schedule, method, dtype, preconditioning, kernel, steps)
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        known = ", ".join(map(repr, get_args(choices)))
+        raise ValueError(f"unknown {name} {value!r}; choose one of {known}")

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from .._model import paths
-from .._model.attention_layers import Attention, resolve_attention
-from .._model.statistics import STATISTIC
-from .bound_layers import bind, count_heads, from_row, to_row
-from .head_scales import layer_logits
+from .._model.attention_layers import Attention
+from .heads import HeadRow, Heads
 
 
 class MultiStepsState(NamedTuple):
@@ -68,8 +66,8 @@ def multi_steps(
     )
 
     def init_fn(params: optax.Params) -> MultiStepsState:
-        layers = bind(paths.flatten(params), resolve_attention(attention, params))
-        nothing = jnp.full(count_heads(layers), -jnp.inf, jnp.float32)
+        heads = Heads(paths.flatten(params), attention)
+        nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
         return MultiStepsState(steps.init(params), nothing)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
@@ -77,17 +75,13 @@ def multi_steps(
             raise ValueError(
                 "multi_steps needs the params: tx.update(grads, state, params, ...)"
             )
-        layers = resolve_attention(attention, params)
-        found = layer_logits(paths.flatten(params), layers, attention_stats)
-        bound = [layer for layer, _ in found]
-        logits = to_row([state.running[:0], *(x for _, x in found)])
-        running = jnp.maximum(state.running, logits)
-        combined = zip(bound, from_row(running, bound), strict=True)
+        heads = Heads(paths.flatten(params), attention)
+        running = jnp.maximum(state.running, heads.read(attention_stats))
         updates, after = steps.update(
             updates,
             state.steps,
             params,
-            attention_stats={layer.path: {STATISTIC: x} for layer, x in combined},
+            attention_stats=HeadRow(running, heads.shapes),
             **extra_args,
         )
         real = after.gradient_step != state.steps.gradient_step

@@ -8,6 +8,7 @@ the paper leaves the shared rotary key, and the query takes the whole gamma; a h
 without a finite statistic is left alone.
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,10 +19,9 @@ import optax
 from jax.core import Tracer
 
 from .._model import paths
-from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
-from .bound_layers import bind
-from .head_scales import head_scales
-from .state import first_state, next_state, QKClipState
+from .._model.attention_layers import Attention
+from .heads import Heads
+from .state import first_state, HeadReading, next_state, QKClipState, read_heads
 
 
 def qk_clip(
@@ -87,8 +87,9 @@ def qk_clip(
     _check(threshold, alpha)
 
     def init_fn(params: optax.Params) -> QKClipState:
-        layers = _layers(attention, params, threshold, step=0)
-        return first_state(bind(paths.flatten(params), layers))
+        heads = Heads(paths.flatten(params), attention)
+        _thresholds(heads, threshold, step=0)
+        return first_state(heads.count)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -96,17 +97,20 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        layers = _layers(attention, params, threshold, state.step)
-        share = _at(alpha, state.step)
         tree = paths.flatten(params)
-        scales = head_scales(tree, layers, attention_stats, share, axis_name)
+        scale_at, reading = _clip(
+            Heads(tree, attention),
+            attention_stats,
+            threshold,
+            alpha,
+            axis_name,
+            state.step,
+        )
         clipped = [
-            u if scale is None else _clip_update(u, p, scale)
-            for u, p, scale in zip(
-                tree.of(updates), tree.leaves, scales.leaves, strict=True
-            )
+            _clip_update(u, p, scale_at[path]) if path in scale_at else u
+            for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
         ]
-        return tree.unflatten(clipped), next_state(state, scales.readings)
+        return tree.unflatten(clipped), next_state(state, reading)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -136,27 +140,46 @@ def clip_qk(
         Array([1. , 0.5], dtype=float32)
     """
     _check(threshold, alpha)
-    layers = _layers(attention, params, threshold)
     tree = paths.flatten(params)
-    scales = head_scales(tree, layers, attention_stats, alpha, axis_name)
-    return tree.unflatten(
-        [
-            p if scale is None else _scale_leaf(p, scale)
-            for p, scale in zip(tree.leaves, scales.leaves, strict=True)
-        ]
+    scale_at, _ = _clip(
+        Heads(tree, attention), attention_stats, threshold, alpha, axis_name
     )
-
-
-def _layers(attention, params, threshold, step: Any = None) -> list[AttentionLayer]:
-    """The attention layers, each with the threshold of this step."""
-    layers = resolve_attention(attention, params)
-    for layer in layers:
-        _check_threshold(layer.threshold, f"threshold of layer '{layer.path}'")
-    own = [threshold if x.threshold is None else x.threshold for x in layers]
-    return [
-        layer._replace(threshold=_at(tau, step))
-        for layer, tau in zip(layers, own, strict=True)
+    clipped = [
+        _scale_leaf(p, scale_at[path]) if path in scale_at else p
+        for path, p in zip(*tree[:2], strict=True)
     ]
+    return tree.unflatten(clipped)
+
+
+def _clip(
+    heads: Heads,
+    attention_stats: Any,
+    threshold: Any,
+    alpha: Any,
+    axis_name: Hashable | None,
+    step: Any = None,
+) -> tuple[dict[paths.Path, jax.Array], HeadReading]:
+    """What to multiply each leaf by, and the reading that led to it."""
+    logits = heads.read(attention_stats)
+    if axis_name is not None:
+        logits = _maximum_over(logits, axis_name)
+    reading = read_heads(logits, _thresholds(heads, threshold, step))
+    return heads.scales(reading.gamma, _at(alpha, step)), reading
+
+
+def _thresholds(heads: Heads, threshold: Any, step: Any) -> jax.Array:
+    for layer in heads.layers:
+        name = f"threshold of layer '{paths.show(layer.path)}'"
+        _check_threshold(layer.threshold, name)
+    return heads.thresholds(threshold, functools.partial(_at, step=step))
+
+
+def _maximum_over(logits: jax.Array, axis_name: Hashable) -> jax.Array:
+    if not logits.size:
+        return logits
+    # A NaN on one replica must reach all of them, and a maximum may drop it.
+    logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    return jax.lax.pmax(logits, axis_name)
 
 
 def _clip_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:

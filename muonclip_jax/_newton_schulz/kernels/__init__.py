@@ -1,0 +1,1 @@
+"""Symmetric products at half the arithmetic: Pallas kernels for GPU and TPU."""

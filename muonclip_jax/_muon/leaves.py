@@ -1,0 +1,29 @@
+"""What a trace reads of a tree of leaves, once: paths, matrices, shardings."""
+
+from typing import Any, NamedTuple
+
+from .._matrices.view import MatrixView
+from .._mesh.placement import given_shardings, Shardings
+from .._model import paths
+from .._model.dimension_numbers import DimensionNumbers, matrix_views
+
+
+class Leaves(NamedTuple):
+    """The leaves of a tree, and for each what is known of it."""
+
+    tree: paths.PathedTree
+    views: list[MatrixView | None]  # None where it is hidden or holds no matrix
+    shardings: list[Any]  # None where the user gave none
+
+
+def read_leaves(
+    tree: Any,
+    dimension_numbers: DimensionNumbers | None,
+    shardings: Shardings | None,
+) -> Leaves:
+    leaves = paths.flatten(tree)
+    return Leaves(
+        leaves,
+        matrix_views(dimension_numbers, leaves),
+        given_shardings(shardings, leaves),
+    )

@@ -1,0 +1,92 @@
+"""An attention layer bound to the shapes of its leaves."""
+
+from typing import Any
+
+import jax
+
+from .._model.attention_layers import AttentionLayer
+from .._model.head_leaf import HeadLeaf
+from .._model.paths import Path, show, split
+from .._model.statistics import STATISTIC
+
+
+class BoundLayer:
+    """Which heads a layer has, as they can be scaled, and how.
+
+    **Raises:** `ValueError`, naming the leaves, where their heads do not fit together.
+    """
+
+    def __init__(self, layer: AttentionLayer, leaf_at: dict[Path, Any]):
+        self._layer = layer
+        self._leaf_at = leaf_at
+        self.path = split(layer.path)
+        self.threshold = layer.threshold
+        # Heads that share a leaf can only be scaled together, as if they were one.
+        self._shared = any(leaf.axis is None for leaf in layer.leaves)
+        self._stack = layer.query[0].stack(self._shape_of(layer.query[0]))
+        self._heads = 1 if self._shared else self._count(layer.query[0])
+        if not self._fits():
+            raise ValueError(
+                f"the heads of attention layer '{layer.path}' do not fit together: "
+                f"{self._leaves()}. Expected are Flax kernels (*stack, features, "
+                "heads, head_dim) with key heads that divide the query's; describe "
+                "other layouts in attention="
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(*stack, heads)`"""
+        return (*self._stack, self._heads or 0)
+
+    def check(self, statistic: jax.Array) -> jax.Array:
+        """The statistic, checked, of the heads as they can be scaled."""
+        heads = statistic.shape[-1] if self._shared else self._heads
+        if statistic.shape != (*self._stack, heads):
+            raise ValueError(
+                f"the statistics '{show((*self.path, STATISTIC))}' have "
+                f"shape {statistic.shape}, which does not fit the heads of "
+                f"{self._leaves()}; expected is {self.shape}, (*stack, heads)"
+            )
+        return statistic.max(-1, keepdims=True) if self._shared else statistic
+
+    def scales(
+        self, by_query: jax.Array, by_key: jax.Array, by_both: jax.Array
+    ) -> dict[Path, jax.Array]:
+        """One scale per leaf; several parts of a fused leaf multiply into one.
+
+        A query and its key share `gamma` as `by_query` and `by_key`; a query whose key
+        stays as it is takes `by_both`, the whole of it.
+        """
+        layer, scales = self._layer, {}
+        roles = [(layer.query, by_query), (layer.key, by_key)]
+        if not self._shared and self._count(layer.key[0]) != self._heads:
+            # Shared keys stay, or heads under the threshold would shrink with the rest.
+            roles = [(layer.query, by_both)]
+        for leaves, factors in [*roles, (layer.rotary_query, by_both)]:
+            for leaf in leaves:
+                path = layer.path_of(leaf)
+                scale = leaf.scale(self._shape_of(leaf), factors)
+                scales[path] = scales[path] * scale if path in scales else scale
+        return scales
+
+    def _fits(self) -> bool:
+        leaves, layer = self._layer.leaves, self._layer
+        if any(self._count(leaf) is None for leaf in leaves):
+            return False
+        if any(leaf.stack(self._shape_of(leaf)) != self._stack for leaf in leaves):
+            return False
+        queries = {self._count(leaf) for leaf in layer.query + layer.rotary_query}
+        keys = {self._count(leaf) for leaf in layer.key}
+        return self._shared or (
+            len(queries) == len(keys) == 1 and self._heads % keys.pop() == 0
+        )
+
+    def _count(self, leaf: HeadLeaf) -> Any:
+        return leaf.heads(self._shape_of(leaf))
+
+    def _shape_of(self, leaf: HeadLeaf) -> tuple[int, ...]:
+        return tuple(self._leaf_at[self._layer.path_of(leaf)].shape)
+
+    def _leaves(self) -> str:
+        leaves = {self._layer.path_of(x): self._shape_of(x) for x in self._layer.leaves}
+        return ", ".join(f"'{show(path)}' {shape}" for path, shape in leaves.items())

@@ -1,0 +1,88 @@
+"""What QK-Clip saw and did, by layer, to log."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._model import paths
+from .._model.attention_layers import Attention
+from .heads import Heads
+from .state import QKClipState
+
+
+def qk_clip_metrics(
+    opt_state: Any, params: optax.Params, *, attention: Attention | None = None
+) -> dict[str, Any]:
+    """What QK-Clip saw and did, as a pytree to log; works under `jit`.
+
+    **Arguments:**
+
+    - `opt_state`: of an optimizer with [`qk_clip`][] in it, however deeply wrapped.
+    - `params`, `attention`: as the optimizer has them; `params` may be abstract.
+
+    **Returns:** a dict with
+
+    - `"max_logit"`, `"num_clipped"`, `"num_nonfinite"`: of the last step, as in
+        [`QKClipState`][];
+    - `"clipped_fraction"`, `"ever_clipped_fraction"`: the share of all heads that was
+        clipped in the last step, and in any step so far (12.7 % in Kimi K2);
+    - `"layers"`: by the path of each attention layer, a dict of arrays
+        `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone)
+        and `"steps_since_clip"` (-1 if it never was clipped).
+
+    Heads that share a leaf, such as the gain of a norm, count as one.
+
+    **Raises:** `ValueError` if there is no `qk_clip` in the optimizer, or several, or
+    if it was made for other params.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> tx = mc.muonclip(1e-3)
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> _, state = tx.update(
+        ...     params, tx.init(params), params, attention_stats=stats
+        ... )
+        >>> metrics = mc.qk_clip_metrics(state, params)
+        >>> metrics["layers"]["attn"]["gamma"]
+        Array([1.  , 0.25], dtype=float32)
+        >>> float(metrics["ever_clipped_fraction"])
+        0.5
+    """
+    state, heads = _find(opt_state), Heads(paths.flatten(params), attention)
+    if heads.count != state.gamma.size:
+        raise ValueError(
+            f"the optimizer state holds {state.gamma.size} heads, the params "
+            f"{heads.count}; hand over the params and attention= of its init"
+        )
+    since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
+    rows = dict(max_logits=state.max_logits, gamma=state.gamma, steps_since_clip=since)
+    by_layer = {name: heads.cut(row) for name, row in rows.items()}
+    count = max(1, state.gamma.size)
+    return {
+        "max_logit": state.max_logit,
+        "num_clipped": state.num_clipped,
+        "num_nonfinite": state.num_nonfinite,
+        "clipped_fraction": state.num_clipped / count,
+        "ever_clipped_fraction": jnp.sum(state.last_clip >= 0) / count,
+        "layers": {
+            "/".join(layer.path): {name: row[i] for name, row in by_layer.items()}
+            for i, layer in enumerate(heads.layers)
+        },
+    }
+
+
+def _find(opt_state: Any) -> QKClipState:
+    def is_state(x: Any) -> bool:
+        return isinstance(x, QKClipState)
+
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+    if len(found) != 1:
+        raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
+    # An `nnx.Optimizer` holds variables in place of arrays.
+    return QKClipState(*(jnp.asarray(field) for field in found[0]))
