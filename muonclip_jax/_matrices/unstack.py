@@ -41,7 +41,9 @@ def _cut_at_run_time(stack: jax.Array, counts: Sequence[int]) -> list[jax.Array]
 
 def _opaque_starts(counts: Sequence[int]) -> list[jax.Array]:
     # XLA folds `x + 1` in a loop of two passes, and with it the loop, but not `x + i`.
+    def add(i: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
+        step = i.astype(np.int32)
+        return [jax.lax.add(start, step) for start in starts]
+
     starts = itertools.accumulate(counts[:-1], initial=0)
-    return jax.lax.fori_loop(
-        0, 2, lambda i, xs: [x + i for x in xs], [np.int32(x - 1) for x in starts]
-    )
+    return jax.lax.fori_loop(0, 2, add, [np.int32(start - 1) for start in starts])

@@ -39,30 +39,24 @@ class MatrixView:
         return jax.lax.reshape(jax.lax.transpose(leaf, self._order), shape)
 
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
-        return self._restore(matrices, self._order)
+        moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in self._order])
+        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return jax.lax.transpose(moved, inverse)
 
     def to_wide(self, leaf: jax.Array) -> jax.Array:
         """Returns the leaf as `(count, m, n)`, the short side first."""
-        shape = self.count, *self.short_and_long
-        return jax.lax.reshape(jax.lax.transpose(leaf, self._wide_order), shape)
+        return self._turn(self.to_matrices(leaf))
 
     def from_wide(self, matrices: jax.Array) -> jax.Array:
-        return self._restore(matrices, self._wide_order)
+        return self.from_matrices(self._turn(matrices))
 
-    def _restore(self, matrices: jax.Array, order: tuple[int, ...]) -> jax.Array:
-        moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in order])
-        return jax.lax.transpose(
-            moved, sorted(range(len(order)), key=order.__getitem__)
-        )
+    def _turn(self, matrices: jax.Array) -> jax.Array:
+        is_tall = self.fan_in > self.fan_out
+        return jax.lax.transpose(matrices, (0, 2, 1)) if is_tall else matrices
 
     @property
     def _order(self) -> tuple[int, ...]:
         return self.batch + self.reduction + self.output
-
-    @property
-    def _wide_order(self) -> tuple[int, ...]:
-        is_tall = self.fan_in > self.fan_out
-        return self.batch + self.output + self.reduction if is_tall else self._order
 
     def _size(self, axes: tuple[int, ...]) -> int:
         return math.prod(self.shape[axis] for axis in axes)

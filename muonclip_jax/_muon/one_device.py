@@ -1,5 +1,6 @@
 """Orthogonalization where every matrix is at hand: stack by stack, batch by batch."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ def _iterate(solver: Solver, stack: Stack, leaves: Sequence[jax.Array]) -> jax.A
         )
 
     # Elsewhere preparation fuses with what made the leaf.
-    def prepared(view: MatrixView, leaf: jax.Array) -> jax.Array:
-        return solver.prepare(view.to_wide(leaf))
+    prepared = stack.gather(leaves, functools.partial(_prepare, solver))
+    return solver.map(solver.iterate, prepared)
 
-    return solver.map(solver.iterate, stack.gather(leaves, prepared))
+
+@functools.partial(jax.jit, static_argnames="view")
+def _prepare(solver: Solver, view: MatrixView, leaf: jax.Array) -> jax.Array:
+    return solver.prepare(view.to_wide(leaf))
