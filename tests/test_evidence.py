@@ -25,9 +25,9 @@ from evidence.experiments import (
     token_conditions,
     width_transfer,
 )
-from evidence.geometry import geometry, svd_entropy
+from evidence.probe import geometry, svd_entropy
 from evidence.lab import Lab, losses, Unfinished
-from evidence.model import largest_logits, make_model
+from evidence.model import largest_logits, Transformer
 from evidence.optimizers import (
     clip,
     Hyperparameters,
@@ -100,7 +100,7 @@ def test_rms_of_a_step_leaves_weight_decay_out():
 @pytest.mark.parametrize("sharing", ["head", "balanced"])
 def test_both_ways_to_share_bring_every_head_to_the_threshold(keys, sharing):
     run = SMALL.but(key_heads=keys, sharing=sharing, threshold=1.0)
-    graph, params, rest = nnx.split(make_model(run, nnx.Rngs(0)), nnx.Param, ...)
+    graph, params, rest = nnx.split(Transformer(run, nnx.Rngs(0)), nnx.Param, ...)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 16))
 
     @jax.jit
@@ -192,13 +192,13 @@ def test_parts_of_a_text_do_not_overlap(tmp_path):
     file = tmp_path / "text.txt"
     content = np.random.default_rng(0).integers(0, 256, 300_000).astype(np.uint8)
     file.write_bytes(content.tobytes())
-    parts = Text(str(file))
-    assert len(parts.train) + len(parts.tune) + len(parts.report) == len(content)
-    assert len(parts.tune) > 15_000 < len(parts.report)
-    whole = np.concatenate([parts.train, parts.tune, parts.report])
+    source = Text(str(file), tune=7, report=15)
+    assert len(source.train) + len(source.parts["tune"]) + len(source.parts["report"]) == len(content)
+    assert len(source.parts["tune"]) > 15_000 < len(source.parts["report"])
+    whole = np.concatenate([source.train, source.parts["tune"], source.parts["report"]])
     np.testing.assert_array_equal(np.bincount(whole), np.bincount(content))
-    place = content.tobytes().find(parts.report[:64].tobytes())
-    assert place >= 0 and parts.train.tobytes().find(parts.report[:64].tobytes()) < 0
+    place = content.tobytes().find(source.parts["report"][:64].tobytes())
+    assert place >= 0 and source.train.tobytes().find(source.parts["report"][:64].tobytes()) < 0
     np.testing.assert_array_equal(
         parts.batch(4, 16, seed=3, step=5), parts.batch(4, 16, seed=3, step=5)
     )
@@ -209,7 +209,7 @@ def test_text_that_is_too_short_is_said_to_be_so(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("too short")
     with pytest.raises(SystemExit, match="too few for context 64"):
-        Text(str(file)).batch(4, 64, seed=0, step=0)
+        Text(str(file), tune=7, report=15).batch(4, 64, seed=0, step=0)
 
 
 def test_every_field_is_part_of_the_key():
@@ -249,7 +249,7 @@ def test_training_step_is_that_of_the_public_optimizer(optimizer, threshold):
     compiled = program(run.program)
     first = compiled.init(jax.random.key(0))
     params, others = first.params, first.others
-    graph, _, _ = nnx.split(make_model(run, nnx.Rngs(0)), nnx.Param, ...)
+    graph, _, _ = nnx.split(Transformer(run, nnx.Rngs(0)), nnx.Param, ...)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 17))
     if optimizer == "muon":
         tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3)
@@ -446,7 +446,7 @@ def test_models_with_experts_train_and_are_evaluated(matrices):
 
 
 def test_only_the_experts_matrices_are_chosen_anew():
-    model = make_model(Run(model="kimi_k2", layers=2), nnx.Rngs(0))
+    model = Transformer(Run(model="kimi_k2", layers=2), nnx.Rngs(0))
     params = nnx.split(model, nnx.Param, ...)[1]
 
     def numbers(choose):

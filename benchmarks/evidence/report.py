@@ -70,7 +70,7 @@ def _texts(plan: Plan) -> str:
         [
             corpus,
             CORPORA.get(corpus, "a file"),
-            *(f"{len(part):,}" for part in (source.train, source.tune, source.report)),
+            *(f"{len(part):,}" for part in (source.train, *source.parts.values())),
             source.digest,
         ]
         for corpus, source in ((corpus, text(corpus)) for corpus in plan.corpora)

@@ -1,4 +1,4 @@
-"""What the weights and updates of the hidden matrices look like."""
+"""What a probe sees of the hidden matrices: their spectra and the sizes of steps."""
 
 from typing import Any
 
