@@ -193,22 +193,45 @@ def test_spectra_are_what_they_are_called():
     assert singular["rank 10"][9] > 0.99 and singular["rank 10"][10] < 1e-5
 
 
-def test_momentum_of_the_example_is_that_of_its_matrices(monkeypatch, tmp_path):
-    import language_model
-    import train_lm
-    from spectra import momentum
+def test_momentum_is_that_of_the_example(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "examples"))
+    import sys
 
-    settings = language_model.settings()
-    assert settings.layers > 1
-    settings.layers = 1
-    monkeypatch.setattr(language_model, "settings", lambda: settings)
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 64)
-    corpus = train_lm.Corpus(tmp_path / "text")
-    monkeypatch.setattr(train_lm, "Corpus", lambda: corpus)
-    matrices = momentum(steps=1)
-    shapes = {name.split()[0]: x.shape for name, x in matrices.items()}
-    assert shapes == {"query": (128, 128), "up": (128, 512), "down": (512, 128)}
-    assert all(np.isfinite(x).all() and x.any() for x in matrices.values())
+    import train_lm
+    from evidence.texts import Text
+    from flax import nnx
+    from spectra import MODEL, momentum
+
+    file = tmp_path / "text"
+    file.write_bytes(np.random.default_rng(0).bytes(1 << 15))
+    ours = momentum(2, MODEL._replace(layers=1), Text(str(file), validation=15))
+
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--layers", "1"])
+    args, corpus = train_lm.parse_args(), train_lm.Corpus(file)
+    model = train_lm.make_model(args)
+    tx = train_lm.make_optimizer("muon", args)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for step in range(2):
+        batch = corpus.batch(args.batch_size, args.context, seed=args.seed, step=step)
+        train_lm.train_step(model, optimizer, jnp.asarray(batch))
+    (state,) = (
+        s
+        for s in jax.tree.leaves(
+            optimizer.opt_state, is_leaf=lambda x: isinstance(x, mc.ScaleByMuonState)
+        )
+        if isinstance(s, mc.ScaleByMuonState)
+    )
+    block = nnx.to_pure_dict(state.mu)["blocks"][0]
+    theirs = {
+        "query": block["attention"]["query"],
+        "up": block["up"],
+        "down": block["down"],
+    }
+    assert [name.split()[0] for name in ours] == list(theirs)
+    for x, leaf in zip(ours.values(), theirs.values(), strict=True):
+        np.testing.assert_allclose(
+            x, leaf["kernel"].reshape(x.shape), atol=1e-6 * abs(x).max()
+        )
 
 
 def test_an_overflow_is_no_error_of_the_script():
