@@ -25,7 +25,6 @@ from evidence.experiments import (
     token_conditions,
     width_transfer,
 )
-from evidence.probe import geometry, svd_entropy
 from evidence.lab import Lab, losses, Unfinished
 from evidence.model import largest_logits, Transformer
 from evidence.optimizers import (
@@ -37,6 +36,7 @@ from evidence.optimizers import (
     schedule,
 )
 from evidence.plan import Plan
+from evidence.probe import geometry, svd_entropy
 from evidence.run import Run
 from evidence.spikes import spikes
 from evidence.texts import Text
@@ -193,12 +193,17 @@ def test_parts_of_a_text_do_not_overlap(tmp_path):
     content = np.random.default_rng(0).integers(0, 256, 300_000).astype(np.uint8)
     file.write_bytes(content.tobytes())
     source = Text(str(file), tune=7, report=15)
-    assert len(source.train) + len(source.parts["tune"]) + len(source.parts["report"]) == len(content)
+    assert len(source.train) + len(source.parts["tune"]) + len(
+        source.parts["report"]
+    ) == len(content)
     assert len(source.parts["tune"]) > 15_000 < len(source.parts["report"])
     whole = np.concatenate([source.train, source.parts["tune"], source.parts["report"]])
     np.testing.assert_array_equal(np.bincount(whole), np.bincount(content))
     place = content.tobytes().find(source.parts["report"][:64].tobytes())
-    assert place >= 0 and source.train.tobytes().find(source.parts["report"][:64].tobytes()) < 0
+    assert (
+        place >= 0
+        and source.train.tobytes().find(source.parts["report"][:64].tobytes()) < 0
+    )
     np.testing.assert_array_equal(
         parts.batch(4, 16, seed=3, step=5), parts.batch(4, 16, seed=3, step=5)
     )

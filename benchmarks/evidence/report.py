@@ -4,9 +4,11 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from tables import Table
+
 from .lab import Lab, Unfinished
 from .plan import Plan
-from .section import Section, Table
+from .section import Section
 from .texts import CORPORA, text
 
 

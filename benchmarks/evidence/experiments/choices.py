@@ -3,12 +3,13 @@
 from typing import Any
 
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, paired
 from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE, rows
 from ..tuning import tuned_pair
 

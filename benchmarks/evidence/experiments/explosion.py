@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from pictures import panels
+from tables import Table
 
 from ..intervals import interval
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..spikes import spikes
 from ..style import band, CYCLE
 

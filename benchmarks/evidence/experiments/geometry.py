@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from pictures import panels
+from tables import Table
 
 from ..lab import Lab, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import COLORS, NAMES
 from ..tuning import Pair, tuned_pair
 

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from alternating import alternate, ratios
 from pictures import panels
+from tables import Table
 
 from ..lab import Lab
 from ..optimizers import hyperparameters
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, interval
 from ..lab import Lab
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import band, COLORS, NAMES
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, reported, SHARES
 from ..tuning import Pair, tuned_pair
