@@ -12,7 +12,7 @@ import pytest
 from helpers import run_script, script_environment
 
 
-SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks" / "reproduce.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "reproduce.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from helpers import run_script
 
 
-SCRIPT = pathlib.Path(__file__).parent.parent / "benchmarks/attention_statistics.py"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "attention_statistics.py"
 SMALL = ["--layers=1", "--width=8", "--heads=2", "--pairs=2", "--seconds=0"]
 LENGTHS = ["--lengths", "512", "1024"]
 VARIANTS = ("materialised", "blockwise", "residual")
