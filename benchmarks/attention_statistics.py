@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def load() -> str:
-    """Of the last 1 and 5 minutes: timings on a busy machine deserve less trust."""
+    """Says how busy the machine was in the last 1 and 5 minutes."""
     one, five, _ = os.getloadavg()
     return f"{one:.1f}, {five:.1f}"
 
@@ -132,7 +132,7 @@ class Step:
         self.temporaries = temporaries(self._compiled)
 
     def start(self, warm_up: int = 2) -> None:
-        """From weights as large as at the usual start, drawn without a compilation."""
+        """Draws weights as large as at the usual start, without a compilation."""
         generator = np.random.default_rng(0)
 
         def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -226,7 +226,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def growth(rows: list[dict[str, Any]]) -> str:
-    """By which power of the length the temporaries grow: 1 is linear."""
+    """Says by which power of the length the temporaries grow: 1 is linear."""
     lines = ["growth of the temporaries with the statistic:"]
     for name in dict.fromkeys(row["variant"] for row in rows):
         points = [

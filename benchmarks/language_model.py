@@ -17,7 +17,7 @@ import muonclip_jax as mc
 
 
 class Settings(NamedTuple):
-    """Of a model; `kernel` None is Flax's own attention."""
+    """What a model is built from; `kernel` None is Flax's own attention."""
 
     layers: int
     width: int
@@ -102,7 +102,7 @@ def train_step(
 
 
 def mean_loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
-    """Of the next byte, in nats."""
+    """Returns the mean loss of the next byte, in nats."""
     logits = model(tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()

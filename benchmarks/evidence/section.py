@@ -32,7 +32,7 @@ class Section:
 
 
 def verdict(holds: Iterable[bool]) -> str:
-    """From whether each part of the claim held."""
+    """Sums up whether each part of the claim held."""
     parts = list(holds)
     if all(parts):
         return "reproduced"

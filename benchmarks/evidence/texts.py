@@ -37,7 +37,7 @@ class Text:
         return windows(self.train, size, context, np.random.default_rng((seed, step)))
 
     def held_out(self, part: str, size: int, context: int) -> np.ndarray:
-        """The same windows for every run, so that losses can be paired."""
+        """Returns the same windows for every run, so that losses can be paired."""
         return windows(self.parts[part], size, context, np.random.default_rng(0))
 
 

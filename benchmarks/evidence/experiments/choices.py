@@ -102,7 +102,7 @@ def failed(differences: dict[tuple[str, str], Interval]) -> str:
 def pair(
     lab: Lab, plan: Plan, corpus: str, choice: dict[str, Any]
 ) -> tuple[list[Run], list[Run]]:
-    """With the choice, and with the default of the same model."""
+    """Returns the runs with the choice and those with its model's default."""
     best = tuned_pair(lab, plan, corpus).muon
     default = best.but(model=choice.get("model", best.model))
     chosen = default.but(**choice)
@@ -110,7 +110,7 @@ def pair(
 
 
 def difference(lab: Lab, chosen: list[Run], default: list[Run]) -> Interval:
-    """Of the final losses."""
+    """Interval of the difference of the final losses."""
     both = lab.results(chosen), lab.results(default)
     return paired(*(losses(side) for side in both))
 

@@ -64,7 +64,7 @@ def runs(plan: Plan, run: Run) -> list[Run]:
 
 
 def entropies(results: list[Result]) -> np.ndarray:
-    """At the end of every run, `(seeds, matrices)`."""
+    """Returns the entropies at the end of every run, `(seeds, matrices)`."""
     last = [result["geometry"][-1] for result in results]
     return np.array([[matrix["entropy"] for matrix in of.values()] for of in last])
 
@@ -75,7 +75,7 @@ def share_higher(results, corpus: str) -> float:
 
 
 def rms_by_shape(results, corpora: Sequence[str], side: str) -> dict[str, list[float]]:
-    """RMS of the steps of all matrices of a shape, at all times."""
+    """Returns the RMS of all steps that were seen, by the matrix's shape."""
     by_shape: dict[str, list[float]] = {}
     for corpus in corpora:
         for result in results[corpus, side]:

@@ -93,7 +93,7 @@ def measure(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def added(cell: dict[str, Any], side: str) -> list[float]:
-    """To AdamW's time: the lower quartile, the median, the upper quartile."""
+    """Quartiles of the share that is added to AdamW's time."""
     return [quantile - 1 for quantile in cell[side]]
 
 

@@ -109,7 +109,7 @@ def row(corpus: str, arm: str, results: list[Result]) -> list[str]:
 
 
 def share_of_heads(results: list[Result]) -> float:
-    """Of those that the clip ever scaled."""
+    """Returns the share of heads that the clip ever scaled."""
     return float(np.mean([np.array(result["last_fired"]) > 0 for result in results]))
 
 

@@ -107,7 +107,7 @@ def saves(outcome: Outcome) -> bool:
 
 
 def difference(outcomes: Outcomes) -> Interval:
-    """Of the shares with the large batch and in the long run, with the same tokens."""
+    """Compares the shares with the large batch and in the long run, tokens alike."""
     return paired(outcomes[LARGE_BATCH].shares, outcomes[LONG].shares)
 
 

@@ -110,7 +110,7 @@ def grid_losses(
 
 
 def grid_runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[list[Run]]:
-    """By rate and seed."""
+    """Returns a list for each rate, with a run for each seed."""
     muon, factor = SCALINGS[scaling]
     runs = [
         plan.run(
