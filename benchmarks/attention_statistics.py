@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from environment import environment
+from evidence.texts import VOCABULARY
 from flax import nnx
+from language_model import Settings, start, train_step
 
 import muonclip_jax as mc
 
 
-VOCABULARY = 256
 MIB = 1 << 20
 NAMES = ["materialised", "blockwise", "residual"]
 
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def load() -> str:
-    """Of the last 1 and 5 minutes: timings on a busy machine deserve less trust."""
+    """Says how busy the machine was in the last 1 and 5 minutes."""
     one, five, _ = os.getloadavg()
     return f"{one:.1f}, {five:.1f}"
 
@@ -116,78 +117,22 @@ def variants(args: argparse.Namespace) -> dict[str, Variant]:
     )
 
 
-class Block(nnx.Module):
-    """The block of examples/model.py, with a choice of attention."""
-
-    def __init__(
-        self, kernel: Any, record: bool, args: argparse.Namespace, rngs: nnx.Rngs
-    ):
-        width = args.width
-        common: dict[str, Any] = dict(dtype=jnp.dtype(args.dtype), rngs=rngs)
-        self.record = record
-        self.attention_norm = nnx.RMSNorm(width, **common)
-        self.attention = nnx.MultiHeadAttention(
-            args.heads,
-            width,
-            decode=False,
-            attention_fn=functools.partial(mc.attention_fn, kernel=kernel),
-            **common,
-        )
-        self.mlp_norm = nnx.RMSNorm(width, **common)
-        self.up = nnx.Linear(width, 4 * width, **common)
-        self.down = nnx.Linear(4 * width, width, **common)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.attention_norm(x)
-        x = x + self.attention(y, is_causal=True, sow_weights=self.record)
-        y = jax.nn.relu(self.up(self.mlp_norm(x)))
-        return x + self.down(jnp.square(y))
-
-
-class Transformer(nnx.Module):
-    def __init__(
-        self, kernel: Any, record: bool, length: int, args: argparse.Namespace
-    ):
-        rngs = nnx.Rngs(0)
-        common: dict[str, Any] = dict(dtype=jnp.dtype(args.dtype), rngs=rngs)
-        self.embed = nnx.Embed(VOCABULARY, args.width, **common)
-        self.position_embed = nnx.Embed(length, args.width, **common)
-        self.blocks = nnx.List(
-            [Block(kernel, record, args, rngs) for _ in range(args.layers)]
-        )
-        self.norm = nnx.RMSNorm(args.width, **common)
-        self.head = nnx.Linear(args.width, VOCABULARY, use_bias=False, **common)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.position_embed(jnp.arange(tokens.shape[-1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).astype(jnp.float32)
-
-
 OPTIMIZER = optax.adamw(1e-3)
-State = tuple[Any, optax.OptState]  # parameters and the optimizer's
 
 
 class Step:
     """A compiled training step and the state that it moves on."""
 
-    def __init__(
-        self, kernel: Any, record: bool, length: int, args: argparse.Namespace
-    ):
-        def init() -> tuple[Any, Any]:
-            model = Transformer(kernel, record, length, args)
-            graph, params = nnx.split(model, nnx.Param)
-            return graph, (params, OPTIMIZER.init(params))
-
-        graph, self._shapes = nnx.eval_shape(init)
-        self._tokens = random_tokens(args.batch_size, length)
-        jitted = jax.jit(functools.partial(train_step, graph), donate_argnums=0)
+    def __init__(self, settings: Settings, batch_size: int):
+        graph, self._shapes = nnx.eval_shape(lambda: start(settings, OPTIMIZER))
+        self._tokens = random_tokens(batch_size, settings.context)
+        step = functools.partial(train_step, graph, OPTIMIZER)
+        jitted = jax.jit(step, donate_argnums=0)
         self._compiled = jitted.lower(self._shapes, self._tokens).compile()
         self.temporaries = temporaries(self._compiled)
 
     def start(self, warm_up: int = 2) -> None:
-        """From weights as large as at the usual start, drawn without a compilation."""
+        """Draws weights as large as at the usual start, without a compilation."""
         generator = np.random.default_rng(0)
 
         def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -208,27 +153,6 @@ class Step:
         return time.perf_counter() - started
 
 
-def train_step(
-    graph: nnx.GraphDef, state: State, tokens: jax.Array
-) -> tuple[State, tuple[jax.Array, Any]]:
-    """Returns the state moved on, and the loss and statistics."""
-
-    def loss_of(params: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params)
-        return nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
-
-    params, opt_state = state
-    outputs, grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), outputs
-
-
-def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
-    logits = model(tokens[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return losses.mean()
-
-
 def temporaries(compiled: Any) -> float:
     """MiB; nan where the backend does not tell."""
     analysis = compiled.memory_analysis()
@@ -243,8 +167,11 @@ def random_tokens(batch_size: int, length: int) -> jax.Array:
 def measure(name: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table; without times if the step needs too much memory."""
     variant = variants(args)[name]
-    without = Step(variant.without, False, length, args)
-    recording = Step(variant.recording, True, length, args)
+    model = Settings(args.layers, args.width, args.heads, length, args.dtype)
+    without, recording = (
+        Step(model._replace(kernel=kernel, record=record), args.batch_size)
+        for kernel, record in zip(variant, (False, True), strict=True)
+    )
     row: dict[str, Any] = dict(
         variant=name,
         length=length,
@@ -299,7 +226,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def growth(rows: list[dict[str, Any]]) -> str:
-    """By which power of the length the temporaries grow: 1 is linear."""
+    """Says by which power of the length the temporaries grow: 1 is linear."""
     lines = ["growth of the temporaries with the statistic:"]
     for name in dict.fromkeys(row["variant"] for row in rows):
         points = [

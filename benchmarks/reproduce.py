@@ -23,7 +23,7 @@ from environment import environment
 from evidence.lab import Lab
 from evidence.plan import Plan
 from evidence.report import section, write_report
-from evidence.texts import CORPORA, existing_file
+from evidence.texts import CORPORA
 
 
 HERE = Path(__file__).parent
@@ -57,6 +57,12 @@ def parse_args() -> argparse.Namespace:
     if unknown := sorted(set(args.experiments) - set(EXPERIMENTS)):
         parser.error(f"no such experiment: {', '.join(unknown)}")
     return args
+
+
+def existing_file(name: str) -> Path:
+    if not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"no such file: {name}")
+    return Path(name)
 
 
 def seed(value: str) -> int:

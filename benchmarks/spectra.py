@@ -1,10 +1,13 @@
 """Matrices to orthogonalize: of given singular values, and momentum of a real model."""
 
+import functools
+
 import jax
-import language_model
 import numpy as np
-import train_lm
+import optax
+from evidence.texts import Text
 from flax import nnx
+from language_model import Settings, start, train_step
 
 import muonclip_jax as mc
 
@@ -32,15 +35,23 @@ def synthetic() -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in matrices.items()}
 
 
-def momentum(steps: int = 30) -> dict[str, np.ndarray]:
+# As examples/train_lm.py trains by default.
+MODEL = Settings(layers=4, width=128, heads=4, context=64)
+BATCH_SIZE, WARMUP, STEPS = 32, 20, 300
+
+
+def momentum(
+    steps: int = 30, model: Settings = MODEL, text: Text | None = None
+) -> dict[str, np.ndarray]:
     """Muon's momentum in the first block of the example after some steps."""
-    args, corpus = language_model.settings(), train_lm.Corpus()
-    tx = train_lm.make_optimizer("muon", args)
-    model, optimizer = language_model.trained_by(tx, args)
-    for step in range(steps):
-        batch = language_model.tokens(args, corpus, step)
-        train_lm.train_step(model, optimizer, batch)
-    block = _momentum_tree(optimizer)["blocks"][0]
+    text = text or Text("code", validation=15)
+    tx = mc.muon(schedule(2e-2), adam_learning_rate=schedule(6e-3), weight_decay=0.5)
+    graph, state = start(model, tx)
+    step = jax.jit(functools.partial(train_step, graph, tx), donate_argnums=0)
+    for i in range(steps):
+        tokens = text.batch(BATCH_SIZE, model.context, seed=0, step=i)
+        state, _ = step(state, tokens)
+    block = _momentum_tree(state[1])["blocks"][0]
     kernels = {
         "query": block["attention"]["query"],
         "up": block["up"],
@@ -52,11 +63,18 @@ def momentum(steps: int = 30) -> dict[str, np.ndarray]:
     }
 
 
-def _momentum_tree(optimizer: nnx.Optimizer) -> dict:
+def schedule(peak: float) -> optax.Schedule:
+    """The rate rises linearly, and falls so to zero at the end."""
+    rise = optax.linear_schedule(peak / WARMUP, peak, WARMUP)
+    fall = optax.linear_schedule(peak, 0.0, STEPS - WARMUP)
+    return optax.join_schedules([rise, fall], [WARMUP])
+
+
+def _momentum_tree(opt_state: optax.OptState) -> dict:
     def is_muon(node) -> bool:
         return isinstance(node, mc.ScaleByMuonState)
 
-    nodes = jax.tree.leaves(optimizer.opt_state, is_leaf=is_muon)
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_muon)
     (state,) = filter(is_muon, nodes)
     return nnx.to_pure_dict(state.mu)
 

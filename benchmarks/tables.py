@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from environment import environment
@@ -20,19 +20,43 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class Table:
-    """Prints its rows as they come."""
+    """Rows under headings; `columns` may give each a format, as `.2f`."""
 
-    def __init__(self, title: str, columns: Mapping[str, str]):
-        self.title, self.columns = title, dict(columns)
-        self.rows: list[tuple[Cell, ...]] = []
-        print(f"\n{title}\n")
-        _print_row(columns)
-        _print_row(["---"] * len(columns))
+    def __init__(
+        self,
+        columns: Mapping[str, str] | Iterable[str],
+        rows: Iterable[Sequence[Cell]] = (),
+        caption: str = "",
+    ):
+        is_mapping = isinstance(columns, Mapping)
+        self.columns = dict(columns) if is_mapping else dict.fromkeys(columns, "")
+        self.rows, self.caption = [tuple(row) for row in rows], caption
 
     def add(self, *cells: Cell) -> None:
-        formats = self.columns.values()
-        _print_row([_show(*pair) for pair in zip(cells, formats, strict=True)])
         self.rows.append(cells)
+
+    def head(self) -> str:
+        rows = "\n".join(map(_line, (self.columns, ["---"] * len(self.columns))))
+        return f"{self.caption}\n\n{rows}" if self.caption else rows
+
+    def line(self, cells: Sequence[Cell]) -> str:
+        formats = self.columns.values()
+        return _line(_show(*pair) for pair in zip(cells, formats, strict=True))
+
+    def markdown(self) -> str:
+        return "\n".join([self.head(), *map(self.line, self.rows)])
+
+
+class PrintedTable(Table):
+    """Prints its rows as they come."""
+
+    def __init__(self, columns: Mapping[str, str], caption: str):
+        super().__init__(columns, caption=caption)
+        print(f"\n{self.head()}", flush=True)
+
+    def add(self, *cells: Cell) -> None:
+        super().add(*cells)
+        print(self.line(cells), flush=True)
 
 
 class Report:
@@ -46,8 +70,8 @@ class Report:
         print(self._environment)
 
     def table(self, title: str, columns: Mapping[str, str]) -> Table:
-        """Starts a table; `columns` are headings and formats, as `.2f`."""
-        self._tables.append(Table(title, columns))
+        """Starts a table that prints its rows as they come."""
+        self._tables.append(PrintedTable(columns, title))
         return self._tables[-1]
 
     def write(self) -> None:
@@ -58,7 +82,7 @@ class Report:
             "environment": self._environment,
             "arguments": self._arguments,
             "tables": [
-                {"title": t.title, "columns": list(t.columns), "rows": t.rows}
+                {"title": t.caption, "columns": list(t.columns), "rows": t.rows}
                 for t in self._tables
             ],
         }
@@ -72,5 +96,5 @@ def _show(cell: Cell, form: str) -> str:
     return cell if isinstance(cell, str) else format(cell, form)
 
 
-def _print_row(cells: Iterable[str]) -> None:
-    print("| " + " | ".join(cells) + " |", flush=True)
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,57 +1,88 @@
-"""Tunes the learning rates of examples/train_lm.py and prints the grid.
+"""Tunes the learning rates of examples/train_lm.py, each with the weight decay.
 
     python benchmarks/tune_train_lm.py
 
-Each cell is one run of the example at its default length; finished cells are kept in
-`--out`, so that an interrupted grid goes on where it stopped.
+Walks from the example's own settings to better neighbours and prints the losses on its
+way. Each is that of one run of the example at its default length; finished runs are
+kept in `--out`, so that an interrupted walk goes on where it stopped.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from environment import environment
+from tables import parser, Report
+from walk import neighbours, walk
 
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_lm.py"
+WEIGHT_DECAYS = (0.0, 0.1, 0.3, 0.5, 1.0, 2.0)
 
-# Every grid brackets its best value. Muon keeps AdamW's best rate for its AdamW side.
+
+class Place(NamedTuple):
+    rate: float
+    decay: float
+
+
+class Grid(NamedTuple):
+    """Where to look, along a flag of the example and the weight decay."""
+
+    flag: str
+    rates: tuple[float, ...]
+    start: Place
+
+    def beside(self, place: Place) -> Iterator[Place]:
+        for rate in neighbours(self.rates, place.rate):
+            yield place._replace(rate=rate)
+        for decay in neighbours(WEIGHT_DECAYS, place.decay):
+            yield place._replace(decay=decay)
+
+
+ADAMW = (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
+MUON = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
+# Muon's AdamW side keeps the rate that is the best of AdamW, the default.
 GRIDS = {
-    "adamw": ("--adam-learning-rate", (1.5e-3, 3e-3, 6e-3, 1.2e-2)),
-    "muon": ("--learning-rate", (1e-2, 2e-2, 4e-2)),
+    "adamw": Grid("--adam-learning-rate", ADAMW, Place(6e-3, 0.5)),
+    "muon": Grid("--learning-rate", MUON, Place(2e-2, 0.5)),
 }
-WEIGHT_DECAYS = (0.1, 0.3, 0.5, 1.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/tune_train_lm"))
-    parser.add_argument("--steps", type=int, default=300)
-    args = parser.parse_args()
-    print(environment())
-    for optimizer, (flag, rates) in GRIDS.items():
-        print(f"\nvalidation loss of {optimizer}, {flag} by --weight-decay\n")
-        print("| | " + " | ".join(f"{decay:g}" for decay in WEIGHT_DECAYS) + " |")
-        print("|---" * (len(WEIGHT_DECAYS) + 1) + "|")
-        for rate in rates:
-            losses = [
-                cell(optimizer, flag, rate, decay, args) for decay in WEIGHT_DECAYS
-            ]
-            print(
-                f"| {rate:g} | " + " | ".join(f"{x:.4f}" for x in losses) + " |",
-                flush=True,
-            )
+    options = parser(__doc__)
+    options.add_argument("--out", type=Path, default=Path("runs/tune_train_lm"))
+    options.add_argument("--steps", type=int, default=300)
+    args = options.parse_args()
+    report = Report(args)
+    for optimizer, grid in GRIDS.items():
+        write(report, optimizer, grid, seen(optimizer, grid, args))
+    report.write()
 
 
-def cell(optimizer: str, flag: str, rate: float, decay: float, args) -> float:
+def seen(optimizer: str, grid: Grid, args: argparse.Namespace) -> dict[Place, float]:
+    """The losses at all places where the walk looked."""
+    found: dict[Place, float] = {}
+
+    def losses(places: list[Place]) -> list[float]:
+        for place in places:
+            if place not in found:
+                found[place] = loss(optimizer, grid.flag, place, args)
+        return [found[place] for place in places]
+
+    walk(grid.start, grid.beside, losses)
+    return found
+
+
+def loss(optimizer: str, flag: str, place: Place, args: argparse.Namespace) -> float:
     """The final validation loss of one run."""
-    out = args.out / f"{optimizer}-{rate:g}-{decay:g}-{args.steps}"
+    out = args.out / f"{optimizer}-{place.rate:g}-{place.decay:g}-{args.steps}"
     if not (out / "results.json").exists():
         options = {
-            flag: rate,
-            "--weight-decay": decay,
+            flag: place.rate,
+            "--weight-decay": place.decay,
             "--steps": args.steps,
             "--out": out,
         }
@@ -60,6 +91,17 @@ def cell(optimizer: str, flag: str, rate: float, decay: float, args) -> float:
         subprocess.run(command, check=True, capture_output=True)
     history = json.loads((out / "results.json").read_text())[optimizer]
     return history[-1]["validation_loss"]
+
+
+def write(
+    report: Report, optimizer: str, grid: Grid, found: dict[Place, float]
+) -> None:
+    rates, decays = (sorted(set(values)) for values in zip(*found, strict=True))
+    title = f"validation loss of {optimizer}, {grid.flag} by --weight-decay"
+    columns = {"": "g"} | {f"{decay:g}": ".4f" for decay in decays}
+    table = report.table(title, columns)
+    for rate in rates:
+        table.add(rate, *(found.get(Place(rate, decay)) for decay in decays))
 
 
 if __name__ == "__main__":

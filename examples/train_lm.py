@@ -23,8 +23,8 @@ from checkpoints import Checkpoints
 from corpus import Corpus, existing_file, VOCABULARY
 from flax import nnx
 from model import Transformer
-from report import draw, History, table
 from tqdm import trange
+from train_lm_report import draw, History, table
 
 import muonclip_jax as mc
 

@@ -32,7 +32,7 @@ Values = Sequence[float] | np.ndarray
 
 
 def interval(values: Values) -> Interval:
-    """Of the mean of independent values; without a width for one value."""
+    """Interval of the mean of independent values; one value has no width."""
     x = np.asarray(values, np.float64)
     if len(x) < 2:
         return Interval(float(x.mean()), float("nan"))
@@ -41,5 +41,5 @@ def interval(values: Values) -> Interval:
 
 
 def paired(values: Values, baseline: Values) -> Interval:
-    """Of the mean difference from the baseline with the same seed."""
+    """Interval of the mean difference from the baseline with the same seed."""
     return interval(np.subtract(values, baseline))

@@ -75,7 +75,7 @@ class Lab:
         return [self._results[run.key] for run in runs]
 
     def gather(self, runs: Mapping[Key, Iterable[Run]]) -> dict[Key, list[Result]]:
-        """The same for several lists of runs, all trained together."""
+        """Returns the results of several lists of runs, all trained together."""
         lists = {key: list(of_key) for key, of_key in runs.items()}
         self.results(run for of_key in lists.values() for run in of_key)
         return {key: self.results(of_key) for key, of_key in lists.items()}
@@ -135,7 +135,7 @@ class Lab:
 
 
 def losses(results: Iterable[Result], part: str = "report") -> list[float]:
-    """At the ends of runs, in nats per byte; infinite if a run diverged."""
+    """Returns final losses in nats per byte; infinite if a run diverged."""
     place = 1 if part == "tune" else 2
     ends = [result["curve"][-1][place] for result in results]
     return [loss if math.isfinite(loss) else math.inf for loss in ends]

@@ -4,19 +4,69 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from corpus import VOCABULARY
 from flax import nnx
-from kimi_k2_model import KimiK2, rotate, Sizes
 
 import muonclip_jax as mc
 
+from .experts import HIDDEN, MixtureOfExperts, SwiGLU
+from .latent_attention import LatentAttention
+from .layers import from_heads, linear, rotate, to_heads
 from .run import Run
+from .texts import VOCABULARY
 
 
-def make_model(run: Run, rngs: nnx.Rngs) -> nnx.Module:
+class Transformer(nnx.Module):
+    """Logits of the next byte, `(batch, length)` to `(batch, length, vocabulary)`."""
+
+    def __init__(self, run: Run, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCABULARY, run.width, rngs=rngs)
+        self.blocks = nnx.List([make_block(run, i, rngs) for i in range(run.layers)])
+        self.norm = nnx.RMSNorm(run.width, rngs=rngs)
+        self.head = linear(run.width, VOCABULARY, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_block(run: Run, index: int, rngs: nnx.Rngs) -> nnx.Module:
     if run.model == "kimi_k2":
-        return KimiK2(Sizes(VOCABULARY, run.layers, run.width, run.heads), rngs)
-    return Transformer(run, rngs)
+        return KimiK2Block(run, index == 0, rngs)
+    return Block(run, rngs)
+
+
+class KimiK2Block(nnx.Module):
+    """Kimi K2's pre-norm layer in miniature, with experts unless it is dense."""
+
+    def __init__(self, run: Run, dense: bool, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(run.width, rngs=rngs)
+        self.attention = LatentAttention(run, rngs)
+        self.mlp_norm = nnx.RMSNorm(run.width, rngs=rngs)
+        if dense:
+            self.mlp = SwiGLU(run.width, HIDDEN, rngs)
+        else:
+            self.mlp = MixtureOfExperts(run.width, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and a squared-ReLU feed-forward layer."""
+
+    def __init__(self, run: Run, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(run.width, rngs=rngs)
+        self.attention = Attention(run, rngs)
+        self.mlp_norm = nnx.RMSNorm(run.width, rngs=rngs)
+        self.up = linear(run.width, 4 * run.width, rngs)
+        self.down = linear(4 * run.width, run.width, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x)))))
 
 
 class Attention(nnx.Module):
@@ -29,17 +79,15 @@ class Attention(nnx.Module):
             self.query_key_value = linear(run.width, 3 * run.width, rngs)
         else:
             query, key = self.heads
-            self.query = projection(run.width, (query, features), rngs)
-            self.key = projection(run.width, (key, features), rngs)
-            self.value = projection(run.width, (key, features), rngs)
+            self.query = to_heads(run.width, query, features, rngs)
+            self.key = to_heads(run.width, key, features, rngs)
+            self.value = to_heads(run.width, key, features, rngs)
         if run.normalized:
             self.query_norm = nnx.RMSNorm(features, rngs=rngs)
             self.key_norm = nnx.RMSNorm(features, rngs=rngs)
         self.fused, self.normalized = run.fused, run.normalized
         self.statistics = run.statistics
-        self.out = nnx.LinearGeneral(
-            (run.heads, features), run.width, axis=(-2, -1), use_bias=False, rngs=rngs
-        )
+        self.out = from_heads(run.heads, features, run.width, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         query, key, value = self.project(x)
@@ -59,47 +107,6 @@ class Attention(nnx.Module):
         shape = (*x.shape[:-1], 3, self.heads[0], self.features)
         query, key, value = jnp.moveaxis(together.reshape(shape), -3, 0)
         return query, key, value
-
-
-class Block(nnx.Module):
-    """Pre-norm attention and a squared-ReLU feed-forward layer."""
-
-    def __init__(self, run: Run, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(run.width, rngs=rngs)
-        self.attention = Attention(run, rngs)
-        self.mlp_norm = nnx.RMSNorm(run.width, rngs=rngs)
-        self.up = linear(run.width, 4 * run.width, rngs)
-        self.down = linear(4 * run.width, run.width, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x)))))
-
-
-class Transformer(nnx.Module):
-    """Logits of the next byte, `(batch, length)` to `(batch, length, vocabulary)`."""
-
-    def __init__(self, run: Run, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCABULARY, run.width, rngs=rngs)
-        self.blocks = nnx.List([Block(run, rngs) for _ in range(run.layers)])
-        self.norm = nnx.RMSNorm(run.width, rngs=rngs)
-        self.head = linear(run.width, VOCABULARY, rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
-
-
-def projection(
-    inputs: int, outputs: tuple[int, int], rngs: nnx.Rngs
-) -> nnx.LinearGeneral:
-    return nnx.LinearGeneral(inputs, outputs, use_bias=False, rngs=rngs)
 
 
 def largest_logits(stats: Any) -> jax.Array:

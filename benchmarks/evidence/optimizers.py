@@ -15,7 +15,7 @@ from .run import Run
 
 
 class Hyperparameters(NamedTuple):
-    """Of one step; arguments of the compiled program."""
+    """What one step takes as arguments of the compiled program."""
 
     learning_rate: Any
     adam_learning_rate: Any
@@ -24,7 +24,7 @@ class Hyperparameters(NamedTuple):
 
 
 def hyperparameters(run: Run) -> list[Hyperparameters]:
-    """Those of every step of the run."""
+    """Returns the hyperparameters of every step."""
     rest = np.float32(run.weight_decay), np.float32(run.threshold)
     return [
         Hyperparameters(
@@ -51,7 +51,7 @@ def schedule(run: Run) -> np.ndarray:
 def make_optimizer(
     run: Run, at: Hyperparameters
 ) -> optax.GradientTransformationExtraArgs:
-    """Without QK-Clip: see `clip`."""
+    """Returns the optimizer without QK-Clip, for which see `clip`."""
     if run.optimizer == "adamw":
         adamw = optax.adamw(at.learning_rate, b2=0.95, weight_decay=at.weight_decay)
         return optax.with_extra_args_support(adamw)

@@ -22,11 +22,11 @@ class Plan:
     first_seed: int = 1  # that of tuning is 0
 
     def seeds(self, count: int) -> range:
-        """Of the runs that are reported."""
+        """Returns the seeds of the runs that are reported."""
         return range(self.first_seed, self.first_seed + (2 if self.quick else count))
 
     def some(self, settings: Sequence[T]) -> Sequence[T]:
-        """All, or with `quick` the first and the last."""
+        """Returns all settings, or with `quick` the first and the last."""
         return [settings[0], settings[-1]] if self.quick else settings
 
     def run(self, corpus: str, **settings: Any) -> Run:
@@ -42,7 +42,7 @@ class Plan:
     def arms(
         self, arms: Mapping[str, Mapping[str, Any]], count: int, **settings: Any
     ) -> dict[tuple[str, str], list[Run]]:
-        """By corpus and arm, which changes the settings: the runs of every seed."""
+        """Returns the runs of all seeds, by corpus and by arm of changed settings."""
         return {
             (corpus, arm): list(
                 self.over_seeds(self.run(corpus, **settings | dict(changes)), count)

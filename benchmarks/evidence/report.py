@@ -4,9 +4,11 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from tables import Table
+
 from .lab import Lab, Unfinished
 from .plan import Plan
-from .section import Section, Table
+from .section import Section
 from .texts import CORPORA, text
 
 
@@ -70,7 +72,7 @@ def _texts(plan: Plan) -> str:
         [
             corpus,
             CORPORA.get(corpus, "a file"),
-            *(f"{len(part):,}" for part in (source.train, source.tune, source.report)),
+            *(f"{len(part):,}" for part in (source.train, *source.parts.values())),
             source.digest,
         ]
         for corpus, source in ((corpus, text(corpus)) for corpus in plan.corpora)

@@ -3,17 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
-
-    def markdown(self) -> str:
-        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return f"{self.caption}\n\n{table}" if self.caption else table
+from tables import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +32,7 @@ class Section:
 
 
 def verdict(holds: Iterable[bool]) -> str:
-    """From whether each part of the claim held."""
+    """Sums up whether each part of the claim held."""
     parts = list(holds)
     if all(parts):
         return "reproduced"

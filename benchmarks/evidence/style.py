@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from report import COLORS as COLORS
-from report import NAMES as NAMES
 
 from .intervals import Interval, interval
 
 
+COLORS = {"adamw": "#777777", "muon": "#d95f02"}
+NAMES = {"adamw": "AdamW", "muon": "Muon"}
 CYCLE = ("#d95f02", "#1b7fbd", "#1b9e77", "#7570b3", "#777777", "#e7298a", "#a6761d")
 
 

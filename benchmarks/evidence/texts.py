@@ -3,48 +3,77 @@
 import functools
 import hashlib
 import lzma
+import sysconfig
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
-from corpus import existing_file as existing_file
-from corpus import standard_library, windows
 
 
+VOCABULARY = 256  # bytes
 CORPORA = {"code": "Python's standard library", "prose": "six novels by Jane Austen"}
+HELD_OUT = dict(tune=7, report=15)
 _PROSE = Path(__file__).parent / "austen.txt.xz"  # in the public domain
-_PIECE = 1 << 16  # of 16 pieces of 64 KiB, or less of a short text, two are held out
+_PIECE = 1 << 16  # of 16 pieces of 64 KiB, or less of a short text
 
 
 class Text:
-    """Bytes in three parts: what is tuned on one is reported on another."""
+    """Bytes in parts: what is tuned on one is reported on another.
 
-    def __init__(self, corpus: str):
+    Of every 16 pieces, `held_out` names those that are not trained on.
+    """
+
+    def __init__(self, corpus: str, **held_out: int):
         content = _read(corpus)
         self.digest = hashlib.sha256(content).hexdigest()[:12]
         text = np.frombuffer(content, np.uint8)
         piece = max(1, min(_PIECE, -(-len(text) // 16)))
         place = np.arange(len(text)) // piece % 16
-        self.tune, self.report = text[place == 7], text[place == 15]
-        self.train = text[(place != 7) & (place != 15)]
+        self.parts = {name: text[place == i] for name, i in held_out.items()}
+        self.train = text[~np.isin(place, list(held_out.values()))]
 
     def batch(self, size: int, context: int, seed: int, step: int) -> np.ndarray:
         """Returns `(size, context + 1)` bytes; the same for the same seed and step."""
         return windows(self.train, size, context, np.random.default_rng((seed, step)))
 
     def held_out(self, part: str, size: int, context: int) -> np.ndarray:
-        """The same windows for every run, so that losses can be paired."""
-        generator = np.random.default_rng(0)
-        return windows(getattr(self, part), size, context, generator)
+        """Returns the same windows for every run, so that losses can be paired."""
+        return windows(self.parts[part], size, context, np.random.default_rng(0))
 
 
 @functools.cache
 def text(corpus: str) -> Text:
-    return Text(corpus)
+    return Text(corpus, **HELD_OUT)
+
+
+def windows(
+    text: np.ndarray, size: int, context: int, generator: np.random.Generator
+) -> np.ndarray:
+    """Cuts `(size, context + 1)` bytes out of the text at random places."""
+    if len(text) < context + 2:
+        raise SystemExit(
+            f"the text has {len(text)} bytes, too few for context {context}"
+        )
+    starts = generator.integers(0, len(text) - context - 1, size)
+    return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
 
 def _read(corpus: str) -> bytes:
     if corpus == "code":
-        return standard_library()
+        return _standard_library()
     if corpus == "prose":
         return lzma.decompress(_PROSE.read_bytes())
     return Path(corpus).read_bytes()
+
+
+def _standard_library() -> bytes:
+    """The library's sources and the language reference, in a fixed order."""
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3"}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = (
+        file
+        for file in sorted(root.rglob("*.py"))
+        if skipped.isdisjoint(file.relative_to(root).parts)
+    )
+    reference = (topics[name].encode() for name in sorted(topics))
+    return b"\n".join([*(file.read_bytes() for file in files), *reference])

@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
     @property
     def shares(self) -> list[float]:
-        """Of AdamW's tokens that Muon needs for its loss; NaN if it fails."""
+        """The share of AdamW's tokens that Muon needs; NaN if it never gets there."""
         return [
             reached(path, goal)
             for path, goal in zip(self.muon, self.adamw, strict=True)

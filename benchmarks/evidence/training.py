@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from kimi_k2_model import KimiK2
 
-from .geometry import geometry
-from .model import largest_logits, make_model
+from .experts import balance
+from .model import largest_logits, Transformer
 from .optimizers import clip, Hyperparameters, hyperparameters, make_optimizer
+from .probe import geometry
 from .run import Run
 from .texts import Text, text
 
@@ -128,12 +128,12 @@ def last_fired(logits: np.ndarray, threshold: float) -> list[list[int]]:
 @functools.lru_cache(maxsize=16)
 def program(run: Run) -> Program:
     """Compiles; `run` is the `program` of a run, for the rest are arguments."""
-    abstract = nnx.eval_shape(lambda: make_model(run, nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Transformer(run, nnx.Rngs(0)))
     graph, _, _ = nnx.split(abstract, nnx.Param, ...)
 
     @jax.jit  # alone, since drawing is what compiles longest, and many runs share it
     def draw(key: jax.Array):
-        return nnx.split(make_model(run, nnx.Rngs(key)), nnx.Param, ...)[1:]
+        return nnx.split(Transformer(run, nnx.Rngs(key)), nnx.Param, ...)[1:]
 
     @jax.jit
     def start(params: Any) -> Any:
@@ -149,8 +149,7 @@ def program(run: Run) -> Program:
         params, others = jax.tree.map(jnp.asarray, (params, others))
         model = nnx.merge(graph, params, others)
         loss, stats = nnx.capture(mean_loss, nnx.Intermediate)(model, tokens)
-        for router in model.routers() if isinstance(model, KimiK2) else ():
-            router.balance(BALANCE_RATE)
+        balance(model, BALANCE_RATE)
         return loss, (stats, nnx.split(model, nnx.Param, ...)[2])
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -1,7 +1,9 @@
-"""Finds the learning rates and weight decay of AdamW and Muon on a grid, by walking."""
+"""Finds the learning rates and weight decay of AdamW and Muon on a grid."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from walk import neighbours, walk
 
 from .lab import Lab, losses
 from .plan import Plan
@@ -30,24 +32,14 @@ def tuned_pair(lab: Lab, plan: Plan, corpus: str, **settings: Any) -> Pair:
 
 
 def tuned(lab: Lab, run: Run, axes: Sequence[str] = AXES) -> Run:
-    """The best of the grid by the loss on the part to tune on.
+    """The best of the grid by the loss on the part to tune on, from the run's place."""
 
-    Walks from the run's own place to its best neighbour as long as there is a better
-    one, so that the optimum is bracketed along every axis.
-    """
-    while True:
-        runs = [run, *_beside(run, axes)]
-        found = losses(lab.results(runs, kept_in="tuning"), part="tune")
-        best = runs[found.index(min(found))]
-        if best == run:
-            return run
-        run = best
+    def beside(run: Run) -> Iterator[Run]:
+        for axis in axes:
+            for value in neighbours(GRID[axis], getattr(run, axis)):
+                yield run.but(**{axis: value})
 
+    def measured(runs: list[Run]) -> list[float]:
+        return losses(lab.results(runs, kept_in="tuning"), part="tune")
 
-def _beside(run: Run, axes: Sequence[str]) -> Iterator[Run]:
-    """The neighbours along each axis."""
-    for axis in axes:
-        values = GRID[axis]
-        here = values.index(getattr(run, axis))
-        for value in values[max(0, here - 1) : here] + values[here + 1 : here + 2]:
-            yield run.but(**{axis: value})
+    return walk(run, beside, measured)

@@ -3,12 +3,13 @@
 from typing import Any
 
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, paired
 from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE, rows
 from ..tuning import tuned_pair
 
@@ -101,7 +102,7 @@ def failed(differences: dict[tuple[str, str], Interval]) -> str:
 def pair(
     lab: Lab, plan: Plan, corpus: str, choice: dict[str, Any]
 ) -> tuple[list[Run], list[Run]]:
-    """With the choice, and with the default of the same model."""
+    """Returns the runs with the choice and those with its model's default."""
     best = tuned_pair(lab, plan, corpus).muon
     default = best.but(model=choice.get("model", best.model))
     chosen = default.but(**choice)
@@ -109,7 +110,7 @@ def pair(
 
 
 def difference(lab: Lab, chosen: list[Run], default: list[Run]) -> Interval:
-    """Of the final losses."""
+    """Interval of the difference of the final losses."""
     both = lab.results(chosen), lab.results(default)
     return paired(*(losses(side) for side in both))
 

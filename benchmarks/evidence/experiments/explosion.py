@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from pictures import panels
+from tables import Table
 
 from ..intervals import interval
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..spikes import spikes
 from ..style import band, CYCLE
 
@@ -20,6 +21,14 @@ Arms = Mapping[str, Mapping[str, Any]]  # settings by arm
 Trained = Mapping[tuple[str, str], list[Result]]  # by corpus and arm
 
 STEPS, RATE, SEEDS = 1200, 3.2e-2, 3
+# Nothing but the clip holds the logits.
+UNHELD: dict[str, Any] = dict(
+    schedule="constant",
+    learning_rate=RATE,
+    adam_learning_rate=8e-3,
+    weight_decay=0.0,
+    probe="steps",
+)
 ARMS: Arms = {
     "no clip": {},
     "threshold 100": dict(threshold=100.0),
@@ -60,16 +69,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
 
 
 def runs(plan: Plan) -> dict[tuple[str, str], list[Run]]:
-    return plan.arms(
-        ARMS,
-        SEEDS,
-        steps=STEPS,
-        schedule="constant",
-        learning_rate=RATE,
-        adam_learning_rate=8e-3,
-        weight_decay=0.0,
-        probe="steps",
-    )
+    return plan.arms(ARMS, SEEDS, steps=STEPS, **UNHELD)
 
 
 def explodes(arms: Trained, settings: Arms) -> list[bool]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from pictures import panels
+from tables import Table
 
 from ..lab import Lab, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import COLORS, NAMES
 from ..tuning import Pair, tuned_pair
 
@@ -63,7 +64,7 @@ def runs(plan: Plan, run: Run) -> list[Run]:
 
 
 def entropies(results: list[Result]) -> np.ndarray:
-    """At the end of every run, `(seeds, matrices)`."""
+    """Returns the entropies at the end of every run, `(seeds, matrices)`."""
     last = [result["geometry"][-1] for result in results]
     return np.array([[matrix["entropy"] for matrix in of.values()] for of in last])
 
@@ -74,7 +75,7 @@ def share_higher(results, corpus: str) -> float:
 
 
 def rms_by_shape(results, corpora: Sequence[str], side: str) -> dict[str, list[float]]:
-    """RMS of the steps of all matrices of a shape, at all times."""
+    """Returns the RMS of all steps that were seen, by the matrix's shape."""
     by_shape: dict[str, list[float]] = {}
     for corpus in corpora:
         for result in results[corpus, side]:

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, paired
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE
 from ..tuning import tuned_pair
 

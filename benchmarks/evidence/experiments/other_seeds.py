@@ -6,11 +6,12 @@ from typing import Any
 
 from pictures import panels
 from scipy import stats
+from tables import Table
 
 from ..intervals import Interval, interval
 from ..lab import Lab, losses
 from ..plan import Plan
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE, rows
 from . import no_harm
 

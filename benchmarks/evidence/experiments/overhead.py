@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from alternating import alternate, ratios
 from pictures import panels
+from tables import Table
 
 from ..lab import Lab
 from ..optimizers import hyperparameters
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE
 
 
@@ -92,7 +93,7 @@ def measure(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def added(cell: dict[str, Any], side: str) -> list[float]:
-    """To AdamW's time: the lower quartile, the median, the upper quartile."""
+    """Quartiles of the share that is added to AdamW's time."""
     return [quantile - 1 for quantile in cell[side]]
 
 

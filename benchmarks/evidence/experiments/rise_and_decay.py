@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 from pictures import panels
+from tables import Table
 
 from ..intervals import interval
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import band, CYCLE
 from .explosion import percentiles, smooth, WINDOW
 
@@ -108,7 +109,7 @@ def row(corpus: str, arm: str, results: list[Result]) -> list[str]:
 
 
 def share_of_heads(results: list[Result]) -> float:
-    """Of those that the clip ever scaled."""
+    """Returns the share of heads that the clip ever scaled."""
     return float(np.mean([np.array(result["last_fired"]) > 0 for result in results]))
 
 

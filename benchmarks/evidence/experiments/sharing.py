@@ -4,17 +4,18 @@ from typing import Any
 
 import numpy as np
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, interval, paired
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE, rows
-from .explosion import percentiles, Trained
+from .explosion import percentiles, RATE, Trained, UNHELD
 
 
-STEPS, RATE, THRESHOLD, SEEDS = 400, 3.2e-2, 15.0, 5
+STEPS, THRESHOLD, SEEDS = 400, 15.0, 5
 GROUPED: dict[str, Any] = dict(key_heads=1)
 ARMS: dict[str, dict[str, Any]] = {
     "no clip": {},
@@ -101,16 +102,7 @@ def of_shared(differences: dict[tuple[str, str], Interval]) -> list[Interval]:
 
 
 def runs(plan: Plan) -> dict[tuple[str, str], list[Run]]:
-    return plan.arms(
-        ARMS,
-        SEEDS,
-        steps=STEPS,
-        schedule="constant",
-        learning_rate=RATE,
-        adam_learning_rate=8e-3,
-        weight_decay=0.0,
-        probe="steps",
-    )
+    return plan.arms(ARMS, SEEDS, steps=STEPS, **UNHELD)
 
 
 def row(corpus: str, arm: str, results: list[Result]) -> list[str]:

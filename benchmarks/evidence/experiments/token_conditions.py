@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, paired
 from ..lab import Lab
 from ..plan import Plan
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import CYCLE, rows
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, SHARES
 from ..tuning import AXES, Pair, tuned, tuned_pair
@@ -106,7 +107,7 @@ def saves(outcome: Outcome) -> bool:
 
 
 def difference(outcomes: Outcomes) -> Interval:
-    """Of the shares with the large batch and in the long run, with the same tokens."""
+    """Compares the shares with the large batch and in the long run, tokens alike."""
     return paired(outcomes[LARGE_BATCH].shares, outcomes[LONG].shares)
 
 

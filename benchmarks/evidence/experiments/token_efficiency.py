@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from pictures import panels
+from tables import Table
 
 from ..intervals import Interval, interval
 from ..lab import Lab
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import band, COLORS, NAMES
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, reported, SHARES
 from ..tuning import Pair, tuned_pair
@@ -99,7 +100,7 @@ def measure_all(lab: Lab, plan: Plan) -> Outcomes:
 
 
 def of_cosine(outcomes: Outcomes, corpus: str) -> Iterable[Outcome]:
-    """By size."""
+    """The outcomes under the cosine schedule, by size."""
     return (o for key, o in outcomes.items() if key[:2] == (corpus, "cosine"))
 
 
@@ -108,7 +109,7 @@ def of_largest(outcomes: Outcomes, corpus: str) -> Outcome:
 
 
 def fitted(outcomes: Outcomes, corpus: str) -> dict[str, Law]:
-    """By optimizer, over the sizes, seed by seed."""
+    """Fits a law for each optimizer over the sizes, seed by seed."""
     laws = {}
     for side in Pair._fields:
         logs = np.log(compute_and_losses(outcomes, corpus, side))
@@ -128,7 +129,7 @@ def compute_and_losses(outcomes: Outcomes, corpus: str, side: str) -> np.ndarray
 
 
 def parameters(run: Run) -> int:
-    """Those of the hidden matrices."""
+    """Counts the entries of the hidden matrices."""
     return 12 * run.layers * run.width**2
 
 

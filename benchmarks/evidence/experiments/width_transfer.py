@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 from pictures import panels
+from tables import Table
 
 from ..intervals import interval, paired
 from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, Table, verdict
+from ..section import Section, verdict
 from ..style import band, CYCLE
 
 
@@ -109,7 +110,7 @@ def grid_losses(
 
 
 def grid_runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[list[Run]]:
-    """By rate and seed."""
+    """Returns a list for each rate, with a run for each seed."""
     muon, factor = SCALINGS[scaling]
     runs = [
         plan.run(

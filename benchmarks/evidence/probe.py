@@ -1,4 +1,4 @@
-"""What the weights and updates of the hidden matrices look like."""
+"""What a probe sees of the hidden matrices: their spectra and the sizes of steps."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .optimizers import Hyperparameters, is_numbers
 
 
 def geometry(before: Any, after: Any, at: Hyperparameters) -> dict[str, Any]:
-    """By path: shape, SVD entropy of the weight, and RMS of the step over its rate.
+    """Returns shape, SVD entropy and RMS of the step over its rate, by path.
 
     Both params are as around one step; weight decay is not part of the RMS.
     """

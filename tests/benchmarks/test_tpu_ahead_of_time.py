@@ -1,6 +1,7 @@
 """The benchmark that compiles for TPU: on CPU, and with libtpu where there is one."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,19 +12,19 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tpu_ahead_of_time
+from hlo_costs import Costs, Traffic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from models import Model, models
+from shares import even_flops, loops_of_devices
+from tables import Report
 
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
-import tpu_ahead_of_time  # noqa: E402
-from hlo_costs import Costs, Traffic  # noqa: E402
-from models import Model, models  # noqa: E402
-from shares import even_flops, loops_of_devices  # noqa: E402
-from tables import Report  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SMALL = {
     "separate": Model({"a": (16, 16), "b": (16, 32), "c": (32, 16)}),
@@ -61,7 +62,7 @@ def test_the_update_of_a_model(name, flops):
     bytes_of_matrices = 3 * 4 * sum(map(np.prod, model.shapes.values()))
     for update in updates:
         assert 0 <= update.argument_bytes - bytes_of_matrices < 64
-        assert update.temporary_bytes > 0 and update.seconds > 0
+        assert update.temporary_bytes > 0
 
 
 def test_the_update_of_a_model_on_a_mesh():
@@ -136,30 +137,34 @@ def test_the_size_of_known_models():
     assert sizes["Kimi K2, expert 128 x FSDP 8"] == pytest.approx(1.026e12, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", models(4))
-def test_every_leaf_of_a_model_divides(name):
+@pytest.mark.parametrize("name", [k for k, model in models(4).items() if model.specs])
+def test_every_leaf_of_a_model_on_a_mesh_divides(name):
     model = models(4)[name]
-    assert model.specs.keys() in (set(), model.shapes.keys())
+    assert model.specs.keys() == model.shapes.keys()
     for leaf, spec in model.specs.items():
         for size, entry in zip(model.shapes[leaf], spec, strict=False):
             names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
             assert size % np.prod([model.mesh[axis] for axis in names], dtype=int) == 0
 
 
-def test_table_file_and_picture(capsys, tmp_path):
-    updates = [
-        tpu_ahead_of_time.Compiled(
-            name, by, Costs(3 * 10**9, cycles, {"all-gather": Traffic(1, 2 * 10**6)}),
-            even_flops=2e9 if by == "ours" else None,
-            temporary_bytes=5_000_000, argument_bytes=6_000_000, seconds=1.25,
-        )
-        for name in SMALL
-        for by, cycles in {"ours": 1_000_000, "optax": 4_000_000}.items()
-    ]  # fmt: skip
+def compiled(name, by, cycles):
+    costs = Costs(3 * 10**9, cycles, {"all-gather": Traffic(1, 2 * 10**6)})
+    even = 2e9 if by == "ours" else None
+    return tpu_ahead_of_time.Compiled(name, by, costs, even, 5_000_000, 6_000_000, 1.25)
+
+
+UPDATES = [
+    compiled(name, by, cycles)
+    for name in SMALL
+    for by, cycles in {"ours": 1_000_000, "optax": 4_000_000}.items()
+]
+
+
+def test_table_and_file(capsys, tmp_path):
     args = argparse.Namespace(json=tmp_path / "new" / "a.json")
     report = Report(args)
     table = report.table("title", tpu_ahead_of_time.COLUMNS)
-    tpu_ahead_of_time.add_rows(table, updates[:2])
+    tpu_ahead_of_time.add_rows(table, UPDATES[:2])
     *_, ours, theirs = capsys.readouterr().out.splitlines()
     assert ours == (
         "| separate | ours | 3 | 2 | 1.00 | 0.25 | 1 all-gather: 2 | 5 | 6 | 1.2 |"
@@ -168,26 +173,36 @@ def test_table_file_and_picture(capsys, tmp_path):
     report.write()
     (content,) = json.loads(args.json.read_text())["tables"]
     assert [row[4] for row in content["rows"]] == [1.0, 4.0]
-    tpu_ahead_of_time.draw(tmp_path / "new" / "a.png", updates)
-    assert (tmp_path / "new" / "a.png").stat().st_size > 5_000
 
 
-ON_TPU = f"""
-import sys
-sys.path.insert(0, {str(BENCHMARKS)!r})
+def test_bars_are_as_long_as_the_cycles(monkeypatch, tmp_path):
+    axes = Figure().subplots()
+    picture = contextlib.nullcontext(axes)
+    monkeypatch.setattr(tpu_ahead_of_time, "picture", lambda *_, **__: picture)
+    tpu_ahead_of_time.draw(tmp_path / "a.png", UPDATES)
+    ours, optax = axes.containers
+    assert [bar.get_width() for bar in ours] == [1.0, 1.0]
+    assert [bar.get_width() for bar in optax] == [4.0, 4.0]
+    middles = [bar.get_y() + bar.get_height() for bar in ours]
+    assert middles == pytest.approx([bar.get_y() for bar in optax])
+    assert middles == pytest.approx(axes.get_yticks())
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(SMALL)
+
+
+ON_TPU = """
 import jax, jax.numpy as jnp, tpu_ahead_of_time
 from hlo_costs import hlo_costs
 from jax.sharding import NamedSharding, PartitionSpec as P
 from models import Model
 
-small = {{
-    "one chip": Model({{"a": (3, 256, 256), "b": (256, 512)}}),
+small = {
+    "one chip": Model({"a": (3, 256, 256), "b": (256, 512)}),
     "cut, on a mesh": Model(
-        {{"a": (3, 256, 256), "b": (6, 256, 512)}},
-        {{"a": P(None, "x"), "b": P(None, "x")}},
-        {{"x": 4}},
+        {"a": (3, 256, 256), "b": (6, 256, 512)},
+        {"a": P(None, "x"), "b": P(None, "x")},
+        {"x": 4},
     ),
-}}
+}
 mesh = tpu_ahead_of_time.tpu_mesh(small["one chip"])
 x = jax.ShapeDtypeStruct((6, 256, 512), jnp.float32, sharding=NamedSharding(mesh, P()))
 for function in (lambda x: x @ x.mT, lambda x: x[0] @ x[1].T @ x[2]):
@@ -205,10 +220,15 @@ tpu_ahead_of_time.main()
 @pytest.mark.parametrize(("model", "rows"), [(None, 2), ("cut", 2)])
 def test_for_tpu(tmp_path, model, rows):
     chosen = ["--model", model, "none"] if model else []
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "PYTHONPATH": str(BENCHMARKS),
+    }
     subprocess.run(
         [sys.executable, "-c", ON_TPU, "--json", tmp_path / "a.json", *chosen],
         check=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_WORKER_HOSTNAMES": "localhost"},
+        env=os.environ | environment,
     )
     (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
     assert len(table["rows"]) == rows and all(row[4] > 0 for row in table["rows"])

@@ -2,18 +2,13 @@
 
 import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
-
-
-sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
 from hlo_costs import Costs, hlo_costs, Traffic
+from jax.sharding import Mesh, PartitionSpec
 
 
 SQUARE = jnp.zeros((32, 32))
@@ -129,7 +124,7 @@ ENTRY %main (x: f32[2,9,11,4], w: f32[3,5,4,8]) -> f32[OUTPUT] {
 
 # Compiled for v5p, shortened: five rounds of a product and each kind of collective, and
 # one gather after them.
-TPU = (pathlib.Path(__file__).parent / "data/tpu_loop.hlo").read_text()
+TPU = (pathlib.Path(__file__).parents[1] / "data/tpu_loop.hlo").read_text()
 MATRIX = 2 * 1024**2  # bytes
 
 

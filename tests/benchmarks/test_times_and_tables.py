@@ -1,0 +1,72 @@
+"""What benchmarks compute beside times, and how they print and keep it."""
+
+import argparse
+import json
+
+import jax
+import jax.numpy as jnp
+import optimizer_step
+import pytest
+from alternating import alternate, compare
+from optimizer_step import needed_flops
+from tables import Report, Table
+
+
+def test_needed_flops_are_those_counted_by_hand():
+    cube = 2 * 128**3
+    square = 5 * 3 * cube  # X X^T, its square, and the product with X, five times
+    stack = {"a": (2, 128, 128), "b": (128, 128)}
+    assert needed_flops(stack) == pytest.approx(3 * square, rel=0.02)
+    # Two passes, each X X^T and Q X. Steps take 4 products of m^3; the first of a pass
+    # lacks the one with Q before it, and the last the two for the next X X^T.
+    wide = 2 * 2 * (4 * cube) + (3 * 4 - 3 + 2 * 4 - 3) * cube
+    assert needed_flops({"c": (512, 128)}) == pytest.approx(wide, rel=0.02)
+
+
+def test_the_peak_is_that_of_the_fastest_product():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    costs = optimizer_step.chain.lower(x).compile().cost_analysis()
+    per_chain = optimizer_step.CHAIN * 2
+    assert costs["flops"] == pytest.approx(per_chain * 256**3, rel=0.01)
+    # In GFLOP/s 10, 50 and 40: the one of 2048 is the fastest.
+    speeds = {1024: 1e10, 2048: 5e10, 4096: 4e10}
+    times = {str(n): [per_chain * n**3 / v] * 3 for n, v in speeds.items()}
+    shapes = {"a": (128, 128)}
+    times["ours"] = [optimizer_step.needed_flops(shapes) / 2e10] * 3
+    assert optimizer_step.share_of_peak(shapes, times) == pytest.approx(0.4)
+
+
+def test_ratios_are_of_neighbours():
+    times = {"ours": [1.0, 2.0, 10.0], "peer": [2.0, 4.0, 30.0]}
+    assert compare(times, "ours", "peer") == (2.0, 4.0, 2.0)
+    order = []
+    sides = {name: lambda name=name: order.append(name) for name in "ab"}
+    assert {k: len(v) for k, v in alternate(sides, 2).items()} == {"a": 2, "b": 2}
+    assert "".join(order) == "ab" + "ab" + "ba"
+
+
+def test_tables_come_back_from_the_file(tmp_path, capsys):
+    file = tmp_path / "new" / "tables.json"
+    report = Report(argparse.Namespace(json=file, repeats=3))
+    table = report.table("Times", {"case": "", "seconds": ".2f", "share": ".0%"})
+    table.add("first", 1 / 3, 0.5)
+    table.add("second", None, 1)
+    report.write()
+    printed = capsys.readouterr().out
+    assert "| first | 0.33 | 50% |\n| second | - | 100% |\n" in printed
+    written = json.loads(file.read_text())
+    assert written["environment"] == printed.splitlines()[0]
+    assert written["arguments"] == {"json": str(file), "repeats": 3}
+    (read,) = written["tables"]
+    assert read["title"] == "Times" and read["columns"] == ["case", "seconds", "share"]
+    assert read["rows"] == [["first", 1 / 3, 0.5], ["second", None, 1]]
+
+
+def test_a_table_as_markdown():
+    table = Table(["corpus", ""], [["code", "1"]], "Losses.")
+    table.add("prose", None)
+    lines = ["Losses.", "", "| corpus |  |", "| --- | --- |"]
+    assert table.markdown().splitlines() == [*lines, "| code | 1 |", "| prose | - |"]
+    table.add("too", "many", "cells")
+    with pytest.raises(ValueError):
+        table.markdown()
