@@ -1,6 +1,6 @@
 """Attention that records its largest logits, for Linen and NNX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +14,12 @@ from .max_logits import max_logits, max_logits_at_once
 
 
 #: Query, key, value and options to output and statistic.
-Kernel = Callable[..., tuple[jax.Array, jax.Array]]
+AttentionKernel = Callable[..., tuple[jax.Array, jax.Array]]
+
+_NOT_IN_A_KERNEL = (
+    "kernel= computes attention by itself: dropout and the einsums of the layer do not "
+    "reach it. Leave them out of the layer, or kernel="
+)
 
 
 def attention_fn(
@@ -34,7 +39,7 @@ def attention_fn(
     qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     is_causal: bool = False,
-    kernel: Kernel | None = None,
+    kernel: AttentionKernel | None = None,
 ) -> jax.Array:
     """Flax attention that also sows `max_logits` beside its `query` and `key`.
 
@@ -72,31 +77,12 @@ def attention_fn(
         (2,)
     """
     if kernel is not None:
-        einsums = qk_attn_weights_einsum or attn_weights_value_einsum
-        if einsums or (dropout_rate > 0 and not deterministic):
-            raise ValueError(
-                "kernel= computes attention by itself: dropout and the einsums of the "
-                "layer do not reach it. Leave them out of the layer, or kernel="
-            )
-        options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
-        return _attend(kernel, _cast(dtype, query, key, value), options, module)
-    only_linen_can = (
-        force_fp32_for_softmax
-        or qk_attn_weights_einsum is not None
-        or attn_weights_value_einsum is not None
-    )
-    # NNX's attention drops the precision and wants full masks for several batch axes;
-    # Linen's has neither causal masks nor shared keys.
-    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
-    by_linen = only_linen_can or (
-        linen_can and (precision is not None or query.ndim > 4)
-    )
-    if module is not None:
-        # Where Flax calls jax.nn, the logits of both are the same to XLA.
-        by_jax = not by_linen and dropout_rate == 0
-        largest: Callable = max_logits_at_once if by_jax else max_logits
-        options = dict(bias=bias, mask=mask, is_causal=is_causal)
-        _sow(module, largest(query, key, **options))
+        if qk_attn_weights_einsum or attn_weights_value_einsum:
+            raise ValueError(_NOT_IN_A_KERNEL)
+        if dropout_rate > 0 and not deterministic:
+            raise ValueError(_NOT_IN_A_KERNEL)
+        arrays = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
+        return _by_kernel(kernel, arrays, bias, mask, is_causal, module)
     common: dict[str, Any] = dict(
         bias=bias,
         mask=mask,
@@ -107,31 +93,42 @@ def attention_fn(
         dtype=dtype,
         precision=precision,
     )
+    of_linen: dict[str, Any] = dict(
+        force_fp32_for_softmax=force_fp32_for_softmax,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    # NNX's attention drops the precision and wants full masks for several batch axes;
+    # Linen's has neither causal masks nor shared keys.
+    prefers_linen = precision is not None or query.ndim > 4
+    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
+    by_linen = any(of_linen.values()) or (prefers_linen and linen_can)
+    if module is not None:
+        # Where Flax calls jax.nn, the logits of both are the same to XLA.
+        by_jax = not by_linen and dropout_rate == 0
+        largest: Callable = max_logits_at_once if by_jax else max_logits
+        _sow(module, largest(query, key, bias=bias, mask=mask, is_causal=is_causal))
     if by_linen:
-        return nn.dot_product_attention(
-            query,
-            key,
-            value,
-            **common,
-            force_fp32_for_softmax=force_fp32_for_softmax,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-        )
+        return nn.dot_product_attention(query, key, value, **common, **of_linen)
     return nnx.dot_product_attention(query, key, value, **common, is_causal=is_causal)
 
 
-def _attend(kernel: Kernel, arrays, options: dict[str, Any], module: Any) -> jax.Array:
-    given = {name: x for name, x in options.items() if x is not None}
-    if "mask" in given:
-        given["mask"] = jnp.asarray(given["mask"], bool)  # Flax makes them of numbers
+def _by_kernel(
+    kernel: AttentionKernel,
+    arrays: Sequence[jax.Array],
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    is_causal: bool,
+    module: nn.Module | nnx.Module | None,
+) -> jax.Array:
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)  # Flax makes them of numbers
+    options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
+    given = {name: option for name, option in options.items() if option is not None}
     output, statistic = kernel(*arrays, **given)
     if module is not None:
         _sow(module, statistic)
     return output
-
-
-def _cast(dtype: DTypeLike | None, *arrays: jax.Array) -> list[jax.Array]:
-    return [x if dtype is None else x.astype(dtype) for x in arrays]
 
 
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:

@@ -5,14 +5,13 @@ the gradient recomputes the blocks (FlashAttention, arXiv:2205.14135).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .blocks import block_logits, key_blocks, make_plan, Plan, put, weigh
-from .blockwise_gradient import gradient
-from .logits import cut, make_pairs, Pairs
+from .block_products import add, gather, product, put, weigh
+from .logits import Blocks, cut, logit_inputs, LogitInputs, make_blocks
 
 
 def blockwise_attention(
@@ -65,27 +64,27 @@ def blockwise_attention(
         ...     mc.attention_fn, kernel=mc.blockwise_attention
         ... )
     """
-    pairs = make_pairs(query, key, bias, mask, query_segment_ids, key_segment_ids)
+    inputs = logit_inputs(query, key, bias, mask, query_segment_ids, key_segment_ids)
     if value.shape[:-1] != key.shape[:-1]:
         raise ValueError(f"key {key.shape} and value {value.shape} do not fit")
-    plan = make_plan(query, scale, is_causal, local_window_size, block_size)
-    return _attend(plan, pairs, value)
+    blocks = make_blocks(query, scale, is_causal, local_window_size, block_size)
+    return _attend(blocks, inputs, value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, pairs: Pairs, value: jax.Array):
-    output, _, largest = _forward(plan, pairs, value)
+def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
+    output, _, largest = _forward(blocks, inputs, value)
     return output, largest
 
 
-def _attend_forward(plan: Plan, pairs: Pairs, value: jax.Array):
-    output, log_total, largest = _forward(plan, pairs, value)
-    return (output, largest), (pairs, value, output, log_total)
+def _attend_forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
+    output, log_total, largest = _forward(blocks, inputs, value)
+    return (output, largest), (inputs, value, output, log_total)
 
 
-def _attend_backward(plan: Plan, residuals, cotangents):
-    pairs, value, output, log_total = residuals
-    return gradient(plan, pairs, value, output, log_total, cotangents[0])
+def _attend_backward(blocks: Blocks, residuals, cotangents):
+    inputs, value, output, log_total = residuals
+    return _gradient(blocks, inputs, value, output, log_total, cotangents[0])
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -99,21 +98,21 @@ class _Softmax(NamedTuple):
     output: jax.Array  # (batch..., heads, rows, value_dim), to be divided by total
 
 
-def _forward(plan: Plan, pairs: Pairs, value: jax.Array):
+def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
     """Returns the output, the logarithm of the softmax's sum and the statistic."""
-    *batch, queries, heads, _ = pairs.query.shape
+    *batch, queries, heads, _ = inputs.query.shape
 
     def attend(i: jax.Array, done):
         output, log_total, statistic = done
-        row = _attend_row(plan, pairs, value, i)
+        row = _attend_row(blocks, inputs, value, i)
         seen = row.total > 0
         block = row.output / jnp.where(seen, row.total, 1)[..., None]
         # Infinite where nothing is seen: the gradient's weights are then zero.
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
         return (
-            put(output, jnp.swapaxes(block, -3, -2), {-3: i * plan.size}),
-            put(log_total, logs, {-1: i * plan.size}),
+            put(output, jnp.swapaxes(block, -3, -2), {-3: i * blocks.size}),
+            put(log_total, logs, {-1: i * blocks.size}),
             jnp.maximum(statistic, row.largest.max(others)),
         )
 
@@ -122,16 +121,18 @@ def _forward(plan: Plan, pairs: Pairs, value: jax.Array):
         jnp.zeros((*batch, heads, queries), jnp.float32),
         jnp.full(heads, -jnp.inf, jnp.float32),
     )
-    return jax.lax.fori_loop(0, -(-queries // plan.size), attend, nothing)
+    return jax.lax.fori_loop(0, blocks.count(queries), attend, nothing)
 
 
-def _attend_row(plan: Plan, pairs: Pairs, value: jax.Array, i: jax.Array) -> _Softmax:
+def _attend_row(
+    blocks: Blocks, inputs: LogitInputs, value: jax.Array, i: jax.Array
+) -> _Softmax:
     """The softmax of a block of queries over all the keys that they see."""
-    *batch, queries, heads, _ = pairs.query.shape
+    *batch, queries, heads, _ = inputs.query.shape
 
     def fold(j: jax.Array, running: _Softmax) -> _Softmax:
-        logits = block_logits(plan, pairs, i, j)
-        values = cut(value, j * plan.size, value.shape[-3], plan.size, axis=-3)
+        logits = blocks.logits(inputs, i, j)
+        values = cut(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
         largest = jnp.maximum(running.largest, logits.max(-1))
         # A row that has seen nothing yet has no finite maximum to take off.
         shift = jnp.where(jnp.isfinite(largest), largest, 0)
@@ -143,10 +144,87 @@ def _attend_row(plan: Plan, pairs: Pairs, value: jax.Array, i: jax.Array) -> _So
             decay[..., None] * running.output + weigh(weights, values),
         )
 
-    shape = (*batch, heads, min(queries, plan.size))
+    shape = (*batch, heads, min(queries, blocks.size))
     nothing = _Softmax(
         jnp.full(shape, -jnp.inf, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, value.shape[-1]), jnp.float32),
     )
-    return jax.lax.fori_loop(*key_blocks(plan, pairs, i), fold, nothing)
+    return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, nothing)
+
+
+class _Rows(NamedTuple):
+    """What the gradient needs of the queries, all of them or a block."""
+
+    d_output: jax.Array  # (batch..., length, heads, value_dim)
+    mean: jax.Array  # (batch..., heads, length); of the weights' gradients
+    log_total: jax.Array  # (batch..., heads, length); of the softmax
+
+    def block(self, start: jax.Array, size: int) -> "_Rows":
+        length = self.mean.shape[-1]
+        return _Rows(
+            cut(self.d_output, start, length, size, axis=-3),
+            cut(self.mean, start, length, size, axis=-1),
+            cut(self.log_total, start, length, size, axis=-1),
+        )
+
+
+def _gradient(
+    blocks: Blocks,
+    inputs: LogitInputs,
+    value: jax.Array,
+    output: jax.Array,
+    log_total: jax.Array,
+    d_output: jax.Array,
+) -> tuple[Any, jax.Array]:
+    """Returns the gradients of `inputs`, as `custom_vjp` wants them, and of `value`."""
+    mean = jnp.sum(d_output.astype(jnp.float32) * output, axis=-1)
+    rows = _Rows(d_output.astype(value.dtype), jnp.swapaxes(mean, -2, -1), log_total)
+
+    def fold_row(i: jax.Array, grads):
+        row = rows.block(i * blocks.size, blocks.size)
+        # The last block is moved in, onto queries that are done: no weight for them.
+        start, length = i * blocks.size, mean.shape[-2]
+        positions = cut(inputs.query_positions, start, length, blocks.size, axis=-1)
+        logs = jnp.where(positions < start, jnp.inf, row.log_total)
+        row = row._replace(log_total=logs)
+
+        def fold(j: jax.Array, grads):
+            return _add_block(blocks, inputs, value, row, i, j, grads)
+
+        return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, grads)
+
+    arrays = (inputs.query, inputs.key, value, inputs.bias)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays)
+    grads = jax.lax.fori_loop(0, blocks.count(mean.shape[-2]), fold_row, zeros)
+    d_query, d_key, d_value, d_bias = jax.tree.map(
+        lambda g, x: g.astype(x.dtype), grads, arrays
+    )
+    return LogitInputs(d_query, d_key, d_bias, *[None] * 5), d_value  # pyright: ignore
+
+
+def _add_block(blocks: Blocks, inputs: LogitInputs, value, row: _Rows, i, j, grads):
+    """Adds what one block contributes to the gradients of query, key, value, bias."""
+    i_start, j_start = i * blocks.size, j * blocks.size
+    block = inputs.block(i_start, j_start, blocks.size)
+    values = cut(value, j_start, value.shape[-3], blocks.size, axis=-3)
+    weights = jnp.exp(blocks.logits(inputs, i, j) - row.log_total[..., None])
+    d_logits = weights * (product(row.d_output, values) - row.mean[..., None])
+    scaled, key_heads = blocks.scale * d_logits, value.shape[-2]
+    d_query, d_key, d_value, d_bias = grads
+    if block.bias is not None:
+        part = _sum_to(d_logits, block.bias.shape)
+        d_bias = add(d_bias, part, {-2: i_start, -1: j_start})
+    return (
+        add(d_query, jnp.swapaxes(weigh(scaled, block.key), -3, -2), {-3: i_start}),
+        add(d_key, gather(scaled, block.query, key_heads), {-3: j_start}),
+        add(d_value, gather(weights, row.d_output, key_heads), {-3: j_start}),
+        d_bias,
+    )
+
+
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undoes broadcasting from `shape`."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    spread = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    return x.sum(spread, keepdims=True)

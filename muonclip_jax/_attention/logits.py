@@ -1,18 +1,21 @@
-"""Queries and keys, who of them sees whom, and the logits of a block of them."""
+"""What enters the softmax: queries and keys, their mask, and logits by block."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .block_products import product
+
 
 #: How many keys a query sees before and after itself; `None` for all.
 Window = tuple[int | None, int | None]
 
 
-class Pairs(NamedTuple):
+class LogitInputs(NamedTuple):
     """All queries and keys, or a block of them, with what decides who sees whom."""
 
     query: jax.Array  # (batch..., length, heads, head_dim)
@@ -24,11 +27,11 @@ class Pairs(NamedTuple):
     query_positions: jax.Array
     key_positions: jax.Array
 
-    def block(self, i: jax.Array, j: jax.Array, size: int) -> "Pairs":
-        """The pairs from query `i` and key `j` on; at the ends blocks are moved in."""
+    def block(self, i: jax.Array, j: jax.Array, size: int) -> "LogitInputs":
+        """The inputs from query `i` and key `j` on; at the ends blocks are moved in."""
         rows = functools.partial(cut, start=i, length=self.query.shape[-3], size=size)
         columns = functools.partial(cut, start=j, length=self.key.shape[-3], size=size)
-        return Pairs(
+        return LogitInputs(
             rows(self.query, axis=-3),
             columns(self.key, axis=-3),
             rows(columns(self.bias, axis=-1), axis=-2),
@@ -63,14 +66,14 @@ class Pairs(NamedTuple):
             yield same[..., None, :, :]
 
 
-def make_pairs(
+def logit_inputs(
     query: jax.Array,
     key: jax.Array,
     bias: jax.Array | None,
     mask: jax.Array | None,
     query_segment_ids: jax.Array | None,
     key_segment_ids: jax.Array | None,
-) -> Pairs:
+) -> LogitInputs:
     """Raises `ValueError` where heads or sizes of query and key do not fit."""
     if query.shape[-2] % key.shape[-2] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
@@ -79,7 +82,7 @@ def make_pairs(
         )
     if key_segment_ids is None:
         key_segment_ids = query_segment_ids
-    return Pairs(
+    return LogitInputs(
         query,
         key,
         bias,
@@ -89,6 +92,50 @@ def make_pairs(
         jnp.arange(query.shape[-3]),
         jnp.arange(key.shape[-3]),
     )
+
+
+class Blocks(NamedTuple):
+    """What is known of the logits at compile time, and how they are cut into blocks."""
+
+    scale: float
+    window: Window
+    size: int
+
+    def count(self, length: int) -> int:
+        return -(-length // self.size)
+
+    def logits(self, inputs: LogitInputs, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Those of a block, every key in one block only.
+
+        The last block is moved in to fit, onto keys that the one before it has.
+        """
+        block = inputs.block(i * self.size, j * self.size, self.size)
+        logits = block.logits(self.scale, self.window)
+        return jnp.where(block.key_positions < j * self.size, -jnp.inf, logits)
+
+    def seen_by(self, inputs: LogitInputs, i: jax.Array) -> tuple[Any, Any]:
+        """The range of the key blocks that block `i` of the queries sees."""
+        queries, keys = inputs.query.shape[-3], inputs.key.shape[-3]
+        rows = min(queries, self.size)
+        start = jnp.minimum(i * self.size, queries - rows)
+        before, after = self.window
+        first, last = 0, self.count(keys)
+        if before is not None:
+            first = jnp.maximum(first, (start - before) // self.size)
+        if after is not None:
+            last = jnp.minimum(last, (start + rows - 1 + after) // self.size + 1)
+        return first, last
+
+
+def make_blocks(
+    query: jax.Array,
+    scale: float | None,
+    is_causal: bool,
+    local_window_size: int | tuple[int, int] | None,
+    size: int,
+) -> Blocks:
+    given = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return Blocks(given, make_window(is_causal, local_window_size), size)
 
 
 def make_window(is_causal: bool, local: int | tuple[int, int] | None) -> Window:
@@ -101,15 +148,3 @@ def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:
     if x is None or x.ndim < -axis or x.shape[axis] != length or length <= size:
         return x
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis % x.ndim)
-
-
-def product(query: jax.Array, key: jax.Array) -> jax.Array:
-    """All inner products, `(batch..., heads, length, key_length)` float32."""
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, -1)
-    # Spelled as in jax.nn.dot_product_attention, so that XLA computes both once.
-    einsum = functools.partial(
-        jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=jnp.float32
-    )
-    logits = jax.vmap(lambda q: einsum(q, key), in_axes=-2, out_axes=-3)(grouped)
-    return logits.reshape(*query.shape[:-3], heads, *logits.shape[-2:])

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .blocks import key_blocks, make_plan, Plan
-from .logits import make_pairs, Pairs
+from .logits import Blocks, logit_inputs, LogitInputs, make_blocks
 
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an
@@ -58,16 +57,16 @@ def max_logits(
         >>> mc.max_logits(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
         Array([2., 2.], dtype=float32)
     """
-    pairs = make_pairs(
+    inputs = logit_inputs(
         *jax.lax.stop_gradient((query, key, bias)),
         mask,
         query_segment_ids,
         key_segment_ids,
     )
-    plan = make_plan(query, scale, is_causal, local_window_size, _BLOCK)
+    blocks = make_blocks(query, scale, is_causal, local_window_size, _BLOCK)
     if query.shape[-3] * key.shape[-3] <= _PAIRS_AT_ONCE:
-        return _largest(plan, pairs)
-    return _fold_blocks(plan, pairs)
+        return _largest(blocks, inputs)
+    return _fold_blocks(blocks, inputs)
 
 
 def max_logits_at_once(
@@ -79,26 +78,26 @@ def max_logits_at_once(
 ) -> jax.Array:
     """For an attention that forms all logits anyway: XLA then forms them once."""
     arrays = jax.lax.stop_gradient((query, key, bias))
-    plan = make_plan(query, None, is_causal, None, _BLOCK)
-    return _largest(plan, make_pairs(*arrays, mask, None, None))
+    blocks = make_blocks(query, None, is_causal, None, _BLOCK)
+    return _largest(blocks, logit_inputs(*arrays, mask, None, None))
 
 
-def _largest(plan: Plan, pairs: Pairs) -> jax.Array:
-    logits = pairs.logits(plan.scale, plan.window)
+def _largest(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
+    logits = inputs.logits(blocks.scale, blocks.window)
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
     return jnp.max(logits, axis=others, initial=-jnp.inf).astype(jnp.float32)
 
 
-def _fold_blocks(plan: Plan, pairs: Pairs) -> jax.Array:
+def _fold_blocks(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
     """The running maximum over blocks; those at the end overlap, which does no harm."""
-    *_, queries, heads, _ = pairs.query.shape
+    *_, queries, heads, _ = inputs.query.shape
 
     def fold_row(i: jax.Array, running: jax.Array) -> jax.Array:
         def fold(j: jax.Array, running: jax.Array) -> jax.Array:
-            block = pairs.block(i * plan.size, j * plan.size, plan.size)
-            return jnp.maximum(running, _largest(plan, block))
+            block = inputs.block(i * blocks.size, j * blocks.size, blocks.size)
+            return jnp.maximum(running, _largest(blocks, block))
 
-        return jax.lax.fori_loop(*key_blocks(plan, pairs, i), fold, running)
+        return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, running)
 
     nothing = jnp.full((heads,), -jnp.inf, jnp.float32)
-    return jax.lax.fori_loop(0, -(-queries // plan.size), fold_row, nothing)
+    return jax.lax.fori_loop(0, blocks.count(queries), fold_row, nothing)

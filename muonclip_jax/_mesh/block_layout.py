@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,68 +22,26 @@ class AxisRoles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How the blocks of one matrix, as devices along `roles.sharded` hold them, fit.
-
-    A block has the axes of the leaf that make up the matrix, the inputs first.
-    """
+    """How the blocks of one matrix, as devices along `roles.sharded` hold them, fit."""
 
     roles: AxisRoles
-    devices: tuple[int, ...]  # sizes of the axes of `roles.sharded`
-    block: tuple[int, ...]
-    axes: tuple[tuple[str, ...], ...]  # that cut each axis of the block, major first
-    num_inputs: int
-
-    def join(self, blocks: jax.Array) -> jax.Array:
-        """Blocks `(devices, fan_in, fan_out)` to a matrix, the short side first."""
-        x = blocks.reshape(*self.devices, *self.block)
-        x = x.transpose(self._order).reshape(self._whole)
-        return x.mT if self._is_tall else x
-
-    def split(self, matrix: jax.Array) -> jax.Array:
-        """The inverse of `join`."""
-        x = matrix.mT if self._is_tall else matrix
-        sizes = (*self.devices, *self.block)
-        x = x.reshape([sizes[i] for i in self._order])
-        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return x.transpose(inverse).reshape(math.prod(self.devices), *self.block_shape)
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """A block as a part of the matrix, `(fan_in, fan_out)`."""
-        return self._fans(self.block)
+    devices: int
+    block_shape: tuple[int, int]  # a block as a part of the matrix, (fan_in, fan_out)
+    whole: MatrixView  # the matrix in an array (*sizes of roles.sharded, *block)
 
     @property
     def shape(self) -> tuple[int, int]:
         """The matrix with the short side first."""
-        short, long = sorted(self._whole)
-        return short, long
+        return self.whole.short_and_long
 
-    @property
-    def _order(self) -> tuple[int, ...]:
-        """Every axis of a block behind the mesh axes that cut it."""
-        place = {name: i for i, name in enumerate(self.roles.sharded)}
-        order: list[int] = []
-        for i, axes in enumerate(self.axes):
-            order += [*(place[axis] for axis in axes), len(self.devices) + i]
-        return tuple(order)
+    def join(self, blocks: jax.Array) -> jax.Array:
+        """Blocks `(devices, fan_in, fan_out)` to a matrix, the short side first."""
+        return self.whole.to_wide(blocks.reshape(self.whole.shape))[0]
 
-    @property
-    def _whole(self) -> tuple[int, int]:
-        size = dict(zip(self.roles.sharded, self.devices, strict=True))
-        return self._fans(
-            [
-                entries * math.prod(size[axis] for axis in axes)
-                for entries, axes in zip(self.block, self.axes, strict=True)
-            ]
-        )
-
-    def _fans(self, sizes: Sequence[int]) -> tuple[int, int]:
-        inputs, outputs = sizes[: self.num_inputs], sizes[self.num_inputs :]
-        return math.prod(inputs), math.prod(outputs)
-
-    @property
-    def _is_tall(self) -> bool:
-        return self._whole[0] > self._whole[1]
+    def split(self, matrix: jax.Array) -> jax.Array:
+        """The inverse of `join`."""
+        blocks = self.whole.from_wide(matrix[None])
+        return blocks.reshape(self.devices, *self.block_shape)
 
 
 def axis_roles(
@@ -104,15 +62,24 @@ def axis_roles(
 def block_layout(
     view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
 ) -> BlockLayout:
-    roles = axis_roles(view, spec, mesh)
-    by_axis, local = _axes_of(view, spec, mesh), local_view(view, spec, mesh)
-    inner = view.reduction + view.output
+    roles, local = axis_roles(view, spec, mesh), local_view(view, spec, mesh)
+    by_axis, inner = _axes_of(view, spec, mesh), view.reduction + view.output
+    sizes = tuple(mesh[name] for name in roles.sharded)
+
+    def behind_its_devices(axis: int) -> list[int]:
+        cuts = [roles.sharded.index(name) for name in by_axis[axis]]
+        return [*cuts, len(sizes) + inner.index(axis)]
+
+    reduction, output = (
+        tuple(i for axis in axes for i in behind_its_devices(axis))
+        for axes in (view.reduction, view.output)
+    )
+    block = tuple(local.shape[axis] for axis in inner)
     return BlockLayout(
-        roles=roles,
-        devices=tuple(mesh[name] for name in roles.sharded),
-        block=tuple(local.shape[axis] for axis in inner),
-        axes=tuple(by_axis[axis] for axis in inner),
-        num_inputs=len(view.reduction),
+        roles,
+        math.prod(sizes),
+        (local.fan_in, local.fan_out),
+        MatrixView((), reduction, output, sizes + block),
     )
 
 

@@ -1,7 +1,6 @@
 """Which leaves carry the heads of which attention layer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import paths
@@ -69,7 +68,7 @@ _QK_NORMS = (
 
 
 def flax_attention_layers(
-    params: Any, *, stack_axes: Mapping[str, int] = MappingProxyType({})
+    params: Any, *, stack_axes: paths.StackAxes = paths.IN_FRONT
 ) -> list[AttentionLayer]:
     """Finds the attention layers of stock Flax: modules with `query` and `key`.
 
@@ -115,7 +114,7 @@ def resolve_attention(
 def with_stack_axes(
     layers: Sequence[AttentionLayer],
     tree: paths.PathedTree,
-    stack_axes: Mapping[str, int],
+    stack_axes: paths.StackAxes,
 ) -> list[AttentionLayer]:
     """Tells every leaf of the layers where its stack lies."""
     paths.check_stack_axes(tree, stack_axes)
@@ -131,7 +130,7 @@ def with_stack_axes(
 
 
 def _flax_layers(
-    tree: paths.PathedTree, stack_axes: Mapping[str, int] = MappingProxyType({})
+    tree: paths.PathedTree, stack_axes: paths.StackAxes = paths.IN_FRONT
 ) -> list[AttentionLayer]:
     names = FlaxTree(tree)
     modules = names.attention_modules()

@@ -4,19 +4,16 @@ Each preset is a function of its sizes that returns what `attention=` takes: a f
 from params to layers. `stack_axes` is that of `flax_attention_layers`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import paths
 from .attention_layers import AttentionLayer, with_stack_axes
 from .head_leaf import HeadLeaf
+from .paths import IN_FRONT, StackAxes
 
 
 Finder = Callable[[Any], list[AttentionLayer]]
-StackAxes = Mapping[str, int]
-
-_IN_FRONT: StackAxes = MappingProxyType({})
 
 
 def latent_attention(
@@ -24,7 +21,7 @@ def latent_attention(
     *,
     query: Sequence[str] = ("wq_b/kernel", "query/kernel"),
     key_value: str = "wkv_b/kernel",
-    stack_axes: StackAxes = _IN_FRONT,
+    stack_axes: StackAxes = IN_FRONT,
 ) -> Finder:
     """Multi-head latent attention, as in DeepSeek-V3 and Kimi K2.
 
@@ -76,7 +73,7 @@ def latent_attention(
 
 
 def fused_attention(
-    head_dim: int, *, name: str = "c_attn", stack_axes: StackAxes = _IN_FRONT
+    head_dim: int, *, name: str = "c_attn", stack_axes: StackAxes = IN_FRONT
 ) -> Finder:
     """One Dense for query, key and value, `(features, 3 * heads * head_dim)`, as GPT-2.
 
@@ -112,7 +109,7 @@ def flat_attention(
     *,
     query: str = "query",
     key: str = "key",
-    stack_axes: StackAxes = _IN_FRONT,
+    stack_axes: StackAxes = IN_FRONT,
 ) -> Finder:
     """Dense kernels without a head axis, `(features, heads * head_dim)`.
 
@@ -153,7 +150,7 @@ def normalised_attention(
     *,
     query: str = "query_ln",
     key: str = "key_ln",
-    stack_axes: StackAxes = _IN_FRONT,
+    stack_axes: StackAxes = IN_FRONT,
 ) -> Finder:
     """Query and key that are normalised after their projection (`normalize_qk=True`).
 

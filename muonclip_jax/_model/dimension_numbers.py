@@ -1,7 +1,6 @@
 """Which leaves of a parameter tree are matrices, and along which axes."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -22,7 +21,7 @@ def flax_dimension_numbers(
     params: optax.Params,
     *,
     per_head: bool = False,
-    stack_axes: Mapping[str, int] = MappingProxyType({}),
+    stack_axes: paths.StackAxes = paths.IN_FRONT,
 ) -> Any:
     """Says for every leaf which axes form its matrices, as stock Flax lays them out.
 
@@ -72,8 +71,7 @@ def flax_dimension_numbers(
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = paths.flatten(params)
-    numbers = _flax_numbers(tree, per_head, stack_axes)
-    return tree.unflatten(_hide(tree, numbers))
+    return tree.unflatten(_flax_numbers(tree, per_head, stack_axes))
 
 
 def matrix_mask(params: optax.Params) -> Any:
@@ -89,8 +87,7 @@ def matrix_mask(params: optax.Params) -> Any:
         {'up': {'bias': False, 'kernel': True}}
     """
     tree = paths.flatten(params)
-    is_matrix = [numbers is not None for numbers in _flax_numbers(tree)]
-    return tree.unflatten(_hide(tree, is_matrix))
+    return tree.unflatten(numbers is not None for numbers in _flax_numbers(tree))
 
 
 def resolve_dimension_numbers(
@@ -121,7 +118,7 @@ def matrix_views(
 def _flax_numbers(
     tree: paths.PathedTree,
     per_head: bool = False,
-    stack_axes: Mapping[str, int] = MappingProxyType({}),
+    stack_axes: paths.StackAxes = paths.IN_FRONT,
 ) -> list[MuonDimensionNumbers | None]:
     paths.check_stack_axes(tree, stack_axes)
     names = FlaxTree(tree, per_head=per_head, stack_axes=stack_axes)
@@ -135,14 +132,6 @@ def _flax_numbers(
     if ambiguous:
         raise ValueError(_ambiguous_message(ambiguous))
     return numbers
-
-
-def _hide(tree: paths.PathedTree, entries: list[Any]) -> list[Any]:
-    """Entries for a tree of which `optax.masked` hides leaves."""
-    return [
-        leaf if paths.is_masked(leaf) else entry
-        for leaf, entry in zip(tree.leaves, entries, strict=True)
-    ]
 
 
 def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None:

@@ -6,13 +6,12 @@ This is the one place that knows how Linen and NNX name things. Both spell a lay
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from .paths import is_masked, Path, PathedTree, stack_axis_of
+from .paths import IN_FRONT, is_masked, Path, PathedTree, stack_axis_of, StackAxes
 
 
 _VECTORS = frozenset({"bias", "scale", "mean", "var"})
@@ -33,7 +32,7 @@ class FlaxTree:
         tree: PathedTree,
         *,
         per_head: bool = False,
-        stack_axes: Mapping[str, int] = MappingProxyType({}),
+        stack_axes: StackAxes = IN_FRONT,
     ):
         self._per_head = per_head
         self._stack_axes = stack_axes

@@ -1,6 +1,7 @@
 """Parameter paths, spelled the same for Linen, NNX and plain pytrees."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,10 @@ import optax
 
 
 Path = tuple[str, ...]
+
+#: The axis of the layers in the leaves of a module that is stacked, by its path.
+StackAxes = Mapping[str, int]
+IN_FRONT: StackAxes = MappingProxyType({})
 
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
@@ -20,8 +25,10 @@ class PathedTree(NamedTuple):
     leaves: tuple[Any, ...]
     treedef: Any
 
-    def unflatten(self, leaves) -> Any:
-        return self.treedef.unflatten(leaves)
+    def unflatten(self, entries: Iterable[Any]) -> Any:
+        """Returns the tree with other leaves; what a mask hides stays hidden."""
+        pairs = zip(self.leaves, entries, strict=True)
+        return self.treedef.unflatten([x if is_masked(x) else y for x, y in pairs])
 
     def whole(self) -> Any:
         """Returns the tree that was flattened."""
@@ -56,13 +63,13 @@ def show_all(paths) -> str:
     return ", ".join(repr(show(path)) for path in paths)
 
 
-def stack_axis_of(path: Path, stack_axes: Mapping[str, int]) -> int:
+def stack_axis_of(path: Path, stack_axes: StackAxes) -> int:
     """The axis along which the innermost named module that holds a path is stacked."""
     holders = [m for m in stack_axes if path[: len(split(m))] == split(m)]
     return stack_axes[max(holders, key=len)] if holders else 0
 
 
-def check_stack_axes(tree: PathedTree, stack_axes: Mapping[str, int]) -> None:
+def check_stack_axes(tree: PathedTree, stack_axes: StackAxes) -> None:
     """Raises for modules that the params do not have."""
     if not stack_axes:
         return

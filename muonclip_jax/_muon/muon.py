@@ -12,7 +12,6 @@ import optax
 from jax.typing import DTypeLike
 
 from .._mesh.placement import Shardings
-from .._model import paths
 from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
@@ -142,8 +141,5 @@ def muon(
 
 def _labels(leaves: Leaves) -> Any:
     return leaves.tree.unflatten(
-        [
-            leaf if paths.is_masked(leaf) else "adamw" if view is None else "muon"
-            for leaf, view in zip(leaves.tree.leaves, leaves.views, strict=True)
-        ]
+        "adamw" if view is None else "muon" for view in leaves.views
     )

@@ -39,8 +39,8 @@ class HeadRow:
     shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
 
     def by_layer(self) -> dict[Path, jax.Array]:
-        modules, shapes = zip(*self.shapes, strict=True) if self.shapes else ((), ())
-        return dict(zip(modules, _cut(self.logits, shapes), strict=True))
+        parts = _cut(self.logits, [shape for _, shape in self.shapes])
+        return {path: x for (path, _), x in zip(self.shapes, parts, strict=True)}
 
 
 class Heads:
@@ -73,14 +73,12 @@ class Heads:
                 "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
                 "sows; pass attention_stats={} for a model without attention"
             )
-        if isinstance(attention_stats, HeadRow):
-            if attention_stats.shapes == self.shapes:
-                return attention_stats.logits
-            attention_stats = {
-                "/".join(path): {STATISTIC: logits}
-                for path, logits in attention_stats.by_layer().items()
-            }
-        stats = read_attention_stats(attention_stats)
+        if not isinstance(attention_stats, HeadRow):
+            stats = read_attention_stats(attention_stats)
+        elif attention_stats.shapes == self.shapes:
+            return attention_stats.logits
+        else:
+            stats = attention_stats.by_layer()
         self._check_matched(stats)
         return _to_row([layer.check(stats[layer.path]) for layer in self.layers])
 

@@ -27,20 +27,10 @@ def symmetric_product(
     tile: tuple[int, int] = _TILE,
     interpret: bool = False,
 ) -> jax.Array:
-    """`scale * x @ y.mT + shift * addend`, where `x @ y.mT` is known to be symmetric.
+    """As `symmetric_product` of `tpu`, in float16 or bfloat16.
 
-    Computes tiles on and below the diagonal and writes the others as transposes: the
-    result is symmetric to the bit. Sums are float32, and are rounded once.
-
-    **Arguments:**
-
-    - `x`, `y`: `(count, m, n)`, float16 or bfloat16. Either the same array, or
-        symmetric matrices that commute.
-    - `addend`: symmetric `(count, m, m)`.
-    - `out_dtype`: that of `x` if not given.
     - `tile`: the edge of a tile, and how much of `n` is summed at a time: powers of
         two, at least 16.
-    - `interpret`: runs on any device, slowly, for tests.
     """
     out = product_shape(x, y, out_dtype)
     rows, columns = _grouped_tiles(x.shape[1], tile[0])

@@ -1,55 +1,22 @@
-"""Blocks of queries and keys: which there are, and products with them."""
+"""Products of attention with a block of logits, and blocks put where they belong."""
 
-import math
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .logits import make_window, Pairs, Window
 
-
-class Plan(NamedTuple):
-    """What is known at compile time."""
-
-    scale: float
-    window: Window
-    size: int  # of a block
-
-
-def make_plan(
-    query: jax.Array,
-    scale: float | None,
-    is_causal: bool,
-    local_window_size: int | tuple[int, int] | None,
-    size: int,
-) -> Plan:
-    given = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return Plan(given, make_window(is_causal, local_window_size), size)
-
-
-def key_blocks(plan: Plan, pairs: Pairs, i: jax.Array) -> tuple[Any, Any]:
-    """The range of the key blocks that block `i` of the queries sees."""
-    queries, keys = pairs.query.shape[-3], pairs.key.shape[-3]
-    rows = min(queries, plan.size)
-    start = jnp.minimum(i * plan.size, queries - rows)
-    before, after = plan.window
-    first, last = 0, -(-keys // plan.size)
-    if before is not None:
-        first = jnp.maximum(first, (start - before) // plan.size)
-    if after is not None:
-        last = jnp.minimum(last, (start + rows - 1 + after) // plan.size + 1)
-    return first, last
-
-
-def block_logits(plan: Plan, pairs: Pairs, i: jax.Array, j: jax.Array) -> jax.Array:
-    """The logits of a block, every key in one block only.
-
-    The last block is moved in to fit, onto keys that the one before it has.
-    """
-    block = pairs.block(i * plan.size, j * plan.size, plan.size)
-    logits = block.logits(plan.scale, plan.window)
-    return jnp.where(block.key_positions < j * plan.size, -jnp.inf, logits)
+def product(query: jax.Array, key: jax.Array) -> jax.Array:
+    """All inner products, `(batch..., heads, length, key_length)` float32."""
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, -1)
+    # Spelled as in jax.nn.dot_product_attention, so that XLA computes both once.
+    einsum = functools.partial(
+        jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=jnp.float32
+    )
+    logits = jax.vmap(lambda q: einsum(q, key), in_axes=-2, out_axes=-3)(grouped)
+    return logits.reshape(*query.shape[:-3], heads, *logits.shape[-2:])
 
 
 def weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
