@@ -1,4 +1,10 @@
-"""Muon and QK-Clip for JAX, Optax and Flax."""
+"""Muon and QK-Clip for JAX, Optax and Flax.
+
+The system: `muonclip`, with `multi_steps` for micro-batches.
+Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
+Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
+What a model means: `describe`, `flax_dimension_numbers`, `flax_attention_layers`, ...
+"""
 
 import importlib.metadata
 
@@ -17,9 +23,7 @@ from ._model.attention_presets import normalised_attention as normalised_attenti
 from ._model.dimension_numbers import flax_dimension_numbers as flax_dimension_numbers
 from ._model.dimension_numbers import matrix_mask as matrix_mask
 from ._model.head_leaf import HeadLeaf as HeadLeaf
-from ._model.per_head import (
-    per_head_dimension_numbers as per_head_dimension_numbers,
-)
+from ._model.per_head import per_head_dimension_numbers as per_head_dimension_numbers
 from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.direction import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon

@@ -140,7 +140,7 @@ def test_lower_tiles_cover_the_lower_half_once(m, edge):
 @settings(deadline=None)
 @given(m=st.integers(1, 10_000), n=st.integers(1, 30_000))
 def test_blocks_fit_the_memory_of_a_tpu(m, n):
-    plan = tpu._Plan.choose((1, m, n), None, gram=False)
+    plan = tpu._Tiling.choose((1, m, n), None, gram=False)
     factors = 2 * 2 * 2 * plan.edge * plan.depth
     squares = (4 + 2 * 4 + 2 * 4) * plan.edge**2  # the sum, output and addend
     assert factors + squares < tpu._VMEM_BYTES

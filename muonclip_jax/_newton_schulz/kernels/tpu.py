@@ -54,13 +54,13 @@ def symmetric_product(
     - `interpret`: runs on any device, slowly, for tests; as for `pl.pallas_call`.
     """
     out = product_shape(x, y, out_dtype)
-    plan = _Plan.choose(x.shape, tile, gram=y is x)
+    tiling = _Tiling.choose(x.shape, tile, gram=y is x)
     operands = (x, y) if addend is None else (x, y, addend)
     call = pl.pallas_call(
-        functools.partial(_kernel, plan=plan, scale=scale, shift=shift),
+        functools.partial(_kernel, tiling=tiling, scale=scale, shift=shift),
         out_shape=out,
-        grid_spec=_grid(plan, has_addend=addend is not None),
-        cost_estimate=_cost(plan, operands, out),
+        grid_spec=_grid(tiling, has_addend=addend is not None),
+        cost_estimate=_cost(tiling, operands, out),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=_VMEM_BYTES,
@@ -68,11 +68,11 @@ def symmetric_product(
         interpret=interpret,
         name="symmetric_product",
     )
-    return call(*lower_tiles(plan.m, plan.edge), *operands)
+    return call(*lower_tiles(tiling.m, tiling.edge), *operands)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Tiling:
     """Blocks of `edge` rows, of which steps sum `depth` columns in tiles of `tile`."""
 
     count: int
@@ -84,13 +84,13 @@ class _Plan:
     depth: int
 
     @staticmethod
-    def choose(shape, tile: tuple[int, int] | None, gram: bool) -> "_Plan":
+    def choose(shape, tile: tuple[int, int] | None, gram: bool) -> "_Tiling":
         count, m, n = shape
         small, large = tile or (_choose_tile(m), _BLOCK)
         edge = small * min(large // small, pl.cdiv(m, small))
         steps = pl.cdiv(n * edge, large**2)
         depth = pl.cdiv(pl.cdiv(n, steps), _LANES) * _LANES
-        return _Plan(count, m, n, gram, small, edge, min(depth, n))
+        return _Tiling(count, m, n, gram, small, edge, min(depth, n))
 
     @property
     def steps(self) -> int:
@@ -109,57 +109,57 @@ def _choose_tile(m: int) -> int:
     return min(_TILES, key=cost)
 
 
-def _grid(plan: _Plan, has_addend: bool) -> pltpu.PrefetchScalarGridSpec:
+def _grid(tiling: _Tiling, has_addend: bool) -> pltpu.PrefetchScalarGridSpec:
     def at_row(b, t, k, rows, columns):
-        b, t, k = _operand_step(plan, b, t, k)
+        b, t, k = _operand_step(tiling, b, t, k)
         return b, rows[t], k
 
     def at_column(b, t, k, rows, columns):
-        b, t, k = _operand_step(plan, b, t, k)
+        b, t, k = _operand_step(tiling, b, t, k)
         # On the diagonal of a Gram matrix this is the block of `at_row`: read nothing.
-        needed = (rows[t] != columns[t]).astype(jnp.int32) if plan.gram else 1
+        needed = (rows[t] != columns[t]).astype(jnp.int32) if tiling.gram else 1
         return needed * b, needed * columns[t], needed * k
 
     def at_block(b, t, k, rows, columns):
         return b, rows[t], columns[t]
 
     def at_block_then_mirror(b, t, k, rows, columns):
-        row, column, mirror = rows[t], columns[t], k == plan.steps
+        row, column, mirror = rows[t], columns[t], k == tiling.steps
         return b, jnp.where(mirror, column, row), jnp.where(mirror, row, column)
 
-    square = (None, plan.edge, plan.edge)
-    factor = (None, plan.edge, plan.depth)
+    square = (None, tiling.edge, tiling.edge)
+    factor = (None, tiling.edge, tiling.depth)
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        grid=(plan.count, plan.blocks, plan.steps + 1),
+        grid=(tiling.count, tiling.blocks, tiling.steps + 1),
         in_specs=[
             pl.BlockSpec(factor, at_row),
             pl.BlockSpec(factor, at_column),
             *[pl.BlockSpec(square, at_block)] * has_addend,
         ],
         out_specs=pl.BlockSpec(square, at_block_then_mirror),
-        scratch_shapes=[pltpu.VMEM((plan.edge, plan.edge), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((tiling.edge, tiling.edge), jnp.float32)],
     )
 
 
-def _operand_step(plan: _Plan, b, t, k):
+def _operand_step(tiling: _Tiling, b, t, k):
     """The step whose operands are in memory: that which transposes awaits the next."""
-    ahead = k == plan.steps
-    last = t == plan.blocks - 1
-    b = jnp.where(ahead & last, jnp.minimum(b + 1, plan.count - 1), b)
+    ahead = k == tiling.steps
+    last = t == tiling.blocks - 1
+    b = jnp.where(ahead & last, jnp.minimum(b + 1, tiling.count - 1), b)
     t = jnp.where(ahead, jnp.where(last, 0, t + 1), t)
     return b, t, jnp.where(ahead, 0, k)
 
 
-def _kernel(rows, columns, x_ref, y_ref, *refs, plan: _Plan, scale, shift):
+def _kernel(rows, columns, x_ref, y_ref, *refs, tiling: _Tiling, scale, shift):
     *addend_ref, out_ref, sum_ref = refs
     row, column = rows[pl.program_id(1)], columns[pl.program_id(1)]
     step = pl.program_id(2)
-    for_each_tile = functools.partial(_for_each_tile, plan, row, column)
+    for_each_tile = functools.partial(_for_each_tile, tiling, row, column)
 
     def add_product(y_ref, i, j):
-        product = _product(plan, step, x_ref[i], y_ref[j])
-        if plan.steps > 1:
+        product = _product(tiling, step, x_ref[i], y_ref[j])
+        if tiling.steps > 1:
             product += jnp.where(step == 0, 0.0, sum_ref[i, j])
         sum_ref[i, j] = product
 
@@ -176,25 +176,27 @@ def _kernel(rows, columns, x_ref, y_ref, *refs, plan: _Plan, scale, shift):
         mirror = jnp.where(on_diagonal & _lower(total.shape), total, total.T)
         out_ref[j, i] = mirror.astype(out_ref.dtype)
 
-    @pl.when((step < plan.steps) & (row == column))
+    @pl.when((step < tiling.steps) & (row == column))
     def _():
-        for_each_tile(functools.partial(add_product, x_ref if plan.gram else y_ref))
+        for_each_tile(functools.partial(add_product, x_ref if tiling.gram else y_ref))
 
-    @pl.when((step < plan.steps) & (row != column))
+    @pl.when((step < tiling.steps) & (row != column))
     def _():
         for_each_tile(functools.partial(add_product, y_ref))
 
-    pl.when(step == plan.steps - 1)(lambda: for_each_tile(finish))
-    pl.when(step == plan.steps)(lambda: for_each_tile(transpose))
+    pl.when(step == tiling.steps - 1)(lambda: for_each_tile(finish))
+    pl.when(step == tiling.steps)(lambda: for_each_tile(transpose))
 
 
-def _for_each_tile(plan: _Plan, row, column, body: Callable[[Any, Any], None]) -> None:
+def _for_each_tile(
+    tiling: _Tiling, row, column, body: Callable[[Any, Any], None]
+) -> None:
     """Calls `body` with the slices of each tile of a block that has to be computed."""
-    tiles = plan.edge // plan.tile
-    filled = jnp.minimum(tiles, pl.cdiv(plan.m - row * plan.edge, plan.tile))
+    tiles = tiling.edge // tiling.tile
+    filled = jnp.minimum(tiles, pl.cdiv(tiling.m - row * tiling.edge, tiling.tile))
 
     def tile_slice(i):
-        return pl.ds(pl.multiple_of(i * plan.tile, plan.tile), plan.tile)
+        return pl.ds(pl.multiple_of(i * tiling.tile, tiling.tile), tiling.tile)
 
     @pl.loop(0, filled)
     def _(i):
@@ -203,10 +205,10 @@ def _for_each_tile(plan: _Plan, row, column, body: Callable[[Any, Any], None]) -
             body(tile_slice(i), tile_slice(j))
 
 
-def _product(plan: _Plan, step, x: jax.Array, y: jax.Array) -> jax.Array:
-    if plan.n % plan.depth:
+def _product(tiling: _Tiling, step, x: jax.Array, y: jax.Array) -> jax.Array:
+    if tiling.n % tiling.depth:
         # What is read beyond the matrix is anything, NaN included.
-        inside = step * plan.depth + _iota(x.shape, 1) < plan.n
+        inside = step * tiling.depth + _iota(x.shape, 1) < tiling.n
         x, y = (jnp.where(inside, z, jnp.zeros_like(z)) for z in (x, y))
     return tile_product(x, y)
 
@@ -219,14 +221,14 @@ def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _cost(plan: _Plan, operands, out) -> pl.CostEstimate:
-    tiles = len(lower_tiles(plan.m, plan.tile)[0])
-    on_diagonal = pl.cdiv(plan.m, plan.edge)
-    reads = 2 * plan.blocks - on_diagonal * plan.gram
-    factor_bytes = reads * plan.edge * plan.n * operands[0].dtype.itemsize
+def _cost(tiling: _Tiling, operands, out) -> pl.CostEstimate:
+    tiles = len(lower_tiles(tiling.m, tiling.tile)[0])
+    on_diagonal = pl.cdiv(tiling.m, tiling.edge)
+    reads = 2 * tiling.blocks - on_diagonal * tiling.gram
+    factor_bytes = reads * tiling.edge * tiling.n * operands[0].dtype.itemsize
     return pl.CostEstimate(
-        flops=2 * plan.count * tiles * plan.tile**2 * plan.n,
+        flops=2 * tiling.count * tiles * tiling.tile**2 * tiling.n,
         transcendentals=0,
-        bytes_accessed=plan.count * factor_bytes
+        bytes_accessed=tiling.count * factor_bytes
         + sum(z.size * z.dtype.itemsize for z in (out, *operands[2:])),
     )
