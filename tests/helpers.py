@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from flax import nnx
 
 import muonclip_jax as mc
 
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 # CANS as published (arXiv:2506.10935) diverges from 1.005 on, within bfloat16 rounding
 # of 1.

@@ -1,10 +1,11 @@
 """The README's Python blocks run, top to bottom, in one namespace."""
 
-import pathlib
 import re
 
+from helpers import ROOT
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+
+README = (ROOT / "README.md").read_text()
 
 
 def test_code_blocks_run():

@@ -2,9 +2,7 @@
 
 import functools
 import logging
-import pathlib
 import re
-import sys
 
 import chex
 import jax
@@ -12,16 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo_costs import hlo_costs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-
-
-sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
-from hlo_costs import hlo_costs
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
