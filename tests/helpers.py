@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import flax.linen as nn
 import jax
@@ -101,7 +100,7 @@ def linen_variables(model, *args, seed: int = 0, **kwargs):
 
 
 def run_script(*arguments, check: bool = True) -> subprocess.CompletedProcess:
-    """Python, as a user runs it, but compiled fast and only by the first run."""
+    """Python, as a user runs it, but compiled fast."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -112,18 +111,8 @@ def run_script(*arguments, check: bool = True) -> subprocess.CompletedProcess:
 
 
 def script_environment() -> dict[str, str]:
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": _compiled_programs().name,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
-@functools.cache
-def _compiled_programs() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory()
+    """That of these tests, with their cache of compiled programs."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 class LinenAttention(nn.Module):
