@@ -103,7 +103,8 @@ def test_checkpoint_of_eight_devices_goes_on_elsewhere(
 
 def test_step_compiles_once(straight):
     _, log = straight("fsdp")
-    assert len(re.findall(r"Compiling jit\(train_step\)", log)) == 1
+    for name in ("create_state", "train_step"):
+        assert len(re.findall(rf"Compiling jit\({name}\)", log)) == 1
 
 
 def run_and_kill(arguments, out, is_time, delay):

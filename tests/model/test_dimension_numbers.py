@@ -320,7 +320,7 @@ def test_a_prefix_will_do():
         False,
         True,
     ]
-    assert all(matrix_views(SPEC, params))
+    assert [bool(v) for v in matrix_views(SPEC, params)] == [True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_matrices_and_back_is_the_identity(data):
 
 def test_attention_with_a_flat_out_kernel():
     """As DeepSeek's code has it: `(heads * head_dim, features)`."""
-    for names, value in ((("wq_b", "wkv_b"), 0), (("query", "key", "value"), 8)):
+    for names in (("wq_b", "wkv_b"), ("query", "key", "value")):
         params = {name: {"kernel": jnp.ones((6, 4, 8))} for name in names}
         params["out"] = {"kernel": jnp.ones((4 * 8, 16))}
         stacked = {"layers": jax.tree.map(lambda p: jnp.stack([p] * 3), params)}
@@ -386,7 +386,6 @@ def test_attention_with_a_flat_out_kernel():
             table = mc.describe(tree, attention=[])
             assert table.count(f"{stack} x 6 x 32") == len(names)
             assert f"{stack} x 32 x 16" in table
-        assert value or "value" not in params
 
 
 @pytest.mark.parametrize("axis", [1, 2])
