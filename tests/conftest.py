@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _programs.name)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers fill the cores
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_force_host_platform_device_count=8"
     )

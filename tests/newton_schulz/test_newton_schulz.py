@@ -14,6 +14,7 @@ from muonclip_jax._newton_schulz.solver import iterate
 
 
 SHAPES = [(8, 8), (5, 17), (17, 5), (1, 6), (6, 1), (32, 64)]
+SMALL = [(1, 1), (2, 2), (1, 12), (9, 1), (2, 3), (3, 2), (4, 11), (12, 12), (12, 7)]
 
 
 def relative_error(x, reference):
@@ -127,14 +128,13 @@ def test_stacks_are_iterated_matrix_by_matrix():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    m=st.integers(1, 12),
-    n=st.integers(1, 12),
+    shape=st.sampled_from(SMALL),
     seed=st.integers(0, 2**31),
     exponent=st.integers(-30, 30),
 )
-def test_singular_values_land_in_the_band_and_vectors_stay(m, n, seed, exponent):
-    values = np.random.default_rng(seed).uniform(0.05, 1, min(m, n))
-    x = matrix_of(values, m, n, seed)
+def test_singular_values_land_in_the_band_and_vectors_stay(shape, seed, exponent):
+    values = np.random.default_rng(seed).uniform(0.05, 1, min(shape))
+    x = matrix_of(values, *shape, seed)
     y = np.asarray(
         mc.newton_schulz(jnp.asarray(x * 10.0**exponent, jnp.float32)), np.float64
     )
