@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import muonclip_jax as mc
@@ -204,6 +205,26 @@ def nnx_model(**options):
     model = nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0), **options))
     graph, state = nnx.split(model)
     return nnx.merge(graph, randomize(state))
+
+
+def clip_at_rest(attention=None):
+    """An update of zeros behind `qk_clip`, compiled for all thresholds and shares."""
+
+    @jax.jit
+    def step(params, stats, threshold, alpha=0.5):
+        tx = mc.qk_clip(threshold, alpha=alpha, attention=attention)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, state = tx.update(
+            zeros, tx.init(params), params, attention_stats=stats
+        )
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def largest(stats):
+    """All heads of all layers in one row."""
+    return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
 
 
 def inputs(seed: int = 9, shape=(2, 6, 16)):

@@ -2,9 +2,11 @@
 
 import re
 
+import pytest
 from helpers import ROOT
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 README = (ROOT / "README.md").read_text()
 
 

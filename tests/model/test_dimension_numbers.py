@@ -60,6 +60,10 @@ def linen_params(model, *args):
     return jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
 
 
+def nnx_params(make):
+    return nnx.state(nnx.eval_shape(make), nnx.Param)
+
+
 def test_linen_zoo():
     found = table(linen_params(LinenZoo(), jnp.zeros((2, 6), int)))
     matrices = {path: m for path, m in found.items() if m}
@@ -87,7 +91,7 @@ def test_linen_zoo():
 
 @pytest.mark.parametrize("pure", [False, True])
 def test_nnx_zoo_as_state_and_as_dicts(pure):
-    state = nnx.state(NNXZoo(nnx.Rngs(0)), nnx.Param)
+    state = nnx_params(lambda: NNXZoo(nnx.Rngs(0)))
     matrices = {
         path: m for path, m in table(nnx.as_pure(state) if pure else state).items() if m
     }
@@ -140,7 +144,8 @@ def test_nnx_vmapped_stack():
     def make(key):
         return nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(key))
 
-    found = table(nnx.state(make(jax.random.split(jax.random.key(0), 5)), nnx.Param))
+    keys = jax.random.split(jax.random.key(0), 5)
+    found = table(nnx_params(lambda: make(keys)))
     assert found["query/kernel"] == found["out/kernel"] == (5, 16, 16)
     assert found["query/bias"] is None
 
@@ -169,10 +174,13 @@ def test_bias_tells_a_stack_of_plain_dense_from_attention(last):
 
 
 def test_grouped_query_attention():
-    model = nnx.MultiHeadAttention(
-        4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)
+    found = table(
+        nnx_params(
+            lambda: nnx.MultiHeadAttention(
+                4, 16, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)
+            )
+        )
     )
-    found = table(nnx.state(model, nnx.Param))
     assert found["query/kernel"] == (1, 16, 16)
     assert found["key/kernel"] == found["value/kernel"] == (1, 16, 8)
 
@@ -266,7 +274,7 @@ def test_bare_arrays_and_foreign_names_go_by_rank():
 
 
 def test_mask_is_a_tree_of_bools():
-    params = nnx.state(NNXZoo(nnx.Rngs(0)), nnx.Param)
+    params = nnx_params(lambda: NNXZoo(nnx.Rngs(0)))
     mask = mc.matrix_mask(params)
     assert jax.tree.structure(mask) == jax.tree.structure(params)
     assert all(type(leaf) is bool for leaf in jax.tree.leaves(mask))
@@ -367,9 +375,9 @@ def test_matrices_and_back_is_the_identity(data):
     view = matrix_view(
         shape, Numbers(tuple(reduction), tuple(a - rank for a in output))
     )
-    matrices = view.to_matrices(jnp.asarray(leaf))
+    matrices = jax.jit(view.to_matrices)(leaf)
     assert matrices.shape == (view.count, view.fan_in, view.fan_out)
-    np.testing.assert_array_equal(view.from_matrices(matrices), leaf)
+    np.testing.assert_array_equal(jax.jit(view.from_matrices)(matrices), leaf)
     order = tuple(sorted(axes[cuts[1] :])) + tuple(reduction) + tuple(output)
     np.testing.assert_array_equal(
         np.asarray(matrices).ravel(), leaf.transpose(order).ravel()

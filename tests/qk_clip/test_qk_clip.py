@@ -10,7 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from helpers import (
+    clip_at_rest,
     inputs,
+    largest,
     linen_stats,
     linen_variables,
     LinenModel,
@@ -28,6 +30,9 @@ from muonclip_jax._model import paths
 from muonclip_jax._qk_clip.head_scales import read_heads
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 def without_biases(params, stats, threshold, **options):
     """What a clip that forgets the biases leaves behind: a witness for the tests."""
     clipped = mc.clip_qk(params, stats, threshold, **options)
@@ -41,18 +46,7 @@ def without_biases(params, stats, threshold, **options):
     return tree.unflatten(kept)
 
 
-def largest(stats):
-    return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
-
-
-def zero_step(params, stats, threshold, **options):
-    """One update of muonclip at learning rate 0."""
-    tx = mc.muonclip(0.0, threshold=threshold, **options)
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = jax.jit(tx.update)(
-        grads, tx.init(params), params, attention_stats=stats
-    )
-    return optax.apply_updates(params, updates), state
+zero_step = clip_at_rest()
 
 
 def linen_case(model):
@@ -86,14 +80,8 @@ def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
     params, measure = case_of(case)
     before = largest(measure(params))
     tau = float(np.median(before))  # so that half the heads are over
-    tx = mc.qk_clip(tau, alpha=alpha)
-    updates, state = jax.jit(tx.update)(
-        jax.tree.map(np.zeros_like, params),
-        tx.init(params),
-        params,
-        attention_stats=measure(params),
-    )
-    after = largest(measure(optax.apply_updates(params, updates)))
+    clipped, state = zero_step(params, measure(params), tau, alpha)
+    after = largest(measure(clipped))
     np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
     assert optax.tree.get(state, "num_clipped") == (before > tau).sum()
     np.testing.assert_allclose(
@@ -314,6 +302,9 @@ def clips(draw):
     return key_heads, tau, draw(st.floats(0, 1, width=32)), logits
 
 
+clip_qk = jax.jit(mc.clip_qk)
+
+
 @settings(max_examples=60, deadline=None)
 @given(clips())
 def test_of_any_heads_and_statistics(clip):
@@ -324,7 +315,7 @@ def test_of_any_heads_and_statistics(clip):
         "query": {"kernel": query, "bias": query[0]},
         "key": {"kernel": key.astype(np.float32)},
     }
-    after = mc.clip_qk(params, {"max_logits": logits}, tau, alpha=alpha)
+    after = clip_qk(params, {"max_logits": logits}, tau, alpha=alpha)
     for leaf in jax.tree.leaves(after):
         assert np.isfinite(leaf).all()
     gamma = np.ones(heads)
@@ -336,7 +327,7 @@ def test_of_any_heads_and_statistics(clip):
     np.testing.assert_array_equal(after["query"]["bias"][:, 0], factor)
     # Of heads that do not exceed, not a bit changes.
     assert (factor[~over] == 1).all() and (shared[~over] == 1).all()
-    again = mc.clip_qk(
+    again = clip_qk(
         after, {"max_logits": np.where(over, np.float32(tau), logits)}, tau, alpha=alpha
     )
     chex.assert_trees_all_equal(again, after)
