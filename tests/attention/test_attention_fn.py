@@ -276,7 +276,7 @@ def test_statistic_shares_the_product_of_query_and_key():
         hlo = jax.jit(f).lower(state, x).compile().as_text()
         return sum(" dot(" in line or "matmul" in line for line in hlo.splitlines())
 
-    assert products(True) == products(False)
+    assert products(True) == products(False) > 0
 
 
 @pytest.mark.parametrize("length", [512, 2048])
