@@ -13,6 +13,9 @@ import muonclip_jax._muon.muon as muon_module
 import muonclip_jax._muonclip as muonclip_module
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 LAYER = mc.AttentionLayer("", (mc.HeadLeaf("w", 2),), (mc.HeadLeaf("v", 2),))
 NUMBERS = {"w": MuonDimensionNumbers(1, 0), "v": None, "b": None}
 SPECS = dict.fromkeys(NUMBERS, jax.sharding.PartitionSpec())

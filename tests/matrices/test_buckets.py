@@ -20,6 +20,9 @@ from muonclip_jax._newton_schulz.batches import map_chunks
 from muonclip_jax._newton_schulz.options import resolve_options
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 FUSED = MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
 LAYOUTS = [

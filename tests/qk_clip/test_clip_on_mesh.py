@@ -94,7 +94,7 @@ def sent_to_all(program):
 
 
 def test_heads_are_not_gathered():
-    """Scales reach the heads a device holds; weights stay, and the host is not asked."""
+    """Scales reach the heads of a device; weights stay, and the host is not asked."""
     params = model()
     tx = mc.qk_clip()
     mesh = make_mesh("auto")

@@ -11,6 +11,9 @@ from helpers import inputs, nnx_model, nnx_stats
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 def layer(*shape):
     return {name: {"kernel": jnp.ones(shape)} for name in ("query", "key")}
 
