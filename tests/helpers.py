@@ -2,18 +2,22 @@
 
 import functools
 import os
+import pathlib
 import subprocess
 import sys
-import tempfile
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import muonclip_jax as mc
 
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 # CANS as published (arXiv:2506.10935) diverges from 1.005 on, within bfloat16 rounding
 # of 1.
@@ -97,7 +101,7 @@ def linen_variables(model, *args, seed: int = 0, **kwargs):
 
 
 def run_script(*arguments, check: bool = True) -> subprocess.CompletedProcess:
-    """Python, as a user runs it, but compiled fast and only by the first run."""
+    """Python, as a user runs it, but compiled fast."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -108,18 +112,8 @@ def run_script(*arguments, check: bool = True) -> subprocess.CompletedProcess:
 
 
 def script_environment() -> dict[str, str]:
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": _compiled_programs().name,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
-@functools.cache
-def _compiled_programs() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory()
+    """That of these tests, with their cache of compiled programs."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 class LinenAttention(nn.Module):
@@ -211,6 +205,26 @@ def nnx_model(**options):
     model = nnx.eval_shape(lambda: NNXModel(nnx.Rngs(0), **options))
     graph, state = nnx.split(model)
     return nnx.merge(graph, randomize(state))
+
+
+def clip_at_rest(attention=None):
+    """An update of zeros behind `qk_clip`, compiled for all thresholds and shares."""
+
+    @jax.jit
+    def step(params, stats, threshold, alpha=0.5):
+        tx = mc.qk_clip(threshold, alpha=alpha, attention=attention)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, state = tx.update(
+            zeros, tx.init(params), params, attention_stats=stats
+        )
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def largest(stats):
+    """All heads of all layers in one row."""
+    return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
 
 
 def inputs(seed: int = 9, shape=(2, 6, 16)):

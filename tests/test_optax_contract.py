@@ -14,6 +14,9 @@ from optax.contrib import MuonDimensionNumbers
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 def _by_rank(params):
     """Muon on rank 2 and, as the first axes of the suite's rank-3 leaf, on rank 3."""
     return jax.tree.map(

@@ -1,10 +1,13 @@
 """The README's Python blocks run, top to bottom, in one namespace."""
 
-import pathlib
 import re
 
+import pytest
+from helpers import ROOT
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+README = (ROOT / "README.md").read_text()
 
 
 def test_code_blocks_run():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import naive_logits
+from helpers import bernoulli, naive_logits, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +14,6 @@ import muonclip_jax as mc
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def arrays(length, key_length, heads, key_heads, depth=8, batch=(2,), **kwargs):
@@ -79,7 +75,7 @@ def test_equals_jax_nn(lengths, key_heads, is_causal):
 
 @pytest.mark.parametrize("shape", [(2, 4, 40, 40), (1, 1, 40, 40), (2, 1, 1, 40)])
 def test_mask(shape):
-    mask = jax.random.bernoulli(jax.random.key(5), 0.6, shape).at[..., 0].set(True)
+    mask = bernoulli(5, 0.6, shape).at[..., 0].set(True)
     inputs = arrays(40, 40, 4, 2)
     largest = compare(inputs, mask=mask)
     naive = naive_logits(inputs[0], inputs[1], mask).max((0, 2, 3))
@@ -112,7 +108,7 @@ def test_window(window, is_causal):
 
 def test_segments_equal_a_mask():
     query, key, value = arrays(40, 40, 4, 2)
-    ids = jnp.cumsum(jax.random.bernoulli(jax.random.key(7), 0.1, (2, 40)), axis=1)
+    ids = jnp.cumsum(bernoulli(7, 0.1, (2, 40)), axis=1)
     mask = (ids[:, :, None] == ids[:, None, :])[:, None]
     attend = functools.partial(mc.blockwise_attention, block_size=16, is_causal=True)
     actual = attend(query, key, value, query_segment_ids=ids)

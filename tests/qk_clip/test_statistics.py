@@ -12,6 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 KERNEL = randomize(jnp.ones((8, 2, 4)))
 PARAMS = {
     name: {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}} for name in "ab"

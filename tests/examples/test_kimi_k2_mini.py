@@ -1,14 +1,15 @@
 """Kimi K2 in miniature: the script, run small, and what its model must do."""
 
 import argparse
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import normal, randomize, run_script
+from helpers import EXAMPLES, normal, randomize, run_script
+from kimi_k2_mini import make_optimizer, train_step
+from kimi_k2_model import KimiK2, MixtureOfExperts, rotate, Router, Sizes, SwiGLU
 
 import muonclip_jax as mc
 
@@ -16,19 +17,11 @@ import muonclip_jax as mc
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--threshold=0.5"]
 SMALL += ["--layers=2", "--width=16", "--heads=2", "--experts=4"]
 
 
-@pytest.fixture(autouse=True)
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
 def sizes(**changed):
-    from kimi_k2_model import Sizes
-
     small = dict(
         vocabulary=32,
         layers=3,
@@ -45,8 +38,6 @@ def sizes(**changed):
 
 
 def abstract_model(**changed):
-    from kimi_k2_model import KimiK2
-
     return nnx.eval_shape(lambda: KimiK2(sizes(**changed), nnx.Rngs(0)))
 
 
@@ -118,23 +109,19 @@ def test_alone_leaves_the_run_without_the_clip_out(script, tmp_path):
 @pytest.fixture(scope="module")
 def step_at_rate_zero():
     """What one step sees, does and leaves behind when only the clip may act."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        from kimi_k2_mini import make_optimizer, train_step
-
-        model = drawn(abstract_model(layers=2), scale=1.0)
-        before = largest(forward(model)[1]).reshape(2, 4)
-        tau = float(np.median(before[0]))
-        args = argparse.Namespace(
-            steps=10, learning_rate=0.0, adam_learning_rate=0.0, weight_decay=0.1
-        )
-        tx = make_optimizer(model.sizes, tau, args)
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        metrics = train_step(model, optimizer, tokens(), 0.5)
-        (router,) = model.routers()
-        balance = np.asarray(router.bias[...]), np.asarray(router.load[...])
-        after = largest(forward(model)[1]).reshape(2, 4)
-        return metrics, balance, before, after, tau
+    model = drawn(abstract_model(layers=2), scale=1.0)
+    before = largest(forward(model)[1]).reshape(2, 4)
+    tau = float(np.median(before[0]))
+    args = argparse.Namespace(
+        steps=10, learning_rate=0.0, adam_learning_rate=0.0, weight_decay=0.1
+    )
+    tx = make_optimizer(model.sizes, tau, args)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    metrics = train_step(model, optimizer, tokens(), 0.5)
+    (router,) = model.routers()
+    balance = np.asarray(router.bias[...]), np.asarray(router.load[...])
+    after = largest(forward(model)[1]).reshape(2, 4)
+    return metrics, balance, before, after, tau
 
 
 def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
@@ -180,8 +167,6 @@ def test_every_leaf_is_a_matrix_or_not_as_it_should():
 
 
 def test_the_first_layer_is_dense_and_the_others_are_mixtures():
-    from kimi_k2_model import MixtureOfExperts, SwiGLU
-
     first, *others = abstract_model().blocks
     assert isinstance(first.mlp, SwiGLU)
     assert all(isinstance(block.mlp, MixtureOfExperts) for block in others)
@@ -189,8 +174,6 @@ def test_the_first_layer_is_dense_and_the_others_are_mixtures():
 
 
 def make_router(**changed):
-    from kimi_k2_model import Router
-
     router = nnx.eval_shape(lambda: Router(sizes(**changed), nnx.Rngs(0)))
     return drawn(router, scale=0.25)
 
@@ -244,8 +227,6 @@ def test_balancing_evens_the_load():
 
 
 def test_a_mixture_is_the_sum_of_its_experts():
-    from kimi_k2_model import MixtureOfExperts
-
     moe = MixtureOfExperts(sizes(), nnx.Rngs(0))
     x = router_inputs()
     weights = np.asarray(moe.router(x))
@@ -270,8 +251,6 @@ def test_no_token_sees_a_later_one():
 
 
 def test_logits_depend_on_the_distance_alone():
-    from kimi_k2_model import rotate
-
     query, key = normal(3, 2, 1, 1, 2, 8)
     query, key = jnp.tile(query, (1, 20, 1, 1)), jnp.tile(key, (1, 20, 1, 1))
     product = jnp.einsum("bthd,bshd->bhts", rotate(query), rotate(key))[0, 0]

@@ -18,6 +18,9 @@ from muonclip_jax._newton_schulz.kernels.tiles import lower_tiles
 from muonclip_jax._newton_schulz.solver import make_solver, Solver
 
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
 MODULES = {"tpu": tpu, "gpu": gpu}
 TILES = {"tpu": (16, 32), "gpu": (16, 16)}
 

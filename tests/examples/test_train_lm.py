@@ -1,13 +1,12 @@
 """The example scripts, run as a user runs them but small."""
 
 import json
-import pathlib
 
 import pytest
-from helpers import run_script
+from corpus import Corpus
+from helpers import EXAMPLES, run_script
 
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--eval-every=4"]
 SMALL += ["--layers=1", "--width=16", "--heads=2", "--checkpoint-every=1"]
 
@@ -142,10 +141,7 @@ def test_linen_example():
 
 
 @pytest.mark.parametrize("size", [1000, 100_000, 2_000_000])
-def test_held_out_text_is_not_trained_on(tmp_path, monkeypatch, size):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from corpus import Corpus
-
+def test_held_out_text_is_not_trained_on(tmp_path, size):
     (tmp_path / "text").write_bytes(bytes(size))
     corpus = Corpus(tmp_path / "text")
     assert len(corpus.train) + len(corpus.validation) == size

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -12,10 +11,10 @@ import time
 
 import numpy as np
 import pytest
-from helpers import script_environment
+import train_sharded
+from helpers import EXAMPLES, script_environment
 
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 STEPS = 20
 SMALL = [f"--steps={STEPS}", "--batch-size=8", "--context=16", "--layers=1"]
 SMALL += ["--width=16", "--heads=4", "--threshold=0.3"]  # low, so that the clip acts
@@ -104,7 +103,8 @@ def test_checkpoint_of_eight_devices_goes_on_elsewhere(
 
 def test_step_compiles_once(straight):
     _, log = straight("fsdp")
-    assert len(re.findall(r"Compiling jit\(train_step\)", log)) == 1
+    for name in ("create_state", "train_step"):
+        assert len(re.findall(rf"Compiling jit\({name}\)", log)) == 1
 
 
 def run_and_kill(arguments, out, is_time, delay):
@@ -177,14 +177,6 @@ def test_resuming_with_other_settings_is_refused(straight, command):
     assert "Traceback" not in result.stderr
 
 
-@pytest.fixture
-def train_sharded(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train_sharded
-
-    return train_sharded
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -197,7 +189,7 @@ def train_sharded(monkeypatch):
         ("--num-processes=3", "--simulate-devices 8 is not divisible by --num-proc"),
     ],
 )
-def test_flags_that_do_not_fit(train_sharded, monkeypatch, flags, message):
+def test_flags_that_do_not_fit(monkeypatch, flags, message):
     line = ["--num-processes=2", "--simulate-devices=8", *SMALL, *flags.split()]
     monkeypatch.setattr(sys, "argv", ["train_sharded.py", *line])
     with pytest.raises(SystemExit, match=message) as error:

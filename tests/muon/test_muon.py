@@ -1,7 +1,6 @@
 """Muon against torch's trajectories, optax's Muon and a naive float64 loop."""
 
 import functools
-import pathlib
 
 import chex
 import jax
@@ -9,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import polynomial_of
+from helpers import polynomial_of, ROOT
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
 
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = ROOT / "tests/data"
 
 
 @pytest.fixture

@@ -1,31 +1,22 @@
 """The example for pmap: the losses of one device, and the script itself."""
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_lm
+import train_pmap
 from flax import nnx
-from helpers import run_script
+from helpers import EXAMPLES, run_script
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--layers=1", "--width=16"]
 SMALL += ["--heads=2", "--threshold=0.3"]  # low, so that the clip acts
 
 
 @pytest.fixture
-def train_pmap(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train_pmap
-
-    return train_pmap
-
-
-@pytest.fixture
-def args(train_pmap, tmp_path):
+def args(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 3000)
     return train_pmap.parse_args([*SMALL, "--data", str(text)])
@@ -33,8 +24,6 @@ def args(train_pmap, tmp_path):
 
 def on_one_device(args):
     """The losses of train_lm.py's own step, which knows of no axes."""
-    import train_lm
-
     corpus, model = train_lm.Corpus(args.data), train_lm.make_model(args)
     tx = train_lm.make_optimizer("muonclip", args)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -47,14 +36,14 @@ def on_one_device(args):
     return losses, clipped
 
 
-def test_losses_are_those_of_one_device_on_the_whole_batch(train_pmap, args):
+def test_losses_are_those_of_one_device_on_the_whole_batch(args):
     devices = jax.local_devices()[:2]
     expected, clipped = on_one_device(args)
     assert clipped > 0
     np.testing.assert_allclose(train_pmap.train(args, devices), expected, rtol=1e-4)
 
 
-def test_batch_must_be_divisible(train_pmap, args):
+def test_batch_must_be_divisible(args):
     args.batch_size = 5
     with pytest.raises(SystemExit, match="--batch-size 5 is not divisible by 2 dev"):
         train_pmap.train(args, jax.local_devices()[:2])

@@ -1,0 +1,221 @@
+"""Every attention in use, as small Linen modules that sow their largest logits."""
+
+import functools
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+import muonclip_jax as mc
+
+
+WIDTH, HEADS, HEAD_DIM = 16, 4, 8
+
+
+def rotate(x):
+    """Rotary embedding over the last axis of `(batch, length, heads, dim)`."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None, None] / 10.0 ** jnp.arange(half)
+    a, b = x[..., :half], x[..., half:]
+    turned = (
+        a * jnp.cos(angle) - b * jnp.sin(angle),
+        a * jnp.sin(angle) + b * jnp.cos(angle),
+    )
+    return jnp.concatenate(turned, axis=-1)
+
+
+class Recorder(nn.Module):
+    """Attention that sows its statistic; what it returns stays out of the residual."""
+
+    def record(self, query, key, **options):
+        self.sow(
+            "intermediates",
+            "max_logits",
+            mc.max_logits(query, key, is_causal=True, **options),
+        )
+
+
+class LatentAttention(Recorder):
+    """DeepSeek-V3's attention in MaxText's names."""
+
+    query_rank: int = 6
+    nope: int = 4
+    rope: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        def up(name, dim):
+            return nn.DenseGeneral((HEADS, dim), use_bias=False, name=name)
+
+        if self.query_rank:
+            low = nn.RMSNorm(name="q_norm")(nn.Dense(self.query_rank, name="wq_a")(x))
+            query = up("wq_b", self.nope + self.rope)(low)
+        else:
+            query = up("query", self.nope + self.rope)(x)
+        low, rope_key = jnp.split(
+            nn.Dense(6 + self.rope, name="wkv_a")(x), [6], axis=-1
+        )
+        key_value = up("wkv_b", self.nope + 3)(nn.RMSNorm(name="kv_norm")(low))
+        query = jnp.concatenate(
+            [query[..., : self.nope], rotate(query[..., self.nope :])], -1
+        )
+        shared = jnp.broadcast_to(
+            rotate(rope_key[:, :, None]), (*query.shape[:-1], self.rope)
+        )
+        key = jnp.concatenate([key_value[..., : self.nope], shared], axis=-1)
+        self.record(query, key, scale=0.3)
+        return x
+
+
+class FusedAttention(Recorder):
+    @nn.compact
+    def __call__(self, x):
+        qkv = nn.Dense(3 * HEADS * HEAD_DIM, name="c_attn")(x)
+        query, key, _ = jnp.moveaxis(
+            qkv.reshape(*x.shape[:2], 3, HEADS, HEAD_DIM), 2, 0
+        )
+        self.record(query, key)
+        return x
+
+
+class FlatAttention(Recorder):
+    key_heads: int = HEADS
+
+    @nn.compact
+    def __call__(self, x):
+        query = nn.Dense(HEADS * HEAD_DIM, name="q_proj")(x)
+        key = nn.Dense(self.key_heads * HEAD_DIM, name="k_proj")(x)
+
+        def heads(y):
+            return rotate(y.reshape(*y.shape[:2], -1, HEAD_DIM))
+
+        self.record(heads(query), heads(key))
+        return x
+
+
+class GemmaAttention(Recorder):
+    """Heads first, and key and value in one kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal()
+        wq = self.param("q_einsum", normal, (HEADS, WIDTH, HEAD_DIM))
+        wkv = self.param("kv_einsum", normal, (2, HEADS, WIDTH, HEAD_DIM))
+        self.record(
+            jnp.einsum("btd,ndh->btnh", x, wq), jnp.einsum("btd,ndh->btnh", x, wkv[0])
+        )
+        return x
+
+
+GEMMA = mc.AttentionLayer(
+    "",
+    query=(mc.HeadLeaf("q_einsum", 3, -3),),
+    key=(mc.HeadLeaf("kv_einsum", 4, -3, part=(-4, slice(0, 1))),),
+)
+
+
+class StockAttention(nn.Module):
+    """Flax's own, here as cross-attention with a padding mask."""
+
+    @nn.compact
+    def __call__(self, x):
+        memory = x[:, ::-1, :] * jnp.linspace(0.5, 2, x.shape[1])[:, None]
+        mask = nn.make_attention_mask(jnp.ones(x.shape[:2]), jnp.arange(x.shape[1]) < 4)
+        layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=mc.attention_fn)
+        layer(x, memory, mask=mask, sow_weights=True)
+        return x
+
+
+class SinkAttention(Recorder):
+    """A learned sink competes in the softmax and is no logit of a query and a key."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.param("sink", nn.initializers.ones, (HEADS,))
+        query = nn.DenseGeneral((HEADS, HEAD_DIM), name="query")(x)
+        key = nn.DenseGeneral((HEADS, HEAD_DIM), name="key")(x)
+        self.record(query, key)
+        return x
+
+
+class ParallelBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.RMSNorm()(x)
+        FlatAttention(name="attention")(y)
+        return x + nn.Dense(WIDTH)(y)
+
+
+class NormalisedHeads(Recorder):
+    """A gain for every head, rotary embedding, and fewer keys than queries."""
+
+    @nn.compact
+    def __call__(self, x):
+        def heads(name, count):
+            y = nn.DenseGeneral((count, HEAD_DIM), name=name)(x)
+            gain = self.param(f"{name}_gain", nn.initializers.ones, (count, HEAD_DIM))
+            norm = nn.RMSNorm(use_scale=False, name=f"{name}_rms")
+            return rotate(gain * norm(y))
+
+        self.record(heads("query", HEADS), heads("key", 2))
+        return x
+
+
+GAINS = mc.AttentionLayer(
+    "", query=(mc.HeadLeaf("query_gain", 2),), key=(mc.HeadLeaf("key_gain", 2),)
+)
+
+
+class Stacked(nn.Module):
+    """Any of them, scanned; the stack axis of the params is free."""
+
+    layer: type
+    options: tuple = ()
+    axis: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.layer(**dict(self.options), name="layers")
+        scanned = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": self.axis, "intermediates": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return scanned(layer, x, None)[0]
+
+
+AT_1 = {"layers": 1}
+LATENT = mc.latent_attention(nope_head_dim=4)
+FUSED = mc.fused_attention(HEAD_DIM)
+FLAT = mc.flat_attention(HEAD_DIM, query="q_proj", key="k_proj")
+CASES = {
+    "latent": (LatentAttention(), LATENT),
+    "latent without query LoRA": (LatentAttention(query_rank=0), LATENT),
+    "latent, scanned": (Stacked(LatentAttention), LATENT),
+    "fused": (FusedAttention(), FUSED),
+    "fused, scanned": (Stacked(FusedAttention), FUSED),
+    "flat, rotary": (FlatAttention(), FLAT),
+    "flat, grouped queries": (FlatAttention(key_heads=2), FLAT),
+    "flat, multi-query, scanned": (Stacked(FlatAttention, (("key_heads", 1),)), FLAT),
+    "Gemma": (GemmaAttention(), [GEMMA]),
+    "cross-attention": (StockAttention(), None),
+    "sink": (SinkAttention(), None),
+    "parallel block": (ParallelBlock(), FLAT),
+    "normalised, a gain per head": (NormalisedHeads(), [GAINS]),
+    "stacked at axis 1": (
+        Stacked(StockAttention, axis=1),
+        functools.partial(mc.flax_attention_layers, stack_axes=AT_1),
+    ),
+    "latent, stacked at axis 1": (
+        Stacked(LatentAttention, axis=1),
+        mc.latent_attention(nope_head_dim=4, stack_axes=AT_1),
+    ),
+    "fused, stacked at axis 1": (
+        Stacked(FusedAttention, axis=1),
+        mc.fused_attention(HEAD_DIM, stack_axes=AT_1),
+    ),
+    "flat multi-query, stacked at axis 1": (
+        Stacked(FlatAttention, (("key_heads", 1),), axis=1),
+        mc.flat_attention(HEAD_DIM, query="q_proj", key="k_proj", stack_axes=AT_1),
+    ),
+}

@@ -1,0 +1,139 @@
+"""Every attention in use: the next forward gives min(S, tau), and needs every leaf."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_zoo import CASES, GEMMA
+from helpers import (
+    clip_at_rest,
+    inputs,
+    largest,
+    linen_stats,
+    linen_variables,
+    normal,
+)
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+@functools.cache
+def setup(case):
+    model, attention = CASES[case]
+    params = linen_variables(model, inputs(), seed=1)["params"]
+
+    @jax.jit
+    def measure(params):
+        return linen_stats(model, params, inputs())
+
+    logits = largest(measure(params))
+    return params, measure, attention, float(np.median(logits[logits > 0]))
+
+
+@functools.cache
+def clip_of(case):
+    return clip_at_rest(CASES[case][1])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
+def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
+    params, measure, _, tau = setup(case)
+    before = largest(measure(params))
+    assert (before > tau).any() and (before <= tau).any()
+    clipped, _ = clip_of(case)(params, measure(params), tau, alpha)
+    after = largest(measure(clipped))
+    np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
+
+
+#: Of these a layer has but one part in query and key, or shares its key's.
+WHOLE = {"Gemma", "normalised, a gain per head"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WHOLE])
+def test_forgetting_any_one_part_misses_the_threshold(case):
+    params, measure, attention, tau = setup(case)
+    before = largest(measure(params))
+    layers = mc.flax_attention_layers(params) if attention is None else attention
+    (layer,) = layers(params) if callable(layers) else layers
+    shared = any(w in case for w in ("grouped", "multi-query"))
+    forgotten = 0
+    for role in ("query", "rotary_query", *(() if shared else ("key",))):
+        leaves = getattr(layer, role)
+        for i in range(len(leaves)):
+            poorer = layer._replace(**{role: leaves[:i] + leaves[i + 1 :]})
+            if not poorer.key or not poorer.query:
+                continue  # a layer without one of them is refused, see below
+            forgotten += 1
+            after = largest(
+                measure(mc.clip_qk(params, measure(params), tau, attention=[poorer]))
+            )
+            error = np.abs(after / np.minimum(before, tau) - 1).max()
+            assert error > 1e-3, (role, leaves[i])  # ten times the bound above
+    assert forgotten > 0
+
+
+@pytest.mark.parametrize("role", ["query", "key"])
+def test_a_layer_without_query_or_key_is_refused(role):
+    params = {"q_einsum": jnp.ones((4, 16, 8)), "kv_einsum": jnp.ones((2, 4, 16, 8))}
+    with pytest.raises(ValueError, match=f"names no {role}"):
+        mc.clip_qk(
+            params,
+            {"max_logits": jnp.ones(4)},
+            attention=[GEMMA._replace(**{role: ()})],
+        )
+
+
+def test_latent_attention_leaves_the_rest_alone():
+    params, measure, attention, tau = setup("latent")
+    after = mc.clip_qk(params, measure(params), tau, attention=attention)
+    for name in ("wq_a", "q_norm", "wkv_a", "kv_norm"):
+        jax.tree.map(np.testing.assert_array_equal, after[name], params[name])
+    np.testing.assert_array_equal(
+        after["wkv_b"]["kernel"][..., 4:], params["wkv_b"]["kernel"][..., 4:]
+    )
+
+
+def test_torchtitan_figures_for_latent_attention():
+    """S = [100, 400], tau 200, alpha 1/4: .5^.25 nope, .5 rope, .5^.75 key, value 1."""
+    params = {
+        "wq_b": {"kernel": jnp.ones((3, 2, 3))},
+        "wkv_b": {"kernel": jnp.ones((3, 2, 4))},
+    }
+    stats = {"max_logits": jnp.asarray([100.0, 400.0])}
+    after = mc.clip_qk(
+        params, stats, 200.0, alpha=0.25, attention=mc.latent_attention(2)
+    )
+    np.testing.assert_allclose(
+        after["wq_b"]["kernel"][0, 1], [0.840896, 0.840896, 0.5], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        after["wkv_b"]["kernel"][0, 1], [0.594604, 0.594604, 1, 1], rtol=1e-5
+    )
+    assert (after["wq_b"]["kernel"][:, 0] == 1).all() and (
+        after["wkv_b"]["kernel"][:, 0] == 1
+    ).all()
+
+
+def test_additive_bias_scales_the_product_alone():
+    """With a bias the cap is not exact: only the product of query and key shrinks."""
+    query = normal(0, 1, 3, 1, 4)
+    bias = normal(1, 3, 3, scale=5.0)
+    whole = float(mc.max_logits(query, query, bias=bias)[0])
+    gamma = (whole / 2) / whole
+    halved = mc.max_logits(query * gamma**0.5, query * gamma**0.5, bias=bias)
+    expected = np.max(gamma * np.einsum("bqhd,bkhd->qk", query, query) / 2 + bias)
+    np.testing.assert_allclose(halved, [expected], rtol=1e-5)
+
+
+def test_preset_that_finds_no_query_names_the_layer():
+    params = {"mla": {"wkv_b": {"kernel": jnp.ones((3, 2, 4))}}}
+    with pytest.raises(ValueError, match=r"'mla' has 'wkv_b/kernel' but no query"):
+        mc.muonclip(
+            1e-3, attention=mc.latent_attention(2), dimension_numbers=lambda p: None
+        ).init(params)

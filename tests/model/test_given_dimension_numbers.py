@@ -1,0 +1,104 @@
+"""Dimension numbers that the user gives, and stacks whose axis is not in front."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+from muonclip_jax._model import paths
+from muonclip_jax._model.dimension_numbers import matrix_views
+
+
+SPEC = Numbers(0, 1)
+
+
+def views_of(numbers, params):
+    return matrix_views(numbers, paths.flatten(params))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"a": {"w": SPEC, "v": None}, "b": SPEC},
+        {"a": {"w": SPEC, "v": None}, "b": Numbers((0,), (1,))},
+        lambda params: jax.tree.map(
+            lambda p: SPEC if p.shape[0] == 3 else None, params
+        ),
+    ],
+)
+def test_given_numbers_override_everything(spec):
+    params = {
+        "a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))},
+        "b": jnp.ones((3, 3)),
+    }
+    views = views_of(spec, params)
+    assert [v is not None for v in views] == [False, True, True]
+
+
+def test_a_prefix_will_do():
+    params = {
+        "a": {"w": jnp.ones((3, 4)), "v": jnp.ones((2, 2))},
+        "b": jnp.ones((3, 3)),
+    }
+    assert [bool(v) for v in views_of({"a": None, "b": SPEC}, params)] == [
+        False,
+        False,
+        True,
+    ]
+    assert [bool(v) for v in views_of(SPEC, params)] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({"a": SPEC}, r"no entry for 'b/w'"),
+        ({"a": SPEC, "b": None, "c": SPEC}, r"names 'c'"),
+        ({"a": SPEC, "b": 3}, r"at 'b' is 3"),
+        (
+            {"a": Numbers(0, 2), "b": None},
+            r"'a/w' with shape \(3, 4\): axis 2 is out of range",
+        ),
+        ({"a": Numbers(0, -2), "b": None}, r"'a/w' .*distinct"),
+    ],
+)
+def test_bad_numbers_name_the_path(spec, message):
+    params = {"a": {"w": jnp.ones((3, 4))}, "b": {"w": jnp.ones((3, 4))}}
+    with pytest.raises(ValueError, match=message):
+        mc.muon(1e-3, dimension_numbers=spec).init(params)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_stack_axes_elsewhere_than_in_front(axis):
+    """Moving the axis of the layers moves nothing else."""
+    front = {
+        "attn": {
+            **{n: {"kernel": jnp.ones((3, 16, 4, 8))} for n in ("query", "value")},
+            "out": {"kernel": jnp.ones((3, 4, 8, 20))},
+        },
+        "up": {"kernel": jnp.ones((3, 20, 24))},
+    }
+    if axis == 1:  # beyond, vectors have no place for the stack
+        front["up"]["bias"] = jnp.ones((3, 24))
+        front["norm"] = {"scale": jnp.ones((3, 20))}
+        front["conv"] = {
+            "kernel": jnp.ones((3, 5, 6, 7, 9)),
+            "bias": jnp.ones((3, 9)),
+        }
+    moved = jax.tree.map(lambda p: jnp.moveaxis(p, 0, axis), {"layers": front})
+    moved["embed"] = {"embedding": jnp.ones((50, 20))}
+    numbers = mc.flax_dimension_numbers(moved, stack_axes={"layers": axis})
+    views = views_of(numbers, moved)
+    expected = views_of(None, {"layers": front} | {"embed": moved["embed"]})
+    assert [v and (v.count, v.fan_in, v.fan_out) for v in views] == [
+        v and (v.count, v.fan_in, v.fan_out) for v in expected
+    ]
+    for view, leaf in zip(views, jax.tree.leaves(moved), strict=True):
+        if view is not None:
+            assert view.batch == (axis,)
+            assert view.to_matrices(leaf).shape[0] == 3
+
+
+def test_stack_axes_of_a_module_that_is_not_there():
+    with pytest.raises(ValueError, match="stack_axes names 'decoder'"):
+        mc.flax_dimension_numbers({"w": jnp.ones((2, 2))}, stack_axes={"decoder": 1})

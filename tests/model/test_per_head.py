@@ -1,0 +1,59 @@
+"""The description of the heads says which matrices each of them is."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_zoo import AT_1, FUSED, FusedAttention, GEMMA, LATENT, LatentAttention
+from helpers import inputs, linen_variables
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+from muonclip_jax._model import paths
+
+
+def test_per_head_matrices_from_the_description():
+    """Latent and Gemma's kernels, in front and at axis 1 stacked."""
+    latent = {
+        "layers": {
+            "wq_b": {"kernel": jnp.ones((6, 3, 4, 8))},
+            "wkv_b": {"kernel": jnp.ones((5, 3, 4, 7))},
+            "up": {"kernel": jnp.ones((2, 9))},
+        }
+    }
+    find = mc.latent_attention(4, stack_axes=AT_1)
+    table = mc.describe(
+        latent, attention=find, dimension_numbers=mc.per_head_dimension_numbers(find)
+    )
+    for shape in ("12 x 6 x 8", "12 x 5 x 7", "1 x 2 x 9"):
+        assert shape in table
+    gemma = {"q_einsum": jnp.ones((4, 16, 8)), "kv_einsum": jnp.ones((2, 4, 16, 8))}
+    per_head = mc.per_head_dimension_numbers(
+        [GEMMA], dimension_numbers=MuonDimensionNumbers(-2, -1)
+    )
+    table = mc.describe(gemma, attention=[GEMMA], dimension_numbers=per_head)
+    assert "4 x 16 x 8" in table and "8 x 16 x 8" in table
+
+
+def test_per_head_matrices_need_an_axis_of_heads():
+    params = linen_variables(FusedAttention(), inputs())["params"]
+    with pytest.raises(ValueError, match="'c_attn/kernel' has no axis of heads"):
+        mc.per_head_dimension_numbers(FUSED)(params)
+
+
+def test_latent_attention_kernels_are_matrices_over_fused_axes():
+    params = jax.eval_shape(LatentAttention().init, jax.random.key(0), inputs())[
+        "params"
+    ]
+    tree = paths.flatten(
+        mc.flax_dimension_numbers(params),
+        is_leaf=lambda n: n is None or hasattr(n, "output_axis"),
+    )
+    numbers = {paths.show(p): n for p, n in zip(tree.paths, tree.leaves, strict=True)}
+    assert (
+        numbers["wq_b/kernel"].output_axis
+        == numbers["wkv_b/kernel"].output_axis
+        == (-2, -1)
+    )
+    assert "query, 4 heads + rotary_query, 4 heads" in mc.describe(
+        params, attention=LATENT
+    )

@@ -1,0 +1,73 @@
+"""Layers whose queries and keys are normalised: the gains of the norms are scaled."""
+
+import chex
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from attention_zoo import HEADS
+from flax import nnx
+from helpers import (
+    clip_at_rest,
+    inputs,
+    linen_stats,
+    linen_variables,
+    nnx_model,
+    nnx_stats,
+)
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+class NormalisedAttention(nn.Module):
+    """Flax's own with `normalize_qk`: the heads share the gains of the norms."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.MultiHeadDotProductAttention(
+            HEADS, attention_fn=mc.attention_fn, normalize_qk=True
+        )
+        layer(x, x, sow_weights=True)
+        return x
+
+
+def linen_normalised():
+    model = NormalisedAttention()
+    params = linen_variables(model, inputs())["params"]
+    return params, lambda p: linen_stats(model, p, inputs())
+
+
+def nnx_normalised():
+    graph, state = nnx.split(nnx_model(normalize_qk=True))
+    return state, lambda s: nnx_stats(nnx.merge(graph, s), inputs())
+
+
+@pytest.mark.parametrize("make", [linen_normalised, nnx_normalised])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gains_of_qk_norm_scale_all_heads_of_a_layer(make, alpha):
+    """The largest head lands on the threshold, and the others keep their share."""
+    params, measure = make()
+    before = np.stack(jax.tree.leaves(measure(params)))
+    tau = float(before.max(-1).mean() if len(before) > 1 else before.max() / 2)
+    find = mc.normalised_attention()
+    clipped, state = clip_at_rest(find)(params, measure(params), tau, alpha)
+    after = np.stack(jax.tree.leaves(measure(clipped)))
+    gamma = np.minimum(1, tau / before.max(-1, keepdims=True))
+    np.testing.assert_allclose(after, gamma * before, rtol=1e-4)
+    assert (gamma < 1).any()
+    metrics = mc.qk_clip_metrics(state, params, attention=find)
+    assert metrics["num_clipped"] == (gamma < 1).sum()
+    assert "all heads" in mc.describe(params, attention=find)
+
+
+def test_scaling_the_projections_under_qk_norm_does_nothing():
+    """Why they are refused: a witness."""
+    params, measure = linen_normalised()
+    name = "MultiHeadDotProductAttention_0"
+    smaller = jax.tree.map(lambda p: p, params)
+    for role in ("query", "key"):
+        smaller[name][role] = jax.tree.map(lambda p: 0.5 * p, params[name][role])
+    chex.assert_trees_all_close(measure(smaller), measure(params), rtol=1e-3)

@@ -1,0 +1,187 @@
+"""Every option goes where it is meant to; none is dropped or takes another's place."""
+
+import inspect
+
+import jax
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+import muonclip_jax._muon.muon as muon_module
+import muonclip_jax._muon.scale_by_muon as scale_module
+import muonclip_jax._muonclip as muonclip_module
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+LAYER = mc.AttentionLayer("", (mc.HeadLeaf("w", 2),), (mc.HeadLeaf("v", 2),))
+NUMBERS = {"w": MuonDimensionNumbers(1, 0), "v": None, "b": None}
+SPECS = dict.fromkeys(NUMBERS, jax.sharding.PartitionSpec())
+
+#: For every option of `muonclip` a value that is not its default.
+VALUES = {
+    "learning_rate": 0.125,
+    "threshold": 7.0,
+    "alpha": 0.25,
+    "attention": [LAYER],
+    "beta": 0.5,
+    "nesterov": False,
+    "ns_coeffs": "polar_express",
+    "ns_steps": 3,
+    "ns_method": "gram",
+    "ns_dtype": "bfloat16",
+    "ns_kernel": "pallas",
+    "preconditioning": "aol",
+    "consistent_rms": None,
+    "weight_decay": 0.3,
+    "weight_decay_mask": {"w": False, "v": True, "b": False},
+    "mu_dtype": "bfloat16",
+    "dimension_numbers": NUMBERS,
+    "adam_learning_rate": 0.7,
+    "adam_b1": 0.6,
+    "adam_b2": 0.8,
+    "adam_eps": 1e-2,
+    "adam_weight_decay": 0.4,
+    "shardings": SPECS,
+    "axis_name": "data",
+}
+RATE = 0.5
+
+
+def options_of(function):
+    parameters = inspect.signature(function).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def record(monkeypatch, module, name):
+    """What `module` calls the function of this name with, its defaults filled in."""
+    received, signature = {}, inspect.signature(getattr(module, name))
+
+    def instead(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        received.update(bound.arguments)
+        return optax.identity()
+
+    monkeypatch.setattr(module, name, instead)
+    return received
+
+
+@pytest.mark.parametrize("name", options_of(mc.muonclip))
+def test_muonclip_hands_every_option_on(monkeypatch, name):
+    muon = record(monkeypatch, muonclip_module, "muon")
+    clip = record(monkeypatch, muonclip_module, "qk_clip")
+    expected = options_of(mc.muonclip) | {"learning_rate": RATE}
+    assert VALUES[name] != expected[name]
+    expected[name] = VALUES[name]
+    mc.muonclip(**{"learning_rate": RATE, name: VALUES[name]})
+    assert muon | clip == expected
+    assert not muon.keys() & clip.keys()
+
+
+PARAMS = {
+    "w": np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32),
+    "v": np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32),
+    "b": np.linspace(-1, 1, 4, dtype=np.float32),
+}
+
+
+def direction_of(monkeypatch, module, make):
+    """What `module` makes Muon's direction of, and what it reads of the params."""
+    with monkeypatch.context() as patch:
+        received = record(patch, module, "muon_direction")
+        make().init(PARAMS)
+    leaves = received.pop("read")(PARAMS)
+    return received | {"views": leaves.views, "shardings": leaves.shardings}
+
+
+@pytest.mark.parametrize("name", options_of(mc.scale_by_muon))
+def test_muon_and_scale_by_muon_take_the_same_direction(monkeypatch, name):
+    monkeypatch.setattr(scale_module, "_check_matrices_only", lambda leaves: None)
+    default = direction_of(monkeypatch, muon_module, lambda: mc.muon(RATE))
+    changed = {name: VALUES[name]}
+    by_muon, alone = (
+        direction_of(monkeypatch, module, make)
+        for module, make in [
+            (muon_module, lambda: mc.muon(RATE, **changed)),
+            (scale_module, lambda: mc.scale_by_muon(**changed)),
+        ]
+    )
+    assert by_muon == alone != default
+
+
+@pytest.mark.parametrize("name", ["dimension_numbers", "shardings"])
+def test_muon_calls_functions_with_all_params(monkeypatch, name):
+    seen = []
+    make = lambda: mc.muon(RATE, **{name: lambda p: seen.append(p) or VALUES[name]})  # noqa: E731
+    called = direction_of(monkeypatch, muon_module, make)
+    given = lambda: mc.muon(RATE, **{name: VALUES[name]})  # noqa: E731
+    assert called == direction_of(monkeypatch, muon_module, given)
+    assert seen == [PARAMS]
+
+
+#: The options that `muon` sees to itself, in AdamW's names, and `mu_dtype` of both.
+ADAMW = {
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "weight_decay_mask": "mask",
+    "adam_learning_rate": "learning_rate",
+    "adam_b1": "b1",
+    "adam_b2": "b2",
+    "adam_eps": "eps",
+    "adam_weight_decay": "weight_decay",
+    "mu_dtype": "mu_dtype",
+}
+OWN = options_of(mc.muon).keys() - options_of(mc.scale_by_muon).keys() | {"mu_dtype"}
+
+
+def gradients(step):
+    generator = np.random.default_rng((2, step))
+    draws = {k: generator.normal(size=p.shape) for k, p in PARAMS.items()}
+    return jax.tree.map(lambda g: g.astype(np.float32), draws)
+
+
+def walk(tx, names):
+    """The params after four steps; in the first one both decays of Adam cancel."""
+    params = {k: PARAMS[k] for k in names}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for step in range(4):
+        grads = {k: gradients(step)[k] for k in names}
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_the_vector_follows_adamw(name):
+    settings = dict(learning_rate=RATE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    changed = settings | {ADAMW[name]: VALUES[name]}
+    if name == "weight_decay_mask":
+        changed["mask"] = {"b": VALUES[name]["b"]}
+    expected = walk(optax.adamw(**changed), "b")
+    unchanged = walk(optax.adamw(**settings), "b")
+    assert np.abs(expected["b"] - unchanged["b"]).max() > 1e-4
+    actual = walk(mc.muon(**{"learning_rate": RATE, name: VALUES[name]}), PARAMS)
+    np.testing.assert_allclose(actual["b"], expected["b"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_the_matrices_follow_the_formula(name):
+    """`W - learning_rate (u + weight_decay W)`, whatever Adam is told."""
+    options = {"learning_rate": RATE, "weight_decay": 0.1, name: VALUES[name]}
+    rate, decay = options["learning_rate"], options["weight_decay"]
+    decayed = options.get("weight_decay_mask", dict.fromkeys("wv", True))
+    direction = mc.scale_by_muon(mu_dtype=options.get("mu_dtype"))
+    matrices = {k: PARAMS[k] for k in "wv"}
+    state, update = direction.init(matrices), jax.jit(direction.update)
+    for step in range(4):
+        u, state = update({k: gradients(step)[k] for k in "wv"}, state)
+        matrices = {
+            k: w - rate * (u[k] + decay * decayed[k] * w) for k, w in matrices.items()
+        }
+    actual = walk(mc.muon(**options), PARAMS)
+    for k, expected in matrices.items():
+        np.testing.assert_allclose(actual[k], expected, rtol=1e-5, atol=1e-6)
