@@ -6,7 +6,7 @@ statistics -> row -> gamma -> one row per layer -> one scale per leaf.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,16 @@ _HOW_TO_RECORD = (
 )
 
 
+class Axes(dict[Hashable, None]):
+    """The mapped axes that a row is maximised over, as its readers say when traced."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("logits",), meta_fields=("shapes",)
+    jax.tree_util.register_dataclass,
+    data_fields=("logits",),
+    meta_fields=("shapes", "axes"),
 )
 @dataclasses.dataclass(frozen=True)
 class HeadRow:
@@ -37,6 +45,7 @@ class HeadRow:
 
     logits: jax.Array  # (all heads,)
     shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
+    axes: Axes
 
     def by_layer(self) -> dict[Path, jax.Array]:
         parts = _cut(self.logits, [shape for _, shape in self.shapes])
@@ -61,8 +70,10 @@ class Heads:
     def count(self) -> int:
         return sum(math.prod(layer.shape) for layer in self.layers)
 
-    def read(self, attention_stats: Any) -> jax.Array:
-        """The statistic of all heads, `(all heads,)` float32.
+    def read(
+        self, attention_stats: Any, axis_name: Hashable | None = None
+    ) -> jax.Array:
+        """The statistic of all heads, `(all heads,)` float32, maximised over an axis.
 
         **Raises:** `ValueError`, naming the paths, where statistics are missing or do
         not fit.
@@ -73,14 +84,11 @@ class Heads:
                 "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
                 "sows; pass attention_stats={} for a model without attention"
             )
-        if not isinstance(attention_stats, HeadRow):
-            stats = read_attention_stats(attention_stats)
-        elif attention_stats.shapes == self.shapes:
-            return attention_stats.logits
-        else:
-            stats = attention_stats.by_layer()
-        self._check_matched(stats)
-        return _to_row([layer.check(stats[layer.path]) for layer in self.layers])
+        if axis_name is None:
+            return self._row(attention_stats)
+        if isinstance(attention_stats, HeadRow):
+            attention_stats.axes[axis_name] = None
+        return maximum_over(self._row(attention_stats), [axis_name])
 
     def cut(self, row: jax.Array) -> list[jax.Array]:
         """One array `(*stack, heads)` for each layer."""
@@ -102,6 +110,16 @@ class Heads:
             scales |= layer.scales(*factors)
         return scales
 
+    def _row(self, attention_stats: Any) -> jax.Array:
+        if not isinstance(attention_stats, HeadRow):
+            stats = read_attention_stats(attention_stats)
+        elif attention_stats.shapes == self.shapes:
+            return attention_stats.logits
+        else:
+            stats = attention_stats.by_layer()
+        self._check_matched(stats)
+        return _to_row([layer.check(stats[layer.path]) for layer in self.layers])
+
     def _check_matched(self, stats: dict[Path, jax.Array]) -> None:
         missing = [layer.path for layer in self.layers if layer.path not in stats]
         if missing:
@@ -116,6 +134,14 @@ class Heads:
                 f"the statistics {show_all(strays)} match no query and key in the "
                 f"params; attention layers are {known}"
             )
+
+
+def maximum_over(row: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
+    """The maximum over the replicas along mapped axes, in one collective for each."""
+    for axis_name in axes if row.size else ():
+        # A NaN on one replica must reach all of them, and a maximum may drop it.
+        row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), axis_name)
+    return row
 
 
 def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:

@@ -1,5 +1,6 @@
 """What QK-Clip saw and did, by layer, to log."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,15 @@ import optax
 from .._model import paths
 from .._model.attention_layers import Attention
 from .heads import Heads
+from .multi_steps import MultiStepsState
 from .state import QKClipState
+
+
+_LAST_MICRO_BATCH = (
+    "qk_clip inside optax.MultiSteps sees the statistics of the last micro-batch alone "
+    "and clips too little, unless you combine them yourself "
+    "(mc.combine_attention_stats). mc.multi_steps does it for you"
+)
 
 
 def qk_clip_metrics(
@@ -33,6 +42,9 @@ def qk_clip_metrics(
         and `"steps_since_clip"` (-1 if it never was clipped).
 
     Heads that share a leaf, such as the gain of a norm, count as one.
+
+    **Warns:** where `qk_clip` is inside a plain `optax.MultiSteps`, see
+    [`multi_steps`][].
 
     **Raises:** `ValueError` if there is no `qk_clip` in the optimizer, or several, or
     if it was made for other params.
@@ -78,11 +90,18 @@ def qk_clip_metrics(
 
 
 def _find(opt_state: Any) -> QKClipState:
-    def is_state(x: Any) -> bool:
-        return isinstance(x, QKClipState)
-
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+    found = _instances(opt_state, QKClipState)
     if len(found) != 1:
         raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
+    # Those inside a state of ours are not looked into.
+    steps = _instances(opt_state, (MultiStepsState, optax.MultiStepsState))
+    plain = [x for x in steps if isinstance(x, optax.MultiStepsState)]
+    if _instances(plain, QKClipState):
+        warnings.warn(_LAST_MICRO_BATCH, stacklevel=3)
     # An `nnx.Optimizer` holds variables in place of arrays.
     return QKClipState(*(jnp.asarray(field) for field in found[0]))
+
+
+def _instances(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]

@@ -1,6 +1,6 @@
 """Micro-batches: gradients are averaged, the statistics of the heads maximised."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import optax
 
 from .._model import paths
 from .._model.attention_layers import Attention
-from .heads import HeadRow, Heads
+from .heads import Axes, HeadRow, Heads, maximum_over
 
 
 class MultiStepsState(NamedTuple):
@@ -26,17 +26,21 @@ def multi_steps(
     should_skip_update_fn: Callable[..., Any] | None = None,
     *,
     attention: Attention | None = None,
+    axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
     Every micro-batch brings its own `attention_stats`; the real step clips once, by
-    their maximum. Micro-batches that `should_skip_update_fn` rejects do not count.
+    their maximum. (`optax.MultiSteps` alone hands `qk_clip` the statistics of the last
+    micro-batch, and says nothing: heads that grew in the others are clipped too
+    little.) Micro-batches that `should_skip_update_fn` rejects do not count.
 
     **Arguments:**
 
     - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
         `optax.MultiSteps`.
     - `attention`: what `opt` was given.
+    - `axis_name`: as for [`qk_clip`][]; that of the `qk_clip` in `opt` if not given.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. State:
     [`MultiStepsState`][].
@@ -76,14 +80,13 @@ def multi_steps(
                 "multi_steps needs the params: tx.update(grads, state, params, ...)"
             )
         heads = Heads(paths.flatten(params), attention)
-        running = jnp.maximum(state.running, heads.read(attention_stats))
+        logits = heads.read(attention_stats, axis_name)
+        row = HeadRow(jnp.maximum(state.running, logits), heads.shapes, Axes())
         updates, after = steps.update(
-            updates,
-            state.steps,
-            params,
-            attention_stats=HeadRow(running, heads.shapes),
-            **extra_args,
+            updates, state.steps, params, attention_stats=row, **extra_args
         )
+        # Else a checkpoint between micro-batches would keep one replica's alone.
+        running = maximum_over(row.logits, row.axes)
         real = after.gradient_step != state.steps.gradient_step
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)

@@ -13,7 +13,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -22,6 +21,7 @@ from .._model import paths
 from .._model.attention_layers import Attention
 from .heads import Heads
 from .state import first_state, HeadReading, next_state, QKClipState, read_heads
+from .weights import scale_update, scale_weight
 
 
 def qk_clip(
@@ -39,9 +39,9 @@ def qk_clip(
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
     applied to the weights after the update, biases included. Updates of all other
-    heads and leaves pass through bit for bit. The scaled weight is formed in float32
-    and rounded once; only where a bfloat16 weight shrinks to less than half does its
-    update, in bfloat16 too, round coarser than [`clip_qk`][] would.
+    heads and leaves pass through bit for bit. `optax.apply_updates` then gives the
+    weights of [`clip_qk`][], whatever the dtypes: the updates of leaves that carry
+    heads come out in float32 or wider, all others in the dtype they came in.
 
     **Arguments:**
 
@@ -58,7 +58,9 @@ def qk_clip(
     `params` and `attention_stats`: a pytree that mirrors the modules, with a leaf
     `<module path>/max_logits` of shape `(heads,)` or `(*stack, heads)` for every
     attention layer, as [`attention_fn`][] sows it. Pass `{}` for a model without
-    attention. State: [`QKClipState`][].
+    attention. State: [`QKClipState`][]. Under gradient accumulation use
+    [`multi_steps`][]: `optax.MultiSteps` hands over the statistics of the last
+    micro-batch alone, and heads that grew in the others are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
     [0, 1]; at `init` for QK-normalised attention; at the first update, naming the
@@ -107,7 +109,7 @@ def qk_clip(
             state.step,
         )
         clipped = [
-            _clip_update(u, p, scale_at[path]) if path in scale_at else u
+            scale_update(u, p, scale_at[path]) if path in scale_at else u
             for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
         ]
         return tree.unflatten(clipped), next_state(state, reading)
@@ -131,8 +133,7 @@ def clip_qk(
 
     !!! example
 
-        >>> import jax.numpy as jnp
-        >>> import muonclip_jax as mc
+        >>>         >>> import muonclip_jax as mc
         >>> kernel = jnp.ones((8, 2, 4))
         >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
         >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
@@ -145,7 +146,7 @@ def clip_qk(
         Heads(tree, attention), attention_stats, threshold, alpha, axis_name
     )
     clipped = [
-        _scale_leaf(p, scale_at[path]) if path in scale_at else p
+        scale_weight(p, scale_at[path]) if path in scale_at else p
         for path, p in zip(*tree[:2], strict=True)
     ]
     return tree.unflatten(clipped)
@@ -160,9 +161,7 @@ def _clip(
     step: Any = None,
 ) -> tuple[dict[paths.Path, jax.Array], HeadReading]:
     """What to multiply each leaf by, and the reading that led to it."""
-    logits = heads.read(attention_stats)
-    if axis_name is not None:
-        logits = _maximum_over(logits, axis_name)
+    logits = heads.read(attention_stats, axis_name)
     reading = read_heads(logits, _thresholds(heads, threshold, step))
     return heads.scales(reading.gamma, _at(alpha, step)), reading
 
@@ -172,32 +171,6 @@ def _thresholds(heads: Heads, threshold: Any, step: Any) -> jax.Array:
         name = f"threshold of layer '{paths.show(layer.path)}'"
         _check_threshold(layer.threshold, name)
     return heads.thresholds(threshold, functools.partial(_at, step=step))
-
-
-def _maximum_over(logits: jax.Array, axis_name: Hashable) -> jax.Array:
-    if not logits.size:
-        return logits
-    # A NaN on one replica must reach all of them, and a maximum may drop it.
-    logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)
-    return jax.lax.pmax(logits, axis_name)
-
-
-def _clip_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
-    """The update after which `param` is `scale * (param + update)`, rounded once.
-
-    The target is rounded to the dtype of `param` before `param` is taken off, which is
-    exact for scales down to 1/2; adding a rounded difference instead would round twice.
-    """
-    wide = jnp.promote_types(jnp.promote_types(param.dtype, update.dtype), jnp.float32)
-    p, u, s = param.astype(wide), update.astype(wide), scale.astype(wide)
-    target = (p + (u + (s - 1) * (p + u))).astype(param.dtype)
-    return jnp.where(scale == 1, update, (target.astype(wide) - p).astype(update.dtype))
-
-
-def _scale_leaf(param: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(param.dtype, jnp.float32)
-    scaled = (param.astype(wide) * scale.astype(wide)).astype(param.dtype)
-    return jnp.where(scale == 1, param, scaled)
 
 
 def _check(threshold: Any, alpha: Any) -> None:

@@ -1,5 +1,7 @@
 """Micro-batches: one clip per real step, by the maximum of their statistics."""
 
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,9 @@ def test_clips_once_per_real_step_by_the_maximum():
         chex.assert_trees_all_close(seen[i], expected, rtol=1e-6)
     # The second real step starts its maximum afresh, with the same statistics.
     chex.assert_trees_all_close(seen[5], mc.clip_qk(expected, COMBINED), rtol=1e-6)
-    assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 3
 
 
 def test_statistics_of_a_step_do_not_leak_into_the_next():
@@ -68,10 +72,12 @@ def test_statistics_of_a_step_do_not_leak_into_the_next():
 
 def test_plain_multi_steps_sees_the_last_micro_batch_alone():
     """What the wrapper is for: a witness that these statistics tell the two apart."""
-    seen, _ = run(
+    seen, state = run(
         optax.MultiSteps(mc.muonclip(0.0), 3).gradient_transformation(), MICRO
     )
     chex.assert_trees_all_equal(seen[2], PARAMS)
+    with pytest.warns(UserWarning, match="last micro-batch alone.*mc.multi_steps"):
+        mc.qk_clip_metrics(state, PARAMS)
 
 
 def test_equals_optax_where_nothing_is_clipped():
