@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .block_products import product
-from .windows import make_window, whole_number, Window
+from .windows import make_window, positive_number, Window
 
 
 class LogitInputs(NamedTuple):
@@ -97,13 +97,8 @@ class Blocks(NamedTuple):
 
 
 def make_blocks(is_causal: bool, local_window_size: Any, size: Any) -> Blocks:
-    window, size = (
-        make_window(is_causal, local_window_size),
-        whole_number("block_size", size),
-    )
-    if size < 1:
-        raise ValueError(f"block_size is {size}; a block needs a query and a key")
-    return Blocks(window, size)
+    window = make_window(is_causal, local_window_size)
+    return Blocks(window, positive_number("block_size", size))
 
 
 def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:

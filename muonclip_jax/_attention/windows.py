@@ -15,7 +15,10 @@ _ALL = 1 << 30
 
 def make_window(is_causal: bool, local: Any) -> Window:
     """From one number for both sides, or a pair; any integers will do."""
-    before, after = local if np.ndim(local) else (local, local)
+    pair = tuple(local) if np.iterable(local) else (local, local)
+    if len(pair) != 2:
+        raise ValueError(f"local_window_size is one number or a pair, not {local}")
+    before, after = pair
     after = 0 if is_causal else after
     return _side(before), _side(after)
 
@@ -23,13 +26,20 @@ def make_window(is_causal: bool, local: Any) -> Window:
 def _side(keys: Any) -> int | None:
     if keys is None:
         return None
-    return min(max(whole_number("local_window_size", keys), -_ALL), _ALL)
+    return min(max(_whole_number("local_window_size", keys), -_ALL), _ALL)
 
 
-def whole_number(name: str, x: Any) -> int:
+def positive_number(name: str, x: Any) -> int:
+    number = _whole_number(name, x)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, and has to be positive")
+    return number
+
+
+def _whole_number(name: str, x: Any) -> int:
     try:
         return operator.index(x)
     except TypeError:
         raise ValueError(
-            f"{name} is made of whole numbers known to the compiler, not of {x}"
+            f"{name} takes whole numbers known to the compiler, not {x}"
         ) from None
