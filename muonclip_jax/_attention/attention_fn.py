@@ -98,19 +98,49 @@ def attention_fn(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
-    # NNX's attention drops the precision and wants full masks for several batch axes;
-    # Linen's has neither causal masks nor shared keys.
-    prefers_linen = precision is not None or query.ndim > 4
-    linen_can = not is_causal and query.shape[-2] == key.shape[-2]
-    by_linen = any(of_linen.values()) or (prefers_linen and linen_can)
+    # NNX's attention drops the precision, takes the softmax in float32 and wants full
+    # masks for several batch axes.
+    is_double = jnp.result_type(query if dtype is None else dtype) == jnp.float64
+    by_linen = precision is not None or query.ndim > 4 or is_double
+    by_linen = by_linen or any(of_linen.values())
     if module is not None:
         # Where Flax calls jax.nn, the logits of both are the same to XLA.
         by_jax = not by_linen and dropout_rate == 0
         largest: Callable = max_logits_at_once if by_jax else max_logits
-        _sow(module, largest(query, key, bias=bias, mask=mask, is_causal=is_causal))
+        masks = {name: _of_rank(query.ndim, common[name]) for name in ("bias", "mask")}
+        _sow(module, largest(query, key, **masks, is_causal=is_causal))
     if by_linen:
+        key, value, common["mask"] = _for_linen(query, key, value, mask, is_causal)
         return nn.dot_product_attention(query, key, value, **common, **of_linen)
-    return nnx.dot_product_attention(query, key, value, **common, is_causal=is_causal)
+    # Of short dtypes jax.nn takes the softmax in float32.
+    with jax.numpy_dtype_promotion("standard"):
+        return nnx.dot_product_attention(
+            query, key, value, **common, is_causal=is_causal
+        )
+
+
+def _of_rank(rank: int, x: jax.Array | None) -> jax.Array | None:
+    """Without the leading axes of size one that `jax.nn` wants of a mask or bias."""
+    if x is None or set(x.shape[: max(x.ndim - rank, 0)]) != {1}:
+        return x
+    return x.reshape(x.shape[-rank:])
+
+
+def _for_linen(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    is_causal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Key, value and mask: Linen's attention has no causal masks and no shared keys."""
+    group = query.shape[-2] // key.shape[-2]
+    if group > 1:
+        key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
+    if is_causal:
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+        mask = causal if mask is None else jnp.logical_and(mask, causal)
+    return key, value, mask
 
 
 def _by_kernel(

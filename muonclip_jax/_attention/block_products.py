@@ -7,42 +7,45 @@ import jax
 import jax.numpy as jnp
 
 
-def product(query: jax.Array, key: jax.Array) -> jax.Array:
-    """All inner products, `(batch..., heads, length, key_length)` float32."""
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, -1)
+def product(query: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:
+    """All inner products, `(batch..., heads, length, key_length)` of the dtype."""
+    if query.dtype != key.dtype:
+        query, key = query.astype(dtype), key.astype(dtype)
     # Spelled as in jax.nn.dot_product_attention, so that XLA computes both once.
     einsum = functools.partial(
-        jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=jnp.float32
+        jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=dtype
     )
+    grouped = _grouped(query, key.shape[-2], axis=-2)
     logits = jax.vmap(lambda q: einsum(q, key), in_axes=-2, out_axes=-3)(grouped)
-    return logits.reshape(*query.shape[:-3], heads, *logits.shape[-2:])
+    return logits.reshape(*query.shape[:-3], query.shape[-2], *logits.shape[-2:])
 
 
 def weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
     """`(batch..., heads, length, dim)`: the values of the keys, by their weights."""
     summed = jnp.einsum(
         "...kgts,...skh->...kgth",
-        _grouped(weights, values.shape[-2]).astype(values.dtype),
+        _grouped(weights, values.shape[-2], axis=-3).astype(values.dtype),
         values,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=weights.dtype,
     )
-    return summed.reshape(*weights.shape[:-1], -1)
+    return summed.reshape(*weights.shape[:-1], values.shape[-1])
 
 
 def gather(weights: jax.Array, rows: jax.Array, key_heads: int) -> jax.Array:
     """`(batch..., key_length, key_heads, dim)`: the rows of the queries, by weight."""
     return jnp.einsum(
         "...kgts,...tkgh->...skh",
-        _grouped(weights, key_heads).astype(rows.dtype),
-        rows.reshape(*rows.shape[:-2], key_heads, -1, rows.shape[-1]),
-        preferred_element_type=jnp.float32,
+        _grouped(weights, key_heads, axis=-3).astype(rows.dtype),
+        _grouped(rows, key_heads, axis=-2),
+        preferred_element_type=weights.dtype,
     )
 
 
-def _grouped(weights: jax.Array, key_heads: int) -> jax.Array:
-    *batch, heads, queries, keys = weights.shape
-    return weights.reshape(*batch, key_heads, heads // key_heads, queries, keys)
+def _grouped(x: jax.Array, key_heads: int, *, axis: int) -> jax.Array:
+    """Heads as those of the keys by the queries that share one."""
+    heads = x.shape[axis]
+    groups = (key_heads, heads // max(key_heads, 1))
+    return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
 
 
 def put(target: jax.Array, block: jax.Array, starts: dict[int, Any]) -> jax.Array:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .arguments import logit_inputs
 from .block_products import add, gather, product, put, weigh
-from .logits import Blocks, cut, logit_inputs, LogitInputs, make_blocks
+from .logits import Blocks, cut, LogitInputs, make_blocks
+from .mesh_axes import on_automatic_axes, OUTPUT, STATISTIC, vary_as
 
 
 def blockwise_attention(
@@ -64,11 +66,13 @@ def blockwise_attention(
         ...     mc.attention_fn, kernel=mc.blockwise_attention
         ... )
     """
-    inputs = logit_inputs(query, key, bias, mask, query_segment_ids, key_segment_ids)
-    if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(f"key {key.shape} and value {value.shape} do not fit")
-    blocks = make_blocks(query, scale, is_causal, local_window_size, block_size)
-    return _attend(blocks, inputs, value)
+    inputs, (value,) = logit_inputs(
+        query, key, [value], bias, mask, query_segment_ids, key_segment_ids, scale
+    )
+    blocks = make_blocks(is_causal, local_window_size, block_size)
+    attend = functools.partial(_attend, blocks)
+    results = (OUTPUT, STATISTIC)
+    return on_automatic_axes(attend, inputs.query, inputs, value, results=results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,15 +117,17 @@ def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
         return (
             put(output, jnp.swapaxes(block, -3, -2), {-3: i * blocks.size}),
             put(log_total, logs, {-1: i * blocks.size}),
-            jnp.maximum(statistic, row.largest.max(others)),
+            jnp.maximum(statistic, row.largest.max(others, initial=-jnp.inf)),
         )
 
     nothing = (
         jnp.zeros((*batch, queries, heads, value.shape[-1]), value.dtype),
-        jnp.zeros((*batch, heads, queries), jnp.float32),
-        jnp.full(heads, -jnp.inf, jnp.float32),
+        jnp.zeros((*batch, heads, queries), inputs.scale.dtype),
+        jnp.full(heads, -jnp.inf, inputs.scale.dtype),
     )
-    return jax.lax.fori_loop(0, blocks.count(queries), attend, nothing)
+    done = vary_as(nothing, inputs)
+    done = jax.lax.fori_loop(0, blocks.count(queries), attend, done)
+    return done[0], done[1], done[2].astype(jnp.float32)
 
 
 def _attend_row(
@@ -133,7 +139,7 @@ def _attend_row(
     def fold(j: jax.Array, running: _Softmax) -> _Softmax:
         logits = blocks.logits(inputs, i, j)
         values = cut(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
-        largest = jnp.maximum(running.largest, logits.max(-1))
+        largest = jnp.maximum(running.largest, logits.max(-1, initial=-jnp.inf))
         # A row that has seen nothing yet has no finite maximum to take off.
         shift = jnp.where(jnp.isfinite(largest), largest, 0)
         weights = jnp.exp(logits - shift[..., None])
@@ -144,13 +150,14 @@ def _attend_row(
             decay[..., None] * running.output + weigh(weights, values),
         )
 
-    shape = (*batch, heads, min(queries, blocks.size))
+    shape, dtype = (*batch, heads, min(queries, blocks.size)), inputs.scale.dtype
     nothing = _Softmax(
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, value.shape[-1]), jnp.float32),
+        jnp.full(shape, -jnp.inf, dtype),
+        jnp.zeros(shape, dtype),
+        jnp.zeros((*shape, value.shape[-1]), dtype),
     )
-    return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, nothing)
+    seen = blocks.seen_by(inputs, i)
+    return jax.lax.fori_loop(*seen, fold, vary_as(nothing, inputs))
 
 
 class _Rows(NamedTuple):
@@ -178,7 +185,8 @@ def _gradient(
     d_output: jax.Array,
 ) -> tuple[Any, jax.Array]:
     """Returns the gradients of `inputs`, as `custom_vjp` wants them, and of `value`."""
-    mean = jnp.sum(d_output.astype(jnp.float32) * output, axis=-1)
+    dtype = inputs.scale.dtype
+    mean = jnp.sum(d_output.astype(dtype) * output.astype(dtype), axis=-1)
     rows = _Rows(d_output.astype(value.dtype), jnp.swapaxes(mean, -2, -1), log_total)
 
     def fold_row(i: jax.Array, grads):
@@ -195,12 +203,17 @@ def _gradient(
         return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, grads)
 
     arrays = (inputs.query, inputs.key, value, inputs.bias)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays)
-    grads = jax.lax.fori_loop(0, blocks.count(mean.shape[-2]), fold_row, zeros)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
+    grads = vary_as(zeros, inputs)
+    grads = jax.lax.fori_loop(0, blocks.count(mean.shape[-2]), fold_row, grads)
+    # So far without the scale: one product with a row in place of one with its logits.
+    d_query, d_key, d_value, d_bias = grads
+    d_scale = jnp.sum(d_query * inputs.query.astype(dtype))
+    grads = (inputs.scale * d_query, inputs.scale * d_key, d_value, d_bias)
     d_query, d_key, d_value, d_bias = jax.tree.map(
         lambda g, x: g.astype(x.dtype), grads, arrays
     )
-    return LogitInputs(d_query, d_key, d_bias, *[None] * 5), d_value  # pyright: ignore
+    return LogitInputs(d_query, d_key, d_bias, *[None] * 5, d_scale), d_value  # pyright: ignore
 
 
 def _add_block(blocks: Blocks, inputs: LogitInputs, value, row: _Rows, i, j, grads):
@@ -209,15 +222,16 @@ def _add_block(blocks: Blocks, inputs: LogitInputs, value, row: _Rows, i, j, gra
     block = inputs.block(i_start, j_start, blocks.size)
     values = cut(value, j_start, value.shape[-3], blocks.size, axis=-3)
     weights = jnp.exp(blocks.logits(inputs, i, j) - row.log_total[..., None])
-    d_logits = weights * (product(row.d_output, values) - row.mean[..., None])
-    scaled, key_heads = blocks.scale * d_logits, value.shape[-2]
+    d_weights = product(row.d_output, values, weights.dtype)
+    d_logits = weights * (d_weights - row.mean[..., None])
+    key_heads = value.shape[-2]
     d_query, d_key, d_value, d_bias = grads
     if block.bias is not None:
         part = _sum_to(d_logits, block.bias.shape)
         d_bias = add(d_bias, part, {-2: i_start, -1: j_start})
     return (
-        add(d_query, jnp.swapaxes(weigh(scaled, block.key), -3, -2), {-3: i_start}),
-        add(d_key, gather(scaled, block.query, key_heads), {-3: j_start}),
+        add(d_query, jnp.swapaxes(weigh(d_logits, block.key), -3, -2), {-3: i_start}),
+        add(d_key, gather(d_logits, block.query, key_heads), {-3: j_start}),
         add(d_value, gather(weights, row.d_output, key_heads), {-3: j_start}),
         d_bias,
     )

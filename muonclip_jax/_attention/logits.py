@@ -1,7 +1,6 @@
 """What enters the softmax: queries and keys, their mask, and logits by block."""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,10 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .block_products import product
-
-
-#: How many keys a query sees before and after itself; `None` for all.
-Window = tuple[int | None, int | None]
+from .windows import make_window, positive_number, Window
 
 
 class LogitInputs(NamedTuple):
@@ -26,6 +22,7 @@ class LogitInputs(NamedTuple):
     key_segments: jax.Array | None
     query_positions: jax.Array
     key_positions: jax.Array
+    scale: jax.Array  # in the dtype of the logits
 
     def block(self, i: jax.Array, j: jax.Array, size: int) -> "LogitInputs":
         """The inputs from query `i` and key `j` on; at the ends blocks are moved in."""
@@ -40,13 +37,14 @@ class LogitInputs(NamedTuple):
             columns(self.key_segments, axis=-1),
             rows(self.query_positions, axis=-1),
             columns(self.key_positions, axis=-1),
+            self.scale,
         )
 
-    def logits(self, scale: float, window: Window) -> jax.Array:
-        """What enters the softmax, `(batch..., heads, length, key_length)` float32."""
-        logits = product(self.query, self.key) * scale
+    def logits(self, window: Window) -> jax.Array:
+        """What enters the softmax, `(batch..., heads, length, key_length)`."""
+        logits = product(self.query, self.key, self.scale.dtype) * self.scale
         if self.bias is not None:
-            logits = logits + self.bias
+            logits = logits + self.bias.astype(logits.dtype)
         for visible in self._visible(window):
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits
@@ -66,38 +64,9 @@ class LogitInputs(NamedTuple):
             yield same[..., None, :, :]
 
 
-def logit_inputs(
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    query_segment_ids: jax.Array | None,
-    key_segment_ids: jax.Array | None,
-) -> LogitInputs:
-    """Raises `ValueError` where heads or sizes of query and key do not fit."""
-    if query.shape[-2] % key.shape[-2] or query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"query {query.shape} and key {key.shape} do not fit: key heads must "
-            "divide query heads and both need the same head_dim"
-        )
-    if key_segment_ids is None:
-        key_segment_ids = query_segment_ids
-    return LogitInputs(
-        query,
-        key,
-        bias,
-        None if mask is None else jnp.asarray(mask, bool),
-        query_segment_ids,
-        key_segment_ids,
-        jnp.arange(query.shape[-3]),
-        jnp.arange(key.shape[-3]),
-    )
-
-
 class Blocks(NamedTuple):
     """What is known of the logits at compile time, and how they are cut into blocks."""
 
-    scale: float
     window: Window
     size: int
 
@@ -110,7 +79,7 @@ class Blocks(NamedTuple):
         The last block is moved in to fit, onto keys that the one before it has.
         """
         block = inputs.block(i * self.size, j * self.size, self.size)
-        logits = block.logits(self.scale, self.window)
+        logits = block.logits(self.window)
         return jnp.where(block.key_positions < j * self.size, -jnp.inf, logits)
 
     def seen_by(self, inputs: LogitInputs, i: jax.Array) -> tuple[Any, Any]:
@@ -127,20 +96,9 @@ class Blocks(NamedTuple):
         return first, last
 
 
-def make_blocks(
-    query: jax.Array,
-    scale: float | None,
-    is_causal: bool,
-    local_window_size: int | tuple[int, int] | None,
-    size: int,
-) -> Blocks:
-    given = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return Blocks(given, make_window(is_causal, local_window_size), size)
-
-
-def make_window(is_causal: bool, local: int | tuple[int, int] | None) -> Window:
-    before, after = (local, local) if local is None or isinstance(local, int) else local
-    return before, 0 if is_causal else after
+def make_blocks(is_causal: bool, local_window_size: Any, size: Any) -> Blocks:
+    window = make_window(is_causal, local_window_size)
+    return Blocks(window, positive_number("block_size", size))
 
 
 def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:

@@ -1,9 +1,14 @@
 """The largest logit of every head, in memory that grows with the length alone."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from .logits import Blocks, logit_inputs, LogitInputs, make_blocks
+from .arguments import logit_inputs
+from .logits import Blocks, LogitInputs, make_blocks
+from .mesh_axes import on_automatic_axes, STATISTIC, vary_as
 
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an
@@ -57,16 +62,12 @@ def max_logits(
         >>> mc.max_logits(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
         Array([2., 2.], dtype=float32)
     """
-    inputs = logit_inputs(
-        *jax.lax.stop_gradient((query, key, bias)),
-        mask,
-        query_segment_ids,
-        key_segment_ids,
+    inputs, _ = logit_inputs(
+        query, key, [], bias, mask, query_segment_ids, key_segment_ids, scale
     )
-    blocks = make_blocks(query, scale, is_causal, local_window_size, _BLOCK)
-    if query.shape[-3] * key.shape[-3] <= _PAIRS_AT_ONCE:
-        return _largest(blocks, inputs)
-    return _fold_blocks(blocks, inputs)
+    blocks = make_blocks(is_causal, local_window_size, _BLOCK)
+    at_once = inputs.query.shape[-3] * inputs.key.shape[-3] <= _PAIRS_AT_ONCE
+    return _statistic(_largest if at_once else _fold_blocks, blocks, inputs)
 
 
 def max_logits_at_once(
@@ -77,13 +78,18 @@ def max_logits_at_once(
     is_causal: bool,
 ) -> jax.Array:
     """For an attention that forms all logits anyway: XLA then forms them once."""
-    arrays = jax.lax.stop_gradient((query, key, bias))
-    blocks = make_blocks(query, None, is_causal, None, _BLOCK)
-    return _largest(blocks, logit_inputs(*arrays, mask, None, None))
+    inputs, _ = logit_inputs(query, key, [], bias, mask, None, None, None)
+    return _statistic(_largest, make_blocks(is_causal, None, _BLOCK), inputs)
+
+
+def _statistic(largest: Callable, blocks: Blocks, inputs: LogitInputs) -> jax.Array:
+    inputs = jax.lax.stop_gradient(inputs)
+    function = functools.partial(largest, blocks)
+    return on_automatic_axes(function, inputs.query, inputs, results=STATISTIC)
 
 
 def _largest(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
-    logits = inputs.logits(blocks.scale, blocks.window)
+    logits = inputs.logits(blocks.window)
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
     return jnp.max(logits, axis=others, initial=-jnp.inf).astype(jnp.float32)
 
@@ -99,5 +105,5 @@ def _fold_blocks(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
 
         return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, running)
 
-    nothing = jnp.full((heads,), -jnp.inf, jnp.float32)
+    nothing = vary_as(jnp.full(heads, -jnp.inf, jnp.float32), inputs)
     return jax.lax.fori_loop(0, blocks.count(queries), fold_row, nothing)

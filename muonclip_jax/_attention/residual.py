@@ -1,7 +1,15 @@
 """A bound on the largest logits from the log-sum-exp of fused kernels."""
 
+import functools
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from .arguments import broadcasting, fitting
+from .mesh_axes import on_automatic_axes, OUTPUT, STATISTIC
+from .windows import make_window
 
 
 def residual_attention(
@@ -28,8 +36,9 @@ def residual_attention(
     by `tau/bound` instead of `tau/S`. JAX rounds the residual to the dtype of the
     keys; half a unit of its last place is added, so that the bound holds.
 
-    **Arguments:** as for `jax.nn.dot_product_attention`; `implementation="cudnn"` on
-    GPUs.
+    **Arguments:** as for `jax.nn.dot_product_attention`, which forms the softmax in
+    float32 whatever the dtypes, with any number of batch axes; `implementation="cudnn"`
+    on GPUs.
 
     **Returns:** the output and the bound, `(heads,)` float32 without gradient.
 
@@ -42,20 +51,51 @@ def residual_attention(
         >>> bound  # the largest logits are 2, and log(3) is 1.1
         Array([3.0986125, 3.0986125], dtype=float32)
     """
-    output, log_sum_exp = jax.nn.dot_product_attention(  # pyright: ignore[reportCallIssue]
+    shape, (query, key, value) = fitting(query, key, value)
+    if 0 in key.shape[-3:]:
+        raise ValueError(
+            f"key {key.shape}: jax.nn.dot_product_attention needs a key, a head and a "
+            "head_dim; blockwise_attention does without"
+        )
+    arrays = [
         query,
         key,
         value,
-        bias=bias,
-        mask=mask,
+        broadcasting("bias", bias, shape),
+        broadcasting("mask", mask, shape, bool),
+    ]
+    window = None
+    if local_window_size is not None:
+        window = make_window(False, local_window_size)
+    attend = functools.partial(
+        _attend,
         scale=scale,
         is_causal=is_causal,
-        local_window_size=local_window_size,
-        implementation=implementation,  # pyright: ignore[reportArgumentType]
-        return_residual=True,
+        local_window_size=window,
+        implementation=implementation,
     )
+    return on_automatic_axes(attend, query, *arrays, results=(OUTPUT, STATISTIC))
+
+
+def _attend(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    batch = arrays[0].shape[:-3]
+    query, key, value, bias, mask = (_flat(x, batch) for x in arrays)
+    # Of short dtypes jax.nn itself takes the softmax in float32.
+    with jax.numpy_dtype_promotion("standard"):
+        output, log_sum_exp = jax.nn.dot_product_attention(
+            query, key, value, bias, mask, return_residual=True, **options
+        )
     rounding = float(jnp.finfo(log_sum_exp.dtype).eps) / 2
-    largest = jnp.max(
-        log_sum_exp.astype(jnp.float32), axis=tuple(range(log_sum_exp.ndim - 1))
-    )
-    return output, jax.lax.stop_gradient(largest + rounding * jnp.abs(largest))
+    largest = jnp.max(log_sum_exp.astype(jnp.float32), (0, 1), initial=-jnp.inf)
+    # Either side of zero, and minus infinity stays what it is.
+    bound = jnp.maximum(largest * (1 + rounding), largest * (1 - rounding))
+    return output.reshape(*batch, *output.shape[1:]), jax.lax.stop_gradient(bound)
+
+
+def _flat(x: Any, batch: tuple[int, ...]) -> Any:
+    """With one batch axis, as jax.nn wants it; what fewer axes broadcast stays."""
+    if x is None or x.ndim < 3 or (x.ndim == 3 and batch):
+        return x
+    if len(batch) > 1:
+        x = jnp.broadcast_to(x, (*batch, *x.shape[-3:]))
+    return x if len(batch) == 1 else x.reshape(math.prod(batch), *x.shape[-3:])

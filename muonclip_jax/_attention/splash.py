@@ -1,13 +1,16 @@
 """Attention and its largest logits from tokamax's splash kernel on TPU."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .logits import make_window
+from .arguments import fitting, scalar, segments
+from .mesh_axes import manual_axes
+from .windows import make_window, positive_number
 
 
 _LANES = 128
@@ -33,7 +36,7 @@ def splash_attention(
 
     The statistic costs nothing in training: the kernel forms the row maxima anyway.
     Needs `tokamax` (`pip install 'muonclip_jax[tokamax]'`). Under `jit` with sharded
-    arrays wrap the call in `jax.shard_map`, as any Pallas kernel.
+    arrays wrap the call in `jax.shard_map(..., check_vma=False)`, as any Pallas kernel.
 
     **Arguments:**
 
@@ -52,7 +55,8 @@ def splash_attention(
     0.3 % (0.1 % with `use_base2_exp=False`).
 
     **Raises:** `ValueError` for `logits_soft_cap`: the maxima of the kernel are those
-    of the capped logits. `ImportError` without tokamax.
+    of the capped logits; for arrays that do not fit, float64 and axes of size zero; and
+    for arrays on a mesh outside such a `shard_map`. `ImportError` without tokamax.
 
     !!! example
 
@@ -67,19 +71,38 @@ def splash_attention(
             "scaling of the weights brings those to the threshold; without the cap, "
             "QK-Clip bounds the logits by itself"
         )
+    shape, arrays = fitting(query, key, value)
+    query, key, value = arrays
+    _check(*arrays)
     window = make_window(is_causal, local_window_size)
+    block_size = positive_number("block_size", block_size)
+    ids = segments(query_segment_ids, key_segment_ids, shape)
     shape = _padded(query.shape[-3]), _padded(key.shape[-3])
     band = _Band(shape, key.shape[-3], *window)
     kernel = _make_kernel(band, block_size, config | {"interpret": interpret})
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scaled = (query * jnp.float32(scale)).astype(query.dtype)
+    factor = scalar(scale, query.shape[-1], jnp.float32)
+    scaled = (query.astype(jnp.float32) * factor).astype(query.dtype)
     arguments = [_to_kernel(x) for x in (scaled, key, value)]
-    if query_segment_ids is not None:
-        arguments.append(_segments(query_segment_ids, key_segment_ids))
+    if ids[0] is not None:
+        arguments.append(_segments(ids, query.shape[:-3]))
     output, residuals = jax.vmap(kernel)(*arguments)
     seen = jnp.asarray(band.rows_that_see(query.shape[-3]))
     largest = _statistic(residuals["max_logits"], seen)
     return _from_kernel(output, seen, query.shape[:-1]), largest
+
+
+def _check(*arrays: jax.Array) -> None:
+    if any(0 in x.shape or x.dtype == jnp.float64 for x in arrays):
+        given = ", ".join(f"{x.dtype} {x.shape}" for x in arrays)
+        raise ValueError(
+            f"splash_attention takes no float64 and no axis of size zero: {given}; "
+            "blockwise_attention does"
+        )
+    if any(manual_axes(x) or jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
+        raise ValueError(
+            "splash_attention is a Pallas kernel, whose results have no type that says "
+            "how they lie on a mesh: call it in jax.shard_map(..., check_vma=False)"
+        )
 
 
 def _make_kernel(band: "_Band", block_size: int, config: dict[str, Any]) -> Any:
@@ -108,10 +131,9 @@ def _from_kernel(x: jax.Array, seen: jax.Array, shape: tuple[int, ...]) -> jax.A
     return jnp.where(seen[:, None, None], x, 0).reshape(*shape, x.shape[-1])
 
 
-def _segments(query_ids: jax.Array, key_ids: jax.Array | None) -> Any:
-    key_ids = query_ids if key_ids is None else key_ids
-    padded = (_pad(x.reshape(-1, x.shape[-1]), -1) for x in (query_ids, key_ids))
-    return _tokamax().SegmentIds(*padded)
+def _segments(ids: Sequence[jax.Array], batch: tuple[int, ...]) -> Any:
+    rows = [jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in ids]
+    return _tokamax().SegmentIds(*(_pad(x.reshape(-1, x.shape[-1]), -1) for x in rows))
 
 
 def _tokamax() -> Any:
