@@ -141,36 +141,37 @@ def with_stack_axes(
 
 
 def _check_one_owner(layers: Sequence[AttentionLayer]) -> None:
-    owner: dict[paths.Path, AttentionLayer] = {}
-    for layer in layers:
-        for path in {layer.path_of(leaf) for leaf in layer.leaves}:
-            other = owner.setdefault(path, layer)
-            if other is not layer:
+    owner: dict[paths.Path, int] = {}
+    for i, layer in enumerate(layers):
+        for path in map(layer.path_of, layer.leaves):
+            other = owner.setdefault(path, i)
+            if other != i:
                 raise ValueError(
-                    f"attention layers '{paths.show(paths.split(other.path))}' and "
-                    f"'{paths.show(paths.split(layer.path))}' both name "
-                    f"'{paths.show(path)}'; a leaf is scaled by one layer"
+                    f"attention layers '{layers[other].path}' and '{layer.path}' both "
+                    f"name '{paths.show(path)}'; a leaf is scaled by one layer"
                 )
 
 
 def _check_not_normalised(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
-    norms, strays = QKNorms(leaf_at), {}
+    norms = QKNorms(leaf_at)
+    strays: dict[str, list[str]] = {}
     for layer in layers:
         own = [layer.path_of(leaf) for leaf in layer.leaves]
         if all(paths.is_masked(leaf_at[path]) for path in own):
             continue
         latent = bool(layer.rotary_query)
         found = norms.beside(paths.split(layer.path), own, latent=latent)
-        strays |= {paths.split(layer.path): found} if found else {}
+        strays |= {layer.path: found} if found else {}
     if strays:
+        modules = ", ".join(map(repr, strays))
         found = dict.fromkeys(name for names in strays.values() for name in names)
         raise ValueError(
-            f"QK-Clip cannot act on {paths.show_all(strays)}: query and key are "
-            f"normalised after the projection ({', '.join(found)}), so scaling their "
-            "weights leaves the logits as they are. Use mc.muon without QK-Clip, or "
-            "clip the gain of the norms instead, attention=mc.normalised_attention()"
+            f"QK-Clip cannot act on {modules}: query and key are normalised after the "
+            f"projection ({', '.join(found)}), so scaling their weights leaves the "
+            "logits as they are. Use mc.muon without QK-Clip, or clip the gain of the "
+            "norms instead, attention=mc.normalised_attention()"
         )
 
 

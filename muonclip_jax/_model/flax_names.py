@@ -123,14 +123,15 @@ class FlaxTree:
         self, module: Path, name: str, shape: Shape
     ) -> MuonDimensionNumbers | None:
         """Of the projections of an attention module; `None` for all else."""
-        has_heads = self._has_heads(module)
+        has_heads, found = self._has_heads(module), self._projections(module)
         if name in PROJECTIONS:
             if has_heads is None:
                 raise Ambiguous
             if has_heads:
                 return MuonDimensionNumbers(-3, -1 if self._per_head else (-2, -1))
+        elif self.is_plain(module) and shape[:-2] == found.query[:-2]:
+            return MuonDimensionNumbers(-2, -1)
         elif has_heads:
-            found = self._projections(module)
             is_out = name == "out" or shape[:-2] != found.query[:-2]
             inputs = found.inputs_of_out(shape) if is_out else 0
             if inputs:

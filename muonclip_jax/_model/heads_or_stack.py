@@ -47,6 +47,13 @@ class Projections(NamedTuple):
             return True
         return False if (False, True) in votes else None
 
+    def is_strange(self, kernel: Shape) -> bool:
+        """Whether a kernel beside fits neither, as where stacks lie elsewhere."""
+        same_rank = len(kernel) == len(self.query)
+        return same_rank and not (
+            self.inputs_of_out(kernel) or kernel[:-2] == self.query[:-2]
+        )
+
     def by_sizes(self) -> bool | None:
         """What sizes say that would be a coincidence otherwise."""
         *_, features, heads, head_dim = self.query
@@ -90,6 +97,8 @@ class Neighbours:
             told = found.by_kernels(kernels)
             if told is not None:
                 return told
+            if depth == len(module) and any(map(found.is_strange, kernels)):
+                return None
             if any(vector[:-1] == found.query[:-2] for vector in vectors):
                 return False
         return found.by_sizes()
