@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from . import paths
 from .flax_names import FlaxTree
 from .head_leaf import HeadLeaf
+from .qk_norms import QKNorms
+from .stack_axes import IN_FRONT, ModuleStacks, StackAxes
 
 
 class AttentionLayer(NamedTuple):
@@ -60,15 +62,9 @@ ROLES = ("query", "rotary_query", "key")
 #: Layers, or a function that finds them in the params.
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
-# Children that normalise query or key after the projection, in Flax and by custom.
-_QK_NORMS = (
-    *("query_ln", "key_ln", "query_norm", "key_norm"),
-    *("q_norm", "k_norm", "q_ln", "k_ln", "norm_q", "norm_k"),
-)
-
 
 def flax_attention_layers(
-    params: Any, *, stack_axes: paths.StackAxes = paths.IN_FRONT
+    params: Any, *, stack_axes: StackAxes = IN_FRONT
 ) -> list[AttentionLayer]:
     """Finds the attention layers of stock Flax: modules with `query` and `key`.
 
@@ -78,14 +74,16 @@ def flax_attention_layers(
 
     - `params`: of the model.
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
-        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}`. For
-        `attention=`: `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
+        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}` or,
+        in the last axis, -1. For `attention=`:
+        `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
 
     **Raises:** `ValueError`, naming the layers, where query and key are normalised
     after their projection (`normalize_qk=True`): scaling the weights does nothing
     there.
     """
-    return _flax_layers(paths.flatten(params), stack_axes)
+    tree = paths.flatten(params)
+    return checked(_flax_layers(tree, stack_axes), tree.by_path())
 
 
 def resolve_attention(
@@ -93,67 +91,107 @@ def resolve_attention(
 ) -> list[AttentionLayer]:
     """Returns the layers, whichever way they were given, all leaves of which exist."""
     if attention is None:
-        return _flax_layers(tree)
+        attention = _flax_layers(tree)
     if isinstance(attention, AttentionLayer):
         attention = [attention]
     layers = list(attention(tree.whole()) if callable(attention) else attention)
+    return checked(layers, tree.by_path())
+
+
+def checked(
+    layers: list[AttentionLayer], leaf_at: paths.LeafAt
+) -> list[AttentionLayer]:
+    """The layers, if each names a query, a key and leaves that are there and its own.
+
+    **Raises:** `ValueError`, naming layers and leaves, if not, and for attention that
+    QK-Clip cannot act on.
+    """
     for layer in layers:
         for role in ("query", "key"):
             if not getattr(layer, role):
                 raise ValueError(f"attention layer '{layer.path}' names no {role}")
-    known = set(tree.paths)
     named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
-    absent = [path for path in named if path not in known]
+    absent = [path for path in named if path not in leaf_at]
     if absent:
         raise ValueError(
             f"attention= names {paths.show_all(absent)}, which the params lack"
         )
+    _check_one_owner(layers)
+    _check_not_normalised(layers, leaf_at)
     return layers
 
 
 def with_stack_axes(
     layers: Sequence[AttentionLayer],
     tree: paths.PathedTree,
-    stack_axes: paths.StackAxes,
+    stack_axes: StackAxes,
 ) -> list[AttentionLayer]:
     """Tells every leaf of the layers where its stack lies."""
-    paths.check_stack_axes(tree, stack_axes)
+    stacks = ModuleStacks(stack_axes, tree.by_path())
 
-    def told(layer: AttentionLayer, leaves: tuple[HeadLeaf, ...]):
-        axis = paths.stack_axis_of(paths.split(layer.path), stack_axes)
-        return tuple(leaf._replace(stack_axis=axis) for leaf in leaves)
+    def told(layer: AttentionLayer, leaf: HeadLeaf) -> HeadLeaf:
+        return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)) or 0)
 
     return [
-        layer._replace(**{role: told(layer, getattr(layer, role)) for role in ROLES})
+        layer._replace(
+            **{r: tuple(told(layer, leaf) for leaf in getattr(layer, r)) for r in ROLES}
+        )
         for layer in layers
     ]
 
 
-def _flax_layers(
-    tree: paths.PathedTree, stack_axes: paths.StackAxes = paths.IN_FRONT
-) -> list[AttentionLayer]:
-    names = FlaxTree(tree)
-    modules = names.attention_modules()
-    normalised = [
-        m for m in modules if any(names.has_module((*m, n)) for n in _QK_NORMS)
-    ]
-    if normalised:
+def _check_one_owner(layers: Sequence[AttentionLayer]) -> None:
+    owner: dict[paths.Path, int] = {}
+    for i, layer in enumerate(layers):
+        for path in map(layer.path_of, layer.leaves):
+            other = owner.setdefault(path, i)
+            if other != i:
+                raise ValueError(
+                    f"attention layers '{layers[other].path}' and '{layer.path}' both "
+                    f"name '{paths.show(path)}'; a leaf is scaled by one layer"
+                )
+
+
+def _check_not_normalised(
+    layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
+) -> None:
+    norms = QKNorms(leaf_at)
+    strays: dict[str, list[str]] = {}
+    for layer in layers:
+        own = [layer.path_of(leaf) for leaf in layer.leaves]
+        if all(paths.is_masked(leaf_at[path]) for path in own):
+            continue
+        latent = bool(layer.rotary_query)
+        found = norms.beside(paths.split(layer.path), own, latent=latent)
+        strays |= {layer.path: found} if found else {}
+    if strays:
+        modules = ", ".join(map(repr, strays))
+        found = dict.fromkeys(name for names in strays.values() for name in names)
         raise ValueError(
-            f"QK-Clip cannot act on {paths.show_all(normalised)}: query and key are "
-            "normalised after the projection (normalize_qk), so scaling their weights "
-            "leaves the logits as they are. Use mc.muon without QK-Clip, or clip the "
-            "gain of the norms instead, attention=mc.normalised_attention()"
+            f"QK-Clip cannot act on {modules}: query and key are normalised after the "
+            f"projection ({', '.join(found)}), so scaling their weights leaves the "
+            "logits as they are. Use mc.muon without QK-Clip, or clip the gain of the "
+            "norms instead, attention=mc.normalised_attention()"
         )
-    layers = [_flax_layer(names, module) for module in modules]
+
+
+def _flax_layers(
+    tree: paths.PathedTree, stack_axes: StackAxes = IN_FRONT
+) -> list[AttentionLayer]:
+    names = FlaxTree(tree, stack_axes=stack_axes)
+    layers = [_flax_layer(names, module) for module in names.attention_modules()]
     return with_stack_axes(layers, tree, stack_axes)
 
 
 def _flax_layer(names: FlaxTree, module: paths.Path) -> AttentionLayer:
+    is_plain = names.is_plain(module)
+
     def leaves(projection: str) -> tuple[HeadLeaf, ...]:
         return tuple(
-            HeadLeaf(f"{projection}/{name}", ndim)
+            # A plain kernel lacks the axis of heads, which QK-Clip refuses.
+            HeadLeaf(f"{projection}/{name}", names.rank(path) + 1 if is_plain else ndim)
             for name, ndim in (("kernel", 3), ("bias", 2))
-            if names.has_leaf((*module, projection, name))
+            if names.has_leaf(path := (*module, projection, name))
         )
 
     return AttentionLayer("/".join(module), leaves("query"), leaves("key"))

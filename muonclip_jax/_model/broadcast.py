@@ -32,17 +32,23 @@ def broadcast(
                 "or None"
             )
     entries = dict(zip(spec.paths, spec.leaves, strict=True))
+    leaf_at = tree.by_path()
     used, found, missing = set(), [], []
     for path in tree.paths:
         starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
         used.update(starts)
         found.append(entries[starts[-1]] if starts else None)
-        missing += [] if starts else [path]
+        # A mask may hide a module as one, and its entries are then below.
+        missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
         raise ValueError(f"{name} has no entry for {paths.show_all(missing)}")
     # A `None` may also be a parameter that is absent, such as the bias of a layer
     # without one.
-    unused = [p for p, entry in entries.items() if p not in used and entry is not None]
+    unused = [
+        path
+        for path, entry in entries.items()
+        if entry is not None and path not in used and not leaf_at.hides(path)
+    ]
     if tree.paths and unused:
         raise ValueError(
             f"{name} names {paths.show_all(unused)}, but no parameter has such a path"

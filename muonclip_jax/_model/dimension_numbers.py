@@ -10,6 +10,7 @@ from .._matrices.view import matrix_view, MatrixView
 from . import paths
 from .broadcast import broadcast
 from .flax_names import Ambiguous, FlaxTree
+from .stack_axes import IN_FRONT, StackAxes
 
 
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, or a
@@ -21,7 +22,7 @@ def flax_dimension_numbers(
     params: optax.Params,
     *,
     per_head: bool = False,
-    stack_axes: paths.StackAxes = paths.IN_FRONT,
+    stack_axes: StackAxes = IN_FRONT,
 ) -> Any:
     """Says for every leaf which axes form its matrices, as stock Flax lays them out.
 
@@ -51,16 +52,20 @@ def flax_dimension_numbers(
         `functools.partial(mc.flax_dimension_numbers, per_head=True)`. For layers that
         `attention=` describes see [`per_head_dimension_numbers`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
-        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}`.
+        `nnx.vmap` stacks, such as `{"decoder/layers": 1}` or, in the last axis, -1. A
+        leaf there is what it is in one layer: a number or a vector holds no matrix.
 
     A kernel of rank 3 without a bias in sight, under a name that does not tell a
-    convolution, is read as a stack of Dense kernels.
+    convolution, is read as a stack of Dense kernels. So are `query`, `key` and `value`
+    where the kernels and norms beside them, or their sizes, show no heads.
 
     **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
 
     **Raises:** `ValueError`, with the paths, for leaves whose names and shape do not
     settle it: rank 3 or more under a name that Flax does not use, a kernel of rank 4
-    or more that no bias or name explains, or `DenseGeneral_0` without a bias.
+    or more that no bias or name explains, `DenseGeneral_0` without a bias, or `query`,
+    `key` and `value` of which nothing tells whether they have heads; and for a
+    `stack_axes` that a leaf lacks.
 
     !!! example
 
@@ -96,7 +101,7 @@ def resolve_dimension_numbers(
     """Those of each leaf, whichever way they were given."""
     if dimension_numbers is None:
         return _flax_numbers(tree)
-    if callable(dimension_numbers):
+    if paths.is_function(dimension_numbers):
         dimension_numbers = dimension_numbers(tree.whole())
     return broadcast(
         dimension_numbers,
@@ -118,9 +123,8 @@ def matrix_views(
 def _flax_numbers(
     tree: paths.PathedTree,
     per_head: bool = False,
-    stack_axes: paths.StackAxes = paths.IN_FRONT,
+    stack_axes: StackAxes = IN_FRONT,
 ) -> list[MuonDimensionNumbers | None]:
-    paths.check_stack_axes(tree, stack_axes)
     names = FlaxTree(tree, per_head=per_head, stack_axes=stack_axes)
     numbers, ambiguous = [], []
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):

@@ -7,17 +7,17 @@ This is the one place that knows how Linen and NNX name things. Both spell a lay
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from .paths import IN_FRONT, is_masked, Path, PathedTree, stack_axis_of, StackAxes
+from .heads_or_stack import Neighbours, PROJECTIONS, Projections
+from .paths import is_masked, Path, PathedTree
+from .stack_axes import IN_FRONT, ModuleStacks, Shape, StackAxes
 
 
 _VECTORS = frozenset({"bias", "scale", "mean", "var"})
 _EMBEDDINGS = frozenset({"wte", "wpe"})
 _HEADS = frozenset({"head", "logits", "unembed", "classifier", "vocab"})
-_PROJECTIONS = ("query", "key", "value", "wq_b", "wkv_b")
 
 
 class Ambiguous(Exception):
@@ -25,7 +25,10 @@ class Ambiguous(Exception):
 
 
 class FlaxTree:
-    """A parameter tree that can be asked what each of its leaves is."""
+    """A parameter tree that can be asked what each of its leaves is.
+
+    Shapes and axes are those of one layer where a stack is named, until the answer.
+    """
 
     def __init__(
         self,
@@ -35,23 +38,26 @@ class FlaxTree:
         stack_axes: StackAxes = IN_FRONT,
     ):
         self._per_head = per_head
-        self._stack_axes = stack_axes
         self._leaves = tree.by_path()
+        self._stacks = ModuleStacks(stack_axes, self._leaves)
+        self._shape = self._stacks.layer
+        self._neighbours = Neighbours(self._leaves, self._shape)
         self._output_head = self._find_output_head()
+        self._with_heads: dict[Path, bool | None] = {}
 
     def dimension_numbers(self, path: Path) -> MuonDimensionNumbers | None:
         """Says which axes of a leaf form its matrices; `None` if it holds none."""
-        numbers, stack = self._with_stack_first(path), self._stack_axis(path)
-        if numbers is None or not stack:
+        numbers, stack = self._in_layer(path), self._stacks.of(path)
+        if numbers is None or not stack.depth:
             return numbers
-        rank = len(self._shape(path))
+        rank = len(self._stacks.shape(path))
         reduction, output = (
-            _squeeze(tuple(_moved_back(axis, stack, rank) for axis in _tuple(axes)))
+            _squeeze(tuple(stack.axis(axis, rank) for axis in _tuple(axes)))
             for axes in numbers
         )
         return MuonDimensionNumbers(reduction, output)
 
-    def _with_stack_first(self, path: Path) -> MuonDimensionNumbers | None:
+    def _in_layer(self, path: Path) -> MuonDimensionNumbers | None:
         name, module = path[-1] if path else "", path[:-1]
         shape = self._shape(path)
         if len(shape) < 2 or name in _VECTORS or _is_embedding(path):
@@ -66,27 +72,73 @@ class FlaxTree:
 
     def attention_modules(self) -> list[Path]:
         """Returns the modules with a query and a key projection, in tree order."""
-        modules = [p[:-2] for p in self._leaves if p[-2:] == ("query", "kernel")]
-        return [m for m in modules if (*m, "key", "kernel") in self._leaves]
-
-    def has_module(self, module: Path) -> bool:
-        return any(path[: len(module)] == module for path in self._leaves)
+        return [
+            module
+            for module in self._leaves.modules_with(("query", "kernel"))
+            if (*module, "key", "kernel") in self._leaves
+            # A hidden array named `query`, beside a key in sight, is no projection.
+            and (
+                self._leaves.get((*module, "query", "kernel")) is not None
+                or is_masked(self._leaves[*module, "key", "kernel"])
+            )
+        ]
 
     def has_leaf(self, path: Path) -> bool:
         return path in self._leaves
 
-    def _kernel(self, module: Path, shape: tuple[int, ...]) -> MuonDimensionNumbers:
+    def rank(self, path: Path) -> int:
+        return len(self._stacks.shape(path))
+
+    def is_plain(self, module: Path) -> bool:
+        """Whether the projections of a module are known to have no axis of heads."""
+        has_query = bool(self._projections(module).query)
+        return has_query and self._has_heads(module) is False
+
+    def _has_heads(self, module: Path) -> bool | None:
+        """Whether the projections of a module have an axis of heads; `None` if open."""
+        if module not in self._with_heads:
+            found = self._projections(module)
+            self._with_heads[module] = (
+                self._neighbours.has_heads(module, found)
+                if len(found.query) > 2
+                else False
+            )
+        return self._with_heads[module]
+
+    def _projections(self, module: Path) -> Projections:
+        """The shapes of its kernels, with the first in sight for the query."""
+        names = ("query", "wq_b", "key", "value")
+        query, *others = (self._shape((*module, name, "kernel")) for name in names)
+        low_rank, key, value = others
+        return Projections(query or low_rank or key or value, key, value)
+
+    def _kernel(self, module: Path, shape: Shape) -> MuonDimensionNumbers:
         if len(shape) == 2:
             return MuonDimensionNumbers(-2, -1)
-        if self._is_stock_attention(module[:-1]):
-            if module[-1] in _PROJECTIONS:
-                return MuonDimensionNumbers(-3, -1 if self._per_head else (-2, -1))
-            if module[-1] == "out":
-                flat = len(shape) < len(self._projection_shape(module[:-1]))
-                return MuonDimensionNumbers(-2 if flat else (-3, -2), -1)
-        return self._split_by_bias(module) or self._split_by_name(module, shape)
+        numbers = self._of_attention(module[:-1], module[-1], shape) if module else None
+        numbers = numbers or self._split_by_bias(module)
+        return numbers or self._split_by_name(module, shape)
 
-    def _split_by_name(self, module: Path, shape: tuple[int, ...]):
+    def _of_attention(
+        self, module: Path, name: str, shape: Shape
+    ) -> MuonDimensionNumbers | None:
+        """Of the projections of an attention module; `None` for all else."""
+        has_heads, found = self._has_heads(module), self._projections(module)
+        if name in PROJECTIONS:
+            if has_heads is None:
+                raise Ambiguous
+            if has_heads:
+                return MuonDimensionNumbers(-3, -1 if self._per_head else (-2, -1))
+        elif self.is_plain(module) and shape[:-2] == found.query[:-2]:
+            return MuonDimensionNumbers(-2, -1)
+        elif has_heads:
+            is_out = name == "out" or shape[:-2] != found.query[:-2]
+            inputs = found.inputs_of_out(shape) if is_out else 0
+            if inputs:
+                return MuonDimensionNumbers((-3, -2) if inputs == 2 else -2, -1)
+        return None
+
+    def _split_by_name(self, module: Path, shape: Shape):
         rank, last = len(shape), _tokens(module[-1:])
         # A hidden bias could have told scanned convolutions from those in 3D.
         told = rank < 5 or not self.has_leaf((*module, "bias"))
@@ -94,7 +146,8 @@ class FlaxTree:
             return MuonDimensionNumbers(tuple(range(-rank, -1)), -1)
         if _starts(last, "densegeneral", "lineargeneral", "einsum"):
             raise Ambiguous
-        stack = rank == 3 or set(shape[:-2]) == {1}
+        # A query here was found to have no heads.
+        stack = rank == 3 or set(shape[:-2]) == {1} or last & {*PROJECTIONS}
         if stack or _starts(_tokens(module), "dense", "linear", "mlp", "expert", "moe"):
             return MuonDimensionNumbers(-2, -1)
         raise Ambiguous
@@ -116,50 +169,22 @@ class FlaxTree:
                 )
         raise Ambiguous
 
-    def _is_stock_attention(self, module: Path) -> bool:
-        """Tells `(features, heads, head_dim)` from a stack of plain Dense kernels."""
-        query = self._projection_shape(module)
-        value = self._shape((*module, "value", "kernel"))
-        out = self._shape((*module, "out", "kernel"))
-        bias = self._shape((*module, "query", "bias"))
-        if len(query) < 3 or (bias and bias != query[:-3] + query[-2:]):
-            return False
-        if not out:
-            return True
-        if len(out) == len(query) - 1:  # an out that takes the heads side by side
-            width = query[-2] * (value[-1] if value else 1)
-            fits = out[-2] == width if value else out[-2] % width == 0
-            return out[:-2] == query[:-3] and fits
-        heads_match = len(out) == len(query) and out[-3] == query[-2]
-        return heads_match and (not value or out[-2] == value[-1])
-
-    def _projection_shape(self, module: Path) -> tuple[int, ...]:
-        """The shape of the query; MaxText's name for it is that of query LoRA."""
-        query = self._shape((*module, "query", "kernel"))
-        return query or self._shape((*module, "wq_b", "kernel"))
-
     def _find_output_head(self) -> Path | None:
         """The last Dense beside an embedding, if its shape is the embedding's turned.
 
         A decoder that leaves its head unnamed (`Dense_7`) is known by this alone.
         """
-        for path in self._leaves:
-            if path[-1:] == ("embedding",):
-                beside = [p for p in self._leaves if _is_unnamed_dense(p, path[:-2])]
-                last = max(beside, key=_number, default=())
-                if last and self._shape(last) == self._shape(path)[::-1] != ():
-                    return last
+        embeddings = [path for path in self._leaves if path[-1:] == ("embedding",)]
+        last: dict[Path, Path] = {}
+        for path in self._leaves if embeddings else ():
+            if _is_unnamed_dense(path):
+                parent = path[:-2]
+                last[parent] = max(last.get(parent, path), path, key=_number)
+        for path in embeddings:
+            dense = last.get(path[:-2])
+            if dense and self._shape(dense) == self._shape(path)[::-1] != ():
+                return dense
         return None
-
-    def _shape(self, path: Path) -> tuple[int, ...]:
-        """The shape of a leaf, with the axis of stacked layers in front."""
-        leaf: Any = self._leaves.get(path)
-        shape = () if leaf is None or is_masked(leaf) else tuple(leaf.shape)
-        axis = self._stack_axis(path)
-        return shape[axis : axis + 1] + shape[:axis] + shape[axis + 1 :]
-
-    def _stack_axis(self, path: Path) -> int:
-        return stack_axis_of(path, self._stack_axes)
 
 
 def _is_embedding(path: Path) -> bool:
@@ -177,24 +202,16 @@ def _starts(tokens: set[str], *beginnings: str) -> bool:
     return any(token.startswith(beginnings) for token in tokens)
 
 
-def _is_unnamed_dense(path: Path, parent: Path) -> bool:
-    """Whether a leaf is the kernel of a `Dense_<number>`, or of an `out`, in parent."""
-    return (
-        path[:-2] == parent
-        and path[-1:] == ("kernel",)
-        and re.fullmatch(r"Dense_\d+|out|output", path[-2]) is not None
+def _is_unnamed_dense(path: Path) -> bool:
+    """Whether a leaf is the kernel of a `Dense_<number>`, or of an `out`."""
+    return path[-1:] == ("kernel",) and any(
+        re.fullmatch(r"Dense_\d+|out|output", name) for name in path[-2:-1]
     )
 
 
 def _number(path: Path) -> float:
     digits = re.sub(r"\D", "", path[-2])
     return float(digits) if digits else float("inf")
-
-
-def _moved_back(axis: int, stack_axis: int, rank: int) -> int:
-    """Where an axis, counted from the end, was before the stack came in front."""
-    index = axis + rank
-    return (index - 1 if index <= stack_axis else index) - rank
 
 
 def _tuple(axes: int | Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .stack_axes import Shape, Stack, stack_at
+
 
 class HeadLeaf(NamedTuple):
     """Where one parameter leaf carries the heads of its attention layer.
@@ -22,8 +24,9 @@ class HeadLeaf(NamedTuple):
         One of them may be -1, as in a reshape.
     - `part`: an axis from the end, after `split`, and the slice of it that is meant;
         the rest of the leaf belongs to others.
-    - `stack_axis`: where the axes of a stack begin, if not in front; the other
-        arguments describe the leaf as if they were.
+    - `stack_axis`: where the axes of a stack begin, if not in front, or, from the end,
+        where they stop: -1 for the last; the other arguments describe the leaf as if
+        they were in front.
 
     !!! example
 
@@ -43,16 +46,30 @@ class HeadLeaf(NamedTuple):
     part: tuple[int, slice] | None = None
     stack_axis: int = 0
 
-    def stack(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def stack(self, shape: Shape) -> Shape:
         """The axes that a stack of layers adds to a leaf of this shape."""
-        return self._stack_first(shape)[: max(0, len(shape) - self.ndim)]
+        return self.stack_of(len(shape)).sizes(shape)
 
-    def heads(self, shape: tuple[int, ...]) -> int | None:
+    def stack_of(self, rank: int) -> Stack:
+        """Where the axes of the stack are in a leaf of this rank.
+
+        **Raises:** `ValueError` where `stack_axis` is out of range.
+        """
+        depth = max(0, rank - self.ndim)
+        stack = stack_at(self.stack_axis, rank, depth) if depth else Stack(0, 0)
+        if stack is None:
+            raise ValueError(
+                f"stack_axis={self.stack_axis} is out of range for '{self.path}' with "
+                f"{rank} axes, {self.ndim} of them in one layer"
+            )
+        return stack
+
+    def heads(self, shape: Shape) -> int | None:
         """The number of heads in a leaf of this shape; `None` if it does not fit.
 
         A leaf that all heads share counts as one.
         """
-        layer = self._stack_first(shape)[len(self.stack(shape)) :]
+        layer = self.stack_of(len(shape)).layer(shape)
         if len(layer) != self.ndim:
             return None
         if self.split and math.prod(self._sizes(layer[-1])) != layer[-1]:
@@ -63,9 +80,10 @@ class HeadLeaf(NamedTuple):
             return None
         return 1 if self.axis is None else view[self.axis]
 
-    def scale(self, shape: tuple[int, ...], factors: jax.Array) -> jax.Array:
+    def scale(self, shape: Shape, factors: jax.Array) -> jax.Array:
         """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
-        view = self._view(self._stack_first(shape))
+        place = self.stack_of(len(shape))
+        view = self._view(place.sizes(shape) + place.layer(shape))
         scale = self._at_head_axis(factors, len(view))
         if self.part:
             scale = jnp.where(_inside(view, *self.part), scale, 1)
@@ -73,8 +91,8 @@ class HeadLeaf(NamedTuple):
             sizes = view[-len(self.split) :]
             kept = scale.shape[: -len(sizes)]
             scale = jnp.broadcast_to(scale, kept + sizes).reshape(*kept, -1)
-        stack = range(factors.ndim - 1)
-        return jnp.moveaxis(scale, stack, [self.stack_axis + i for i in stack])
+        stack = range(place.depth)
+        return jnp.moveaxis(scale, stack, [place.start + i for i in stack])
 
     def _at_head_axis(self, factors: jax.Array, ndim: int) -> jax.Array:
         """The factors with the stack in front, heads at their axis, 1 at all others."""
@@ -87,21 +105,15 @@ class HeadLeaf(NamedTuple):
     def _head_axis(self) -> int:
         return -1 if self.axis is None else self.axis
 
-    def _stack_first(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape as it were if the layers were stacked in front."""
-        start = self.stack_axis
-        stop = start + max(0, len(shape) - self.ndim)
-        return shape[start:stop] + shape[:start] + shape[stop:]
-
-    def _view(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _view(self, shape: Shape) -> Shape:
         return shape[:-1] + self._sizes(shape[-1]) if self.split else shape
 
-    def _sizes(self, last: int) -> tuple[int, ...]:
+    def _sizes(self, last: int) -> Shape:
         known = math.prod(size for size in self.split if size != -1)
         return tuple(last // known if size == -1 else size for size in self.split)
 
 
-def _inside(shape: tuple[int, ...], axis: int, part: slice) -> np.ndarray:
+def _inside(shape: Shape, axis: int, part: slice) -> np.ndarray:
     """Whether an entry belongs to the part, along its axis."""
     inside = np.zeros(shape[axis], bool)
     inside[part] = True

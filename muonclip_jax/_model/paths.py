@@ -1,7 +1,7 @@
 """Parameter paths, spelled the same for Linen, NNX and plain pytrees."""
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +10,43 @@ import optax
 
 Path = tuple[str, ...]
 
-#: The axis of the layers in the leaves of a module that is stacked, by its path.
-StackAxes = Mapping[str, int]
-IN_FRONT: StackAxes = MappingProxyType({})
-
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
+
+_VALUE = jax.tree_util.GetAttrKey("value")
+
+
+class LeafAt(dict[Path, Any]):
+    """Leaves by path; `MaskedNode` for all below a module that a mask hides as one."""
+
+    def __init__(self, paths: Iterable[Path], leaves: Iterable[Any]):
+        super().__init__(zip(paths, leaves, strict=True))
+        self.hidden = {path for path, leaf in self.items() if is_masked(leaf)}
+
+    def __missing__(self, path: Path) -> optax.MaskedNode:
+        if self.hides(path):
+            return optax.MaskedNode()
+        raise KeyError(path)
+
+    def __contains__(self, path: object) -> bool:
+        return super().__contains__(path) or self.hides(path)
+
+    def hides(self, path: Any) -> bool:
+        """Whether a mask hides what is at a path, alone or with what holds it."""
+        if not self.hidden:
+            return False
+        return any(path[:n] in self.hidden for n in range(len(path) + 1))
+
+    def modules_with(self, mark: Path) -> list[Path]:
+        """The modules that hold a path `mark`, or the part of it that is in sight."""
+        lengths = range(1, len(mark) + 1)
+        modules = [
+            path[:-n]
+            for path in self
+            for n in lengths
+            if path[-n:] == mark[:n] and (n == len(mark) or path in self.hidden)
+        ]
+        return list(dict.fromkeys(modules))
 
 
 class PathedTree(NamedTuple):
@@ -38,8 +69,8 @@ class PathedTree(NamedTuple):
         """Returns the leaves of a second tree of the same structure."""
         return self.treedef.flatten_up_to(other)
 
-    def by_path(self) -> dict[Path, Any]:
-        return dict(zip(self.paths, self.leaves, strict=True))
+    def by_path(self) -> LeafAt:
+        return LeafAt(self.paths, self.leaves)
 
 
 def is_masked(leaf: Any) -> bool:
@@ -47,10 +78,18 @@ def is_masked(leaf: Any) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
+def is_function(x: Any) -> bool:
+    """Whether to call it on the params; a module of NNX may be callable and a tree."""
+    is_leaf = jax.tree_util.all_leaves([x]) or isinstance(x, functools.partial)
+    return callable(x) and is_leaf
+
+
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree:
     """Flattens a tree, keeping masked leaves in sight as `optax.MaskedNode`."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    paths = tuple(_read_keys(keys) for keys, _ in pairs)
+    has_value = any(_VALUE in keys for keys, _ in pairs)
+    variables = _variables(tree, is_leaf) if has_value else frozenset()
+    paths = tuple(_read_keys(keys, variables) for keys, _ in pairs)
     return PathedTree(paths, tuple(leaf for _, leaf in pairs), treedef)
 
 
@@ -63,36 +102,38 @@ def show_all(paths) -> str:
     return ", ".join(repr(show(path)) for path in paths)
 
 
-def stack_axis_of(path: Path, stack_axes: StackAxes) -> int:
-    """The axis along which the innermost named module that holds a path is stacked."""
-    holders = [m for m in stack_axes if path[: len(split(m))] == split(m)]
-    return stack_axes[max(holders, key=len)] if holders else 0
-
-
-def check_stack_axes(tree: PathedTree, stack_axes: StackAxes) -> None:
-    """Raises for modules that the params do not have."""
-    if not stack_axes:
-        return
-    starts = {path[:n] for path in tree.paths for n in range(len(path) + 1)}
-    absent = [split(module) for module in stack_axes if split(module) not in starts]
-    if absent and tree.paths:
-        raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
-
-
 def split(path: str) -> Path:
     """Reads a path written with slashes."""
     return tuple(path.split("/")) if path else ()
 
 
-def _read_keys(keys: tuple[Any, ...]) -> Path:
-    # The variables of an `nnx.State` add `.value` to the path; `nnx.Optimizer` hands
-    # the same tree over as plain dicts during the update.
-    variable = jax.tree_util.GetAttrKey("value")
-    names = [_name(key) for key in keys if key != variable]
-    path = tuple(part for name in names for part in split(name))
+def _read_keys(keys: tuple[Any, ...], variables: frozenset[tuple[Any, ...]]) -> Path:
+    if variables:
+        # `nnx.Optimizer` hands the same tree over as plain dicts during the update.
+        keys = tuple(key for i, key in enumerate(keys) if keys[:i] not in variables)
+    path = tuple(part for key in keys for part in split(_name(key)))
     while path and path[0] in _COLLECTIONS:
         path = path[1:]
     return path
+
+
+def _variables(tree: Any, is_leaf: Callable[[Any], bool]) -> frozenset[tuple[Any, ...]]:
+    """Where the variables of NNX are; what they hold is one key, `.value`, below."""
+
+    def is_end(x: Any) -> bool:
+        return is_leaf(x) or _is_variable(type(x))
+
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)
+    return frozenset(keys for keys, x in pairs if _is_variable(type(x)))
+
+
+@functools.cache
+def _is_variable(kind: type) -> bool:
+    """Whether it is `flax.nnx.Variable`, told without importing Flax."""
+    return any(
+        base.__name__ == "Variable" and base.__module__.startswith("flax.nnx")
+        for base in kind.__mro__
+    )
 
 
 def _name(key: Any) -> str:

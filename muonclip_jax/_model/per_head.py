@@ -60,7 +60,9 @@ def per_head_dimension_numbers(
         for layer in resolve_attention(attention, tree):
             for leaf in layer.leaves:
                 path = layer.path_of(leaf)
-                if numbers[path] is not None and not paths.is_masked(leaf_at[path]):
+                if paths.is_masked(leaf_at[path]):
+                    continue
+                if numbers[path] is not None:
                     numbers[path] = _per_head(leaf, path, len(leaf_at[path].shape))
         return tree.unflatten(numbers.values())
 
@@ -77,10 +79,4 @@ def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbe
             f"'{paths.show(path)}' has no axis of heads, so it cannot be cut into one "
             "matrix for each; leave its layer out of attention="
         )
-    stack = rank - leaf.ndim
-    reduction, output = (_with_stack(a + leaf.ndim, leaf, stack) - rank for a in axes)
-    return MuonDimensionNumbers(reduction, output)
-
-
-def _with_stack(axis: int, leaf: HeadLeaf, stack: int) -> int:
-    return axis if axis < leaf.stack_axis else axis + stack
+    return MuonDimensionNumbers(*(leaf.stack_of(rank).axis(a, rank) for a in axes))

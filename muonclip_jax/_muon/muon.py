@@ -12,6 +12,8 @@ import optax
 from jax.typing import DTypeLike
 
 from .._mesh.placement import Shardings
+from .._model import paths
+from .._model.broadcast import broadcast
 from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
@@ -59,7 +61,8 @@ def muon(
         `dimension_numbers`, `shardings`: as for [`scale_by_muon`][]; `None` in
         `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
-    - `weight_decay_mask`: a tree of bools or a function of the params, for both.
+    - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
+        params, for both.
     - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
     - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`.
 
@@ -100,9 +103,7 @@ def muon(
         # Biases tell which axes of a general kernel are inputs, so axes and masks are
         # read off the whole tree, here, and not off what `partition` leaves in sight.
         leaves = read_leaves(params, dimension_numbers, shardings)
-        decayed = weight_decay_mask
-        if callable(decayed):
-            decayed = decayed(params)
+        decayed = _decay_mask(weight_decay_mask, leaves.tree)
         direction = muon_direction(
             lambda _: leaves,
             solver,
@@ -124,7 +125,7 @@ def muon(
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),
             },
-            _labels(leaves),
+            lambda _: _labels(leaves),
         )
 
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -137,6 +138,22 @@ def muon(
         return cast, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
+    """The mask of each leaf, by path: a prefix will do, and NNX's states."""
+    if paths.is_function(mask):
+        mask = mask(tree.whole())
+    if mask is None:
+        return None
+    entries = broadcast(
+        mask,
+        tree,
+        name="weight_decay_mask",
+        is_entry=lambda x: jax.tree_util.all_leaves([x]),
+        expected="a bool",
+    )
+    return tree.unflatten(map(bool, entries))
 
 
 def _labels(leaves: Leaves) -> Any:

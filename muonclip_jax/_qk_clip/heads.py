@@ -58,6 +58,7 @@ class Heads:
     def __init__(self, tree: PathedTree, attention: Attention | None):
         layers, leaf_at = resolve_attention(attention, tree), tree.by_path()
         self._known = {split(layer.path) for layer in layers}
+        self._is_hidden = leaf_at.hides
         self.layers = [
             BoundLayer(layer, leaf_at) for layer in layers if _is_shown(layer, leaf_at)
         ]
@@ -127,7 +128,11 @@ class Heads:
                 "no statistics for the attention layers "
                 f"{show_all(sorted(missing))}. {_HOW_TO_RECORD}"
             )
-        strays = [(*path, STATISTIC) for path in stats if path not in self._known]
+        strays = [
+            (*path, STATISTIC)
+            for path in stats
+            if path not in self._known and not self._is_hidden(path)
+        ]
         if strays:
             known = show_all(sorted(self._known)) or "none"
             raise ValueError(

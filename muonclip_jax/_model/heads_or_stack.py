@@ -1,0 +1,116 @@
+"""Whether query and key have an axis of heads, or are a stack of plain kernels.
+
+`(*stack, features, heads, head_dim)` and `(*stack, inputs, outputs)` may be one shape.
+What else the layer has tells: its biases, the kernels and vectors beside, its sizes.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from .paths import Path
+from .stack_axes import Shape
+
+
+_ENDS = ("kernel", "bias", "scale")
+
+#: Modules of query, key and value in Flax, and in MaxText's latent attention.
+PROJECTIONS = ("query", "key", "value", "wq_b", "wkv_b")
+
+
+class Projections(NamedTuple):
+    """The shapes of three kernels in one layer of the model; `()` for one unknown."""
+
+    query: Shape
+    key: Shape = ()
+    value: Shape = ()
+
+    def inputs_of_out(self, kernel: Shape) -> int:
+        """How many axes of heads a kernel sums over, as the output does; 0 if none."""
+        *stack, _, heads, _ = self.query
+        head_dim = self.value[-1:] or kernel[-2:-1]
+        if kernel[:-1] == (*stack, heads, *head_dim):
+            return 2
+        if len(kernel) == len(self.query) - 1 and kernel[:-2] == tuple(stack):
+            if self.value:
+                return int(kernel[-2] == heads * self.value[-1])
+            return int(kernel[-2] % max(1, heads) == 0)
+        return 0
+
+    def by_kernels(self, kernels: Iterable[Shape]) -> bool | None:
+        """What kernels beside say: one takes heads in, or has as many layers."""
+        votes = {
+            (self.inputs_of_out(kernel) > 0, kernel[:-2] == self.query[:-2])
+            for kernel in kernels
+        }
+        if (True, False) in votes:
+            return True
+        return False if (False, True) in votes else None
+
+    def is_strange(self, kernel: Shape) -> bool:
+        """Whether a kernel beside fits neither, as where stacks lie elsewhere."""
+        same_rank = len(kernel) == len(self.query)
+        return same_rank and not (
+            self.inputs_of_out(kernel) or kernel[:-2] == self.query[:-2]
+        )
+
+    def by_sizes(self) -> bool | None:
+        """What sizes say that would be a coincidence otherwise."""
+        *_, features, heads, head_dim = self.query
+        if len(self.key) == len(self.query):
+            if self.key[-1] != head_dim:
+                return False
+            if self.key[-3] != features:
+                return True
+            if heads < features and self.key[-2] != heads:
+                return heads % max(1, self.key[-2]) == 0
+        if len(self.query) > 3 or features == heads * head_dim:
+            return True
+        return None if self.value or features < heads else True
+
+
+def by_bias(kernel: Shape, bias: Shape) -> bool | None:
+    """What a bias says, which has the outputs of its kernel; `None` for either."""
+    if not bias:
+        return None
+    heads, stack = kernel[:-3] + kernel[-2:], kernel[:-2] + kernel[-1:]
+    return bias == heads if heads != stack else None
+
+
+class Neighbours:
+    """The kernels and vectors right below each module."""
+
+    def __init__(self, paths: Iterable[Path], shape_of: Callable[[Path], Shape]):
+        self._paths, self._shape_of = paths, shape_of
+
+    def has_heads(self, module: Path, found: Projections) -> bool | None:
+        """Whether the projections of a module have an axis of heads; `None` if open."""
+        for name, kernel in zip(found._fields, found, strict=True):
+            told = kernel and by_bias(kernel, self._shape_of((*module, name, "bias")))
+            if isinstance(told, bool):
+                return told
+        rank = len(found.query)
+        for depth in range(len(module), -1, -1):
+            kernels, vectors = self.below(module[:depth])
+            if depth < len(module):  # what is further off may be outside of the stack
+                kernels = {kernel for kernel in kernels if len(kernel) == rank}
+            told = found.by_kernels(kernels)
+            if told is not None:
+                return told
+            if depth == len(module) and any(map(found.is_strange, kernels)):
+                return None
+            if any(vector[:-1] == found.query[:-2] for vector in vectors):
+                return False
+        return found.by_sizes()
+
+    def below(self, module: Path) -> tuple[set[Shape], set[Shape]]:
+        return self._by_module.get(module, (set(), set()))
+
+    @functools.cached_property
+    def _by_module(self) -> dict[Path, tuple[set[Shape], set[Shape]]]:
+        below: dict[Path, tuple[set[Shape], set[Shape]]] = {}
+        for path in self._paths:
+            if len(path) > 1 and path[-1] in _ENDS and path[-2] not in PROJECTIONS:
+                both = below.setdefault(path[:-2], (set(), set()))
+                both[path[-1] != "kernel"].add(self._shape_of(path))
+        return below

@@ -1,0 +1,122 @@
+"""Query, key and value: heads or a stack, by what lies beside, or an error."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import muonclip_jax as mc
+from muonclip_jax._model import paths
+from muonclip_jax._model.dimension_numbers import matrix_views
+
+
+def kernel(*shape):
+    return {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
+def norm(*shape):
+    return {"scale": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
+def three(*shape, kv=None):
+    return {"query": kernel(*shape)} | {n: kernel(*(kv or shape)) for n in KV}
+
+
+KV = ("key", "value")
+
+
+def table(params):
+    """Path to `(count, fan_in, fan_out)`."""
+    tree = paths.flatten(params)
+    views = zip(tree.paths, matrix_views(None, tree), strict=True)
+    return {paths.show(p): v and (v.count, v.fan_in, v.fan_out) for p, v in views}
+
+
+def projections(params):
+    found = table(params)
+    return {view for path, view in found.items() if path.split("/")[-2] in THREE}
+
+
+THREE = ("query", "key", "value")
+
+
+@pytest.mark.parametrize("name", ["proj", "o_proj", "wo", "output", "out", "mlp_up"])
+@pytest.mark.parametrize("stack", [(12,), (5,), (2, 3)])
+def test_a_kernel_beside_with_as_many_layers_tells_a_stack(name, stack):
+    params = {"layers": three(*stack, 8, 16) | {name: kernel(*stack, 16, 8)}}
+    count = 12 if stack == (12,) else 5 if stack == (5,) else 6
+    assert projections(params) == {(count, 8, 16)}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"attn": three(12, 8, 16), "proj": kernel(12, 16, 8)},
+        {"attn": three(12, 8, 16), "ln": norm(12, 8)},
+        {"attn": {"inner": three(12, 8, 16)}, "up": kernel(12, 8, 32)},
+        three(12, 8, 16) | {"ln": norm(12, 8)},
+        three(12, 8, 16)
+        | {"proj": {**kernel(12, 16, 8), "bias": norm(12, 8)["scale"]}},
+        three(12, 8, 16, kv=(12, 8, 4)),  # grouped queries side by side
+    ],
+)
+def test_whatever_else_is_scanned_tells_a_stack(block):
+    params = {"layers": block, "norm": norm(8), "head": kernel(8, 50)}
+    assert {count for count, *_ in projections(params)} == {12}
+
+
+@pytest.mark.parametrize(
+    "module, expected",
+    [
+        (three(16, 4, 8) | {"out": kernel(4, 8, 16)}, {(1, 16, 32)}),
+        (three(16, 4, 8) | {"o_proj": kernel(4, 8, 16)}, {(1, 16, 32)}),
+        (three(16, 4, 8) | {"o_proj": kernel(32, 16)}, {(1, 16, 32)}),
+        (three(16, 4, 8, kv=(16, 2, 8)), {(1, 16, 32), (1, 16, 16)}),
+        (three(16, 4, 8, kv=(12, 4, 8)), {(1, 16, 32), (1, 12, 32)}),
+        (three(32, 4, 8), {(1, 32, 32)}),
+        (three(8, 8, 1) | {"out": kernel(8, 1, 8)}, {(1, 8, 8)}),
+        (three(3, 16, 4, 8), {(3, 16, 32)}),
+    ],
+)
+def test_heads_are_known_whatever_the_output_is_called(module, expected):
+    params = {"block": {"attn": module, "ln": norm(16), "up": kernel(16, 64)}}
+    assert projections(params) == expected
+    outputs = {v for p, v in table(params).items() if p.split("/")[-2][0] == "o"}
+    assert outputs <= {(1, 32, 16), (1, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        three(12, 32, 32),
+        three(16, 16, 16) | {"proj": kernel(16, 16, 16)},  # 16 layers of width 16
+        {name: kernel(4, 16, 16) for name in ("query", "key")},
+        three(16, 3, 4, 8) | {"out": kernel(4, 3, 8, 16)},  # layers at axis 1
+    ],
+)
+def test_what_nothing_settles_is_an_error_that_lists_the_paths(module):
+    with pytest.raises(ValueError, match="(?s)layers/key/kernel.*layers/query/kernel"):
+        mc.describe({"layers": module})
+
+
+def test_scanned_plain_kernels_have_no_heads_to_clip():
+    params = {"layers": three(12, 32, 32) | {"proj": kernel(12, 32, 32)}}
+    assert "query, no heads" in mc.describe(params)
+    with pytest.raises(ValueError, match="'layers/query/kernel'.*attention="):
+        mc.qk_clip().init(params)
+
+
+def test_a_hidden_query_leaves_the_key_what_it_was():
+    module = three(16, 4, 8) | {"out": kernel(4, 8, 16)}
+    params = {"attn": module | {"query": paths.optax.MaskedNode()}}
+    assert table(params)["attn/key/kernel"] == (1, 16, 32)
+
+
+@pytest.mark.parametrize("beside", [{}, {"embed": {"embedding": jnp.ones((5, 4))}}])
+def test_a_kernel_at_the_root_goes_by_its_rank(beside):
+    for shape, expected in (((4, 5), (1, 4, 5)), ((4,), None), ((), None)):
+        params = {"kernel": jnp.ones(shape)} | beside
+        assert table(params)["kernel"] == expected
+    beside_attention = {"query": kernel(8, 2, 4), "key": kernel(8, 2, 4)}
+    assert table(beside_attention | {"kernel": jnp.ones((3, 4))})["kernel"] == (1, 3, 4)
+    with pytest.raises(ValueError, match=r"kernel \(2, 3, 4, 5\)"):
+        mc.describe({"kernel": jnp.ones((2, 3, 4, 5))} | beside)

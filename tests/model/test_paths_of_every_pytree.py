@@ -1,0 +1,131 @@
+"""A path is the names that lead to a leaf, whatever the containers are made of."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core import freeze
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonclip_jax as mc
+from muonclip_jax._model import paths
+
+
+# `value` is what NNX puts below its variables, and a name like any other.
+NAMES = ("value", "query", "kernel", "a", "raw_value")
+
+
+def named_tuple(**fields):
+    return typing.NamedTuple("Fields", [(name, Any) for name in fields])(**fields)
+
+
+def struct(**fields):
+    kind = type("Struct", (), {"__annotations__": dict.fromkeys(fields, Any)})
+    return flax.struct.dataclass(kind)(**fields)
+
+
+def registered(**fields):
+    kind = dataclasses.make_dataclass("Registered", fields)
+    return jax.tree_util.register_dataclass(kind, list(fields), [])(**fields)
+
+
+class Module(nnx.Module):
+    def __init__(self, **fields):
+        for name, field in fields.items():
+            setattr(self, name, nnx.data(field))
+
+
+def variables(**fields):
+    """A module whose arrays are variables, as they usually are."""
+    leaf = {
+        n: nnx.Param(x) if isinstance(x, jax.Array) else x for n, x in fields.items()
+    }
+    return Module(**leaf)
+
+
+def state(**fields):
+    return nnx.state(variables(**fields))
+
+
+CONTAINERS = {
+    "dict": dict,
+    "frozen": lambda **fields: freeze(fields),
+    "named tuple": named_tuple,
+    "flax.struct": struct,
+    "register_dataclass": registered,
+    "nnx arrays": Module,
+    "nnx variables": variables,
+}
+
+
+@st.composite
+def trees(draw, depth=3):
+    """A tree and the paths to its leaves, by the number in each."""
+    counter = iter(range(10_000))
+
+    def build(depth, prefix):
+        if not depth or (prefix and draw(st.booleans())):
+            number = next(counter)
+            return jnp.full((), number), {number: prefix}
+        kind = draw(st.sampled_from([*CONTAINERS, "list"]))
+        names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+        keys = [str(i) for i in range(len(names))] if kind == "list" else names
+        parts = {key: build(depth - 1, (*prefix, key)) for key in keys}
+        found = {n: path for _, leaves in parts.values() for n, path in leaves.items()}
+        children = {key: child for key, (child, _) in parts.items()}
+        make = CONTAINERS.get(kind, lambda **fields: list(fields.values()))
+        return make(**children), found
+
+    return build(depth, ())
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees())
+def test_names_lead_to_each_leaf(built):
+    tree, expected = built
+    flat = paths.flatten(tree)
+    found = {int(leaf): p for p, leaf in zip(flat.paths, flat.leaves, strict=True)}
+    assert found == expected
+
+
+def attention(make):
+    shapes = dict(query=(16, 4, 8), key=(16, 4, 8), value=(16, 4, 8), out=(4, 8, 16))
+    return make(**{n: make(kernel=jnp.ones(shape)) for n, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("make", [*CONTAINERS.values(), state])
+def test_value_of_attention_is_a_matrix_in_each(make):
+    rows = mc.describe(attention(make))
+    assert rows.count("1 x 16 x 32") == 3 and rows.count("1 x 32 x 16") == 1
+    assert "value/kernel" in rows
+
+
+def test_a_variable_may_hold_a_tree_of_its_own():
+    inner = {"value": jnp.ones(2), "a": [jnp.ones(3)]}
+    for tree in (nnx.state(Module(v=nnx.Param(inner))), Module(v=nnx.Param(inner))):
+        assert set(paths.flatten(tree).paths) == {("v", "value"), ("v", "a", "0")}
+    assert paths.flatten(nnx.Param(jnp.ones(2))).paths == ((),)
+
+
+@pytest.mark.parametrize("make", [lambda m: m, lambda m: nnx.state(m, nnx.Param)])
+def test_the_layers_of_nnx_are_params_as_they_are(make):
+    """A module is a pytree, and callable at that: labels like it are no function."""
+    layer = make(nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0)))
+    grads = jax.tree.map(jnp.ones_like, layer)
+    numbers = mc.flax_dimension_numbers(layer)
+    expected = None
+    for told in (None, numbers, mc.flax_dimension_numbers):
+        tx = mc.muon(1e-2, dimension_numbers=told)
+        updates, _ = tx.update(grads, tx.init(layer), layer)
+        assert jax.tree.structure(updates) == jax.tree.structure(layer)
+        leaves = jax.tree.leaves(updates)
+        for update, other in zip(leaves, expected or leaves, strict=True):
+            np.testing.assert_array_equal(update, other)
+        expected = leaves
