@@ -72,7 +72,10 @@ def blockwise_attention(
     blocks = make_blocks(is_causal, local_window_size, block_size)
     attend = functools.partial(_attend, blocks)
     results = (OUTPUT, STATISTIC)
-    return on_automatic_axes(attend, inputs.query, inputs, value, results=results)
+    output, largest = on_automatic_axes(
+        attend, inputs.query, inputs, value, results=results
+    )
+    return output, jax.lax.stop_gradient(largest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
