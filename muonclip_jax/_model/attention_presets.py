@@ -5,17 +5,12 @@ from params to layers, which raises where it finds none or QK-Clip cannot act on
 `stack_axes` is that of `flax_attention_layers`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-from . import paths
-from .attention_layers import AttentionLayer, checked, with_stack_axes
+from .attention_layers import AttentionLayer
 from .head_leaf import HeadLeaf
-from .heads_or_stack import Neighbours, Projections
-from .stack_axes import IN_FRONT, ModuleStacks, Shape, StackAxes
-
-
-Finder = Callable[[Any], list[AttentionLayer]]
+from .modules_with import check_flat, Finder, finder, Module, projection
+from .stack_axes import IN_FRONT, StackAxes
 
 
 def latent_attention(
@@ -58,7 +53,7 @@ def latent_attention(
     """
     nope, rope = (-1, slice(0, nope_head_dim)), (-1, slice(nope_head_dim, None))
 
-    def layer(module: _Module) -> AttentionLayer:
+    def layer(module: Module) -> AttentionLayer:
         held = [leaf for leaf in query if module.has(leaf)]
         if not held:
             raise ValueError(
@@ -71,7 +66,7 @@ def latent_attention(
             rotary_query=(HeadLeaf(held[0], 3, part=rope),),
         )
 
-    return _finder(key_value, layer, stack_axes)
+    return finder(key_value, layer, stack_axes)
 
 
 def fused_attention(
@@ -98,13 +93,13 @@ def fused_attention(
     """
     fused = (3, -1, head_dim)
 
-    def layer(module: _Module) -> AttentionLayer:
-        _check_flat(module, name, 3 * head_dim)
-        query = _projection(name, module, split=fused, part=(-3, slice(0, 1)))
-        key = _projection(name, module, split=fused, part=(-3, slice(1, 2)))
+    def layer(module: Module) -> AttentionLayer:
+        check_flat(module, name, 3 * head_dim)
+        query = projection(name, module, split=fused, part=(-3, slice(0, 1)))
+        key = projection(name, module, split=fused, part=(-3, slice(1, 2)))
         return AttentionLayer(str(module), query, key)
 
-    return _finder(f"{name}/kernel", layer, stack_axes)
+    return finder(f"{name}/kernel", layer, stack_axes)
 
 
 def flat_attention(
@@ -139,15 +134,15 @@ def flat_attention(
     """
     flat = (-1, head_dim)
 
-    def layer(module: _Module) -> AttentionLayer:
-        _check_flat(module, query, head_dim)
+    def layer(module: Module) -> AttentionLayer:
+        check_flat(module, query, head_dim)
         return AttentionLayer(
             str(module),
-            _projection(query, module, split=flat),
-            _projection(key, module, split=flat),
+            projection(query, module, split=flat),
+            projection(key, module, split=flat),
         )
 
-    return _finder(f"{query}/kernel", layer, stack_axes)
+    return finder(f"{query}/kernel", layer, stack_axes)
 
 
 def normalised_attention(
@@ -181,7 +176,7 @@ def normalised_attention(
         Array([0.5, 0.5], dtype=float32)
     """
 
-    def layer(module: _Module) -> AttentionLayer:
+    def layer(module: Module) -> AttentionLayer:
         def gain(norm: str) -> tuple[HeadLeaf, ...]:
             names = [f"{norm}/{name}" for name in ("scale", "bias")]
             held = [name for name in names if module.has(name)]
@@ -189,93 +184,4 @@ def normalised_attention(
 
         return AttentionLayer(str(module), gain(query), gain(key))
 
-    return _finder(f"{query}/scale", layer, stack_axes)
-
-
-class _Module(NamedTuple):
-    """A module that holds a marker, and the shapes of one layer of the model."""
-
-    path: paths.Path
-    leaf_at: paths.LeafAt
-    stacks: ModuleStacks
-    neighbours: Neighbours
-
-    def __str__(self) -> str:
-        return "/".join(self.path)
-
-    def has(self, name: str) -> bool:
-        return (*self.path, *paths.split(name)) in self.leaf_at
-
-    def shape(self, name: str) -> Shape:
-        return self.stacks.layer((*self.path, *paths.split(name)))
-
-
-def _projection(name: str, module: _Module, **where: Any) -> tuple[HeadLeaf, ...]:
-    """The kernel of a Dense, and its bias if it has one."""
-    return tuple(
-        HeadLeaf(f"{name}/{leaf}", ndim, **where)
-        for leaf, ndim in (("kernel", 2), ("bias", 1))
-        if module.has(f"{name}/{leaf}")
-    )
-
-
-def _check_flat(module: _Module, name: str, head: int) -> None:
-    shape = module.shape(f"{name}/kernel")
-    if len(shape) > 2 and _has_head_axis(module, name, head):
-        raise ValueError(
-            f"'{module}/{name}/kernel' of shape {shape} has an axis of heads of its "
-            "own; expected is (*stack, features, heads * head_dim). Kernels that Flax "
-            "names need no preset, but mc.flax_attention_layers; describe others by "
-            "mc.AttentionLayer with mc.HeadLeaf"
-        )
-
-
-def _has_head_axis(module: _Module, name: str, head: int) -> bool:
-    """Whether a kernel of rank 3 is no stack; where nothing tells, it is one."""
-    kernel, bias = module.shape(f"{name}/kernel"), module.shape(f"{name}/bias")
-    if bias:
-        return bias != kernel[:-2] + kernel[-1:]
-    kernels, vectors = module.neighbours.below(module.path)
-    if Projections(kernel).by_kernels(kernels):
-        return True
-    if any(vector[:-1] == kernel[:-2] for vector in vectors):
-        return False
-    # A single head, and no fewer layers than features: hardly a stack.
-    return kernel[-1] <= head and kernel[0] >= kernel[-2]
-
-
-def _finder(
-    marker: str,
-    layer: Callable[[_Module], AttentionLayer],
-    stack_axes: StackAxes,
-) -> Finder:
-    """Makes a layer of every module that holds a leaf at `marker`."""
-
-    def find(params: Any) -> list[AttentionLayer]:
-        tree = paths.flatten(params)
-        leaf_at = tree.by_path()
-        stacks = ModuleStacks(stack_axes, leaf_at)
-        modules = leaf_at.modules_with(paths.split(marker))
-        # A mask may hide them all.
-        if not modules and leaf_at and not leaf_at.hidden:
-            raise ValueError(_nothing_found(marker, leaf_at))
-        neighbours = Neighbours(leaf_at, stacks.layer)
-        found = [_Module(path, leaf_at, stacks, neighbours) for path in modules]
-        layers = [layer(module) for module in found]
-        return checked(with_stack_axes(layers, tree, stack_axes), leaf_at)
-
-    return find
-
-
-def _nothing_found(marker: str, leaf_at: paths.LeafAt) -> str:
-    depth = len(paths.split(marker))
-    names = list(dict.fromkeys("/".join(path[-depth:]) for path in leaf_at))
-    more = ", ..." if len(names) > _SHOWN else ""
-    return (
-        f"no attention layer found: no leaf is named '{marker}'. The params have "
-        f"{', '.join(map(repr, names[:_SHOWN]))}{more}; name theirs in the arguments "
-        "of the preset, or leave attention= out for Flax's own attention"
-    )
-
-
-_SHOWN = 12
+    return finder(f"{query}/scale", layer, stack_axes)

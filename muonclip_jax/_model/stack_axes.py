@@ -48,10 +48,15 @@ class ModuleStacks:
 
     def __init__(self, stack_axes: StackAxes, leaf_at: LeafAt):
         self._axes = {split(module): axis for module, axis in stack_axes.items()}
-        self._leaf_at = leaf_at
+        self._shapes = {
+            path: () if is_masked(leaf) else tuple(leaf.shape)
+            for path, leaf in leaf_at.items()
+        }
+        self._layers = self._shapes
         if self._axes and leaf_at:
-            self._check_present()
+            self._check_present(leaf_at)
             self._check_in_range()
+            self._layers = {p: self.of(p).layer(s) for p, s in self._shapes.items()}
 
     def axis_of(self, path: Path) -> int | None:
         """That of the innermost module named that holds a path."""
@@ -70,20 +75,18 @@ class ModuleStacks:
 
     def shape(self, path: Path) -> Shape:
         """The shape of the leaf at a path, `()` if there is none in sight."""
-        leaf = self._leaf_at.get(path)
-        return () if leaf is None or is_masked(leaf) else tuple(leaf.shape)
+        return self._shapes.get(path, ())
 
     def layer(self, path: Path) -> Shape:
         """The shape of the leaf at a path in one layer, `()` if there is none."""
-        shape = self.shape(path)
-        return self.of(path).layer(shape) if self._axes else shape
+        return self._layers.get(path, ())
 
-    def _check_present(self) -> None:
-        starts = {path[:n] for path in self._leaf_at for n in range(len(path) + 1)}
+    def _check_present(self, leaf_at: LeafAt) -> None:
+        starts = {path[:n] for path in leaf_at for n in range(len(path) + 1)}
         absent = [
             module
             for module in self._axes
-            if module not in starts and not self._leaf_at.hides(module)
+            if module not in starts and not leaf_at.hides(module)
         ]
         if absent:
             raise ValueError(
@@ -93,9 +96,9 @@ class ModuleStacks:
     def _check_in_range(self) -> None:
         strays = [
             f"'{show(path)}' {shape} lacks axis {axis}"
-            for path in self._leaf_at
-            if (axis := self.axis_of(path)) is not None
-            and len(shape := self.shape(path)) > 1
+            for path, shape in self._shapes.items()
+            if len(shape) > 1
+            and (axis := self.axis_of(path)) is not None
             and stack_at(axis, len(shape), 1) is None
         ]
         if strays:

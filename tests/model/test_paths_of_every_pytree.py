@@ -54,6 +54,19 @@ def state(**fields):
     return nnx.state(variables(**fields))
 
 
+@jax.tree_util.register_pytree_node_class
+class WithoutKeys:
+    def __init__(self, children):
+        self.children = tuple(children)
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children)
+
+
 CONTAINERS = {
     "dict": dict,
     "frozen": lambda **fields: freeze(fields),
@@ -63,6 +76,8 @@ CONTAINERS = {
     "nnx arrays": Module,
     "nnx variables": variables,
 }
+
+SEQUENCES = {"list": list, "tuple": tuple, "without keys": WithoutKeys}
 
 
 @st.composite
@@ -74,14 +89,16 @@ def trees(draw, depth=3):
         if not depth or (prefix and draw(st.booleans())):
             number = next(counter)
             return jnp.full((), number), {number: prefix}
-        kind = draw(st.sampled_from([*CONTAINERS, "list"]))
+        kind = draw(st.sampled_from([*CONTAINERS, *SEQUENCES]))
         names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
-        keys = [str(i) for i in range(len(names))] if kind == "list" else names
+        numbered = kind in SEQUENCES
+        keys = [str(i) for i in range(len(names))] if numbered else names
         parts = {key: build(depth - 1, (*prefix, key)) for key in keys}
         found = {n: path for _, leaves in parts.values() for n, path in leaves.items()}
         children = {key: child for key, (child, _) in parts.items()}
-        make = CONTAINERS.get(kind, lambda **fields: list(fields.values()))
-        return make(**children), found
+        if numbered:
+            return SEQUENCES[kind](children.values()), found
+        return CONTAINERS[kind](**children), found
 
     return build(depth, ())
 

@@ -1,0 +1,103 @@
+"""Modules that hold a leaf by name, and the attention layers made of them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import paths
+from .attention_layers import AttentionLayer, checked, with_stack_axes
+from .head_leaf import HeadLeaf
+from .heads_or_stack import Neighbours, Projections
+from .stack_axes import ModuleStacks, Shape, StackAxes
+
+
+Finder = Callable[[Any], list[AttentionLayer]]
+
+# How many names an error lists.
+_SHOWN = 12
+
+
+class Module(NamedTuple):
+    """A module that holds a marker, and the shapes of one layer of the model."""
+
+    path: paths.Path
+    leaf_at: paths.LeafAt
+    stacks: ModuleStacks
+    neighbours: Neighbours
+
+    def __str__(self) -> str:
+        return "/".join(self.path)
+
+    def has(self, name: str) -> bool:
+        return (*self.path, *paths.split(name)) in self.leaf_at
+
+    def shape(self, name: str) -> Shape:
+        return self.stacks.layer((*self.path, *paths.split(name)))
+
+
+def projection(name: str, module: Module, **where: Any) -> tuple[HeadLeaf, ...]:
+    """The kernel of a Dense, and its bias if it has one."""
+    return tuple(
+        HeadLeaf(f"{name}/{leaf}", ndim, **where)
+        for leaf, ndim in (("kernel", 2), ("bias", 1))
+        if module.has(f"{name}/{leaf}")
+    )
+
+
+def check_flat(module: Module, name: str, head: int) -> None:
+    """Raises for a kernel with an axis of heads; one head alone is `head` wide."""
+    shape = module.shape(f"{name}/kernel")
+    if len(shape) > 2 and _has_head_axis(module, name, head):
+        raise ValueError(
+            f"'{module}/{name}/kernel' of shape {shape} has an axis of heads of its "
+            "own; expected is (*stack, features, heads * head_dim). Kernels that Flax "
+            "names need no preset, but mc.flax_attention_layers; describe others by "
+            "mc.AttentionLayer with mc.HeadLeaf"
+        )
+
+
+def _has_head_axis(module: Module, name: str, head: int) -> bool:
+    """Whether a kernel of rank 3 is no stack; where nothing tells, it is one."""
+    kernel, bias = module.shape(f"{name}/kernel"), module.shape(f"{name}/bias")
+    if bias:
+        return bias != kernel[:-2] + kernel[-1:]
+    kernels, vectors = module.neighbours.below(module.path)
+    if Projections(kernel).by_kernels(kernels):
+        return True
+    if any(vector[:-1] == kernel[:-2] for vector in vectors):
+        return False
+    # A single head, and no fewer layers than features: hardly a stack.
+    return kernel[-1] <= head and kernel[0] >= kernel[-2]
+
+
+def finder(
+    marker: str,
+    layer: Callable[[Module], AttentionLayer],
+    stack_axes: StackAxes,
+) -> Finder:
+    """Makes a layer of every module that holds a leaf at `marker`."""
+
+    def find(params: Any) -> list[AttentionLayer]:
+        tree = paths.flatten(params)
+        leaf_at = tree.by_path()
+        stacks = ModuleStacks(stack_axes, leaf_at)
+        modules = leaf_at.modules_with(paths.split(marker))
+        # A mask may hide them all.
+        if not modules and leaf_at and not leaf_at.hidden:
+            raise ValueError(_nothing_found(marker, leaf_at))
+        neighbours = Neighbours(leaf_at, stacks.layer)
+        found = [Module(path, leaf_at, stacks, neighbours) for path in modules]
+        layers = [layer(module) for module in found]
+        return checked(with_stack_axes(layers, tree, stack_axes), leaf_at)
+
+    return find
+
+
+def _nothing_found(marker: str, leaf_at: paths.LeafAt) -> str:
+    depth = len(paths.split(marker))
+    names = list(dict.fromkeys("/".join(path[-depth:]) for path in leaf_at))
+    more = ", ..." if len(names) > _SHOWN else ""
+    return (
+        f"no attention layer found: no leaf is named '{marker}'. The params have "
+        f"{', '.join(map(repr, names[:_SHOWN]))}{more}; name theirs in the arguments "
+        "of the preset, or leave attention= out for Flax's own attention"
+    )
