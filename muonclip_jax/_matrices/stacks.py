@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .unstack import unstack
 from .view import MatrixView
@@ -49,7 +50,7 @@ class Stack:
         on_cpu: bool,
     ) -> None:
         """Puts the leaves into `results`: float32 or wider, whatever the stack is."""
-        dtype = jnp.promote_types(self.dtype, jnp.float32)
+        dtype = np.promote_types(jnp.dtype(self.dtype), jnp.float32)
         pieces = unstack(stack, [part.view.count for part in self.parts], on_cpu)
         for part, matrices in zip(self.parts, pieces, strict=True):
             results[part.leaf] = from_stack(part.view, matrices).astype(dtype)

@@ -81,6 +81,14 @@ def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
     )
 
 
+def lies(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
+    """Whether an array is known to lie as `spec` says."""
+    if isinstance(x, Tracer):
+        return False
+    own_mesh, own = _of_array(x)
+    return own is not None and _same(own_mesh, mesh) and _entries(own) == _entries(spec)
+
+
 def _found(path: Path, leaf: Any, given: Any) -> tuple[Any, Any]:
     if is_masked(leaf):
         return None, None

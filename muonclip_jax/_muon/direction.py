@@ -7,18 +7,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._matrices.view import MatrixView
 from .._mesh.placement import find_placement
+from .._mesh.zeros import lay_zeros
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
 from .orthogonalize import orthogonalize
 
 
 class ScaleByMuonState(NamedTuple):
-    """State of [`scale_by_muon`][]: nothing but the momentum."""
+    """State of [`scale_by_muon`][]: nothing but the momentum.
+
+    The sum of `M = beta*M + G`, but in float16 the average `(1 - beta)*M`, which cannot
+    overflow and has the same direction.
+    """
 
     mu: optax.Updates  # like params, in mu_dtype
 
@@ -35,14 +41,15 @@ def muon_direction(
     """`scale_by_muon` for leaves that `read` has read; those without a view pass."""
 
     def init_fn(params: optax.Params) -> ScaleByMuonState:
-        leaves = read(params)
-        find_placement(leaves.tree.paths, leaves.tree.of(params), leaves.shardings)
-        return ScaleByMuonState(mu=optax.tree.zeros_like(params, dtype=mu_dtype))
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return ScaleByMuonState(mu=lie_as_params(read(params), params, mu))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
         (tree, views, shardings) = read(updates)
         gradients = tree.of(updates)
+        # A leaf without entries has nothing to orthogonalize and no scale.
+        views = [view if view and math.prod(view.shape) else None for view in views]
         pairs = [
             _accumulate(beta, m, g, nesterov) if view else (m, g)
             for m, g, view in zip(tree.of(state.mu), gradients, views, strict=True)
@@ -51,7 +58,7 @@ def muon_direction(
         placement = find_placement(tree.paths, momentum, shardings)
         directions = orthogonalize(solver, momentum, views, placement)
         scaled = [
-            (d * _shape_scale(view, consistent_rms)).astype(g.dtype) if view else d
+            _scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
             for d, view, g in zip(directions, views, gradients, strict=True)
         ]
         return tree.unflatten(scaled), ScaleByMuonState(mu=tree.unflatten(mu))
@@ -59,20 +66,37 @@ def muon_direction(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def lie_as_params(leaves: Leaves, params: optax.Params, zeros: Any) -> Any:
+    """Zeros like `params` that lie as those do, wherever that is known."""
+    tree, owners = leaves.tree, leaves.tree.of(params)
+    placement = find_placement(tree.paths, owners, leaves.shardings)
+    return tree.unflatten(lay_zeros(tree.of(zeros), owners, placement))
+
+
 @functools.partial(jax.jit, static_argnames="nesterov")
 def _accumulate(
     beta: ArrayLike, momentum: jax.Array, gradient: jax.Array, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The momentum to keep and the one to orthogonalize."""
-    momentum = _decay(beta, momentum, gradient)
-    return momentum, _decay(beta, momentum, gradient) if nesterov else momentum
+    dtype = momentum.dtype
+    wide = np.promote_types(np.promote_types(dtype, jnp.float32), gradient.dtype)
+    beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
+    if dtype == jnp.float16:
+        # A sum of what fits into float16 need not fit; an average does.
+        gradient = (1 - beta) * gradient
+
+    def decay(momentum: jax.Array) -> jax.Array:
+        return (beta * momentum.astype(wide) + gradient).astype(dtype)
+
+    momentum = decay(momentum)
+    return momentum, decay(momentum) if nesterov else momentum
 
 
-def _decay(beta: ArrayLike, momentum: jax.Array, gradient: jax.Array) -> jax.Array:
-    return jnp.asarray(beta * momentum + gradient, momentum.dtype)
-
-
-def _shape_scale(view: MatrixView, consistent_rms: ArrayLike | None) -> ArrayLike:
+def _scale_by_shape(
+    direction: jax.Array, view: MatrixView, consistent_rms: ArrayLike | None
+) -> jax.Array:
     if consistent_rms is None:
-        return math.sqrt(max(1.0, view.fan_out / view.fan_in))
-    return consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
+        scale = math.sqrt(max(1.0, view.fan_out / view.fan_in))
+    else:
+        scale = consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
+    return direction * jnp.asarray(scale, direction.dtype)

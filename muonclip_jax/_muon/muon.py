@@ -18,7 +18,7 @@ from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
-from .direction import muon_direction
+from .direction import lie_as_params, muon_direction
 from .leaves import Leaves, read_leaves
 
 
@@ -104,6 +104,7 @@ def muon(
         # read off the whole tree, here, and not off what `partition` leaves in sight.
         leaves = read_leaves(params, dimension_numbers, shardings)
         decayed = _decay_mask(weight_decay_mask, leaves.tree)
+        adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype)
         direction = muon_direction(
             lambda _: leaves,
             solver,
@@ -120,7 +121,7 @@ def muon(
                     optax.scale_by_learning_rate(learning_rate),
                 ),
                 "adamw": optax.chain(
-                    optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype),
+                    _lying_as_params(adam, leaves),
                     optax.add_decayed_weights(adam_weight_decay, decayed),
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),
@@ -132,7 +133,11 @@ def muon(
         return build(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        directions, state = build(updates).update(updates, state, params, **extra_args)
+        # optax's Adam mixes dtypes, so strict promotion would refuse it.
+        with jax.numpy_dtype_promotion("standard"):
+            directions, state = build(updates).update(
+                updates, state, params, **extra_args
+            )
         # optax's Adam answers bfloat16 gradients in mu_dtype.
         cast = jax.tree.map(lambda d, g: d.astype(g.dtype), directions, updates)
         return cast, state
@@ -154,6 +159,17 @@ def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         expected="a bool",
     )
     return tree.unflatten(map(bool, entries))
+
+
+def _lying_as_params(
+    adam: optax.GradientTransformation, leaves: Leaves
+) -> optax.GradientTransformation:
+    def init_fn(params: optax.Params) -> Any:
+        state = adam.init(params)
+        mu, nu = (lie_as_params(leaves, params, x) for x in (state.mu, state.nu))
+        return state._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformation(init_fn, adam.update)
 
 
 def _labels(leaves: Leaves) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 Rows = tuple[jax.Array, ...]  # a matrix, cut along its rows
@@ -69,7 +70,7 @@ def mean_diagonal(p: Hermitian) -> jax.Array:
 def _trace(x: jax.Array) -> jax.Array:
     # A mask fuses with what made x; taking the diagonal would have it stored first.
     identity = jnp.eye(x.shape[-1], dtype=bool)
-    accumulator = jnp.promote_types(x.dtype, jnp.float32)
+    accumulator = np.promote_types(x.dtype, jnp.float32)
     return jnp.sum(
         jnp.where(identity, x.astype(accumulator), 0), axis=(-2, -1), keepdims=True
     )

@@ -7,6 +7,7 @@ themselves it changes the cost and, but for rounding, not the result.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from .coefficients import Schedule
@@ -39,7 +40,8 @@ def traced(
     ns_steps: jax.Array,
 ) -> jax.Array:
     """The standard form for a number of steps known only when it runs."""
-    triples = jnp.asarray(schedule, dtype=jnp.float32)
+    real = jnp.finfo(x.dtype).dtype
+    triples = jnp.asarray(schedule, np.promote_types(real, jnp.float32))
     last = len(schedule) - 1
 
     def body(i, rows):

@@ -4,6 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 Preconditioning = Literal["frobenius", "aol"]
@@ -21,7 +22,7 @@ def _divide_by_norm(x: jax.Array) -> jax.Array:
     The square of 1e-30 or 1e30 leaves float32. So squares are summed as they are, of
     numbers shrunk and of numbers enlarged, and the sum that stayed in range counts.
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(np.promote_types(x.dtype, jnp.float32))
     exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
     real = jnp.finfo(x.dtype).dtype
     # Known to the compiler, it might square the factors first.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from . import hermitian_blocks
@@ -97,9 +98,9 @@ def _as_stack(x: jax.Array) -> jax.Array:
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(np.promote_types(x.dtype, jnp.float32))
 
 
 def _matmul(x: jax.Array, y: jax.Array, precision=None) -> jax.Array:
-    accumulator = jnp.promote_types(x.dtype, jnp.float32)
+    accumulator = np.promote_types(x.dtype, jnp.float32)
     return jnp.matmul(x, y, precision=precision, preferred_element_type=accumulator)

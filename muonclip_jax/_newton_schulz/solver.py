@@ -7,6 +7,7 @@ from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -121,7 +122,7 @@ class Solver:
     def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype to iterate matrices of `dtype` in."""
         if jnp.issubdtype(dtype, jnp.complexfloating):
-            return jnp.promote_types(self.dtype or dtype, jnp.complex64)
+            return np.promote_types(self.dtype or dtype, jnp.complex64)
         if self.dtype is not None or dtype == jnp.float64:
             return self.dtype or dtype
         fast = platforms.ITERATION_DTYPES[self.platform]
