@@ -127,6 +127,8 @@ def with_stack_axes(
     stack_axes: StackAxes,
 ) -> list[AttentionLayer]:
     """Tells every leaf of the layers where its stack lies."""
+    if not stack_axes:
+        return list(layers)
     stacks = ModuleStacks(stack_axes, tree.by_path())
 
     def told(layer: AttentionLayer, leaf: HeadLeaf) -> HeadLeaf:

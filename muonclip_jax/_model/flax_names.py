@@ -5,6 +5,7 @@ This is the one place that knows how Linen and NNX name things. Both spell a lay
 `<module>/{query,key,value,out}/{kernel,bias}`.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -42,7 +43,6 @@ class FlaxTree:
         self._stacks = ModuleStacks(stack_axes, self._leaves)
         self._shape = self._stacks.layer
         self._neighbours = Neighbours(self._leaves, self._shape)
-        self._output_head = self._find_output_head()
         self._with_heads: dict[Path, bool | None] = {}
 
     def dimension_numbers(self, path: Path) -> MuonDimensionNumbers | None:
@@ -169,7 +169,8 @@ class FlaxTree:
                 )
         raise Ambiguous
 
-    def _find_output_head(self) -> Path | None:
+    @functools.cached_property
+    def _output_head(self) -> Path | None:
         """The last Dense beside an embedding, if its shape is the embedding's turned.
 
         A decoder that leaves its head unnamed (`Dense_7`) is known by this alone.

@@ -13,8 +13,9 @@ _NORM = (
 )
 _QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
 
-# In latent attention, a norm of the query's latent, before its up-projection.
+# In latent attention, norms before the up-projections of query, and of key and value.
 _OF_LATENT = re.compile(f"q{_NORM}|{_NORM}q")
+_OF_KEY_VALUE = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
 
 
 class QKNorms:
@@ -22,10 +23,13 @@ class QKNorms:
 
     def __init__(self, paths: Iterable[Path]):
         self._names: dict[Path, list[str]] = {}
+        self._latent: set[Path] = set()
         for path in paths:
             for depth, name in enumerate(path):
                 if _is_qk_norm(name):
                     self._names.setdefault(path[:depth], []).append(name)
+                elif _is_key_value_norm(name):
+                    self._latent.add(path[:depth])
 
     def beside(self, layer: Path, leaves: Sequence[Path], *, latent: bool) -> list[str]:
         """Those beside the projections of a layer that are not among its own leaves."""
@@ -39,7 +43,10 @@ class QKNorms:
                 for module in modules
                 for name in self._names.get(module, ())
                 if (*module, name) not in own
-                and not (latent and _OF_LATENT.fullmatch(_letters(name)))
+                and not (
+                    (latent or module in self._latent)
+                    and _OF_LATENT.fullmatch(_letters(name))
+                )
             }
         )
 
@@ -48,6 +55,11 @@ class QKNorms:
 def _is_qk_norm(name: str) -> bool:
     """Whether a name is one of these in any spelling: `q_norm`, `KeyLayerNorm_0`."""
     return bool(_QK_NORM.fullmatch(_letters(name)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_key_value_norm(name: str) -> bool:
+    return bool(_OF_KEY_VALUE.fullmatch(_letters(name)))
 
 
 def _letters(name: str) -> str:

@@ -101,6 +101,10 @@ def test_a_norm_of_the_latent_is_none_of_the_query(norm):
     params = LATENT_PARAMS | {norm: SCALE, "kv_norm": SCALE}
     assert len(LATENT({"mla": params})) == 1
     mc.qk_clip(attention=LATENT(params)).init(params)
+    by_hand = LATENT(params)[0]._replace(rotary_query=())
+    mc.qk_clip(attention=[by_hand]).init(params)
+    with pytest.raises(ValueError, match="normalised after"):
+        mc.qk_clip(attention=[by_hand]).init(LATENT_PARAMS | {norm: SCALE})
     with pytest.raises(ValueError, match="'mla'.*normalised after .*key_norm"):
         LATENT({"mla": params | {"key_norm": SCALE}})
 
