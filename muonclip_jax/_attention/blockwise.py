@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .arguments import logit_inputs
 from .block_products import add, gather, product, put, weigh
 from .logits import Blocks, cut, LogitInputs, make_blocks
-from .mesh_axes import on_automatic_axes, OUTPUT, STATISTIC, vary_as
+from .mesh_axes import explicit_spec, layout_of, on_automatic_axes, vary_as
 
 
 def blockwise_attention(
@@ -37,7 +37,7 @@ def blockwise_attention(
 
     equal to `jax.nn.dot_product_attention` and to [`max_logits`][], its gradient too,
     but never with more than a block of logits in memory. A query that sees no key gets
-    zeros.
+    zeros. Softmax and sums are in float32, and in float64 where an array has it.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ def blockwise_attention(
     **Returns:** the output, `(batch..., length, heads, value_dim)` in the dtype of
     `value`, and the statistic, `(heads,)` float32 without gradient.
 
-    **Raises:** `ValueError` where heads or sizes do not fit.
+    **Raises:** `ValueError` where shapes do not fit, as for [`max_logits`][].
 
     !!! example
 
@@ -70,28 +70,34 @@ def blockwise_attention(
         query, key, [value], bias, mask, query_segment_ids, key_segment_ids, scale
     )
     blocks = make_blocks(is_causal, local_window_size, block_size)
-    attend = functools.partial(_attend, blocks)
-    results = (OUTPUT, STATISTIC)
-    output, largest = on_automatic_axes(
-        attend, inputs.query, inputs, value, results=results
-    )
+    output, largest = _attend(blocks, inputs, value)
     return output, jax.lax.stop_gradient(largest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
-    output, _, largest = _forward(blocks, inputs, value)
-    return output, largest
+def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
+    return _attend_forward(blocks, inputs, value)[0]
 
 
 def _attend_forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
-    output, log_total, largest = _forward(blocks, inputs, value)
+    forward = functools.partial(_forward, blocks)
+    output, log_total, largest = on_automatic_axes(
+        forward, inputs, value, results=tuple(layout_of(inputs.query))
+    )
     return (output, largest), (inputs, value, output, log_total)
 
 
 def _attend_backward(blocks: Blocks, residuals, cotangents):
-    inputs, value, output, log_total = residuals
-    return _gradient(blocks, inputs, value, output, log_total, cotangents[0])
+    inputs, value, *_ = residuals
+    gradient = functools.partial(_gradient, blocks)
+    arrays = (inputs.query, inputs.key, value, inputs.bias, inputs.scale)
+    d_query, d_key, d_value, d_bias, d_scale = on_automatic_axes(
+        gradient,
+        *residuals,
+        cotangents[0],
+        results=jax.tree.map(explicit_spec, arrays),
+    )
+    return LogitInputs(d_query, d_key, d_bias, *[None] * 5, d_scale), d_value  # pyright: ignore
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -186,8 +192,8 @@ def _gradient(
     output: jax.Array,
     log_total: jax.Array,
     d_output: jax.Array,
-) -> tuple[Any, jax.Array]:
-    """Returns the gradients of `inputs`, as `custom_vjp` wants them, and of `value`."""
+) -> tuple[Any, ...]:
+    """Returns the gradients of query, key, value, bias and scale."""
     dtype = inputs.scale.dtype
     mean = jnp.sum(d_output.astype(dtype) * output.astype(dtype), axis=-1)
     rows = _Rows(d_output.astype(value.dtype), jnp.swapaxes(mean, -2, -1), log_total)
@@ -213,10 +219,7 @@ def _gradient(
     d_query, d_key, d_value, d_bias = grads
     d_scale = jnp.sum(d_query * inputs.query.astype(dtype))
     grads = (inputs.scale * d_query, inputs.scale * d_key, d_value, d_bias)
-    d_query, d_key, d_value, d_bias = jax.tree.map(
-        lambda g, x: g.astype(x.dtype), grads, arrays
-    )
-    return LogitInputs(d_query, d_key, d_bias, *[None] * 5, d_scale), d_value  # pyright: ignore
+    return *jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays), d_scale
 
 
 def _add_block(blocks: Blocks, inputs: LogitInputs, value, row: _Rows, i, j, grads):

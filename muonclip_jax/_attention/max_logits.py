@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .arguments import logit_inputs
 from .logits import Blocks, LogitInputs, make_blocks
-from .mesh_axes import on_automatic_axes, STATISTIC, vary_as
+from .mesh_axes import layout_of, on_automatic_axes, vary_as
 
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an
@@ -44,16 +44,20 @@ def max_logits(
     - `bias`, `mask`: broadcast to `(batch..., heads, length, key_length)`; the mask is
         true (or nonzero) where a query sees a key.
     - `is_causal`: whether a query sees no later key.
-    - `scale`: `1/sqrt(head_dim)` by default.
+    - `scale`: one number, traced or not; `1/sqrt(head_dim)` by default.
     - `local_window_size`: how many keys before and after itself a query sees, as in
         `jax.nn.dot_product_attention`.
-    - `query_segment_ids`, `key_segment_ids`: `(batch..., length)` integers; a query
-        sees keys of its own segment. Keys take the query's if left out.
+    - `query_segment_ids`, `key_segment_ids`: integers that broadcast to
+        `(batch..., length)`; a query sees keys of its own segment. Keys take the
+        query's if left out.
 
     **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees
     nothing.
 
-    **Raises:** `ValueError` where heads or sizes of query and key do not fit.
+    Batch axes of query and key broadcast, as in NumPy.
+
+    **Raises:** `ValueError` where heads or sizes of query and key do not fit, where a
+    bias, a mask or segments do not broadcast, and for the segments of keys alone.
 
     !!! example
 
@@ -85,7 +89,8 @@ def max_logits_at_once(
 def _statistic(largest: Callable, blocks: Blocks, inputs: LogitInputs) -> jax.Array:
     inputs = jax.lax.stop_gradient(inputs)
     function = functools.partial(largest, blocks)
-    return on_automatic_axes(function, inputs.query, inputs, results=STATISTIC)
+    results = layout_of(inputs.query).statistic
+    return on_automatic_axes(function, inputs, results=results)
 
 
 def _largest(blocks: Blocks, inputs: LogitInputs) -> jax.Array:

@@ -1,14 +1,10 @@
 """Axes of a mesh: manual ones that arrays vary over, explicit ones made automatic."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-
-
-#: The axes of a query that attention's output and its statistic have.
-OUTPUT, STATISTIC = slice(None, -1), slice(-2, -1)
 
 
 def vary_as(tree: Any, like: Any) -> Any:
@@ -31,21 +27,39 @@ def manual_axes(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
+class Layout(NamedTuple):
+    """How results lie on explicit axes: as the query's of the same meaning."""
+
+    output: PartitionSpec  # (batch..., length, heads, value_dim)
+    log_total: PartitionSpec  # (batch..., heads, length)
+    statistic: PartitionSpec  # (heads,)
+
+
+def layout_of(query: jax.Array) -> Layout:
+    *batch, length, heads, _ = explicit_spec(query)
+    return Layout(
+        PartitionSpec(*batch, length, heads, None),
+        PartitionSpec(*batch, heads, length),
+        PartitionSpec(heads),
+    )
+
+
+def explicit_spec(x: jax.Array) -> PartitionSpec:
+    return jax.typeof(x).sharding.spec
+
+
 def on_automatic_axes(
-    function: Callable[..., Any], query: jax.Array, *arguments: Any, results: Any
+    function: Callable[..., Any], *arguments: Any, results: Any
 ) -> Any:
-    """Leaves to XLA what of the mesh is explicit; results lie as the query's axes do.
+    """Leaves to XLA what of the mesh is explicit; `results` says how those lie.
 
     Heads that share a key, and blocks cut from an axis, have no explicit sharding.
     """
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((query, arguments))]
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
         return function(*arguments)
-    spec = jax.typeof(query).sharding.spec
-    placed = jax.tree.map(
-        lambda axes: NamedSharding(mesh, PartitionSpec(*spec[axes])), results
-    )
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
     automatic = jax.sharding.auto_axes(
         function, axes=mesh.explicit_axes, out_sharding=placed
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .arguments import broadcasting, fitting
-from .mesh_axes import on_automatic_axes, OUTPUT, STATISTIC
+from .mesh_axes import layout_of, on_automatic_axes
 from .windows import make_window
 
 
@@ -74,7 +74,9 @@ def residual_attention(
         local_window_size=window,
         implementation=implementation,
     )
-    return on_automatic_axes(attend, query, *arrays, results=(OUTPUT, STATISTIC))
+    layout = layout_of(query)
+    results = (layout.output, layout.statistic)
+    return on_automatic_axes(attend, *arrays, results=results)
 
 
 def _attend(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
