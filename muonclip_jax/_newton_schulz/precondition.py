@@ -12,17 +12,35 @@ Preconditioning = Literal["frobenius", "aol"]
 
 def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:
     """Scales `(..., m, n)`, the short side first, in float32 or better."""
-    y = _divide_by_norm(x)
+    y = _divide_by_norm(x.astype(np.promote_types(x.dtype, jnp.float32)))
     return _almost_orthogonal(y) if kind == "aol" else y
 
 
+@jax.custom_jvp
 def _divide_by_norm(x: jax.Array) -> jax.Array:
-    """Divides by the Frobenius norm, reading once.
+    """Divides by the Frobenius norm, reading once."""
+    factor, norm = _factor_and_norm(x)
+    return x * factor / jnp.where(norm > 0, norm, 1)
+
+
+@_divide_by_norm.defjvp
+def _divide_by_norm_jvp(primals, tangents):
+    # By the rules for what is below, 0 would meet infinity in the sums that do not
+    # count. A zero matrix has no derivative; this gives it one of 0.
+    ((x,), (dx,)) = primals, tangents
+    factor, norm = _factor_and_norm(x)
+    y = x * factor / jnp.where(norm > 0, norm, 1)
+    dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
+    along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
+    return y, dy - y * along
+
+
+def _factor_and_norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A power of two, and the Frobenius norm of `x` times that.
 
     The square of 1e-30 or 1e30 leaves float32. So squares are summed as they are, of
     numbers shrunk and of numbers enlarged, and the sum that stayed in range counts.
     """
-    x = x.astype(np.promote_types(x.dtype, jnp.float32))
     exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
     real = jnp.finfo(x.dtype).dtype
     # Known to the compiler, it might square the factors first.
@@ -36,8 +54,7 @@ def _divide_by_norm(x: jax.Array) -> jax.Array:
         return jnp.where(is_large, large, jnp.where(is_small, small, usual))
 
     large, small = _sum_of_squares(x * shrink), _sum_of_squares(x * enlarge)
-    norm = jnp.sqrt(choose(large, total, small))
-    return x * choose(shrink, 1, enlarge) / jnp.where(norm > 0, norm, 1)
+    return choose(shrink, 1, enlarge), jnp.sqrt(choose(large, total, small))
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
