@@ -39,9 +39,9 @@ def qk_clip(
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
     applied to the weights after the update, biases included. Updates of all other
-    heads and leaves pass through bit for bit. `optax.apply_updates` then gives the
-    weights of [`clip_qk`][], whatever the dtypes: the updates of leaves that carry
-    heads come out in float32 or wider, all others in the dtype they came in.
+    heads and leaves pass through bit for bit. The scaled weight is formed in float32
+    and rounded once; only where a bfloat16 weight shrinks to less than half does its
+    update, in bfloat16 too, round coarser than [`clip_qk`][] would.
 
     **Arguments:**
 

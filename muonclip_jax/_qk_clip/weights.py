@@ -2,23 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
     """Leaves the entries whose scale is 1 alone, bit for bit."""
-    wide = jnp.promote_types(param.dtype, jnp.float32)
+    wide = np.promote_types(param.dtype, jnp.float32)
     scaled = (param.astype(wide) * scale.astype(wide)).astype(param.dtype)
     return jnp.where(scale == 1, param, scaled)
 
 
 def scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
-    """The update after which `param` is what `scale_weight` makes of the new weight.
+    """The update after which `param` is `scale * (param + update)`, rounded once.
 
-    It is float32 or wider: in the dtype of short params, or of short updates, there is
-    no number that leads to a weight much smaller than the old one.
+    The target is rounded to the dtype of `param` before `param` is taken off, which is
+    exact for scales down to 1/2; adding a rounded difference instead would round twice.
     """
-    wide = jnp.promote_types(jnp.promote_types(param.dtype, update.dtype), jnp.float32)
-    old, step = param.astype(wide), update.astype(wide)
-    # As `optax.apply_updates` adds and rounds.
-    target = scale_weight((old + step).astype(param.dtype), scale)
-    return jnp.where(scale == 1, step, target.astype(wide) - old)
+    wide = np.promote_types(np.promote_types(param.dtype, update.dtype), jnp.float32)
+    p, u, s = param.astype(wide), update.astype(wide), scale.astype(wide)
+    target = (p + (u + (s - 1) * (p + u))).astype(param.dtype)
+    return jnp.where(scale == 1, update, (target.astype(wide) - p).astype(update.dtype))
