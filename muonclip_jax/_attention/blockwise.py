@@ -70,8 +70,8 @@ def blockwise_attention(
         query, key, [value], bias, mask, query_segment_ids, key_segment_ids, scale
     )
     blocks = make_blocks(is_causal, local_window_size, block_size)
-    output, largest = _attend(blocks, inputs, value)
-    return output, jax.lax.stop_gradient(largest)
+    results: Any = _attend(blocks, inputs, value)
+    return results[0], jax.lax.stop_gradient(results[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
