@@ -13,6 +13,9 @@ from jax.core import Tracer
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
 
+#: How often a single triple is likely to run where a traced number says how often.
+USUAL_STEPS = 5
+
 # Amsel et al., arXiv:2505.16932, optimal for singular values in [1e-3, 1].
 _POLAR_EXPRESS_RAW: Schedule = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -85,10 +88,12 @@ def resolve_schedule(
 
     A preset that repeats one triple, or a single triple `(a, b, c)`, runs for any
     `ns_steps`; a schedule whose steps differ runs for exactly its length. A traced
-    `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here.
+    `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here: the schedule
+    is then what is likely to run, and beyond its end the last triple repeats.
     """
     if isinstance(ns_steps, Tracer):
-        return _named_or_given(ns_coeffs, None)
+        schedule = _named_or_given(ns_coeffs, None)
+        return schedule * USUAL_STEPS if len(schedule) == 1 else schedule
     if int(ns_steps) < 1:
         raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
     schedule = _named_or_given(ns_coeffs, int(ns_steps))

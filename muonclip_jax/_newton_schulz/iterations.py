@@ -20,7 +20,7 @@ from .hermitian_blocks import (
     Rows,
     split,
 )
-from .products import add, Products, round_to
+from .products import add, Products, round_to, widen
 
 
 def standard(
@@ -39,7 +39,10 @@ def traced(
     blocks: int,
     ns_steps: jax.Array,
 ) -> jax.Array:
-    """The standard form for a number of steps known only when it runs."""
+    """The standard form for a number of steps known only when it runs.
+
+    The result has the dtype of the other forms.
+    """
     real = jnp.finfo(x.dtype).dtype
     triples = jnp.asarray(schedule, np.promote_types(real, jnp.float32))
     last = len(schedule) - 1
@@ -48,7 +51,8 @@ def traced(
         step = _step(rows, triples[jnp.minimum(i, last)], products)
         return round_to(step, x.dtype)
 
-    return join(jax.lax.fori_loop(0, ns_steps, body, split(x, blocks)))
+    rows = jax.lax.fori_loop(0, ns_steps, body, split(x, blocks))
+    return widen(join(rows))
 
 
 def gram(

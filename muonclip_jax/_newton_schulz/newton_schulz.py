@@ -41,8 +41,10 @@ def newton_schulz(
     - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
         $X X^T$ and multiplies `x` once or a few times: less arithmetic for matrices
         far from square. `"auto"` is `"gram"` from an aspect ratio of 1.5 on, but
-        `"standard"` where float32 products have to be asked for (see `dtype`). A
-        traced `ns_steps` runs as `"standard"`.
+        `"standard"` where float32 products have to be asked for (see `dtype`).
+        A traced `ns_steps`, as under `optax.inject_hyperparams`, costs nothing where
+        it comes out as the number of coefficients (5 of a single triple); any other
+        number runs as `"standard"`, by XLA's products.
     - `dtype`: dtype of the iteration. By default float32 on CPU, float16 on GPU and
         bfloat16 on TPU, float64 for an `x` of float64, complex64 for a complex one,
         and float32 where coefficients would be unstable in less. With

@@ -74,7 +74,7 @@ def kernel_products(
 
 def add(x, y, a: ArrayLike = 1.0, b: ArrayLike = 1.0):
     """`a x + b y` of two trees of blocks, in float32 or better."""
-    return jax.tree.map(lambda x, y: a * _widen(x) + b * _widen(y), x, y)
+    return jax.tree.map(lambda x, y: a * widen(x) + b * widen(y), x, y)
 
 
 def round_to(blocks, dtype: DTypeLike):
@@ -97,7 +97,8 @@ def _as_stack(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _widen(x: jax.Array) -> jax.Array:
+def widen(x: jax.Array) -> jax.Array:
+    """In float32 or better."""
     return x.astype(np.promote_types(x.dtype, jnp.float32))
 
 

@@ -82,12 +82,21 @@ class Solver:
         The last is not rounded to the dtype of the iteration where that costs nothing.
         """
         strategy = self.strategy(x.shape[-2:], x.dtype)
-        if self.ns_steps is not None:
-            products = xla_products(x.dtype, exact=False)
-            return traced(x, self.schedule, products, strategy.blocks, self.ns_steps)
         form = gram if strategy.gram else standard
         products = self._products(strategy, x.dtype)
-        return form(x, self.schedule, products, strategy.blocks)
+        usual = functools.partial(
+            form, schedule=self.schedule, products=products, blocks=strategy.blocks
+        )
+        if self.ns_steps is None:
+            return usual(x)
+        other = functools.partial(
+            traced,
+            schedule=self.schedule,
+            products=xla_products(x.dtype, exact=False),
+            blocks=strategy.blocks,
+            ns_steps=self.ns_steps,
+        )
+        return jax.lax.cond(self.ns_steps == len(self.schedule), usual, other, x)
 
     def map(self, function: Any, stack: jax.Array) -> jax.Array:
         """Applies a function of matrices to as many of a stack at once as do well."""

@@ -1,0 +1,105 @@
+"""`init` puts the moments where their parameters lie, so that one compilation does."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+A, E = AxisType.Auto, AxisType.Explicit
+SHAPES = {"up": (2, 8, 16), "down": (16, 8), "bias": (4,), "scale": ()}
+SPECS = {"up": P(None, "a", "b"), "down": P("a"), "bias": P("b"), "scale": P()}
+
+
+def placed(*types):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=types)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    return mesh, shardings, jax.device_put(params, shardings)
+
+
+def make(shardings=None):
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    return mc.muon(
+        optax.linear_schedule(1e-2, 0.0, 10),
+        ns_steps=2,
+        shardings=shardings,
+        dimension_numbers={
+            name: numbers if len(shape) > 1 else None for name, shape in SHAPES.items()
+        },
+    )
+
+
+def misplaced(state, shardings):
+    """The moments that lie elsewhere than their parameters."""
+    found, seen = [], set()
+    for keys, x in jax.tree_util.tree_leaves_with_path(state):
+        names = [key.key for key in keys if getattr(key, "key", None) in SHAPES]
+        seen.update(names)
+        if names and not x.sharding.is_equivalent_to(shardings[names[0]], x.ndim):
+            found.append((names[0], x.sharding))
+    assert seen == set(SHAPES)
+    return found
+
+
+def compilations(tx, state, params):
+    update = jax.jit(tx.update)
+    for _ in range(3):
+        _, state = update(params, state, params)
+    return update._cache_size()
+
+
+@pytest.mark.parametrize("types", [(A, A), (E, E), (A, E)])
+def test_told_and_jitted(types):
+    _, shardings, params = placed(*types)
+    tx = make(shardings)
+    state = jax.jit(tx.init)(params)
+    assert not misplaced(state, shardings)
+    assert compilations(tx, state, params) == 1
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_explicit_axes_tell(is_set):
+    mesh, shardings, params = placed(E, E)
+    if is_set:
+        with jax.set_mesh(mesh):
+            state = jax.jit(make().init)(params)
+    else:
+        state = jax.jit(make().init)(params)
+    assert not misplaced(state, shardings)
+    assert compilations(make(), state, params) == 1
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
+def test_abstract_params(jit):
+    """Nothing but `shardings` says where anything lies."""
+    mesh, shardings, params = placed(A, A)
+    shapes = jax.eval_shape(lambda: params)
+    assert not misplaced(jit(lambda: make(shardings).init(shapes))(), shardings)
+    with jax.set_mesh(mesh):
+        assert not misplaced(jit(lambda: make(SPECS).init(shapes))(), shardings)
+    state = jax.eval_shape(make(shardings).init, shapes)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(
+        jnp.shape, make().init({k: jnp.ones(s) for k, s in SHAPES.items()})
+    )
+
+
+def test_the_direction_alone():
+    _, shardings, params = placed(A, A)
+    matrices = {name: params[name] for name in ("up", "down")}
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    tx = mc.scale_by_muon(
+        dimension_numbers=numbers,
+        mu_dtype="bfloat16",
+        shardings={name: shardings[name] for name in matrices},
+    )
+    mu = jax.jit(tx.init)(matrices).mu
+    for name, x in mu.items():
+        assert x.dtype == jnp.bfloat16 and not x.any()
+        assert x.sharding.is_equivalent_to(shardings[name], x.ndim)

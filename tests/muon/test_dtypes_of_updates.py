@@ -1,0 +1,98 @@
+"""Any float dtype of params, gradients and momentum, however strict JAX is."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal, polynomial_of
+
+import muonclip_jax as mc
+
+
+SHORT = ("float16", "bfloat16", "float32")
+
+
+@pytest.fixture
+def strict():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def reference(gradients, nesterov=True, beta=0.95):
+    """The last direction, in float64."""
+    momentum = np.zeros(gradients[0].shape)
+    for g in gradients:
+        g = np.asarray(g, np.float64)
+        momentum = beta * momentum + g
+    ahead = g + beta * momentum if nesterov else momentum
+    return polynomial_of(ahead, mc.NS_COEFFS["keller"])
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("momentum", "scale"), [("float16", 8e3), ("float16", 1e-3)])
+@pytest.mark.parametrize("gradients", SHORT)
+def test_momentum_in_float16_stays_finite(gradients, momentum, scale, nesterov):
+    """Gradients near the largest float16, all of one sign, so that they add up."""
+    draws = [jnp.abs(normal(i, 4, 6)) * scale for i in range(30)]
+    draws = [{"w": x.astype(gradients)} for x in draws]
+    tx = mc.scale_by_muon(mu_dtype=momentum, nesterov=nesterov, consistent_rms=None)
+    state = tx.init(draws[0])
+    update = jax.jit(tx.update)
+    for g in draws:
+        updates, state = update(g, state)
+        assert state.mu["w"].dtype == momentum
+        assert np.isfinite(state.mu["w"]).all()
+    scale_by_shape = np.sqrt(6 / 4)
+    expected = scale_by_shape * reference([g["w"] for g in draws], nesterov)
+    np.testing.assert_allclose(np.float64(updates["w"]), expected, atol=0.06)
+
+
+def test_momentum_in_float32_is_the_sum():
+    tx = mc.scale_by_muon()
+    grads = {"w": normal(0, 3, 4)}
+    state = tx.init(grads)
+    for _ in range(2):
+        _, state = tx.update(grads, state)
+    np.testing.assert_allclose(state.mu["w"], 1.95 * grads["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["jit", "eager", "disable_jit"])
+@pytest.mark.parametrize(
+    ("params", "gradients", "momentum"),
+    [*itertools.product(SHORT, SHORT, [None]), ("float32", "bfloat16", "float16")],
+)
+def test_every_pair_of_dtypes(strict, way, params, gradients, momentum):
+    p, g = ({"w": normal(i, 3, 5)} for i in range(2))
+    p, g = optax.tree.cast(p, params), optax.tree.cast(g, gradients)
+    tx = mc.scale_by_muon(mu_dtype=momentum, consistent_rms=None, ns_steps=5)
+    with jax.disable_jit(way == "disable_jit"):
+        update = jax.jit(tx.update) if way == "jit" else tx.update
+        updates, state = update(g, tx.init(p), p)
+    assert updates["w"].dtype == gradients
+    assert state.mu["w"].dtype == (momentum or params)
+    expected = np.sqrt(5 / 3) * reference([g["w"]])
+    np.testing.assert_allclose(np.float64(updates["w"]), expected, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("injected", [False, True])
+def test_whole_updates_under_strict_promotion(strict, dtype, injected):
+    params = optax.tree.cast({"w": normal(0, 3, 4), "bias": normal(1, 3)}, dtype)
+    for factory in (mc.muon,) if injected else (mc.muon, mc.muonclip):
+        make = optax.inject_hyperparams(factory) if injected else factory
+        tx = make(learning_rate=1e-2, ns_steps=1, ns_coeffs=(1.5, -0.5, 0.0))
+        extra = {"attention_stats": {}} if factory is mc.muonclip else {}
+        updates, _ = tx.update(params, tx.init(params), params, **extra)
+        assert {x.dtype.name for x in jax.tree.leaves(updates)} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("options", [{}, {"method": "gram"}, {"dtype": "bfloat16"}])
+def test_newton_schulz_under_strict_promotion(strict, dtype, options):
+    x = normal(0, 3, 5).astype(dtype)
+    y = mc.newton_schulz(x, **options)
+    expected = polynomial_of(np.float64(x), mc.NS_COEFFS["keller"])
+    np.testing.assert_allclose(np.float64(y), expected, atol=0.05)
