@@ -89,9 +89,10 @@ def _attend(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
         )
     rounding = float(jnp.finfo(log_sum_exp.dtype).eps) / 2
     largest = jnp.max(log_sum_exp.astype(jnp.float32), (0, 1), initial=-jnp.inf)
-    # Either side of zero, and minus infinity stays what it is.
-    bound = jnp.maximum(largest * (1 + rounding), largest * (1 - rounding))
-    return output.reshape(*batch, *output.shape[1:]), jax.lax.stop_gradient(bound)
+    margin = jnp.where(jnp.isinf(largest), 0, rounding * jnp.abs(largest))
+    return output.reshape(*batch, *output.shape[1:]), jax.lax.stop_gradient(
+        largest + margin
+    )
 
 
 def _flat(x: Any, batch: tuple[int, ...]) -> Any:
