@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 LAYER = mc.AttentionLayer("", (mc.HeadLeaf("w", 2),), (mc.HeadLeaf("v", 2),))
 NUMBERS = {"w": MuonDimensionNumbers(1, 0), "v": None, "b": None}
-SPECS = dict.fromkeys(NUMBERS, jax.sharding.PartitionSpec())
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+EVERYWHERE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
+SPECS = dict.fromkeys(NUMBERS, EVERYWHERE)
 
 #: For every option of `muonclip` a value that is not its default.
 VALUES = {
