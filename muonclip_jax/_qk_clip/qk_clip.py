@@ -133,7 +133,8 @@ def clip_qk(
 
     !!! example
 
-        >>>         >>> import muonclip_jax as mc
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
         >>> kernel = jnp.ones((8, 2, 4))
         >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
         >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
