@@ -25,9 +25,14 @@ from .one_device import orthogonalize_on_one_device
 
 
 def orthogonalize_where_compiler_puts(
-    solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
+    solver: Solver,
+    leaves: Sequence[jax.Array],
+    *,
+    views: Sequence[MatrixView],
+    specs: None = None,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves, and leaves them as they lie."""
+    del specs
 
     def on_one_device(solver, leaves):
         return orthogonalize_on_one_device(solver, leaves, views=views)
@@ -48,16 +53,7 @@ def orthogonalize_where_compiler_puts(
 
     partitioned = custom_partitioning(on_one_device)
     partitioned.def_partition(partition, sharding_rule=_every_leaf_as_it_was)
-    function = jax.custom_batching.custom_vmap(partitioned)
-
-    @function.def_vmap
-    def batched(axis_size, in_batched, *arguments):
-        del axis_size
-        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched)
-        results = jax.vmap(on_one_device, in_axes)(*arguments)
-        return results, [True] * len(results)
-
-    return function(solver, list(leaves))
+    return partitioned(solver, list(leaves))
 
 
 def _sharding(x: Any) -> Any:
