@@ -148,7 +148,7 @@ def _lying_as_params(
     adam: optax.GradientTransformation, leaves: Leaves
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> Any:
-        state = adam.init(params)
+        state: Any = adam.init(params)
         mu, nu = (lie_as_params(leaves, params, x) for x in (state.mu, state.nu))
         return state._replace(mu=mu, nu=nu)
 

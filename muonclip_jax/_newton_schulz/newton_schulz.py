@@ -31,7 +31,7 @@ def newton_schulz(
 
     so that $X$ tends to the polar factor $U V^T$. The result does not depend on the
     scale of `x`, from the smallest normal float32 to the largest; a zero matrix
-    stays zero.
+    stays zero. The same holds for the gradient; that of a zero matrix is zero.
 
     **Arguments:**
 
