@@ -1,7 +1,7 @@
 """On which mesh the leaves lie, and along which of its axes, as far as it is known."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,7 @@ def _found(path: Path, leaf: Any, given: Any) -> tuple[Any, Any]:
             "call jax.set_mesh, or give a jax.sharding.NamedSharding"
         )
     _check_fits(path, leaf.shape, *wanted)
-    _check_agree(path, (mesh, spec), wanted)
+    _check_agree(path, leaf, (mesh, spec), wanted)
     return wanted
 
 
@@ -115,8 +115,7 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     sharding = getattr(own, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None, None
-    automatic = AxisType.Auto in sharding.mesh.axis_types
-    if isinstance(leaf, Tracer) and automatic:
+    if isinstance(leaf, Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding.mesh, None
     return sharding.mesh, sharding.spec
 
@@ -141,10 +140,11 @@ def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
             )
 
 
-def _check_agree(path: Path, own: Any, given: Any) -> None:
+def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
     """Raises if an array is known to lie elsewhere than the user says."""
     (mesh, spec), (other, wanted) = own, given
-    same_spec = spec is None or _entries(spec) == _entries(wanted)
+    hidden = _automatic_axes(mesh) if isinstance(leaf, Tracer) else set()
+    same_spec = spec is None or _entries(spec) == _entries(wanted, hidden)
     if mesh is not None and not (_same(mesh, other) and same_spec):
         raise ValueError(
             f"shardings says {_show(other, wanted)} for '{show(path)}', which "
@@ -179,8 +179,20 @@ def _same(mesh: Any, other: Any) -> bool:
     return mesh.shape_tuple == other.shape_tuple
 
 
-def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    entries = [mesh_axes(entry) for entry in spec]
+def _automatic_axes(mesh: Any) -> set[str]:
+    """Those that tracers do not speak of."""
+    if mesh is None:
+        return set()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, type_ in types if type_ == AxisType.Auto}
+
+
+def _entries(
+    spec: PartitionSpec, hidden: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    entries = [
+        tuple(name for name in mesh_axes(entry) if name not in hidden) for entry in spec
+    ]
     while entries and not entries[-1]:
         entries.pop()
     return entries

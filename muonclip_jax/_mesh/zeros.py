@@ -28,13 +28,11 @@ def lay_zeros(
         for i, (x, spec) in enumerate(zip(zeros, placement.specs, strict=True))
         if spec is not None and not lies(x, placement.mesh, spec)
     ]
-    made = _zeros(
-        placement.mesh,
-        tuple(placement.specs[i] for i in moved),
-        tuple((zeros[i].shape, zeros[i].dtype) for i in moved),
-    )
-    for i, x in zip(moved, made, strict=True):
-        results[i] = x
+    if moved:
+        specs = tuple(placement.specs[i] for i in moved)
+        arrays = tuple((zeros[i].shape, zeros[i].dtype) for i in moved)
+        for i, x in zip(moved, _zeros(placement.mesh, specs, arrays), strict=True):
+            results[i] = x
     # A tracer's mesh does not name its devices, but an argument that is kept does.
     kept = [x for x in params if isinstance(x, Tracer)]
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results

@@ -11,6 +11,7 @@ from .._mesh.placement import Placement
 from .._newton_schulz.solver import on_its_platform, Solver
 from .custom_partition import orthogonalize_where_compiler_puts
 from .one_device import orthogonalize_on_one_device
+from .transformed import transformable
 
 
 def orthogonalize(
@@ -48,9 +49,8 @@ def _orthogonalize(solver, leaves, *, views, mesh, specs):
     if mesh is None:
         route = functools.partial(orthogonalize_on_one_device, views=views)
     elif specs is None:
-        route = functools.partial(orthogonalize_where_compiler_puts, views=views)
+        route = transformable(orthogonalize_where_compiler_puts, views, None)
     else:
-        route = functools.partial(
-            orthogonalize_on_mesh, views=views, mesh=mesh, specs=specs
-        )
+        on_mesh = functools.partial(orthogonalize_on_mesh, mesh=mesh)
+        route = transformable(on_mesh, views, specs)
     return on_its_platform(route, solver, leaves)

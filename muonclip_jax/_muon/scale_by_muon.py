@@ -55,7 +55,8 @@ def scale_by_muon(
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
     - `consistent_rms`: root mean square of the update, or `None`.
-    - `mu_dtype`: dtype of the momentum; the params' if `None`.
+    - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it holds
+        $(1 - \beta_t)$ times as much, an average, which is finite where gradients are.
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
         of one, or a function of the params. By default
         [`flax_dimension_numbers`][].
@@ -65,7 +66,11 @@ def scale_by_muon(
         matrices, whole, and returns them orthogonalized: two exchanges for each shape.
         Arrays outside `jit`, and explicit axes, say it themselves, and for CPU and GPU
         the compiler does under automatic axes. For TPU it cannot: there, without
-        `shardings`, the update is partitioned like any other program.
+        `shardings`, the update is partitioned like any other program. `init` under
+        `jit` with automatic axes cannot know either: only with `shardings` does the
+        momentum lie as the params do. And programs that ask the compiler hold an
+        address, so JAX's persistent compilation cache misses them in every process,
+        unless JAX's flag `jax_remove_custom_partitioning_ptr_from_cache_key` is set.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
     they came with.

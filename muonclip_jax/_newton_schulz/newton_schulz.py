@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .coefficients import Schedule, Triple
+from .explicit_axes import on_whole_matrices
 from .precondition import Preconditioning
 from .solver import Kernel, make_solver, Method, on_its_platform, Solver
 
@@ -30,7 +31,7 @@ def newton_schulz(
 
     so that $X$ tends to the polar factor $U V^T$. The result does not depend on the
     scale of `x`, from the smallest normal float32 to the largest; a zero matrix
-    stays zero.
+    stays zero. The same holds for the gradient; that of a zero matrix is zero.
 
     **Arguments:**
 
@@ -88,7 +89,7 @@ def newton_schulz(
             "newton_schulz needs floating-point matrices (..., m, n), got shape "
             f"{x.shape} and dtype {x.dtype}"
         )
-    return _newton_schulz(solver, x)
+    return on_whole_matrices(_newton_schulz, solver, x)
 
 
 @jax.jit

@@ -1,0 +1,111 @@
+"""Explicit axes: beside automatic ones, under `vmap`, and without an optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+A, E = AxisType.Auto, AxisType.Explicit
+SPECS = {"wide": P("a", "b"), "stack": P(None, "b", "a"), "tall": P(("a", "b"))}
+PARAMS = {"wide": (8, 16), "stack": (3, 8, 8), "tall": (16, 4)}
+PARAMS = {name: normal(i, *shape) for i, (name, shape) in enumerate(PARAMS.items())}
+
+
+def mesh_of(*types):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=types)
+
+
+def make(shardings=None):
+    numbers = MuonDimensionNumbers(-2, -1)
+    return mc.muon(1.0, ns_steps=2, dimension_numbers=numbers, shardings=shardings)
+
+
+def updated(tx, params):
+    return tx.update(params, tx.init(params), params)[0]
+
+
+@pytest.mark.parametrize("types", [(A, E), (E, A), (E, E)])
+@pytest.mark.parametrize("told", [True, False])
+def test_same_as_on_one_device(types, told):
+    mesh = mesh_of(*types)
+    specs = SPECS if types == (E, E) else SPECS | {"tall": P("a")}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    params = jax.device_put(PARAMS, shardings)
+    tx = make(shardings if told else None)
+    with jax.set_mesh(mesh):
+        updates = jax.jit(tx.update)(params, tx.init(params), params)[0]
+    for name, expected in updated(make(), PARAMS).items():
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_shardings_that_contradict_the_explicit_axis_beside_an_automatic_one():
+    mesh = mesh_of(A, E)
+    params = jax.device_put(PARAMS["wide"], NamedSharding(mesh, P("a", "b")))
+    wrong = make(NamedSharding(mesh, P("b", "a")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="which lies on"):
+        jax.jit(wrong.update)(params, make().init(params), params)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P("a", "b"), P(None, "a", "b"), P(("a", "b")), P("b", None, "a"), P(None, "a")],
+)
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_newton_schulz_of_cut_matrices(spec, is_mapped):
+    mesh, x = mesh_of(E, E), normal(0, 8, 4, 12).at[:, :, :8].get()
+    function = jax.vmap(mc.newton_schulz) if is_mapped else mc.newton_schulz
+    with jax.set_mesh(mesh):
+        y = jax.jit(function)(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    np.testing.assert_allclose(y, mc.newton_schulz(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P("b", None, "a"), P(None, "a")])
+def test_vmap_over_a_population(spec):
+    mesh, tx = mesh_of(E, E), make()
+    population = normal(0, 4, 8, 16)
+    expected = [updated(tx, x) for x in population]
+    with jax.set_mesh(mesh):
+        x = jax.device_put(population, NamedSharding(mesh, spec))
+        y = jax.jit(jax.vmap(lambda x: updated(tx, x)))(x)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    np.testing.assert_allclose(y, jnp.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("types", [(A, A), (E, E)])
+@pytest.mark.parametrize("told", [True, False])
+def test_gradients_through_an_update(types, told):
+    mesh = mesh_of(*types)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+
+    def loss(tx):
+        return lambda x: sum(jnp.sum(u**3) for u in updated(tx, x).values())
+
+    expected = jax.grad(loss(make()))(PARAMS)
+    with jax.set_mesh(mesh):
+        tx = make(shardings if told else None)
+        found = jax.jit(jax.grad(loss(tx)))(jax.device_put(PARAMS, shardings))
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-3, atol=1e-4)
+
+
+def test_vmap_over_a_number_of_steps_on_a_mesh():
+    mesh = mesh_of(A, A)
+    x = jax.device_put(PARAMS["wide"], NamedSharding(mesh, P("a", "b")))
+
+    def update(ns_steps, x):
+        return updated(mc.muon(1.0, ns_steps=ns_steps), x)
+
+    found = jax.jit(jax.vmap(update, (0, None)))(jnp.array([1, 5]), x)
+    for steps, y in zip((1, 5), found, strict=True):
+        expected = update(steps, PARAMS["wide"])
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
