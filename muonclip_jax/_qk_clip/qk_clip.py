@@ -39,9 +39,15 @@ def qk_clip(
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
     applied to the weights after the update, biases included. Updates of all other
-    heads and leaves pass through bit for bit. The scaled weight is formed in float32
-    and rounded once; only where a bfloat16 weight shrinks to less than half does its
-    update, in bfloat16 too, round coarser than [`clip_qk`][] would.
+    heads and leaves keep their values bit for bit. The scaled weight is formed in
+    float32 and rounded once, as by [`clip_qk`][], whatever the dtypes: updates of the
+    leaves that `qk_clip` scales are float32 at least, which `optax.apply_updates`
+    adds before it rounds. All other updates keep their dtype.
+
+    Wrappers that choose between the updates they were given and the optimizer's, such
+    as `optax.apply_if_finite`, want both in one dtype: for bfloat16 and float16
+    gradients they go around what is in front,
+    `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`.
 
     **Arguments:**
 

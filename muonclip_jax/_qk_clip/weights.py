@@ -15,10 +15,10 @@ def scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
 def scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
     """The update after which `param` is `scale * (param + update)`, rounded once.
 
-    The target is rounded to the dtype of `param` before `param` is taken off, which is
-    exact for scales down to 1/2; adding a rounded difference instead would round twice.
+    It is float32 at least: in a shorter dtype, the difference between a weight and one
+    that is much smaller would be rounded to more than the smaller one.
     """
-    wide = np.promote_types(np.promote_types(param.dtype, update.dtype), jnp.float32)
-    p, u, s = param.astype(wide), update.astype(wide), scale.astype(wide)
-    target = (p + (u + (s - 1) * (p + u))).astype(param.dtype)
-    return jnp.where(scale == 1, update, (target.astype(wide) - p).astype(update.dtype))
+    wide = np.promote_types(np.promote_types(param.dtype, jnp.float32), update.dtype)
+    old, step = param.astype(wide), update.astype(wide)
+    target = ((old + step) * scale.astype(wide)).astype(param.dtype)
+    return jnp.where(scale == 1, step, target.astype(wide) - old)

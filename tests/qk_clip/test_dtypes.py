@@ -1,7 +1,11 @@
-"""`clip_qk` rounds once, whatever the params are made of."""
+"""Clipped weights are rounded once, whatever params and updates are made of."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import normal
 
@@ -33,3 +37,28 @@ def test_the_function_on_params_rounds_once(param):
         eps = float(jnp.finfo(param).eps)
         tiny = float(jnp.finfo(param).smallest_subnormal)
         assert (np.abs(actual - exact) <= (eps / 2 + 1e-6) * np.abs(exact) + tiny).all()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("param", "update"), list(itertools.product(DTYPES, DTYPES)))
+def test_updates_lead_where_the_function_does(param, update, alpha):
+    """Down to a thousandth of the old weight, where a short update has no digits."""
+    params, updates = tree(0, param), tree(1, update, scale=1e-2)
+    tx = mc.qk_clip(alpha=alpha)
+    clipped, _ = tx.update(updates, tx.init(params), params, attention_stats=STATS)
+    actual = optax.apply_updates(params, clipped)
+    moved = jax.tree.map(
+        lambda p, u: p.astype(jnp.float32) + u.astype(jnp.float32), params, updates
+    )
+    expected = mc.clip_qk(moved, STATS, alpha=alpha)
+    eps = float(jnp.finfo(param).eps)
+    tiny = float(jnp.finfo(param).smallest_subnormal)
+    for role, leaf in itertools.product(("query", "key"), ("kernel", "bias")):
+        assert actual["a"][role][leaf].dtype == param
+        x = np.asarray(actual["a"][role][leaf], np.float64)
+        y = np.asarray(expected["a"][role][leaf], np.float64)
+        # A float32 sum rounds to 2**-24 of the old weight, a thousand times the new.
+        assert (np.abs(x - y) <= (eps / 2 + 2e-4) * np.abs(y) + tiny + 1e-9).all()
+    # What is not scaled keeps its dtype and its bits.
+    assert clipped["b"]["kernel"].dtype == update
+    np.testing.assert_array_equal(clipped["b"]["kernel"], updates["b"]["kernel"])

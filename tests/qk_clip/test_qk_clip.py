@@ -126,6 +126,7 @@ def test_heads_at_or_under_the_threshold_stay_bit_identical(dtype):
                     t["layer_0"]["attention"][name][leaf] for t in (before, after)
                 )
                 # Bits, not values: -0.0 and 0.0 differ.
+                old = old.astype(new.dtype)
                 same = np.asarray(old).view(np.uint8) == np.asarray(new).view(np.uint8)
                 same = same.reshape(*old.shape[:-1], -1).all(axis=-1).reshape(-1, 4)
                 assert same[:, [0, 1, 3]].all() and not same[:, 2].all()
@@ -137,29 +138,20 @@ def test_heads_at_or_under_the_threshold_stay_bit_identical(dtype):
 
 @pytest.mark.parametrize("update_dtype", [jnp.bfloat16, jnp.float32])
 def test_bfloat16_params_are_rounded_once(update_dtype):
-    """`p + u'` is the float64 value of `scale * (p + u)`, rounded to bfloat16.
-
-    A bfloat16 update can only do so down to half of `p`: below, the difference itself
-    has more digits than bfloat16.
-    """
+    """`p + u'` is the float64 value of `scale * (p + u)`, rounded to bfloat16."""
     kernel = normal(0, 64, 4, 32, dtype=jnp.bfloat16, scale=0.05)
     update = normal(1, 64, 4, 32, dtype=update_dtype, scale=1e-3)
     params = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
     updates = {"query": {"kernel": update}, "key": {"kernel": update}}
-    stats = {"max_logits": jnp.asarray([101.0, 150.0, 250.0, 399.0])}
+    stats = {"max_logits": jnp.asarray([101.0, 150.0, 399.0, 1e5])}
     tx = mc.qk_clip(100.0)
     clipped, _ = tx.update(updates, tx.init(params), params, attention_stats=stats)
-    assert clipped["key"]["kernel"].dtype == update_dtype
     actual = optax.apply_updates(params, clipped)["query"]["kernel"]
-    scale = np.sqrt(100 / np.asarray([101.0, 150.0, 250.0, 399.0]))[None, :, None]
+    scale = np.sqrt(100 / np.asarray([101.0, 150.0, 399.0, 1e5]))[None, :, None]
     exact = scale * (np.asarray(kernel, np.float64) + np.asarray(update, np.float64))
     expected = jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16)
-    ratio = exact / np.asarray(kernel, np.float64)
-    reachable = (ratio >= 0.5) & (ratio <= 2) | (update_dtype == jnp.float32)
-    assert reachable.mean() > 0.8
     # Products that fall on a tie of bfloat16 may round either way.
-    wrong = (np.asarray(actual) != np.asarray(expected)) & reachable
-    assert wrong.mean() < 1e-3
+    assert (np.asarray(actual) != np.asarray(expected)).mean() < 1e-3
 
 
 def test_empty_statistics_suit_a_model_without_attention():
