@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .stack_axes import Shape, Stack, stack_at
 
@@ -94,6 +95,34 @@ class HeadLeaf(NamedTuple):
         stack = range(place.depth)
         return jnp.moveaxis(scale, stack, [place.start + i for i in stack])
 
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the entries of each head of such a leaf, `(*stack, heads)`."""
+        depth, view = self.stack_of(x.ndim).depth, self._summed_view(x)
+        if self.part:
+            view = jnp.where(_inside(view.shape, *self.part), view, 0)
+        if self.axis is None:
+            return view.sum(range(depth, view.ndim))[..., None]
+        heads = view.ndim + self.axis
+        return view.sum([i for i in range(depth, view.ndim) if i != heads])
+
+    def _summed_view(self, x: jax.Array) -> jax.Array:
+        """The stack in front and the last axis split; axes of neither have size one."""
+        place = self.stack_of(x.ndim)
+        stack = range(place.depth)
+        x = jnp.moveaxis(x, [place.start + i for i in stack], stack)
+        kept = {axis + x.ndim for axis in self._kept_axes()}.union(stack)
+        x = x.sum([i for i in range(x.ndim) if i not in kept], keepdims=True)
+        # An axis that explicit axes of a mesh cut cannot be split.
+        x = everywhere(x)
+        return x.reshape(self._view(x.shape))
+
+    def _kept_axes(self) -> set[int]:
+        """The axes of a leaf, from the end, that its heads and its part lie along."""
+        meant = {self.axis, *(self.part[:1] if self.part else ())} - {None}
+        behind = max(len(self.split), 1) - 1
+        kept = {min(axis + behind, -1) for axis in meant if axis is not None}
+        return kept | {-1} if self.split else kept
+
     def _at_head_axis(self, factors: jax.Array, ndim: int) -> jax.Array:
         """The factors with the stack in front, heads at their axis, 1 at all others."""
         stack = factors.shape[:-1]
@@ -118,3 +147,9 @@ def _inside(shape: Shape, axis: int, part: slice) -> np.ndarray:
     inside = np.zeros(shape[axis], bool)
     inside[part] = True
     return inside.reshape(-1, *(1,) * (-axis - 1))
+
+
+def everywhere(x: jax.Array) -> jax.Array:
+    """A copy on every device, where axes are explicit and some of them cut it."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec()) if any(spec) else x

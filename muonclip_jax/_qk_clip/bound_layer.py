@@ -1,8 +1,11 @@
 """An attention layer bound to the shapes of its leaves."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
@@ -59,8 +62,7 @@ class BoundLayer:
         """
         layer, scales = self._layer, {}
         roles = [(layer.query, by_query), (layer.key, by_key)]
-        if not self._shared and self._count(layer.key[0]) != self._heads:
-            # Shared keys stay, or heads under the threshold would shrink with the rest.
+        if self._keys_stay:
             roles = [(layer.query, by_both)]
         for leaves, factors in [*roles, (layer.rotary_query, by_both)]:
             for leaf in leaves:
@@ -68,6 +70,25 @@ class BoundLayer:
                 scale = leaf.scale(self._shape_of(leaf), factors)
                 scales[path] = scales[path] * scale if path in scales else scale
         return scales
+
+    def log_size(self) -> jax.Array:
+        """Log of the norms that `scales` multiplies by gamma, `(*stack, heads)`."""
+        layer = self._layer
+        roles = [layer.query] if self._keys_stay else [layer.query, layer.key]
+        return sum((jnp.log(self._norm(leaves)) for leaves in roles), jnp.zeros(()))
+
+    def _norm(self, leaves: tuple[HeadLeaf, ...]) -> jax.Array:
+        """Root of the sum of squares, which is never zero."""
+        squares = [leaf.sum(_square(self._leaf_of(leaf))) for leaf in leaves]
+        if self._shared:
+            squares = [x.sum(-1, keepdims=True) for x in squares]
+        total = functools.reduce(jnp.add, squares)
+        return jnp.sqrt(jnp.maximum(total, jnp.finfo(total.dtype).tiny))
+
+    @property
+    def _keys_stay(self) -> bool:
+        """Shared keys do, or heads under the threshold would shrink with the rest."""
+        return not self._shared and self._count(self._layer.key[0]) != self._heads
 
     def _fits(self) -> bool:
         leaves, layer = self._layer.leaves, self._layer
@@ -85,8 +106,15 @@ class BoundLayer:
         return leaf.heads(self._shape_of(leaf))
 
     def _shape_of(self, leaf: HeadLeaf) -> tuple[int, ...]:
-        return tuple(self._leaf_at[self._layer.path_of(leaf)].shape)
+        return tuple(self._leaf_of(leaf).shape)
+
+    def _leaf_of(self, leaf: HeadLeaf) -> Any:
+        return self._leaf_at[self._layer.path_of(leaf)]
 
     def _leaves(self) -> str:
         leaves = {self._layer.path_of(x): self._shape_of(x) for x in self._layer.leaves}
         return ", ".join(f"'{show(path)}' {shape}" for path, shape in leaves.items())
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(np.promote_types(x.dtype, jnp.float32)))

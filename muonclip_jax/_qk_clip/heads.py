@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .._matrices.unstack import unstack
 from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
+from .._model.head_leaf import everywhere
 from .._model.paths import is_masked, Path, PathedTree, show_all, split
 from .._model.statistics import read_attention_stats, STATISTIC
 from .bound_layer import BoundLayer
@@ -79,17 +79,24 @@ class Heads:
         **Raises:** `ValueError`, naming the paths, where statistics are missing or do
         not fit.
         """
-        if attention_stats is None:
-            raise ValueError(
-                "qk_clip needs attention_stats: tx.update(grads, state, params, "
-                "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
-                "sows; pass attention_stats={} for a model without attention"
-            )
-        if axis_name is None:
-            return self._row(attention_stats)
-        if isinstance(attention_stats, HeadRow):
-            attention_stats.axes[axis_name] = None
-        return maximum_over(self._row(attention_stats), [axis_name])
+        row = self._row(attention_stats, axis_name)
+        return maximum_over(row, _named(axis_name))
+
+    def read_sized(
+        self, attention_stats: Any, axis_name: Hashable | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """`read`, and the log of `|W_q| |W_k|` alike, in one collective.
+
+        Devices that hold parts of the weights agree on the largest.
+        """
+        logits = self._row(attention_stats, axis_name)
+        log_sizes = _to_row([layer.log_size() for layer in self.layers])
+        # Those that a batch does not vary over: along them, only weights are cut.
+        others = jax.typeof(log_sizes).mat.varying - {axis_name}
+        log_sizes = maximum_over(log_sizes, sorted(others))
+        both = jnp.concatenate([logits, log_sizes])
+        both = maximum_over(both, _named(axis_name))
+        return both[: self.count], both[self.count :]
 
     def cut(self, row: jax.Array) -> list[jax.Array]:
         """One array `(*stack, heads)` for each layer."""
@@ -111,13 +118,21 @@ class Heads:
             scales |= layer.scales(*factors)
         return scales
 
-    def _row(self, attention_stats: Any) -> jax.Array:
+    def _row(self, attention_stats: Any, axis_name: Hashable | None) -> jax.Array:
+        if attention_stats is None:
+            raise ValueError(
+                "qk_clip needs attention_stats: tx.update(grads, state, params, "
+                "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
+                "sows; pass attention_stats={} for a model without attention"
+            )
         if not isinstance(attention_stats, HeadRow):
-            stats = read_attention_stats(attention_stats)
-        elif attention_stats.shapes == self.shapes:
+            return self._checked(read_attention_stats(attention_stats))
+        attention_stats.axes.update(dict.fromkeys(_named(axis_name)))
+        if attention_stats.shapes == self.shapes:
             return attention_stats.logits
-        else:
-            stats = attention_stats.by_layer()
+        return self._checked(attention_stats.by_layer())
+
+    def _checked(self, stats: dict[Path, jax.Array]) -> jax.Array:
         self._check_matched(stats)
         return _to_row([layer.check(stats[layer.path]) for layer in self.layers])
 
@@ -149,6 +164,10 @@ def maximum_over(row: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
     return row
 
 
+def _named(axis_name: Hashable | None) -> list[Hashable]:
+    return [] if axis_name is None else [axis_name]
+
+
 def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
     """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
     own = [layer.path_of(leaf) for leaf in layer.leaves]
@@ -171,14 +190,8 @@ def _threshold(layer: BoundLayer, default: Any, at: Callable[[Any], Any]) -> jax
 
 
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
-    flat = [_everywhere(x).ravel() for x in arrays]
+    flat = [everywhere(x).ravel().astype(jnp.float32) for x in arrays]
     return jnp.concatenate([jnp.zeros(0, jnp.float32), *flat])
-
-
-def _everywhere(x: jax.Array) -> jax.Array:
-    """A copy on every device, where axes are explicit and heads were cut along some."""
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, PartitionSpec()) if any(spec) else x
 
 
 def _cut(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -37,9 +37,12 @@ def qk_clip_metrics(
         [`QKClipState`][];
     - `"clipped_fraction"`, `"ever_clipped_fraction"`: the share of all heads that was
         clipped in the last step, and in any step so far (12.7 % in Kimi K2);
+    - `"ineffective_heads"`: how many are over the threshold but left alone, because
+        clips shrank their weights 16-fold and the logits stayed: query and key are
+        normalised after the projection;
     - `"layers"`: by the path of each attention layer, a dict of arrays
-        `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone)
-        and `"steps_since_clip"` (-1 if it never was clipped).
+        `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone),
+        `"steps_since_clip"` (-1 if it never was clipped) and `"ineffective"`.
 
     Heads that share a leaf, such as the gain of a norm, count as one.
 
@@ -73,7 +76,13 @@ def qk_clip_metrics(
             f"{heads.count}; hand over the params and attention= of its init"
         )
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
-    rows = dict(max_logits=state.max_logits, gamma=state.gamma, steps_since_clip=since)
+    ineffective = state.record.ineffective
+    rows = dict(
+        max_logits=state.max_logits,
+        gamma=state.gamma,
+        steps_since_clip=since,
+        ineffective=ineffective,
+    )
     by_layer = {name: heads.cut(row) for name, row in rows.items()}
     count = max(1, state.gamma.size)
     return {
@@ -82,6 +91,7 @@ def qk_clip_metrics(
         "num_nonfinite": state.num_nonfinite,
         "clipped_fraction": state.num_clipped / count,
         "ever_clipped_fraction": jnp.sum(state.last_clip >= 0) / count,
+        "ineffective_heads": jnp.sum(ineffective, dtype=jnp.int32),
         "layers": {
             "/".join(layer.path): {name: row[i] for name, row in by_layer.items()}
             for i, layer in enumerate(heads.layers)
@@ -99,7 +109,9 @@ def _find(opt_state: Any) -> QKClipState:
     if _instances(plain, QKClipState):
         warnings.warn(_LAST_MICRO_BATCH, stacklevel=3)
     # An `nnx.Optimizer` holds variables in place of arrays.
-    return QKClipState(*(jnp.asarray(field) for field in found[0]))
+    return jax.tree.map(
+        jnp.asarray, found[0], is_leaf=lambda x: not isinstance(x, tuple)
+    )
 
 
 def _instances(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:

@@ -20,7 +20,8 @@ from jax.core import Tracer
 from .._model import paths
 from .._model.attention_layers import Attention
 from .heads import Heads
-from .state import first_state, HeadReading, next_state, QKClipState, read_heads
+from .reading import read_heads
+from .state import first_state, next_state, QKClipState
 from .weights import scale_update, scale_weight
 
 
@@ -43,6 +44,11 @@ def qk_clip(
     float32 and rounded once, as by [`clip_qk`][], whatever the dtypes: updates of the
     leaves that `qk_clip` scales are float32 at least, which `optax.apply_updates`
     adds before it rounds. All other updates keep their dtype.
+
+    A head that is clipped again and again while its logit stays, because something
+    normalises query and key after the projection, is left alone from then on
+    (`"ineffective_heads"` in [`qk_clip_metrics`][]): its weights fell 16-fold by then.
+    Where such a norm is known by its name, `init` refuses.
 
     Wrappers that choose between the updates they were given and the optimizer's, such
     as `optax.apply_if_finite`, want both in one dtype: for bfloat16 and float16
@@ -106,19 +112,17 @@ def qk_clip(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
         tree = paths.flatten(params)
-        scale_at, reading = _clip(
-            Heads(tree, attention),
-            attention_stats,
-            threshold,
-            alpha,
-            axis_name,
-            state.step,
-        )
+        heads = Heads(tree, attention)
+        step = state.step
+        logits, log_sizes = heads.read_sized(attention_stats, axis_name)
+        seen = read_heads(logits, _thresholds(heads, threshold, step))
+        state, clips = next_state(state, seen, log_sizes)
+        scale_at = heads.scales(clips.gamma, _at(alpha, step))
         clipped = [
             scale_update(u, p, scale_at[path]) if path in scale_at else u
             for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
         ]
-        return tree.unflatten(clipped), next_state(state, reading)
+        return tree.unflatten(clipped), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -149,9 +153,10 @@ def clip_qk(
     """
     _check(threshold, alpha)
     tree = paths.flatten(params)
-    scale_at, _ = _clip(
-        Heads(tree, attention), attention_stats, threshold, alpha, axis_name
-    )
+    heads = Heads(tree, attention)
+    logits = heads.read(attention_stats, axis_name)
+    seen = read_heads(logits, _thresholds(heads, threshold))
+    scale_at = heads.scales(seen.gamma, _at(alpha))
     clipped = [
         scale_weight(p, scale_at[path]) if path in scale_at else p
         for path, p in zip(*tree[:2], strict=True)
@@ -159,21 +164,7 @@ def clip_qk(
     return tree.unflatten(clipped)
 
 
-def _clip(
-    heads: Heads,
-    attention_stats: Any,
-    threshold: Any,
-    alpha: Any,
-    axis_name: Hashable | None,
-    step: Any = None,
-) -> tuple[dict[paths.Path, jax.Array], HeadReading]:
-    """What to multiply each leaf by, and the reading that led to it."""
-    logits = heads.read(attention_stats, axis_name)
-    reading = read_heads(logits, _thresholds(heads, threshold, step))
-    return heads.scales(reading.gamma, _at(alpha, step)), reading
-
-
-def _thresholds(heads: Heads, threshold: Any, step: Any) -> jax.Array:
+def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
     for layer in heads.layers:
         name = f"threshold of layer '{paths.show(layer.path)}'"
         _check_threshold(layer.threshold, name)
@@ -198,7 +189,7 @@ def _is_open(value: Any) -> bool:
     return callable(value) or isinstance(value, Tracer)
 
 
-def _at(value: Any, step: Any) -> Any:
+def _at(value: Any, step: Any = None) -> Any:
     if callable(value) and step is None:
         raise ValueError("clip_qk knows no step: schedules need qk_clip")
     return value(step) if callable(value) else value

@@ -1,26 +1,13 @@
-"""What QK-Clip reads in the heads of a step, and remembers."""
+"""What QK-Clip remembers from step to step."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-
-class HeadReading(NamedTuple):
-    """What a step sees in all heads, `(all heads,)`."""
-
-    max_logits: jax.Array  # float32
-    clipped: jax.Array  # bool
-    gamma: jax.Array  # float32
-
-
-def read_heads(logits: jax.Array, threshold: Any) -> HeadReading:
-    """`gamma` is `tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere."""
-    threshold = jnp.asarray(threshold, jnp.float32)
-    over = jnp.isfinite(logits) & (logits > threshold)
-    gamma = jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
-    return HeadReading(logits, over, gamma.astype(jnp.float32))
+from .effect import ClipRecord, first_record, judge
+from .reading import HeadReading
 
 
 class QKClipState(NamedTuple):
@@ -32,11 +19,12 @@ class QKClipState(NamedTuple):
 
     step: jax.Array  # shape=(), int32; updates so far, for schedules
     max_logit: jax.Array  # shape=(), float32; largest finite S, -inf if none
-    num_clipped: jax.Array  # shape=(), int32; heads over the threshold
+    num_clipped: jax.Array  # shape=(), int32; heads that were scaled
     num_nonfinite: jax.Array  # shape=(), int32; heads whose S is inf or NaN
     max_logits: jax.Array  # shape=(all heads,), float32; S
     gamma: jax.Array  # shape=(all heads,), float32; 1 where the head was left alone
     last_clip: jax.Array  # shape=(all heads,), int32; its step, -1 if there was none
+    record: ClipRecord  # what clips did so far, to find heads on which they are lost
 
 
 def first_state(heads: int) -> QKClipState:
@@ -48,12 +36,18 @@ def first_state(heads: int) -> QKClipState:
         max_logits=jnp.full(heads, -jnp.inf, jnp.float32),
         gamma=jnp.ones(heads, jnp.float32),
         last_clip=jnp.full(heads, -1, jnp.int32),
+        record=first_record(heads),
     )
 
 
-def next_state(state: QKClipState, heads: HeadReading) -> QKClipState:
+def next_state(
+    state: QKClipState, heads: HeadReading, log_sizes: jax.Array
+) -> tuple[QKClipState, HeadReading]:
+    """The state after a step, and which heads that step is to clip."""
+    since = state.step - state.last_clip
+    record, heads = judge(state.record, heads, log_sizes, since)
     finite = jnp.isfinite(heads.max_logits)
-    return QKClipState(
+    after = QKClipState(
         step=jnp.asarray(optax.safe_increment(state.step)),
         max_logit=jnp.max(heads.max_logits, initial=-jnp.inf, where=finite),
         num_clipped=jnp.sum(heads.clipped, dtype=jnp.int32),
@@ -61,4 +55,6 @@ def next_state(state: QKClipState, heads: HeadReading) -> QKClipState:
         max_logits=heads.max_logits,
         gamma=heads.gamma,
         last_clip=jnp.where(heads.clipped, state.step, state.last_clip),
+        record=record,
     )
+    return after, heads

@@ -9,7 +9,7 @@ from flax import nnx
 from helpers import clip_at_rest, randomize
 
 import muonclip_jax as mc
-from muonclip_jax._qk_clip.state import read_heads
+from muonclip_jax._qk_clip.reading import read_heads
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
