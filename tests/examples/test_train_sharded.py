@@ -221,7 +221,7 @@ import jax
 import processes
 
 def wait():
-    print("started", flush=True)
+    os.write(1, b"started\\n")  # in one piece, beside that of the other
     time.sleep(600)
 
 def die():
