@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import paths
-from .flax_names import FlaxTree
+from .attention_shapes import AttentionShapes
 from .head_leaf import HeadLeaf
+from .module_stacks import ModuleStacks
 from .qk_norms import QKNorms
-from .stack_axes import IN_FRONT, ModuleStacks, StackAxes
+from .stack_axes import IN_FRONT, StackAxes
 
 
 class AttentionLayer(NamedTuple):
@@ -127,12 +128,10 @@ def with_stack_axes(
     stack_axes: StackAxes,
 ) -> list[AttentionLayer]:
     """Tells every leaf of the layers where its stack lies."""
-    if not stack_axes:
-        return list(layers)
     stacks = ModuleStacks(stack_axes, tree.by_path())
 
     def told(layer: AttentionLayer, leaf: HeadLeaf) -> HeadLeaf:
-        return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)) or 0)
+        return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)))
 
     return [
         layer._replace(
@@ -180,20 +179,37 @@ def _check_not_normalised(
 def _flax_layers(
     tree: paths.PathedTree, stack_axes: StackAxes = IN_FRONT
 ) -> list[AttentionLayer]:
-    names = FlaxTree(tree, stack_axes=stack_axes)
-    layers = [_flax_layer(names, module) for module in names.attention_modules()]
+    leaf_at = tree.by_path()
+    stacks = ModuleStacks(stack_axes, leaf_at)
+    shapes = AttentionShapes(leaf_at, stacks.layer)
+    layers = [
+        _flax_layer(module, leaf_at, stacks, shapes.is_plain(module))
+        for module in leaf_at.modules_with(("query", "kernel"))
+        if _is_attention(module, leaf_at)
+    ]
     return with_stack_axes(layers, tree, stack_axes)
 
 
-def _flax_layer(names: FlaxTree, module: paths.Path) -> AttentionLayer:
-    is_plain = names.is_plain(module)
+def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:
+    """Whether there is a key; a query hidden beside one in sight is no projection."""
+    query, key = ((*module, name, "kernel") for name in ("query", "key"))
+    if key not in leaf_at:
+        return False
+    return leaf_at.get(query) is not None or paths.is_masked(leaf_at[key])
 
+
+def _flax_layer(
+    module: paths.Path, leaf_at: paths.LeafAt, stacks: ModuleStacks, is_plain: bool
+) -> AttentionLayer:
     def leaves(projection: str) -> tuple[HeadLeaf, ...]:
         return tuple(
             # A plain kernel lacks the axis of heads, which QK-Clip refuses.
-            HeadLeaf(f"{projection}/{name}", names.rank(path) + 1 if is_plain else ndim)
+            HeadLeaf(
+                f"{projection}/{name}",
+                len(stacks.shape(path)) + 1 if is_plain else ndim,
+            )
             for name, ndim in (("kernel", 3), ("bias", 2))
-            if names.has_leaf(path := (*module, projection, name))
+            if (path := (*module, projection, name)) in leaf_at
         )
 
     return AttentionLayer("/".join(module), leaves("query"), leaves("key"))

@@ -9,7 +9,9 @@ from optax.contrib import MuonDimensionNumbers
 from .._matrices.view import matrix_view, MatrixView
 from . import paths
 from .broadcast import broadcast
-from .flax_names import Ambiguous, FlaxTree
+from .leaf_rules import Ambiguous, LeafRules, Verdict
+from .module_stacks import ModuleStacks
+from .spelled import spell
 from .stack_axes import IN_FRONT, StackAxes
 
 
@@ -125,17 +127,39 @@ def _flax_numbers(
     per_head: bool = False,
     stack_axes: StackAxes = IN_FRONT,
 ) -> list[MuonDimensionNumbers | None]:
-    names = FlaxTree(tree, per_head=per_head, stack_axes=stack_axes)
-    numbers, ambiguous = [], []
+    return [v.numbers for v in verdicts(tree, per_head, stack_axes)]
+
+
+def verdicts(
+    tree: paths.PathedTree,
+    per_head: bool = False,
+    stack_axes: StackAxes = IN_FRONT,
+) -> list[Verdict]:
+    """What each leaf is found to be.
+
+    **Raises:** `ValueError` that lists those of which nothing tells.
+    """
+    rules = _rules(tree, per_head, stack_axes)
+    found, ambiguous = [], []
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
         try:
             hidden = paths.is_masked(leaf)
-            numbers.append(None if hidden else names.dimension_numbers(path))
+            found.append(Verdict(None, "hidden") if hidden else rules.verdict(path))
         except Ambiguous:
             ambiguous.append((path, tuple(leaf.shape)))
     if ambiguous:
         raise ValueError(_ambiguous_message(ambiguous))
-    return numbers
+    return found
+
+
+def _rules(tree: paths.PathedTree, per_head: bool, stack_axes: StackAxes) -> LeafRules:
+    leaf_at = tree.by_path()
+    stacks = ModuleStacks(stack_axes, leaf_at)
+    layers = {path: stacks.layer(path) for path in leaf_at}
+    axes_of = {
+        path: stacks.of(path).others(len(stacks.shape(path))) for path in leaf_at
+    }
+    return LeafRules(spell(layers, axes_of), per_head=per_head)
 
 
 def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None:

@@ -7,7 +7,8 @@ from . import paths
 from .attention_layers import AttentionLayer, checked, with_stack_axes
 from .head_leaf import HeadLeaf
 from .heads_or_stack import Neighbours, Projections
-from .stack_axes import ModuleStacks, Shape, StackAxes
+from .module_stacks import ModuleStacks
+from .stack_axes import Shape, StackAxes
 
 
 Finder = Callable[[Any], list[AttentionLayer]]

@@ -1,0 +1,194 @@
+"""What each leaf is, by its name, its shape and what lies beside it."""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from optax.contrib import MuonDimensionNumbers
+
+from . import names
+from .attention_shapes import AttentionShapes, OpenHeads, Sides
+from .gemma_shapes import gemma_sides
+from .heads_or_stack import PROJECTIONS
+from .low_rank import low_rank_sides
+from .output_heads import find_heads
+from .paths import Path
+from .spelled import Spelled, without_ones
+from .stack_axes import Shape
+
+
+_DENSE = ("dense", "linear", "mlp", "ffn", "expert", "moe")
+_STACKS = {"layers", "blocks", "stack", "stacked", "experts", "ensemble"}
+_UNSURE = {"gate", "router"}
+
+
+class Verdict(NamedTuple):
+    """What a leaf is: its dimension numbers, `None` for AdamW, and what says so."""
+
+    numbers: MuonDimensionNumbers | None
+    why: str
+    is_sure: bool = True
+
+
+class Ambiguous(Exception):
+    """Names and shapes leave the axes of a leaf open; `guess` is what they may be."""
+
+    def __init__(self, guess: MuonDimensionNumbers):
+        self.guess = guess
+
+
+class LeafRules:
+    """The rules, in the order in which they are asked."""
+
+    def __init__(self, leaves: Mapping[Path, Spelled], *, per_head: bool = False):
+        self._leaves = leaves
+        self._per_head = per_head
+        self._shapes = {leaf.path: leaf.shape for leaf in leaves.values()}
+        self._attention = AttentionShapes(self._shapes, self._shape_of)
+        self._rules = (
+            self._of_vector,
+            self._of_table,
+            self._of_head,
+            self._of_rank_two,
+            self._of_shapes_together,
+            self._of_attention,
+            self._of_bias,
+            self._of_name,
+        )
+
+    def verdict(self, own: Path) -> Verdict:
+        """Says what the leaf at a path is.
+
+        **Raises:** `Ambiguous`.
+        """
+        leaf, own = self._leaves[own], names.unwrapped(own)
+        for rule in self._rules:
+            found = rule(own, leaf)
+            if found is not None:
+                return found
+        raise Ambiguous(self._guess(leaf))
+
+    def _of_vector(self, own: Path, leaf: Spelled) -> Verdict | None:
+        if len(leaf.shape) < 2:
+            return Verdict(None, "vector")
+        if names.is_bias(own) or names.is_bias(leaf.path):
+            return Verdict(None, "bias")
+        return Verdict(None, "norm") if names.is_norm(leaf.path) else None
+
+    def _of_table(self, own: Path, leaf: Spelled) -> Verdict | None:
+        if names.is_embedding(own):
+            return Verdict(None, "embedding")
+        if names.is_position_or_token(own):
+            return Verdict(None, "positions or tokens")
+        return None
+
+    def _of_head(self, own: Path, leaf: Spelled) -> Verdict | None:
+        why = self._heads.get(leaf.path)
+        called = leaf.path[-2:-1] or leaf.path[-1:]
+        if why is None and called and names.is_head(called[0]):
+            why = "named so"
+        is_sure = why == "named so"
+        return Verdict(None, f"output head: {why}", is_sure) if why else None
+
+    def _of_rank_two(self, own: Path, leaf: Spelled) -> Verdict | None:
+        if len(leaf.shape) != 2:
+            return None
+        why = "outputs first" if leaf.is_turned else "inputs, outputs"
+        is_sure = leaf.path[-1] == "kernel" if leaf.path else False
+        is_sure = is_sure and leaf.path[-2:-1] and leaf.path[-2] not in _UNSURE
+        return self._matrix(leaf, ((-2,), (-1,)), why, bool(is_sure))
+
+    def _of_shapes_together(self, own: Path, leaf: Spelled) -> Verdict | None:
+        sides = low_rank_sides(leaf.path, self._shape_of)
+        if sides:
+            return self._matrix(leaf, sides, "low-rank pair")
+        sides = gemma_sides(leaf.path, self._shape_of)
+        return self._matrix(leaf, sides, "einsum of attention") if sides else None
+
+    def _of_attention(self, own: Path, leaf: Spelled) -> Verdict | None:
+        if leaf.path[-1:] != ("kernel",) or len(leaf.path) < 2:
+            return None
+        module, name = leaf.path[:-2], leaf.path[-2]
+        try:
+            sides = self._attention.sides(module, name, leaf.shape)
+        except OpenHeads:
+            raise Ambiguous(self._guess(leaf)) from None
+        if sides and self._per_head and name in PROJECTIONS:
+            sides = sides[0], sides[1][-1:]
+        return self._matrix(leaf, sides, "attention") if sides else None
+
+    def _of_bias(self, own: Path, leaf: Spelled) -> Verdict | None:
+        """A bias has one entry per output, which tells input axes from output axes."""
+        if leaf.path[-1:] != ("kernel",):
+            return None
+        kernel = leaf.shape
+        bias = without_ones(self._shape_of((*leaf.path[:-1], "bias")))
+        for outputs in range(1, len(bias) + 1):
+            stack = len(bias) - outputs
+            inputs = len(kernel) - stack - outputs
+            if inputs >= 1 and bias == kernel[:stack] + kernel[-outputs:]:
+                reduction = tuple(range(-outputs - inputs, -outputs))
+                output = tuple(range(-outputs, 0))
+                return self._matrix(leaf, (reduction, output), "bias tells")
+        if bias:
+            raise Ambiguous(self._guess(leaf))
+        return None
+
+    def _of_name(self, own: Path, leaf: Spelled) -> Verdict | None:
+        if leaf.path[-1:] != ("kernel",) or len(leaf.path) < 2:
+            return None
+        rank, module = len(leaf.shape), leaf.path[:-1]
+        last = module[-1:]
+        # A hidden bias could have told scanned convolutions from those in 3D.
+        told = rank < 5 or (*module, "bias") not in self._shapes
+        if names.has_word(last, "conv") and told:
+            inputs = tuple(range(-rank, -1))
+            return self._matrix(leaf, (inputs, (-1,)), "convolution")
+        if names.has_word(last, "densegeneral", "lineargeneral", "einsum"):
+            return None
+        why = self._stacked(own, leaf)
+        return self._matrix(leaf, ((-2,), (-1,)), why) if why else None
+
+    def _stacked(self, own: Path, leaf: Spelled) -> str:
+        """What says that all but the last two axes are a stack, if anything does."""
+        module, stack = leaf.path[:-1], leaf.shape[:-2]
+        if set(stack) == {1}:
+            return "one layer"
+        # A query here was found to have no heads.
+        if module[-1] in PROJECTIONS or names.has_word(module, *_DENSE):
+            return "stack, by name"
+        below = zip(module, (*module[1:], ""), strict=True)
+        if any(name in _STACKS and not re.fullmatch(r"\d+", x) for name, x in below):
+            return "stack, by name"
+        beside = self._kernels_below.get(module[:-1], ())
+        turned = (*stack, *leaf.shape[:-3:-1])
+        return "stack, as beside" if turned in beside and len(beside) > 1 else ""
+
+    def _matrix(
+        self, leaf: Spelled, sides: Sides, why: str, is_sure: bool = True
+    ) -> Verdict:
+        return Verdict(leaf.numbers(*sides), why, is_sure)
+
+    def _guess(self, leaf: Spelled) -> MuonDimensionNumbers:
+        name = leaf.path[-2] if len(leaf.path) > 1 else ""
+        if len(leaf.shape) == 3 and name in PROJECTIONS:
+            return leaf.numbers((-3,), (-2, -1))
+        if name == "out" and len(leaf.shape) == 3:
+            return leaf.numbers((-3, -2), (-1,))
+        return leaf.numbers((-2,), (-1,))
+
+    def _shape_of(self, path: Path) -> Shape:
+        return self._shapes.get(path, ())
+
+    @functools.cached_property
+    def _heads(self) -> dict[Path, str]:
+        return find_heads(self._leaves)
+
+    @functools.cached_property
+    def _kernels_below(self) -> dict[Path, set[Shape]]:
+        below: dict[Path, set[Shape]] = {}
+        for path, shape in self._shapes.items():
+            if path[-1:] == ("kernel",) and len(path) > 1:
+                below.setdefault(path[:-2], set()).add(shape)
+        return below

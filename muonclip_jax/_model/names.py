@@ -1,0 +1,115 @@
+"""What the names of leaves and modules say, however a framework spells them."""
+
+import functools
+import re
+
+from .paths import Path
+
+
+_KERNELS = {"kernel", "w", "weight"}
+_BIASES = {"bias", "b"}
+_VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
+_NORMS = {"ln", "bn", "gn", "rms"}
+_EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
+_TABLES = {"wte", "wpe", "wtoken", "wpos"}
+_POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
+_TOKENS = {"token", "tokens"}
+_HEADS = {"head", "logits", "unembed", "unembedding", "classifier", "vocab"}
+
+#: Modules of attention, by what Flax calls them.
+_PROJECTIONS = {
+    "query": {"query", "q", "wq", "qproj", "queryproj", "qprojection", "toq"},
+    "key": {"key", "k", "wk", "kproj", "keyproj", "kprojection", "tok"},
+    "value": {"value", "v", "wv", "vproj", "valueproj", "vprojection", "tov"},
+    "out": {"out", "o", "wo", "oproj", "outproj", "outputproj", "attnoutproj", "toout"},
+}
+_ROLE_OF = {name: role for role, names in _PROJECTIONS.items() for name in names}
+
+
+@functools.lru_cache(maxsize=4096)
+def words(name: str) -> tuple[str, ...]:
+    """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return tuple(word.lower() for word in found)
+
+
+def unwrapped(path: Path) -> Path:
+    """Without the array that a named array of Haliax holds."""
+    return path[:-1] if len(path) > 1 and path[-1] == "array" else path
+
+
+def is_kernel(path: Path) -> bool:
+    return path[-1:] != () and path[-1] in _KERNELS
+
+
+def is_bias(path: Path) -> bool:
+    """Whether a leaf is a bias: by its own name, `b` or the last word of `q_bias`."""
+    return path[-1:] != () and (
+        path[-1] in _BIASES or words(path[-1])[-1:] == ("bias",)
+    )
+
+
+def is_norm(path: Path) -> bool:
+    """Whether a leaf is the gain or the shift of a norm."""
+    if path[-1:] and path[-1] in _VECTORS:
+        return True
+    is_part = path[-1:] != () and path[-1] in (_KERNELS | _BIASES) - {"kernel"}
+    return is_part and any(_names_norm(word) for word in words("/".join(path[-2:-1])))
+
+
+def is_vector(path: Path) -> bool:
+    return is_bias(path) or is_norm(path)
+
+
+def is_embedding(path: Path) -> bool:
+    """Whether a leaf, or the module that holds it, is a table of embeddings.
+
+    The word has to end the name, or begin it (`embed_tokens`): `embeddings_project` is
+    no table. What Flax calls a kernel is one only if its module is called so.
+    """
+    leaf, module = words(path[-1]) if path else (), words("/".join(path[-2:-1]))
+    if path[-1:] and path[-1] in _KERNELS:
+        at_end = module[-1:] and (module[-1] in _EMBEDDINGS | _TABLES)
+        at_start = module[:1] == ("embed",) and path[-1] != "kernel"
+        return bool(at_end or at_start)
+    return bool({leaf[-1:], leaf[:1]} & {(word,) for word in _EMBEDDINGS | _TABLES})
+
+
+def is_position_or_token(path: Path) -> bool:
+    """Whether a leaf is a table of positions, or learned tokens."""
+    own = set(words(path[-1])) if path else set()
+    if path[-1:] == ("kernel",):
+        return False
+    if path[-1:] and path[-1] in _KERNELS:
+        return bool(set(words("/".join(path[-2:-1]))[:1]) & _POSITIONS)
+    return bool(own & (_POSITIONS | _TOKENS))
+
+
+def says_position(path: Path) -> bool:
+    """Whether a table of embeddings is of positions or segments, not of a vocabulary."""
+    own = {word for name in path[-2:] for word in words(name)}
+    return bool(own & (_POSITIONS | {"wpe", "wpos", "type", "relative", "rel"}))
+
+
+def is_head(name: str) -> bool:
+    """Whether a module is named as an output head: `lm_head`, not `head_conv`."""
+    own = words(name)
+    return bool(own) and (own[-1] in _HEADS or "logits" in own)
+
+
+def projection(name: str) -> str | None:
+    """What Flax calls a module of attention: `query`, `key`, `value`, `out`."""
+    return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))
+
+
+def has_word(path: Path, *beginnings: str) -> bool:
+    """Whether a run of letters in some names begins so."""
+    return any(
+        letters.startswith(beginnings)
+        for name in path
+        for letters in re.split(r"[^a-z]+", name.lower())
+    )
+
+
+def _names_norm(word: str) -> bool:
+    return word in _NORMS or word.endswith(("norm", "normalization", "layernorm"))

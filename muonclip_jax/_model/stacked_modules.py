@@ -1,0 +1,92 @@
+"""Modules whose leaves all carry a stack of layers, as their vectors give away.
+
+In one layer a norm has one axis. Where every leaf under a module has the same sizes at
+the same place, and its norms have just those axes more, they are a stack: in front, as
+Flax, Haiku and Haliax put it, or behind the first axis, as MaxText does.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from . import names
+from .paths import Path
+from .stack_axes import Shape, Stack
+
+
+class _Member(NamedTuple):
+    path: Path
+    shape: Shape
+
+
+def find_stacks(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
+    """The stack of every module that is one, the outermost where they are nested."""
+    members: dict[Path, list[_Member]] = {}
+    for path, shape in shapes.items():
+        for depth in range(len(path)):
+            member = _Member(names.unwrapped(path), shape)
+            members.setdefault(path[:depth], []).append(member)
+    found: dict[Path, Stack] = {}
+    for module in sorted(members, key=len):
+        if not any(module[:depth] in found for depth in range(len(module))):
+            stack = _stack(members[module], lambda m=module: _widths(shapes, m))
+            if stack:
+                found[module] = stack
+    return found
+
+
+def _stack(
+    members: list[_Member], widths: Callable[[], frozenset[int]]
+) -> Stack | None:
+    vectors = [m.shape for m in members if names.is_norm(m.path)]
+    starts = (0, 1)
+    if not vectors:
+        # A bias may have an axis of heads, which a kernel has behind its first.
+        vectors, starts = _biases_of_stacks(members), (0,)
+    depth = min(map(len, vectors), default=0) - 1
+    is_layer = any(names.is_kernel(m.path) or len(m.shape) > depth + 1 for m in members)
+    if depth < 1 or not is_layer:
+        return None
+    stacks = [Stack(start, depth) for start in starts]
+    stacks = [stack for stack in stacks if _shared(stack, members)]
+    if len(stacks) > 1:
+        # Both the layers and the features are shared; features are known outside.
+        known = widths()
+        inner = [s for s in stacks if _features(s, vectors) <= known]
+        stacks = inner or stacks
+    return stacks[0] if stacks else None
+
+
+def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
+    """All biases, if one of them is not just the last axes of its kernel."""
+    biases = {m.path[:-1]: m.shape for m in members if names.is_bias(m.path)}
+    kernels = [m for m in members if names.is_kernel(m.path)]
+    told = any(
+        bias != kernel.shape[-len(bias) :]
+        for kernel in kernels
+        if (bias := biases.get(kernel.path[:-1]))
+    )
+    return list(biases.values()) if told else []
+
+
+def _shared(stack: Stack, members: Iterable[_Member]) -> bool:
+    """Whether all leaves have the sizes of the stack; a number a layer has no more."""
+    found = set()
+    for _, shape in members:
+        is_number = len(shape) == stack.depth
+        found.add(shape if is_number else stack.sizes(shape))
+    return len(found) == 1 and len(next(iter(found))) == stack.depth
+
+
+def _features(stack: Stack, vectors: Iterable[Shape]) -> set[int]:
+    return {size for shape in vectors for size in stack.layer(shape)}
+
+
+def _widths(shapes: Mapping[Path, Shape], module: Path) -> frozenset[int]:
+    """The sizes of norms and embeddings outside of a module."""
+    return frozenset(
+        shape[-1]
+        for path, shape in shapes.items()
+        if path[: len(module)] != module
+        and shape
+        and ((len(shape) == 1 and names.is_norm(path)) or names.is_embedding(path))
+    )
