@@ -20,8 +20,6 @@ from ._model.attention_presets import flat_attention as flat_attention
 from ._model.attention_presets import fused_attention as fused_attention
 from ._model.attention_presets import latent_attention as latent_attention
 from ._model.attention_presets import normalised_attention as normalised_attention
-from ._model.dimension_numbers import flax_dimension_numbers as flax_dimension_numbers
-from ._model.dimension_numbers import matrix_mask as matrix_mask
 from ._model.head_leaf import HeadLeaf as HeadLeaf
 from ._model.per_head import per_head_dimension_numbers as per_head_dimension_numbers
 from ._model.statistics import combine_attention_stats as combine_attention_stats
@@ -31,6 +29,10 @@ from ._muon.scale_by_muon import scale_by_muon as scale_by_muon
 from ._muonclip import muonclip as muonclip
 from ._newton_schulz.coefficients import NS_COEFFS as NS_COEFFS
 from ._newton_schulz.newton_schulz import newton_schulz as newton_schulz
+from ._parameters.dimension_numbers import (
+    flax_dimension_numbers as flax_dimension_numbers,
+)
+from ._parameters.dimension_numbers import matrix_mask as matrix_mask
 from ._qk_clip.metrics import qk_clip_metrics as qk_clip_metrics
 from ._qk_clip.multi_steps import multi_steps as multi_steps
 from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState

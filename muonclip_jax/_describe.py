@@ -6,13 +6,14 @@ import optax
 
 from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
-from ._model import paths
 from ._model.attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
-from ._model.dimension_numbers import DimensionNumbers, matrix_views
 from ._model.head_leaf import HeadLeaf
+from ._parameters import paths
+from ._parameters.dimension_numbers import DimensionNumbers, resolve, views_of
+from ._parameters.leaf_rules import Verdict
 
 
-_COLUMNS = ("path", "shape", "matrices", "optimizer", "attention")
+_COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
 
 
 def describe(
@@ -25,7 +26,8 @@ def describe(
     """Returns a table with a row for each leaf: what it is and who updates it.
 
     Matrices are given as count x fan-in x fan-out. Attention names the role that
-    QK-Clip sees in the leaf.
+    QK-Clip sees in the leaf, and "why" is what told the optimizer; a question mark
+    stands where that is little.
 
     **Arguments:**
 
@@ -44,20 +46,21 @@ def describe(
         >>> attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
         >>> params = {"attn": attn, "norm": {"scale": jnp.ones(16)}}
         >>> print(mc.describe(params, stacks=True))
-        path               shape       matrices     optimizer  attention
-        attn/key/kernel    (16, 2, 8)  1 x 16 x 16  muon       key, 2 heads
-        attn/query/kernel  (16, 2, 8)  1 x 16 x 16  muon       query, 2 heads
-        norm/scale         (16,)       -            adamw      -
+        path               shape       matrices     optimizer  why        attention
+        attn/key/kernel    (16, 2, 8)  1 x 16 x 16  muon       attention  key, 2 heads
+        attn/query/kernel  (16, 2, 8)  1 x 16 x 16  muon       attention  query, 2 heads
+        norm/scale         (16,)       -            adamw      vector     -
         <BLANKLINE>
         orthogonalized together:
         2 x 16 x 16 float32 from 2 leaves
     """
     tree = paths.flatten(params)
-    views = matrix_views(dimension_numbers, tree)
+    verdicts = resolve(dimension_numbers, tree)
+    views = views_of([verdict.numbers for verdict in verdicts], tree)
     roles = _roles(resolve_attention(attention, tree))
     rows = [_COLUMNS] + [
         _row(*entry, roles)
-        for entry in zip(tree.paths, tree.leaves, views, strict=True)
+        for entry in zip(tree.paths, tree.leaves, views, verdicts, strict=True)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     table = [
@@ -70,9 +73,11 @@ def describe(
     return "\n".join(table)
 
 
-def _row(path: paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, ...]:
+def _row(
+    path: paths.Path, leaf, view: MatrixView | None, verdict: Verdict, roles
+) -> tuple[str, ...]:
     if paths.is_masked(leaf):
-        return (paths.show(path), "masked", "-", "-", "-")
+        return (paths.show(path), "masked", "-", "-", "-", "-")
     shape = tuple(leaf.shape)
     heads = " + ".join(_heads(role, part, shape) for role, part in roles.get(path, ()))
     return (
@@ -80,6 +85,7 @@ def _row(path: paths.Path, leaf, view: MatrixView | None, roles) -> tuple[str, .
         str(shape),
         f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-",
         "muon" if view else "adamw",
+        verdict.why + ("" if verdict.is_sure else "?"),
         heads or "-",
     )
 

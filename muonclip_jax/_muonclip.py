@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 
 from ._mesh.placement import Shardings
 from ._model.attention_layers import Attention
-from ._model.dimension_numbers import DimensionNumbers
 from ._muon.muon import muon
 from ._newton_schulz.coefficients import Schedule, Triple
 from ._newton_schulz.precondition import Preconditioning
 from ._newton_schulz.solver import Kernel, Method
+from ._parameters.dimension_numbers import DimensionNumbers
 from ._qk_clip.qk_clip import qk_clip
 
 

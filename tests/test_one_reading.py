@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
+from muonclip_jax._parameters import paths
 
 
 KERNEL = jnp.ones((8, 2, 4))

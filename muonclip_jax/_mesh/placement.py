@@ -8,8 +8,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._model.broadcast import broadcast
-from .._model.paths import is_masked, Path, PathedTree, show
+from .._parameters.broadcast import broadcast
+from .._parameters.paths import is_masked, Path, PathedTree, show
 
 
 #: A tree of `NamedSharding` or `PartitionSpec`, a prefix of one, or a function that

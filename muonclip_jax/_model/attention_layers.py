@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import paths
-from .attention_shapes import AttentionShapes
+from .._parameters import paths
+from .._parameters.attention_shapes import AttentionShapes
+from .._parameters.module_stacks import ModuleStacks
+from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
-from .module_stacks import ModuleStacks
 from .qk_norms import QKNorms
-from .stack_axes import IN_FRONT, StackAxes
 
 
 class AttentionLayer(NamedTuple):

@@ -7,10 +7,10 @@ from params to layers, which raises where it finds none or QK-Clip cannot act on
 
 from collections.abc import Sequence
 
+from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .attention_layers import AttentionLayer
 from .head_leaf import HeadLeaf
 from .modules_with import check_flat, Finder, finder, Module, projection
-from .stack_axes import IN_FRONT, StackAxes
 
 
 def latent_attention(

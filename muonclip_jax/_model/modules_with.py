@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import paths
+from .._parameters import paths
+from .._parameters.attention_shapes import Neighbours, Projections
+from .._parameters.module_stacks import ModuleStacks
+from .._parameters.stack_axes import Shape, StackAxes
 from .attention_layers import AttentionLayer, checked, with_stack_axes
 from .head_leaf import HeadLeaf
-from .heads_or_stack import Neighbours, Projections
-from .module_stacks import ModuleStacks
-from .stack_axes import Shape, StackAxes
 
 
 Finder = Callable[[Any], list[AttentionLayer]]

@@ -6,9 +6,9 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from . import paths
+from .._parameters import paths
+from .._parameters.dimension_numbers import DimensionNumbers, resolve_dimension_numbers
 from .attention_layers import Attention, resolve_attention
-from .dimension_numbers import DimensionNumbers, resolve_dimension_numbers
 from .head_leaf import HeadLeaf
 
 
@@ -47,9 +47,9 @@ def per_head_dimension_numbers(
         >>> print(  # doctest: +ELLIPSIS
         ...     mc.describe(params, dimension_numbers=per_head, attention=find)
         ... )
-        path              shape      matrices   optimizer  attention
-        mla/wkv_b/kernel  (8, 2, 7)  2 x 8 x 7  muon       key, 2 heads
-        mla/wq_b/kernel   (6, 2, 6)  2 x 6 x 6  muon       query, 2 heads + ...
+        path              shape      matrices   optimizer  why    attention
+        mla/wkv_b/kernel  (8, 2, 7)  2 x 8 x 7  muon       given  key, 2 heads
+        mla/wq_b/kernel   (6, 2, 6)  2 x 6 x 6  muon       given  query, 2 heads + ...
     """
 
     def find(params: optax.Params) -> Any:

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 
-from .paths import Path
+from .._parameters.paths import Path
 
 
 _QK = "(query|q|key|k|qk|querykey|queries|keys)"

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from .._matrices.view import MatrixView
 from .._mesh.placement import given_shardings, Shardings
-from .._model import paths
-from .._model.dimension_numbers import DimensionNumbers, matrix_views
+from .._parameters import paths
+from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
 
 
 class Leaves(NamedTuple):

@@ -12,12 +12,12 @@ import optax
 from jax.typing import DTypeLike
 
 from .._mesh.placement import Shardings
-from .._model import paths
-from .._model.broadcast import broadcast
-from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
+from .._parameters import paths
+from .._parameters.broadcast import broadcast
+from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import lie_as_params, muon_direction
 from .leaves import Leaves, read_leaves
 

@@ -7,11 +7,11 @@ import optax
 from jax.typing import DTypeLike
 
 from .._mesh.placement import Shardings
-from .._model import paths
-from .._model.dimension_numbers import DimensionNumbers
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
+from .._parameters import paths
+from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
 from .leaves import Leaves, read_leaves
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
-from .._model.paths import Path, show, split
 from .._model.statistics import STATISTIC
+from .._parameters.paths import Path, show, split
 
 
 class BoundLayer:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from .._matrices.unstack import unstack
 from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
 from .._model.head_leaf import everywhere
-from .._model.paths import is_masked, Path, PathedTree, show_all, split
 from .._model.statistics import read_attention_stats, STATISTIC
+from .._parameters.paths import is_masked, Path, PathedTree, show_all, split
 from .bound_layer import BoundLayer
 
 

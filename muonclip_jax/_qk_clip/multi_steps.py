@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._model import paths
 from .._model.attention_layers import Attention
+from .._parameters import paths
 from .heads import Axes, HeadRow, Heads, maximum_over
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._model import paths
 from .._model.attention_layers import Attention
+from .._parameters import paths
 from .heads import Heads
 from .reading import read_heads
 from .state import first_state, next_state, QKClipState

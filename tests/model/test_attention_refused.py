@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
+from muonclip_jax._parameters import paths
 
 
 def kernel(*shape, bias=None):

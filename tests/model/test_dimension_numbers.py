@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
-from muonclip_jax._model.dimension_numbers import matrix_views
+from muonclip_jax._parameters import paths
+from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
 class LinenZoo(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
-from muonclip_jax._model.dimension_numbers import matrix_views
+from muonclip_jax._parameters import paths
+from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
 SPEC = Numbers(0, 1)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
-from muonclip_jax._model.dimension_numbers import matrix_views
+from muonclip_jax._parameters import paths
+from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
 def kernel(*shape):

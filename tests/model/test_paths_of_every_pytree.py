@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
+from muonclip_jax._parameters import paths
 
 
 # `value` is what NNX puts below its variables, and a name like any other.

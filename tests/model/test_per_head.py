@@ -8,7 +8,7 @@ from helpers import inputs, linen_variables
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
+from muonclip_jax._parameters import paths
 
 
 def test_per_head_matrices_from_the_description():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
-from muonclip_jax._model.dimension_numbers import matrix_views
+from muonclip_jax._parameters import paths
+from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
 LAYER = {

@@ -24,7 +24,7 @@ from helpers import (
 )
 
 import muonclip_jax as mc
-from muonclip_jax._model import paths
+from muonclip_jax._parameters import paths
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

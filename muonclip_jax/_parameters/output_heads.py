@@ -65,7 +65,7 @@ def _with_vocabulary(
 
 
 def _last_beside(flat: Mapping[Path, Spelled], tables: Iterable[Spelled]) -> list[Path]:
-    """The last unnamed kernel beside an embedding, if its shape is that one's turned."""
+    """The last unnamed kernel beside an embedding, if its shape is that turned."""
     last: dict[Path, Path] = {}
     for own, leaf in flat.items():
         if re.fullmatch(r"(Dense|linear)(_\d+)?|out|output", leaf.path[-2], re.I):

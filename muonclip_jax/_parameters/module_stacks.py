@@ -34,7 +34,7 @@ class ModuleStacks:
         self._layers = {p: self.of(p).layer(s) for p, s in self._shapes.items()}
 
     def axis_of(self, path: Path) -> int:
-        """Where the stack begins, or, from the end, stops; in front if none is known."""
+        """Where the stack begins or, from the end, stops; in front if none is known."""
         told, found = self._told(path), self._stack_around(path)
         return told if told is not None else found.start if found else 0
 

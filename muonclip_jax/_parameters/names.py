@@ -86,7 +86,7 @@ def is_position_or_token(path: Path) -> bool:
 
 
 def says_position(path: Path) -> bool:
-    """Whether a table of embeddings is of positions or segments, not of a vocabulary."""
+    """Whether a table is of positions or segments, and not of a vocabulary."""
     own = {word for name in path[-2:] for word in words(name)}
     return bool(own & (_POSITIONS | {"wpe", "wpos", "type", "relative", "rel"}))
 

@@ -1,10 +1,12 @@
-"""Einsums of attention as Gemma lays them out: heads, then features, then `head_dim`.
+"""Leaves that their names pair with others, where the shapes together tell the axes.
 
+Low-rank factors are `(in..., rank)` and `(rank, out...)`, as LoRA has them. Gemma's
 `q_einsum` is `(heads, features, head_dim)`, `kv_einsum` `(2, key_heads, features,
-head_dim)`, `attn_vec_einsum` `(heads, head_dim, features)`; `gating_einsum` is a pair of
-kernels, turned or not as the `linear` behind it says.
+head_dim)` and `attn_vec_einsum` `(heads, head_dim, features)`; its `gating_einsum` is a
+pair of kernels, turned or not as the `linear` behind it says.
 """
 
+import re
 from collections.abc import Callable
 
 from .attention_shapes import Sides
@@ -13,6 +15,31 @@ from .stack_axes import Shape
 
 
 _INPUTS = {"q_einsum": 3, "kv_einsum": 4, "qkv_einsum": 4}
+
+
+def low_rank_sides(path: Path, shape_of: Callable[[Path], Shape]) -> Sides | None:
+    """Inputs and outputs of a factor whose partner has the same rank at its end."""
+    for depth in range(max(0, len(path) - 2), len(path)):
+        found = re.fullmatch(r"(.*lora_?)([abAB])", path[depth])
+        if found:
+            beginning, letter = found.groups()
+            other = chr(ord(letter) ^ 3)  # a for b, B for A
+            partner = (*path[:depth], beginning + other, *path[depth + 1 :])
+            shapes = shape_of(path), shape_of(partner)
+            is_first = letter in "aA"
+            return _sides_of_factor(*(shapes if is_first else shapes[::-1]), is_first)
+    return None
+
+
+def _sides_of_factor(first: Shape, second: Shape, is_first: bool) -> Sides | None:
+    own = first if is_first else second
+    if not first or not second:
+        return None
+    stack = 0 if first[-1] == second[0] else 1
+    if first[:stack] != second[:stack] or first[-1] != second[stack]:
+        return None
+    axes = tuple(range(stack - len(own), 0))
+    return (axes[:-1], axes[-1:]) if is_first else (axes[:1], axes[1:])
 
 
 def gemma_sides(path: Path, shape_of: Callable[[Path], Shape]) -> Sides | None:

@@ -8,12 +8,10 @@ from typing import NamedTuple
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
-from .attention_shapes import AttentionShapes, OpenHeads, Sides
-from .gemma_shapes import gemma_sides
-from .heads_or_stack import PROJECTIONS
-from .low_rank import low_rank_sides
+from .attention_shapes import AttentionShapes, OpenHeads, PROJECTIONS, Sides
 from .output_heads import find_heads
 from .paths import Path
+from .shapes_together import gemma_sides, low_rank_sides
 from .spelled import Spelled, without_ones
 from .stack_axes import Shape
 

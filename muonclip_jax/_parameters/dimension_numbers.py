@@ -1,0 +1,164 @@
+"""Which leaves of a parameter tree are matrices, and along which axes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from .._matrices.view import matrix_view, MatrixView
+from . import paths
+from .broadcast import broadcast
+from .leaf_rules import Verdict
+from .patterns import is_patterns
+from .stack_axes import IN_FRONT, StackAxes
+from .verdicts import find_verdicts
+
+
+#: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
+#: from patterns of paths, or a function that makes one of these from the parameters.
+DimensionNumbers = Any | Callable[[Any], Any]
+
+
+def flax_dimension_numbers(
+    params: optax.Params,
+    *,
+    per_head: bool = False,
+    stack_axes: StackAxes = IN_FRONT,
+    dimension_numbers: Mapping[str, Any] | None = None,
+) -> Any:
+    """Says for every leaf which axes form its matrices, as far as the tree tells.
+
+    Names and shapes are read together. Written as inputs -> outputs, a kernel of
+
+    - `Dense` or `Linear` is `(in -> out)`; turned, where the bias or the framework says
+        so: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
+    - attention's query, key or value is `(in -> heads, head_dim)`, its output
+        `(heads, head_dim -> out)`, under the names in use (`query`, `q_proj`, `wq`,
+        Gemma's `q_einsum`), if the shapes fit together;
+    - `Conv` is `(*window, in -> out)`;
+    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
+
+    A stack of layers is an axis that all leaves of a module share, its norms among
+    them, in front or behind the first axis; a stack of experts is known by name. Every
+    matrix of a stack is orthogonalized by itself.
+
+    Embeddings, positions, learned tokens, norms, biases and all leaves of rank 0 and 1
+    in one layer are `None`, for AdamW. So is the output head: a kernel named so
+    (`head`, `lm_head`, `logits`, ...), one with as many outputs as the embedding has
+    entries, or one with a bias whose outputs nothing in the tree takes. Under a name
+    that nobody knows, rank 2 is a matrix. [`describe`][] says why.
+
+    **Arguments:**
+
+    - `params`: Linen variables or params, an NNX state, an Equinox module, or any
+        pytree of arrays or `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are
+        left hidden.
+    - `per_head`: whether every head of a query, key or value projection is a matrix of
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5, and not one
+        column block of a larger one. For `dimension_numbers`:
+        `functools.partial(mc.flax_dimension_numbers, per_head=True)`. For layers that
+        `attention=` describes see [`per_head_dimension_numbers`][].
+    - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
+        `nnx.vmap` stacks, where the leaves do not show it, such as
+        `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
+        one layer: a number or a vector holds no matrix.
+    - `dimension_numbers`: rules by path for what is to be otherwise: shell-style
+        patterns, and `optax.contrib.MuonDimensionNumbers`, `None` for AdamW, or
+        `"auto"`. The longest pattern that matches a path, or a module above it, wins.
+
+    **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
+
+    **Raises:** `ValueError` for leaves that names and shapes leave open, with their
+    paths and a mapping to paste as `dimension_numbers`: rank 3 or more under a name
+    that nobody knows, kernels of rank 3 or more that neither bias, name nor neighbours
+    explain, query, key and value that may be a stack of plain kernels; and for patterns
+    that match nothing and a `stack_axes` that a leaf lacks.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> params = {
+        ...     "attn": {"query": {"kernel": jnp.ones((16, 4, 8))}},
+        ...     "experts_up": jnp.ones((4, 16, 32)),
+        ... }
+        >>> from optax.contrib import MuonDimensionNumbers
+        >>> rules = {"experts_*": MuonDimensionNumbers(-2, -1)}
+        >>> found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
+        >>> found["attn"]["query"]["kernel"]
+        MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
+    """
+    tree = paths.flatten(params)
+    found = find_verdicts(
+        tree, per_head=per_head, stack_axes=stack_axes, patterns=dimension_numbers
+    )
+    return tree.unflatten(verdict.numbers for verdict in found)
+
+
+def matrix_mask(params: optax.Params) -> Any:
+    """Returns a tree of bools: `True` for each leaf that Muon should update.
+
+    The mask of [`flax_dimension_numbers`][], for `optax.masked`. Raises as it does.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> mc.matrix_mask({"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
+        {'up': {'bias': False, 'kernel': True}}
+    """
+    tree = paths.flatten(params)
+    return tree.unflatten(v.numbers is not None for v in find_verdicts(tree))
+
+
+def resolve_dimension_numbers(
+    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+) -> list[MuonDimensionNumbers | None]:
+    """Those of each leaf, whichever way they were given."""
+    return [verdict.numbers for verdict in resolve(dimension_numbers, tree)]
+
+
+def resolve(
+    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+) -> list[Verdict]:
+    """Those of each leaf, and what says so."""
+    if paths.is_function(dimension_numbers):
+        dimension_numbers = dimension_numbers(tree.whole())
+    elif dimension_numbers is None:
+        return find_verdicts(tree)
+    if is_patterns(dimension_numbers, tree):
+        return find_verdicts(tree, patterns=dimension_numbers)
+    entries = broadcast(
+        dimension_numbers,
+        tree,
+        name="dimension_numbers",
+        is_entry=lambda x: isinstance(x, MuonDimensionNumbers),
+        expected="optax.contrib.MuonDimensionNumbers",
+    )
+    return [Verdict(entry, "given") for entry in entries]
+
+
+def matrix_views(
+    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+) -> list[MatrixView | None]:
+    """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
+    return views_of(resolve_dimension_numbers(dimension_numbers, tree), tree)
+
+
+def views_of(
+    numbers: Sequence[MuonDimensionNumbers | None], tree: paths.PathedTree
+) -> list[MatrixView | None]:
+    return [_view(*entry) for entry in zip(*tree[:2], numbers, strict=True)]
+
+
+def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None:
+    if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
+        return None
+    try:
+        return matrix_view(tuple(leaf.shape), numbers)
+    except ValueError as error:
+        raise ValueError(
+            f"dimension_numbers for '{paths.show(path)}' with shape "
+            f"{tuple(leaf.shape)}: {error}"
+        ) from None
