@@ -123,14 +123,15 @@ def resolve(
     dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
 ) -> list[Verdict]:
     """Those of each leaf, and what says so."""
-    if paths.is_function(dimension_numbers):
-        dimension_numbers = dimension_numbers(tree.whole())
-    elif dimension_numbers is None:
+    if dimension_numbers is None:
         return find_verdicts(tree)
-    if is_patterns(dimension_numbers, tree):
-        return find_verdicts(tree, patterns=dimension_numbers)
+    given: Any = dimension_numbers
+    if paths.is_function(given):
+        given = given(tree.whole())
+    if is_patterns(given, tree):
+        return find_verdicts(tree, patterns=given)
     entries = broadcast(
-        dimension_numbers,
+        given,
         tree,
         name="dimension_numbers",
         is_entry=lambda x: isinstance(x, MuonDimensionNumbers),

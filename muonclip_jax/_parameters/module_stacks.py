@@ -41,13 +41,12 @@ class ModuleStacks:
     def of(self, path: Path) -> Stack:
         """The stack in the leaf at a path."""
         told, rank = self._told(path), len(self.shape(path))
-        found = self._stack_around(path)
-        if not rank or (told is None and found is None):
-            return Stack(0, 0)
         if told is not None:
             # A number for each layer has one axis, wherever the others have that one.
-            return stack_at(told if rank > 1 else 0, rank, 1) or Stack(0, 0)
-        return found if rank > found.depth else Stack(0, rank)
+            stack = stack_at(told if rank > 1 else 0, rank, min(1, rank))
+            return stack or Stack(0, 0)
+        found = self._stack_around(path) or Stack(0, 0)
+        return found if rank > found.depth else Stack(0, rank if found.depth else 0)
 
     def _told(self, path: Path) -> int | None:
         """What is said of the innermost module named that holds a path."""

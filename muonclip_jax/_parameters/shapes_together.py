@@ -25,18 +25,18 @@ def low_rank_sides(path: Path, shape_of: Callable[[Path], Shape]) -> Sides | Non
             beginning, letter = found.groups()
             other = chr(ord(letter) ^ 3)  # a for b, B for A
             partner = (*path[:depth], beginning + other, *path[depth + 1 :])
-            shapes = shape_of(path), shape_of(partner)
-            is_first = letter in "aA"
-            return _sides_of_factor(*(shapes if is_first else shapes[::-1]), is_first)
+            return _sides_of_factor(shape_of(path), shape_of(partner), letter in "aA")
     return None
 
 
-def _sides_of_factor(first: Shape, second: Shape, is_first: bool) -> Sides | None:
-    own = first if is_first else second
+def _sides_of_factor(own: Shape, partner: Shape, is_first: bool) -> Sides | None:
+    first, second = (own, partner) if is_first else (partner, own)
     if not first or not second:
         return None
     stack = 0 if first[-1] == second[0] else 1
-    if first[:stack] != second[:stack] or first[-1] != second[stack]:
+    if first[:stack] != second[:stack] or [first[-1]] != list(
+        second[stack : stack + 1]
+    ):
         return None
     axes = tuple(range(stack - len(own), 0))
     return (axes[:-1], axes[-1:]) if is_first else (axes[:1], axes[1:])

@@ -89,11 +89,11 @@ def _plain(path: Path, has_bias: bool) -> Path:
     """With Flax's names for kernel, bias and the gain of a norm."""
     path = names.unwrapped(path)
     last = {"w": "kernel", "weight": "kernel", "b": "bias"}
-    if path[-1:] and path[-1] in last and (len(path) > 1 or has_bias):
-        name = last[path[-1]]
-        is_gain = name == "kernel" and names.is_norm(path)
-        return (*path[:-1], "scale" if is_gain else name)
-    return path
+    name = last.get("".join(path[-1:]))
+    if not name or (len(path) == 1 and not has_bias):
+        return path
+    is_gain = name == "kernel" and names.is_norm(path)
+    return (*path[:-1], "scale" if is_gain else name)
 
 
 def _is_alone(role: str, siblings: Iterable[str]) -> bool:
