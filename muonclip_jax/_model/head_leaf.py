@@ -18,16 +18,19 @@ class HeadLeaf(NamedTuple):
 
     - `path`: below the layer, `"query/kernel"`.
     - `ndim`: how many axes the leaf has in one layer; all others are a stack of layers.
-    - `axis`: the axis of the heads, from the end, after `split`; `None` for a leaf that
-        all heads share, such as the gain of a norm.
-    - `split`: the sizes that the last axis is made of, where heads have no axis of
-        their own: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels.
-        One of them may be -1, as in a reshape.
+    - `axis`: the axis of the heads, from the end, after `split`; several, in a tuple,
+        where heads lie in groups; `None` for a leaf that all heads share, such as the
+        gain of a norm.
+    - `split`: the sizes that one axis is made of, where heads have no axis of their
+        own: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels. One of
+        them may be -1, as in a reshape.
     - `part`: an axis from the end, after `split`, and the slice of it that is meant;
         the rest of the leaf belongs to others.
     - `stack_axis`: where the axes of a stack begin, if not in front, or, from the end,
         where they stop: -1 for the last; the other arguments describe the leaf as if
         they were in front.
+    - `split_axis`: the axis that `split` is of, from the end: -2 for a kernel of
+        `(heads * head_dim, features)`, as PyTorch and Equinox have it.
 
     !!! example
 
@@ -42,10 +45,11 @@ class HeadLeaf(NamedTuple):
 
     path: str
     ndim: int
-    axis: int | None = -2
+    axis: int | tuple[int, ...] | None = -2
     split: tuple[int, ...] = ()
     part: tuple[int, slice] | None = None
     stack_axis: int = 0
+    split_axis: int = -1
 
     def stack(self, shape: Shape) -> Shape:
         """The axes that a stack of layers adds to a leaf of this shape."""
@@ -71,27 +75,26 @@ class HeadLeaf(NamedTuple):
         A leaf that all heads share counts as one.
         """
         layer = self.stack_of(len(shape)).layer(shape)
-        if len(layer) != self.ndim:
+        if len(layer) != self.ndim or not -self.ndim <= self.split_axis < 0:
             return None
-        if self.split and math.prod(self._sizes(layer[-1])) != layer[-1]:
+        size = layer[self.split_axis]
+        if math.prod(self._sizes(size)) != size:
             return None
         view = self._view(layer)
-        axes = self._head_axis, *(self.part[:1] if self.part else ())
+        axes = *self.head_axes, *(self.part[:1] if self.part else ())
         if not all(-len(view) <= axis < 0 for axis in axes):
             return None
-        return 1 if self.axis is None else view[self.axis]
+        return math.prod(view[axis] for axis in self.head_axes)
 
     def scale(self, shape: Shape, factors: jax.Array) -> jax.Array:
         """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
         place = self.stack_of(len(shape))
         view = self._view(place.sizes(shape) + place.layer(shape))
-        scale = self._at_head_axis(factors, len(view))
+        scale = self._at_head_axes(factors, view)
         if self.part:
             scale = jnp.where(_inside(view, *self.part), scale, 1)
         if self.split:
-            sizes = view[-len(self.split) :]
-            kept = scale.shape[: -len(sizes)]
-            scale = jnp.broadcast_to(scale, kept + sizes).reshape(*kept, -1)
+            scale = self._joined(scale, view)
         stack = range(place.depth)
         return jnp.moveaxis(scale, stack, [place.start + i for i in stack])
 
@@ -100,13 +103,19 @@ class HeadLeaf(NamedTuple):
         depth, view = self.stack_of(x.ndim).depth, self._summed_view(x)
         if self.part:
             view = jnp.where(_inside(view.shape, *self.part), view, 0)
+        heads = {axis + view.ndim for axis in self.head_axes}
+        total = view.sum([i for i in range(depth, view.ndim) if i not in heads])
+        return total.reshape(*total.shape[:depth], -1)
+
+    @property
+    def head_axes(self) -> tuple[int, ...]:
+        """The axes of the heads, from the end, after `split`."""
         if self.axis is None:
-            return view.sum(range(depth, view.ndim))[..., None]
-        heads = view.ndim + self.axis
-        return view.sum([i for i in range(depth, view.ndim) if i != heads])
+            return ()
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     def _summed_view(self, x: jax.Array) -> jax.Array:
-        """The stack in front and the last axis split; axes of neither have size one."""
+        """The stack in front and an axis split; axes of neither have size one."""
         place = self.stack_of(x.ndim)
         stack = range(place.depth)
         x = jnp.moveaxis(x, [place.start + i for i in stack], stack)
@@ -118,28 +127,41 @@ class HeadLeaf(NamedTuple):
 
     def _kept_axes(self) -> set[int]:
         """The axes of a leaf, from the end, that its heads and its part lie along."""
-        meant = {self.axis, *(self.part[:1] if self.part else ())} - {None}
-        behind = max(len(self.split), 1) - 1
-        kept = {min(axis + behind, -1) for axis in meant if axis is not None}
-        return kept | {-1} if self.split else kept
+        meant = {*self.head_axes, *(self.part[:1] if self.part else ())}
+        kept = {self._before_split(axis) for axis in meant}
+        return kept | {self.split_axis} if self.split else kept
 
-    def _at_head_axis(self, factors: jax.Array, ndim: int) -> jax.Array:
-        """The factors with the stack in front, heads at their axis, 1 at all others."""
-        stack = factors.shape[:-1]
-        behind = -self._head_axis - 1
-        between = ndim - len(stack) - 1 - behind
-        return factors.reshape(*stack, *(1,) * between, -1, *(1,) * behind)
+    def _before_split(self, axis: int) -> int:
+        """The axis of the leaf that one after `split` is, or is a part of."""
+        if axis > self.split_axis:
+            return axis
+        return min(axis + max(len(self.split), 1) - 1, self.split_axis)
 
-    @property
-    def _head_axis(self) -> int:
-        return -1 if self.axis is None else self.axis
+    def _at_head_axes(self, factors: jax.Array, view: Shape) -> jax.Array:
+        """The factors with the stack in front, heads at their axes, 1 at all others."""
+        *stack, heads = factors.shape
+        shape = [*stack, *(1,) * (len(view) - len(stack))]
+        for axis in self.head_axes if heads != 1 else ():
+            shape[axis] = view[axis]
+        return factors.reshape(shape)
+
+    def _joined(self, x: jax.Array, view: Shape) -> jax.Array:
+        """The axes of the split as one again."""
+        stop = len(view) + 1 + self.split_axis
+        start = stop - len(self.split)
+        before, behind = x.shape[:start], x.shape[stop:]
+        x = jnp.broadcast_to(x, before + view[start:stop] + behind)
+        return x.reshape(*before, -1, *behind)
 
     def _view(self, shape: Shape) -> Shape:
-        return shape[:-1] + self._sizes(shape[-1]) if self.split else shape
+        at = len(shape) + self.split_axis
+        return shape[:at] + self._sizes(shape[at]) + shape[at + 1 :]
 
-    def _sizes(self, last: int) -> Shape:
-        known = math.prod(size for size in self.split if size != -1)
-        return tuple(last // known if size == -1 else size for size in self.split)
+    def _sizes(self, size: int) -> Shape:
+        """What an axis is split into."""
+        known = math.prod(part for part in self.split if part != -1)
+        sizes = (size // known if part == -1 else part for part in self.split)
+        return tuple(sizes) if self.split else (size,)
 
 
 def _inside(shape: Shape, axis: int, part: slice) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from .._parameters import paths
 from .._parameters.attention_shapes import Neighbours, Projections
 from .._parameters.module_stacks import ModuleStacks
+from .._parameters.spelled import is_turned_by_bias
 from .._parameters.stack_axes import Shape, StackAxes
 from .attention_layers import AttentionLayer, checked, with_stack_axes
 from .head_leaf import HeadLeaf
@@ -36,12 +37,19 @@ class Module(NamedTuple):
 
 
 def projection(name: str, module: Module, **where: Any) -> tuple[HeadLeaf, ...]:
-    """The kernel of a Dense, and its bias if it has one."""
-    return tuple(
-        HeadLeaf(f"{name}/{leaf}", ndim, **where)
-        for leaf, ndim in (("kernel", 2), ("bias", 1))
-        if module.has(f"{name}/{leaf}")
-    )
+    """The kernel of a Dense, and its bias if it has one.
+
+    HuggingFace's GPT-2 keeps kernels as `(out, in)`, which their bias tells.
+    """
+    kernel, bias = (module.shape(f"{name}/{leaf}") for leaf in ("kernel", "bias"))
+    turned = len(kernel) == 2 and is_turned_by_bias(kernel, bias)
+    leaves = (HeadLeaf(f"{name}/kernel", 2, **where, split_axis=-2 if turned else -1),)
+    if turned and "part" in where:
+        axis, part = where["part"]
+        leaves = (leaves[0]._replace(part=(axis - 1, part)),)
+    if turned:
+        leaves = (leaves[0]._replace(axis=-3),)
+    return leaves + (HeadLeaf(f"{name}/bias", 1, **where),) * module.has(f"{name}/bias")
 
 
 def check_flat(module: Module, name: str, head: int) -> None:

@@ -140,7 +140,7 @@ class AttentionShapes:
         """Whether the projections of a module have an axis of heads; `None` if open."""
         if module not in self._with_heads:
             found = self.projections(module)
-            self._with_heads[module] = (
+            self._with_heads[module] = self._is_grouped(module) or (
                 self._neighbours.has_heads(module, found)
                 if len(found.query) > 2
                 else False

@@ -111,7 +111,7 @@ def _outputs_first(layers, written, bias_of) -> bool:
     votes = []
     for own, path in written.items():
         if _is_weight(own) and path[-1:] == ("kernel",):
-            first = _by_bias(layers[own], bias_of.get(path[:-1], ()))
+            first = is_turned_by_bias(layers[own], bias_of.get(path[:-1], ()))
             votes += [] if first is None else [first]
     return sum(votes) * 2 >= len(votes)
 
@@ -123,7 +123,7 @@ def without_ones(bias: Shape) -> Shape:
     return bias
 
 
-def _by_bias(shape: Shape, bias: Shape) -> bool | None:
+def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
     """Whether outputs come first, as a bias says, which has just those."""
     bias = without_ones(bias)
     if not bias or len(bias) >= len(shape):
@@ -134,7 +134,7 @@ def _by_bias(shape: Shape, bias: Shape) -> bool | None:
 
 def _outputs_in_front(shape: Shape, bias: Shape, by_name: bool, module: Path) -> int:
     """How many axes in front are outputs, 0 where they are at the end."""
-    told = _by_bias(shape, bias)
+    told = is_turned_by_bias(shape, bias)
     if told:
         return len(without_ones(bias))
     if told is False or not by_name:

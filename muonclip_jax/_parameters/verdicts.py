@@ -1,13 +1,13 @@
 """What each leaf of a tree is found to be, and the error where nothing tells."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import paths
 from .leaf_rules import Ambiguous, LeafRules, Verdict
 from .module_stacks import ModuleStacks
 from .patterns import AUTOMATIC, by_pattern, write_patterns
-from .spelled import spell
+from .spelled import spell, Spelled
 from .stack_axes import IN_FRONT, StackAxes
 
 
@@ -41,25 +41,31 @@ def find_verdicts(
     return [found[i] for i in range(len(tree.paths))]
 
 
+def read(
+    stacks: ModuleStacks, leaf_paths: Iterable[paths.Path]
+) -> dict[paths.Path, Spelled]:
+    """Every leaf as Flax would have it, one layer of a stack, by its own path."""
+    leaf_paths = list(leaf_paths)
+    axes = {p: stacks.of(p).others(len(stacks.shape(p))) for p in leaf_paths}
+    return spell({path: stacks.layer(path) for path in leaf_paths}, axes)
+
+
 class _Rules:
     """The rules for one tree, and the stacks that were found in it."""
 
     def __init__(self, tree: paths.PathedTree, per_head: bool, stack_axes: StackAxes):
         leaf_at = tree.by_path()
         self._stacks = ModuleStacks(stack_axes, leaf_at)
-        layers, axes_of = {}, {}
-        for path in leaf_at:
-            layers[path] = self._stacks.layer(path)
-            rank = len(self._stacks.shape(path))
-            axes_of[path] = self._stacks.of(path).others(rank)
-        self._rules = LeafRules(spell(layers, axes_of), per_head=per_head)
+        self._rules = LeafRules(read(self._stacks, leaf_at), per_head=per_head)
 
     def verdict(self, path: paths.Path) -> Verdict:
         found, stack = self._rules.verdict(path), self._stacks.of(path)
         if not stack.depth or found.numbers is None:
             return found
         sizes = " x ".join(map(str, stack.sizes(self._stacks.shape(path))))
-        return found._replace(why=f"{found.why}; {sizes} layers at axis {stack.start}")
+        return found._replace(
+            why=f"{found.why}; stack of {sizes} at axis {stack.start}"
+        )
 
 
 def _message(

@@ -1,0 +1,237 @@
+"""QK-Clip on the layouts of other libraries: the next logits are `min(S, tau)`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+
+import muonclip_jax as mc
+
+
+D, H, K, E, L, T = 12, 4, 2, 6, 3, 5  # features, heads, key heads, head_dim, layers
+X = np.asarray(normal(0, T, D), np.float64)
+
+
+@dataclasses.dataclass
+class Layout:
+    """Params, the module of the statistics, and query and key of one layer."""
+
+    params: dict
+    module: tuple
+    find: object
+    query: str  # einsum of its kernel
+    key: str
+    leaves: object  # (attention module) -> query, query bias, key, key bias
+    stacked: int | None = None
+
+
+def rand(*shape):
+    return normal(shape, *shape)
+
+
+def project(x, kernel, bias, equation, heads):
+    kernel = np.asarray(kernel, np.float64)
+    y = np.einsum(equation, x, kernel).reshape(T, heads, E)
+    return y if bias is None else y + np.asarray(bias, np.float64).reshape(heads, E)
+
+
+def logits(layout, params):
+    """The largest logit of each head: `(heads,)`, or `(layers, heads)`."""
+    module = params
+    for name in layout.module:
+        module = module[name]
+    stacks = [None] if layout.stacked is None else range(L)
+    rows = []
+    for i in stacks:
+        query, query_bias, key, key_bias = (
+            leaf if leaf is None or i is None else jnp.take(leaf, i, layout.stacked)
+            for leaf in layout.leaves(module)
+        )
+        heads = query.size // D // E
+        q = project(X, query, query_bias, layout.query, heads)
+        k = project(X, key, key_bias, layout.key, key.size // D // E)
+        k = np.repeat(k, heads // k.shape[1], 1)
+        rows.append(np.einsum("qhe,khe->hqk", q, k).max((1, 2)))
+    return np.array(rows[0] if layout.stacked is None else rows)
+
+
+def flax_like(query, key, out, leaf="kernel"):
+    def build(*lead, axis=0):
+        def kernel(*sizes):
+            return {leaf: rand(*sizes[:axis], *lead, *sizes[axis:])}
+
+        value = "value" if key == "key" else "v_proj"
+        inputs = {query: kernel(D, H, E), key: kernel(D, K, E), value: kernel(D, K, E)}
+        return inputs | {out: kernel(H, E, D)}
+
+    return build
+
+
+def of(query, key, leaf, bias=None):
+    def leaves(module):
+        return (
+            module[query][leaf],
+            module[query].get(bias),
+            module[key][leaf],
+            module[key].get(bias),
+        )
+
+    return leaves
+
+
+def dense(*shape, bias=None, leaf="kernel", bias_leaf="bias"):
+    return {leaf: rand(*shape)} | ({bias_leaf: rand(*bias)} if bias else {})
+
+
+FIND = mc.named_attention()
+FLAT = mc.named_attention(E)
+
+LAYOUTS = {
+    "bonsai": Layout(
+        {"layers": {"0": {"attn": flax_like("q_proj", "k_proj", "o_proj")()}}},
+        ("layers", "0", "attn"), FIND, "td,dhe->the", "td,dhe->the",
+        of("q_proj", "k_proj", "kernel"),
+    ),
+    "tunix, with biases": Layout(
+        {"attn": flax_like("q_proj", "k_proj", "o_proj", leaf="w")()
+         | {"q_bias": rand(H * E), "k_bias": rand(K * E), "v_bias": rand(K * E)}},
+        ("attn",), FIND, "td,dhe->the", "td,dhe->the",
+        lambda m: (m["q_proj"]["w"], m["q_bias"], m["k_proj"]["w"], m["k_bias"]),
+    ),
+    "arrays": Layout(
+        {"attn": {"wq": rand(D, H, E), "wk": rand(D, K, E), "wv": rand(D, K, E),
+                  "wo": rand(H, E, D)}},
+        ("attn",), FIND, "td,dhe->the", "td,dhe->the",
+        lambda m: (m["wq"], None, m["wk"], None),
+    ),
+    "MaxText, scanned": Layout(
+        {"decoder": {"layers": {
+            "norm": {"scale": rand(D, L)},
+            "attn": flax_like("query", "key", "out")(L, axis=1),
+        }}},
+        ("decoder", "layers", "attn"), FIND, "td,dhe->the", "td,dhe->the",
+        of("query", "key", "kernel"), stacked=1,
+    ),
+    "HuggingFace": Layout(
+        {"self_attn": {name: dense(D, n * E, bias=(n * E,)) for name, n in
+                       (("q_proj", H), ("k_proj", K), ("v_proj", K))}
+         | {"o_proj": dense(H * E, D)}},
+        ("self_attn",), FLAT, "td,dh->th", "td,dh->th",
+        of("q_proj", "k_proj", "kernel", "bias"),
+    ),
+    "Haiku": Layout(
+        {"multi_head_attention": {
+            name: dense(D, H * E, bias=(H * E,), leaf="w", bias_leaf="b")
+            for name in ("query", "key", "value")}},
+        ("multi_head_attention",), FLAT, "td,dh->th", "td,dh->th",
+        of("query", "key", "w", "b"),
+    ),
+    "Equinox": Layout(
+        {"attention": {name: dense(H * E, D, leaf="weight")
+                       for name in ("query_proj", "key_proj", "value_proj")}
+         | {"output_proj": dense(D, H * E, leaf="weight")}},
+        ("attention",), FLAT, "td,hd->th", "td,hd->th",
+        of("query_proj", "key_proj", "weight"),
+    ),
+    "Equinox, stacked by filter_vmap": Layout(
+        {"norm": {"weight": rand(L, D)},
+         "attention": {name: dense(L, H * E, D, bias=(L, H * E), leaf="weight")
+                       for name in ("query_proj", "key_proj", "value_proj")}},
+        ("attention",), FLAT, "td,hd->th", "td,hd->th",
+        of("query_proj", "key_proj", "weight", "bias"), stacked=0,
+    ),
+    "Haliax, queries in groups": Layout(
+        {"stacked": {
+            "norm": {"weight": {"array": rand(L, D)}},
+            "attn": {
+                "q_proj": {"weight": {"array": rand(L, K, H // K, E, D)},
+                           "bias": {"array": rand(L, K, H // K, E)}},
+                "k_proj": {"weight": {"array": rand(L, K, E, D)},
+                           "bias": {"array": rand(L, K, E)}},
+                "v_proj": {"weight": {"array": rand(L, K, E, D)}},
+                "o_proj": {"weight": {"array": rand(L, D, H, E)}},
+            }}},
+        ("stacked", "attn"), FIND, "td,kged->tkge", "td,ked->tke",
+        lambda m: tuple(m[p][leaf]["array"] for p in ("q_proj", "k_proj")
+                        for leaf in ("weight", "bias")), stacked=0,
+    ),
+    "Gemma": Layout(
+        {"attn": {"q_einsum": {"w": rand(H, D, E)},
+                  "kv_einsum": {"w": rand(2, K, D, E)},
+                  "attn_vec_einsum": {"w": rand(H, E, D)}}},
+        ("attn",), FIND, "td,hde->the", "td,hde->the",
+        lambda m: (m["q_einsum"]["w"], None, m["kv_einsum"]["w"][0], None),
+    ),
+    "Gemma, one einsum": Layout(
+        {"attn": {"qkv_einsum": {"w": rand(3, H, D, E)},
+                  "attn_vec_einsum": {"w": rand(H, E, D)}}},
+        ("attn",), FIND, "td,hde->the", "td,hde->the",
+        lambda m: (m["qkv_einsum"]["w"][0], None, m["qkv_einsum"]["w"][1], None),
+    ),
+    "GPT-2 of HuggingFace, turned": Layout(
+        {"attn": {"c_attn": dense(3 * H * E, D, bias=(3 * H * E,))}},
+        ("attn",), mc.fused_attention(E), "td,hd->th", "td,hd->th",
+        lambda m: tuple(x for i in (0, 1) for x in (
+            m["c_attn"]["kernel"].reshape(3, -1, D)[i],
+            m["c_attn"]["bias"].reshape(3, -1)[i])),
+    ),
+}  # fmt: skip
+
+
+def statistics(layout, values):
+    stats = {"max_logits": jnp.asarray(values, jnp.float32)}
+    for name in reversed(layout.module):
+        stats = {name: stats}
+    return stats
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("alpha", [0.5, 0.2])
+def test_next_logits_are_at_most_the_threshold(name, alpha):
+    layout = LAYOUTS[name]
+    before = logits(layout, layout.params)
+    tau = float(np.median(before))
+    after = mc.clip_qk(
+        layout.params,
+        statistics(layout, before),
+        tau,
+        alpha=alpha,
+        attention=layout.find,
+    )
+    np.testing.assert_allclose(
+        logits(layout, after), np.minimum(before, tau), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_else_is_scaled(name):
+    layout = LAYOUTS[name]
+    before = logits(layout, layout.params)
+    tau = float(before.min()) / 2
+    if tau <= 0:
+        pytest.fail("draw other numbers: a head has no positive logit")
+    stats = statistics(layout, before)
+    after = mc.clip_qk(layout.params, stats, tau, attention=layout.find)
+    roles = mc.describe(layout.params, attention=layout.find).splitlines()[1:]
+    scaled = {line.split()[0] for line in roles if "query," in line or "key," in line}
+    pairs = jax.tree.leaves_with_path(layout.params), jax.tree.leaves(after)
+    for (path, old), new in zip(*pairs, strict=True):
+        key = "/".join(str(k.key) for k in path)
+        # Keys that several queries share stay as they are.
+        changed = bool((old != new).any())
+        assert key in scaled if changed else "query" not in key, key
+
+
+def test_what_is_asked_for():
+    flat = LAYOUTS["HuggingFace"]
+    with pytest.raises(ValueError, match=r"self_attn/q_proj/kernel.*head_dim="):
+        mc.qk_clip(attention=FIND).init(flat.params)
+    with pytest.raises(ValueError, match="no attention layer found"):
+        mc.qk_clip(attention=FIND).init({"mlp": dense(D, D)})
+    normed = LAYOUTS["bonsai"].params["layers"]["0"]["attn"]
+    normed = {"attn": normed | {"q_norm": {"scale": rand(E)}}}
+    with pytest.raises(ValueError, match="normalised after the projection"):
+        mc.qk_clip(attention=FIND).init(normed)
