@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._jax_versions import manual_axes
+
 
 def vary_as(tree: Any, like: Any) -> Any:
     """Typed as varying over every manual axis that an array of `like` varies over.
@@ -20,11 +22,6 @@ def vary_as(tree: Any, like: Any) -> Any:
         return jax.lax.pcast(x, missing, to="varying")
 
     return jax.tree.map(vary, tree) if axes else tree
-
-
-def manual_axes(x: jax.Array) -> frozenset[str]:
-    """Those that it varies over, where `jax.shard_map` checks that."""
-    return jax.typeof(x).mat.varying
 
 
 class Layout(NamedTuple):

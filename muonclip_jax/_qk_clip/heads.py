@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jax_versions import manual_axes
 from .._matrices.unstack import unstack
 from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
 from .._model.head_leaf import everywhere
@@ -92,7 +93,7 @@ class Heads:
         logits = self._row(attention_stats, axis_name)
         log_sizes = _to_row([layer.log_size() for layer in self.layers])
         # Those that a batch does not vary over: along them, only weights are cut.
-        others = jax.typeof(log_sizes).mat.varying - {axis_name}
+        others = manual_axes(log_sizes) - {axis_name}
         log_sizes = maximum_over(log_sizes, sorted(others))
         both = jnp.concatenate([logits, log_sizes])
         both = maximum_over(both, _named(axis_name))
