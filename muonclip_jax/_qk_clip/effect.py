@@ -61,7 +61,7 @@ def judge(
     begins = heads.clipped & (due | (clips == 0))
     after = ClipRecord(
         jnp.where(begins, logit_by_size, record.logit_by_size),
-        jnp.where(begins, 0, clips) + heads.clipped,
+        jnp.where(begins, 0, clips) + heads.clipped.astype(jnp.int32),
         jnp.where(begins, 0, record.clipped_by) - jnp.log(heads.gamma),
         ineffective,
     )
