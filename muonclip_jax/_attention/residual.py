@@ -66,7 +66,9 @@ def residual_attention(
     ]
     window = None
     if local_window_size is not None:
-        window = make_window(False, local_window_size)
+        # To jax.nn both sides are numbers.
+        sides, everything = make_window(False, local_window_size), max(shape[-2:])
+        window = tuple(everything if side is None else side for side in sides)
     attend = functools.partial(
         _attend,
         scale=scale,

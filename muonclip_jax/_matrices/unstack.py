@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -42,7 +43,7 @@ def _cut_at_run_time(stack: jax.Array, counts: Sequence[int]) -> list[jax.Array]
 def _opaque_starts(counts: Sequence[int]) -> list[jax.Array]:
     # XLA folds `x + 1` in a loop of two passes, and with it the loop, but not `x + i`.
     def add(i: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
-        step = i.astype(np.int32)
+        step = jnp.asarray(i, np.int32)  # under disable_jit a number
         return [jax.lax.add(start, step) for start in starts]
 
     starts = itertools.accumulate(counts[:-1], initial=0)

@@ -169,7 +169,13 @@ def _lying_as_params(
         mu, nu = (lie_as_params(leaves, params, x) for x in (state.mu, state.nu))
         return state._replace(mu=mu, nu=nu)
 
-    return optax.GradientTransformation(init_fn, adam.update)
+    def update_fn(updates, state, params=None):
+        updates, after = adam.update(updates, state, params)
+        # optax's Adam keeps its averages in what gradients and params promote to.
+        after = jax.tree.map(lambda x, old: x.astype(old.dtype), after, state)
+        return updates, after
+
+    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _labels(leaves: Leaves) -> Any:

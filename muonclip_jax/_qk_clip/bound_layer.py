@@ -75,15 +75,18 @@ class BoundLayer:
         """Log of the norms that `scales` multiplies by gamma, `(*stack, heads)`."""
         layer = self._layer
         roles = [layer.query] if self._keys_stay else [layer.query, layer.key]
-        return sum((jnp.log(self._norm(leaves)) for leaves in roles), jnp.zeros(()))
+        return functools.reduce(jnp.add, map(self._log_norm, roles))
 
-    def _norm(self, leaves: tuple[HeadLeaf, ...]) -> jax.Array:
-        """Root of the sum of squares, which is never zero."""
+    def _log_norm(self, leaves: tuple[HeadLeaf, ...]) -> jax.Array:
+        """In float32, of the root of the sum of squares, which is never zero."""
         squares = [leaf.sum(_square(self._leaf_of(leaf))) for leaf in leaves]
         if self._shared:
             squares = [x.sum(-1, keepdims=True) for x in squares]
-        total = functools.reduce(jnp.add, squares)
-        return jnp.sqrt(jnp.maximum(total, jnp.finfo(total.dtype).tiny))
+        # A kernel and its bias may be of two dtypes.
+        wide = functools.reduce(np.promote_types, [x.dtype for x in squares])
+        total = functools.reduce(jnp.add, [x.astype(wide) for x in squares])
+        norm = jnp.sqrt(jnp.maximum(total, jnp.finfo(wide).tiny))
+        return jnp.log(norm).astype(jnp.float32)
 
     @property
     def _keys_stay(self) -> bool:
@@ -98,9 +101,10 @@ class BoundLayer:
             return False
         queries = {self._count(leaf) for leaf in layer.query + layer.rotary_query}
         keys = {self._count(leaf) for leaf in layer.key}
-        return self._shared or (
-            len(queries) == len(keys) == 1 and self._heads % keys.pop() == 0
-        )
+        if self._shared or len(queries) != 1 or len(keys) != 1:
+            return self._shared
+        key_heads = keys.pop()
+        return self._heads % key_heads == 0 if key_heads else not self._heads
 
     def _count(self, leaf: HeadLeaf) -> Any:
         return leaf.heads(self._shape_of(leaf))

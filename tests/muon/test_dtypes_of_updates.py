@@ -96,3 +96,23 @@ def test_newton_schulz_under_strict_promotion(strict, dtype, options):
     y = mc.newton_schulz(x, **options)
     expected = polynomial_of(np.float64(x), mc.NS_COEFFS["keller"])
     np.testing.assert_allclose(np.float64(y), expected, atol=0.05)
+
+
+def test_two_matrices_of_one_shape_without_jit():
+    params = {"a": normal(0, 3, 4), "b": normal(1, 3, 4)}
+    tx = mc.scale_by_muon()
+    expected, _ = tx.update(params, tx.init(params))
+    with jax.disable_jit():
+        updates, _ = tx.update(params, tx.init(params))
+    for name, x in expected.items():
+        np.testing.assert_allclose(updates[name], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("param", "gradient"), list(itertools.permutations(SHORT, 2)))
+def test_the_averages_of_adam_keep_their_dtypes(param, gradient):
+    params = {"bias": normal(0, 3, dtype=jnp.dtype(param))}
+    tx = mc.muon(1e-2)
+    state = tx.init(params)
+    _, after = tx.update(optax.tree.cast(params, gradient), state, params)
+    for x, y in zip(*map(jax.tree.leaves, (state, after)), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)

@@ -1,0 +1,51 @@
+"""Families of random cases: a test for every block of seeds.
+
+`MUONCLIP_FUZZ_SEED` moves the first seed, which the name of every test shows.
+"""
+
+import contextlib
+import os
+
+import pytest
+
+
+FIRST = int(os.environ.get("MUONCLIP_FUZZ_SEED", "0"))
+BLOCK = 20
+
+
+def family(check, cases):
+    """The test that calls `check(seed)` for so many seeds."""
+
+    def test(seeds):
+        for seed in seeds:
+            check(seed)
+
+    starts = range(FIRST, FIRST + cases, BLOCK)
+    blocks = [range(start, min(start + BLOCK, FIRST + cases)) for start in starts]
+    names = [f"seeds {block[0]} to {block[-1]}" for block in blocks]
+    for mark in (
+        pytest.mark.slow,
+        pytest.mark.usefixtures("fast_compilation"),
+        pytest.mark.parametrize("seeds", blocks, ids=names),
+    ):
+        test = mark(test)
+    return test
+
+
+@contextlib.contextmanager
+def told(seed, **case):
+    """Failures say which case it was, and how it was drawn."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        message = f"seed {seed}, {case}: {type(error).__name__}: {error}"
+        raise AssertionError(message) from error
+
+
+def pick(generator, *choices):
+    """One of the choices, as it is: NumPy would make arrays of them."""
+    return choices[generator.integers(len(choices))]
+
+
+def chance(generator, probability):
+    return bool(generator.random() < probability)

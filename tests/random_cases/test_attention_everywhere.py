@@ -1,0 +1,146 @@
+"""Attention forward and backward, however it is called, against float64 NumPy."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from attention_calls import called, CALLS
+from flax import nnx
+from seeds import chance, family, pick, told
+
+import muonclip_jax as mc
+
+
+BATCH, WIDTH = 4, 2
+
+
+def recorded(query, key, value, kernel=None, **options):
+    """What `attention_fn` returns, and what it sows."""
+    layer = nnx.Module()
+    output = mc.attention_fn(
+        query, key, value, module=layer, kernel=kernel, deterministic=True, **options
+    )
+    return output, layer.max_logits[...]
+
+
+def by_flax(query, key, value, **options):
+    return recorded(query, key, value, **options)
+
+
+def by_kernel(query, key, value, **options):
+    kernel = functools.partial(mc.blockwise_attention, block_size=2)
+    return recorded(query, key, value, kernel=kernel, **options)
+
+
+def by_max_logits(query, key, value, **options):
+    output, _ = mc.blockwise_attention(query, key, value, block_size=3, **options)
+    return output, mc.max_logits(query, key, **options)
+
+
+FUNCTIONS = {
+    "blockwise": functools.partial(mc.blockwise_attention, block_size=3),
+    "one block": mc.blockwise_attention,
+    "max_logits": by_max_logits,
+    "residual": mc.residual_attention,
+    "attention_fn": by_flax,
+    "kernel": by_kernel,
+}
+
+
+def draw(generator):
+    function, call = pick(generator, *FUNCTIONS), pick(generator, *CALLS)
+    heads = pick(generator, (2, 2), (4, 2), (2, 1))
+    if (function, call) == ("attention_fn", "explicit heads"):
+        # jax.nn, which Flax calls, cannot share a key head among devices.
+        heads = pick(generator, (2, 2), (4, 2))
+    lengths = pick(generator, (1, 1), (5, 5), (3, 5), (4, 3))
+    return {
+        "function": function,
+        "call": call,
+        "heads": heads,
+        "lengths": lengths,
+        # A row of the bias for every head, or one for all; and batch or not.
+        "bias": pick(generator, None, (1, heads[0]), (BATCH, 1), (1, 1)),
+        "mask": pick(generator, None, (1, 1), (BATCH, heads[0])),
+        "is_causal": chance(generator, 0.4),
+    }
+
+
+def arrays_of(generator, case):
+    (heads, key_heads), (queries, keys) = case["heads"], case["lengths"]
+    shapes = {
+        "query": (BATCH, queries, heads, WIDTH),
+        "key": (BATCH, keys, key_heads, WIDTH),
+        "value": (BATCH, keys, key_heads, WIDTH),
+        "weights": (BATCH, queries, heads, WIDTH),
+    }
+    if case["bias"]:
+        shapes["bias"] = (*case["bias"], queries, keys)
+    arrays = {n: generator.normal(size=s) for n, s in shapes.items()}
+    arrays = {n: x.astype(np.float32) for n, x in arrays.items()}
+    if case["mask"]:
+        mask = generator.random((*case["mask"], queries, keys)) < 0.7
+        # Every query sees the first key: what jax.nn does otherwise is its own.
+        mask[..., 0] = True
+        arrays["mask"] = mask
+    return arrays
+
+
+def reference(arrays, is_causal):
+    """Output, statistic and gradients of `sum(output * weights)`, in float64."""
+    wide = {n: np.float64(x) for n, x in arrays.items() if n != "mask"}
+    query, weights = wide["query"], wide["weights"]
+    group = query.shape[2] // wide["key"].shape[2]
+    key, value = (np.repeat(wide[name], group, axis=2) for name in ("key", "value"))
+    scale = 1 / np.sqrt(WIDTH)
+    logits = scale * np.einsum("bqhd,bkhd->bhqk", query, key) + wide.get("bias", 0.0)
+    seen = np.broadcast_to(arrays.get("mask", True), logits.shape)
+    if is_causal:
+        seen = seen & np.tri(*logits.shape[-2:], dtype=bool)
+    logits = np.where(seen, logits, -np.inf)
+    shares = np.exp(logits)
+    shares /= shares.sum(-1, keepdims=True)
+    d_shares = np.einsum("bqhd,bkhd->bhqk", weights, value)
+    mean = (shares * d_shares).sum(-1, keepdims=True)
+    d_logits = shares * (d_shares - mean)
+    gradients = {
+        "query": scale * np.einsum("bhqk,bkhd->bqhd", d_logits, key),
+        "key": shared(scale * np.einsum("bhqk,bqhd->bkhd", d_logits, query), group),
+        "value": shared(np.einsum("bhqk,bqhd->bkhd", shares, weights), group),
+    }
+    if "bias" in wide:
+        spread = tuple(a for a in (0, 1) if wide["bias"].shape[a] == 1)
+        gradients["bias"] = d_logits.sum(spread, keepdims=True)
+    output = np.einsum("bhqk,bkhd->bqhd", shares, value)
+    return (output, logits.max((0, 2, 3))), gradients
+
+
+def shared(gradient, group):
+    """Summed over the query heads that share a key head."""
+    batch, length, heads, width = gradient.shape
+    return gradient.reshape(batch, length, heads // group, group, width).sum(3)
+
+
+def check(seed):
+    generator = np.random.default_rng(seed)
+    case = draw(generator)
+    numbers = arrays_of(generator, case)
+    function = functools.partial(
+        FUNCTIONS[case["function"]], is_causal=case["is_causal"]
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+    with told(seed, **case):
+        arrays = {n: jnp.asarray(x) for n, x in numbers.items()}
+        (output, largest), grads = called(function, case["call"], arrays)
+        (expected, statistic), gradients = reference(numbers, case["is_causal"])
+        close(output, expected)
+        if case["function"] == "residual":
+            assert (largest >= statistic - 1e-5).all()
+            assert (largest <= statistic + np.log(case["lengths"][1]) + 1e-5).all()
+        else:
+            close(largest, statistic)
+        for name, gradient in gradients.items():
+            close(grads[name], gradient, err_msg=f"gradient of {name}")
+
+
+test_attention_everywhere = family(check, 160)

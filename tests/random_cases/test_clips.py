@@ -1,0 +1,136 @@
+"""Clips of random layouts against `scale * (params + updates)` in float64 loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from layouts import LAYOUTS
+from seeds import chance, family, pick, told
+
+import muonclip_jax as mc
+
+
+LAYERS = 2
+LOGITS = (-3.0, 0.0, 50.0, 99.9, 100.5, 400.0, 3e4, np.inf, -np.inf, np.nan)
+
+
+def draw(generator):
+    return {
+        "layout": pick(generator, *LAYOUTS),
+        "heads": pick(generator, 1, 2, 4),
+        "stack": pick(generator, None, None, 0, 1, -1, -2),
+        "params": pick(generator, "float32", "float32", "bfloat16", "float16"),
+        "updates": pick(generator, "float32", "bfloat16", "float16"),
+        "threshold": pick(generator, 100.0, 1.0, 5e3),
+        "alpha": pick(generator, 0.0, 0.3, 0.5, 1.0),
+        "is_jitted": chance(generator, 0.2),
+    }
+
+
+def put(layers, axis):
+    """Layers in one leaf, at an axis from either end; a number each has one axis."""
+    return np.stack(layers, axis=0 if layers[0].ndim == 0 else axis)
+
+
+def gammas(logits, threshold):
+    """In float64; heads without a finite logit stay."""
+    over = np.isfinite(logits) & (logits > threshold)
+    return np.where(over, threshold / np.where(over, logits, 1), 1.0)
+
+
+def nested(leaves):
+    tree = {}
+    for path, leaf in leaves.items():
+        *modules, name = ("layers", "attn", *path.split("/"))
+        module = functools.reduce(lambda t, n: t.setdefault(n, {}), modules, tree)
+        module[name] = leaf
+    return tree
+
+
+def leaf_at(tree, path):
+    names = ("layers", "attn", *path.split("/"))
+    return functools.reduce(lambda t, name: t[name], names, tree)
+
+
+def scales_of(shapes, scale, logits, case):
+    """The factor of every entry of every leaf."""
+    rows = gammas(np.float64(logits), case["threshold"])
+    rows = rows if case["stack"] is not None else rows[None]
+    layers = [scale(row, case["alpha"]) for row in rows]
+    found = {}
+    for name, shape in shapes.items():
+        one = [np.broadcast_to(s.get(name, 1.0), shape) for s in layers]
+        found[name] = one[0] if case["stack"] is None else put(one, case["stack"])
+    return found
+
+
+def clipped_by_update(params, updates, stats, options, is_jitted):
+    tx = mc.qk_clip(**options)
+
+    def step(params, updates, stats):
+        updates, state = tx.update(
+            updates, tx.init(params), params, attention_stats=stats
+        )
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if is_jitted else step
+    return step(params, updates, stats)
+
+
+def compare(result, exact, largest, message):
+    """Rounded once, after float32 arithmetic with factors good to 2e-6."""
+    eps, tiny = jnp.finfo(result.dtype).eps, jnp.finfo(result.dtype).smallest_subnormal
+    short = jnp.finfo(jnp.float32).eps
+    bound = (float(eps) / 2 + 2e-6) * np.abs(exact)
+    bound = bound + 2 * float(short) * largest + float(tiny)
+    off = np.abs(np.float64(result) - exact)
+    assert (off <= bound).all(), f"{message}: {off.max()} with {bound.max()} allowed"
+
+
+def compare_state(state, logits, threshold, shared):
+    """The figures for logging; heads that share their leaves count as one."""
+    logits = logits.max(-1, keepdims=True) if shared else logits
+    finite = np.isfinite(logits)
+    assert int(state.num_nonfinite) == (~finite).sum()
+    assert int(state.num_clipped) == (finite & (logits > threshold)).sum()
+    if finite.any():
+        assert float(state.max_logit) == logits[finite].max()
+
+
+def check(seed):
+    generator = np.random.default_rng(seed)
+    case = draw(generator)
+    stack_axes = {} if case["stack"] is None else {"layers": case["stack"]}
+    make = LAYOUTS[case["layout"]]
+    shapes, attention, scale = make(generator, case["heads"], stack_axes)
+    rows = () if case["stack"] is None else (LAYERS,)
+    logits = generator.choice(LOGITS, (*rows, case["heads"])).astype(np.float32)
+    if case["layout"] == "normalised":
+        # All heads of a layer go by their largest.
+        logits = np.where(np.isfinite(logits), logits, np.float32(7))
+    scales = scales_of(shapes, scale, logits, case)
+    old = {n: generator.normal(size=s.shape) for n, s in scales.items()}
+    new = {n: generator.normal(size=s.shape) / 8 for n, s in scales.items()}
+    old = {n: jnp.asarray(x, case["params"]) for n, x in old.items()}
+    new = {n: jnp.asarray(x, case["updates"]) for n, x in new.items()}
+    options = {k: case[k] for k in ("threshold", "alpha")} | {"attention": attention}
+    stats = {"layers": {"attn": {"max_logits": jnp.asarray(logits)}}}
+    with told(seed, **case, shapes=shapes, logits=logits.tolist()):
+        params = nested(old)
+        moved, state = clipped_by_update(
+            params, nested(new), stats, options, case["is_jitted"]
+        )
+        at_rest = mc.clip_qk(params, stats, **options)
+        for name, factor in scales.items():
+            p, u = np.float64(old[name]), np.float64(new[name])
+            after = leaf_at(moved, name)
+            assert after.dtype == case["params"]
+            compare(after, factor * (p + u), np.abs(p) + np.abs(u), name)
+            compare(leaf_at(at_rest, name), factor * p, 0, f"{name} at rest")
+        shared = case["layout"] == "normalised"
+        compare_state(state, logits, case["threshold"], shared)
+
+
+test_clips = family(check, 400)
