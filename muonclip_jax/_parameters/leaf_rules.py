@@ -1,7 +1,6 @@
 """What each leaf is, by its name, its shape and what lies beside it."""
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -12,8 +11,8 @@ from .attention_shapes import AttentionShapes, OpenHeads, PROJECTIONS, Sides
 from .output_heads import find_heads
 from .paths import Path
 from .shapes_together import gemma_sides, low_rank_sides
-from .spelled import Spelled, without_ones
-from .stack_axes import Shape
+from .spelled import Spelled
+from .stack_axes import Shape, without_ones
 
 
 _DENSE = ("dense", "linear", "mlp", "ffn", "expert", "moe")
@@ -75,8 +74,13 @@ class LeafRules:
         return Verdict(None, "norm") if names.is_norm(leaf.path) else None
 
     def _of_table(self, own: Path, leaf: Spelled) -> Verdict | None:
-        if names.is_embedding(own):
+        if names.is_embedding(own) and not self._shape_of((*leaf.path[:-1], "bias")):
             return Verdict(None, "embedding")
+        if own and names.words(own[-1])[-1:] == ("log",):
+            return Verdict(None, "logarithms")
+        is_row = len(leaf.shape) > 2 and sum(size != 1 for size in leaf.shape) == 1
+        if is_row and leaf.path[-1:] != ("kernel",):
+            return Verdict(None, "vector")
         if names.is_position_or_token(own):
             return Verdict(None, "positions or tokens")
         return None
@@ -121,7 +125,7 @@ class LeafRules:
         if leaf.path[-1:] != ("kernel",):
             return None
         kernel = leaf.shape
-        bias = without_ones(self._shape_of((*leaf.path[:-1], "bias")))
+        bias = without_ones(self._shape_of((*leaf.path[:-1], "bias")), kernel)
         for outputs in range(1, len(bias) + 1):
             stack = len(bias) - outputs
             inputs = len(kernel) - stack - outputs
@@ -136,8 +140,10 @@ class LeafRules:
     def _of_name(self, own: Path, leaf: Spelled) -> Verdict | None:
         if leaf.path[-1:] != ("kernel",) or len(leaf.path) < 2:
             return None
+        if leaf.is_open:
+            return None
         rank, module = len(leaf.shape), leaf.path[:-1]
-        last = module[-1:]
+        last = tuple(name for name in module if not name.isdigit())[-1:]
         # A hidden bias could have told scanned convolutions from those in 3D.
         told = rank < 5 or (*module, "bias") not in self._shapes
         if names.has_word(last, "conv") and told:
@@ -153,13 +159,17 @@ class LeafRules:
         module, stack = leaf.path[:-1], leaf.shape[:-2]
         if set(stack) == {1}:
             return "one layer"
-        # A query here was found to have no heads.
-        if module[-1] in PROJECTIONS or names.has_word(module, *_DENSE):
-            return "stack, by name"
-        below = zip(module, (*module[1:], ""), strict=True)
-        if any(name in _STACKS and not re.fullmatch(r"\d+", x) for name, x in below):
-            return "stack, by name"
-        beside = self._kernels_below.get(module[:-1], ())
+        for depth, name in enumerate(module, start=1):
+            # A query here was found to have no heads.
+            is_own = depth == len(module) and name in PROJECTIONS
+            if is_own or names.has_word((name,), *_DENSE) or name in _STACKS:
+                below = self._kernels_below[module[:depth]]
+                is_container = any(inner.isdigit() for inner in module[depth:])
+                if not is_container and {x[0] for x in below if len(x) > 2} == {
+                    stack[0]
+                }:
+                    return "stack, by name"
+        beside = self._kernels_below[module[:-1]]
         turned = (*stack, *leaf.shape[:-3:-1])
         return "stack, as beside" if turned in beside and len(beside) > 1 else ""
 
@@ -187,6 +197,6 @@ class LeafRules:
     def _kernels_below(self) -> dict[Path, set[Shape]]:
         below: dict[Path, set[Shape]] = {}
         for path, shape in self._shapes.items():
-            if path[-1:] == ("kernel",) and len(path) > 1:
-                below.setdefault(path[:-2], set()).add(shape)
+            for depth in range(len(path)) if path[-1:] == ("kernel",) else ():
+                below.setdefault(path[:depth], set()).add(shape)
         return below

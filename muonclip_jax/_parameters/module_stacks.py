@@ -5,7 +5,7 @@ from typing import Any
 
 from .paths import is_masked, LeafAt, Path, show, show_all, split
 from .stack_axes import Shape, Stack, stack_at, StackAxes
-from .stacked_modules import find_stacks
+from .stacked_modules import find_stacks, Found
 
 
 class ModuleStacks:
@@ -35,8 +35,8 @@ class ModuleStacks:
 
     def axis_of(self, path: Path) -> int:
         """Where the stack begins or, from the end, stops; in front if none is known."""
-        told, found = self._told(path), self._stack_around(path)
-        return told if told is not None else found.start if found else 0
+        told, found = self._told(path), self._found_around(path)
+        return told if told is not None else found.axis if found else 0
 
     def of(self, path: Path) -> Stack:
         """The stack in the leaf at a path."""
@@ -45,14 +45,14 @@ class ModuleStacks:
             # A number for each layer has one axis, wherever the others have that one.
             stack = stack_at(told if rank > 1 else 0, rank, min(1, rank))
             return stack or Stack(0, 0)
-        found = self._stack_around(path) or Stack(0, 0)
-        return found if rank > found.depth else Stack(0, rank if found.depth else 0)
+        found = self._found_around(path)
+        return found.of(rank) if found else Stack(0, 0)
 
     def _told(self, path: Path) -> int | None:
         """What is said of the innermost module named that holds a path."""
         return _innermost(self._axes, path)
 
-    def _stack_around(self, path: Path) -> Stack | None:
+    def _found_around(self, path: Path) -> Found | None:
         return _innermost(self._found, path)
 
     def shape(self, path: Path) -> Shape:

@@ -14,7 +14,7 @@ _EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES = {"wte", "wpe", "wtoken", "wpos"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _TOKENS = {"token", "tokens"}
-_HEADS = {"head", "logits", "unembed", "unembedding", "classifier", "vocab"}
+_HEADS = {"head", "unembed", "unembedding", "classifier", "vocab"}
 
 #: Modules of attention, by what Flax calls them.
 _PROJECTIONS = {
@@ -94,12 +94,27 @@ def says_position(path: Path) -> bool:
 def is_head(name: str) -> bool:
     """Whether a module is named as an output head: `lm_head`, not `head_conv`."""
     own = words(name)
-    return bool(own) and (own[-1] in _HEADS or "logits" in own)
+    if not own or own[0] == "pre":
+        return False
+    return own[-1] in _HEADS or any(word.startswith("logit") for word in own)
 
 
 def projection(name: str) -> str | None:
     """What Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))
+
+
+def writes_features(name: str) -> bool | None:
+    """Whether a module gives features of the model, or takes them; `None` if open."""
+    role = projection(name)
+    if role and name != "value":
+        return role == "out"
+    own = set(words(name))
+    if own & {"down", "out"} or name in ("fc2", "wo"):
+        return True
+    if own & {"up", "gate", "fc", "qkv", "wi", "attn"}:
+        return False
+    return True if "proj" in own else None
 
 
 def has_word(path: Path, *beginnings: str) -> bool:

@@ -4,145 +4,176 @@ A head is called so, or it has the size of the vocabulary, or nothing takes what
 gives: its outputs are the input of no other leaf.
 """
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from . import names
+from .attention_shapes import PROJECTIONS
 from .paths import Path
 from .spelled import Spelled
+from .stack_axes import Shape
 
 
-_RECURRENT = ("lstm", "gru", "rnn", "cell")
+_RECURRENT = {"lstm", "gru", "rnn"}
+_LAST = ("out", "output")
 
 
 def find_heads(leaves: Mapping[Path, Spelled]) -> dict[Path, str]:
     """The paths of the leaves in Flax's words, and what says so."""
-    leaves = {names.unwrapped(own): leaf for own, leaf in leaves.items()}
-    kernels = {
-        own: leaf
-        for own, leaf in leaves.items()
-        if leaf.path[-1:] == ("kernel",) and len(leaf.path) > 1 and len(leaf.shape) > 1
-    }
-    flat = {own: leaf for own, leaf in kernels.items() if len(leaf.shape) == 2}
-    tables = [leaf for own, leaf in leaves.items() if _is_vocabulary(own, leaf)]
-    found = _named(flat, {leaf.shape[0] for leaf in tables})
-    if not found:
-        found = _with_vocabulary(flat, tables)
-    last = _dead_ends(flat, kernels, leaves)
-    found = {own: "nothing takes its outputs" for own in last} | found
-    return {leaves[own].path: why for own, why in found.items()}
+    return _Heads({names.unwrapped(own): x for own, x in leaves.items()}).found()
 
 
-def _named(flat: Mapping[Path, Spelled], sizes: set[int]) -> dict[Path, str]:
-    """Those whose module is called a head, or that come last in such a module."""
-    found = {own: "named so" for own, x in flat.items() if _is_named(x.path[-2:-1])}
-    last: dict[Path, Path] = {}
-    for own, leaf in flat.items():
-        for depth in range(1, len(leaf.path) - 2):
-            if _is_named(leaf.path[depth - 1 : depth]):
-                module = leaf.path[:depth]
-                last[module] = max(last.get(module, own), own, key=_in_order)
-    fits = (own for own in last.values() if not sizes or flat[own].shape[1] in sizes)
-    return found | dict.fromkeys(fits, "last of a module named so")
+class _Heads:
+    """The leaves by their own paths, without the arrays that others wrap."""
+
+    def __init__(self, leaves: Mapping[Path, Spelled]):
+        self._leaves = leaves
+        self._biased = {x.path[:-1] for x in leaves.values() if names.is_bias(x.path)}
+        self._tables = [x for own, x in leaves.items() if self._is_vocabulary(own, x)]
+        self._kernels = {
+            own: x
+            for own, x in leaves.items()
+            if x.path[-1:] == ("kernel",) and len(x.path) > 1 and len(x.shape) == 2
+            if not (names.is_embedding(own) and x.path[:-1] not in self._biased)
+        }
+        self._blocks = _repeated(leaves)
+        self._taken = self._sizes_taken()
+
+    def found(self) -> dict[Path, str]:
+        found = self._named() or self._with_vocabulary()
+        found = self._dead_ends(bool(found)) | found
+        return {self._leaves[own].path: why for own, why in found.items()}
+
+    def _named(self) -> dict[Path, str]:
+        """Those whose module is called a head, or that come last in such a module."""
+        sizes = {table.shape[0] for table in self._tables}
+        last: dict[Path, Path] = {}
+        for own, leaf in self._kernels.items():
+            for depth in range(1, len(leaf.path) - 2):
+                if names.is_head(leaf.path[depth - 1]):
+                    module = leaf.path[:depth]
+                    last[module] = max(last.get(module, own), own, key=_in_order)
+        outputs = {own: self._kernels[own].shape[1] for own in last.values()}
+        fits = (own for own, n in outputs.items() if n in sizes or n not in self._taken)
+        found = dict.fromkeys(fits, "last of a module named so")
+        return found | {
+            own: "named so"
+            for own, leaf in self._kernels.items()
+            if names.is_head(leaf.path[-2])
+        }
+
+    def _with_vocabulary(self) -> dict[Path, str]:
+        """Those with as many outputs as there are tokens, which no layer takes."""
+        hidden = {leaf.shape[0] for leaf in self._kernels.values()}
+        sizes = {x.shape[0] for x in self._tables if x.shape[0] != x.shape[1]} - hidden
+        found = [
+            own
+            for own, leaf in self._kernels.items()
+            if leaf.shape[1] in sizes and not self._is_in_block(leaf)
+        ]
+        found = self._last_beside() or found
+        return dict.fromkeys(found, "as large as the vocabulary")
+
+    def _last_beside(self) -> list[Path]:
+        """The last unnamed kernel beside an embedding, if its shape is that turned."""
+        last: dict[Path, Path] = {}
+        for own, leaf in self._kernels.items():
+            if re.fullmatch(r"(Dense|linear)(_\d+)?|out|output", leaf.path[-2], re.I):
+                parent = leaf.path[:-2]
+                last[parent] = max(last.get(parent, own), own, key=_in_order)
+        beside = {x.path[:-2]: x.shape[::-1] for x in self._tables if len(x.path) > 1}
+        return [
+            own
+            for own in last.values()
+            if beside.get(self._kernels[own].path[:-2]) == self._kernels[own].shape
+        ]
+
+    def _dead_ends(self, has_head: bool) -> dict[Path, str]:
+        """Those outside of repeated blocks whose outputs nothing takes."""
+        attention = {x.path[:-2] for x in self._leaves.values() if _is_key(x.path)}
+        found = [
+            own
+            for own, leaf in self._kernels.items()
+            if leaf.shape[1] not in self._taken
+            and names.writes_features(leaf.path[-2]) is not False
+            and leaf.path[:-2] not in attention
+            and not _is_recurrent(leaf.path)
+            and (leaf.shape[1] == 1 or self._may_be_head(leaf, has_head))
+        ]
+        return dict.fromkeys(found, "nothing takes its outputs")
+
+    def _may_be_head(self, leaf: Spelled, has_head: bool) -> bool:
+        """Whether it is no fused projection, of which parts are taken."""
+        if self._is_in_block(leaf) or len(self._matrices()) < 2:
+            return False
+        features, outputs = leaf.shape
+        is_fused = outputs % features == 0 and len(leaf.path) > 2
+        is_alone = not has_head and not self._tables and outputs < features
+        return not is_fused and (leaf.path[:-1] in self._biased or is_alone)
+
+    def _is_in_block(self, leaf: Spelled) -> bool:
+        around = (leaf.path[:depth] for depth in range(len(leaf.path) - 1))
+        return leaf.is_stacked or any(module in self._blocks for module in around)
+
+    def _is_vocabulary(self, own: Path, leaf: Spelled) -> bool:
+        is_table = len(leaf.shape) == 2 and leaf.path[:-1] not in self._biased
+        return is_table and names.is_embedding(own) and not names.says_position(own)
+
+    def _matrices(self) -> list[Spelled]:
+        """All that hold a matrix, arrays under names of their own among them."""
+        return [
+            leaf
+            for own, leaf in self._leaves.items()
+            if len(leaf.shape) > 1
+            and not names.is_vector(leaf.path)
+            and not (names.is_embedding(own) and leaf.path[:-1] not in self._biased)
+        ]
+
+    def _sizes_taken(self) -> set[int]:
+        """Of inputs, norms and embeddings."""
+        taken = {size for leaf in self._matrices() for size in leaf.shape[:-1]}
+        return taken | {
+            leaf.shape[-1]
+            for own, leaf in self._leaves.items()
+            if leaf.shape and (names.is_norm(leaf.path) or names.is_embedding(own))
+            if leaf.path[-1:] != ("kernel",) or leaf.path[:-1] not in self._biased
+        }
 
 
-def _with_vocabulary(
-    flat: Mapping[Path, Spelled], tables: Iterable[Spelled]
-) -> dict[Path, str]:
-    """Those with as many outputs as there are tokens, which no layer takes as input."""
-    tables = [table for table in tables if table.shape[0] != table.shape[1]]
-    hidden = {leaf.shape[0] for leaf in flat.values()}
-    found = [
-        own
-        for own, leaf in flat.items()
-        if not _is_in_block(leaf.path)
-        for table in tables
-        if leaf.shape == table.shape[::-1] and table.shape[0] not in hidden
-    ]
-    return dict.fromkeys(
-        _last_beside(flat, tables) or found, "as large as the vocabulary"
-    )
+def _repeated(leaves: Mapping[Path, Spelled]) -> set[Path]:
+    """Numbered modules that have a twin: the same leaves of the same shapes."""
+    inside: dict[Path, set[tuple[Path, Shape]]] = {}
+    for leaf in leaves.values():
+        for depth in range(1, len(leaf.path)):
+            if re.search(r"\d$", leaf.path[depth - 1]):
+                entry = leaf.path[depth:], leaf.shape
+                inside.setdefault(leaf.path[:depth], set()).add(entry)
+    twins: dict[Any, list[Path]] = {}
+    for module, entries in inside.items():
+        name = re.sub(r"\d+$", "", module[-1])
+        twins.setdefault((module[:-1], name, frozenset(entries)), []).append(module)
+    return {module for alike in twins.values() if len(alike) > 1 for module in alike}
 
 
-def _last_beside(flat: Mapping[Path, Spelled], tables: Iterable[Spelled]) -> list[Path]:
-    """The last unnamed kernel beside an embedding, if its shape is that turned."""
-    last: dict[Path, Path] = {}
-    for own, leaf in flat.items():
-        if re.fullmatch(r"(Dense|linear)(_\d+)?|out|output", leaf.path[-2], re.I):
-            parent = leaf.path[:-2]
-            last[parent] = max(last.get(parent, own), own, key=_in_order)
-    beside = {
-        table.path[:-2]: table.shape[::-1] for table in tables if len(table.path) > 1
-    }
+def _is_key(path: Path) -> bool:
+    """Whether it is a projection of attention, in which the value is no head."""
+    role = "".join(path[-2:-1])
+    return path[-1:] == ("kernel",) and role in PROJECTIONS and role != "value"
+
+
+def _is_recurrent(path: Path) -> bool:
+    return any(set(names.words(name)[-1:]) & _RECURRENT for name in path[:-1])
+
+
+def _in_order(path: Path) -> list[tuple[float, str]]:
+    """`Dense_10` behind `Dense_9`, `linear` before `linear_1`, `out` at the end."""
     return [
-        own
-        for own in last.values()
-        if beside.get(flat[own].path[:-2]) == flat[own].shape
-    ]
-
-
-def _dead_ends(
-    flat: Mapping[Path, Spelled],
-    kernels: Mapping[Path, Spelled],
-    leaves: Mapping[Path, Spelled],
-) -> list[Path]:
-    """Those with a bias, outside of repeated blocks, whose outputs nothing takes."""
-    biased = {leaf.path[:-1] for leaf in leaves.values() if names.is_bias(leaf.path)}
-    taken = {size for leaf in kernels.values() for size in leaf.shape[:-1]}
-    taken |= {
-        leaf.shape[-1]
-        for leaf in leaves.values()
-        if names.is_norm(leaf.path) and leaf.shape
-    }
-    taken |= {
-        leaf.shape[-1]
-        for own, leaf in leaves.items()
-        if names.is_embedding(own) and leaf.shape
-    }
-    return [
-        own
-        for own, leaf in flat.items()
-        if leaf.shape[1] not in taken
-        and leaf.path[:-1] in biased
-        and len(kernels) > 1
-        and not _is_in_block(leaf.path)
-        and names.projection(leaf.path[-2]) in (None, "value", "out")
-        and not names.has_word(leaf.path, *_RECURRENT)
-        and _is_last(own, leaf, flat)
-    ]
-
-
-def _is_in_block(path: Path) -> bool:
-    """Whether a module around it is one of several, by its number."""
-    return any(re.fullmatch(r"(.*_)?\d+", name) for name in path[:-2])
-
-
-def _is_last(own: Path, leaf: Spelled, flat: Mapping[Path, Spelled]) -> bool:
-    """Whether it comes behind all that are called the same but for the number."""
-    pattern = _pattern(leaf.path)
-    alike = [x for x, other in flat.items() if _pattern(other.path) == pattern]
-    return max(alike, key=_in_order) == own
-
-
-def _is_vocabulary(own: Path, leaf: Spelled) -> bool:
-    return (
-        len(leaf.shape) == 2
-        and names.is_embedding(own)
-        and not names.says_position(own)
-    )
-
-
-def _is_named(module: Path) -> bool:
-    return bool(module) and names.is_head(module[0])
-
-
-def _pattern(path: Path) -> Path:
-    return tuple(re.sub(r"\d+", "#", name) for name in path)
-
-
-def _in_order(path: Path) -> list[tuple[int, str]]:
-    """`Dense_10` behind `Dense_9`, and a name without a number last."""
-    return [
-        (int(digits) if (digits := re.sub(r"\D", "", name)) else 1 << 30, name)
+        (float(digits) if (digits := re.sub(r"\D", "", name)) else _rank(name), name)
         for name in path
     ]
+
+
+def _rank(name: str) -> float:
+    return math.inf if name in _LAST else 0.0

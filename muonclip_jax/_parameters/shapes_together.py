@@ -14,7 +14,7 @@ from .paths import Path
 from .stack_axes import Shape
 
 
-_INPUTS = {"q_einsum": 3, "kv_einsum": 4, "qkv_einsum": 4}
+_INPUTS = {"q_einsum": 3, "k_einsum": 3, "kv_einsum": 4, "qkv_einsum": 4}
 
 
 def low_rank_sides(path: Path, shape_of: Callable[[Path], Shape]) -> Sides | None:

@@ -5,14 +5,14 @@ call the projections of attention `q_proj` or `wq`. Read like this, one set of r
 serves them all; `axes` lead back to the leaf.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
 from .paths import Path
-from .stack_axes import Shape
+from .stack_axes import Shape, without_ones
 
 
 class Spelled(NamedTuple):
@@ -22,6 +22,8 @@ class Spelled(NamedTuple):
     shape: Shape
     axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
     is_turned: bool = False  # the leaf has its outputs first
+    is_open: bool = False  # nothing tells which of its axes are outputs
+    is_stacked: bool = False
 
     def numbers(self, reduction: Iterable[int], output: Iterable[int]):
         """Dimension numbers of the leaf, from axes of the shape."""
@@ -34,26 +36,20 @@ class Spelled(NamedTuple):
 
 
 def spell(
-    layers: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+    layers: Mapping[Path, Shape],
+    axes_of: Mapping[Path, tuple[int, ...]],
+    stacked: Collection[Path] = (),
 ) -> dict[Path, Spelled]:
     """By the path of the leaf; `layers` are the shapes in one layer."""
     written = _flax_paths(layers)
-    bias_of = {
-        path[:-1]: layers[own] for own, path in written.items() if names.is_bias(path)
-    }
-    weights_first = _outputs_first(layers, written, bias_of)
+    order = _Order(layers, written)
     found = {}
     for own, path in written.items():
-        shape, axes = layers[own], axes_of[own]
-        by = 0
-        if path[-1:] == ("kernel",) and len(shape) > 1:
-            bias, is_weight = bias_of.get(path[:-1], ()), _is_weight(own)
-            if is_weight or len(shape) == 2:
-                by = _outputs_in_front(
-                    shape, bias, is_weight and weights_first, path[-2:-1]
-                )
-        shape, axes = (x[by:] + x[:by] for x in (shape, axes))
-        found[own] = Spelled(path, shape, axes, bool(by))
+        by = order.outputs_in_front(own, path)
+        shape, axes = (x[by:] + x[:by] for x in (layers[own], axes_of[own]))
+        found[own] = Spelled(
+            path, shape, axes, bool(by), order.is_open(own, path), own in stacked
+        )
     return found
 
 
@@ -101,46 +97,90 @@ def _is_alone(role: str, siblings: Iterable[str]) -> bool:
     return sum(names.projection(name) == role for name in siblings) == 1
 
 
-def _is_weight(path: Path) -> bool:
-    """Whether a leaf is called as Equinox and Haliax call it."""
-    return "weight" in path[-2:]
-
-
-def _outputs_first(layers, written, bias_of) -> bool:
-    """Whether what is called a weight has its outputs first, as the biases say."""
-    votes = []
-    for own, path in written.items():
-        if _is_weight(own) and path[-1:] == ("kernel",):
-            first = is_turned_by_bias(layers[own], bias_of.get(path[:-1], ()))
-            votes += [] if first is None else [first]
-    return sum(votes) * 2 >= len(votes)
-
-
-def without_ones(bias: Shape) -> Shape:
-    """Equinox keeps the bias of a convolution as `(out, 1, 1)`."""
-    while len(bias) > 1 and bias[-1] == 1:
-        bias = bias[:-1]
-    return bias
-
-
 def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
     """Whether outputs come first, as a bias says, which has just those."""
-    bias = without_ones(bias)
+    bias = without_ones(bias, shape)
     if not bias or len(bias) >= len(shape):
         return None
     first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
     return first if first != last else None
 
 
-def _outputs_in_front(shape: Shape, bias: Shape, by_name: bool, module: Path) -> int:
-    """How many axes in front are outputs, 0 where they are at the end."""
-    told = is_turned_by_bias(shape, bias)
-    if told:
-        return len(without_ones(bias))
-    if told is False or not by_name:
-        return 0
-    is_input = module and module[-1] in ("query", "key", "value")
-    return len(shape) - 1 if is_input else 1
+class _Order:
+    """Where kernels have their outputs: in front, or at the end as in Flax."""
+
+    def __init__(self, layers: Mapping[Path, Shape], written: Mapping[Path, Path]):
+        self._layers = layers
+        self._bias_of = {
+            path[:-1]: layers[own]
+            for own, path in written.items()
+            if names.is_bias(path)
+        }
+        weights = [
+            (path, layers[own])
+            for own, path in written.items()
+            if _is_weight(own) and path[-1:] == ("kernel",)
+        ]
+        gains = [layers[own] for own, path in written.items() if _is_gain(path)]
+        self._features = max(gains, key=gains.count, default=())
+        votes = [is_turned_by_bias(x, self._bias(path)) for path, x in weights]
+        if not any(vote is not None for vote in votes):
+            votes = [self._by_width(path, x) for path, x in weights]
+        told = [vote for vote in votes if vote is not None]
+        # What is called a weight has its outputs first in Equinox and Haliax.
+        self._weights_turned = sum(told) * 2 >= len(told)
+
+    def outputs_in_front(self, own: Path, path: Path) -> int:
+        """How many axes in front are outputs, 0 where they are at the end."""
+        shape = self._layers[own]
+        bias = without_ones(self._bias(path), shape)
+        is_kernel, is_weight = path[-1:] == ("kernel",), _is_weight(own)
+        is_cell = path[-1:] != () and path[-1].startswith(("weight_", "w_"))
+        if len(shape) < 2 or not (
+            is_weight or ((is_kernel or is_cell) and len(shape) == 2)
+        ):
+            return 0
+        told = is_turned_by_bias(shape, bias)
+        if told is not None or not is_kernel:
+            return len(bias) if told else 0
+        if not is_weight or self.is_open(own, path) or names.is_embedding(own):
+            return 0
+        told = self._by_width(path, shape)
+        if not (self._weights_turned if told is None else told):
+            return 0
+        return len(shape) - 1 if path[-2] in ("query", "key", "value") else 1
+
+    def is_open(self, own: Path, path: Path) -> bool:
+        """Whether a weight has more than two axes, and nothing says what they are."""
+        shape = self._layers[own]
+        return (
+            len(shape) > 2
+            and _is_weight(own)
+            and path[-1:] == ("kernel",)
+            and not self._bias(path)
+            and path[-2] not in ("query", "key", "value", "out")
+            and not names.has_word(path[-2:-1], "conv")
+        )
+
+    def _by_width(self, path: Path, shape: Shape) -> bool | None:
+        """Whether outputs come first, by where the width of the model is."""
+        ends = shape[:1], shape[-1:]
+        writes = names.writes_features("".join(path[-2:-1]))
+        if len(shape) < 2 or writes is None or ends.count(self._features) != 1:
+            return None
+        return (ends[0] == self._features) == writes
+
+    def _bias(self, path: Path) -> Shape:
+        return self._bias_of.get(path[:-1], ())
+
+
+def _is_weight(path: Path) -> bool:
+    """Whether a leaf is called as Equinox and Haliax call it."""
+    return "weight" in path[-2:]
+
+
+def _is_gain(path: Path) -> bool:
+    return path[-1:] == ("scale",)
 
 
 def _squeeze(axes: tuple[int, ...]) -> int | tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 In one layer a norm has one axis. Where every leaf under a module has the same sizes at
 the same place, and its norms have just those axes more, they are a stack: in front, as
-Flax, Haiku and Haliax put it, or behind the first axis, as MaxText does.
+Flax, Haiku and Haliax put it, behind the first axis, as MaxText does, or at the end.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,20 @@ from typing import NamedTuple
 
 from . import names
 from .paths import Path
-from .stack_axes import Shape, Stack
+from .stack_axes import Shape, Stack, stack_at, without_ones
+
+
+class Found(NamedTuple):
+    """Where a stack begins or, from the end, stops, and how many axes it has."""
+
+    axis: int
+    depth: int
+
+    def of(self, rank: int) -> Stack:
+        """The stack in a leaf of this rank; a number for each layer is nothing else."""
+        if rank <= self.depth:
+            return Stack(0, rank)
+        return stack_at(self.axis, rank, self.depth) or Stack(0, 0)
 
 
 class _Member(NamedTuple):
@@ -18,14 +31,14 @@ class _Member(NamedTuple):
     shape: Shape
 
 
-def find_stacks(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
+def find_stacks(shapes: Mapping[Path, Shape]) -> dict[Path, Found]:
     """The stack of every module that is one, the outermost where they are nested."""
     members: dict[Path, list[_Member]] = {}
     for path, shape in shapes.items():
         for depth in range(len(path)):
             member = _Member(names.unwrapped(path), shape)
             members.setdefault(path[:depth], []).append(member)
-    found: dict[Path, Stack] = {}
+    found: dict[Path, Found] = {}
     for module in sorted(members, key=len):
         if not any(module[:depth] in found for depth in range(len(module))):
             stack = _stack(members[module], lambda m=module: _widths(shapes, m))
@@ -36,17 +49,17 @@ def find_stacks(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
 
 def _stack(
     members: list[_Member], widths: Callable[[], frozenset[int]]
-) -> Stack | None:
+) -> Found | None:
     vectors = [m.shape for m in members if names.is_norm(m.path)]
-    starts = (0, 1)
+    places = (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has behind its first.
-        vectors, starts = _biases_of_stacks(members), (0,)
+        vectors, places = _biases_of_stacks(members), (0,)
     depth = min(map(len, vectors), default=0) - 1
     is_layer = any(names.is_kernel(m.path) or len(m.shape) > depth + 1 for m in members)
     if depth < 1 or not is_layer:
         return None
-    stacks = [Stack(start, depth) for start in starts]
+    stacks = [Found(axis, depth) for axis in places]
     stacks = [stack for stack in stacks if _shared(stack, members)]
     if len(stacks) > 1:
         # Both the layers and the features are shared; features are known outside.
@@ -59,26 +72,23 @@ def _stack(
 def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
     """All biases, if one of them is not just the last axes of its kernel."""
     biases = {m.path[:-1]: m.shape for m in members if names.is_bias(m.path)}
-    kernels = [m for m in members if names.is_kernel(m.path)]
-    told = any(
-        bias != kernel.shape[-len(bias) :]
-        for kernel in kernels
-        if (bias := biases.get(kernel.path[:-1]))
-    )
+    told = False
+    for kernel in members:
+        bias = biases.get(kernel.path[:-1])
+        if names.is_kernel(kernel.path) and bias:
+            biases[kernel.path[:-1]] = without_ones(bias, kernel.shape)
+            told |= bias != kernel.shape[-len(bias) :]
     return list(biases.values()) if told else []
 
 
-def _shared(stack: Stack, members: Iterable[_Member]) -> bool:
-    """Whether all leaves have the sizes of the stack; a number a layer has no more."""
-    found = set()
-    for _, shape in members:
-        is_number = len(shape) == stack.depth
-        found.add(shape if is_number else stack.sizes(shape))
+def _shared(stack: Found, members: Iterable[_Member]) -> bool:
+    """Whether all leaves have the sizes of the stack."""
+    found = {stack.of(len(shape)).sizes(shape) for _, shape in members}
     return len(found) == 1 and len(next(iter(found))) == stack.depth
 
 
-def _features(stack: Stack, vectors: Iterable[Shape]) -> set[int]:
-    return {size for shape in vectors for size in stack.layer(shape)}
+def _features(stack: Found, vectors: Iterable[Shape]) -> set[int]:
+    return {size for shape in vectors for size in stack.of(len(shape)).layer(shape)}
 
 
 def _widths(shapes: Mapping[Path, Shape], module: Path) -> frozenset[int]:

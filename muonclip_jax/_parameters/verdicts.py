@@ -47,7 +47,8 @@ def read(
     """Every leaf as Flax would have it, one layer of a stack, by its own path."""
     leaf_paths = list(leaf_paths)
     axes = {p: stacks.of(p).others(len(stacks.shape(p))) for p in leaf_paths}
-    return spell({path: stacks.layer(path) for path in leaf_paths}, axes)
+    stacked = {path for path in leaf_paths if stacks.of(path).depth}
+    return spell({path: stacks.layer(path) for path in leaf_paths}, axes, stacked)
 
 
 class _Rules:
