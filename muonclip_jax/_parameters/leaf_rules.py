@@ -125,7 +125,9 @@ class LeafRules:
         if leaf.path[-1:] != ("kernel",):
             return None
         kernel = leaf.shape
-        bias = without_ones(self._shape_of((*leaf.path[:-1], "bias")), kernel)
+        bias = self._shape_of((*leaf.path[:-1], "bias"))
+        if own[-1:] == ("weight",):
+            bias = without_ones(bias, kernel)
         for outputs in range(1, len(bias) + 1):
             stack = len(bias) - outputs
             inputs = len(kernel) - stack - outputs

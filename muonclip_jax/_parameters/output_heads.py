@@ -97,7 +97,7 @@ class _Heads:
             own
             for own, leaf in self._kernels.items()
             if leaf.shape[1] not in self._taken
-            and names.writes_features(leaf.path[-2]) is not False
+            and (names.writes_features(leaf.path[-2]) is not False or _is_fc(leaf.path))
             and leaf.path[:-2] not in attention
             and not _is_recurrent(leaf.path)
             and (leaf.shape[1] == 1 or self._may_be_head(leaf, has_head))
@@ -161,6 +161,11 @@ def _is_key(path: Path) -> bool:
     """Whether it is a projection of attention, in which the value is no head."""
     role = "".join(path[-2:-1])
     return path[-1:] == ("kernel",) and role in PROJECTIONS and role != "value"
+
+
+def _is_fc(path: Path) -> bool:
+    """Whether a module is called as the last of a convolutional network often is."""
+    return names.words(path[-2]) == ("fc",)
 
 
 def _is_recurrent(path: Path) -> bool:

@@ -76,7 +76,8 @@ def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
     for kernel in members:
         bias = biases.get(kernel.path[:-1])
         if names.is_kernel(kernel.path) and bias:
-            biases[kernel.path[:-1]] = without_ones(bias, kernel.shape)
+            if kernel.path[-1] == "weight":
+                biases[kernel.path[:-1]] = without_ones(bias, kernel.shape)
             told |= bias != kernel.shape[-len(bias) :]
     return list(biases.values()) if told else []
 
