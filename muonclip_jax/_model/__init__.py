@@ -1,5 +1,5 @@
-"""What the leaves of a model mean: matrices, along which axes, and heads of attention.
+"""The attention layers of a model: which leaves carry which heads, and statistics.
 
-In: a tree of params, or of statistics. Out: axes and layers, by the path of each leaf.
-Imports `_matrices` alone.
+In: a tree of params, or of statistics. Out: layers, and statistics by their path.
+Imports `_parameters` alone.
 """
