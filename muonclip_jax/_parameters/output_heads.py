@@ -4,6 +4,7 @@ A head is called so, or it has the size of the vocabulary, or nothing takes what
 gives: its outputs are the input of no other leaf.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ class _Heads:
 
     def found(self) -> dict[Path, str]:
         found = self._named() or self._with_vocabulary()
-        found = self._dead_ends(bool(found)) | found
+        found = self._dead_ends() | found
         return {self._leaves[own].path: why for own, why in found.items()}
 
     def _named(self) -> dict[Path, str]:
@@ -90,7 +91,7 @@ class _Heads:
             if beside.get(self._kernels[own].path[:-2]) == self._kernels[own].shape
         ]
 
-    def _dead_ends(self, has_head: bool) -> dict[Path, str]:
+    def _dead_ends(self) -> dict[Path, str]:
         """Those outside of repeated blocks whose outputs nothing takes."""
         attention = {x.path[:-2] for x in self._leaves.values() if _is_key(x.path)}
         found = [
@@ -100,18 +101,17 @@ class _Heads:
             and (names.writes_features(leaf.path[-2]) is not False or _is_fc(leaf.path))
             and leaf.path[:-2] not in attention
             and not _is_recurrent(leaf.path)
-            and (leaf.shape[1] == 1 or self._may_be_head(leaf, has_head))
+            and (leaf.shape[1] == 1 or self._may_be_head(leaf))
         ]
         return dict.fromkeys(found, "nothing takes its outputs")
 
-    def _may_be_head(self, leaf: Spelled, has_head: bool) -> bool:
-        """Whether it is no fused projection, of which parts are taken."""
-        if self._is_in_block(leaf) or len(self._matrices()) < 2:
-            return False
+    def _may_be_head(self, leaf: Spelled) -> bool:
+        """Whether it ends a network, and is no fused projection in one."""
         features, outputs = leaf.shape
         is_fused = outputs % features == 0 and len(leaf.path) > 2
-        is_alone = not has_head and not self._tables and outputs < features
-        return not is_fused and (leaf.path[:-1] in self._biased or is_alone)
+        is_biased = leaf.path[:-1] in self._biased
+        is_whole = len(self._matrices) > (1 if self._has_convolution else 2)
+        return is_biased and is_whole and not is_fused and not self._is_in_block(leaf)
 
     def _is_in_block(self, leaf: Spelled) -> bool:
         around = (leaf.path[:depth] for depth in range(len(leaf.path) - 1))
@@ -121,6 +121,7 @@ class _Heads:
         is_table = len(leaf.shape) == 2 and leaf.path[:-1] not in self._biased
         return is_table and names.is_embedding(own) and not names.says_position(own)
 
+    @functools.cached_property
     def _matrices(self) -> list[Spelled]:
         """All that hold a matrix, arrays under names of their own among them."""
         return [
@@ -131,9 +132,13 @@ class _Heads:
             and not (names.is_embedding(own) and leaf.path[:-1] not in self._biased)
         ]
 
+    @functools.cached_property
+    def _has_convolution(self) -> bool:
+        return any(len(leaf.shape) > 2 for leaf in self._matrices)
+
     def _sizes_taken(self) -> set[int]:
         """Of inputs, norms and embeddings."""
-        taken = {size for leaf in self._matrices() for size in leaf.shape[:-1]}
+        taken = {size for leaf in self._matrices for size in leaf.shape[:-1]}
         return taken | {
             leaf.shape[-1]
             for own, leaf in self._leaves.items()

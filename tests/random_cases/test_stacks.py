@@ -90,7 +90,8 @@ def check(seed):
     names = generator.choice(sorted(MODULES), generator.integers(1, 5), replace=False)
     layer = {str(name): MODULES[name](generator) for name in names}
     axis, per_head = pick(generator, 0, 1, 2, -1, -2, -3, 7, -7), chance(generator, 0.3)
-    beside = {"other": {"kernel": (FEATURES, 4)}}
+    # Takes what the layer gives, which would be an output head otherwise.
+    beside = {"other": {"kernel": (4, FEATURES)}}
     shapes = jax.tree.leaves(layer, is_leaf=is_shape)
     fits = all(0 <= place(axis, len(s) + 1) <= len(s) for s in shapes if s)
     with told(seed, layer=layer, axis=axis, per_head=per_head):
@@ -103,7 +104,7 @@ def check(seed):
         options = {"stack_axes": {"layers": axis}, "per_head": per_head}
         *found, other = numbers_of({"layers": tree} | beside, **options)
         assert other == MuonDimensionNumbers(-2, -1)
-        alone = numbers_of(layer, per_head=per_head)
+        *alone, _ = numbers_of({"layers": layer} | beside, per_head=per_head)
         for shape, numbers, expected in zip(shapes, found, alone, strict=True):
             rank = len(shape) + 1
             actual = axes_in_layer(numbers, rank, place(axis, rank))
