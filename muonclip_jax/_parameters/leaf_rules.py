@@ -38,9 +38,15 @@ class Ambiguous(Exception):
 class LeafRules:
     """The rules, in the order in which they are asked."""
 
-    def __init__(self, leaves: Mapping[Path, Spelled], *, per_head: bool = False):
+    def __init__(
+        self,
+        leaves: Mapping[Path, Spelled],
+        *,
+        per_head: bool = False,
+        is_whole: bool = True,
+    ):
         self._leaves = leaves
-        self._per_head = per_head
+        self._per_head, self._is_whole = per_head, is_whole
         self._shapes = {leaf.path: leaf.shape for leaf in leaves.values()}
         self._attention = AttentionShapes(self._shapes, self._shape_of)
         self._rules = (
@@ -193,7 +199,7 @@ class LeafRules:
 
     @functools.cached_property
     def _heads(self) -> dict[Path, str]:
-        return find_heads(self._leaves)
+        return find_heads(self._leaves, is_whole=self._is_whole)
 
     @functools.cached_property
     def _kernels_below(self) -> dict[Path, set[Shape]]:

@@ -21,16 +21,21 @@ _RECURRENT = {"lstm", "gru", "rnn"}
 _LAST = ("out", "output")
 
 
-def find_heads(leaves: Mapping[Path, Spelled]) -> dict[Path, str]:
-    """The paths of the leaves in Flax's words, and what says so."""
-    return _Heads({names.unwrapped(own): x for own, x in leaves.items()}).found()
+def find_heads(leaves: Mapping[Path, Spelled], *, is_whole: bool) -> dict[Path, str]:
+    """The paths of the leaves in Flax's words, and what says so.
+
+    What takes the outputs of a leaf can only be seen in a tree that is whole.
+    """
+    heads = _Heads({names.unwrapped(own): x for own, x in leaves.items()})
+    found = heads.found() if is_whole else heads.named()
+    return {heads.leaves[own].path: why for own, why in found.items()}
 
 
 class _Heads:
     """The leaves by their own paths, without the arrays that others wrap."""
 
     def __init__(self, leaves: Mapping[Path, Spelled]):
-        self._leaves = leaves
+        self.leaves = leaves
         self._biased = {x.path[:-1] for x in leaves.values() if names.is_bias(x.path)}
         self._tables = [x for own, x in leaves.items() if self._is_vocabulary(own, x)]
         self._kernels = {
@@ -43,12 +48,19 @@ class _Heads:
         self._taken = self._sizes_taken()
 
     def found(self) -> dict[Path, str]:
-        found = self._named() or self._with_vocabulary()
-        found = self._dead_ends() | found
-        return {self._leaves[own].path: why for own, why in found.items()}
+        named = self._last_of_named() | self.named()
+        return self._dead_ends() | (named or self._with_vocabulary())
 
-    def _named(self) -> dict[Path, str]:
-        """Those whose module is called a head, or that come last in such a module."""
+    def named(self) -> dict[Path, str]:
+        """Those whose module is called a head."""
+        return {
+            own: "named so"
+            for own, leaf in self._kernels.items()
+            if names.is_head(leaf.path[-2])
+        }
+
+    def _last_of_named(self) -> dict[Path, str]:
+        """Those that come last in a module that is called a head."""
         sizes = {table.shape[0] for table in self._tables}
         last: dict[Path, Path] = {}
         for own, leaf in self._kernels.items():
@@ -58,12 +70,7 @@ class _Heads:
                     last[module] = max(last.get(module, own), own, key=_in_order)
         outputs = {own: self._kernels[own].shape[1] for own in last.values()}
         fits = (own for own, n in outputs.items() if n in sizes or n not in self._taken)
-        found = dict.fromkeys(fits, "last of a module named so")
-        return found | {
-            own: "named so"
-            for own, leaf in self._kernels.items()
-            if names.is_head(leaf.path[-2])
-        }
+        return dict.fromkeys(fits, "last of a module named so")
 
     def _with_vocabulary(self) -> dict[Path, str]:
         """Those with as many outputs as there are tokens, which no layer takes."""
@@ -93,7 +100,7 @@ class _Heads:
 
     def _dead_ends(self) -> dict[Path, str]:
         """Those outside of repeated blocks whose outputs nothing takes."""
-        attention = {x.path[:-2] for x in self._leaves.values() if _is_key(x.path)}
+        attention = {x.path[:-2] for x in self.leaves.values() if _is_key(x.path)}
         found = [
             own
             for own, leaf in self._kernels.items()
@@ -126,7 +133,7 @@ class _Heads:
         """All that hold a matrix, arrays under names of their own among them."""
         return [
             leaf
-            for own, leaf in self._leaves.items()
+            for own, leaf in self.leaves.items()
             if len(leaf.shape) > 1
             and not names.is_vector(leaf.path)
             and not (names.is_embedding(own) and leaf.path[:-1] not in self._biased)
@@ -141,7 +148,7 @@ class _Heads:
         taken = {size for leaf in self._matrices for size in leaf.shape[:-1]}
         return taken | {
             leaf.shape[-1]
-            for own, leaf in self._leaves.items()
+            for own, leaf in self.leaves.items()
             if leaf.shape and (names.is_norm(leaf.path) or names.is_embedding(own))
             if leaf.path[-1:] != ("kernel",) or leaf.path[:-1] not in self._biased
         }

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import paths
+from . import names, paths
 from .leaf_rules import Ambiguous, LeafRules, Verdict
 from .module_stacks import ModuleStacks
 from .patterns import AUTOMATIC, by_pattern, write_patterns
@@ -57,7 +57,13 @@ class _Rules:
     def __init__(self, tree: paths.PathedTree, per_head: bool, stack_axes: StackAxes):
         leaf_at = tree.by_path()
         self._stacks = ModuleStacks(stack_axes, leaf_at)
-        self._rules = LeafRules(read(self._stacks, leaf_at), per_head=per_head)
+        # A mask of matrices hides vectors, and heads beside them.
+        hidden = (path for path, x in leaf_at.items() if paths.is_masked(x))
+        self._rules = LeafRules(
+            read(self._stacks, leaf_at),
+            per_head=per_head,
+            is_whole=not any(map(names.is_vector, hidden)),
+        )
 
     def verdict(self, path: paths.Path) -> Verdict:
         found, stack = self._rules.verdict(path), self._stacks.of(path)

@@ -5,6 +5,8 @@ import math
 import pathlib
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
@@ -97,6 +99,24 @@ def test_hardly_any_leaf_is_asked_about():
         except ValueError as error:
             asked += str(error).split("\nSay it")[0].count("\n  ")
     assert leaves > 500 and asked / leaves < 0.04
+
+
+def dense(features, outputs):
+    shapes = {"kernel": (features, outputs), "bias": (outputs,)}
+    return {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+
+def test_an_unnamed_head_is_seen_in_the_whole_tree_alone():
+    """The mask hides it; the layer in front of it is none, though nothing takes it."""
+    sizes = (20, 16, 12, 9, 7, 5)
+    layers = zip(sizes, sizes[1:], strict=False)
+    params = {f"Dense_{i}": dense(*pair) for i, pair in enumerate(layers)}
+    mask = mc.matrix_mask(params)
+    assert [mask[name]["kernel"] for name in sorted(mask)] == [True] * 4 + [False]
+    tx = optax.masked(mc.scale_by_muon(), mc.matrix_mask)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert (updates["Dense_4"]["kernel"] == 1).all()
+    assert (updates["Dense_3"]["kernel"] != 1).all()
 
 
 PARAMS = {
