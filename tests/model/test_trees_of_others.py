@@ -1,5 +1,6 @@
 """Parameter trees of real models by others, against an expert's verdict per leaf."""
 
+import itertools
 import json
 import math
 import pathlib
@@ -109,7 +110,7 @@ def dense(features, outputs):
 def test_an_unnamed_head_is_seen_in_the_whole_tree_alone():
     """The mask hides it; the layer in front of it is none, though nothing takes it."""
     sizes = (20, 16, 12, 9, 7, 5)
-    layers = zip(sizes, sizes[1:], strict=False)
+    layers = itertools.pairwise(sizes)
     params = {f"Dense_{i}": dense(*pair) for i, pair in enumerate(layers)}
     mask = mc.matrix_mask(params)
     assert [mask[name]["kernel"] for name in sorted(mask)] == [True] * 4 + [False]
