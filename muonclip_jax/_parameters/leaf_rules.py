@@ -146,10 +146,10 @@ class LeafRules:
         return None
 
     def _of_name(self, own: Path, leaf: Spelled) -> Verdict | None:
-        if leaf.path[-1:] != ("kernel",) or len(leaf.path) < 2:
+        if leaf.path[-1:] != ("kernel",) or leaf.is_open:
             return None
-        if leaf.is_open:
-            return None
+        if leaf.path == ("kernel",) and len(leaf.shape) == 3:
+            return self._matrix(leaf, ((-2,), (-1,)), "stack", is_sure=False)
         rank, module = len(leaf.shape), leaf.path[:-1]
         last = tuple(name for name in module if not name.isdigit())[-1:]
         # A hidden bias could have told scanned convolutions from those in 3D.

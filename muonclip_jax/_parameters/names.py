@@ -112,7 +112,7 @@ def writes_features(name: str) -> bool | None:
     own = set(words(name))
     if own & {"down", "out"} or name in ("fc2", "wo"):
         return True
-    if own & {"up", "gate", "fc", "qkv", "wi", "attn"}:
+    if own & {"up", "gate", "fc", "qkv", "wi", "attn", "mlp", "ffn", "ff", "hidden"}:
         return False
     return True if "proj" in own else None
 

@@ -141,7 +141,7 @@ class _Heads:
 
     @functools.cached_property
     def _has_convolution(self) -> bool:
-        return any(len(leaf.shape) > 2 for leaf in self._matrices)
+        return any(len(leaf.shape) > 3 for leaf in self._matrices)
 
     def _sizes_taken(self) -> set[int]:
         """Of inputs, norms and embeddings."""
