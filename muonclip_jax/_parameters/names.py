@@ -7,7 +7,6 @@ from .paths import Path
 
 
 _KERNELS = {"kernel", "w", "weight"}
-_BIASES = {"bias", "b"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
@@ -43,17 +42,15 @@ def is_kernel(path: Path) -> bool:
 
 
 def is_bias(path: Path) -> bool:
-    """Whether a leaf is a bias: by its own name, `b` or the last word of `q_bias`."""
-    return path[-1:] != () and (
-        path[-1] in _BIASES or words(path[-1])[-1:] == ("bias",)
-    )
+    """Whether a leaf is a bias, as the last word of its name says: `q_bias`."""
+    return path[-1:] != () and words(path[-1])[-1:] == ("bias",)
 
 
 def is_norm(path: Path) -> bool:
     """Whether a leaf is the gain or the shift of a norm."""
     if path[-1:] and path[-1] in _VECTORS:
         return True
-    is_part = path[-1:] != () and path[-1] in (_KERNELS | _BIASES) - {"kernel"}
+    is_part = path[-1:] != () and path[-1] in ("w", "weight", "bias", "b")
     return is_part and any(_names_norm(word) for word in words("/".join(path[-2:-1])))
 
 

@@ -54,9 +54,7 @@ def spell(
 
 
 def _flax_paths(paths: Iterable[Path]) -> dict[Path, Path]:
-    paths = list(paths)
-    at_root = {path[0] for path in paths if len(path) == 1}
-    plain = {path: _plain(path, {"weight", "bias"} <= at_root) for path in paths}
+    plain = plain_paths(paths)
     children: dict[Path, set[str]] = {}
     for path in plain.values():
         for depth in range(len(path)):
@@ -81,15 +79,22 @@ def _flax_paths(paths: Iterable[Path]) -> dict[Path, Path]:
     return {own: written(path) for own, path in plain.items()}
 
 
-def _plain(path: Path, has_bias: bool) -> Path:
+def plain_paths(paths: Iterable[Path]) -> dict[Path, Path]:
     """With Flax's names for kernel, bias and the gain of a norm."""
-    path = names.unwrapped(path)
-    last = {"w": "kernel", "weight": "kernel", "b": "bias"}
-    name = last.get("".join(path[-1:]))
-    if not name or (len(path) == 1 and not has_bias):
+    bare = {path: names.unwrapped(path) for path in paths}
+    all_of_them = set(bare.values())
+    return {own: _plain(path, all_of_them) for own, path in bare.items()}
+
+
+def _plain(path: Path, all_of_them: Collection[Path]) -> Path:
+    module, last = path[:-1], "".join(path[-1:])
+    if last == "b" and (*module, "w") in all_of_them:
+        return (*module, "bias")
+    # At the root, a name is known by what lies beside it.
+    is_known = module or (last == "weight" and ("bias",) in all_of_them)
+    if last not in ("w", "weight") or not is_known:
         return path
-    is_gain = name == "kernel" and names.is_norm(path)
-    return (*path[:-1], "scale" if is_gain else name)
+    return (*module, "scale" if names.is_norm(path) else "kernel")
 
 
 def _is_alone(role: str, siblings: Iterable[str]) -> bool:

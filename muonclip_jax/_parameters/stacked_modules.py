@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from . import names
 from .paths import Path
+from .spelled import plain_paths
 from .stack_axes import Shape, Stack, stack_at, without_ones
 
 
@@ -27,16 +28,18 @@ class Found(NamedTuple):
 
 
 class _Member(NamedTuple):
-    path: Path
+    path: Path  # in Flax's words
     shape: Shape
+    is_weight: bool  # as Equinox calls a kernel
 
 
 def find_stacks(shapes: Mapping[Path, Shape]) -> dict[Path, Found]:
     """The stack of every module that is one, the outermost where they are nested."""
     members: dict[Path, list[_Member]] = {}
+    plain = plain_paths(shapes)
     for path, shape in shapes.items():
+        member = _Member(plain[path], shape, "weight" in path[-2:])
         for depth in range(len(path)):
-            member = _Member(names.unwrapped(path), shape)
             members.setdefault(path[:depth], []).append(member)
     found: dict[Path, Found] = {}
     for module in sorted(members, key=len):
@@ -76,7 +79,7 @@ def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
     for kernel in members:
         bias = biases.get(kernel.path[:-1])
         if names.is_kernel(kernel.path) and bias:
-            if kernel.path[-1] == "weight":
+            if kernel.is_weight:
                 biases[kernel.path[:-1]] = without_ones(bias, kernel.shape)
             told |= bias != kernel.shape[-len(bias) :]
     return list(biases.values()) if told else []
@@ -84,7 +87,7 @@ def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
 
 def _shared(stack: Found, members: Iterable[_Member]) -> bool:
     """Whether all leaves have the sizes of the stack."""
-    found = {stack.of(len(shape)).sizes(shape) for _, shape in members}
+    found = {stack.of(len(shape)).sizes(shape) for _, shape, _ in members}
     return len(found) == 1 and len(next(iter(found))) == stack.depth
 
 

@@ -149,8 +149,8 @@ def test_every_leaf_is_a_matrix_or_not_as_it_should():
     table = mc.describe(params, attention=mc.latent_attention(8))
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table.splitlines()}
     expected = {
-        "attention/wq_b/kernel": "1 x 12 x 48 muon query, 4 heads + rotary_query",
-        "attention/wkv_b/kernel": "1 x 8 x 64 muon key, 4 heads",
+        "attention/wq_b/kernel": "1 x 12 x 48 muon attention query, 4 heads + rotary",
+        "attention/wkv_b/kernel": "1 x 8 x 64 muon attention key, 4 heads",
         "attention/out/kernel": "1 x 32 x 16 muon",
         "mlp/experts/gate/kernel": "8 x 16 x 8 muon",
         "mlp/experts/up/kernel": "8 x 16 x 8 muon",
@@ -162,7 +162,7 @@ def test_every_leaf_is_a_matrix_or_not_as_it_should():
     for leaf, row in expected.items():
         assert row in rows[f"blocks/1/{leaf}"]
     for leaf in ("embed/embedding", "head/kernel", "norm/scale"):
-        assert rows[leaf].endswith("- adamw -")
+        assert "- adamw" in rows[leaf]
     assert not any("bias" in leaf or "load" in leaf for leaf in rows)
 
 

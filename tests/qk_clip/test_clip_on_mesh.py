@@ -157,3 +157,62 @@ def test_under_jit_the_compiler_joins_the_statistics_of_all_layers():
 
     text = update.lower(params, x).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+
+
+KERNELS = {
+    "an axis of heads": (
+        {name: {"kernel": (8, 8, 4), "bias": (8, 4)} for name in ("query", "key")},
+        None,
+    ),
+    "flat": (
+        {name: {"kernel": (8, 32), "bias": (32,)} for name in ("query", "key")},
+        mc.flat_attention(4),
+    ),
+    "fused": (
+        {"c_attn": {"kernel": (8, 96), "bias": (96,)}},
+        mc.fused_attention(4),
+    ),
+    "turned": (
+        {name: {"weight": (32, 8)} for name in ("query_proj", "key_proj")},
+        mc.named_attention(4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("types", TYPES)
+def test_kernels_cut_along_any_axis(name, axis, types):
+    """With statistics cut over heads, or not: as on one device."""
+    shapes, attention = KERNELS[name]
+    generator = np.random.default_rng(0)
+    params = {
+        "a": jax.tree.map(
+            lambda shape: generator.normal(size=shape).astype(np.float32),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+    }
+    stats = {"a": {"max_logits": np.arange(8, dtype=np.float32) * 50}}
+    tx = mc.qk_clip(attention=attention)
+    expected, _ = tx.update(params, tx.init(params), params, attention_stats=stats)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(TYPES[types],))
+    cut = P(*[None] * axis, "x")
+
+    def sharding(p):
+        fits = p.ndim > axis and p.shape[axis] % 8 == 0
+        return NamedSharding(mesh, cut if fits else P())
+
+    shardings = jax.tree.map(sharding, params)
+    placed = jax.device_put(params, shardings)
+    with jax.set_mesh(mesh):
+        state = tx.init(placed)
+        for heads in (P(), P("x")):
+            seen = jax.device_put(stats, NamedSharding(mesh, heads))
+            update = jax.jit(tx.update)
+            updates, _ = update(placed, state, placed, attention_stats=seen)
+            chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+            clipped = mc.clip_qk(placed, seen, attention=attention)
+            chex.assert_trees_all_close(
+                clipped, mc.clip_qk(params, stats, attention=attention), rtol=1e-6
+            )
