@@ -1,5 +1,6 @@
 """What a probe sees of the hidden matrices: their spectra and the sizes of steps."""
 
+import math
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ def _matrix(old, new, dims: MuonDimensionNumbers, at: Hyperparameters):
 def _matrix_of(x: np.ndarray, dims: MuonDimensionNumbers) -> np.ndarray:
     inputs = np.atleast_1d(dims.reduction_axis) % x.ndim
     outputs = np.atleast_1d(dims.output_axis) % x.ndim
-    rows = np.prod([x.shape[i] for i in inputs])
+    rows = math.prod(x.shape[i] for i in inputs)
     return np.transpose(x, (*inputs, *outputs)).reshape(rows, -1)
 
 

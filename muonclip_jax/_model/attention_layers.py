@@ -129,16 +129,14 @@ def with_stack_axes(
 ) -> list[AttentionLayer]:
     """Tells every leaf of the layers where its stack lies."""
     stacks = ModuleStacks(stack_axes, tree.by_path())
+    return [_told_stacks(layer, stacks) for layer in layers]
 
-    def told(layer: AttentionLayer, leaf: HeadLeaf) -> HeadLeaf:
+
+def _told_stacks(layer: AttentionLayer, stacks: ModuleStacks) -> AttentionLayer:
+    def told(leaf: HeadLeaf) -> HeadLeaf:
         return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)))
 
-    return [
-        layer._replace(
-            **{r: tuple(told(layer, leaf) for leaf in getattr(layer, r)) for r in ROLES}
-        )
-        for layer in layers
-    ]
+    return layer._replace(**{r: tuple(map(told, getattr(layer, r))) for r in ROLES})
 
 
 def _check_one_owner(layers: Sequence[AttentionLayer]) -> None:
@@ -187,7 +185,7 @@ def _flax_layers(
         for module in leaf_at.modules_with(("query", "kernel"))
         if _is_attention(module, leaf_at)
     ]
-    return with_stack_axes(layers, tree, stack_axes)
+    return [_told_stacks(layer, stacks) for layer in layers]
 
 
 def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:

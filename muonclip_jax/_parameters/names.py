@@ -96,6 +96,7 @@ def is_head(name: str) -> bool:
     return own[-1] in _HEADS or any(word.startswith("logit") for word in own)
 
 
+@functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str | None:
     """What Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))

@@ -159,7 +159,7 @@ def _repeated(leaves: Mapping[Path, Spelled]) -> set[Path]:
     inside: dict[Path, set[tuple[Path, Shape]]] = {}
     for leaf in leaves.values():
         for depth in range(1, len(leaf.path)):
-            if re.search(r"\d$", leaf.path[depth - 1]):
+            if leaf.path[depth - 1][-1:].isdigit():
                 entry = leaf.path[depth:], leaf.shape
                 inside.setdefault(leaf.path[:depth], set()).add(entry)
     twins: dict[Any, list[Path]] = {}
