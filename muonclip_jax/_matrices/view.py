@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import operator
+from collections.abc import Iterable
 
 import jax
 from optax.contrib import MuonDimensionNumbers
@@ -76,7 +78,7 @@ def matrix_view(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> Matrix
 
 
 def _axes(axes, ndim: int) -> tuple[int, ...]:
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    axes = tuple(axes) if isinstance(axes, Iterable) else (operator.index(axes),)
     for axis in axes:
         if not -ndim <= axis < ndim:
             raise ValueError(f"axis {axis} is out of range for {ndim} dimensions")

@@ -71,9 +71,10 @@ def flax_dimension_numbers(
 
     **Raises:** `ValueError` for leaves that names and shapes leave open, with their
     paths and a mapping to paste as `dimension_numbers`: rank 3 or more under a name
-    that nobody knows, kernels of rank 3 or more that neither bias, name nor neighbours
-    explain, query, key and value that may be a stack of plain kernels; and for patterns
-    that match nothing and a `stack_axes` that a leaf lacks.
+    that nobody knows, kernels of rank 4 or more that neither bias nor name explain,
+    kernels of rank 3 whose neighbours are no such stack, query, key and value that may
+    be a stack of plain kernels; and for patterns that match nothing and a `stack_axes`
+    that a leaf lacks.
 
     !!! example
 

@@ -75,6 +75,8 @@ class LeafRules:
     def _of_vector(self, own: Path, leaf: Spelled) -> Verdict | None:
         if len(leaf.shape) < 2:
             return Verdict(None, "vector")
+        if 0 in leaf.shape:
+            return Verdict(None, "empty")
         if names.is_bias(own) or names.is_bias(leaf.path):
             return Verdict(None, "bias")
         return Verdict(None, "norm") if names.is_norm(leaf.path) else None
@@ -148,9 +150,13 @@ class LeafRules:
     def _of_name(self, own: Path, leaf: Spelled) -> Verdict | None:
         if leaf.path[-1:] != ("kernel",) or leaf.is_open:
             return None
-        if leaf.path == ("kernel",) and len(leaf.shape) == 3:
-            return self._matrix(leaf, ((-2,), (-1,)), "stack", is_sure=False)
         rank, module = len(leaf.shape), leaf.path[:-1]
+        if not module:
+            return (
+                self._matrix(leaf, ((-2,), (-1,)), "stack, by rank", False)
+                if rank == 3
+                else None
+            )
         last = tuple(name for name in module if not name.isdigit())[-1:]
         # A hidden bias could have told scanned convolutions from those in 3D.
         told = rank < 5 or (*module, "bias") not in self._shapes
@@ -160,13 +166,16 @@ class LeafRules:
         if names.has_word(last, "densegeneral", "lineargeneral", "einsum"):
             return None
         why = self._stacked(own, leaf)
-        return self._matrix(leaf, ((-2,), (-1,)), why) if why else None
+        is_sure = why != "stack, by rank"
+        return self._matrix(leaf, ((-2,), (-1,)), why, is_sure) if why else None
 
     def _stacked(self, own: Path, leaf: Spelled) -> str:
         """What says that all but the last two axes are a stack, if anything does."""
         module, stack = leaf.path[:-1], leaf.shape[:-2]
         if set(stack) == {1}:
             return "one layer"
+        if not module:
+            return "stack, by rank"
         for depth, name in enumerate(module, start=1):
             # A query here was found to have no heads.
             is_own = depth == len(module) and name in PROJECTIONS
@@ -178,8 +187,13 @@ class LeafRules:
                 }:
                     return "stack, by name"
         beside = self._kernels_below[module[:-1]]
+        first = {x[0] for x in beside if len(x) > 2}
         turned = (*stack, *leaf.shape[:-3:-1])
-        return "stack, as beside" if turned in beside and len(beside) > 1 else ""
+        if turned in beside and len(beside) > 1:
+            return "stack, as beside"
+        # Flax's Dense has two axes; what else has three is known by name or shape.
+        is_plain = own[-1:] == ("kernel",) and len(leaf.shape) == 3
+        return "stack, by rank" if is_plain and first == {stack[0]} else ""
 
     def _matrix(
         self, leaf: Spelled, sides: Sides, why: str, is_sure: bool = True
