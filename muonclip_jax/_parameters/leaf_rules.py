@@ -151,12 +151,8 @@ class LeafRules:
         if leaf.path[-1:] != ("kernel",) or leaf.is_open:
             return None
         rank, module = len(leaf.shape), leaf.path[:-1]
-        if not module:
-            return (
-                self._matrix(leaf, ((-2,), (-1,)), "stack, by rank", False)
-                if rank == 3
-                else None
-            )
+        if not module and rank != 3:
+            return None
         last = tuple(name for name in module if not name.isdigit())[-1:]
         # A hidden bias could have told scanned convolutions from those in 3D.
         told = rank < 5 or (*module, "bias") not in self._shapes
