@@ -1,14 +1,10 @@
 """A path is the names that lead to a leaf, whatever the containers are made of."""
 
-import dataclasses
-import typing
-from typing import Any
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from containers import Module, named_tuple, registered, struct, variables
 from flax import nnx
 from flax.core import freeze
 from hypothesis import given, settings
@@ -20,34 +16,6 @@ from muonclip_jax._parameters import paths
 
 # `value` is what NNX puts below its variables, and a name like any other.
 NAMES = ("value", "query", "kernel", "a", "raw_value")
-
-
-def named_tuple(**fields):
-    return typing.NamedTuple("Fields", [(name, Any) for name in fields])(**fields)
-
-
-def struct(**fields):
-    kind = type("Struct", (), {"__annotations__": dict.fromkeys(fields, Any)})
-    return flax.struct.dataclass(kind)(**fields)
-
-
-def registered(**fields):
-    kind = dataclasses.make_dataclass("Registered", fields)
-    return jax.tree_util.register_dataclass(kind, list(fields), [])(**fields)
-
-
-class Module(nnx.Module):
-    def __init__(self, **fields):
-        for name, field in fields.items():
-            setattr(self, name, nnx.data(field))
-
-
-def variables(**fields):
-    """A module whose arrays are variables, as they usually are."""
-    leaf = {
-        n: nnx.Param(x) if isinstance(x, jax.Array) else x for n, x in fields.items()
-    }
-    return Module(**leaf)
 
 
 def state(**fields):

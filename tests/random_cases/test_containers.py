@@ -1,13 +1,9 @@
 """Random containers round the same leaves mean what nested dicts do."""
 
-import dataclasses
-import typing
-from typing import Any
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from containers import Module, named_tuple, registered, struct, variables
 from flax import nnx
 from flax.core import freeze
 from optax.contrib import MuonDimensionNumbers
@@ -19,34 +15,6 @@ import muonclip_jax as mc
 HEADS, FEATURES = 2, 6
 # `value` is what NNX puts below its variables, and a name like any other.
 NAMES = ("value", "raw_value", "key", "block", "decoder", "a")
-
-
-def named_tuple(**fields):
-    return typing.NamedTuple("Fields", [(name, Any) for name in fields])(**fields)
-
-
-def struct(**fields):
-    kind = type("Struct", (), {"__annotations__": dict.fromkeys(fields, Any)})
-    return flax.struct.dataclass(kind)(**fields)
-
-
-def registered(**fields):
-    kind = dataclasses.make_dataclass("Registered", fields)
-    return jax.tree_util.register_dataclass(kind, list(fields), [])(**fields)
-
-
-class Module(nnx.Module):
-    def __init__(self, **fields):
-        for name, field in fields.items():
-            setattr(self, name, nnx.data(field))
-
-
-def variables(**fields):
-    """A module whose arrays are variables, as they usually are."""
-    leaf = {
-        n: nnx.Param(x) if isinstance(x, jax.Array) else x for n, x in fields.items()
-    }
-    return Module(**leaf)
 
 
 CONTAINERS = {
