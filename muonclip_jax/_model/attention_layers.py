@@ -122,13 +122,10 @@ def checked(
     return layers
 
 
-def with_stack_axes(
-    layers: Sequence[AttentionLayer],
-    tree: paths.PathedTree,
-    stack_axes: StackAxes,
+def with_stacks(
+    layers: Sequence[AttentionLayer], stacks: ModuleStacks
 ) -> list[AttentionLayer]:
     """Tells every leaf of the layers where its stack lies."""
-    stacks = ModuleStacks(stack_axes, tree.by_path())
     return [_told_stacks(layer, stacks) for layer in layers]
 
 
@@ -185,7 +182,7 @@ def _flax_layers(
         for module in leaf_at.modules_with(("query", "kernel"))
         if _is_attention(module, leaf_at)
     ]
-    return [_told_stacks(layer, stacks) for layer in layers]
+    return with_stacks(layers, stacks)
 
 
 def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:

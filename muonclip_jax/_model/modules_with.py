@@ -8,7 +8,7 @@ from .._parameters.attention_shapes import Neighbours, Projections
 from .._parameters.module_stacks import ModuleStacks
 from .._parameters.spelled import is_turned_by_bias
 from .._parameters.stack_axes import Shape, StackAxes
-from .attention_layers import AttentionLayer, checked, with_stack_axes
+from .attention_layers import AttentionLayer, checked, with_stacks
 from .head_leaf import HeadLeaf
 
 
@@ -43,13 +43,13 @@ def projection(name: str, module: Module, **where: Any) -> tuple[HeadLeaf, ...]:
     """
     kernel, bias = (module.shape(f"{name}/{leaf}") for leaf in ("kernel", "bias"))
     turned = len(kernel) == 2 and is_turned_by_bias(kernel, bias)
-    leaves = (HeadLeaf(f"{name}/kernel", 2, **where, split_axis=-2 if turned else -1),)
-    if turned and "part" in where:
-        axis, part = where["part"]
-        leaves = (leaves[0]._replace(part=(axis - 1, part)),)
+    leaf = HeadLeaf(f"{name}/kernel", 2, **where)
     if turned:
-        leaves = (leaves[0]._replace(axis=-3),)
-    return leaves + (HeadLeaf(f"{name}/bias", 1, **where),) * module.has(f"{name}/bias")
+        # All that `where` counts from the end has the inputs behind it.
+        part = leaf.part and (leaf.part[0] - 1, leaf.part[1])
+        leaf = leaf._replace(axis=-3, part=part, split_axis=-2)
+    has_bias = module.has(f"{name}/bias")
+    return (leaf, HeadLeaf(f"{name}/bias", 1, **where)) if has_bias else (leaf,)
 
 
 def check_flat(module: Module, name: str, head: int) -> None:
@@ -96,7 +96,7 @@ def finder(
         neighbours = Neighbours(leaf_at, stacks.layer)
         found = [Module(path, leaf_at, stacks, neighbours) for path in modules]
         layers = [layer(module) for module in found]
-        return checked(with_stack_axes(layers, tree, stack_axes), leaf_at)
+        return checked(with_stacks(layers, stacks), leaf_at)
 
     return find
 

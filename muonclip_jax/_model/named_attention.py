@@ -9,7 +9,7 @@ from .._parameters.module_stacks import ModuleStacks
 from .._parameters.spelled import Spelled
 from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .._parameters.verdicts import read
-from .attention_layers import AttentionLayer, checked, with_stack_axes
+from .attention_layers import AttentionLayer, checked, with_stacks
 from .head_leaf import HeadLeaf
 from .modules_with import Finder
 
@@ -61,7 +61,7 @@ def named_attention(
                 "name in use (query, q, q_proj, query_proj, wq, q_einsum, ...); "
                 "describe it by mc.AttentionLayer with mc.HeadLeaf"
             )
-        return checked(with_stack_axes(layers, tree, stack_axes), leaf_at)
+        return checked(with_stacks(layers, stacks), leaf_at)
 
     return find
 

@@ -26,7 +26,7 @@ class ModuleStacks:
             self._check_in_range()
         self._found = find_stacks(
             {
-                path: tuple(leaf.shape)
+                path: self._shapes[path]
                 for path, leaf in leaf_at.items()
                 if not is_masked(leaf) and self._told(path) is None
             }

@@ -125,4 +125,4 @@ def has_word(path: Path, *beginnings: str) -> bool:
 
 
 def _names_norm(word: str) -> bool:
-    return word in _NORMS or word.endswith(("norm", "normalization", "layernorm"))
+    return word in _NORMS or word.endswith(("norm", "normalization"))

@@ -42,7 +42,7 @@ class _Heads:
             own: x
             for own, x in leaves.items()
             if x.path[-1:] == ("kernel",) and len(x.path) > 1 and len(x.shape) == 2
-            if not (names.is_embedding(own) and x.path[:-1] not in self._biased)
+            if not self._is_table(own, x)
         }
         self._blocks = _repeated(leaves)
         self._taken = self._sizes_taken()
@@ -125,8 +125,12 @@ class _Heads:
         return leaf.is_stacked or any(module in self._blocks for module in around)
 
     def _is_vocabulary(self, own: Path, leaf: Spelled) -> bool:
-        is_table = len(leaf.shape) == 2 and leaf.path[:-1] not in self._biased
-        return is_table and names.is_embedding(own) and not names.says_position(own)
+        is_table = len(leaf.shape) == 2 and self._is_table(own, leaf)
+        return is_table and not names.says_position(own)
+
+    def _is_table(self, own: Path, leaf: Spelled) -> bool:
+        """Whether it is an embedding, which has no bias beside it."""
+        return names.is_embedding(own) and leaf.path[:-1] not in self._biased
 
     @functools.cached_property
     def _matrices(self) -> list[Spelled]:
@@ -136,7 +140,7 @@ class _Heads:
             for own, leaf in self.leaves.items()
             if len(leaf.shape) > 1
             and not names.is_vector(leaf.path)
-            and not (names.is_embedding(own) and leaf.path[:-1] not in self._biased)
+            and not self._is_table(own, leaf)
         ]
 
     @functools.cached_property
