@@ -12,7 +12,6 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._matrices.view import MatrixView
-from .._mesh.placement import find_placement
 from .._mesh.zeros import lay_zeros
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
@@ -46,7 +45,7 @@ def muon_direction(
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        (tree, views, shardings) = read(updates)
+        tree, views, shardings, layouts = read(updates)
         gradients = tree.of(updates)
         # A leaf without entries has nothing to orthogonalize and no scale.
         views = [view if view and math.prod(view.shape) else None for view in views]
@@ -55,7 +54,7 @@ def muon_direction(
             for m, g, view in zip(tree.of(state.mu), gradients, views, strict=True)
         ]
         mu, momentum = zip(*pairs, strict=True) if pairs else ((), ())
-        placement = find_placement(tree.paths, momentum, shardings)
+        placement = layouts.placement(tree.paths, momentum, shardings)
         directions = orthogonalize(solver, momentum, views, placement)
         scaled = [
             _scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
@@ -69,7 +68,8 @@ def muon_direction(
 def lie_as_params(leaves: Leaves, params: optax.Params, zeros: Any) -> Any:
     """Zeros like `params` that lie as those do, wherever that is known."""
     tree, owners = leaves.tree, leaves.tree.of(params)
-    placement = find_placement(tree.paths, owners, leaves.shardings)
+    placement = leaves.layouts.placement(tree.paths, owners, leaves.shardings)
+    leaves.layouts.remember(tree.paths, owners, placement)
     return tree.unflatten(lay_zeros(tree.of(zeros), owners, placement))
 
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from .._matrices.view import MatrixView
-from .._mesh.placement import given_shardings, Shardings
+from .._mesh.layouts import Layouts
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
 
@@ -14,16 +14,18 @@ class Leaves(NamedTuple):
     tree: paths.PathedTree
     views: list[MatrixView | None]  # None where it is hidden or holds no matrix
     shardings: list[Any]  # None where the user gave none
+    layouts: Layouts
 
 
 def read_leaves(
     tree: Any,
     dimension_numbers: DimensionNumbers | None,
-    shardings: Shardings | None,
+    layouts: Layouts,
 ) -> Leaves:
     leaves = paths.flatten(tree)
     return Leaves(
         leaves,
         matrix_views(dimension_numbers, leaves),
-        given_shardings(shardings, leaves),
+        layouts.given(leaves),
+        layouts,
     )

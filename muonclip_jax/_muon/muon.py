@@ -11,6 +11,7 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
+from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
@@ -99,10 +100,12 @@ def muon(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
 
+    layouts = Layouts(shardings)
+
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
         # Biases tell which axes of a general kernel are inputs, so axes and masks are
         # read off the whole tree, here, and not off what `partition` leaves in sight.
-        leaves = read_leaves(params, dimension_numbers, shardings)
+        leaves = read_leaves(params, dimension_numbers, layouts)
         decayed = _decay_mask(weight_decay_mask, leaves.tree)
         adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype)
         direction = muon_direction(

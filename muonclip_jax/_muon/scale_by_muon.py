@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
+from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
@@ -64,13 +65,15 @@ def scale_by_muon(
         `jax.sharding.NamedSharding` or (with `jax.set_mesh`) `PartitionSpec`, a prefix
         of one, or a function of the params. Every device then gets its share of the
         matrices, whole, and returns them orthogonalized: two exchanges for each shape.
-        Arrays outside `jit`, and explicit axes, say it themselves, and for CPU and GPU
-        the compiler does under automatic axes. For TPU it cannot: there, without
-        `shardings`, the update is partitioned like any other program. `init` under
-        `jit` with automatic axes cannot know either: only with `shardings` does the
-        momentum lie as the params do. And programs that ask the compiler hold an
-        address, so JAX's persistent compilation cache misses them in every process,
-        unless JAX's flag `jax_remove_custom_partitioning_ptr_from_cache_key` is set.
+        Arrays outside `jit`, and explicit axes, say it themselves. Under automatic axes
+        the update looks for params where `init` saw them, if it was called outside
+        `jit` on params that a mesh cuts; a layout that changed since costs time, not
+        correctness. If `init` ran under `jit`, the compiler says it for CPU and GPU,
+        and for TPU nothing does: there the update is partitioned like any other
+        program. In that case only `shardings` makes the momentum lie as the params do
+        and lets JAX's persistent compilation cache hit in the next process, since
+        programs that ask the compiler hold an address (or set JAX's flag
+        `jax_remove_custom_partitioning_ptr_from_cache_key`).
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
     they came with.
@@ -101,8 +104,10 @@ def scale_by_muon(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
 
+    layouts = Layouts(shardings)
+
     def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, dimension_numbers, shardings)
+        leaves = read_leaves(tree, dimension_numbers, layouts)
         _check_matrices_only(leaves)
         return leaves
 

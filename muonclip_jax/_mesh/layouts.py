@@ -1,0 +1,65 @@
+"""How the parameters of one transformation lie: as told, as found, else as once seen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._parameters.paths import Path, PathedTree
+from .placement import find_placement, given_shardings, Placement, Shardings
+
+
+class Layouts:
+    """What the user gave, and what `init` saw of arrays.
+
+    With automatic axes a traced program does not know how its arguments lie. What they
+    were when `init` saw them is then the best guess. A wrong one costs time but not
+    correctness, since the compiler moves what lies elsewhere.
+    """
+
+    def __init__(self, shardings: Shardings | None):
+        self._shardings = shardings
+        self._seen: dict[Path, tuple[Any, ...]] = {}
+
+    def given(self, tree: PathedTree) -> list[Any]:
+        """What the user gave for each leaf."""
+        return given_shardings(self._shardings, tree)
+
+    def remember(
+        self, paths: Sequence[Path], params: Sequence[Any], placement: Placement | None
+    ) -> None:
+        """Keeps how parameters lie, if the mesh cuts any of them.
+
+        Parameters that `init` sees whole are often cut later, and one that lies whole
+        need not be moved.
+        """
+        if placement is None or not any(map(_cuts, placement.specs)):
+            return
+        mesh = placement.mesh.shape_tuple
+        for path, leaf, spec in zip(paths, params, placement.specs, strict=True):
+            if spec is not None:
+                self._seen[path] = mesh, leaf.shape, spec
+
+    def placement(
+        self, paths: Sequence[Path], leaves: Sequence[Any], given: Sequence[Any]
+    ) -> Placement | None:
+        """Where leaves lie, as `find_placement` has it, or else as they once did."""
+        placement = find_placement(paths, leaves, given)
+        if placement is None:
+            return None
+        specs = (
+            self._recall(path, leaf, placement) if spec is None else spec
+            for path, leaf, spec in zip(paths, leaves, placement.specs, strict=True)
+        )
+        return placement._replace(specs=tuple(specs))
+
+    def _recall(
+        self, path: Path, leaf: Any, placement: Placement
+    ) -> PartitionSpec | None:
+        mesh, shape, spec = self._seen.get(path, (None, None, None))
+        same = mesh == placement.mesh.shape_tuple and shape == getattr(leaf, "shape", 0)
+        return spec if same else None
+
+
+def _cuts(spec: PartitionSpec | None) -> bool:
+    return spec is not None and any(spec)
