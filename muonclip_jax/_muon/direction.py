@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._matrices.view import MatrixView
-from .._mesh.zeros import lay_zeros
+from .._mesh.zeros import zeros_like_params
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
 from .orthogonalize import orthogonalize
@@ -40,8 +40,7 @@ def muon_direction(
     """`scale_by_muon` for leaves that `read` has read; those without a view pass."""
 
     def init_fn(params: optax.Params) -> ScaleByMuonState:
-        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
-        return ScaleByMuonState(mu=lie_as_params(read(params), params, mu))
+        return ScaleByMuonState(mu=zeros_like(params, read(params), mu_dtype))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
@@ -65,12 +64,12 @@ def muon_direction(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def lie_as_params(leaves: Leaves, params: optax.Params, zeros: Any) -> Any:
-    """Zeros like `params` that lie as those do, wherever that is known."""
+def zeros_like(params: optax.Params, leaves: Leaves, dtype: DTypeLike | None) -> Any:
+    """Zeros that lie as the params do, wherever that is known."""
     tree, owners = leaves.tree, leaves.tree.of(params)
     placement = leaves.layouts.placement(tree.paths, owners, leaves.shardings)
     leaves.layouts.remember(tree.paths, owners, placement)
-    return tree.unflatten(lay_zeros(tree.of(zeros), owners, placement))
+    return tree.unflatten(zeros_like_params(owners, placement, dtype))
 
 
 @functools.partial(jax.jit, static_argnames="nesterov")

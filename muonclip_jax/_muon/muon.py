@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -19,7 +20,7 @@ from .._newton_schulz.solver import Kernel, make_solver, Method
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
-from .direction import lie_as_params, muon_direction
+from .direction import muon_direction, zeros_like
 from .leaves import Leaves, read_leaves
 
 
@@ -124,7 +125,7 @@ def muon(
                     optax.scale_by_learning_rate(learning_rate),
                 ),
                 "adamw": optax.chain(
-                    _lying_as_params(adam, leaves),
+                    _lying_as_params(adam, leaves, mu_dtype),
                     optax.add_decayed_weights(adam_weight_decay, decayed),
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),
@@ -165,12 +166,11 @@ def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
 
 
 def _lying_as_params(
-    adam: optax.GradientTransformation, leaves: Leaves
+    adam: optax.GradientTransformation, leaves: Leaves, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
-    def init_fn(params: optax.Params) -> Any:
-        state: Any = adam.init(params)
-        mu, nu = (lie_as_params(leaves, params, x) for x in (state.mu, state.nu))
-        return state._replace(mu=mu, nu=nu)
+    def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
+        mu, nu = (zeros_like(params, leaves, dtype) for dtype in (mu_dtype, None))
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):
         updates, after = adam.update(updates, state, params)

@@ -8,6 +8,9 @@ from .stack_axes import Shape, Stack, stack_at, StackAxes
 from .stacked_modules import find_stacks, Found
 
 
+_NO_STACK = Stack(0, 0)
+
+
 class ModuleStacks:
     """Where the stack of each leaf lies: as `stack_axes` says, or as the leaves show.
 
@@ -31,7 +34,8 @@ class ModuleStacks:
                 if not is_masked(leaf) and self._told(path) is None
             }
         )
-        self._layers = {p: self.of(p).layer(s) for p, s in self._shapes.items()}
+        self._stacks = {path: self._stack(path) for path in self._shapes}
+        self._layers = {p: x.layer(self._shapes[p]) for p, x in self._stacks.items()}
 
     def axis_of(self, path: Path) -> int:
         """Where the stack begins or, from the end, stops; in front if none is known."""
@@ -40,13 +44,16 @@ class ModuleStacks:
 
     def of(self, path: Path) -> Stack:
         """The stack in the leaf at a path."""
+        return self._stacks.get(path, _NO_STACK)
+
+    def _stack(self, path: Path) -> Stack:
         told, rank = self._told(path), len(self.shape(path))
         if told is not None:
             # A number for each layer has one axis, wherever the others have that one.
             stack = stack_at(told if rank > 1 else 0, rank, min(1, rank))
-            return stack or Stack(0, 0)
+            return stack or _NO_STACK
         found = self._found_around(path)
-        return found.of(rank) if found else Stack(0, 0)
+        return found.of(rank) if found else _NO_STACK
 
     def _told(self, path: Path) -> int | None:
         """What is said of the innermost module named that holds a path."""
