@@ -195,6 +195,17 @@ def linen_stats(model, params, x):
     return recorded["intermediates"]
 
 
+def as_pure(tree):
+    """`nnx.as_pure`, which Flax has since 0.12.7."""
+
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
+    return jax.tree.map(
+        lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
+    )
+
+
 def nnx_stats(model, x):
     _, stats = nnx.capture(model, nnx.Intermediate)(x)
     return stats

@@ -1,6 +1,7 @@
 """Everything optax and Flax users wrap an optimizer in."""
 
 import functools
+import inspect
 import operator
 
 import chex
@@ -145,6 +146,9 @@ LOW_PRECISION = {
 @pytest.mark.parametrize("name", LOW_PRECISION)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_wrapped_keeps_low_precision(name, dtype):
+    accepted = inspect.signature(optax.MultiSteps).parameters
+    if name == "MultiSteps of one" and "accumulator_dtype" not in accepted:
+        pytest.skip("Optax before 0.2.8 accumulates in the dtype of the updates")
     run(LOW_PRECISION[name](), params=make_params(dtype), grads=make_params(dtype))
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import inputs, linen_stats, linen_variables, nnx_model, nnx_stats
+from helpers import as_pure, inputs, linen_stats, linen_variables, nnx_model, nnx_stats
 
 import muonclip_jax as mc
 
@@ -83,8 +83,8 @@ def test_innocent_heads_of_a_group_shrunk():
         lambda s: jnp.asarray([400.0, 90.0, 50.0, 60.0]),
         nnx_stats(nnx.merge(graph, params), inputs()),
     )
-    after = nnx.as_pure(mc.clip_qk(params, stats))["layers"][0]
-    before = nnx.as_pure(params)["layers"][0]
+    after = as_pure(mc.clip_qk(params, stats))["layers"][0]
+    before = as_pure(params)["layers"][0]
     np.testing.assert_array_equal(after["key"]["kernel"], before["key"]["kernel"])
     ratio = after["query"]["kernel"] / before["query"]["kernel"]
     np.testing.assert_allclose(ratio[0, :, 0], [0.25, 1, 1, 1], rtol=1e-6)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import (
+    as_pure,
     inputs,
     linen_stats,
     linen_variables,
@@ -60,7 +61,7 @@ def test_nnx_output_equals_flax(kv_heads, sow):
     )
     gradient = nnx.grad(lambda m: run(m)[0].var())
     chex.assert_trees_all_close(
-        nnx.as_pure(gradient(ours)), nnx.as_pure(gradient(stock)), rtol=1e-4, atol=1e-5
+        as_pure(gradient(ours)), as_pure(gradient(stock)), rtol=1e-4, atol=1e-5
     )
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from helpers import as_pure
 
 import muonclip_jax as mc
 from muonclip_jax._parameters import paths
@@ -88,7 +89,7 @@ def test_linen_zoo():
 def test_nnx_zoo_as_state_and_as_dicts(pure):
     state = nnx_params(lambda: NNXZoo(nnx.Rngs(0)))
     matrices = {
-        path: m for path, m in table(nnx.as_pure(state) if pure else state).items() if m
+        path: m for path, m in table(as_pure(state) if pure else state).items() if m
     }
     assert matrices == {
         **{

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import as_pure
 from jax.sharding import Mesh, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -141,12 +142,12 @@ def test_weight_decay_mask_by_path_for_nnx(mask):
     model = Model()
     before = nnx.state(model, nnx.Param)
     full = jax.tree.map_with_path(lambda k, _: k[0].key == "a", before)
-    mask = {"state": full, "dicts": nnx.as_pure(full)}.get(str(mask), mask)
+    mask = {"state": full, "dicts": as_pure(full)}.get(str(mask), mask)
     tx = mc.muon(1.0, weight_decay=0.25, weight_decay_mask=mask)
-    before = nnx.as_pure(before)
+    before = as_pure(before)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)))
-    after = nnx.as_pure(nnx.state(model, nnx.Param))
+    after = as_pure(nnx.state(model, nnx.Param))
     for name, kept in (("a", 0.75), ("b", 1)):
         np.testing.assert_allclose(
             after[name]["kernel"], kept * before[name]["kernel"], rtol=1e-6

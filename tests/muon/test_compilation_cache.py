@@ -1,7 +1,7 @@
 """Programs that a cache finds again: without an address where the layout is known.
 
-Those that must ask the compiler hold one, and are still named by what they do, so that a
-cache may leave the address out of its keys.
+Those that must ask the compiler hold one, and are still named by what they do, so that
+a cache may leave the address out of its keys.
 """
 
 import re
