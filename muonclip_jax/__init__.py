@@ -10,6 +10,9 @@ import importlib.metadata
 
 from ._attention.attention_fn import attention_fn as attention_fn
 from ._attention.blockwise import blockwise_attention as blockwise_attention
+from ._attention.captured import (
+    captured_attention_stats as captured_attention_stats,
+)
 from ._attention.max_logits import max_logits as max_logits
 from ._attention.residual import residual_attention as residual_attention
 from ._attention.splash import splash_attention as splash_attention

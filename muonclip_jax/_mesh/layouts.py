@@ -1,4 +1,4 @@
-"""How the parameters of one transformation lie: as told, as found, else as once seen."""
+"""How the parameters of a transformation lie: as told, as found, or as once seen."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -70,7 +70,11 @@ def latent_attention(
 
 
 def fused_attention(
-    head_dim: int, *, name: str = "c_attn", stack_axes: StackAxes = IN_FRONT
+    head_dim: int,
+    *,
+    name: str = "c_attn",
+    heads_first: bool = False,
+    stack_axes: StackAxes = IN_FRONT,
 ) -> Finder:
     """One Dense for query, key and value, `(features, 3 * heads * head_dim)`, as GPT-2.
 
@@ -78,6 +82,9 @@ def fused_attention(
 
     - `head_dim`: size of a head.
     - `name`: of the Dense; its bias is scaled too where there is one.
+    - `heads_first`: whether each head has its query, key and value side by side, as in
+        Bloom and GPT-NeoX (`name="query_key_value"`), and not all queries come first.
+        Shapes do not show it.
     - `stack_axes`: as for [`flax_attention_layers`][].
 
     !!! example
@@ -91,13 +98,17 @@ def fused_attention(
         >>> print(after["kernel"][0])
         [1.  1.  0.5 0.5 1.  1.  0.5 0.5 1.  1.  1.  1. ]
     """
-    fused = (3, -1, head_dim)
+    fused = (-1, 3, head_dim) if heads_first else (3, -1, head_dim)
+    heads, thirds = (-3, -2) if heads_first else (-2, -3)
 
     def layer(module: Module) -> AttentionLayer:
         check_flat(module, name, 3 * head_dim)
-        query = projection(name, module, split=fused, part=(-3, slice(0, 1)))
-        key = projection(name, module, split=fused, part=(-3, slice(1, 2)))
-        return AttentionLayer(str(module), query, key)
+
+        def third(i: int) -> tuple[HeadLeaf, ...]:
+            part = thirds, slice(i, i + 1)
+            return projection(name, module, axis=heads, split=fused, part=part)
+
+        return AttentionLayer(str(module), third(0), third(1))
 
     return finder(f"{name}/kernel", layer, stack_axes)
 

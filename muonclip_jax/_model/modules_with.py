@@ -47,7 +47,8 @@ def projection(name: str, module: Module, **where: Any) -> tuple[HeadLeaf, ...]:
     if turned:
         # All that `where` counts from the end has the inputs behind it.
         part = leaf.part and (leaf.part[0] - 1, leaf.part[1])
-        leaf = leaf._replace(axis=-3, part=part, split_axis=-2)
+        axis = leaf.axis - 1 if isinstance(leaf.axis, int) else leaf.axis
+        leaf = leaf._replace(axis=axis, part=part, split_axis=-2)
     has_bias = module.has(f"{name}/bias")
     return (leaf, HeadLeaf(f"{name}/bias", 1, **where)) if has_bias else (leaf,)
 

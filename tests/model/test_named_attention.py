@@ -88,6 +88,7 @@ def dense(*shape, bias=None, leaf="kernel", bias_leaf="bias"):
 
 FIND = mc.named_attention()
 FLAT = mc.named_attention(E)
+HEADS_FIRST = mc.fused_attention(E, name="query_key_value", heads_first=True)
 
 LAYOUTS = {
     "bonsai": Layout(
@@ -170,6 +171,20 @@ LAYOUTS = {
                   "attn_vec_einsum": {"w": rand(H, E, D)}}},
         ("attn",), FIND, "td,hde->the", "td,hde->the",
         lambda m: (m["qkv_einsum"]["w"][0], None, m["qkv_einsum"]["w"][1], None),
+    ),
+    "Bloom": Layout(
+        {"attn": {"query_key_value": dense(D, 3 * H * E, bias=(3 * H * E,))}},
+        ("attn",), HEADS_FIRST, "td,dh->th", "td,dh->th",
+        lambda m: tuple(x.reshape((*x.shape[:-2], -1)) for i in (0, 1) for x in (
+            m["query_key_value"]["kernel"].reshape(D, H, 3, E)[:, :, i],
+            m["query_key_value"]["bias"].reshape(H, 3, E)[:, i])),
+    ),
+    "Bloom, turned": Layout(
+        {"attn": {"query_key_value": dense(3 * H * E, D, bias=(3 * H * E,))}},
+        ("attn",), HEADS_FIRST, "td,hd->th", "td,hd->th",
+        lambda m: tuple(x for i in (0, 1) for x in (
+            m["query_key_value"]["kernel"].reshape(H, 3, E, D)[:, i].reshape(-1, D),
+            m["query_key_value"]["bias"].reshape(H, 3, E)[:, i].reshape(-1))),
     ),
     "GPT-2 of HuggingFace, turned": Layout(
         {"attn": {"c_attn": dense(3 * H * E, D, bias=(3 * H * E,))}},
