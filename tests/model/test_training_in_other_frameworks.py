@@ -1,0 +1,286 @@
+"""Equinox, Haiku and models of named arrays train as if every axis had been told.
+
+A language model in each, whose attention has two layers: for 20 steps the losses are
+those of hand-written dimension numbers, and at learning rate 0 the next logits are
+`min(S, tau)`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+VOCABULARY, WIDTH, HEADS, HEAD_DIM, LENGTH = 17, 24, 3, 8, 9
+TOKENS = jax.random.randint(jax.random.key(1), (4, LENGTH + 1), 0, VOCABULARY)
+
+
+@dataclasses.dataclass
+class Model:
+    """`apply(params, tokens)` gives logits and statistics."""
+
+    params: Any
+    apply: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+    numbers: Callable[[Any], Any]  # dimension numbers, written by hand
+
+
+def loss_fn(model, params):
+    logits, stats = model.apply(params, TOKENS[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:])
+    return losses.mean(), stats
+
+
+def largest(query, key):
+    split = (x.reshape(*x.shape[:-1], -1, HEAD_DIM) for x in (query, key))
+    return mc.max_logits(*split, is_causal=True)
+
+
+class EquinoxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.attention = eqx.nn.MultiheadAttention(
+            HEADS, WIDTH, use_query_bias=True, key=first
+        )
+        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, key=second)
+
+    def __call__(self, x):
+        y, mask = jax.vmap(self.norm)(x), jnp.tri(len(x), dtype=bool)
+        pair = self.attention.query_proj, self.attention.key_proj
+        stats = largest(*(jax.vmap(layer)(y)[None] for layer in pair))
+        x = x + self.attention(y, y, y, mask=mask)
+        return x + jax.vmap(self.mlp)(x), {"attention": {"max_logits": stats}}
+
+
+class EquinoxModel(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: list[EquinoxBlock]
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
+        self.blocks = [EquinoxBlock(key) for key in keys[1:3]]
+        self.head = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[3])
+
+    def __call__(self, tokens):
+        x, stats = jax.vmap(self.embed)(tokens), []
+        for block in self.blocks:
+            x, found = block(x)
+            stats.append(found)
+        return jax.vmap(self.head)(x), {"blocks": stats}
+
+
+def equinox():
+    whole = EquinoxModel(jax.random.key(0))
+    params, static = eqx.partition(whole, eqx.is_inexact_array)
+
+    def apply(params, tokens):
+        logits, stats = jax.vmap(eqx.combine(params, static))(tokens)
+        return logits, jax.tree.map(lambda s: s.max(0), stats)
+
+    def numbers(params):
+        def of(path, leaf):
+            key = jax.tree_util.keystr(path)
+            is_matrix = leaf.ndim == 2 and "embed" not in key and "head" not in key
+            return MuonDimensionNumbers(-1, -2) if is_matrix else None
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return Model(params, apply, numbers)
+
+
+def haiku_forward(tokens):
+    stats = {}
+
+    def record(call, args, kwargs, context):
+        y = call(*args, **kwargs)
+        if context.method_name == "__call__":
+            stats[context.module.module_name] = y
+        return y
+
+    with hk.intercept_methods(record):
+        x = hk.Embed(VOCABULARY, WIDTH)(tokens)
+        for i in range(2):
+            attention = hk.MultiHeadAttention(
+                HEADS, HEAD_DIM, model_size=WIDTH, name=f"attention_{i}",
+                w_init=hk.initializers.VarianceScaling(),
+            )  # fmt: skip
+            y = hk.LayerNorm(-1, True, True, name=f"norm_{i}")(x)
+            x = x + attention(y, y, y, jnp.tri(LENGTH, dtype=bool)[None, None])
+            x = x + hk.nets.MLP([2 * WIDTH, WIDTH], name=f"mlp_{i}")(x)
+        logits = hk.Linear(VOCABULARY, name="head")(x)
+    layers = (f"attention_{i}" for i in range(2))
+    found = {
+        layer: {"max_logits": largest(stats[f"{layer}/query"], stats[f"{layer}/key"])}
+        for layer in layers
+    }
+    return logits, found
+
+
+def haiku():
+    transformed = hk.without_apply_rng(hk.transform(haiku_forward))
+    params = transformed.init(jax.random.key(0), TOKENS[:, :-1])
+
+    def numbers(params):
+        return {
+            module: {
+                name: MuonDimensionNumbers(-2, -1)
+                if name == "w" and module != "head"
+                else None
+                for name in leaves
+            }
+            for module, leaves in params.items()
+        }
+
+    return Model(params, transformed.apply, numbers)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class NamedArray:
+    """An array with names of its axes, as Haliax keeps them: outputs first."""
+
+    array: Any
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def named(seed, **sizes):
+    shape = tuple(sizes.values())
+    scale = np.prod(shape[-1:]) ** -0.5
+    x = scale * jax.random.normal(jax.random.key(seed), shape)
+    return {"weight": NamedArray(x, tuple(sizes))}
+
+
+def levanter():
+    """As Levanter's Llama: layers stacked, heads in axes of their own."""
+    layer = {
+        "q_proj": named(1, layer=2, heads=HEADS, head_size=HEAD_DIM, embed=WIDTH),
+        "k_proj": named(2, layer=2, heads=HEADS, head_size=HEAD_DIM, embed=WIDTH),
+        "v_proj": named(3, layer=2, heads=HEADS, head_size=HEAD_DIM, embed=WIDTH),
+        "o_proj": named(4, layer=2, embed=WIDTH, heads=HEADS, head_size=HEAD_DIM),
+    }
+    mlp = {
+        "gate_proj": named(5, layer=2, mlp=2 * WIDTH, embed=WIDTH),
+        "up_proj": named(6, layer=2, mlp=2 * WIDTH, embed=WIDTH),
+        "down_proj": named(7, layer=2, embed=WIDTH, mlp=2 * WIDTH),
+    }
+    norm = {"weight": NamedArray(jnp.ones((2, WIDTH)), ("layer", "embed"))}
+    params = {
+        "embeddings": {"token_embeddings": named(8, vocab=VOCABULARY, embed=WIDTH)},
+        "transformer": {"layers": {"stacked": {
+            "input_layernorm": norm, "self_attn": layer, "mlp": mlp,
+        }}},
+        "lm_head": named(9, vocab=VOCABULARY, embed=WIDTH),
+    }  # fmt: skip
+
+    def block(x, layer):
+        y = x * layer["input_layernorm"]["weight"].array
+        attn = {k: v["weight"].array for k, v in layer["self_attn"].items()}
+        q, k, v = (jnp.einsum("bte,hde->bthd", y, attn[f"{n}_proj"]) for n in "qkv")
+        stats = mc.max_logits(q, k, is_causal=True)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + jnp.einsum("bthd,ehd->bte", y, attn["o_proj"])
+        mlp = {k: v["weight"].array for k, v in layer["mlp"].items()}
+        y = jax.nn.silu(x @ mlp["gate_proj"].T) * (x @ mlp["up_proj"].T)
+        return x + y @ mlp["down_proj"].T, stats
+
+    def apply(params, tokens):
+        x = params["embeddings"]["token_embeddings"]["weight"].array[tokens]
+        stacked = params["transformer"]["layers"]["stacked"]
+        x, stats = jax.lax.scan(block, x, stacked)
+        stats = {"self_attn": {"max_logits": stats}}
+        logits = x @ params["lm_head"]["weight"].array.T
+        return logits, {"transformer": {"layers": {"stacked": stats}}}
+
+    def numbers(params):
+        def of(path, leaf):
+            key = jax.tree_util.keystr(path)
+            if leaf.ndim < 3:
+                return None
+            if "o_proj" in key:
+                return MuonDimensionNumbers((-2, -1), -3)
+            is_projection = "self_attn" in key
+            return MuonDimensionNumbers(-1, (-3, -2) if is_projection else -2)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return Model(params, apply, numbers)
+
+
+MODELS = {"Equinox": equinox, "Haiku": haiku, "named arrays": levanter}
+
+
+def losses(model, tx):
+    @jax.jit
+    def step(params, state):
+        (loss, stats), grads = jax.value_and_grad(
+            lambda p: loss_fn(model, p), has_aux=True
+        )(params)
+        updates, state = tx.update(grads, state, params, attention_stats=stats)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, found = model.params, []
+    state = tx.init(params)
+    for _ in range(20):
+        params, state, loss = step(params, state)
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("clips", [False, True])
+def test_losses_as_by_hand(name, clips):
+    model = MODELS[name]()
+    attention = mc.named_attention(HEAD_DIM)
+
+    def make(**options):
+        if clips:
+            options |= {"attention": attention, "threshold": 0.5}
+        make = mc.muonclip if clips else mc.muon
+        tx = make(1e-2, adam_learning_rate=3e-3, **options)
+        return optax.with_extra_args_support(tx)
+
+    found = losses(model, make())
+    told = losses(model, make(dimension_numbers=model.numbers))
+    nothing = jax.tree.map(lambda _: None, model.params)
+    other = losses(model, make(dimension_numbers=nothing))
+    np.testing.assert_allclose(found, told, rtol=1e-6)
+    assert found[-1] < found[0] - 0.1
+    assert abs(found[-1] - other[-1]) > 1e-3  # than AdamW for all
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_next_logits_are_at_most_the_threshold(name):
+    """Of the first layer: what later ones see changes with the clip."""
+    model = MODELS[name]()
+
+    def first_layer(stats):
+        return np.asarray(jax.tree.leaves(stats)[0]).reshape(-1, HEADS)[0]
+
+    _, before = loss_fn(model, model.params)
+    tau = float(np.median(first_layer(before)))
+    tx = mc.muonclip(0.0, threshold=tau, attention=mc.named_attention(HEAD_DIM))
+    zeros = jax.tree.map(jnp.zeros_like, model.params)
+    updates, _ = tx.update(
+        zeros, tx.init(model.params), model.params, attention_stats=before
+    )
+    _, after = loss_fn(model, optax.apply_updates(model.params, updates))
+    expected = np.minimum(first_layer(before), tau)
+    np.testing.assert_allclose(first_layer(after), expected, rtol=1e-4)
