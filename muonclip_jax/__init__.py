@@ -2,6 +2,7 @@
 
 The system: `muonclip`, with `multi_steps` for micro-batches.
 Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
+Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
 What a model means: `describe`, `flax_dimension_numbers`, `flax_attention_layers`, ...
 """
@@ -29,7 +30,12 @@ from ._model.per_head import per_head_dimension_numbers as per_head_dimension_nu
 from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.direction import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon
+from ._muon.normalize_neurons import normalize_neurons as normalize_neurons
+from ._muon.normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState
 from ._muon.scale_by_muon import scale_by_muon as scale_by_muon
+from ._muon.weight_decay import (
+    add_cautious_decayed_weights as add_cautious_decayed_weights,
+)
 from ._muonclip import muonclip as muonclip
 from ._newton_schulz.coefficients import NS_COEFFS as NS_COEFFS
 from ._newton_schulz.newton_schulz import newton_schulz as newton_schulz

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from ._mesh.placement import Shardings
 from ._model.attention_layers import Attention
+from ._model.per_head import per_head_dimension_numbers
 from ._muon.muon import muon
 from ._newton_schulz.coefficients import Schedule, Triple
 from ._newton_schulz.precondition import Preconditioning
@@ -41,6 +42,9 @@ def muonclip(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    cautious_weight_decay: bool = False,
+    neuron_b2: float | jax.Array | None = None,
+    per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,6 +53,8 @@ def muonclip(
     **Arguments:**
 
     - `threshold`, `alpha`, `attention`, `axis_name`: as for [`qk_clip`][].
+    - `per_head`: as for [`muon`][], of the layers that `attention` describes, if it
+        does ([`per_head_dimension_numbers`][]).
     - all others: as for [`muon`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose update is
@@ -75,6 +81,10 @@ def muonclip(
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
         (which takes `nesterov=False`).
     """
+    if per_head and attention is not None:
+        dimension_numbers = per_head_dimension_numbers(
+            attention, dimension_numbers=dimension_numbers
+        )
     return optax.chain(
         muon(
             learning_rate,
@@ -96,6 +106,9 @@ def muonclip(
             adam_b2=adam_b2,
             adam_eps=adam_eps,
             adam_weight_decay=adam_weight_decay,
+            cautious_weight_decay=cautious_weight_decay,
+            neuron_b2=neuron_b2,
+            per_head=per_head and attention is None,
             shardings=shardings,
         ),
         qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),

@@ -47,6 +47,9 @@ VALUES = {
     "adam_b2": 0.8,
     "adam_eps": 1e-2,
     "adam_weight_decay": 0.4,
+    "cautious_weight_decay": True,
+    "neuron_b2": 0.8,
+    "per_head": True,
     "shardings": SPECS,
     "axis_name": "data",
 }
@@ -102,7 +105,7 @@ def direction_of(monkeypatch, module, make):
 
 @pytest.mark.parametrize("name", options_of(mc.scale_by_muon))
 def test_muon_and_scale_by_muon_take_the_same_direction(monkeypatch, name):
-    monkeypatch.setattr(scale_module, "_check_matrices_only", lambda leaves: None)
+    monkeypatch.setattr(scale_module, "check_matrices_only", lambda *_: None)
     default = direction_of(monkeypatch, muon_module, lambda: mc.muon(RATE))
     changed = {name: VALUES[name]}
     by_muon, alone = (
@@ -137,7 +140,10 @@ ADAMW = {
     "adam_weight_decay": "weight_decay",
     "mu_dtype": "mu_dtype",
 }
+#: Steps of their own, in tests of their own.
+STEPS = {"cautious_weight_decay", "neuron_b2", "per_head"}
 OWN = options_of(mc.muon).keys() - options_of(mc.scale_by_muon).keys() | {"mu_dtype"}
+OWN -= STEPS
 
 
 def gradients(step):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
@@ -15,29 +16,51 @@ from .placement import lies, Placement
 
 
 def zeros_like_params(
-    params: Sequence[Any], placement: Placement | None, dtype: DTypeLike | None
+    params: Sequence[Any],
+    placement: Placement | None,
+    dtype: DTypeLike | None,
+    reduced: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Any]:
     """Zeros of the params' shapes that lie as `placement` says the params do.
 
-    Under `jit` nothing else tells the compiler where they are to lie: zeros depend on
-    no parameter.
+    Along the axes that are `reduced` their size is one. Under `jit` nothing else tells
+    the compiler where they are to lie: zeros depend on no parameter.
     """
-    results = [x if is_masked(x) else _zeros_like(x, dtype) for x in params]
+    reduced = reduced or [()] * len(params)
+    owners = [_reduce(*pair) for pair in zip(params, reduced, strict=True)]
+    results = [x if is_masked(x) else _zeros_like(x, dtype) for x in owners]
     if placement is None:
         return results
+    specs = [_whole_along(*pair) for pair in zip(placement.specs, reduced, strict=True)]
     moved = [
         i
-        for i, (x, spec) in enumerate(zip(results, placement.specs, strict=True))
+        for i, (x, spec) in enumerate(zip(results, specs, strict=True))
         if spec is not None and not lies(x, placement.mesh, spec)
     ]
     if moved:
-        specs = tuple(placement.specs[i] for i in moved)
         arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
-        for i, x in zip(moved, _zeros(placement.mesh, specs, arrays), strict=True):
+        laid = _zeros(placement.mesh, tuple(specs[i] for i in moved), arrays)
+        for i, x in zip(moved, laid, strict=True):
             results[i] = x
     # A tracer's mesh does not name its devices, but an argument that is kept does.
     kept = [x for x in params if isinstance(x, Tracer)]
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
+
+
+def _reduce(x: Any, axes: tuple[int, ...]) -> Any:
+    """Something of size one along some axes, which lies as `x` along the others."""
+    if axes and isinstance(x, jax.Array):
+        return jnp.sum(x, axes, keepdims=True)
+    shape = [1 if i in axes else size for i, size in enumerate(np.shape(x))]
+    return jax.ShapeDtypeStruct(shape, x.dtype) if axes else x
+
+
+def _whole_along(
+    spec: PartitionSpec | None, axes: tuple[int, ...]
+) -> PartitionSpec | None:
+    if spec is None:
+        return None
+    return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
 
 
 def _zeros_like(x: Any, dtype: DTypeLike | None) -> jax.Array:

@@ -21,11 +21,28 @@ def read_leaves(
     tree: Any,
     dimension_numbers: DimensionNumbers | None,
     layouts: Layouts,
+    *,
+    per_head: bool = False,
 ) -> Leaves:
     leaves = paths.flatten(tree)
     return Leaves(
         leaves,
-        matrix_views(dimension_numbers, leaves),
+        matrix_views(dimension_numbers, leaves, per_head=per_head),
         layouts.given(leaves),
         layouts,
     )
+
+
+def check_matrices_only(leaves: Leaves, name: str) -> None:
+    """Raises for leaves in sight that hold no matrix."""
+    strays = [
+        path
+        for path, leaf, view in zip(*leaves.tree[:2], leaves.views, strict=True)
+        if view is None and not paths.is_masked(leaf)
+    ]
+    if strays:
+        raise ValueError(
+            f"{name} was handed leaves that hold no matrix: "
+            f"{paths.show_all(strays)}. Wrap it as optax.masked(mc.{name}(), "
+            "mc.matrix_mask), use mc.muon, or name their axes in dimension_numbers"
+        )

@@ -1,9 +1,11 @@
 """Muon for the matrices of a model, AdamW for the rest.
 
-gradients -> momentum -> matrices -> Newton-Schulz -> scale by shape -> weight decay
--> learning rate. `muon_direction` is the first four arrows.
+gradients -> momentum -> matrices -> Newton-Schulz -> scale by shape -> neurons
+normalized, if asked for -> weight decay -> learning rate. `muon_direction` is the first
+four arrows.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,8 @@ from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction, zeros_like
 from .leaves import Leaves, read_leaves
+from .normalize_neurons import neuron_normalization
+from .weight_decay import decayed_weights
 
 
 def muon(
@@ -45,6 +49,9 @@ def muon(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    cautious_weight_decay: bool = False,
+    neuron_b2: float | jax.Array | None = None,
+    per_head: bool = False,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon for the matrices, AdamW for the rest.
@@ -67,10 +74,17 @@ def muon(
         params, for both.
     - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
     - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`.
+    - `cautious_weight_decay`: whether to decay only what the step makes smaller, for
+        both, as [`add_cautious_decayed_weights`][] does.
+    - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
+        (NorMuon); `None` leaves that out.
+    - `per_head`: whether every head of a query, key or value that names and shapes show
+        is a matrix of its own, as for [`flax_dimension_numbers`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
-    **Raises:** `ValueError` as [`scale_by_muon`][] does.
+    **Raises:** `ValueError` as [`scale_by_muon`][] does, and for `per_head` beside
+    `dimension_numbers` that leave nothing open.
 
     !!! example
 
@@ -102,11 +116,12 @@ def muon(
     )
 
     layouts = Layouts(shardings)
+    decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
         # Biases tell which axes of a general kernel are inputs, so axes and masks are
         # read off the whole tree, here, and not off what `partition` leaves in sight.
-        leaves = read_leaves(params, dimension_numbers, layouts)
+        leaves = read_leaves(params, dimension_numbers, layouts, per_head=per_head)
         decayed = _decay_mask(weight_decay_mask, leaves.tree)
         adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype)
         direction = muon_direction(
@@ -117,16 +132,22 @@ def muon(
             consistent_rms=consistent_rms,
             mu_dtype=mu_dtype,
         )
+        normalization = (
+            [neuron_normalization(lambda _: leaves, b2=neuron_b2)]
+            if neuron_b2 is not None
+            else []
+        )
         return optax.partition(
             {
                 "muon": optax.chain(
                     direction,
-                    optax.add_decayed_weights(weight_decay, decayed),
+                    *normalization,
+                    decay(weight_decay, decayed),
                     optax.scale_by_learning_rate(learning_rate),
                 ),
                 "adamw": optax.chain(
                     _lying_as_params(adam, leaves, mu_dtype),
-                    optax.add_decayed_weights(adam_weight_decay, decayed),
+                    decay(adam_weight_decay, decayed),
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),
             },

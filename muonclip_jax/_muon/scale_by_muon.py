@@ -11,10 +11,9 @@ from .._mesh.placement import Shardings
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
-from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
-from .leaves import Leaves, read_leaves
+from .leaves import check_matrices_only, Leaves, read_leaves
 
 
 def scale_by_muon(
@@ -108,7 +107,7 @@ def scale_by_muon(
 
     def read(tree: Any) -> Leaves:
         leaves = read_leaves(tree, dimension_numbers, layouts)
-        _check_matrices_only(leaves)
+        check_matrices_only(leaves, "scale_by_muon")
         return leaves
 
     return muon_direction(
@@ -119,17 +118,3 @@ def scale_by_muon(
         consistent_rms=consistent_rms,
         mu_dtype=mu_dtype,
     )
-
-
-def _check_matrices_only(leaves: Leaves) -> None:
-    strays = [
-        path
-        for path, leaf, view in zip(*leaves.tree[:2], leaves.views, strict=True)
-        if view is None and not paths.is_masked(leaf)
-    ]
-    if strays:
-        raise ValueError(
-            f"scale_by_muon was handed leaves that hold no matrix: "
-            f"{paths.show_all(strays)}. Wrap it as optax.masked(mc.scale_by_muon(), "
-            "mc.matrix_mask), use mc.muon, or name their axes in dimension_numbers"
-        )

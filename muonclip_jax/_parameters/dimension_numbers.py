@@ -114,23 +114,35 @@ def matrix_mask(params: optax.Params) -> Any:
 
 
 def resolve_dimension_numbers(
-    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+    dimension_numbers: DimensionNumbers | None,
+    tree: paths.PathedTree,
+    *,
+    per_head: bool = False,
 ) -> list[MuonDimensionNumbers | None]:
     """Those of each leaf, whichever way they were given."""
-    return [verdict.numbers for verdict in resolve(dimension_numbers, tree)]
+    verdicts = resolve(dimension_numbers, tree, per_head=per_head)
+    return [verdict.numbers for verdict in verdicts]
 
 
 def resolve(
-    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+    dimension_numbers: DimensionNumbers | None,
+    tree: paths.PathedTree,
+    *,
+    per_head: bool = False,
 ) -> list[Verdict]:
     """Those of each leaf, and what says so."""
     if dimension_numbers is None:
-        return find_verdicts(tree)
+        return find_verdicts(tree, per_head=per_head)
     given: Any = dimension_numbers
     if paths.is_function(given):
         given = given(tree.whole())
     if is_patterns(given, tree):
-        return find_verdicts(tree, patterns=given)
+        return find_verdicts(tree, per_head=per_head, patterns=given)
+    if per_head:
+        raise ValueError(
+            "per_head=True has no say beside dimension_numbers for all leaves: make "
+            "them by mc.flax_dimension_numbers(per_head=True), or give patterns"
+        )
     entries = broadcast(
         given,
         tree,
@@ -142,10 +154,14 @@ def resolve(
 
 
 def matrix_views(
-    dimension_numbers: DimensionNumbers | None, tree: paths.PathedTree
+    dimension_numbers: DimensionNumbers | None,
+    tree: paths.PathedTree,
+    *,
+    per_head: bool = False,
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    return views_of(resolve_dimension_numbers(dimension_numbers, tree), tree)
+    numbers = resolve_dimension_numbers(dimension_numbers, tree, per_head=per_head)
+    return views_of(numbers, tree)
 
 
 def views_of(

@@ -1,0 +1,138 @@
+"""NorMuon: the neurons of an orthogonalized update take steps of like size."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._matrices.view import MatrixView
+from .._mesh.layouts import Layouts
+from .._mesh.zeros import zeros_like_params
+from .._parameters.dimension_numbers import DimensionNumbers
+from .leaves import check_matrices_only, Leaves, read_leaves
+
+
+class NormalizeNeuronsState(NamedTuple):
+    """State of [`normalize_neurons`][]: a mean square for each neuron."""
+
+    v: Any  # like params, float32, with size 1 along the shorter side
+
+
+def normalize_neurons(
+    b2: float | jax.Array = 0.95,
+    *,
+    eps: float | jax.Array = 1e-10,
+    dimension_numbers: DimensionNumbers | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides each neuron of an update by its root mean square over time.
+
+    $$v_t = b_2 v_{t-1} + (1 - b_2)\,\mathrm{mean}(o^2), \qquad
+      o' = \frac{o}{\sqrt{\max(v_t, \epsilon)}}, \qquad
+      u = o' \frac{\lVert o \rVert_F}{\lVert o' \rVert_F}$$
+
+    The mean is over the shorter side, so that there is one $v$ for each entry of the
+    longer one: orthogonalization has made the others even already. Square matrices stay
+    as they are. Every matrix keeps its Frobenius norm, so that a learning rate carries
+    over. It stands behind [`scale_by_muon`][], and reads the same axes; on a mesh no
+    more than a vector of each matrix is exchanged.
+
+    **Arguments:**
+
+    - `b2`: decay of the mean square.
+    - `eps`: the least mean square.
+    - `dimension_numbers`: as for [`scale_by_muon`][].
+
+    **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
+    the state `v` is float32, a vector for each matrix.
+
+    **Raises:** `ValueError` at `init` as [`scale_by_muon`][] does, naming the paths.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> tx = mc.normalize_neurons()
+        >>> update = {"w": jnp.array([[3.0, 0.0, 4.0], [0.0, 5.0, 0.0]])}
+        >>> tx.update(update, tx.init(update))[0]["w"].round(2)
+        Array([[4.08, 0.  , 4.08],
+               [0.  , 4.08, 0.  ]], dtype=float32)
+
+    ??? cite "References"
+
+        Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
+        for each output; the longer side is that of modded-nanogpt and nanochat.
+    """
+    layouts = Layouts(None)
+
+    def read(tree: Any) -> Leaves:
+        leaves = read_leaves(tree, dimension_numbers, layouts)
+        check_matrices_only(leaves, "normalize_neurons")
+        return leaves
+
+    return neuron_normalization(read, b2=b2, eps=eps)
+
+
+def neuron_normalization(
+    read: Callable[[Any], Leaves],
+    *,
+    b2: float | jax.Array,
+    eps: float | jax.Array = 1e-10,
+) -> optax.GradientTransformationExtraArgs:
+    """`normalize_neurons` for leaves that `read` has read; those without one pass."""
+
+    def init_fn(params: optax.Params) -> NormalizeNeuronsState:
+        tree, views, shardings, layouts = read(params)
+        owners = tree.of(params)
+        zeros = zeros_like_params(
+            owners,
+            layouts.placement(tree.paths, owners, shardings),
+            jnp.float32,
+            [_short_axes(view) for view in views],
+        )
+        v = [
+            x if _short_axes(w) else _NOTHING for x, w in zip(zeros, views, strict=True)
+        ]
+        return NormalizeNeuronsState(tree.unflatten(v))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        tree, views, *_ = read(updates)
+        pairs = [
+            _normalize(*leaf, b2, eps)
+            for leaf in zip(tree.of(updates), tree.of(state.v), views, strict=True)
+        ]
+        o, v = zip(*pairs, strict=True) if pairs else ((), ())
+        return tree.unflatten(o), NormalizeNeuronsState(tree.unflatten(v))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_NOTHING = optax.MaskedNode()
+
+
+def _short_axes(view: MatrixView | None) -> tuple[int, ...]:
+    """The axes to take the mean over; none where there is nothing to do."""
+    if view is None or not math.prod(view.shape) or view.fan_in == view.fan_out:
+        return ()
+    return view.reduction if view.fan_in < view.fan_out else view.output
+
+
+def _normalize(
+    o: jax.Array, v: Any, view: MatrixView | None, b2: Any, eps: Any
+) -> tuple[jax.Array, Any]:
+    short = _short_axes(view)
+    if view is None or not short:
+        return o, v
+    long = view.output if short == view.reduction else view.reduction
+    wide = o.astype(jnp.promote_types(o.dtype, jnp.float32))
+    mean = jnp.mean(jnp.square(jnp.abs(wide)), short, keepdims=True)
+    b2 = jnp.asarray(b2, v.dtype)
+    v = b2 * v + (1 - b2) * mean.astype(v.dtype)
+    divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
+    # The norm after follows from the vectors, so that none is taken of the matrix.
+    before, after = (jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor))
+    ratio = jnp.sqrt(before / jnp.where(after > 0, after, 1) / divisor)
+    return (wide * ratio).astype(o.dtype), v

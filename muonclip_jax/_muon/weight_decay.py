@@ -1,0 +1,86 @@
+"""Decoupled weight decay, on all entries or where it does not fight the update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+Mask = Any | Callable[[optax.Params], Any] | None
+
+
+def add_cautious_decayed_weights(
+    weight_decay: optax.ScalarOrSchedule, mask: Mask = None
+) -> optax.GradientTransformation:
+    r"""Adds decay to the entries of which the update has the sign of the weight.
+
+    $$u \leftarrow u + \lambda\, w \cdot [u w > 0]$$
+
+    Stands where `optax.add_decayed_weights` does, before the learning rate and its
+    minus sign: there the step makes smaller what is decayed. Decay then never pulls a
+    weight against its update.
+
+    **Arguments:**
+
+    - `weight_decay`: a float or a schedule.
+    - `mask`: a tree of bools, a prefix of one, or a function of the params, as for
+        `optax.masked`.
+
+    **Returns:** an `optax.GradientTransformation` whose update needs the params.
+    Updates and params are arrays of any shape; the result has the dtype that both
+    promote to, as in optax.
+
+    **Raises:** `ValueError` from the update without params.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> tx = mc.add_cautious_decayed_weights(0.5)
+        >>> w, u = jnp.array([2.0, 2.0, -2.0]), jnp.array([1.0, -1.0, -1.0])
+        >>> tx.update(u, tx.init(w), w)[0]
+        Array([ 2., -1., -2.], dtype=float32)
+
+    ??? cite "References"
+
+        Chen et al., "Cautious Weight Decay", arXiv:2510.12402, Algorithm 1.
+    """
+    return decayed_weights(weight_decay, mask, is_cautious=True)
+
+
+def decayed_weights(
+    weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
+) -> optax.GradientTransformation:
+    # optax's own forgets to count the steps of a schedule in 0.2.6.
+    def init_fn(params: optax.Params) -> Any:
+        del params
+        if not callable(weight_decay):
+            return optax.EmptyState()
+        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
+
+    def update_fn(updates, state, params=None):
+        if params is None:
+            raise ValueError("weight decay needs the params: call update(..., params)")
+        rate: Any = weight_decay
+        if callable(weight_decay):
+            rate = weight_decay(state.count)
+            state = state._replace(count=optax.safe_increment(state.count))
+        if isinstance(rate, int | float) and rate == 0:
+            return updates, state
+        return jax.tree.map(lambda u, w: decay(u, w, rate), updates, params), state
+
+    def decay(update: jax.Array, weight: jax.Array, rate: Any) -> jax.Array:
+        decayed = update + rate * weight
+        if not is_cautious:
+            return decayed
+        return jnp.where(_agree(update, weight), decayed, update.astype(decayed.dtype))
+
+    tx = optax.GradientTransformation(init_fn, update_fn)
+    return tx if mask is None else optax.masked(tx, mask)
+
+
+def _agree(x: jax.Array, y: jax.Array) -> jax.Array:
+    # Signs, since a product of small numbers may vanish.
+    return jnp.real(jnp.conj(jnp.sign(x)) * jnp.sign(y)) > 0

@@ -1,0 +1,246 @@
+"""NorMuon against loops written from its formulas, alone and on a mesh."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+#: Shape, reduction axes, output axes, and how to get `(matrix, input, output)`.
+LEAVES = {
+    "wide": ((6, 10), (0,), (1,), "io->io"),
+    "tall": ((10, 6), (0,), (1,), "io->io"),
+    "turned": ((10, 6), (1,), (0,), "oi->io"),
+    "square": ((6, 6), (0,), (1,), "io->io"),
+    "stacked": ((3, 6, 10), (1,), (2,), "nio->nio"),
+    "stacked behind": ((6, 3, 10), (0,), (2,), "ino->nio"),
+    "per head": ((12, 3, 4), (0,), (2,), "ino->nio"),
+    "query": ((8, 3, 4), (0,), (1, 2), "ihd->i(hd)"),
+    "out": ((3, 4, 8), (0, 1), (2,), "hdo->(hd)o"),
+}
+NUMBERS = {
+    name: Numbers(reduction, output)
+    for name, (_, reduction, output, _) in LEAVES.items()
+}
+
+
+def matrices(name, x):
+    """The leaf as a list of float64 `(inputs, outputs)`, views of one copy."""
+    shape, reduction, output, _ = LEAVES[name]
+    batch = [i for i in range(len(shape)) if i not in reduction + output]
+    moved = np.asarray(x, np.float64).transpose(*batch, *reduction, *output)
+    sizes = [
+        np.prod([shape[i] for i in axes], dtype=int) for axes in (reduction, output)
+    ]
+    return moved.reshape(-1, *sizes)
+
+
+def naive(updates, b2, eps):
+    """Neuron by neuron, for each step the list of matrices."""
+    v, results = {}, []
+    for matrix_list in updates:
+        result = []
+        for n, o in enumerate(matrix_list):
+            rows, columns = o.shape
+            u = o.copy()
+            if rows != columns:
+                for k in range(max(rows, columns)):
+                    neuron = (slice(None), k) if columns > rows else (k, slice(None))
+                    mean = np.mean(o[neuron] ** 2)
+                    v[n, k] = b2 * v.get((n, k), 0.0) + (1 - b2) * mean
+                    u[neuron] = o[neuron] / np.sqrt(max(v[n, k], eps))
+                u *= np.linalg.norm(o) / np.linalg.norm(u)
+            result.append(u)
+        results.append(result)
+    return results
+
+
+def updates_at(step):
+    """Neurons of unlike size, as those of real layers are."""
+    return {
+        name: normal((step, i), *shape) * jnp.exp(normal(i, *shape[-1:]))
+        for i, (name, (shape, *_)) in enumerate(LEAVES.items())
+    }
+
+
+def walk(tx, steps=5):
+    state, results = tx.init(updates_at(0)), []
+    update = jax.jit(tx.update)
+    for step in range(steps):
+        updates, state = update(updates_at(step), state)
+        results.append(updates)
+    return results, state
+
+
+@pytest.mark.parametrize("b2, eps", [(0.95, 1e-10), (0.5, 1e-1)])
+def test_equals_a_loop_over_neurons(b2, eps):
+    results, _ = walk(mc.normalize_neurons(b2, eps=eps, dimension_numbers=NUMBERS))
+    for name in LEAVES:
+        given = [matrices(name, updates_at(step)[name]) for step in range(5)]
+        for step, expected in enumerate(naive(given, b2, eps)):
+            actual = matrices(name, results[step][name])
+            np.testing.assert_allclose(
+                actual, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max()
+            )
+
+
+def test_what_the_state_holds():
+    _, state = walk(mc.normalize_neurons(dimension_numbers=NUMBERS))
+    shapes = {
+        "wide": (1, 10),
+        "tall": (10, 1),
+        "turned": (10, 1),
+        "stacked": (3, 1, 10),
+        "stacked behind": (1, 3, 10),
+        "per head": (12, 3, 1),
+        "query": (1, 3, 4),
+        "out": (3, 4, 1),
+    }
+    assert {k: x.shape for k, x in state.v.items() if k != "square"} == shapes
+    assert state.v["square"] == optax.MaskedNode()
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_dtypes_and_nothing(dtype):
+    tx = mc.normalize_neurons()
+    updates = {"w": jnp.zeros((4, 8), dtype), "v": normal(0, 4, 8).astype(dtype)}
+    after, state = tx.update(updates, tx.init(updates))
+    assert after["w"].dtype == dtype and not after["w"].any()
+    assert jnp.isfinite(after["v"].astype(jnp.float32)).all()
+    assert state.v["w"].dtype == jnp.float32
+    empty = {"w": jnp.zeros((0, 8), dtype)}
+    tx = mc.normalize_neurons(dimension_numbers=Numbers(0, 1))
+    assert tx.update(empty, tx.init(empty))[0]["w"].shape == (0, 8)
+
+
+def test_muon_puts_it_behind_the_direction():
+    params = {"up": {"kernel": normal(1, 8, 24), "bias": normal(2, 24)}}
+    by_option = mc.muon(0.1, neuron_b2=0.8, weight_decay=0.0)
+    by_hand = optax.chain(
+        mc.scale_by_muon(), mc.normalize_neurons(0.8), optax.scale(-0.1)
+    )
+    kernel = {"up": {"kernel": params["up"]["kernel"]}}
+    state, other = by_option.init(params), by_hand.init(kernel)
+    for step in range(3):
+        grads = jax.tree.map(lambda p, t=step: normal(t, *p.shape), params)
+        updates, state = by_option.update(grads, state, params)
+        alone, other = by_hand.update({"up": {"kernel": grads["up"]["kernel"]}}, other)
+        np.testing.assert_allclose(
+            updates["up"]["kernel"], alone["up"]["kernel"], rtol=1e-6, atol=1e-8
+        )
+
+
+def test_leaves_without_a_matrix_are_named():
+    with pytest.raises(ValueError, match=r"normalize_neurons was .*'up/bias'"):
+        mc.normalize_neurons().init(
+            {"up": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+        )
+    masked = optax.masked(mc.normalize_neurons(), mc.matrix_mask)
+    params = {"up": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+    updates, _ = masked.update(params, masked.init(params))
+    assert (updates["up"]["bias"] == 1).all()
+
+
+def test_injected_hyperparameters():
+    tx = optax.inject_hyperparams(mc.normalize_neurons)(b2=0.9)
+    state = tx.init({"w": normal(0, 4, 8)})
+    after, _ = jax.jit(tx.update)({"w": normal(0, 4, 8)}, state)
+    alone = mc.normalize_neurons(0.9)
+    expected, _ = alone.update(
+        {"w": normal(0, 4, 8)}, alone.init({"w": normal(0, 4, 8)})
+    )
+    np.testing.assert_allclose(after["w"], expected["w"], rtol=1e-6)
+
+
+MESH_SHAPES = {"up": (8, 32), "down": (32, 8), "stack": (4, 8, 16), "query": (8, 4, 8)}
+LAYOUTS = {
+    "inputs": {"up": P("a"), "down": P("a"), "stack": P(None, "a"), "query": P("a")},
+    "outputs": {"up": P(None, "b"), "down": P(None, "b"), "stack": P(None, None, "b"),
+                "query": P(None, "b")},
+    "both": {"up": P("b", "a"), "down": P("a", "b"), "stack": P(None, "b", "a"),
+             "query": P("a", None, "b")},
+    "layers": {"up": P(), "down": P(("a", "b")), "stack": P("a", "b"),
+               "query": P(None, "a", "b")},
+}  # fmt: skip
+
+
+def on_mesh(layout, type_):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(type_, type_))
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in LAYOUTS[layout].items()}
+    updates = {k: normal(i, *shape) for i, (k, shape) in enumerate(MESH_SHAPES.items())}
+    return updates, jax.device_put(updates, shardings), shardings
+
+
+MESH_NUMBERS = {
+    "up": Numbers(0, 1),
+    "down": Numbers(0, 1),
+    "stack": Numbers(1, 2),
+    "query": Numbers(0, (1, 2)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(layout, type_):
+    whole, cut, shardings = on_mesh(layout, type_)
+    tx = mc.normalize_neurons(dimension_numbers=MESH_NUMBERS)
+    state, update = tx.init(cut), jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update(cut, state)
+    expected, alone = None, tx.init(whole)
+    for _ in range(2):
+        expected, alone = tx.update(whole, alone)
+    for name in whole:
+        np.testing.assert_allclose(updates[name], expected[name], atol=1e-5)
+        assert updates[name].sharding.is_equivalent_to(
+            shardings[name], updates[name].ndim
+        )
+    assert update._cache_size() == 1
+    assert_vectors_only(update.lower(cut, state).compile().as_text())
+
+
+def assert_vectors_only(text):
+    """No collective carries more than a vector of each matrix."""
+    collectives = re.findall(
+        r"= (\(?[^=]*?\)?) (?:all-reduce|all-gather|all-to-all|collective-permute|"
+        r"reduce-scatter)[-\w]*\(",
+        text,
+    )
+    for shapes in collectives:
+        for sizes in re.findall(r"\[([\d,]*)\]", shapes):
+            entries = np.prod([int(s) for s in sizes.split(",") if s], dtype=int)
+            assert entries <= 4 * 16 * 2, shapes
+
+
+@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+def test_muon_on_a_mesh(type_):
+    whole, cut, shardings = on_mesh("both", type_)
+    options = dict(neuron_b2=0.9, dimension_numbers=MESH_NUMBERS)
+    told, alone = mc.muon(0.1, shardings=shardings, **options), mc.muon(0.1, **options)
+    state, other = jax.jit(told.init)(cut), alone.init(whole)
+    for _ in range(2):
+        updates, state = jax.jit(told.update)(cut, state, cut)
+        expected, other = alone.update(whole, other, whole)
+    for name in whole:
+        np.testing.assert_allclose(updates[name], expected[name], atol=1e-5)
+    inner = optax.tree.get(state, "v")
+    for name, x in inner.items():
+        if isinstance(x, jax.Array):
+            axes = [i for i, size in enumerate(x.shape) if size == 1]
+            spec = [*shardings[name].spec, *[None] * x.ndim][: x.ndim]
+            spec = P(*(None if i in axes else s for i, s in enumerate(spec)))
+            assert x.sharding.is_equivalent_to(
+                NamedSharding(shardings[name].mesh, spec), x.ndim
+            )

@@ -1,0 +1,68 @@
+"""`per_head=True` is what dimension numbers written by hand would be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+PARAMS = {
+    "attn": {
+        "query": {"kernel": normal(0, 8, 2, 4)},
+        "key": {"kernel": normal(1, 8, 2, 4)},
+        "value": {"kernel": normal(2, 8, 2, 4)},
+        "out": {"kernel": normal(3, 2, 4, 8)},
+    },
+    "moe": {"wi": normal(4, 3, 8, 16)},
+}
+RULES = {"moe/wi": Numbers(-2, -1)}
+STATS = {"attn": {"max_logits": jnp.ones(2)}}
+
+
+def update_of(make, params=PARAMS, **options):
+    tx = make(0.1, **options)
+    extra = {"attention_stats": STATS} if make is mc.muonclip else {}
+    return tx.update(params, tx.init(params), params, **extra)[0]
+
+
+@pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
+def test_beside_patterns(make):
+    found = update_of(make, per_head=True, dimension_numbers=RULES)
+    by_hand = functools.partial(
+        mc.flax_dimension_numbers, per_head=True, dimension_numbers=RULES
+    )
+    expected = update_of(make, dimension_numbers=by_hand)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    whole = update_of(make, dimension_numbers=RULES)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), found, whole)
+    assert changed["attn"]["value"]["kernel"] and not changed["moe"]["wi"]
+    assert not changed["attn"]["out"]["kernel"]
+
+
+def test_of_described_layers():
+    heads = {"attn": {"q": normal(0, 2, 8, 4), "k": normal(1, 2, 8, 4)}}
+    query, key = ((mc.HeadLeaf(name, 3, axis=-3),) for name in "qk")
+    attention = [mc.AttentionLayer("attn", query, key)]
+    joined = {"attn": Numbers((-3, -2), -1)}
+    found = update_of(
+        mc.muonclip, heads, per_head=True, attention=attention, dimension_numbers=joined
+    )
+    each = {"attn": Numbers(-2, -1)}
+    expected = update_of(
+        mc.muonclip, heads, attention=attention, dimension_numbers=each
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_not_beside_numbers_of_all_leaves():
+    numbers = mc.flax_dimension_numbers(PARAMS, dimension_numbers=RULES, per_head=True)
+    with pytest.raises(ValueError, match="per_head=True has no say"):
+        mc.muon(0.1, per_head=True, dimension_numbers=numbers).init(PARAMS)

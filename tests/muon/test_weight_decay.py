@@ -1,0 +1,129 @@
+"""Weight decay against loops over entries, with masks, schedules and in Muon."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+PARAMS = {"w": normal(0, 5, 7), "b": normal(1, 7), "s": jnp.array(0.0)}
+UPDATES = {"w": normal(2, 5, 7), "b": normal(3, 7), "s": jnp.array(1.0)}
+
+
+def naive(update, weight, rate):
+    """Entry by entry, in float64."""
+    result = np.array(update, np.float64)
+    for i, (u, w) in enumerate(zip(result.flat, np.asarray(weight).flat, strict=True)):
+        if u * float(w) > 0:
+            result.flat[i] = u + rate * float(w)
+    return result
+
+
+@pytest.mark.parametrize("rate", [0.1, -0.2, 0])
+def test_equals_a_loop_over_entries(rate):
+    tx = mc.add_cautious_decayed_weights(rate)
+    updates, _ = jax.jit(tx.update)(UPDATES, tx.init(PARAMS), PARAMS)
+    for name, update in updates.items():
+        expected = naive(UPDATES[name], PARAMS[name], rate)
+        np.testing.assert_allclose(update, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"w": True, "b": False, "s": False},
+        lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+    ],
+)
+def test_masks(mask):
+    tx = mc.add_cautious_decayed_weights(0.1, mask)
+    updates, _ = tx.update(UPDATES, tx.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(
+        updates["w"], naive(UPDATES["w"], PARAMS["w"], 0.1), rtol=1e-6
+    )
+    np.testing.assert_array_equal(updates["b"], UPDATES["b"])
+
+
+@pytest.mark.parametrize("is_cautious", [False, True])
+def test_schedules_count_their_steps(is_cautious):
+    """Optax 0.2.6 decays by the first value of a schedule for ever."""
+
+    def schedule(count):
+        return 0.1 * (count + 1)
+
+    tx = mc.muon(
+        1.0, beta=0.0, weight_decay=schedule, cautious_weight_decay=is_cautious
+    )
+    zero = mc.muon(1.0, beta=0.0, weight_decay=0.0)
+    state, plain = tx.init(PARAMS), zero.init(PARAMS)
+    for step in range(3):
+        updates, state = tx.update(UPDATES, state, PARAMS)
+        direction, plain = zero.update(UPDATES, plain, PARAMS)
+        u, w = -np.asarray(direction["w"], np.float64), np.asarray(PARAMS["w"])
+        rate = 0.1 * (step + 1)
+        expected = naive(u, w, rate) if is_cautious else u + rate * w
+        np.testing.assert_allclose(-updates["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_small_numbers_have_signs_too():
+    tx = mc.add_cautious_decayed_weights(0.5)
+    params, updates = jnp.array([1e-30, -1e-30]), jnp.array([1e-30, 1e-30])
+    after, _ = tx.update(updates, tx.init(params), params)
+    np.testing.assert_allclose(after, [1.5e-30, 1e-30], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_both_sides_of_muon_and_dtypes(dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    updates = jax.tree.map(lambda p: p.astype(dtype), UPDATES)
+    make = lambda **options: mc.muon(0.1, adam_learning_rate=0.1, **options)  # noqa: E731
+    cautious = make(weight_decay=0.5, cautious_weight_decay=True)
+    plain, none = make(weight_decay=0.5), make(weight_decay=0.0)
+    results = [
+        tx.update(updates, tx.init(params), params)[0] for tx in (cautious, plain, none)
+    ]
+    for name, w in params.items():
+        with_care, decayed, bare = (np.asarray(r[name], np.float64) for r in results)
+        agrees = np.asarray(-bare * np.asarray(w, np.float64)) > 0
+        np.testing.assert_array_equal(with_care, np.where(agrees, decayed, bare))
+        assert results[0][name].dtype == dtype
+
+
+@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(type_):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(type_, type_))
+    sharding = NamedSharding(mesh, P("a", "b"))
+    pair = {"w": normal(0, 8, 4)}, {"w": normal(1, 8, 4)}
+    tx = mc.add_cautious_decayed_weights(0.1)
+    params, updates = jax.device_put(pair, sharding)
+    update = jax.jit(tx.update)
+    after, _ = update(updates, tx.init(params), params)
+    expected, _ = tx.update(pair[1], tx.init(pair[0]), pair[0])
+    np.testing.assert_array_equal(after["w"], expected["w"])
+    text = update.lower(updates, tx.init(params), params).compile().as_text()
+    assert "all-" not in text
+
+
+def test_params_are_needed():
+    tx = mc.add_cautious_decayed_weights(0.1)
+    with pytest.raises(ValueError, match="needs the params"):
+        tx.update(UPDATES, tx.init(PARAMS))
+
+
+def test_injected_hyperparameters():
+    tx = optax.inject_hyperparams(mc.muon)(
+        0.1, cautious_weight_decay=True, neuron_b2=0.9
+    )
+    state = tx.init(PARAMS)
+    updates, _ = jax.jit(tx.update)(UPDATES, state, PARAMS)
+    bare = mc.muon(0.1, cautious_weight_decay=True, neuron_b2=0.9)
+    expected, _ = bare.update(UPDATES, bare.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-7)
