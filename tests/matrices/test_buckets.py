@@ -90,7 +90,7 @@ def test_stacks_of_several_leaves_stay_below_a_size():
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     kinds=st.lists(
         st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(DTYPES)), max_size=7

@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 from muonclip_jax._matrices.view import matrix_view
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_matrices_and_back_is_the_identity(data):
     rank = data.draw(st.integers(2, 5))

@@ -72,7 +72,7 @@ def test_gram_in_float32_equals_standard(name, spectrum):
     assert np.abs(gram - standard).max() < max(1e-5, 3 * own)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     exponent=st.floats(0, 8),
     rank=st.integers(1, 24),
