@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._parameters.broadcast import broadcast
-from .._parameters.paths import is_masked, Path, PathedTree, show
+from .._parameters.paths import is_function, is_masked, Path, PathedTree, show
 
 
 #: A tree of `NamedSharding` or `PartitionSpec`, a prefix of one, or a function that
@@ -55,7 +55,7 @@ def given_shardings(shardings: Shardings | None, tree: PathedTree) -> list[Any]:
     """What the user gave for each leaf, whichever way it was given."""
     if shardings is None:
         return [None] * len(tree.leaves)
-    if callable(shardings) and not isinstance(shardings, PartitionSpec):
+    if is_function(shardings) and not isinstance(shardings, PartitionSpec):
         shardings = shardings(tree.whole())
     return broadcast(
         shardings,

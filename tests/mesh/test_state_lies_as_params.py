@@ -103,3 +103,36 @@ def test_the_direction_alone():
     for name, x in mu.items():
         assert x.dtype == jnp.bfloat16 and not x.any()
         assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class CallableTree(dict):
+    """As an Equinox module: a tree that can be called, and must not be."""
+
+    def tree_flatten_with_keys(self):
+        pairs = sorted(self.items())
+        return [(jax.tree_util.DictKey(k), v) for k, v in pairs], tuple(sorted(self))
+
+    def tree_flatten(self):
+        return [self[k] for k in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, keys, children):
+        return cls(zip(keys, children, strict=True))
+
+    def __call__(self, *args):
+        raise AssertionError("a tree of shardings is no function")
+
+
+def test_shardings_that_can_be_called():
+    _, shardings, params = placed(A, A)
+    tree = CallableTree(params)
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    tx = mc.muon(
+        1e-2,
+        shardings=CallableTree(shardings),
+        dimension_numbers=CallableTree(
+            {k: numbers if len(v) > 1 else None for k, v in SHAPES.items()}
+        ),
+    )
+    assert not misplaced(jax.jit(tx.init)(tree), shardings)
