@@ -1,6 +1,7 @@
 """Which leaves carry the heads of which attention layer."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .._parameters import paths
@@ -167,8 +168,20 @@ def _check_not_normalised(
             f"QK-Clip cannot act on {modules}: query and key are normalised after the "
             f"projection ({', '.join(found)}), so scaling their weights leaves the "
             "logits as they are. Use mc.muon without QK-Clip, or clip the gain of the "
-            "norms instead, attention=mc.normalised_attention()"
+            "norms instead, unless it is stored as a difference from one, as in Gemma: "
+            f"attention=mc.normalised_attention({_named_norms(found)})"
         )
+
+
+def _named_norms(found: Iterable[str]) -> str:
+    """The arguments of the preset, where one norm is the query's and one the key's."""
+    named = {
+        role: [x for x in found if re.search(f"(^|[^a-z]){role[0]}", x.lower())]
+        for role in ("query", "key")
+    }
+    if any(len(names) != 1 for names in named.values()):
+        return ""
+    return ", ".join(f'{role}="{names[0]}"' for role, names in named.items())
 
 
 def _flax_layers(

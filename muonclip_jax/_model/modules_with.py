@@ -1,6 +1,6 @@
 """Modules that hold a leaf by name, and the attention layers made of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .._parameters import paths
@@ -31,6 +31,9 @@ class Module(NamedTuple):
 
     def has(self, name: str) -> bool:
         return (*self.path, *paths.split(name)) in self.leaf_at
+
+    def leaf(self, name: str) -> Any:
+        return self.leaf_at[*self.path, *paths.split(name)]
 
     def shape(self, name: str) -> Shape:
         return self.stacks.layer((*self.path, *paths.split(name)))
@@ -80,20 +83,22 @@ def _has_head_axis(module: Module, name: str, head: int) -> bool:
 
 
 def finder(
-    marker: str,
+    marker: str | Sequence[str],
     layer: Callable[[Module], AttentionLayer],
     stack_axes: StackAxes,
 ) -> Finder:
-    """Makes a layer of every module that holds a leaf at `marker`."""
+    """Makes a layer of every module that holds a leaf at a marker."""
+    markers = [marker] if isinstance(marker, str) else list(marker)
 
     def find(params: Any) -> list[AttentionLayer]:
         tree = paths.flatten(params)
         leaf_at = tree.by_path()
         stacks = ModuleStacks(stack_axes, leaf_at)
-        modules = leaf_at.modules_with(paths.split(marker))
+        marked = (leaf_at.modules_with(paths.split(name)) for name in markers)
+        modules = list(dict.fromkeys(module for each in marked for module in each))
         # A mask may hide them all.
         if not modules and leaf_at and not leaf_at.hidden:
-            raise ValueError(_nothing_found(marker, leaf_at))
+            raise ValueError(_nothing_found(markers[0], leaf_at))
         neighbours = Neighbours(leaf_at, stacks.layer)
         found = [Module(path, leaf_at, stacks, neighbours) for path in modules]
         layers = [layer(module) for module in found]

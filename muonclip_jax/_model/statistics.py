@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._parameters import paths
+from .._parameters import names, paths
 
 
 #: The name of the leaf that holds a layer's largest logits.
@@ -33,6 +33,7 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
 
 def _module_of(path: paths.Path) -> paths.Path | None:
     """The module of `<module>/max_logits`, or of an entry of a tuple stored there."""
+    path = names.unwrapped(path)
     while path and path[-1].isdigit():
         path = path[:-1]
     return path[:-1] if path[-1:] == (STATISTIC,) else None

@@ -1,7 +1,8 @@
 """Parameter paths, spelled the same for Linen, NNX and plain pytrees."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ Path = tuple[str, ...]
 _COLLECTIONS = ("params", "intermediates")
 
 _VALUE = jax.tree_util.GetAttrKey("value")
+_ARRAY = jax.tree_util.GetAttrKey("array")
+_INDEX = jax.tree_util.FlattenedIndexKey
 
 
 class LeafAt(dict[Path, Any]):
@@ -89,7 +92,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     has_value = any(_VALUE in keys for keys, _ in pairs)
     variables = _variables(tree, is_leaf) if has_value else frozenset()
-    paths = tuple(_read_keys(keys, variables) for keys, _ in pairs)
+    boxes = _boxes([keys for keys, _ in pairs])
+    paths = tuple(_read_keys(keys, variables, boxes) for keys, _ in pairs)
     return PathedTree(paths, tuple(leaf for _, leaf in pairs), treedef)
 
 
@@ -107,7 +111,13 @@ def split(path: str) -> Path:
     return tuple(path.split("/")) if path else ()
 
 
-def _read_keys(keys: tuple[Any, ...], variables: frozenset[tuple[Any, ...]]) -> Path:
+def _read_keys(
+    keys: tuple[Any, ...],
+    variables: frozenset[tuple[Any, ...]],
+    boxes: frozenset[tuple[Any, ...]],
+) -> Path:
+    if keys[:-1] in boxes:
+        keys = (*keys[:-1], _ARRAY)
     if variables:
         # `nnx.Optimizer` hands the same tree over as plain dicts during the update.
         keys = tuple(key for i, key in enumerate(keys) if keys[:i] not in variables)
@@ -115,6 +125,15 @@ def _read_keys(keys: tuple[Any, ...], variables: frozenset[tuple[Any, ...]]) -> 
     while path and path[0] in _COLLECTIONS:
         path = path[1:]
     return path
+
+
+def _boxes(all_keys: Sequence[tuple[Any, ...]]) -> frozenset[tuple[Any, ...]]:
+    """Where an array lies alone in a node without keys, as in Haliax's named arrays."""
+    if not any(isinstance(keys[-1], _INDEX) for keys in all_keys if keys):
+        return frozenset()
+    counts = Counter(keys[:n] for keys in all_keys for n in range(len(keys)))
+    ends = (keys for keys in all_keys if keys and isinstance(keys[-1], _INDEX))
+    return frozenset(keys[:-1] for keys in ends if counts[keys[:-1]] == 1)
 
 
 def _variables(tree: Any, is_leaf: Callable[[Any], bool]) -> frozenset[tuple[Any, ...]]:

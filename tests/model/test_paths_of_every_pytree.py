@@ -64,6 +64,8 @@ def trees(draw, depth=3):
         parts = {key: build(depth - 1, (*prefix, key)) for key in keys}
         found = {n: path for _, leaves in parts.values() for n, path in leaves.items()}
         children = {key: child for key, (child, _) in parts.items()}
+        if kind == "without keys" and list(found.values()) == [(*prefix, "0")]:
+            found = dict.fromkeys(found, (*prefix, "array"))
         if numbered:
             return SEQUENCES[kind](children.values()), found
         return CONTAINERS[kind](**children), found
@@ -114,3 +116,23 @@ def test_the_layers_of_nnx_are_params_as_they_are(make):
         for update, other in zip(leaves, expected or leaves, strict=True):
             np.testing.assert_array_equal(update, other)
         expected = leaves
+
+
+def test_an_array_alone_in_a_node_without_keys_is_named():
+    """As in Haliax, whose named arrays have no keys; others keep their number."""
+    alone, several = WithoutKeys([jnp.ones(2)]), WithoutKeys([jnp.ones(2), jnp.ones(3)])
+    tree = paths.flatten(
+        {"weight": alone, "layers": several, "nested": WithoutKeys([several])}
+    )
+    assert ["/".join(path) for path in tree.paths] == [
+        "layers/0",
+        "layers/1",
+        "nested/0/0",
+        "nested/0/1",
+        "weight/array",
+    ]
+    stats = {"attn": {"max_logits": WithoutKeys([jnp.ones(2)])}}
+    kernel = jnp.ones((4, 2, 3))
+    params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+    clip = mc.clip_qk(params, stats, 0.5)["attn"]["query"]["kernel"]
+    np.testing.assert_allclose(clip, 0.5**0.5, rtol=1e-6)

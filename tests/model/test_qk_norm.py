@@ -3,6 +3,7 @@
 import chex
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_zoo import HEADS
@@ -71,3 +72,41 @@ def test_scaling_the_projections_under_qk_norm_does_nothing():
     for role in ("query", "key"):
         smaller[name][role] = jax.tree.map(lambda p: 0.5 * p, params[name][role])
     chex.assert_trees_all_close(measure(smaller), measure(params), rtol=1e-3)
+
+
+@pytest.mark.parametrize("leaf", ["scale", "weight", "w", "gamma", "weight/array", ""])
+@pytest.mark.parametrize("shift", ["", "bias", "b", "offset"])
+def test_gains_under_the_names_in_use(leaf, shift):
+    def norm(value):
+        gain = jnp.full(4, value)
+        for name in reversed(leaf.split("/") if leaf else []):
+            gain = {name: gain}
+        return gain | {shift: jnp.full(4, value)} if leaf and shift else gain
+
+    params = {"attn": {"q_norm": norm(2.0), "k_norm": norm(3.0)}}
+    find = mc.normalised_attention(query="q_norm", key="k_norm")
+    stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+    after = mc.clip_qk(params, stats, attention=find)["attn"]
+    for name, value in (("q_norm", 2.0), ("k_norm", 3.0)):
+        for x in jax.tree.leaves(after[name]):
+            np.testing.assert_allclose(x, value / 2, rtol=1e-6)
+
+
+def test_the_refusal_names_the_preset_to_paste():
+    kernel, norm = {"w": jnp.ones((6, 2, 4))}, {"w": jnp.ones(4)}
+    params = {"attn": {"q_proj": kernel, "k_proj": kernel, "v_proj": kernel,
+                       "o_proj": {"w": jnp.ones((2, 4, 6))},
+                       "_q_norm": norm, "_k_norm": norm}}  # fmt: skip
+    with pytest.raises(ValueError, match="normalised after the projection") as error:
+        mc.qk_clip(attention=mc.named_attention()).init(params)
+    pasted = str(error.value).split("attention=")[-1]
+    assert pasted == 'mc.normalised_attention(query="_q_norm", key="_k_norm")'
+    mc.qk_clip(attention=eval(pasted)).init(params)
+
+
+def test_gains_that_are_differences_from_one():
+    norm = {"scale": jnp.zeros(4)}
+    params = {"attn": {"_query_norm": norm, "_key_norm": norm}}
+    find = mc.normalised_attention(query="_query_norm", key="_key_norm")
+    with pytest.raises(ValueError, match="'attn/_query_norm/scale' is zero"):
+        mc.qk_clip(attention=find).init(params)

@@ -152,13 +152,20 @@ def haiku():
     return Model(params, transformed.apply, numbers)
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class NamedArray:
-    """An array with names of its axes, as Haliax keeps them: outputs first."""
+    """An array with names of its axes, a node without keys, as Haliax has it."""
 
     array: Any
-    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...]
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, children):
+        return cls(*children, axes)
 
 
 def named(seed, **sizes):
