@@ -120,3 +120,22 @@ def test_a_kernel_at_the_root_goes_by_its_rank(beside):
     assert table(beside_attention | {"kernel": jnp.ones((3, 4))})["kernel"] == (1, 3, 4)
     with pytest.raises(ValueError, match=r"kernel \(2, 3, 4, 5\)"):
         mc.describe({"kernel": jnp.ones((2, 3, 4, 5))} | beside)
+
+
+@pytest.mark.parametrize("name", ["output_layer", "output", "OutputDense_0"])
+def test_the_output_of_the_model_where_sizes_coincide(name):
+    """As many bytes as the MLP is wide: nothing but the name tells the head."""
+    kernel, norm = jnp.ones, {"scale": jnp.ones(64)}
+    block = {
+        "linear1": {"kernel": kernel((64, 256)), "bias": jnp.ones(256)},
+        "linear2": {"kernel": kernel((256, 64)), "bias": jnp.ones(64)},
+        "norm": norm,
+    }
+    params = {
+        "embedding": {"embedding": jnp.ones((256, 64))},
+        "blocks": {"0": block, "1": block},
+        name: {"kernel": kernel((64, 256)), "bias": jnp.ones(256)},
+    }
+    found = mc.flax_dimension_numbers(params)
+    assert found[name]["kernel"] is None
+    assert found["blocks"]["0"]["linear1"]["kernel"] is not None

@@ -1,0 +1,101 @@
+"""The adoption examples: plain AdamW, and MuonClip after each diff."""
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import jax
+import optax
+import pytest
+from helpers import EXAMPLES
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+ADOPT = EXAMPLES / "adopt"
+NAMES = [diff.stem for diff in sorted(ADOPT.glob("*.diff"))]
+LOW = 1e-3
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    """A copy of the folder with all diffs applied, as its README says."""
+    folder = tmp_path_factory.mktemp("adopt") / "adopt"
+    shutil.copytree(ADOPT, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for diff in sorted(folder.glob("*.diff")):
+        command = ["git", "apply", diff.name]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def changed(name):
+    """The lines that a diff removes and adds."""
+    lines = (ADOPT / f"{name}.diff").read_text().splitlines()[2:]
+    return tuple(sum(line.startswith(sign) for line in lines) for sign in "-+")
+
+
+def losses(folder, name, monkeypatch, capsys, steps):
+    """The first loss and the last, of a script run as `python <name>.py`."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(
+        sys, "argv", [f"{name}.py", f"--steps={steps}", "--batch-size=4"]
+    )
+    runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
+    first, last = re.search(r"loss (\S+) -> (\S+)", capsys.readouterr().out).groups()
+    return float(first), float(last)
+
+
+def test_all_four_are_there():
+    scripts = {script.stem for script in ADOPT.glob("*.py")} - {"text"}
+    assert scripts == set(NAMES) and len(NAMES) == 4
+
+
+def test_the_table_counts_the_lines():
+    rows = re.findall(
+        r"^\| `(\w+)\.py` \| (\d+) \| (\d+) \|",
+        (ADOPT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    table = {name: (int(removed), int(added)) for name, removed, added in rows}
+    assert table == {name: changed(name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_before(name, monkeypatch, capsys):
+    first, last = losses(ADOPT, name, monkeypatch, capsys, steps=2)
+    assert 4 < first < 7 and 4 < last < 7  # log(256) is 5.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after(name, patched, monkeypatch, capsys):
+    """Under a threshold that every head exceeds; the first step clips them all."""
+    seen = []
+    muonclip, clip_qk = mc.muonclip, mc.clip_qk
+
+    def low_muonclip(*arguments, **options):
+        tx = muonclip(*arguments, **options, threshold=LOW)
+
+        def update(grads, state, params, **extra):
+            updates, state = tx.update(grads, state, params, **extra)
+            clipped = optax.tree.get(state, "num_clipped")
+            jax.debug.callback(seen.append, clipped)
+            return updates, state
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    def low_clip_qk(params, stats, threshold, **options):
+        after = clip_qk(params, stats, LOW, **options)
+        heads = sum((s > LOW).sum() for s in jax.tree.leaves(stats))
+        moved = jax.tree.map(lambda a, b: (a != b).any(), params, after)
+        jax.debug.callback(seen.append, heads * (sum(jax.tree.leaves(moved)) == 4))
+        return after
+
+    monkeypatch.setattr(mc, "muonclip", low_muonclip)
+    monkeypatch.setattr(mc, "clip_qk", low_clip_qk)
+    first, last = losses(patched, name, monkeypatch, capsys, steps=12)
+    assert last < first
+    assert seen[0] == 8  # two layers of four heads; in HuggingFace's, 4 kernels
