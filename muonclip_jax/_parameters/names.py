@@ -48,6 +48,11 @@ def is_bias(path: Path) -> bool:
 
 def is_norm(path: Path) -> bool:
     """Whether a leaf is the gain or the shift of a norm."""
+    return _is_norm(path[-2:])
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_norm(path: Path) -> bool:
     if path[-1:] and path[-1] in _VECTORS:
         return True
     is_part = path[-1:] != () and path[-1] in ("w", "weight", "bias", "b")
@@ -64,6 +69,11 @@ def is_embedding(path: Path) -> bool:
     The word has to end the name, or begin it (`embed_tokens`): `embeddings_project` is
     no table. What Flax calls a kernel is one only if its module is called so.
     """
+    return _is_embedding(path[-2:])
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_embedding(path: Path) -> bool:
     leaf, module = words(path[-1]) if path else (), words("/".join(path[-2:-1]))
     if path[-1:] and path[-1] in _KERNELS:
         at_end = module[-1:] and (module[-1] in _EMBEDDINGS | _TABLES)
