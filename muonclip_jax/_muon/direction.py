@@ -40,7 +40,8 @@ def muon_direction(
     """`scale_by_muon` for leaves that `read` has read; those without a view pass."""
 
     def init_fn(params: optax.Params) -> ScaleByMuonState:
-        return ScaleByMuonState(mu=zeros_like(params, read(params), mu_dtype))
+        (mu,) = zeros_like(params, read(params), mu_dtype)
+        return ScaleByMuonState(mu=mu)
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
@@ -64,12 +65,14 @@ def muon_direction(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def zeros_like(params: optax.Params, leaves: Leaves, dtype: DTypeLike | None) -> Any:
-    """Zeros that lie as the params do, wherever that is known."""
+def zeros_like(
+    params: optax.Params, leaves: Leaves, *dtypes: DTypeLike | None
+) -> list[Any]:
+    """Zeros of each dtype that lie as the params do, wherever that is known."""
     tree, owners = leaves.tree, leaves.tree.of(params)
     placement = leaves.layouts.placement(tree.paths, owners, leaves.shardings)
     leaves.layouts.remember(tree.paths, owners, placement)
-    return tree.unflatten(zeros_like_params(owners, placement, dtype))
+    return [tree.unflatten(zeros_like_params(owners, placement, x)) for x in dtypes]
 
 
 @functools.partial(jax.jit, static_argnames="nesterov")

@@ -190,7 +190,7 @@ def _lying_as_params(
     adam: optax.GradientTransformation, leaves: Leaves, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
-        mu, nu = (zeros_like(params, leaves, dtype) for dtype in (mu_dtype, None))
+        mu, nu = zeros_like(params, leaves, mu_dtype, None)
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):
