@@ -54,7 +54,8 @@ def muonclip(
 
     - `threshold`, `alpha`, `attention`, `axis_name`: as for [`qk_clip`][].
     - `per_head`: as for [`muon`][], of the layers that `attention` describes, if it
-        does ([`per_head_dimension_numbers`][]).
+        does ([`per_head_dimension_numbers`][]); an error for kernels without an axis of
+        heads, such as fused ones.
     - all others: as for [`muon`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose update is

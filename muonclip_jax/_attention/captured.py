@@ -55,7 +55,8 @@ def captured_attention_stats(
         `q_proj`, `wq`, ...).
     - `transform`: what happens to `(query, key)` between projection and product, as
         `lambda q, k: (rotate(q), rotate(k))`, with an axis of heads.
-    - `stacked`: whether outputs have layers in front, as those of a scanned module.
+    - `stacked`: whether outputs have layers in front, as those of a scanned module;
+        without it they count as one more axis of the batch, and the layers as one.
     - `options`: `mask`, `bias`, `local_window_size` and segment ids, as for
         [`max_logits`][]; the same for every layer.
 

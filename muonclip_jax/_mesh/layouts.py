@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from .._parameters.paths import Path, PathedTree
+from .._parameters.paths import is_masked, Path, PathedTree
 from .placement import find_placement, given_shardings, Placement, Shardings
 
 
@@ -14,7 +15,7 @@ class Layouts:
 
     With automatic axes a traced program does not know how its arguments lie. What they
     were when `init` saw them is then the best guess. A wrong one costs time but not
-    correctness, since the compiler moves what lies elsewhere.
+    correctness, since the compiler moves what lies elsewhere on the mesh.
     """
 
     def __init__(self, shardings: Shardings | None):
@@ -31,8 +32,13 @@ class Layouts:
         """Keeps how parameters lie, if the mesh cuts any of them.
 
         Parameters that `init` sees whole are often cut later, and one that lies whole
-        need not be moved.
+        need not be moved. Those on one device are forgotten.
         """
+        if any(isinstance(x, Tracer) for x in params):
+            return
+        for path, leaf in zip(paths, params, strict=True):
+            if not is_masked(leaf):
+                self._seen.pop(path, None)
         if placement is None or not any(map(_cuts, placement.specs)):
             return
         mesh = placement.mesh.shape_tuple

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
@@ -27,8 +26,10 @@ def zeros_like_params(
     the compiler where they are to lie: zeros depend on no parameter.
     """
     reduced = reduced or [()] * len(params)
-    owners = [_reduce(*pair) for pair in zip(params, reduced, strict=True)]
-    results = [x if is_masked(x) else _zeros_like(x, dtype) for x in owners]
+    results = [
+        x if is_masked(x) else _zeros_like(x, dtype, axes)
+        for x, axes in zip(params, reduced, strict=True)
+    ]
     if placement is None:
         return results
     specs = [_whole_along(*pair) for pair in zip(placement.specs, reduced, strict=True)]
@@ -47,14 +48,6 @@ def zeros_like_params(
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
 
 
-def _reduce(x: Any, axes: tuple[int, ...]) -> Any:
-    """Something of size one along some axes, which lies as `x` along the others."""
-    if axes and isinstance(x, jax.Array):
-        return jnp.sum(x, axes, keepdims=True)
-    shape = [1 if i in axes else size for i, size in enumerate(np.shape(x))]
-    return jax.ShapeDtypeStruct(shape, x.dtype) if axes else x
-
-
 def _whole_along(
     spec: PartitionSpec | None, axes: tuple[int, ...]
 ) -> PartitionSpec | None:
@@ -63,9 +56,15 @@ def _whole_along(
     return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
 
 
-def _zeros_like(x: Any, dtype: DTypeLike | None) -> jax.Array:
+def _zeros_like(x: Any, dtype: DTypeLike | None, reduced: tuple[int, ...]) -> jax.Array:
     is_here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    if is_here and isinstance(x.sharding, SingleDeviceSharding):
+    is_alone = is_here and isinstance(x.sharding, SingleDeviceSharding)
+    if reduced:
+        shape = [1 if i in reduced else size for i, size in enumerate(x.shape)]
+        device = x.sharding if is_alone and x.committed else None
+        return jnp.zeros(shape, dtype, device=device)
+    # A program is one of all devices where a mesh is set.
+    if is_alone and jax.sharding.get_abstract_mesh().empty:
         return _on_its_device(x, dtype)
     return jnp.zeros_like(x, dtype)
 

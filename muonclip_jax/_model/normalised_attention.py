@@ -38,8 +38,9 @@ def normalised_attention(
         one.
     - `stack_axes`: as for [`flax_attention_layers`][].
 
-    **Raises:** `ValueError`, from the function returned, where it finds no layer and
-    where all gains are zero, so that they can only be differences from one.
+    **Raises:** `ValueError`, from the function returned, where it finds no layer, and
+    where arrays are at hand and a gain is zero throughout, so that it can only be a
+    difference from one.
 
     !!! example
 

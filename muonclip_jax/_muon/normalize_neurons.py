@@ -6,19 +6,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._matrices.view import MatrixView
 from .._mesh.layouts import Layouts
 from .._mesh.zeros import zeros_like_params
+from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
 
 
 class NormalizeNeuronsState(NamedTuple):
-    """State of [`normalize_neurons`][]: a mean square for each neuron."""
+    """State of [`normalize_neurons`][]: a mean square for each neuron.
 
-    v: Any  # like params, float32, with size 1 along the shorter side
+    By the path of the leaf, so that what a param's metadata say of its axes, in Flax's
+    boxes, is not taken for what lies here.
+    """
+
+    v: dict[str, jax.Array]  # float32, the leaf's shape with 1 along the shorter side
 
 
 def normalize_neurons(
@@ -86,31 +92,33 @@ def neuron_normalization(
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
         tree, views, shardings, layouts = read(params)
         owners = tree.of(params)
+        placement = layouts.placement(tree.paths, owners, shardings)
+        chosen = [i for i, view in enumerate(views) if _short_axes(view)]
+        if placement is not None:
+            specs = tuple(placement.specs[i] for i in chosen)
+            placement = placement._replace(specs=specs)
         zeros = zeros_like_params(
-            owners,
-            layouts.placement(tree.paths, owners, shardings),
+            [owners[i] for i in chosen],
+            placement,
             jnp.float32,
-            [_short_axes(view) for view in views],
+            [_short_axes(views[i]) for i in chosen],
         )
-        v = [
-            x if _short_axes(w) else _NOTHING for x, w in zip(zeros, views, strict=True)
-        ]
-        return NormalizeNeuronsState(tree.unflatten(v))
+        names = [paths.show(tree.paths[i]) for i in chosen]
+        return NormalizeNeuronsState(dict(zip(names, zeros, strict=True)))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
         tree, views, *_ = read(updates)
-        pairs = [
-            _normalize(*leaf, b2, eps)
-            for leaf in zip(tree.of(updates), tree.of(state.v), views, strict=True)
-        ]
-        o, v = zip(*pairs, strict=True) if pairs else ((), ())
-        return tree.unflatten(o), NormalizeNeuronsState(tree.unflatten(v))
+        results, v = tree.of(updates), {}
+        for i, view in enumerate(views):
+            if view is not None and _short_axes(view):
+                name = paths.show(tree.paths[i])
+                results[i], v[name] = _normalize(
+                    results[i], state.v[name], view, b2, eps
+                )
+        return tree.unflatten(results), NormalizeNeuronsState(v)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-_NOTHING = optax.MaskedNode()
 
 
 def _short_axes(view: MatrixView | None) -> tuple[int, ...]:
@@ -121,18 +129,17 @@ def _short_axes(view: MatrixView | None) -> tuple[int, ...]:
 
 
 def _normalize(
-    o: jax.Array, v: Any, view: MatrixView | None, b2: Any, eps: Any
-) -> tuple[jax.Array, Any]:
+    o: jax.Array, v: jax.Array, view: MatrixView, b2: Any, eps: Any
+) -> tuple[jax.Array, jax.Array]:
     short = _short_axes(view)
-    if view is None or not short:
-        return o, v
     long = view.output if short == view.reduction else view.reduction
-    wide = o.astype(jnp.promote_types(o.dtype, jnp.float32))
+    wide = o.astype(np.promote_types(o.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(jnp.abs(wide)), short, keepdims=True)
     b2 = jnp.asarray(b2, v.dtype)
     v = b2 * v + (1 - b2) * mean.astype(v.dtype)
     divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
     # The norm after follows from the vectors, so that none is taken of the matrix.
     before, after = (jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor))
-    ratio = jnp.sqrt(before / jnp.where(after > 0, after, 1) / divisor)
-    return (wide * ratio).astype(o.dtype), v
+    is_zero = before == 0  # and then has no derivative
+    kept = jnp.where(is_zero, 1, before) / jnp.where(is_zero, 1, after)
+    return (wide * jnp.sqrt(kept) * jax.lax.rsqrt(divisor)).astype(o.dtype), v

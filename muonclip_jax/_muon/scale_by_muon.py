@@ -67,11 +67,12 @@ def scale_by_muon(
         Arrays outside `jit`, and explicit axes, say it themselves. Under automatic axes
         the update looks for params where `init` saw them, if it was called outside
         `jit` on params that a mesh cuts; a layout that changed since costs time, not
-        correctness. If `init` ran under `jit`, the compiler says it for CPU and GPU,
-        and for TPU nothing does: there the update is partitioned like any other
-        program. In that case only `shardings` makes the momentum lie as the params do
-        and lets JAX's persistent compilation cache hit in the next process, since
-        programs that ask the compiler hold an address (or set JAX's flag
+        correctness. Params that left the mesh for one device need a new `init`. If
+        `init` ran under `jit`, the compiler says it for CPU and GPU, and for TPU
+        nothing does: there the update is partitioned like any other program. In that
+        case only `shardings` makes the momentum lie as the params do and lets JAX's
+        persistent compilation cache hit in the next process, since programs that ask
+        the compiler hold an address (or set JAX's flag
         `jax_remove_custom_partitioning_ptr_from_cache_key`).
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype

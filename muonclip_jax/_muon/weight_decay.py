@@ -30,7 +30,7 @@ def add_cautious_decayed_weights(
 
     **Returns:** an `optax.GradientTransformation` whose update needs the params.
     Updates and params are arrays of any shape; the result has the dtype that both
-    promote to, as in optax.
+    promote to, as in optax, and with a decay of 0 is the update itself.
 
     **Raises:** `ValueError` from the update without params.
 

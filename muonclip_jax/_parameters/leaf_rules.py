@@ -98,8 +98,6 @@ class LeafRules:
         called = leaf.path[-2:-1] or leaf.path[-1:]
         if why is None and called and names.is_head(called[0]):
             why = "named so"
-        if why is None and self._is_whole and names.is_output_of_model(leaf.path):
-            why = "the output of the model?"
         is_sure = why == "named so"
         return Verdict(None, f"output head: {why}", is_sure) if why else None
 

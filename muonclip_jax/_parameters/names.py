@@ -106,13 +106,6 @@ def is_head(name: str) -> bool:
     return own[-1] in _HEADS or any(word.startswith("logit") for word in own)
 
 
-def is_output_of_model(path: Path) -> bool:
-    """Whether a kernel is that of an outermost module called an output."""
-    if len(path) != 2 or path[-1] not in _KERNELS:
-        return False
-    return words(path[0]) in (("output",), ("output", "layer"), ("output", "dense"))
-
-
 @functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str | None:
     """What Flax calls a module of attention: `query`, `key`, `value`, `out`."""

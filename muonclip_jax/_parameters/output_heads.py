@@ -19,6 +19,7 @@ from .stack_axes import Shape
 
 _RECURRENT = {"lstm", "gru", "rnn"}
 _LAST = ("out", "output")
+_UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
 
 
 def find_heads(leaves: Mapping[Path, Spelled], *, is_whole: bool) -> dict[Path, str]:
@@ -85,17 +86,22 @@ class _Heads:
         return dict.fromkeys(found, "as large as the vocabulary")
 
     def _last_beside(self) -> list[Path]:
-        """The last unnamed kernel beside an embedding, if its shape is that turned."""
+        """The last unnamed kernel beside an embedding, if its shape is that turned.
+
+        An outermost one may have its embedding anywhere.
+        """
         last: dict[Path, Path] = {}
         for own, leaf in self._kernels.items():
-            if re.fullmatch(r"(Dense|linear)(_\d+)?|out|output", leaf.path[-2], re.I):
+            if _UNNAMED.fullmatch(leaf.path[-2]):
                 parent = leaf.path[:-2]
                 last[parent] = max(last.get(parent, own), own, key=_in_order)
-        beside = {x.path[:-2]: x.shape[::-1] for x in self._tables if len(x.path) > 1}
+        beside: dict[Path, set[Shape]] = {(): {x.shape[::-1] for x in self._tables}}
+        for table in self._tables:
+            beside.setdefault(table.path[:-2], set()).add(table.shape[::-1])
         return [
             own
-            for own in last.values()
-            if beside.get(self._kernels[own].path[:-2]) == self._kernels[own].shape
+            for parent, own in last.items()
+            if self._kernels[own].shape in beside.get(parent, ())
         ]
 
     def _dead_ends(self) -> dict[Path, str]:

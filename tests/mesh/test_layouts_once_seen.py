@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from helpers import normal
 from jax.sharding import AxisType, NamedSharding
@@ -83,3 +84,26 @@ def test_every_parameter_by_its_own_path():
     for name, spec in specs.items():
         sharding = NamedSharding(mesh, spec)
         assert updates[name].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_params_that_left_the_mesh_are_forgotten():
+    mesh = make_mesh(4, 2)
+    tx = mc.scale_by_muon()
+    tx.init(on(mesh, CUT))
+    alone = {f"w{i}": normal(i, 16, 32) for i in range(3)}
+    alone = jax.device_put(alone, jax.devices()[0])
+    state = tx.init(alone)
+    updates, _ = jax.jit(tx.update)(alone, state)
+    assert updates["w0"].shape == (16, 32)
+    assert "CustomSPMDPartitioning" in program(tx, on(mesh, CUT)).as_text()
+
+
+@pytest.mark.parametrize("options", [{}, {"neuron_b2": 0.9}])
+def test_init_of_params_on_one_device_under_a_mesh(options):
+    """As of a checkpoint restored to one device, to be moved afterwards."""
+    params = {f"w{i}": normal(i, 16, 32) for i in range(3)}
+    params = jax.device_put(params, jax.devices()[0])
+    with jax.set_mesh(make_mesh(4, 2)):
+        state = mc.muon(0.1, **options).init(params)
+    mu = optax.tree.get(state, "mu", filtering=lambda path, _: "muon" in str(path))
+    assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(mu))
