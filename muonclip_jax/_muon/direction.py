@@ -45,7 +45,8 @@ def muon_direction(
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        tree, views, shardings, layouts = read(updates)
+        leaves = read(updates)
+        tree, views, *_ = leaves
         gradients = tree.of(updates)
         # A leaf without entries has nothing to orthogonalize and no scale.
         views = [view if view and math.prod(view.shape) else None for view in views]
@@ -54,7 +55,7 @@ def muon_direction(
             for m, g, view in zip(tree.of(state.mu), gradients, views, strict=True)
         ]
         mu, momentum = zip(*pairs, strict=True) if pairs else ((), ())
-        placement = layouts.placement(tree.paths, momentum, shardings)
+        placement = leaves.placement(momentum)
         directions = orthogonalize(solver, momentum, views, placement)
         scaled = [
             _scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
@@ -70,7 +71,7 @@ def zeros_like(
 ) -> list[Any]:
     """Zeros of each dtype that lie as the params do, wherever that is known."""
     tree, owners = leaves.tree, leaves.tree.of(params)
-    placement = leaves.layouts.placement(tree.paths, owners, leaves.shardings)
+    placement = leaves.placement(owners)
     leaves.layouts.remember(tree.paths, owners, placement)
     return [tree.unflatten(zeros_like_params(owners, placement, x)) for x in dtypes]
 

@@ -1,9 +1,11 @@
 """What a trace reads of a tree of leaves, once: paths, matrices, shardings."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._matrices.view import MatrixView
 from .._mesh.layouts import Layouts
+from .._mesh.placement import Placement
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
 
@@ -15,6 +17,10 @@ class Leaves(NamedTuple):
     views: list[MatrixView | None]  # None where it is hidden or holds no matrix
     shardings: list[Any]  # None where the user gave none
     layouts: Layouts
+
+    def placement(self, arrays: Sequence[Any]) -> Placement | None:
+        """Where arrays in the place of the leaves lie, as far as it is known."""
+        return self.layouts.placement(self.tree.paths, arrays, self.shardings)
 
 
 def read_leaves(

@@ -90,9 +90,10 @@ def neuron_normalization(
     """`normalize_neurons` for leaves that `read` has read; those without one pass."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
-        tree, views, shardings, layouts = read(params)
+        leaves = read(params)
+        tree, views, *_ = leaves
         owners = tree.of(params)
-        placement = layouts.placement(tree.paths, owners, shardings)
+        placement = leaves.placement(owners)
         chosen = [i for i, view in enumerate(views) if _short_axes(view)]
         if placement is not None:
             specs = tuple(placement.specs[i] for i in chosen)

@@ -53,7 +53,8 @@ def add_cautious_decayed_weights(
 def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
-    # optax's own forgets to count the steps of a schedule in 0.2.6.
+    """Of both kinds: optax's own forgets to count the steps of a schedule in 0.2.6."""
+
     def init_fn(params: optax.Params) -> Any:
         del params
         if not callable(weight_decay):
