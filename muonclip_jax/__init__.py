@@ -30,7 +30,7 @@ from ._model.normalised_attention import (
 )
 from ._model.per_head import per_head_dimension_numbers as per_head_dimension_numbers
 from ._model.statistics import combine_attention_stats as combine_attention_stats
-from ._muon.direction import ScaleByMuonState as ScaleByMuonState
+from ._muon.momentum import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon
 from ._muon.normalize_neurons import normalize_neurons as normalize_neurons
 from ._muon.normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState

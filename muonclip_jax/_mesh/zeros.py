@@ -1,7 +1,7 @@
 """State that lies on a mesh as the parameters do, from the start."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,25 +14,29 @@ from .._parameters.paths import is_masked
 from .placement import lies, Placement
 
 
+#: Other sizes than a leaf's, by axis.
+Sizes = Mapping[int, int]
+
+
 def zeros_like_params(
     params: Sequence[Any],
     placement: Placement | None,
-    dtype: DTypeLike | None,
-    reduced: Sequence[tuple[int, ...]] | None = None,
+    dtypes: Sequence[DTypeLike | None],
+    sizes: Sequence[Sizes] | None = None,
 ) -> list[Any]:
     """Zeros of the params' shapes that lie as `placement` says the params do.
 
-    Along the axes that are `reduced` their size is one. Under `jit` nothing else tells
-    the compiler where they are to lie: zeros depend on no parameter.
+    Axes that `sizes` names have another size, and are not cut. Under `jit` nothing else
+    tells the compiler where they are to lie: zeros depend on no parameter.
     """
-    reduced = reduced or [()] * len(params)
+    sizes = sizes or [{}] * len(params)
     results = [
-        x if is_masked(x) else _zeros_like(x, dtype, axes)
-        for x, axes in zip(params, reduced, strict=True)
+        x if is_masked(x) else _zeros_like(x, dtype, of_axes)
+        for x, dtype, of_axes in zip(params, dtypes, sizes, strict=True)
     ]
     if placement is None:
         return results
-    specs = [_whole_along(*pair) for pair in zip(placement.specs, reduced, strict=True)]
+    specs = [_whole_along(*pair) for pair in zip(placement.specs, sizes, strict=True)]
     moved = [
         i
         for i, (x, spec) in enumerate(zip(results, specs, strict=True))
@@ -48,19 +52,17 @@ def zeros_like_params(
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
 
 
-def _whole_along(
-    spec: PartitionSpec | None, axes: tuple[int, ...]
-) -> PartitionSpec | None:
+def _whole_along(spec: PartitionSpec | None, axes: Sizes) -> PartitionSpec | None:
     if spec is None:
         return None
     return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
 
 
-def _zeros_like(x: Any, dtype: DTypeLike | None, reduced: tuple[int, ...]) -> jax.Array:
+def _zeros_like(x: Any, dtype: DTypeLike | None, sizes: Sizes) -> jax.Array:
     is_here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     is_alone = is_here and isinstance(x.sharding, SingleDeviceSharding)
-    if reduced:
-        shape = [1 if i in reduced else size for i, size in enumerate(x.shape)]
+    if sizes:
+        shape = [sizes.get(i, size) for i, size in enumerate(x.shape)]
         device = x.sharding if is_alone and x.committed else None
         return jnp.zeros(shape, dtype, device=device)
     # A program is one of all devices where a mesh is set.

@@ -22,9 +22,11 @@ from .._newton_schulz.solver import Kernel, make_solver, Method
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
-from .direction import muon_direction, zeros_like
+from .direction import muon_direction
 from .leaves import Leaves, read_leaves
+from .momentum import is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
+from .state import zeros_like
 from .weight_decay import decayed_weights
 
 
@@ -73,7 +75,8 @@ def muon(
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
         params, for both.
     - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
-    - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`.
+    - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`, whose momentum has
+        `mu_dtype` too, or with `"int8"` the params' dtype.
     - `cautious_weight_decay`: whether to decay only what the step makes smaller, for
         both, as [`add_cautious_decayed_weights`][] does.
     - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
@@ -115,7 +118,9 @@ def muon(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
 
+    momentum = momentum_in(mu_dtype, beta, nesterov)
     layouts = Layouts(shardings)
+    adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
 
     def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
@@ -123,14 +128,9 @@ def muon(
         # read off the whole tree, here, and not off what `partition` leaves in sight.
         leaves = read_leaves(params, dimension_numbers, layouts, per_head=per_head)
         decayed = _decay_mask(weight_decay_mask, leaves.tree)
-        adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype)
+        adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
         direction = muon_direction(
-            lambda _: leaves,
-            solver,
-            beta=beta,
-            nesterov=nesterov,
-            consistent_rms=consistent_rms,
-            mu_dtype=mu_dtype,
+            lambda _: leaves, momentum, solver, consistent_rms=consistent_rms
         )
         normalization = (
             [neuron_normalization(lambda _: leaves, b2=neuron_b2)]
@@ -146,7 +146,7 @@ def muon(
                     optax.scale_by_learning_rate(learning_rate),
                 ),
                 "adamw": optax.chain(
-                    _lying_as_params(adam, leaves, mu_dtype),
+                    _lying_as_params(adam, leaves, adam_mu_dtype),
                     decay(adam_weight_decay, decayed),
                     optax.scale_by_learning_rate(adam_learning_rate),
                 ),

@@ -11,10 +11,10 @@ import optax
 
 from .._matrices.view import MatrixView
 from .._mesh.layouts import Layouts
-from .._mesh.zeros import zeros_like_params
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
+from .state import Part, zero_parts
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -91,20 +91,14 @@ def neuron_normalization(
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
         leaves = read(params)
-        tree, views, *_ = leaves
-        owners = tree.of(params)
-        placement = leaves.placement(owners)
-        chosen = [i for i, view in enumerate(views) if _short_axes(view)]
-        if placement is not None:
-            specs = tuple(placement.specs[i] for i in chosen)
-            placement = placement._replace(specs=specs)
-        zeros = zeros_like_params(
-            [owners[i] for i in chosen],
-            placement,
-            jnp.float32,
-            [_short_axes(views[i]) for i in chosen],
-        )
-        names = [paths.show(tree.paths[i]) for i in chosen]
+        axes = {i: _short_axes(view) for i, view in enumerate(leaves.views)}
+        parts = [
+            (i, Part(jnp.float32, dict.fromkeys(short, 1)))
+            for i, short in axes.items()
+            if short
+        ]
+        names = [paths.show(leaves.tree.paths[i]) for i, _ in parts]
+        zeros = zero_parts(params, leaves, parts)
         return NormalizeNeuronsState(dict(zip(names, zeros, strict=True)))
 
     def update_fn(updates, state, params=None, **extra_args):

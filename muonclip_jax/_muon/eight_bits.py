@@ -1,0 +1,187 @@
+r"""Momentum in 8 bits: its largest directions apart, and the rest in one code an entry.
+
+$$M \approx P Q^\top + D(C) \odot \min(r, c), \qquad D(C) = \frac{C}{254 - |C|}$$
+
+Rounding spreads evenly over all directions, and orthogonalization lifts the small ones
+to the size of the large: an error of 0.5 % of the large ones drowns the small. So the
+large ones, $P Q^\top$, are coded by themselves, and only the rest is rounded entry by
+entry, on the scale of its row $r$ or its column $c$, whichever is smaller.
+"""
+
+import math
+import string
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._matrices.view import MatrixView
+from .._mesh.named_product import Axes, named_product, on_whole_arrays
+from .._mesh.zeros import Sizes
+from .state import Part
+
+
+LARGEST = 127  # code
+OVERHEAD = 0.0595  # bytes an entry, beside its code
+MOST_DIRECTIONS = 32
+RIDGE = 1e-6  # float32 tells no smaller eigenvalues of a Gram matrix apart
+
+
+class Vectors(NamedTuple):
+    """Codes of vectors, each on the scale of its largest entry."""
+
+    codes: jax.Array  # int8
+    scale: jax.Array  # float32
+
+    def decode(self) -> jax.Array:
+        return _share(self.codes) * self.scale
+
+
+class Directions(NamedTuple):
+    """The largest directions of the matrices of a leaf.
+
+    In `left` the first output axis counts them, and the others are gone to 1; in
+    `right` those are the reduction axes.
+    """
+
+    left: Vectors
+    right: Vectors
+
+
+class Scales(NamedTuple):
+    """All but the codes of the entries of a leaf."""
+
+    rows: jax.Array  # bfloat16, the leaf's shape with 1 along the output axes
+    columns: jax.Array  # bfloat16, with 1 along the reduction axes
+    directions: Directions | None  # of small matrices none
+
+
+def number_of_directions(view: MatrixView) -> int:
+    """As many as keep what is beside the codes within `OVERHEAD`."""
+    sides = view.fan_in + view.fan_out
+    affordable = OVERHEAD * view.fan_in * view.fan_out / sides
+    return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))  # 2 for the scales
+
+
+def layout(view: MatrixView) -> Any:
+    """Of the scales of a leaf what each is: a tree of parts of its state."""
+    rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
+    part: Any = Part
+    scales = part(jnp.bfloat16, rows), part(jnp.bfloat16, columns)
+    count = number_of_directions(view)
+    if not count:
+        return Scales(*scales, None)
+
+    def vectors(along: Sizes, others: Sizes) -> Vectors:
+        return Vectors(part(jnp.int8, others), part(jnp.float32, {**along, **others}))
+
+    left = vectors(columns, rows | {view.output[0]: count})
+    right = vectors(rows, columns | {view.reduction[0]: count})
+    return Scales(*scales, Directions(left, right))
+
+
+def decode(codes: jax.Array, scales: Scales, view: MatrixView) -> jax.Array:
+    """The momentum in float32."""
+    rest = _share(codes) * _scale_of_entries(scales.rows, scales.columns)
+    if scales.directions is None:
+        return rest
+    return _sum(scales.directions, view) + rest
+
+
+def encode(
+    momentum: jax.Array, last: Scales, view: MatrixView
+) -> tuple[jax.Array, Scales]:
+    """Codes a momentum of which the directions are like those of the last one."""
+    directions, rest = None, momentum
+    if last.directions is not None:
+        directions = _follow(momentum, last.directions.right, view)
+        rest = momentum - _sum(directions, view)
+    size = jnp.abs(rest)
+    # A maximum may pass over what is not a number; a sum does not.
+    nothing = 0 * jnp.sum(size, view.output, keepdims=True)
+    rows = _at_least(jnp.max(size, view.output, keepdims=True) + nothing)
+    columns = _at_least(jnp.max(size, view.reduction, keepdims=True))
+    share = _over(rest, _scale_of_entries(rows, columns))
+    return _code(share), Scales(rows, columns, directions)
+
+
+def _share(code: jax.Array) -> jax.Array:
+    """Of the scale, in steps that are finer near zero."""
+    code = code.astype(jnp.float32)
+    return code / (2 * LARGEST - jnp.abs(code))
+
+
+def _code(share: jax.Array) -> jax.Array:
+    return jnp.round(2 * LARGEST * share / (1 + jnp.abs(share))).astype(jnp.int8)
+
+
+def _scale_of_entries(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    return jnp.minimum(rows.astype(jnp.float32), columns.astype(jnp.float32))
+
+
+def _at_least(x: jax.Array) -> jax.Array:
+    """Rounds up, so that no share of it exceeds 1."""
+    return (x * (1 + 2.0**-7)).astype(jnp.bfloat16)
+
+
+def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x / jnp.where(scale == 0, 1, scale)
+
+
+def _follow(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions:
+    """One step of subspace iteration."""
+    m, p, q = _axes(view)
+    start = _share(right.codes) + _pattern(right.codes, view)
+    image = _orthonormal(named_product((m, q), p, momentum, start), view)
+    left = _vectors(image, view.reduction)
+    found = named_product((m, p), q, momentum, left.decode())
+    return Directions(left, _vectors(found, view.output))
+
+
+def _sum(directions: Directions, view: MatrixView) -> jax.Array:
+    m, p, q = _axes(view)
+    return named_product((p, q), m, *(x.decode() for x in directions))
+
+
+def _axes(view: MatrixView) -> tuple[Axes, Axes, Axes]:
+    """Those of a leaf, of its left and of its right directions, counted by z."""
+    letters = string.ascii_lowercase[: len(view.shape)]
+
+    def counted(first: int, *others: int) -> Axes:
+        return Axes(letters[:first] + "z" + letters[first + 1 :], others)
+
+    return Axes(letters), counted(*view.output), counted(*view.reduction)
+
+
+def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
+    scale = jnp.max(jnp.abs(x), axes, keepdims=True)
+    return Vectors(_code(_over(x, scale)), scale)
+
+
+def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
+    """A little of every direction, by which new ones are noticed."""
+    along = [jax.lax.broadcasted_iota(jnp.float32, like.shape, i) for i in view.output]
+    place = sum(x * math.sqrt(2 + n) for n, x in enumerate(along))
+    count = jax.lax.broadcasted_iota(jnp.float32, like.shape, view.reduction[0])
+    return jnp.cos((count + 1) * place) / LARGEST
+
+
+def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
+    """Orthonormal columns of the same span, as far as float32 tells it."""
+    _, p, _ = _axes(view)
+    largest = jnp.max(jnp.abs(image), (*view.reduction, *view.output), keepdims=True)
+    y, other = _over(image, largest), Axes(p.names.replace("z", "y"), p.gone)
+    stack = "".join(p.names[i] for i in view.batch)
+    gram = named_product((p, other), Axes(stack + "zy"), y, y)
+    inverse = on_whole_arrays(_inverse_factor, gram)
+    return named_product((p, Axes(stack + "yz")), other, y, inverse)
+
+
+def _inverse_factor(gram: jax.Array) -> jax.Array:
+    """The inverse of Cholesky's factor."""
+    trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+    one = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
+    ridged = gram + RIDGE * jnp.where(trace == 0, 1, trace) * one
+    return jax.scipy.linalg.solve_triangular(
+        jnp.linalg.cholesky(ridged), one, lower=True
+    )

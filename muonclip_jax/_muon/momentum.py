@@ -1,0 +1,175 @@
+"""Gradients to momentum: what is kept of them, and what is orthogonalized."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from .._matrices.view import MatrixView
+from .._parameters import paths
+from . import eight_bits
+from .leaves import Leaves
+from .state import Part, zero_parts, zeros_like
+
+
+class ScaleByMuonState(NamedTuple):
+    """State of [`scale_by_muon`][]: nothing but the momentum.
+
+    The sum of `M = beta*M + G`, but in float16 the average `(1 - beta)*M`, which cannot
+    overflow and has the same direction. In 8 bits `mu` holds codes, and `scales` what
+    decodes them, by the path of the leaf.
+    """
+
+    mu: optax.Updates  # like params, in mu_dtype
+    scales: dict[str, eight_bits.Scales] | None = None
+
+
+class Momentum(NamedTuple):
+    """How momentum is kept: an init/update pair, where the update returns leaves."""
+
+    init: Callable[[optax.Params, Leaves], ScaleByMuonState]
+    # state, leaves, views, gradients -> momentum to orthogonalize, state
+    update: Callable[..., tuple[list[jax.Array], ScaleByMuonState]]
+
+
+def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
+    """Momentum of a dtype, the params' if it is `None`.
+
+    **Raises:** `ValueError` for one that is neither a float nor int8.
+    """
+    if is_8_bits(dtype):
+        return _in_8_bits(beta, nesterov)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            f"mu_dtype must be a float dtype, 'int8' or None, got {dtype!r}"
+        )
+    return _in_floats(dtype, beta, nesterov)
+
+
+def is_8_bits(dtype: DTypeLike | None) -> bool:
+    return dtype is not None and jnp.dtype(dtype) == jnp.int8
+
+
+def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
+    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        (mu,) = zeros_like(params, leaves, dtype)
+        return ScaleByMuonState(mu)
+
+    def update(state, leaves, views, gradients):
+        _check_same_kind(state, has_scales=False)
+        pairs = [
+            _accumulate(beta, m, g, nesterov) if view else (m, g)
+            for m, g, view in zip(
+                leaves.tree.of(state.mu), gradients, views, strict=True
+            )
+        ]
+        mu = leaves.tree.unflatten(kept for kept, _ in pairs)
+        return [ahead for _, ahead in pairs], ScaleByMuonState(mu)
+
+    return Momentum(init, update)
+
+
+def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
+    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        _check_real(params, leaves)
+        (mu,) = zeros_like(params, leaves, jnp.int8)
+        return ScaleByMuonState(mu, _zero_scales(params, leaves))
+
+    def update(state, leaves, views, gradients):
+        _check_same_kind(state, has_scales=True)
+        codes, momentum = leaves.tree.of(state.mu), list(gradients)
+        scales: dict[str, eight_bits.Scales] = {}
+        for i, view in enumerate(views):
+            if view is None:
+                continue
+            name = paths.show(leaves.tree.paths[i])
+            coded = codes[i], state.scales[name]
+            codes[i], scales[name], momentum[i] = _accumulate_in_8_bits(
+                beta, *coded, gradients[i], nesterov, view
+            )
+        return momentum, ScaleByMuonState(leaves.tree.unflatten(codes), scales)
+
+    return Momentum(init, update)
+
+
+def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:
+    scales = {}
+    for i, view in enumerate(leaves.views):
+        if view and math.prod(view.shape):
+            parts = eight_bits.layout(view)
+            flat, treedef = jax.tree.flatten(parts, is_leaf=_is_part)
+            zeros = zero_parts(params, leaves, [(i, part) for part in flat])
+            scales[paths.show(leaves.tree.paths[i])] = treedef.unflatten(zeros)
+    return scales
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, Part)
+
+
+def _check_real(params: optax.Params, leaves: Leaves) -> None:
+    found = [
+        path
+        for path, leaf, view in zip(
+            leaves.tree.paths, leaves.tree.of(params), leaves.views, strict=True
+        )
+        if view and jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    ]
+    if found:
+        raise ValueError(
+            f"mu_dtype='int8' is for real matrices, but {paths.show_all(found)} are "
+            "complex; use mu_dtype=None"
+        )
+
+
+def _check_same_kind(state: ScaleByMuonState, *, has_scales: bool) -> None:
+    if (state.scales is not None) != has_scales:
+        found, wanted = ("floats", "is") if has_scales else ("8 bits", "is not")
+        raise ValueError(
+            f"the state holds momentum in {found}, but mu_dtype {wanted} 'int8'. Give "
+            "the mu_dtype that the state was made with, or call init again"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="nesterov")
+def _accumulate(
+    beta: ArrayLike, momentum: jax.Array, gradient: jax.Array, nesterov: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The momentum to keep and the one to orthogonalize."""
+    dtype = momentum.dtype
+    wide = np.promote_types(np.promote_types(dtype, jnp.float32), gradient.dtype)
+    beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
+    if dtype == jnp.float16:
+        # A sum of what fits into float16 need not fit; an average does.
+        gradient = (1 - beta) * gradient
+
+    def decay(momentum: jax.Array) -> jax.Array:
+        return (beta * momentum.astype(wide) + gradient).astype(dtype)
+
+    momentum = decay(momentum)
+    return momentum, decay(momentum) if nesterov else momentum
+
+
+@functools.partial(jax.jit, static_argnames=("nesterov", "view"))
+def _accumulate_in_8_bits(
+    beta: ArrayLike,
+    codes: jax.Array,
+    scales: eight_bits.Scales,
+    gradient: jax.Array,
+    nesterov: bool,
+    view: MatrixView,
+) -> tuple[jax.Array, eight_bits.Scales, jax.Array]:
+    """Codes and scales to keep, and the momentum to orthogonalize."""
+    beta, wide = jnp.asarray(beta, jnp.float32), gradient.astype(jnp.float32)
+    momentum = beta * eight_bits.decode(codes, scales, view) + wide
+    kept = eight_bits.encode(momentum, scales, view)
+    ahead = beta * momentum + wide if nesterov else momentum
+    # A sum of what fits into float16 need not fit.
+    dtype = jnp.float32 if gradient.dtype == jnp.float16 else gradient.dtype
+    return *kept, ahead.astype(dtype)

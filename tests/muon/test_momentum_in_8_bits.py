@@ -1,0 +1,309 @@
+"""`mu_dtype="int8"` against momentum in float32, and its codes against their formula."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from helpers import nnx_model, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._muon import eight_bits
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+SHAPE = (256, 1024)
+INDICES = np.arange(1, SHAPE[0] + 1)
+SPECTRA = {
+    "Gaussian": None,
+    "power law": 1 / INDICES,
+    "rank 1": np.ones(1),
+    "rank 10": np.ones(10),
+}
+
+LEAVES = {
+    "up": ((96, 160), Numbers(0, 1), P("a", "b")),
+    "query": ((96, 4, 40), Numbers(0, (1, 2)), P("a", "b")),
+    "out": ((4, 40, 96), Numbers((0, 1), 2), P("b", None, "a")),
+    "heads": ((100, 4, 140), Numbers(0, 2), P("a", "b")),
+    "experts": ((4, 160, 96), Numbers(1, 2), P("a", None, "b")),
+    "odd": ((100, 257), Numbers(0, 1), P("a")),
+    "small": ((4, 6), Numbers(0, 1), P("b", "a")),
+}
+NUMBERS = {name: numbers for name, (_, numbers, _) in LEAVES.items()}
+PARAMS = {
+    name: normal(i, *shape) for i, (name, (shape, *_)) in enumerate(LEAVES.items())
+}
+
+
+def grads_at(step):
+    return {name: p + 0.5 * normal((step, 7), *p.shape) for name, p in PARAMS.items()}
+
+
+def cosine(x, y):
+    x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+    return x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+
+
+def gradients(values, generator):
+    """Of given singular values, which come and go from step to step."""
+    rank = SHAPE[0] if values is None else len(values)
+    values = generator.uniform(0.5, 1.5, rank) if values is None else values
+    left, right = (
+        np.linalg.qr(generator.normal(size=(size, rank)))[0] for size in SHAPE
+    )
+    while True:
+        gains = values * (1 + 0.5 * generator.normal(size=rank))
+        yield jnp.asarray((left * gains) @ right.T, jnp.float32)
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_update_after_200_steps(spectrum):
+    stream = gradients(SPECTRA[spectrum], np.random.default_rng(0))
+    quick, whole = (
+        [
+            mc.scale_by_muon(
+                mu_dtype=dtype, ns_steps=steps, dimension_numbers=Numbers(0, 1)
+            )
+            for dtype in (None, "int8")
+        ]
+        for steps in (1, 5)
+    )
+    states = [tx.init(jnp.zeros(SHAPE)) for tx in quick]
+    steps = [jax.jit(lambda g, s, tx=tx: tx.update(g, s)[1]) for tx in quick]
+    for _ in range(199):
+        gradient = next(stream)
+        states = [step(gradient, s) for step, s in zip(steps, states, strict=True)]
+    gradient = next(stream)
+    updates = [tx.update(gradient, s)[0] for tx, s in zip(whole, states, strict=True)]
+    assert cosine(*updates) > 0.99
+
+
+def test_bytes_of_gpt2():
+    width = 768
+    shapes = {
+        **{name: (width, 12, 64) for name in ("query", "key", "value")},
+        "out": (12, 64, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    numbers = {
+        name: Numbers((0, 1), 2)
+        if name == "out"
+        else Numbers(0, tuple(range(1, len(s))))
+        for name, s in shapes.items()
+    }
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+    tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=numbers)
+    state = jax.eval_shape(tx.init, params)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    entries = sum(p.size for p in params.values())
+    assert 1 < held / entries <= 1.06
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def coded(momentum, view, steps=3):
+    layout = eight_bits.layout(view)
+    scales = jax.tree.map(
+        lambda part: jnp.zeros(
+            [part.sizes.get(i, n) for i, n in enumerate(view.shape)], part.dtype
+        ),
+        layout,
+        is_leaf=lambda x: hasattr(x, "sizes"),
+    )
+    for _ in range(3):
+        codes, scales = eight_bits.encode(momentum, scales, view)
+    return codes, scales, eight_bits.decode(codes, scales, view)
+
+
+def naive_decode(codes, scales, view):
+    """Entry by entry from the formula, in float64."""
+    share = np.vectorize(lambda c: c / (254 - abs(c)))
+    codes, (rows, columns) = (
+        np.asarray(codes, np.float64),
+        map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), scales[:2]),
+    )
+    result = share(codes) * np.minimum(rows, columns)
+    if scales.directions is None:
+        return result
+    left, right = (
+        share(np.asarray(x.codes, np.float64)) * np.asarray(x.scale, np.float64)
+        for x in scales.directions
+    )
+    along, across = view.output[0], view.reduction[0]
+    for k in range(left.shape[along]):
+        result = result + left.take([k], along) * right.take([k], across)
+    return result
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_codes_are_what_the_formula_says(name):
+    shape, numbers, _ = LEAVES[name]
+    view = matrix_view(shape, numbers)
+    momentum = normal(3, *shape) + 10 * normal(4, shape[0], *[1] * (len(shape) - 1))
+    codes, scales, decoded = coded(momentum, view)
+    expected = naive_decode(codes, scales, view)
+    np.testing.assert_allclose(decoded, expected, rtol=1e-5, atol=1e-5)
+    # Half a step of the coarsest part of the scale.
+    sizes = np.minimum(*(np.asarray(x, np.float32) for x in scales[:2]))
+    assert (np.abs(np.asarray(momentum) - expected) <= 0.0080 * sizes + 1e-5).all()
+    assert (scales.directions is None) == (name == "small")
+    if name != "small":
+        # The rank-one part is ten times the rest.
+        assert sizes.max() < 0.5 * np.abs(momentum).max()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    exponent=st.integers(-25, 25),
+    zeroed=st.sampled_from(["nothing", "rows", "columns", "everything"]),
+)
+def test_any_scale_and_nothing(seed, exponent, zeroed):
+    view = matrix_view((48, 96), Numbers(0, 1))
+    momentum = np.random.default_rng(seed).normal(size=view.shape) * 10.0**exponent
+    momentum[{"rows": slice(9), "everything": ...}.get(zeroed, slice(0))] = 0
+    if zeroed == "columns":
+        momentum[:, ::3] = 0
+    _, _, decoded = coded(jnp.asarray(momentum, jnp.float32), view)
+    error = np.abs(np.asarray(decoded, np.float64) - momentum).max()
+    assert error <= 0.01 * np.abs(momentum).max()
+    assert np.isfinite(decoded).all()
+
+
+def test_what_is_not_finite_stays_so():
+    view = matrix_view((48, 96), Numbers(0, 1))
+    for bad in (np.nan, np.inf):
+        *_, decoded = coded(normal(0, 48, 96).at[3, 5].set(bad), view)
+        assert not np.isfinite(decoded[3, 5])
+
+
+def walk(tx, steps, place=lambda tree: tree):
+    params = place(PARAMS)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for step in range(steps):
+        updates, state = update(place(grads_at(step)), state, params)
+    return updates, state
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_every_layout_of_axes(nesterov):
+    options = dict(dimension_numbers=NUMBERS, nesterov=nesterov)
+    updates, state = walk(mc.scale_by_muon(mu_dtype="int8", **options), 20)
+    expected, _ = walk(mc.scale_by_muon(**options), 20)
+    for name in LEAVES:
+        assert cosine(updates[name], expected[name]) > 0.99, name
+        assert state.mu[name].dtype == jnp.int8
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(kind, tmp_path):
+    """As on one device but for the last code; and restored on another mesh."""
+    tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=NUMBERS)
+    alone, single = walk(tx, 5)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    specs = {name: spec for name, (*_, spec) in LEAVES.items()}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    with jax.set_mesh(mesh):
+        tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=NUMBERS)
+        updates, state = walk(tx, 5, lambda tree: jax.device_put(tree, shardings))
+    for name, x in updates.items():
+        assert cosine(x, alone[name]) > 0.9999, name
+        assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
+        assert state.mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
+    up = state.scales["up"]
+    lies = NamedSharding(mesh, P("a")), NamedSharding(mesh, P(None, "b"))
+    for vectors, lying in zip((up, up.directions), (lies, lies), strict=True):
+        for x, where in zip(
+            jax.tree.leaves(vectors[:2])[:: 1 if vectors is up else 2],
+            lying,
+            strict=True,
+        ):
+            assert x.sharding.is_equivalent_to(where, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(
+            tmp_path / "step", jax.eval_shape(lambda: single)
+        )
+    chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(state))
+
+
+def test_no_matrix_is_gathered_to_be_coded():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    view = matrix_view((256, 512), Numbers(0, 1))
+    sharding = NamedSharding(mesh, P("a", "b"))
+    momentum = jax.device_put(normal(0, *view.shape), sharding)
+    text = coded.lower(momentum, view).compile().as_text()
+    rank = eight_bits.number_of_directions(view)
+    gathered = [
+        line
+        for line in text.splitlines()
+        if " all-gather(" in line or "all-to-all(" in line
+    ]
+    for line in gathered:
+        shape = line.split("[")[1].split("]")[0]
+        size = np.prod([int(n) for n in shape.split(",") if n])
+        assert size <= rank * max(view.shape), line
+
+
+def test_adams_momentum_stays_in_floats_and_options_meet():
+    params = {"up": {"kernel": normal(0, 32, 48), "bias": normal(1, 48)}}
+    tx = mc.muon(0.1, mu_dtype="int8", neuron_b2=0.9, cautious_weight_decay=True)
+    state = tx.init(params)
+    updates, state = jax.jit(tx.update)(params, state, params)
+    adam = optax.tree.get(state.inner_states["adamw"], "mu")
+    assert {x.dtype for x in jax.tree.leaves(adam)} == {np.dtype("float32")}
+    chex.assert_tree_all_finite(updates)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtypes_of_updates(dtype):
+    params = {"w": 1e4 * normal(0, 32, 48).astype(dtype)}
+    tx = mc.scale_by_muon(mu_dtype="int8")
+    state = tx.init(params)
+    for _ in range(30):  # the sum exceeds float16
+        updates, after = tx.update(params, state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+        state = after
+    assert updates["w"].dtype == dtype
+    chex.assert_tree_all_finite(updates)
+
+
+def test_in_an_nnx_optimizer():
+    model = nnx_model()
+    optimizer = nnx.Optimizer(model, mc.muon(1e-2, mu_dtype="int8"), wrt=nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    optimizer.update(model, before)
+    after = nnx.state(model, nnx.Param)
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+
+
+def test_refusals():
+    for dtype in ("int4", jnp.uint8, "bool"):
+        with pytest.raises(ValueError, match="mu_dtype must be a float dtype, 'int8'"):
+            mc.scale_by_muon(mu_dtype=dtype)
+        with pytest.raises(ValueError, match="mu_dtype must be"):
+            mc.muonclip(1e-2, mu_dtype=dtype)
+    params = {"w": jnp.ones((4, 8), jnp.complex64)}
+    with pytest.raises(ValueError, match="'w' are complex; use mu_dtype=None"):
+        mc.scale_by_muon(mu_dtype="int8").init(params)
+    floats, codes = mc.scale_by_muon(), mc.scale_by_muon(mu_dtype=jnp.int8)
+    real = {"w": jnp.ones((4, 8))}
+    with pytest.raises(ValueError, match="momentum in 8 bits, but mu_dtype is not"):
+        floats.update(real, codes.init(real))
+    with pytest.raises(ValueError, match="momentum in floats, but mu_dtype is 'int8'"):
+        codes.update(real, floats.init(real))
