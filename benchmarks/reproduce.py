@@ -37,6 +37,7 @@ EXPERIMENTS = (
     "geometry",
     "width_transfer",
     "choices",
+    "recipes",
     "overhead",
     "adam_clip",
     "other_seeds",

@@ -11,6 +11,7 @@ from ._mesh.placement import Shardings
 from ._model.attention_layers import Attention
 from ._model.per_head import per_head_dimension_numbers
 from ._muon.muon import muon
+from ._muon.shape_scale import ShapeScale
 from ._newton_schulz.coefficients import Schedule, Triple
 from ._newton_schulz.precondition import Preconditioning
 from ._newton_schulz.solver import Kernel, Method
@@ -32,7 +33,7 @@ def muonclip(
     ns_dtype: DTypeLike | None = None,
     ns_kernel: Kernel = "xla",
     preconditioning: Preconditioning = "frobenius",
-    consistent_rms: float | jax.Array | None = 0.2,
+    consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: DTypeLike | None = None,

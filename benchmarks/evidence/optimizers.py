@@ -43,6 +43,7 @@ def schedule(run: Run) -> np.ndarray:
     shapes = {
         "constant": np.ones(run.steps),
         "cosine": (1 - np.cos(np.pi * left)) / 2,
+        "linear": left,
         "decay": np.minimum(1, 5 * left),
     }
     return np.where(step < warmup, step / warmup, shapes[run.schedule])
@@ -53,12 +54,14 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer without QK-Clip, for which see `clip`."""
     if run.optimizer == "adamw":
-        adamw = optax.adamw(at.learning_rate, b2=0.95, weight_decay=at.weight_decay)
+        b1 = 0.9 if run.beta is None else run.beta
+        adamw = optax.adamw(at.learning_rate, b1, 0.95, weight_decay=at.weight_decay)
         return optax.with_extra_args_support(adamw)
     return mc.muon(
         at.learning_rate,
         adam_learning_rate=at.adam_learning_rate,
         weight_decay=at.weight_decay,
+        beta=0.95 if run.beta is None else run.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),
     )

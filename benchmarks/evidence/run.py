@@ -29,7 +29,8 @@ class Run:
     learning_rate: float = 1e-2  # that of the hidden matrices, or of all with AdamW
     adam_learning_rate: float = 1e-2  # that of the rest with Muon
     weight_decay: float = 0.1
-    schedule: str = "cosine"  # "constant", or "decay" over the last fifth
+    beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
+    schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
     threshold: float = math.inf  # of QK-Clip
     sharing: str = "head"  # or "layer", or "balanced" for grouped queries
     matrices: str = "default"  # or "per_head", "one_expert_matrix", "adam_experts"

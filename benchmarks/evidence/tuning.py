@@ -12,7 +12,10 @@ from .run import Run
 
 RATES = tuple(1e-3 * 2**i for i in range(-3, 10))
 DECAYS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
-GRID = dict(learning_rate=RATES, weight_decay=DECAYS, adam_learning_rate=RATES)
+BETAS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+GRID = dict(
+    learning_rate=RATES, weight_decay=DECAYS, adam_learning_rate=RATES, beta=BETAS
+)
 AXES = ("learning_rate", "weight_decay")
 
 
@@ -31,13 +34,19 @@ def tuned_pair(lab: Lab, plan: Plan, corpus: str, **settings: Any) -> Pair:
     return Pair(adamw, tuned(lab, muon.but(adam_learning_rate=adamw.learning_rate)))
 
 
-def tuned(lab: Lab, run: Run, axes: Sequence[str] = AXES) -> Run:
-    """The best of the grid by the loss on the part to tune on, from the run's place."""
+def tuned(
+    lab: Lab, run: Run, axes: Sequence[str] = AXES, *, one_rate: bool = False
+) -> Run:
+    """The best of the grid by the loss on the part to tune on, from the run's place.
+
+    With `one_rate` Muon's AdamW side has Muon's learning rate.
+    """
 
     def beside(run: Run) -> Iterator[Run]:
         for axis in axes:
             for value in neighbours(GRID[axis], getattr(run, axis)):
-                yield run.but(**{axis: value})
+                one = dict(adam_learning_rate=value) if one_rate else {}
+                yield run.but(**one | {axis: value})
 
     def measured(runs: list[Run]) -> list[float]:
         return losses(lab.results(runs, kept_in="tuning"), part="tune")

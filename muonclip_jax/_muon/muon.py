@@ -26,6 +26,7 @@ from .direction import muon_direction
 from .leaves import Leaves, read_leaves
 from .momentum import is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
+from .shape_scale import check_shape_scale, ShapeScale
 from .state import zeros_like
 from .weight_decay import decayed_weights
 
@@ -41,7 +42,7 @@ def muon(
     ns_dtype: DTypeLike | None = None,
     ns_kernel: Kernel = "xla",
     preconditioning: Preconditioning = "frobenius",
-    consistent_rms: float | jax.Array | None = 0.2,
+    consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: DTypeLike | None = None,
@@ -118,6 +119,7 @@ def muon(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
 
+    check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     layouts = Layouts(shardings)
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype

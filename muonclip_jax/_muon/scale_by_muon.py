@@ -15,6 +15,7 @@ from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
 from .leaves import check_matrices_only, Leaves, read_leaves
 from .momentum import momentum_in
+from .shape_scale import check_shape_scale, ShapeScale
 
 
 def scale_by_muon(
@@ -27,7 +28,7 @@ def scale_by_muon(
     ns_dtype: DTypeLike | None = None,
     ns_kernel: Kernel = "xla",
     preconditioning: Preconditioning = "frobenius",
-    consistent_rms: float | jax.Array | None = 0.2,
+    consistent_rms: ShapeScale = 0.2,
     mu_dtype: DTypeLike | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     shardings: Shardings | None = None,
@@ -39,9 +40,11 @@ def scale_by_muon(
       u_t = \rho\, O_t$$
 
     with $\rho = 0.2 \sqrt{\max(\mathrm{fan_{in}}, \mathrm{fan_{out}})}$
-    (`consistent_rms=0.2`), which gives updates the root mean square of AdamW's, or
+    (`consistent_rms=0.2`), which gives updates the root mean square of AdamW's,
     $\rho = \sqrt{\max(1, \mathrm{fan_{out}} / \mathrm{fan_{in}})}$
-    (`consistent_rms=None`).
+    (`consistent_rms=None`), or $\rho = \sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$
+    (`consistent_rms="mup"`). With the last two the best rate stays where it is as
+    widths grow; see [`scale_to_width`][] for all that changes then.
 
     Three deviations between the sources, all of which this function spans:
     Keller Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's
@@ -55,7 +58,7 @@ def scale_by_muon(
     - `nesterov`: whether to look one step ahead.
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
-    - `consistent_rms`: root mean square of the update, or `None`.
+    - `consistent_rms`: root mean square of the update, `"mup"` or `None`.
     - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it holds
         $(1 - \beta_t)$ times as much, an average, which is finite where gradients are.
         `"int8"` keeps it in at most 1.06 bytes an entry, if a matrix is 68 x 68 or
@@ -111,6 +114,7 @@ def scale_by_muon(
         ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
     )
 
+    check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     layouts = Layouts(shardings)
 

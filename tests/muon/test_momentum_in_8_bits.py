@@ -1,4 +1,4 @@
-"""`mu_dtype="int8"` against momentum in float32, and its codes against their formula."""
+"""`mu_dtype="int8"` against float32, and its codes against their formula."""
 
 import functools
 

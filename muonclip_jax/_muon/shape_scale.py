@@ -1,0 +1,31 @@
+"""How large an orthogonalized update is made, by the shape of its matrix."""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from .._matrices.view import MatrixView
+
+
+ShapeScale = float | jax.Array | Literal["mup"] | None
+
+
+def check_shape_scale(consistent_rms: ShapeScale) -> None:
+    if isinstance(consistent_rms, str) and consistent_rms != "mup":
+        raise ValueError(
+            f"consistent_rms must be a number, 'mup' or None, got {consistent_rms!r}"
+        )
+
+
+def scale_by_shape(
+    direction: jax.Array, view: MatrixView, consistent_rms: ShapeScale
+) -> jax.Array:
+    if consistent_rms is None:
+        scale = math.sqrt(max(1.0, view.fan_out / view.fan_in))
+    elif isinstance(consistent_rms, str):
+        scale = math.sqrt(view.fan_out / view.fan_in)
+    else:
+        scale = consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
+    return direction * jnp.asarray(scale, direction.dtype)
