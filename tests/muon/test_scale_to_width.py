@@ -1,0 +1,85 @@
+"""The third scale by shape, and arguments for another width."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+
+
+def test_mup_is_the_root_of_fan_out_over_fan_in():
+    shapes = {
+        "wide": ((4, 10), Numbers(0, 1), 10 / 4),
+        "tall": ((10, 4), Numbers(0, 1), 4 / 10),
+        "turned": ((10, 4), Numbers(1, 0), 10 / 4),
+        "query": ((8, 3, 4), Numbers(0, (1, 2)), 12 / 8),
+        "experts": ((3, 4, 10), Numbers(1, 2), 10 / 4),
+    }
+    numbers = {name: of for name, (_, of, _) in shapes.items()}
+    grads = {
+        name: normal(i, *shape) for i, (name, (shape, *_)) in enumerate(shapes.items())
+    }
+    updates = {}
+    for scale in ("mup", 1.0):
+        tx = mc.scale_by_muon(consistent_rms=scale, dimension_numbers=numbers)
+        updates[scale], _ = tx.update(grads, tx.init(grads))
+    for name, (shape, of, ratio) in shapes.items():
+        sizes = [np.prod([shape[i] for i in np.atleast_1d(axes)]) for axes in of]
+        expected = updates[1.0][name] * np.sqrt(ratio) / np.sqrt(max(sizes))
+        np.testing.assert_allclose(updates["mup"][name], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [32, 128])
+def test_what_a_step_does_to_features_does_not_depend_on_the_width(width):
+    """Two layers whose widths grow move the root mean square of their output alike."""
+    x = normal(0, 500, width)
+    tx = mc.scale_by_muon(consistent_rms="mup", ns_coeffs="deepseek_v4", ns_steps=10)
+    grads = {"up": normal(1, width, 4 * width), "down": normal(2, 4 * width, width)}
+    updates, _ = tx.update(grads, tx.init(grads))
+    hidden = x @ updates["up"]
+    sizes = [
+        np.sqrt(np.mean(np.square(y))) for y in (x, hidden, hidden @ updates["down"])
+    ]
+    np.testing.assert_allclose(sizes[1], sizes[0], rtol=0.02)
+    # A random matrix passes on a quarter of what its larger input holds.
+    np.testing.assert_allclose(sizes[2], sizes[1] / 2, rtol=0.1)
+
+
+def test_rates_and_what_they_decay():
+    told = mc.scale_to_width(
+        512, tuned_at=128, learning_rate=0.03, weight_decay=0.2, adam_learning_rate=0.01
+    )
+    assert told == dict(
+        learning_rate=0.03,
+        consistent_rms="mup",
+        weight_decay=pytest.approx(0.05),
+        adam_learning_rate=pytest.approx(0.005),
+        adam_weight_decay=pytest.approx(0.1),
+    )
+    one = mc.scale_to_width(512, tuned_at=128, learning_rate=0.03)
+    assert one["adam_learning_rate"] == pytest.approx(0.015)
+
+
+def test_schedules_are_scaled_step_by_step():
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    told = mc.scale_to_width(
+        64, tuned_at=16, learning_rate=schedule, weight_decay=schedule
+    )
+    for step in (0, 3, 10):
+        assert told["adam_learning_rate"](step) == pytest.approx(0.5 * schedule(step))
+        assert told["weight_decay"](step) == pytest.approx(0.25 * schedule(step))
+    params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+    tx = mc.muon(**told)
+    tx.update(params, tx.init(params), params)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="must be a number, 'mup' or None, got 'mu'"):
+        mc.muon(1e-2, consistent_rms="mu")
+    with pytest.raises(ValueError, match="'mup'"):
+        mc.scale_by_muon(consistent_rms="rms")
+    with pytest.raises(ValueError, match="widths must be positive, got 0 and 16"):
+        mc.scale_to_width(0, tuned_at=16, learning_rate=0.1)
