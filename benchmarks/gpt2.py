@@ -1,6 +1,6 @@
 """GPT-2 124M's 72 hidden matrices, and Muon for them: ours and optax's."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -63,6 +63,14 @@ def optimizers(
 
 
 def updates(shapes: Shapes, **ours: Any) -> dict[str, Callable[[], Any]]:
+    return updates_by(shapes, optimizers(shapes, **ours))
+
+
+def updates_by(
+    shapes: Shapes, optimizers: Mapping[str, optax.GradientTransformation]
+) -> dict[str, Callable[[], Any]]:
+    """Calls of compiled updates, on the same gradients and params."""
+
     def side(tx):
         state, update = tx.init(params), jax.jit(tx.update)
         return lambda: update(grads, state, params)
@@ -73,4 +81,4 @@ def updates(shapes: Shapes, **ours: Any) -> dict[str, Callable[[], Any]]:
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     params = jax.tree.map(jnp.ones_like, grads)
-    return {name: side(tx) for name, tx in optimizers(shapes, **ours).items()}
+    return {name: side(tx) for name, tx in optimizers.items()}

@@ -17,7 +17,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from alternating import alternate, compare, ratio, Times
-from gpt2 import BLOCK, separate, Shapes, stacked, updates
+from gpt2 import BLOCK, separate, Shapes, stacked, updates, updates_by
+from optax.contrib import MuonDimensionNumbers
 from pictures import picture
 from tables import parser, Report, Table
 
@@ -46,6 +47,7 @@ def main() -> None:
     against_optax(table, args.layers, args.repeats)
     against_torch(table, args.layers, args.repeats)
     growth(report, args)
+    options_of_muon(report, args.layers, args.repeats)
     report.write()
 
 
@@ -133,6 +135,47 @@ def growth(report: Report, args) -> None:
             table.add(count, *compare(times, "ours", "optax"))
     if args.png:
         draw(table, args.png)
+
+
+def options_of_muon(report: Report, layers: int, repeats: int) -> None:
+    """What Muon's options cost, with GPT-2's kernels as Flax has them."""
+    heads = {name: (768, 12, 64) for name in ("query", "key", "value")}
+    block = BLOCK | heads | {"out": (12, 64, 768)}
+    shapes = separate(layers, block)
+    made = {
+        name: mc.muon(1e-3, dimension_numbers=axes(shapes, name in PER_HEAD), **told)
+        for name, told in OPTIONS.items()
+    }
+    times = alternate(updates_by(shapes, made), repeats)
+    title = f"Options of Muon, {6 * layers} leaves"
+    columns = {"muon(...)": "", "update, s": ".2f", "over plain": ".2f"}
+    table = report.table(title, columns)
+    for name in made:
+        seconds = statistics.median(times[name])
+        table.add(name, seconds, ratio(times, name, "plain"))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "neuron_b2=0.95": dict(neuron_b2=0.95),
+    "cautious_weight_decay=True": dict(cautious_weight_decay=True),
+    "per_head=True": {},
+    "these three": dict(neuron_b2=0.95, cautious_weight_decay=True),
+    'mu_dtype="bfloat16"': dict(mu_dtype="bfloat16"),
+    'mu_dtype="int8"': dict(mu_dtype="int8"),
+}
+PER_HEAD = ("per_head=True", "these three")
+
+
+def axes(shapes: Shapes, is_per_head: bool) -> dict[str, MuonDimensionNumbers]:
+    def of(name: str) -> MuonDimensionNumbers:
+        if name.endswith("out"):
+            return MuonDimensionNumbers((0, 1), 2)
+        if len(shapes[name]) == 3:
+            return MuonDimensionNumbers(0, 2 if is_per_head else (1, 2))
+        return MuonDimensionNumbers(0, 1)
+
+    return {name: of(name) for name in shapes}
 
 
 def draw(table: Table, file: Path) -> None:
