@@ -59,12 +59,14 @@ def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None
 
 def _summary(sections: dict[str, Section | str]) -> str:
     rows = [
-        [content.title, content.verdict]
+        [content.title, content.verdict, content.summary]
         if isinstance(content, Section)
-        else [name, content]
+        else [name, content, ""]
         for name, content in sections.items()
     ]
-    return Table(["experiment", "verdict"], rows).markdown()
+    columns = ["experiment", "verdict", "part by part of the claim"]
+    caption = '"Not everywhere" is not on every corpus, or not in every arm or size.'
+    return Table(columns, rows, caption).markdown()
 
 
 def _texts(plan: Plan) -> str:

@@ -1,7 +1,8 @@
 """One experiment as the report shows it."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 
 from tables import Table
 
@@ -14,9 +15,31 @@ class Section:
     claim: str
     setting: str
     tables: Sequence[Table]
-    verdict: str
+    parts: Mapping[str, Iterable[bool]]  # of the claim, and where each held
     figure: str  # file name
     remarks: str = ""
+
+    @functools.cached_property
+    def held(self) -> dict[str, list[bool]]:
+        return {name: list(holds) for name, holds in self.parts.items()}
+
+    @property
+    def verdict(self) -> str:
+        """Sums up whether each part of the claim held."""
+        holds = [one for of_part in self.held.values() for one in of_part]
+        if all(holds):
+            return "reproduced"
+        return "reproduced in part" if any(holds) else "not reproduced"
+
+    @property
+    def summary(self) -> str:
+        """What was reproduced and what was not, part by part."""
+        kinds: dict[str, list[str]] = {"yes": [], "not everywhere": [], "no": []}
+        for name, holds in self.held.items():
+            kind = "yes" if all(holds) else "not everywhere" if any(holds) else "no"
+            kinds[kind].append(name)
+        said = (f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+        return "; ".join(said)
 
     def markdown(self, figures: str, command: str) -> str:
         parts = [
@@ -29,11 +52,3 @@ class Section:
             f"**Verdict: {self.verdict}.** {self.remarks}".rstrip(),
         ]
         return "\n\n".join(parts)
-
-
-def verdict(holds: Iterable[bool]) -> str:
-    """Sums up whether each part of the claim held."""
-    parts = list(holds)
-    if all(parts):
-        return "reproduced"
-    return "reproduced in part" if any(parts) else "not reproduced"

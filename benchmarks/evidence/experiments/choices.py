@@ -9,7 +9,7 @@ from ..intervals import Interval, paired
 from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import CYCLE, rows
 from ..tuning import tuned_pair
 
@@ -69,7 +69,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "in miniature, with 8 experts in two of its 3 layers, at the same rates; the "
         "default there is one matrix per expert.",
         tables=[table(plan, differences)],
-        verdict=verdict(holds(differences).values()),
+        parts={
+            name: [held for (_, of), held in holds(differences).items() if of == name]
+            for name in dict.fromkeys(of for _, of in holds(differences))
+        },
         figure="choices.png",
         remarks="It counts as reproduced if, on every corpus, the intervals of Polar "
         f"Express, bfloat16 momentum and matrices per head lie within {SAME:g} nats of "

@@ -12,7 +12,7 @@ from ..intervals import interval
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..spikes import spikes
 from ..style import band, CYCLE
 
@@ -52,14 +52,16 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "training loss lies 6 scaled median deviations above the median of the 50 "
         "before it.",
         tables=[table(arms, ARMS)],
-        verdict=verdict(
-            [
-                *explodes(arms, ARMS),
-                *held(arms, ARMS),
-                *(not grown(of) for (_, arm), of in arms.items() if "decay" in arm),
-                *(count == 0 for arm, count in spikes_by_arm(arms) if clips(arm)),
-            ]
-        ),
+        parts={
+            "logits pass 1,000 without the clip": explodes(arms, ARMS),
+            "the clip holds them": held(arms, ARMS),
+            "weight decay alone keeps them below 1,000": [
+                not grown(of) for (_, arm), of in arms.items() if "decay" in arm
+            ],
+            "no loss spike with the clip": [
+                count == 0 for arm, count in spikes_by_arm(arms) if clips(arm)
+            ],
+        },
         figure="explosion.png",
         remarks="It counts as reproduced if, on every corpus, the largest logit passes "
         "1,000 without the clip and not with weight decay, its 95th percentile stays "

@@ -12,7 +12,7 @@ from tables import Table
 from ..lab import Lab, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import COLORS, NAMES
 from ..tuning import Pair, tuned_pair
 
@@ -43,13 +43,15 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"keys; {SEEDS} seeds; the RMS at ten steps of every run, without weight decay "
         "and over the learning rate.",
         tables=[entropy_table(results, plan, higher), rms_table(sizes)],
-        verdict=verdict(
-            [
-                *(share > 0.9 for share in higher.values()),
+        parts={
+            "higher entropy of more than 90 % of the matrices": [
+                share > 0.9 for share in higher.values()
+            ],
+            "steps of a root mean square near 0.2": [
                 min(muon) > 0.15,
                 max(muon) < 0.25,
-            ]
-        ),
+            ],
+        },
         figure="geometry.png",
         remarks="It counts as reproduced if more than 90 % of the matrices, seed by "
         "seed, have the higher entropy with Muon on every corpus, and the RMS of "

@@ -11,7 +11,7 @@ from ..intervals import Interval, paired
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import CYCLE
 from ..tuning import tuned_pair
 
@@ -42,7 +42,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         tables=[
             Table(columns, rows, "Nats per byte; positive is worse with the clip.")
         ],
-        verdict=verdict(d.high < HARM for d in differences.values()),
+        parts={
+            f"threshold {threshold:g}": [
+                d.high < HARM for (_, of), d in differences.items() if of == threshold
+            ]
+            for threshold in dict.fromkeys(of for _, of in differences)
+        },
         figure="no_harm.png",
         remarks=f"It counts as no harm if the interval ends below {HARM:g} nats. "
         + harmful(differences),

@@ -11,7 +11,7 @@ from tables import Table
 from ..intervals import Interval, interval
 from ..lab import Lab, losses
 from ..plan import Plan
-from ..section import Section, verdict
+from ..section import Section
 from ..style import CYCLE, rows
 from . import no_harm
 
@@ -47,7 +47,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         setting=f"No harm, all {2 * count} seeds of it trained alike: the {count} that "
         f"are reported, and {count} others from seed {others.first_seed} on.",
         tables=[Table(columns, entries, "Loss, or loss difference, in nats per byte.")],
-        verdict=verdict([outside <= allowed]),
+        parts={"figures of other seeds inside the intervals": [outside <= allowed]},
         figure="other_seeds.png",
         remarks="A figure is inside if it differs from the reported one by at most "
         "the root of 2 times the reported half width, the 95 % interval for the mean "

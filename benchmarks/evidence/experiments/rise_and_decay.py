@@ -10,7 +10,7 @@ from ..intervals import interval
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import band, CYCLE
 from .explosion import percentiles, smooth, WINDOW
 
@@ -40,16 +40,16 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "twentieth, a constant rate of 0.032, linear decay over the last fifth; "
         f"weight decay 0.1, threshold 30; {SEEDS} seeds.",
         tables=[Table(columns, [row(*key, results) for key, results in arms.items()])],
-        verdict=verdict(
-            part
-            for results in clipped
-            for part in (
-                capped(results),
-                decayed(results),
-                last_over(results) <= EARLY,
-                share_of_heads(results) <= FEW,
-            )
-        ),
+        parts={
+            "logits stay at the threshold": map(capped, clipped),
+            "they fall below it by the end": map(decayed, clipped),
+            f"none is over it after {EARLY:.0%} of the steps": [
+                last_over(results) <= EARLY for results in clipped
+            ],
+            f"at most {FEW:.0%} of the heads ever are": [
+                share_of_heads(results) <= FEW for results in clipped
+            ],
+        },
         figure="rise_and_decay.png",
         remarks="It counts as reproduced if, on every corpus, the logits come to the "
         f"threshold, 95 % of the steps stay within 1.2 of it, the last {END} steps are "

@@ -10,7 +10,7 @@ from ..intervals import Interval, interval, paired
 from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import CYCLE, rows
 from .explosion import percentiles, RATE, Trained, UNHELD
 
@@ -49,12 +49,14 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "a shared key, one key serves all four queries; balanced, the key takes the "
         "root of the least gamma of its queries.",
         tables=[arms_table(arms), pairs_table(differences)],
-        verdict=verdict(
-            [
-                *(for_nothing(results) > MANY for results in by_layer),
-                *(d.high < 0 for (_, ours), d in differences.items() if ours in HEADS),
-            ]
-        ),
+        parts={
+            "a clip per layer scales heads for nothing": [
+                for_nothing(results) > MANY for results in by_layer
+            ],
+            "a clip per head ends with a lower loss": [
+                d.high < 0 for (_, ours), d in differences.items() if ours in HEADS
+            ],
+        },
         figure="sharing.png",
         remarks="It counts as reproduced if, on every corpus, clipping per layer "
         f"scales mostly heads that are not over the threshold ({scaled_said(by_layer)} "

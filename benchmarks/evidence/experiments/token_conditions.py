@@ -9,7 +9,7 @@ from tables import Table
 from ..intervals import Interval, paired
 from ..lab import Lab
 from ..plan import Plan
-from ..section import Section, verdict
+from ..section import Section
 from ..style import CYCLE, rows
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, SHARES
 from ..tuning import AXES, Pair, tuned, tuned_pair
@@ -50,11 +50,14 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"that was not tuned: at a quarter of its best rate. {SEEDS} seeds, of the "
         f"largest model {SEEDS_OF_LARGEST}.",
         tables=[table(outcomes)],
-        verdict=verdict(
-            part
-            for of in outcomes.values()
-            for part in (saves(of[LARGE_BATCH]), difference(of).low <= 0)
-        ),
+        parts={
+            f"at most {FEWER:.0%} of the tokens with a large batch": [
+                saves(of[LARGE_BATCH]) for of in outcomes.values()
+            ],
+            "no larger a share than in the long run": [
+                difference(of).low <= 0 for of in outcomes.values()
+            ],
+        },
         figure="token_conditions.png",
         remarks=f"{LARGE_BATCH} for 400 steps are as many tokens as 16 for "
         f"{LONG}: with the large batch the share of AdamW's tokens is "

@@ -12,7 +12,7 @@ from ..intervals import Interval, interval
 from ..lab import Lab
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import band, COLORS, NAMES
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, reported, SHARES
 from ..tuning import Pair, tuned_pair
@@ -53,9 +53,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "interpolated in their logarithm. Under the constant rate they are read off "
         "the curve.",
         tables=[table(outcomes), fit_table(fits)],
-        verdict=verdict(
-            reaches(share, claimed) for share in shares for claimed in CLAIMED.values()
-        ),
+        parts={
+            f"{of}'s {claimed:.0%}": [reaches(share, claimed) for share in shares]
+            for of, claimed in CLAIMED.items()
+        },
         figure="token_efficiency.png",
         remarks="A claim counts as reproduced unless the interval of the largest "
         "size under the cosine schedule lies above its figure on some corpus: "

@@ -10,7 +10,7 @@ from ..intervals import interval, paired
 from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
-from ..section import Section, verdict
+from ..section import Section
 from ..style import band, CYCLE
 
 
@@ -53,7 +53,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "of the rate, on the part of the text to tune on; the loss lost is that of "
         "the part to report on.",
         tables=[Table(columns, [outcome.row() for outcome in outcomes.values()])],
-        verdict=verdict(outcome.holds() for outcome in outcomes.values()),
+        parts={
+            f"with {scaling}": [
+                o.holds() for (_, of), o in outcomes.items() if of == scaling
+            ]
+            for scaling in SCALINGS
+        },
         figure="width_transfer.png",
         remarks="It counts as reproduced for a scaling if the best rate moves by less "
         f"than a factor of 2 from width {WIDTHS[0]} to {WIDTHS[-1]} and keeping the "
