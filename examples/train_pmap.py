@@ -3,9 +3,10 @@
     python examples/train_pmap.py                              # on all devices here
     python examples/train_pmap.py --simulate-devices 4    # on any CPU
 
-Every device has all parameters and a part of the batch. Gradients are averaged here;
-QK-Clip takes the maximum of the statistics over the devices itself, by `axis_name`. New
-code does better with `jax.jit` and train_sharded.py.
+Every device has all parameters and a part of the batch. By `axis_name` MuonClip
+averages the gradients over the devices, lets each orthogonalize its share of the
+matrices, and takes the maximum of the statistics. New code does better with `jax.jit`
+and train_sharded.py.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def train_step(graphdef, tx, params, opt_state, tokens):
 
     gradient = jax.value_and_grad(recorded_loss, has_aux=True)
     (loss, stats), grads = gradient(params)
-    loss, grads = jax.lax.pmean((loss, grads), "devices")
+    loss = jax.lax.pmean(loss, "devices")
     updates, opt_state = tx.update(grads, opt_state, params, attention_stats=stats)
     return optax.apply_updates(params, updates), opt_state, loss
 

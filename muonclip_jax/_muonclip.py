@@ -53,7 +53,8 @@ def muonclip(
 
     **Arguments:**
 
-    - `threshold`, `alpha`, `attention`, `axis_name`: as for [`qk_clip`][].
+    - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
+    - `axis_name`: as for [`muon`][] and for [`qk_clip`][].
     - `per_head`: as for [`muon`][], of the layers that `attention` describes, if it
         does ([`per_head_dimension_numbers`][]); an error for kernels without an axis of
         heads, such as fused ones.
@@ -112,6 +113,7 @@ def muonclip(
             neuron_b2=neuron_b2,
             per_head=per_head and attention is None,
             shardings=shardings,
+            axis_name=axis_name,
         ),
         qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),
     )

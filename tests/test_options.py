@@ -84,7 +84,8 @@ def test_muonclip_hands_every_option_on(monkeypatch, name):
     expected[name] = VALUES[name]
     mc.muonclip(**{"learning_rate": RATE, name: VALUES[name]})
     assert muon | clip == expected
-    assert not muon.keys() & clip.keys()
+    assert muon.keys() & clip.keys() == {"axis_name"}
+    assert muon["axis_name"] == clip["axis_name"]
 
 
 PARAMS = {
@@ -97,10 +98,12 @@ PARAMS = {
 def direction_of(monkeypatch, module, make):
     """What `module` makes Muon's direction of, and what it reads of the params."""
     with monkeypatch.context() as patch:
+        momentum = record(patch, module, "momentum_in")
         received = record(patch, module, "muon_direction")
         make().init(PARAMS)
     leaves = received.pop("read")(PARAMS)
-    return received | {"views": leaves.views, "shardings": leaves.shardings}
+    read = {"views": leaves.views, "shardings": leaves.shardings}
+    return received | read | {"momentum": momentum}
 
 
 @pytest.mark.parametrize("name", options_of(mc.scale_by_muon))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax_versions import gather_everywhere
 from .block_layout import AxisRoles, BlockLayout
 from .ownership import Owners
 
@@ -56,7 +57,7 @@ class Exchange:
         split = self._by_layout(splits, kinds, matrices)
         blocks = self._all_to_all(jnp.moveaxis(split, 1, 0))
         if self.roles.replicated:
-            blocks = jax.lax.all_gather(blocks, self.roles.replicated)
+            blocks = gather_everywhere(blocks, self.roles.replicated)
         blocks = blocks.reshape(-1, *self.block_shape)
         return _take(blocks, _at(self.owners.places, group))
 

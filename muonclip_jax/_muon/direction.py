@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from .._mesh.replicas import Axes
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
 from .momentum import Momentum
@@ -19,6 +20,7 @@ def muon_direction(
     solver: Solver,
     *,
     consistent_rms: ShapeScale,
+    replicas: Axes,
 ) -> optax.GradientTransformationExtraArgs:
     """`scale_by_muon` for leaves that `read` has read; those without a view pass."""
 
@@ -34,7 +36,7 @@ def muon_direction(
         views = [view if view and math.prod(view.shape) else None for view in views]
         ahead, state = momentum.update(state, leaves, views, gradients)
         placement = leaves.placement(ahead)
-        directions = orthogonalize(solver, ahead, views, placement)
+        directions = orthogonalize(solver, ahead, views, placement, replicas)
         scaled = [
             scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
             for d, view, g in zip(directions, views, gradients, strict=True)

@@ -6,7 +6,7 @@ four arrows.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
+from .._mesh.replicas import mean_over_replicas, named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
@@ -56,6 +57,7 @@ def muon(
     neuron_b2: float | jax.Array | None = None,
     per_head: bool = False,
     shardings: Shardings | None = None,
+    axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon for the matrices, AdamW for the rest.
 
@@ -70,8 +72,8 @@ def muon(
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `dimension_numbers`, `shardings`: as for [`scale_by_muon`][]; `None` in
-        `dimension_numbers` sends a leaf to AdamW.
+        `dimension_numbers`, `shardings`, `axis_name`: as for [`scale_by_muon`][];
+        `None` in `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
         params, for both.
@@ -121,7 +123,7 @@ def muon(
 
     check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
-    layouts = Layouts(shardings)
+    layouts, replicas = Layouts(shardings), named_axes(axis_name)
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
 
@@ -132,7 +134,11 @@ def muon(
         decayed = _decay_mask(weight_decay_mask, leaves.tree)
         adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
         direction = muon_direction(
-            lambda _: leaves, momentum, solver, consistent_rms=consistent_rms
+            lambda _: leaves,
+            momentum,
+            solver,
+            consistent_rms=consistent_rms,
+            replicas=replicas,
         )
         normalization = (
             [neuron_normalization(lambda _: leaves, b2=neuron_b2)]
@@ -160,6 +166,7 @@ def muon(
         return build(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
+        updates = mean_over_replicas(updates, replicas)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             directions, state = build(updates).update(

@@ -1,4 +1,4 @@
-"""Orthogonalizes leaves of matrices, wherever they lie: three routes, one choice."""
+"""Orthogonalizes leaves of matrices, wherever they lie: four routes, one choice."""
 
 import functools
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ import jax
 from .._matrices.view import MatrixView
 from .._mesh.on_mesh import orthogonalize_on_mesh
 from .._mesh.placement import Placement
+from .._mesh.replicas import Axes, orthogonalize_by_replicas
 from .._newton_schulz.solver import on_its_platform, Solver
 from .custom_partition import orthogonalize_where_compiler_puts
 from .one_device import orthogonalize_on_one_device
-from .transformed import transformable
+from .transformed import differentiable, transformable
 
 
 def orthogonalize(
@@ -19,11 +20,13 @@ def orthogonalize(
     leaves: Sequence[jax.Array],
     views: Sequence[MatrixView | None],
     placement: Placement | None = None,
+    replicas: Axes = (),
 ) -> list[jax.Array]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
     Matrices of one shape share a stack, whichever leaves they come from. On a mesh its
-    devices share the work. Results are float32 or wider.
+    devices share the work, and so do replicas along mapped axes. Results are float32 or
+    wider.
     """
     results = list(leaves)
     specs = placement.specs if placement else [None] * len(leaves)
@@ -38,15 +41,22 @@ def orthogonalize(
             views=tuple(views[i] for i in chosen),
             mesh=placement and placement.mesh,
             specs=tuple(specs[i] for i in chosen) if is_known else None,
+            replicas=replicas,
         )
         for i, result in zip(chosen, found, strict=True):
             results[i] = result
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("views", "mesh", "specs"))
-def _orthogonalize(solver, leaves, *, views, mesh, specs):
-    if mesh is None:
+@functools.partial(jax.jit, static_argnames=("views", "mesh", "specs", "replicas"))
+def _orthogonalize(solver, leaves, *, views, mesh, specs, replicas):
+    if replicas:
+        # No rule for `vmap`, which may be what names the axis of the replicas.
+        route = differentiable(
+            functools.partial(orthogonalize_by_replicas, views=views, axes=replicas),
+            functools.partial(orthogonalize_on_one_device, views=views),
+        )
+    elif mesh is None:
         route = functools.partial(orthogonalize_on_one_device, views=views)
     elif specs is None:
         route = transformable(orthogonalize_where_compiler_puts, views, None)

@@ -1,5 +1,6 @@
 """Muon's direction as a transformation of its own."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from jax.typing import DTypeLike
 
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
+from .._mesh.replicas import mean_over_replicas, named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
@@ -32,6 +34,7 @@ def scale_by_muon(
     mu_dtype: DTypeLike | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     shardings: Shardings | None = None,
+    axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Turns gradients into orthogonalized momentum, scaled by shape.
 
@@ -82,6 +85,12 @@ def scale_by_muon(
         persistent compilation cache hit in the next process, since programs that ask
         the compiler hold an address (or set JAX's flag
         `jax_remove_custom_partitioning_ptr_from_cache_key`).
+    - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
+        whose replicas the batch is divided. They share out the matrices and gather the
+        results, so that each iterates its part and all end with the same bits. The
+        update takes the mean of the gradients over them itself; gradients that are
+        averaged already give the same result, for one all-reduce more, except in a
+        `shard_map` that checks types (`check_vma`), where that is seen.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
     they came with.
@@ -116,11 +125,19 @@ def scale_by_muon(
 
     check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
-    layouts = Layouts(shardings)
+    layouts, replicas = Layouts(shardings), named_axes(axis_name)
 
     def read(tree: Any) -> Leaves:
         leaves = read_leaves(tree, dimension_numbers, layouts)
         check_matrices_only(leaves, "scale_by_muon")
         return leaves
 
-    return muon_direction(read, momentum, solver, consistent_rms=consistent_rms)
+    direction = muon_direction(
+        read, momentum, solver, consistent_rms=consistent_rms, replicas=replicas
+    )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        updates = mean_over_replicas(updates, replicas)
+        return direction.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(direction.init, update_fn)

@@ -20,11 +20,12 @@ from .one_device import orthogonalize_on_one_device
 
 Views = Sequence[MatrixView]
 Specs = Sequence[PartitionSpec] | None
+Route = Callable[[Solver, list[jax.Array]], list[jax.Array]]
 
 
 def transformable(
     route: Callable[..., list[jax.Array]], views: Views, specs: Specs
-) -> Callable[[Solver, list[jax.Array]], list[jax.Array]]:
+) -> Route:
     """`route(solver, leaves, views=..., specs=...)`, with a derivative and batches.
 
     A batch is one more axis of matrices. The derivative is that of one device, in a
@@ -65,17 +66,22 @@ def transformable(
         results = transformable(route, in_stacks, cuts)(solver, stacked)
         return results, [True] * len(results)
 
-    differentiable = jax.custom_jvp(lambda solver, leaves: function(solver, leaves))
+    return differentiable(function, whole)
 
-    @differentiable.defjvp
+
+def differentiable(function: Route, on_one_device: Route) -> Route:
+    """`function(solver, leaves)` with the derivative of what one device does."""
+    result = jax.custom_jvp(lambda solver, leaves: function(solver, leaves))
+
+    @result.defjvp
     def derivative(primals, tangents):
         solver, leaves = primals
         _, directions = jax.jvp(
-            functools.partial(whole, solver), (leaves,), (tangents[1],)
+            functools.partial(on_one_device, solver), (leaves,), (tangents[1],)
         )
-        return differentiable(solver, leaves), directions
+        return result(solver, leaves), directions
 
-    return differentiable
+    return result
 
 
 def _in_stack(view: MatrixView, count: int) -> MatrixView:

@@ -1,0 +1,277 @@
+"""Replicas under `pmap` and `shard_map` share the matrices: `axis_name`."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Numbers
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+COUNT = 4
+PARAMS = {
+    **{f"up{i}": normal(i, 16, 24) for i in range(5)},
+    "stack": normal(7, 3, 24, 16),
+    "single": normal(8, 10, 12),
+    "bias": normal(9, 24),
+}
+NUMBERS = {name: None if x.ndim == 1 else Numbers(-2, -1) for name, x in PARAMS.items()}
+MATRICES = {name: x for name, x in PARAMS.items() if x.ndim > 1}
+
+
+def grads_at(step, replica=0):
+    return {k: normal((step, replica, 5), *x.shape) for k, x in PARAMS.items()}
+
+
+def mean_grads_at(step):
+    each = [grads_at(step, replica) for replica in range(COUNT)]
+    return jax.tree.map(lambda *x: sum(x) / COUNT, *each)
+
+
+def make(axis_name=None, **options):
+    return mc.muon(
+        1e-2,
+        dimension_numbers=NUMBERS,
+        axis_name=axis_name,
+        weight_decay=0.3,
+        **options,
+    )
+
+
+def walk(update, state, steps=3, grads=mean_grads_at):
+    params = PARAMS
+    for step in range(steps):
+        params, state = update(grads(step), state, params)
+    return params, state
+
+
+def step_of(tx):
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@functools.cache
+def expected(**options):
+    tx = make(**options)
+    return walk(jax.jit(step_of(tx)), tx.init(PARAMS))[0]
+
+
+def mesh_of(*sizes):
+    names = ("data", "other")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def assert_close(actual, desired):
+    chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_averaged", [True, False])
+@pytest.mark.parametrize("map_", [jax.pmap, jax.vmap])
+def test_mapped(map_, is_averaged):
+    tx = make("data")
+    update = map_(step_of(tx), axis_name="data")
+    params, state = stacked([PARAMS] * COUNT), stacked([tx.init(PARAMS)] * COUNT)
+    for step in range(3):
+        each = [mean_grads_at(step)] * COUNT
+        if not is_averaged:
+            each = [grads_at(step, replica) for replica in range(COUNT)]
+        params, state = update(stacked(each), state, params)
+    for replica in range(COUNT):
+        mine = jax.tree.map(lambda x, i=replica: x[i], params)
+        assert_close(mine, expected())
+        # To the bit, as the state must be.
+        chex.assert_trees_all_equal(mine, jax.tree.map(lambda x: x[0], params))
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("is_averaged", [True, False])
+def test_shard_map(is_checked, is_averaged):
+    """Replicated params go in and come out, also where types are checked."""
+    tx = make("data")
+    step = jax.jit(
+        jax.shard_map(
+            step_of(tx),
+            mesh=mesh_of(COUNT),
+            in_specs=(P() if is_averaged else P("data"), P(), P()),
+            out_specs=P(),
+            check_vma=is_checked,
+        )
+    )
+
+    def grads(step):
+        if is_averaged:
+            return mean_grads_at(step)
+        each = [grads_at(step, replica) for replica in range(COUNT)]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *each)
+
+    params, _ = walk(step, tx.init(PARAMS), grads=grads)
+    assert_close(params, expected())
+
+
+OPTIONS = {
+    "8 bits": dict(mu_dtype="int8"),
+    "neurons": dict(neuron_b2=0.9, cautious_weight_decay=True),
+    "bfloat16": dict(ns_dtype="bfloat16"),
+    "traced steps": dict(ns_steps=4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    tx = make("data", **OPTIONS[name])
+    step = jax.shard_map(step_of(tx), mesh=mesh_of(COUNT), in_specs=P(), out_specs=P())
+    params, _ = walk(jax.jit(step), tx.init(PARAMS))
+    # Results are gathered in bfloat16 where the iteration runs in it.
+    atol = 1e-3 if name == "bfloat16" else 1e-4
+    chex.assert_trees_all_close(params, expected(**OPTIONS[name]), rtol=1e-2, atol=atol)
+
+
+def test_two_axes_and_one_of_two():
+    for axes in (("data", "other"), "data"):
+        tx = make(axes)
+        step = jax.shard_map(
+            step_of(tx),
+            mesh=mesh_of(2, 2),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        assert_close(walk(jax.jit(step), tx.init(PARAMS))[0], expected())
+
+
+def test_beside_an_automatic_axis():
+    """Params that the compiler cuts along the other axis."""
+    mesh, tx = mesh_of(2, 2), make("data")
+    step = jax.shard_map(
+        step_of(tx),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    cut = {k: P("other") if k.startswith("up") else P() for k in PARAMS}
+    placed = {
+        k: jax.device_put(x, jax.NamedSharding(mesh, cut[k])) for k, x in PARAMS.items()
+    }
+    state = tx.init(placed)
+    params, _ = walk(jax.jit(step), state)
+    assert_close(params, expected())
+
+
+def test_the_direction_alone():
+    tx = mc.scale_by_muon(axis_name="data", dimension_numbers=Numbers(-2, -1))
+    alone = mc.scale_by_muon(dimension_numbers=Numbers(-2, -1))
+    each = [{k: grads_at(0, i)[k] for k in MATRICES} for i in range(COUNT)]
+    states = stacked([tx.init(MATRICES)] * COUNT)
+    updates, _ = jax.pmap(tx.update, axis_name="data")(stacked(each), states)
+    mean = jax.tree.map(lambda *x: sum(x) / COUNT, *each)
+    assert_close(
+        jax.tree.map(lambda x: x[1], updates), alone.update(mean, alone.init(mean))[0]
+    )
+
+
+def test_each_replica_iterates_its_share_and_one_gather_hands_out_a_stack():
+    matrices = {str(i): normal(i, 48, 96) for i in range(2 * COUNT)}
+
+    def compiled(params, axis_name=None):
+        tx = mc.scale_by_muon(axis_name=axis_name, dimension_numbers=Numbers(0, 1))
+        step = jax.shard_map(
+            lambda g, s: tx.update(g, s)[0],
+            mesh=mesh_of(COUNT),
+            in_specs=P(),
+            out_specs=P(),
+        )
+        return jax.jit(step).lower(params, tx.init(params)).compile()
+
+    # XLA counts the body of a loop over a stack once, so one matrix is multiplied.
+    one = compiled({"0": matrices["0"]}).cost_analysis()["flops"]
+    shared = compiled(matrices, "data")
+    share = shared.cost_analysis()["flops"]
+    assert share <= 1.3 * len(matrices) * one / COUNT
+    text = shared.as_text()
+    assert len(re.findall(r" = \S+ all-gather(?:-start)?\(", text)) == 1
+    assert "all-reduce" not in text and "all-to-all" not in text
+
+
+def test_muonclip_shares_both():
+    kernel = normal(1, 8, 2, 4)
+    params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+    tx = mc.muonclip(1e-2, axis_name="data")
+    alone = mc.muonclip(1e-2)
+    each = [jnp.array([90.0 + 50 * i, 400.0 - 70 * i]) for i in range(COUNT)]
+
+    def step(grads, state, logits):
+        stats = {"attn": {"max_logits": logits}}
+        return tx.update(grads, state, params, attention_stats=stats)[0]
+
+    state = stacked([tx.init(params)] * COUNT)
+    updates = jax.pmap(step, axis_name="data")(
+        stacked([params] * COUNT), state, jnp.stack(each)
+    )
+    stats = {"attn": {"max_logits": functools.reduce(jnp.maximum, each)}}
+    desired, _ = alone.update(params, alone.init(params), params, attention_stats=stats)
+    assert_close(jax.tree.map(lambda x: x[2], updates), desired)
+
+
+def test_derivative_is_that_of_one_replica():
+    """By the gradients, which the momentum of the next step remembers."""
+
+    def size(grads, axis_name):
+        tx = mc.scale_by_muon(axis_name=axis_name, dimension_numbers=Numbers(-2, -1))
+        updates, _ = tx.update(grads, tx.init(grads))
+        return sum(jnp.sum(jnp.sin(x)) for x in updates.values())
+
+    alone = jax.grad(size)(MATRICES, None)
+    shared = jax.pmap(
+        lambda grads: jax.grad(lambda g: size(jax.lax.pmean(g, "data"), "data"))(grads),
+        axis_name="data",
+    )(stacked([MATRICES] * COUNT))
+    assert_close(jax.tree.map(lambda x: x[1], shared), alone)
+
+
+def test_an_axis_that_is_not_there():
+    tx = make("data")
+    with pytest.raises(ValueError, match="axis_name='data' is no axis here: call the"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    direction = mc.scale_by_muon(axis_name="data", dimension_numbers=Numbers(-2, -1))
+    with pytest.raises(ValueError, match="inside jax.pmap or jax.shard_map"):
+        direction.update(MATRICES, direction.init(MATRICES))
+
+
+def test_all_replicas_agree_to_the_bit_after_training():
+    tx, loss = (
+        make("data"),
+        lambda p, x: sum(jnp.sum(jnp.tanh(v * x)) for v in p.values()),
+    )
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = stacked([PARAMS] * COUNT), stacked([tx.init(PARAMS)] * COUNT)
+    update = jax.pmap(step, axis_name="data")
+    for i in range(4):
+        params, state = update(params, state, jnp.arange(1.0, COUNT + 1) + i)
+    for x in jax.tree.leaves((params, state)):
+        for replica in range(1, COUNT):
+            np.testing.assert_array_equal(x[replica], x[0])
