@@ -41,14 +41,19 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=12)
     options.add_argument("--repeats", type=int, default=20)
     options.add_argument("--png", type=Path, help="time against number of matrices")
+    options.add_argument("--only", choices=PARTS, help="one table")
     args = options.parse_args()
     report = Report(args)
+    for name, part in PARTS.items():
+        if args.only in (None, name):
+            part(report, args)
+    report.write()
+
+
+def peers(report: Report, args: Any) -> None:
     table = report.table("Whole update", COLUMNS)
     against_optax(table, args.layers, args.repeats)
     against_torch(table, args.layers, args.repeats)
-    growth(report, args)
-    options_of_muon(report, args.layers, args.repeats)
-    report.write()
 
 
 def against_optax(table: Table, layers: int, repeats: int) -> None:
@@ -124,7 +129,7 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
         table.add(name, *figures, None)
 
 
-def growth(report: Report, args) -> None:
+def growth(report: Report, args: Any) -> None:
     title = "Update of matrices (768, 768), seconds by their number"
     columns = {"matrices": "d", "ours": ".3f", "optax": ".3f", "times faster": ".2f"}
     table = report.table(title, columns)
@@ -137,8 +142,9 @@ def growth(report: Report, args) -> None:
         draw(table, args.png)
 
 
-def options_of_muon(report: Report, layers: int, repeats: int) -> None:
+def options_of_muon(report: Report, args: Any) -> None:
     """What Muon's options cost, with GPT-2's kernels as Flax has them."""
+    layers, repeats = args.layers, args.repeats
     heads = {name: (768, 12, 64) for name in ("query", "key", "value")}
     block = BLOCK | heads | {"out": (12, 64, 768)}
     shapes = separate(layers, block)
@@ -187,6 +193,8 @@ def draw(table: Table, file: Path) -> None:
         axes.set_xticks(counts, labels=[str(count) for count in counts])
         axes.set_xticks([], minor=True)
 
+
+PARTS = {"peers": peers, "growth": growth, "options": options_of_muon}
 
 if __name__ == "__main__":
     main()
