@@ -99,14 +99,15 @@ def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
 
 
 def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:
-    scales = {}
-    for i, view in enumerate(leaves.views):
-        if view and math.prod(view.shape):
-            parts = eight_bits.layout(view)
-            flat, treedef = jax.tree.flatten(parts, is_leaf=_is_part)
-            zeros = zero_parts(params, leaves, [(i, part) for part in flat])
-            scales[paths.show(leaves.tree.paths[i])] = treedef.unflatten(zeros)
-    return scales
+    layouts = {
+        i: eight_bits.layout(view)
+        for i, view in enumerate(leaves.views)
+        if view and math.prod(view.shape)
+    }
+    entries, treedef = jax.tree_util.tree_flatten_with_path(layouts, _is_part)
+    zeros = zero_parts(params, leaves, [(keys[0].key, x) for keys, x in entries])
+    scales = treedef.unflatten(zeros)
+    return {paths.show(leaves.tree.paths[i]): of for i, of in scales.items()}
 
 
 def _is_part(x: Any) -> bool:
