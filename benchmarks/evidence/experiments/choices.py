@@ -70,7 +70,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "default there is one matrix per expert.",
         tables=[table(plan, differences)],
         parts={
-            name: [held for (_, of), held in holds(differences).items() if of == name]
+            said(name): [
+                held for (_, of), held in holds(differences).items() if of == name
+            ]
             for name in dict.fromkeys(of for _, of in holds(differences))
         },
         figure="choices.png",
@@ -93,6 +95,13 @@ def holds(differences: dict[tuple[str, str], Interval]) -> dict[tuple[str, str],
         if key[1] in WORSE:
             parts[key] = d.low > 0
     return parts
+
+
+def said(name: str) -> str:
+    """The claim about a choice."""
+    if name in HARMLESS:
+        return f"{name} within {SAME:g} nats"
+    return f"{name} worse" if name in WORSE else f"{name} gain nothing"
 
 
 def failed(differences: dict[tuple[str, str], Interval]) -> str:

@@ -66,7 +66,11 @@ ARMS = {
     DEFAULT: Arm(HEADS | dict(beta=0.95), ("learning_rate",), one_rate=True),
 }
 # Of AdamW's steps, each with a schedule of its own.
-SHARES = {MUON: (0.5, 0.7, 1.0), ALL: (0.35, 0.5, 0.7, 1.0), DEFAULT: (0.5, 0.7, 1.0)}
+SHARES = {
+    MUON: (0.35, 0.5, 0.7, 1.0),
+    ALL: (0.35, 0.5, 0.7, 1.0),
+    DEFAULT: (0.5, 0.7, 1.0),
+}
 LARGEST_SHARES = {MUON: (0.7, 1.0), ALL: (0.4, 0.52), DEFAULT: (0.52, 0.7)}
 RECIPE, BY_DEFAULT = 0.52, 0.60  # of a tuned AdamW's tokens
 
