@@ -55,7 +55,8 @@ def newton_schulz(
     - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
         there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. That brings singular values
         near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
-        no longer the polar factor of `x` itself.
+        no longer the polar factor of `x` itself. `"equilibrated"` gives all rows one
+        norm and then all columns (MuonEq evens out rows): the polar factor of that.
     - `kernel`: `"pallas"` takes kernels of this package for products known to be
         symmetric, of which they compute half, in float16 or bfloat16 from 1,024 rows
         on for TPU and 2,048 for GPU. They have been compiled and interpreted, but

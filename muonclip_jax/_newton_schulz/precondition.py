@@ -7,12 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 
-Preconditioning = Literal["frobenius", "aol"]
+Preconditioning = Literal["frobenius", "aol", "equilibrated"]
+
+#: A row or column with less than this share of the mean square is not lifted to the
+#: rest: what is a thousandth in size may be rounding errors.
+NOISE = 1e-6
 
 
 def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:
     """Scales `(..., m, n)`, the short side first, in float32 or better."""
     y = _divide_by_norm(x.astype(np.promote_types(x.dtype, jnp.float32)))
+    if kind == "equilibrated":
+        return _equilibrated(y)
     return _almost_orthogonal(y) if kind == "aol" else y
 
 
@@ -68,3 +74,16 @@ def _almost_orthogonal(x: jax.Array) -> jax.Array:
     """
     sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
+
+
+def _equilibrated(x: jax.Array) -> jax.Array:
+    """Gives rows one norm, and then columns, which hardly changes that of the rows.
+
+    The result is not the polar factor of `x`, but that of one with even rows and
+    columns (MuonEq, arXiv:2603.28254).
+    """
+    for axis in (-1, -2):
+        squares = jnp.sum(jnp.real(x * x.conj()), axis=axis, keepdims=True)
+        squares += NOISE * jnp.mean(squares, axis=(-2, -1), keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1))
+    return _divide_by_norm(x)

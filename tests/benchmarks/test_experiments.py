@@ -84,8 +84,10 @@ class World:
         return 0.1 if (worse if self.good else harm and not worse) else 0.0
 
     def is_a_part_of_the_recipe(self, run):
-        part_of_muon = {"neuron_b2", "cautious_weight_decay"} & dict(run.muon).keys()
-        return run.matrices == "per_head" or part_of_muon
+        told = dict(run.muon)
+        part_of_muon = {"neuron_b2", "cautious_weight_decay"} & told.keys()
+        is_even = told.get("preconditioning") == "equilibrated"
+        return run.matrices == "per_head" or part_of_muon or is_even
 
     def logits(self, run):
         share = np.arange(run.steps) / run.steps

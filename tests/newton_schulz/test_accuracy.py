@@ -185,6 +185,34 @@ def test_aol_is_the_iteration_of_the_rescaled_matrix(shape):
     np.testing.assert_allclose(y, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 12, 12)])
+def test_equilibrated_is_the_iteration_of_even_rows_and_columns(shape):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=shape) * np.exp(generator.normal(size=shape[-1:]))
+    x *= np.exp(generator.normal(size=(shape[-2], 1)))
+    results = []
+    for matrix in x.reshape(-1, *shape[-2:]):
+        wide = matrix if shape[-2] <= shape[-1] else matrix.T
+        even = wide
+        for axis in (1, 0):
+            squares = np.square(even).sum(axis, keepdims=True)
+            even = even / np.sqrt(squares + 1e-6 * squares.mean())
+        y = polynomial_of(even, mc.NS_COEFFS["keller"], norm=np.linalg.norm(even))
+        results.append(y if wide is matrix else y.T)
+    y = orthogonalized(x, "keller", preconditioning="equilibrated")
+    np.testing.assert_allclose(y, np.reshape(results, shape), atol=5e-6)
+
+
+def test_equilibrated_lifts_no_noise():
+    """Rows and columns of nothing stay so, and a row of rounding errors stays small."""
+    x = np.zeros((2, 6, 8))
+    x[0, 1:, 2:] = np.random.default_rng(0).normal(size=(5, 6))
+    x[0, 1] *= 1e-8
+    y = orthogonalized(x, "keller", preconditioning="equilibrated")
+    assert not y[1].any() and not y[0, 0].any() and not y[0, :, :2].any()
+    assert np.linalg.norm(y[0, 1]) < 0.05 < 0.5 < np.linalg.norm(y[0, 2])
+
+
 def test_aol_keeps_zero_rows_and_zero_matrices():
     x = np.zeros((2, 4, 6))
     x[0, 1:] = np.random.default_rng(0).normal(size=(3, 6))

@@ -45,7 +45,7 @@ def test_every_scale(scale, method):
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
+@pytest.mark.parametrize("preconditioning", ["frobenius", "aol", "equilibrated"])
 def test_zero_matrices_have_none(preconditioning):
     for x in (X.at[1].set(0.0), X.at[:].set(0.0), X.at[1, 2].set(0.0)):
         found = gradient(x, preconditioning=preconditioning)

@@ -49,12 +49,15 @@ ADAMW_AXES = ("learning_rate", "weight_decay")
 MUON_AXES = (*ADAMW_AXES, "adam_learning_rate", "beta")
 HEADS: dict[str, Any] = dict(matrices="per_head")
 NEURONS, CAUTIOUS = ("neuron_b2", 0.95), ("cautious_weight_decay", True)
+EVEN = ("preconditioning", "equilibrated")
 
 ADAMW, ADAMW_BETA, MUON = "AdamW", "AdamW, b1 tuned", "Muon"
-ALL, DEFAULT = "all three", "mc.muonclip(learning_rate)"
+ALL, DEFAULT = "heads, neurons and cautious decay", "mc.muonclip(learning_rate)"
+STATELESS = "heads, evenness and cautious decay"
 PARTS = {
     "one matrix per head": HEADS,
     "neurons normalized": dict(muon=(NEURONS,)),
+    "rows and columns even": dict(muon=(EVEN,)),
     "cautious decay": dict(muon=(CAUTIOUS,)),
 }
 ARMS = {
@@ -62,6 +65,7 @@ ARMS = {
     ADAMW_BETA: Arm(dict(optimizer="adamw"), (*ADAMW_AXES, "beta")),
     MUON: Arm({}, MUON_AXES),
     **{name: Arm(changes, MUON_AXES) for name, changes in PARTS.items()},
+    STATELESS: Arm(HEADS | dict(muon=(CAUTIOUS, EVEN)), MUON_AXES),
     ALL: Arm(HEADS | dict(muon=(CAUTIOUS, NEURONS)), MUON_AXES),
     DEFAULT: Arm(HEADS | dict(beta=0.95), ("learning_rate",), one_rate=True),
 }
