@@ -190,21 +190,24 @@ def test_what_is_not_finite_stays_so():
         assert not np.isfinite(decoded[3, 5])
 
 
-def walk(tx, steps, place=lambda tree: tree):
-    params = place(PARAMS)
+def walk(tx, steps, names=tuple(LEAVES), place=lambda tree: tree):
+    params = place({name: PARAMS[name] for name in names})
     state = tx.init(params)
     update = jax.jit(tx.update)
     for step in range(steps):
-        updates, state = update(place(grads_at(step)), state, params)
+        grads = grads_at(step)
+        grads = place({name: grads[name] for name in names})
+        updates, state = update(grads, state, params)
     return updates, state
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_every_layout_of_axes(nesterov):
-    options = dict(dimension_numbers=NUMBERS, nesterov=nesterov)
-    updates, state = walk(mc.scale_by_muon(mu_dtype="int8", **options), 20)
-    expected, _ = walk(mc.scale_by_muon(**options), 20)
-    for name in LEAVES:
+@pytest.mark.parametrize("nesterov, names", [(True, tuple(LEAVES)), (False, ("up",))])
+def test_every_layout_of_axes(nesterov, names):
+    numbers = {name: NUMBERS[name] for name in names}
+    options = dict(dimension_numbers=numbers, nesterov=nesterov)
+    updates, state = walk(mc.scale_by_muon(mu_dtype="int8", **options), 20, names)
+    expected, _ = walk(mc.scale_by_muon(**options), 20, names)
+    for name in names:
         assert cosine(updates[name], expected[name]) > 0.99, name
         assert state.mu[name].dtype == jnp.int8
 
@@ -212,27 +215,25 @@ def test_every_layout_of_axes(nesterov):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(kind, tmp_path):
     """As on one device but for the last code; and restored on another mesh."""
-    tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=NUMBERS)
-    alone, single = walk(tx, 5)
+    names = ("up", "query", "experts", "odd")
+    numbers = {name: NUMBERS[name] for name in names}
+    tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=numbers)
+    alone, single = walk(tx, 5, names)
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
-    specs = {name: spec for name, (*_, spec) in LEAVES.items()}
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    shardings = {name: NamedSharding(mesh, LEAVES[name][-1]) for name in names}
     with jax.set_mesh(mesh):
-        tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=NUMBERS)
-        updates, state = walk(tx, 5, lambda tree: jax.device_put(tree, shardings))
+        tx = mc.scale_by_muon(mu_dtype="int8", dimension_numbers=numbers)
+        place = functools.partial(jax.device_put, device=shardings)
+        updates, state = walk(tx, 5, names, place)
     for name, x in updates.items():
         assert cosine(x, alone[name]) > 0.9999, name
         assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
         assert state.mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
-    up = state.scales["up"]
-    lies = NamedSharding(mesh, P("a")), NamedSharding(mesh, P(None, "b"))
-    for vectors, lying in zip((up, up.directions), (lies, lies), strict=True):
-        for x, where in zip(
-            jax.tree.leaves(vectors[:2])[:: 1 if vectors is up else 2],
-            lying,
-            strict=True,
-        ):
-            assert x.sharding.is_equivalent_to(where, 2)
+    rows, columns, (left, right) = state.scales["up"]
+    for x in (rows, left.codes):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)
+    for x in (columns, right.codes):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "b")), 2)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", state)
         checkpointer.wait_until_finished()
