@@ -19,9 +19,9 @@ def is_checked(axes: tuple[Hashable, ...]) -> bool:
 
 
 def varying(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
-    """The same array, taken to vary over axes where `jax.shard_map` checks that."""
+    """The same array, taken to vary over axes, which `jax.shard_map` checks."""
     missing = tuple(axis for axis in axes if axis not in manual_axes(x))
-    if not missing or not is_checked(axes):
+    if not missing:
         return x
     lax: Any = jax.lax
     if hasattr(lax, "pcast"):

@@ -1,6 +1,5 @@
 """Products of arrays with named axes, which stay cut as explicit axes of a mesh say."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,17 +39,6 @@ def named_product(
         f"{','.join(names)}->{product.kept}", *arrays, precision="highest", **settings
     )
     return jnp.expand_dims(result, product.gone)
-
-
-def on_whole_arrays(
-    function: Callable[[jax.Array], jax.Array], x: jax.Array
-) -> jax.Array:
-    """Applies a function that knows no explicit axes to an array that is small."""
-    sharding = jax.typeof(x).sharding
-    if not any(sharding.spec):
-        return function(x)
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return function(jax.sharding.reshard(x, whole))
 
 
 def _cuts(names: list[str], arrays: list[jax.Array]) -> tuple[dict[str, Any], Any]:

@@ -34,7 +34,13 @@ def mean_over_replicas(tree: Any, axes: Axes) -> Any:
     if not axes:
         return tree
     _check_bound(axes)
-    return jax.tree.map(lambda x: _mean(x, axes), tree)
+    checked = is_checked(axes)
+
+    def mean(x: jax.Array) -> jax.Array:
+        is_same = checked and not manual_axes(x).intersection(axes)
+        return x if is_same else jax.lax.pmean(x, axes)
+
+    return jax.tree.map(mean, tree)
 
 
 def orthogonalize_by_replicas(
@@ -46,19 +52,15 @@ def orthogonalize_by_replicas(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same on all replicas, as are the results."""
     sizes: dict[Any, int] = {axis: jax.lax.axis_size(axis) for axis in axes}
+    if is_checked(axes):
+        leaves = [varying(x, axes) for x in leaves]
     return orthogonalize_on_each_device(
         solver,
-        [varying(x, axes) for x in leaves],
+        leaves,
         views=views,
         mesh=sizes,
         specs=[PartitionSpec()] * len(leaves),
     )
-
-
-def _mean(x: jax.Array, axes: Axes) -> jax.Array:
-    if is_checked(axes) and not manual_axes(x).intersection(axes):
-        return x
-    return jax.lax.pmean(x, axes)
 
 
 def _check_bound(axes: Axes) -> None:

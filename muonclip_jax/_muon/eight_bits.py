@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from .._matrices.view import MatrixView
-from .._mesh.named_product import Axes, named_product, on_whole_arrays
+from .._mesh.named_product import Axes, named_product
 from .._mesh.zeros import Sizes
+from .._newton_schulz.explicit_axes import on_whole_leaves
 from .state import Part
 
 
@@ -173,7 +174,7 @@ def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
     y, other = _over(image, largest), Axes(p.names.replace("z", "y"), p.gone)
     stack = "".join(p.names[i] for i in view.batch)
     gram = named_product((p, other), Axes(stack + "zy"), y, y)
-    inverse = on_whole_arrays(_inverse_factor, gram)
+    (inverse,) = on_whole_leaves(lambda grams: [_inverse_factor(*grams)], [gram])
     return named_product((p, Axes(stack + "yz")), other, y, inverse)
 
 

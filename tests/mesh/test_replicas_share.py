@@ -130,7 +130,7 @@ OPTIONS = {
     "8 bits": dict(mu_dtype="int8"),
     "neurons": dict(neuron_b2=0.9, cautious_weight_decay=True),
     "bfloat16": dict(ns_dtype="bfloat16"),
-    "traced steps": dict(ns_steps=4),
+    "four steps": dict(ns_steps=4),
 }
 
 

@@ -114,7 +114,7 @@ def test_bytes_of_gpt2():
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def coded(momentum, view, steps=3):
+def coded(momentum, view):
     layout = eight_bits.layout(view)
     scales = jax.tree.map(
         lambda part: jnp.zeros(
