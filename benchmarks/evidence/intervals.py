@@ -24,6 +24,9 @@ class Interval(NamedTuple):
     def show(self, form: str = ".3f") -> str:
         return f"{self.mean:{form}} ± {self.half:{form.lstrip('+')}}"
 
+    def difference(self) -> str:
+        return f"{self.mean:+.4f} ({self.span()})"
+
     def span(self, form: str = "+.4f") -> str:
         return f"{self.low:{form}} to {self.high:{form}}"
 

@@ -1,8 +1,7 @@
 """One experiment as the report shows it."""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tables import Table
 
@@ -15,18 +14,14 @@ class Section:
     claim: str
     setting: str
     tables: Sequence[Table]
-    parts: Mapping[str, Iterable[bool]]  # of the claim, and where each held
+    parts: Mapping[str, Sequence[bool]]  # of the claim, and where each held
     figure: str  # file name
     remarks: str = ""
-
-    @functools.cached_property
-    def held(self) -> dict[str, list[bool]]:
-        return {name: list(holds) for name, holds in self.parts.items()}
 
     @property
     def verdict(self) -> str:
         """Sums up whether each part of the claim held."""
-        holds = [one for of_part in self.held.values() for one in of_part]
+        holds = [one for of_part in self.parts.values() for one in of_part]
         if all(holds):
             return "reproduced"
         return "reproduced in part" if any(holds) else "not reproduced"
@@ -35,7 +30,7 @@ class Section:
     def summary(self) -> str:
         """What was reproduced and what was not, part by part."""
         kinds: dict[str, list[str]] = {"yes": [], "not everywhere": [], "no": []}
-        for name, holds in self.held.items():
+        for name, holds in self.parts.items():
             kind = "yes" if all(holds) else "not everywhere" if any(holds) else "no"
             kinds[kind].append(name)
         said = (f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)

@@ -67,9 +67,9 @@ def measure(
     return Outcome(pair, losses(adamw), paths)
 
 
-def lengths(run: Run) -> list[Run]:
+def lengths(run: Run, shares: Sequence[float] = SHARES) -> list[Run]:
     """Under a constant rate one run has them all."""
-    shares = (1.0,) if run.schedule == "constant" else SHARES
+    shares = (1.0,) if run.schedule == "constant" else shares
     return [run.but(steps=round(share * run.steps)) for share in shares]
 
 

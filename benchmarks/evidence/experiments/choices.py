@@ -130,15 +130,11 @@ def difference(lab: Lab, chosen: list[Run], default: list[Run]) -> Interval:
 def table(plan: Plan, differences: dict[tuple[str, str], Interval]) -> Table:
     names = list(dict.fromkeys(name for _, name in differences))
     rows = [
-        [name, *(show(differences[corpus, name]) for corpus in plan.corpora)]
+        [name, *(differences[corpus, name].difference() for corpus in plan.corpora)]
         for name in names
     ]
     caption = "Loss difference from the default; positive is worse."
     return Table(["choice", *plan.corpora], rows, caption)
-
-
-def show(d: Interval) -> str:
-    return f"{d.mean:+.4f} ({d.span()})"
 
 
 def draw(plan: Plan, differences: dict[tuple[str, str], Interval]) -> None:

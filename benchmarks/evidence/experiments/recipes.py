@@ -12,8 +12,9 @@ from ..plan import Plan
 from ..run import Run
 from ..section import Section
 from ..style import CYCLE, rows
-from ..tokens import reached
-from ..tuning import tuned
+from ..tokens import lengths, Outcome, reported
+from ..tokens import measure as measure_share
+from ..tuning import Pair, tuned
 
 
 SEEDS = 5
@@ -86,11 +87,7 @@ class Measured(NamedTuple):
 
     best: dict[str, Run]
     losses: dict[str, list[float]]  # after all steps
-    paths: dict[str, list[list[tuple[float, float]]]]  # arm, seed: share, loss
-
-    def shares(self, arm: str, goal: str) -> list[float]:
-        pairs = zip(self.paths[arm], self.losses[goal], strict=True)
-        return [reached(path, loss) for path, loss in pairs]
+    outcomes: dict[tuple[str, str], Outcome]  # arm, and the AdamW it is held against
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
@@ -143,12 +140,14 @@ def find_best(
 ) -> dict[str, Run]:
     """The best settings of each arm, from those of the size before on."""
     best: dict[str, Run] = {}
+    model = plan.run(corpus, **size.settings)  # of fewer layers, if it is to be quick
     for name, arm in ARMS.items():
         if name in PARTS and not size.parts:
             continue
         settings = size.settings | arm.changes
         if name in before:
-            start = wider(before[name].but(**size.settings), before[name].width)
+            shape = {key: getattr(model, key) for key in size.settings}
+            start = wider(before[name].but(**shape), before[name].width)
         elif MUON in best and name != DEFAULT:
             start = best[MUON].but(**arm.changes)
         else:
@@ -180,23 +179,25 @@ def wider(run: Run, width: int) -> Run:
 
 def measure_best(lab: Lab, plan: Plan, size: str, best: Mapping[str, Run]) -> Measured:
     shares = LARGEST_SHARES if size == LARGEST else SHARES
+    by_length = {
+        arm: lengths(run, shares.get(arm, (1.0,))) for arm, run in best.items()
+    }
     runs = {
-        (arm, share): list(
-            plan.over_seeds(run.but(steps=round(share * run.steps)), SEEDS)
+        (arm, run.steps): reported(plan, run, SEEDS)
+        for arm, of_arm in by_length.items()
+        for run in of_arm
+    }
+    found = lab.gather(runs)  # all of them together
+    ends = {arm: found.get((arm, run.steps)) for arm, run in best.items()}
+    outcomes = {
+        (arm, goal): measure_share(
+            lab, plan, Pair(best[goal], best[arm]), by_length[arm], SEEDS
         )
-        for arm, run in best.items()
-        for share in shares.get(arm, (1.0,))
+        for arm in shares
+        for goal in GOALS
     }
-    ends = {key: losses(results) for key, results in lab.gather(runs).items()}
-    paths = {
-        arm: [
-            list(zip(of_arm, of_seed, strict=True))
-            for of_seed in zip(*(ends[arm, share] for share in of_arm), strict=True)
-        ]
-        for arm, of_arm in shares.items()
-    }
-    last = {arm: loss for (arm, share), loss in ends.items() if share == 1}
-    return Measured(dict(best), last, paths)
+    last = {arm: losses(results) for arm, results in ends.items() if results}
+    return Measured(dict(best), last, outcomes)
 
 
 def parts_of_claim(found: Mapping[Key, Measured]) -> dict[str, list[bool]]:
@@ -204,7 +205,7 @@ def parts_of_claim(found: Mapping[Key, Measured]) -> dict[str, list[bool]]:
     last = list(found)[-1][1]
     reach = {
         f"{arm}: at most {limit:.0%} of AdamW's tokens in the largest model": [
-            interval(measured.shares(arm, ADAMW)).mean <= limit
+            measured.outcomes[arm, ADAMW].share.mean <= limit
             for (_, size), measured in found.items()
             if size == last
         ]
@@ -229,7 +230,7 @@ def share_table(found: Mapping[Key, Measured]) -> Table:
     columns = ["corpus", "matrix parameters", "", f"tokens over {ADAMW}'s"]
     columns.append(f"over those of {ADAMW_BETA}")
     entries = [
-        [corpus, size, arm, *(show_share(measured.shares(arm, g)) for g in GOALS)]
+        [corpus, size, arm, *(shown(measured.outcomes[arm, goal]) for goal in GOALS)]
         for (corpus, size), measured in found.items()
         for arm in SHARES
     ]
@@ -240,8 +241,8 @@ def share_table(found: Mapping[Key, Measured]) -> Table:
 GOALS = (ADAMW, ADAMW_BETA)
 
 
-def show_share(shares: list[float]) -> str:
-    return interval(shares).show(".0%")
+def shown(outcome: Outcome) -> str:
+    return outcome.share.show(".0%")
 
 
 def part_table(found: Mapping[Key, Measured]) -> Table:
@@ -256,8 +257,7 @@ def part_table(found: Mapping[Key, Measured]) -> Table:
 
 
 def show_difference(measured: Measured, arm: str) -> str:
-    d = difference(measured, arm)
-    return "-" if arm == MUON else f"{d.mean:+.4f} ({d.span()})"
+    return "-" if arm == MUON else difference(measured, arm).difference()
 
 
 def rate_table(found: Mapping[Key, Measured]) -> Table:

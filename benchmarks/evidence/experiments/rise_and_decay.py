@@ -41,8 +41,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"weight decay 0.1, threshold 30; {SEEDS} seeds.",
         tables=[Table(columns, [row(*key, results) for key, results in arms.items()])],
         parts={
-            "logits stay at the threshold": map(capped, clipped),
-            "they fall below it by the end": map(decayed, clipped),
+            "logits stay at the threshold": [capped(results) for results in clipped],
+            "they fall below it by the end": [decayed(results) for results in clipped],
             f"none is over it after {EARLY:.0%} of the steps": [
                 last_over(results) <= EARLY for results in clipped
             ],
