@@ -36,6 +36,7 @@ EXPERIMENTS = (
     "sharing",
     "geometry",
     "width_transfer",
+    "carry_over",
     "choices",
     "recipes",
     "overhead",

@@ -57,10 +57,15 @@ def make_optimizer(
         b1 = 0.9 if run.beta is None else run.beta
         adamw = optax.adamw(at.learning_rate, b1, 0.95, weight_decay=at.weight_decay)
         return optax.with_extra_args_support(adamw)
-    return mc.muon(
-        at.learning_rate,
-        adam_learning_rate=at.adam_learning_rate,
+    rates = dict(
+        learning_rate=at.learning_rate,
         weight_decay=at.weight_decay,
+        adam_learning_rate=at.adam_learning_rate,
+    )
+    if run.tuned_at is not None:
+        rates = mc.scale_to_width(run.width, tuned_at=run.tuned_at, **rates)
+    return mc.muon(
+        **rates,
         beta=0.95 if run.beta is None else run.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),

@@ -29,6 +29,7 @@ class Run:
     learning_rate: float = 1e-2  # that of the hidden matrices, or of all with AdamW
     adam_learning_rate: float = 1e-2  # that of the rest with Muon
     weight_decay: float = 0.1
+    tuned_at: int | None = None  # the width at which these three were tuned
     beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
     schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
     threshold: float = math.inf  # of QK-Clip

@@ -36,6 +36,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     ),
     "DeepSeek-V4, 10 steps": muon(ns_coeffs="deepseek_v4", ns_steps=10),
     "momentum in bfloat16": muon(mu_dtype="bfloat16"),
+    "momentum in 8 bits": muon(mu_dtype="int8"),
     "one matrix per head": dict(matrices="per_head"),
     "query, key and value fused": dict(fused=True),
     "experts in one matrix": dict(model="kimi_k2", matrices="one_expert_matrix"),

@@ -1,0 +1,130 @@
+"""Whether what was tuned on a small model suits a wider and a deeper one."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pictures import panels
+from tables import Table
+
+from ..intervals import Interval, paired
+from ..lab import Lab, losses
+from ..plan import Plan
+from ..run import Run
+from ..section import Section
+from ..style import CYCLE, rows
+from ..tuning import tuned
+
+
+SEEDS, REGRET = 3, 0.02  # in nats
+AXES = ("learning_rate", "weight_decay", "adam_learning_rate")
+SMALL: dict[str, Any] = dict(layers=2, width=32, heads=2, steps=200)
+LARGER = {
+    "width 256": dict(width=256, heads=16),
+    "8 layers": dict(layers=8),
+}
+RECIPE = "mc.scale_to_width"
+ARMS: dict[str, dict[str, Any]] = {
+    RECIPE: dict(tuned_at=SMALL["width"]),
+    "0.2 sqrt(max(m, n)), all as it was": {},
+}
+START = dict(learning_rate=3.2e-2, weight_decay=0.1, adam_learning_rate=1.6e-2)
+
+Key = tuple[str, str, str]  # corpus, larger model, arm
+
+
+class Carried(NamedTuple):
+    """The settings of the small model in a larger one, and the best there."""
+
+    kept: Run
+    best: Run
+    kept_losses: list[float]
+    best_losses: list[float]
+
+    @property
+    def lost(self) -> Interval:
+        return paired(self.kept_losses, self.best_losses)
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    found = {
+        key: carried
+        for corpus in plan.corpora
+        for key, carried in carry_over(lab, plan, corpus)
+    }
+    draw(plan, found)
+    return Section(
+        title="From a small model to a larger one",
+        claim="Qiu et al. (arXiv:2512.05620): with updates scaled by "
+        "sqrt(out / in) and a decay that falls with the width, the best learning rate "
+        "and decay of a narrow model are those of a wide one.",
+        setting=f"2 layers of width 32, heads of 16, {SMALL['steps']} steps, cosine "
+        "schedule; learning rate, weight decay and the rate of Muon's AdamW side are "
+        "tuned there by a walk, carried to the larger model, and tuned there again "
+        f"from where they are, on a grid of factors of 2 and 3. {SEEDS} seeds, on "
+        "other text than that of tuning. With `mc.scale_to_width` the larger model's "
+        "arguments follow from those of the small one; the other arm keeps them as "
+        "they are, with the default scaling, and is held against the same best.",
+        tables=[table(found)],
+        parts={
+            larger: [
+                carried.lost.mean <= REGRET
+                for (_, to, arm), carried in found.items()
+                if to == larger and arm == RECIPE
+            ]
+            for larger in LARGER
+        },
+        figure="carry_over.png",
+        remarks="It counts as reproduced if keeping what was tuned on the small model "
+        f"loses at most {REGRET:g} nats on average, on every corpus, with the rule "
+        "for widths. Depth has no rule: all is kept.",
+    )
+
+
+def carry_over(lab: Lab, plan: Plan, corpus: str) -> Iterator[tuple[Key, Carried]]:
+    small = plan.run(corpus, **SMALL | START)
+    starts = {arm: small.but(**changes) for arm, changes in ARMS.items()}
+    best = {arm: tuned(lab, run, AXES) for arm, run in starts.items()}
+    for name, larger in LARGER.items():
+        kept = {arm: run.but(**larger) for arm, run in best.items()}
+        there = tuned(lab, kept[RECIPE], AXES)
+        runs = kept | {"best": there}
+        results = lab.gather(
+            {arm: plan.over_seeds(run, SEEDS) for arm, run in runs.items()}
+        )
+        ends = {arm: losses(of_arm) for arm, of_arm in results.items()}
+        for arm in ARMS:
+            key = corpus, name, arm
+            yield key, Carried(kept[arm], there, ends[arm], ends["best"])
+
+
+def table(found: dict[Key, Carried]) -> Table:
+    columns = ["corpus", "to", "", "tuned on the small model: rate, decay, AdamW side"]
+    columns += ["best in the larger, in the same terms", "loss lost by keeping"]
+    entries = [
+        [*key, shown(c.kept), shown(c.best) if key[-1] == RECIPE else "", lost(c)]
+        for key, c in found.items()
+    ]
+    return Table(columns, entries, "In nats per byte, ± the 95 % interval.")
+
+
+def shown(run: Run) -> str:
+    return ", ".join(f"{getattr(run, axis):.2g}" for axis in AXES)
+
+
+def lost(carried: Carried) -> str:
+    return carried.lost.show(".4f")
+
+
+def draw(plan: Plan, found: dict[Key, Carried]) -> None:
+    label = "loss over the best's, nats per byte"
+    file = plan.figures / "carry_over.png"
+    with panels(file, plan.corpora, xlabel=label) as axes:
+        for one, corpus in zip(axes, plan.corpora, strict=True):
+            means = {
+                f"{larger}:\n{arm}": carried.lost
+                for (of, larger, arm), carried in found.items()
+                if of == corpus
+            }
+            rows(one, {}, means, color=CYCLE[1])
+            one.axvline(0, color="black", linewidth=0.8)
+            one.axvline(REGRET, color="black", linewidth=0.8, linestyle=":")
