@@ -154,6 +154,8 @@ def _accumulate(
         return (beta * momentum.astype(wide) + gradient).astype(dtype)
 
     momentum = decay(momentum)
+    if jnp.finfo(dtype).bits == 16:
+        momentum = jax.lax.optimization_barrier(momentum)
     return momentum, decay(momentum) if nesterov else momentum
 
 

@@ -30,7 +30,11 @@ def _iterate(solver: Solver, stack: Stack, leaves: Sequence[jax.Array]) -> jax.A
             solver.orthogonalize, stack.gather(leaves, MatrixView.to_wide)
         )
 
-    # Elsewhere preparation fuses with what made the leaf.
+    # Elsewhere preparation fuses with what made the leaf, and on GPU with putting
+    # leaves together.
+    if solver.platform == "gpu":
+        parts = [part.view.to_wide(leaves[part.leaf]) for part in stack.parts]
+        return solver.map(solver.iterate, solver.prepare(*parts))
     prepared = stack.gather(leaves, functools.partial(_prepare, solver))
     return solver.map(solver.iterate, prepared)
 

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 
 
 def map_batches(
-    function: Callable[[jax.Array], jax.Array], stack: jax.Array, max_entries: int
+    function: Callable[[jax.Array], jax.Array],
+    stack: jax.Array,
+    max_entries: int,
+    most_unrolled: int = 1,
 ) -> jax.Array:
     """Applies `function`, `(..., m, n)` to the same, to batches of `(count, m, n)`.
 
     A batch holds at least one matrix and otherwise at most `max_entries` entries.
-    Batches are of equal size as far as the count allows.
+    Batches are of equal size as far as the count allows. Up to `most_unrolled` of them
+    are written out, which saves a copy of each into a loop and out of it.
     """
     count, *shape = stack.shape
     largest = _most_matrices(shape, max_entries)
@@ -22,10 +26,12 @@ def map_batches(
         return function(stack[0])[None]
     if count <= largest:
         return function(stack)
+    batches = _divide_up(count, largest)
+    if batches <= most_unrolled:
+        return jnp.concatenate([*map(function, jnp.array_split(stack, batches))])
     if largest == 1:
         return jax.lax.map(function, stack)
-    size = _divide_up(count, _divide_up(count, largest))
-    return jax.lax.map(function, stack, batch_size=size)
+    return jax.lax.map(function, stack, batch_size=_divide_up(count, batches))
 
 
 def map_first(

@@ -60,20 +60,14 @@ def add_to_diagonal(p: Hermitian, a: jax.Array) -> Hermitian:
     return _lower(len(p), add)
 
 
-def mean_diagonal(p: Hermitian) -> jax.Array:
+def mean_diagonal(
+    p: Hermitian, diagonal: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     """The mean of the diagonal, in float32 or better, as `(..., 1, 1)`."""
-    diagonal = [p[i][i] for i in range(len(p))]
-    rows = sum(block.shape[-1] for block in diagonal)
-    return _sum(_trace(block) for block in diagonal) / rows
-
-
-def _trace(x: jax.Array) -> jax.Array:
-    # A mask fuses with what made x; taking the diagonal would have it stored first.
-    identity = jnp.eye(x.shape[-1], dtype=bool)
-    accumulator = np.promote_types(x.dtype, jnp.float32)
-    return jnp.sum(
-        jnp.where(identity, x.astype(accumulator), 0), axis=(-2, -1), keepdims=True
-    )
+    diagonals = [diagonal(p[i][i]) for i in range(len(p))]
+    accumulator = np.promote_types(diagonals[0].dtype, jnp.float32)
+    total = _sum(x.astype(accumulator).sum(axis=-1) for x in diagonals)
+    return total[..., None, None] / sum(x.shape[-1] for x in diagonals)
 
 
 def _lower(blocks: int, entry: Callable[[int, int], jax.Array]) -> Hermitian:

@@ -1,38 +1,44 @@
-"""The two forms of the Newton-Schulz iteration.
+"""The Newton-Schulz iteration, in passes that each start from R = X X^T.
 
-Both take `(..., m, n)` with the short side first and iterate in its dtype. `blocks` is
-the number of row blocks that Hermitian products are computed in; like the products
+With one step a pass it is the standard form, with several the Gram form. It takes
+`(..., m, n)` with the short side first and iterates in its dtype. `blocks` is the
+number of row blocks that Hermitian products are computed in; like the products
 themselves it changes the cost and, but for rounding, not the result.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from .coefficients import Schedule
-from .gram_restarts import cut_into_passes
-from .hermitian_blocks import (
-    add_to_diagonal,
-    Hermitian,
-    join,
-    mean_diagonal,
-    Rows,
-    split,
-)
-from .products import add, Products, round_to, widen
+from .gram_factor import factor_of
+from .hermitian_blocks import join, Rows, split
+from .products import Products, round_to, widen
+from .steps import growth_of, range_of, Step
 
 
-def standard(
-    x: jax.Array, schedule: Schedule, products: Products, blocks: int
+def iterate(
+    x: jax.Array, passes: Sequence[Schedule], products: Products, blocks: int
 ) -> jax.Array:
-    rows = split(x, blocks)
-    for triple in schedule[:-1]:
-        rows = round_to(_step(rows, triple, products), x.dtype)
-    return join(_step(rows, schedule[-1], products))
+    rows, bounds = split(x, blocks), range_of(x.dtype)
+    size: Any = bounds.first_size
+    most = bounds.first_size  # that the size can be
+    for i, schedule in enumerate(passes):
+        steps = [Step.of(triple) for triple in schedule]
+        is_small = (most * growth_of(steps[:-1])) ** 2 > bounds.unit
+        if i and (products.resizes or is_small):
+            rows = _resized(rows, size / bounds.size)
+            size = most = bounds.size
+        rows = round_to(rows, x.dtype)
+        rows, growth = _pass(rows, size, most, steps, products)
+        size, most = size * growth, most * growth_of(steps)
+    return join(_resized(rows, size))
 
 
-def traced(
+def iterate_traced(
     x: jax.Array,
     schedule: Schedule,
     products: Products,
@@ -45,58 +51,24 @@ def traced(
     """
     real = jnp.finfo(x.dtype).dtype
     triples = jnp.asarray(schedule, np.promote_types(real, jnp.float32))
-    last = len(schedule) - 1
+    last, size = len(schedule) - 1, range_of(x.dtype).first_size
 
     def body(i, rows):
-        step = _step(rows, triples[jnp.minimum(i, last)], products)
-        return round_to(step, x.dtype)
+        step = Step.of_traced(triples[jnp.minimum(i, last)])
+        rows, _ = _pass(rows, size, size, [step], products)
+        return round_to(rows, x.dtype)
 
     rows = jax.lax.fori_loop(0, ns_steps, body, split(x, blocks))
-    return widen(join(rows))
+    return join(_resized(rows, size))
 
 
-def gram(
-    x: jax.Array, schedule: Schedule, products: Products, blocks: int
-) -> jax.Array:
-    """Iterates on R = X X^T, which X meets once per pass."""
-    *passes, last = cut_into_passes(schedule, x.dtype.name)
-    rows = split(x, blocks)
-    for steps in passes:
-        rows = round_to(_pass(rows, steps, products), x.dtype)
-    return join(_pass(rows, last, products))
+def _pass(
+    rows: Rows, size: Any, most: float, steps: Sequence[Step], products: Products
+) -> tuple[Rows, Any]:
+    """Returns what is stored of X afterwards, and by how much its size has grown."""
+    factor = factor_of(products.gram(rows), size**2, most**2, steps, products)
+    return products.apply(factor.q, rows, factor.keep), factor.growth
 
 
-def _step(rows: Rows, triple, products: Products) -> Rows:
-    a, b, c = triple
-    r = products.gram(rows)
-    polynomial = products.combine(r, r, r, shift=b, scale=c)
-    return add(products.apply(polynomial, rows), rows, 1.0, a)
-
-
-def _pass(rows: Rows, schedule: Schedule, products: Products) -> Rows:
-    q, shift = _gram_factor(products.gram(rows), schedule, products)
-    return add(products.apply(q, rows), rows, 1.0, shift)
-
-
-def _gram_factor(
-    r: Hermitian, schedule: Schedule, products: Products
-) -> tuple[Hermitian, ArrayLike]:
-    """Runs all steps on R, gathering in Q + shift I the factor that X owes.
-
-    Multiples of the identity are kept apart, since rounded with the rest they would
-    drown it: `a I` of Z + a I, and the mean of the diagonal of Q.
-    """
-    q, shift, dtype = None, 1.0, r[0][0].dtype
-    for i, (a, b, c) in enumerate(schedule):
-        z = products.combine(r, r, r, shift=b, scale=c)
-        if q is None:
-            q, shift = z, a
-        else:
-            q = add(products.multiply(q, z), add(z, q, shift, a))
-            mean = mean_diagonal(q)
-            q, shift = round_to(add_to_diagonal(q, -mean), dtype), a * shift + mean
-        if i < len(schedule) - 1:
-            rz = products.combine(r, z, r, shift=a)
-            r = products.combine(z, rz, rz, shift=a)
-    assert q is not None
-    return q, shift
+def _resized(rows: Rows, factor: Any) -> Rows:
+    return jax.tree.map(lambda x: factor * widen(x), rows)

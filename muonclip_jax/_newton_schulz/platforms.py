@@ -18,11 +18,14 @@ BLOCKS, BLOCK_ROWS = 2, 128
 #: The most entries of matrices that are iterated at once. An accelerator wants work for
 #: all its units, and no more: temporaries are several times a batch. One large matrix
 #: fills a CPU, and then stays in its caches.
-BATCH_ENTRIES = {"cpu": 2**14, "gpu": 2**26, "tpu": 10 * 2**20}
+BATCH_ENTRIES = {"cpu": 2**14, "gpu": 2**27, "tpu": 10 * 2**20}
+
+#: The most batches of a stack that are written out rather than made a loop.
+UNROLLED = {"cpu": 1, "gpu": 32, "tpu": 1}
 
 #: The most entries of separate leaves that are put together. Compilers for accelerators
 #: keep such stacks whole; on CPU they cost little, and more of them compile longer.
-STACK_ENTRIES = {"cpu": math.inf, "gpu": 2**26, "tpu": 5 * 2**20}
+STACK_ENTRIES = {"cpu": math.inf, "gpu": 2**27, "tpu": 5 * 2**20}
 
 #: The least rows from which `kernel="pallas"` takes the kernel for symmetric products.
 #: Smaller ones have few tiles above the diagonal to save.

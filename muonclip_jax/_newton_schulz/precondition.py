@@ -1,10 +1,14 @@
 """What happens to a matrix before the first step: singular values into [0, 1]."""
 
+import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from .norms import norm_by_hypotenuses, norm_by_squares, put_together, ScaledNorm
 
 
 Preconditioning = Literal["frobenius", "aol", "equilibrated"]
@@ -14,57 +18,42 @@ Preconditioning = Literal["frobenius", "aol", "equilibrated"]
 NOISE = 1e-6
 
 
-def precondition(x: jax.Array, kind: Preconditioning) -> jax.Array:
-    """Scales `(..., m, n)`, the short side first, in float32 or better."""
-    y = _divide_by_norm(x.astype(np.promote_types(x.dtype, jnp.float32)))
+def precondition(
+    parts: Sequence[jax.Array], kind: Preconditioning, *, on_gpu: bool
+) -> jax.Array:
+    """Scales `(..., m, n)`, the short side first, in float32 or better.
+
+    Of several parts, `(count, m, n)` each, it makes one.
+    """
+    norm = norm_by_hypotenuses if on_gpu else norm_by_squares
+    dtype = np.promote_types(parts[0].dtype, jnp.float32)
+    y = _divide_by_norm(tuple(x.astype(dtype) for x in parts), norm)
     if kind == "equilibrated":
-        return _equilibrated(y)
+        return _divide_by_norm((_equilibrated(y),), norm)
     return _almost_orthogonal(y) if kind == "aol" else y
 
 
-@jax.custom_jvp
-def _divide_by_norm(x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _divide_by_norm(parts: tuple[jax.Array, ...], scaled_norm: ScaledNorm) -> jax.Array:
     """Divides by the Frobenius norm, reading once."""
-    factor, norm = _factor_and_norm(x)
-    return x * factor / jnp.where(norm > 0, norm, 1)
+    factor, norm = scaled_norm(parts)
+    y = put_together(parts) * factor
+    # The norm is 0 where all of y is. A condition on it would be one more kernel for
+    # every leaf on GPU.
+    return jnp.where(y == 0, y, y / norm)
 
 
 @_divide_by_norm.defjvp
-def _divide_by_norm_jvp(primals, tangents):
+def _divide_by_norm_jvp(scaled_norm, primals, tangents):
     # By the rules for what is below, 0 would meet infinity in the sums that do not
     # count. A zero matrix has no derivative; this gives it one of 0.
-    ((x,), (dx,)) = primals, tangents
-    factor, norm = _factor_and_norm(x)
+    ((parts,), (dparts,)) = primals, tangents
+    x, dx = put_together(parts), put_together(dparts)
+    factor, norm = scaled_norm(parts)
     y = x * factor / jnp.where(norm > 0, norm, 1)
     dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
     along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
     return y, dy - y * along
-
-
-def _factor_and_norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A power of two, and the Frobenius norm of `x` times that.
-
-    The square of 1e-30 or 1e30 leaves float32. So squares are summed as they are, of
-    numbers shrunk and of numbers enlarged, and the sum that stayed in range counts.
-    """
-    exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
-    real = jnp.finfo(x.dtype).dtype
-    # Known to the compiler, it might square the factors first.
-    shrink, enlarge = jax.lax.optimization_barrier(
-        (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
-    )
-    total = _sum_of_squares(x)
-    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
-
-    def choose(large, usual, small):
-        return jnp.where(is_large, large, jnp.where(is_small, small, usual))
-
-    large, small = _sum_of_squares(x * shrink), _sum_of_squares(x * enlarge)
-    return choose(shrink, 1, enlarge), jnp.sqrt(choose(large, total, small))
-
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
 
 
 def _almost_orthogonal(x: jax.Array) -> jax.Array:
@@ -86,4 +75,4 @@ def _equilibrated(x: jax.Array) -> jax.Array:
         squares = jnp.sum(jnp.real(x * x.conj()), axis=axis, keepdims=True)
         squares += NOISE * jnp.mean(squares, axis=(-2, -1), keepdims=True)
         x = x * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1))
-    return _divide_by_norm(x)
+    return x

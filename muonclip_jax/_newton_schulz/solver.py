@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, Literal, NamedTuple
 
 import jax
@@ -15,10 +15,11 @@ from . import platforms
 from .batches import map_batches, map_first
 from .coefficients import check_schedule, is_stable, resolve_schedule, Schedule, Triple
 from .gram_restarts import cut_into_passes
-from .iterations import gram, standard, traced
+from .iterations import iterate, iterate_traced
 from .platforms import Platform
 from .precondition import precondition, Preconditioning
 from .products import kernel_products, Products, round_to, xla_products
+from .steps import range_of
 
 
 Method = Literal["auto", "standard", "gram"]
@@ -70,10 +71,17 @@ class Solver:
         return self.iterate(self.prepare(x))
 
     @jax.jit
-    def prepare(self, x: jax.Array) -> jax.Array:
-        """Brings singular values into [0, 1], in the dtype of the iteration."""
-        dtype = self.iteration_dtype(x.dtype)
-        return round_to(precondition(x, self.preconditioning), dtype)
+    def prepare(self, *parts: jax.Array) -> jax.Array:
+        """Singular values in [0, 1], in the dtype of the iteration and its size.
+
+        Of several parts of a stack it makes one.
+        """
+        dtype = self.iteration_dtype(parts[0].dtype)
+        size = range_of(dtype).first_size
+        on_gpu = self.platform == "gpu"
+        y = precondition(parts, self.preconditioning, on_gpu=on_gpu) / size
+        # On GPU rounding goes along with putting matrices together.
+        return y.astype(dtype) if on_gpu else round_to(y, dtype)
 
     @jax.jit
     def iterate(self, x: jax.Array) -> jax.Array:
@@ -82,15 +90,17 @@ class Solver:
         The last is not rounded to the dtype of the iteration where that costs nothing.
         """
         strategy = self.strategy(x.shape[-2:], x.dtype)
-        form = gram if strategy.gram else standard
         products = self._products(strategy, x.dtype)
         usual = functools.partial(
-            form, schedule=self.schedule, products=products, blocks=strategy.blocks
+            iterate,
+            passes=self.passes(strategy, x.dtype),
+            products=products,
+            blocks=strategy.blocks,
         )
         if self.ns_steps is None:
             return usual(x)
         other = functools.partial(
-            traced,
+            iterate_traced,
             schedule=self.schedule,
             products=xla_products(x.dtype, exact=False),
             blocks=strategy.blocks,
@@ -100,7 +110,9 @@ class Solver:
 
     def map(self, function: Any, stack: jax.Array) -> jax.Array:
         """Applies a function of matrices to as many of a stack at once as do well."""
-        return map_batches(function, stack, platforms.BATCH_ENTRIES[self.platform])
+        most = platforms.BATCH_ENTRIES[self.platform]
+        unrolled = platforms.UNROLLED[self.platform]
+        return map_batches(function, stack, most, unrolled)
 
     def map_first(
         self, function: Any, stack: jax.Array, count: jax.Array, zero: jax.Array
@@ -128,6 +140,12 @@ class Solver:
             kernel=self.kernel == "pallas" and is_short and is_large,
         )
 
+    def passes(self, strategy: Strategy, dtype: jnp.dtype) -> Sequence[Schedule]:
+        """The standard form is that with a step a pass."""
+        if strategy.gram:
+            return cut_into_passes(self.schedule, dtype.name)
+        return [(triple,) for triple in self.schedule]
+
     def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype to iterate matrices of `dtype` in."""
         if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -154,21 +172,20 @@ class Solver:
         """
         m, n = shape
         dtype = self.iteration_dtype(dtype)
-        if not self.strategy(shape, dtype).gram:
-            return len(self.schedule) * (2 * m * m * n + m**3)
-        passes = cut_into_passes(self.schedule, dtype.name)
+        passes = self.passes(self.strategy(shape, dtype), dtype)
         return sum(2 * m * m * n + (4 * len(steps) - 3) * m**3 for steps in passes)
 
     def _products(self, strategy: Strategy, dtype: jnp.dtype) -> Products:
+        fused = self.platform == "gpu" and dtype == jnp.float16
         if not strategy.kernel:
             # The Gram form squares the spectrum, and so needs all the bits there are.
-            return xla_products(dtype, exact=strategy.gram)
+            return xla_products(dtype, exact=strategy.gram, fused=fused)
         # Pallas is slow to import, and most programs never ask for it.
         if self.platform == "tpu":
             from .kernels import tpu as kernel
         else:
             from .kernels import gpu as kernel
-        return kernel_products(kernel.symmetric_product, dtype)
+        return kernel_products(kernel.symmetric_product, dtype, fused=fused)
 
 
 def on_its_platform(

@@ -1,0 +1,145 @@
+"""What is done for GPU alone, run on CPU: sums rounded at once, sizes, another norm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import matrix_of, normal, polynomial_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import muonclip_jax as mc
+from muonclip_jax._newton_schulz.norms import norm_by_hypotenuses
+from muonclip_jax._newton_schulz.solver import make_solver
+
+
+SPECTRA = {
+    "even": np.ones(96),
+    "power law": 1 / np.arange(1, 97),
+    "condition 1e4": np.geomspace(1, 1e-4, 96),
+    "rank 1": [1.0],
+    "rank 10": np.ones(10),
+    "half of them": np.r_[np.ones(48), np.full(48, 1e-3)],
+}
+
+
+def for_gpu(x, name="keller", method="auto", **options):
+    schedule = mc.NS_COEFFS[name] if isinstance(name, str) else name
+    solver = make_solver(
+        *(name, len(schedule), method, None),
+        *(options.get("preconditioning", "frobenius"), "xla"),
+    )
+    y = jax.jit(lambda x: solver.on("gpu").orthogonalize(x))(jnp.float32(x))
+    assert y.dtype == jnp.float32
+    return np.asarray(y, np.float64)
+
+
+def relative_error(y, exact):
+    return np.linalg.norm(y - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("name", sorted(mc.NS_COEFFS))
+def test_float16_is_more_exact_than_bfloat16(name, spectrum, method):
+    """Though every product is rounded before anything is added to it."""
+    x = matrix_of(SPECTRA[spectrum], 96, 320)
+    exact = polynomial_of(x, mc.NS_COEFFS[name])
+    short = mc.newton_schulz(
+        jnp.float32(x),
+        ns_coeffs=name,
+        ns_steps=len(mc.NS_COEFFS[name]),
+        method="standard",
+        dtype="bfloat16",
+    )
+    bound = relative_error(np.float64(short), exact)
+    assert relative_error(for_gpu(x, name, method), exact) < bound
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.eye(1, 300),
+        np.ones((1, 300)),
+        np.ones((64, 300)),
+        np.eye(64, 300),
+        np.eye(64, 300) * (np.arange(64) < 63)[:, None],  # a row of zeros
+        np.eye(64, 300) * np.where(np.arange(64) < 1, 1, 1e-6)[:, None],
+        np.zeros((64, 300)),
+    ],
+    ids=["entry", "row", "ones", "identity", "zero row", "one large row", "zeros"],
+)
+@pytest.mark.parametrize("name", ["keller", "deepseek_v4", "polar_express_6"])
+def test_float16_holds_what_is_far_from_even(x, name):
+    exact = polynomial_of(x, mc.NS_COEFFS[name]) if x.any() else x
+    assert np.abs(for_gpu(x, name, "gram") - exact).max() < 0.02
+    assert np.abs(for_gpu(x, name, "standard") - exact).max() < 0.02
+
+
+@pytest.mark.parametrize("preconditioning", ["aol", "equilibrated"])
+def test_preconditioned_matrices_fit_float16(preconditioning):
+    x = np.float64(normal(0, 64, 200))
+    y = for_gpu(x, "polar_express", preconditioning=preconditioning)
+    assert np.linalg.svd(y)[1] == pytest.approx(np.ones(64), abs=0.15)
+
+
+# Further down entries times the factor are subnormal, which CPUs take for 0.
+@pytest.mark.parametrize("scale", [1e-34, 1e-20, 1.0, 1e20, 1e36])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 40, 600), (1, 1, 1)])
+def test_norm_by_hypotenuses(shape, scale):
+    x = np.float32(np.random.default_rng(0).uniform(0.5, 2, shape) * scale)
+    factor, norm = jax.jit(norm_by_hypotenuses)(
+        (x[:1], x[1:]) if x.shape[0] > 1 else (x,)
+    )
+    expected = np.linalg.norm(np.float64(x), axis=(-2, -1), keepdims=True)
+    np.testing.assert_allclose(np.float64(norm) / np.float64(factor), expected, 1e-5)
+    np.testing.assert_array_equal(np.log2(factor), np.round(np.log2(factor)))
+
+
+def test_the_norm_of_many_of_the_largest_numbers_is_finite():
+    x = jnp.full((64, 64), jnp.finfo("float32").max)
+    _, norm = norm_by_hypotenuses((x,))
+    assert np.isfinite(norm)
+    y = for_gpu(x, "polar_express")
+    np.testing.assert_allclose(y, np.full((64, 64), 1 / 64), rtol=0.05)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_does_not_pass_for_a_result(bad):
+    assert np.isnan(for_gpu(normal(0, 8, 20).at[2, 3].set(bad))).any()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    a=st.floats(1, 4),
+    c=st.floats(0, 0.5),
+    method=st.sampled_from(["standard", "gram"]),
+    steps=st.integers(1, 4),
+)
+def test_any_triple(a, c, method, steps):
+    triple = (a, 1 - a - c, c)  # leaves 1 where it is
+    schedule = (triple,) * steps
+    try:
+        make_solver(schedule, steps, "gram", jnp.float16, "frobenius", "xla")
+    except ValueError:
+        return  # unstable
+    x = matrix_of(np.geomspace(1, 0.1, 20), 20, 60)
+    assert (
+        relative_error(for_gpu(x, schedule, method), polynomial_of(x, schedule)) < 0.01
+    )
+
+
+@pytest.mark.parametrize(
+    "triple", [(0.0, 2.0, -1.0), (1.5, 0.0, -0.5), (2.0, -1.0, 0.0)]
+)
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_triples_with_a_zero(triple, platform, method):
+    """Without a slope nothing of X is kept, and zeros stay zeros."""
+    schedule = (triple,) * 2
+    solver = make_solver(schedule, 2, method, jnp.float32, "frobenius", "xla")
+    x = matrix_of(np.linspace(1, 0.5, 12), 12, 30)
+    both = jnp.float32(np.stack([x, np.zeros_like(x)]))
+    y = jax.jit(lambda x: solver.on(platform).orthogonalize(x))(both)
+    np.testing.assert_allclose(y[0], polynomial_of(x, schedule), atol=2e-5)
+    assert not y[1].any()
