@@ -1,7 +1,7 @@
 """Blocks to whole matrices at their owners, and back: inside `jax.shard_map`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,9 @@ import numpy as np
 from .._jax_versions import gather_everywhere
 from .block_layout import AxisRoles, BlockLayout
 from .ownership import Owners
+
+
+Slots = slice  # of those that every device has in a stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,34 +35,60 @@ class Exchange:
         """How blocks travel, whatever part of the matrix they are."""
         return self.layouts[0].block_shape
 
-    def count(self) -> jax.Array | np.ndarray:
+    @property
+    def is_even(self) -> bool:
+        """Whether all devices own as many matrices."""
+        return bool((self.owners.counts == self.owners.slots.shape[-1]).all())
+
+    def count(self) -> jax.Array:
         """How many matrices of its stack this device iterates: the first ones."""
         group, copy, device = self._here()
-        return _at(self.owners.counts, group, copy, device)
+        return jnp.asarray(_at(self.owners.counts, group, copy, device))
 
-    def to_owners(self, blocks: jax.Array) -> jax.Array:
-        """Blocks `(matrices, ...)` to this device's share, `(slots, m, n)`.
+    def pieces(self, most: Callable[[int], int]) -> list[Slots]:
+        """Slots cut into pieces that travel one after the other.
+
+        They are one where devices own different numbers of matrices: cut, these would
+        wait for each other.
+        """
+        slots = self.owners.slots.shape[-1]
+        numbers = np.array_split(np.arange(slots), most(slots) if self.is_even else 1)
+        return [slice(of[0], of[-1] + 1) for of in numbers]
+
+    def collect(self, blocks: jax.Array, piece: Slots) -> jax.Array:
+        """What this device sends to each owner of the blocks `(matrices, ...)`."""
+        group, copy, _ = self._here()
+        slots = _at(self.owners.slots[..., piece], group, copy)
+        sent = _take(blocks, slots.reshape(-1))
+        return sent.reshape(*slots.shape, *blocks.shape[1:])
+
+    def to_owners(self, collected: jax.Array, piece: Slots) -> jax.Array:
+        """What all collected to this device's share, `(slots, m, n)`.
 
         Unused slots are undefined.
         """
-        group, copy, device = self._here()
-        slots = _at(self.owners.slots, group, copy)
-        sent = _take(blocks, slots.reshape(-1)).reshape(*slots.shape, *blocks.shape[1:])
-        received = jnp.moveaxis(self._all_to_all(sent), 1, 0)
-        kinds = _at(self._kinds_of_slots, group, copy, device)
-        return self._by_layout([x.join for x in self.layouts], kinds, received)
+        received = jnp.moveaxis(self._all_to_all(collected), 1, 0)
+        joins = [x.join for x in self.layouts]
+        return self._by_layout(joins, self._kinds_here(piece), received)
 
-    def to_blocks(self, matrices: jax.Array) -> jax.Array:
-        """The way back: matrices `(slots, m, n)` to blocks `(matrices, ...)`."""
-        group, copy, device = self._here()
-        kinds = _at(self._kinds_of_slots, group, copy, device)
+    def to_sources(self, matrices: jax.Array, piece: Slots) -> jax.Array:
+        """Matrices `(slots, m, n)` to blocks `(copies, owners, slots, ...)`."""
         splits = [self._split(layout) for layout in self.layouts]
-        split = self._by_layout(splits, kinds, matrices)
+        split = self._by_layout(splits, self._kinds_here(piece), matrices)
         blocks = self._all_to_all(jnp.moveaxis(split, 1, 0))
         if self.roles.replicated:
             blocks = gather_everywhere(blocks, self.roles.replicated)
+        return blocks.reshape(-1, *blocks.shape[-3:])
+
+    def to_blocks(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """What came back to the blocks `(matrices, ...)` that were collected."""
+        group, *_ = self._here()
+        blocks = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
         blocks = blocks.reshape(-1, *self.block_shape)
         return _take(blocks, _at(self.owners.places, group))
+
+    def _kinds_here(self, piece: Slots) -> np.ndarray | jax.Array:
+        return _at(self._kinds_of_slots[..., piece], *self._here())
 
     def _here(self) -> tuple[jax.Array | int, ...]:
         return tuple(jax.lax.axis_index(axes) if axes else 0 for axes in self.roles)

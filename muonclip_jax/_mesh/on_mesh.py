@@ -17,7 +17,7 @@ from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .block_layout import block_layout, BlockLayout, local_view
-from .exchange import Exchange
+from .exchange import Exchange, Slots
 from .ownership import assign_owners, Work
 
 
@@ -26,6 +26,22 @@ class SharedStack(NamedTuple):
 
     stack: Stack
     exchange: Exchange
+
+
+class Parcel(NamedTuple):
+    """A piece of a stack, which travels and is iterated on its own."""
+
+    number: int  # of the stack
+    shared: SharedStack
+    piece: Slots
+
+    @property
+    def stack(self) -> Stack:
+        return self.shared.stack
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.shared.exchange
 
 
 def orthogonalize_on_mesh(
@@ -62,22 +78,70 @@ def orthogonalize_on_each_device(
     `mesh` maps names of axes to sizes.
     """
     shared = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
-    # Between the two exchanges of all stacks no device waits for another: one that has
-    # nothing in one stack starts on what it has in the next. A barrier would not do,
-    # since compilers drop it before they put operations in order.
-    received = [_send_to_owners(solver, *each, leaves) for each in shared]
-    zero, iterated = _zero_after(received), []
-    for i, (each, matrices) in enumerate(zip(shared, received, strict=True)):
-        # A name by which benchmarks know its loop.
-        with jax.named_scope(f"stack{i}"):
-            mine, zero = _iterate_own(solver, *each, matrices, zero)
-        iterated.append(mine)
+    parcels = [
+        Parcel(number, each, piece)
+        for number, each in enumerate(shared)
+        for piece in each.exchange.pieces(
+            functools.partial(solver.pieces, each.stack.shape)
+        )
+    ]
+    returned = _orthogonalize_parcels(solver, parcels, _blocks(solver, shared, leaves))
     results: list[Any] = list(leaves)
     on_cpu = solver.platform == "cpu"
-    for (stack, exchange), mine in zip(shared, iterated, strict=True):
-        blocks = exchange.to_blocks(mine + zero.astype(mine.dtype))
+    for number, (stack, exchange) in enumerate(shared):
+        blocks = exchange.to_blocks(returned[number])
         stack.scatter(blocks, MatrixView.from_matrices, results, on_cpu=on_cpu)
     return results
+
+
+def _orthogonalize_parcels(
+    solver: Solver, parcels: Sequence[Parcel], blocks: Sequence[jax.Array]
+) -> dict[int, list[jax.Array]]:
+    """Blocks of each stack to the same, orthogonal, parcel by parcel.
+
+    Between the two exchanges of all stacks no device waits for another: one that has
+    nothing in one stack starts on what it has in the next. A barrier would not do,
+    since compilers drop it before they put operations in order.
+    """
+    collected = [x.exchange.collect(blocks[x.number], x.piece) for x in parcels]
+    received = [
+        x.exchange.to_owners(sent, x.piece)
+        for x, sent in zip(parcels, collected, strict=True)
+    ]
+    if solver.platform == "gpu" and all(x.exchange.is_even for x in parcels):
+        return _one_after_the_other(solver, parcels, received)
+    zero = _zero_after(received)
+    iterated = []
+    for parcel, matrices in zip(parcels, received, strict=True):
+        # A name by which benchmarks know its loop.
+        with jax.named_scope(f"stack{parcel.number}"):
+            mine, zero = _iterate_own(solver, parcel, matrices, zero)
+        iterated.append(mine)
+    returned: dict[int, list[jax.Array]] = {}
+    for parcel, mine in zip(parcels, iterated, strict=True):
+        mine = mine + zero.astype(mine.dtype)
+        back = parcel.exchange.to_sources(mine, parcel.piece)
+        returned.setdefault(parcel.number, []).append(back)
+    return returned
+
+
+def _one_after_the_other(
+    solver: Solver, parcels: Sequence[Parcel], received: Sequence[jax.Array]
+) -> dict[int, list[jax.Array]]:
+    """A parcel begins when the last is iterated, and ends when that is back.
+
+    So the last one travels while it is iterated, and so does the next one. It is for
+    devices that have the same number of matrices in each.
+    """
+    zero, last, returned = jnp.int32(0), [], {}
+    for parcel, matrices in zip(parcels, received, strict=True):
+        matrices = matrices + zero.astype(matrices.dtype)
+        mine, _ = _iterate_own(solver, parcel, matrices, zero)
+        mine = mine + _zero_after(last).astype(mine.dtype)
+        zero = _zero_after([mine])
+        last = [parcel.exchange.to_sources(mine, parcel.piece)]
+        returned.setdefault(parcel.number, []).extend(last)
+    return returned
 
 
 def plan_exchanges(
@@ -116,37 +180,37 @@ def _exchange(owners: Any, group: list[tuple[Part, BlockLayout]]) -> Exchange:
     return Exchange(owners, tuple(layouts), kinds.astype(np.int32))
 
 
-def _send_to_owners(
-    solver: Solver, stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array]
-) -> jax.Array:
-    """What this device iterates of a stack, `(slots, m, n)`."""
-    wire = solver.wire_dtype(jnp.dtype(stack.dtype))
+def _blocks(
+    solver: Solver, shared: Sequence[SharedStack], leaves: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """This device's blocks of the matrices of each stack, as they travel."""
 
-    def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:
-        matrices = view.to_matrices(leaf).astype(wire)
-        return matrices.reshape(-1, *exchange.block_shape)
+    def of_stack(stack: Stack, exchange: Exchange) -> jax.Array:
+        wire = solver.wire_dtype(jnp.dtype(stack.dtype))
 
-    return exchange.to_owners(stack.gather(leaves, to_blocks))
+        def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:
+            matrices = view.to_matrices(leaf).astype(wire)
+            return matrices.reshape(-1, *exchange.block_shape)
+
+        return stack.gather(leaves, to_blocks)
+
+    return [of_stack(*each) for each in shared]
 
 
 def _zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
     """0, but known only when all arrays are there."""
-    numbers = [jnp.isnan(x[0, 0, 0]).astype(jnp.int32) for x in arrays]
+    numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
     return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)
 
 
 def _iterate_own(
-    solver: Solver,
-    stack: Stack,
-    exchange: Exchange,
-    matrices: jax.Array,
-    zero: jax.Array,
+    solver: Solver, parcel: Parcel, matrices: jax.Array, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     def orthogonalize(x: jax.Array) -> jax.Array:
         # The dtype of the iteration follows from that of the leaf, not of the wire.
-        return solver.orthogonalize(x.astype(stack.dtype))
+        return solver.orthogonalize(x.astype(parcel.stack.dtype))
 
-    count = exchange.count()
-    if isinstance(count, jax.Array):
+    if not parcel.exchange.is_even:
+        count = parcel.exchange.count()
         return solver.map_first(orthogonalize, matrices, count, zero)
     return solver.map(orthogonalize, matrices).astype(matrices.dtype), zero

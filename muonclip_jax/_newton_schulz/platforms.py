@@ -23,6 +23,12 @@ BATCH_ENTRIES = {"cpu": 2**14, "gpu": 2**27, "tpu": 10 * 2**20}
 #: The most batches of a stack that are written out rather than made a loop.
 UNROLLED = {"cpu": 1, "gpu": 32, "tpu": 1}
 
+#: The most pieces of a stack that travel between devices one after the other, so that
+#: all but the first and the last do so while others are iterated, and the least entries
+#: of a piece: those that keep all units busy.
+PIECES = {"cpu": 1, "gpu": 6, "tpu": 1}
+PIECE_ENTRIES = 2**24
+
 #: The most entries of separate leaves that are put together. Compilers for accelerators
 #: keep such stacks whole; on CPU they cost little, and more of them compile longer.
 STACK_ENTRIES = {"cpu": math.inf, "gpu": 2**27, "tpu": 5 * 2**20}

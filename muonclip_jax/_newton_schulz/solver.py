@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, get_args, Literal, NamedTuple
 
@@ -120,6 +121,11 @@ class Solver:
         """The same for the first `count`, between `zero` and the zero it returns."""
         most = platforms.BATCH_ENTRIES[self.platform]
         return map_first(function, stack, most, count, zero)
+
+    def pieces(self, shape: tuple[int, int], count: int) -> int:
+        """In how many pieces so many matrices do well to travel."""
+        worthwhile = count * math.prod(shape) // platforms.PIECE_ENTRIES
+        return max(1, min(count, worthwhile, platforms.PIECES[self.platform]))
 
     @property
     def stack_entries(self) -> float:
