@@ -1,0 +1,192 @@
+"""Compiles Muon's update for GPUs, without a GPU.
+
+    pip install -e '.[examples]'
+    pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V  # V of jaxlib
+    pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm
+    JAX_PLATFORMS=cpu python benchmarks/gpu_ahead_of_time.py
+    ... python benchmarks/gpu_ahead_of_time.py --chips b200 --gpus 8
+
+The update of `scale_by_muon` on the stage of Kimi K2 that one device of its pipeline
+has: 216 matrices of 2,048 x 7,168. Launches, arithmetic and bytes are those of the
+compiled program. The least time is what these take at rates seen on an H200, without
+cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
+An exchange runs beside products if some lie between its start and its end in the
+schedule, and is hidden as far as these take as long as it does on its link.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
+from gpu_program import (
+    Exchange,
+    exchanges,
+    share_beside_products,
+    share_hidden,
+    sum_of,
+    Work,
+    work_by_kind,
+)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from pictures import picture
+from tables import parser, Report, Table
+
+import muonclip_jax as mc
+
+
+COUNT, SHAPE = 216, (2048, 7168)
+COLUMNS = {
+    "GPUs": "",
+    "params": "",
+    "products by": "",
+    "launches": ",.0f",
+    "TFLOP": ".1f",
+    "GB, elementwise": ",.0f",
+    "least ms": ".1f",
+    "temporaries, GB": ".2f",
+    "exchanged, GB": ".2f",
+    "beside products": ".0%",
+    "hidden": ".0%",
+    "trace and compile, s": ".0f",
+}
+
+
+class Plan(NamedTuple):
+    """One update to compile."""
+
+    chip: str
+    gpus: int
+    stacked: bool
+    dtype: str
+    kernel: Any  # ns_kernel
+
+    @property
+    def leaves(self) -> str:
+        form = "stacked" if self.stacked else f"{COUNT} leaves"
+        return f"{form}, {self.dtype}"
+
+
+class Compiled(NamedTuple):
+    """What became of it, on one of the GPUs."""
+
+    work: dict[str, Work]
+    temporary_bytes: int
+    exchanges: list[Exchange]
+    seconds: float
+
+    @property
+    def total(self) -> Work:
+        kinds = ("products", "elementwise", "other")
+        return sum_of(self.work.get(kind, Work()) for kind in kinds)
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    options.add_argument("--gpus", nargs="+", type=int, default=[1, 8])
+    options.add_argument("--kernels", nargs="+", default=["xla"])
+    options.add_argument("--png", type=Path, help="a picture of the least times")
+    args = options.parse_args()
+    report, found = Report(args), {}
+    for chip in args.chips:
+        table = report.table(f"One update, compiled for {CHIPS[chip].name}", COLUMNS)
+        for plan in plans(chip, args.gpus, args.kernels):
+            found[plan] = compiled = compile_update(plan)
+            add_row(table, plan, compiled)
+    report.write()
+    if args.png:
+        draw(args.png, found)
+
+
+def plans(chip: str, counts: list[int], kernels: list[str]) -> Iterator[Plan]:
+    dtypes = ("float32", "bfloat16")
+    choices = itertools.product(counts, (False, True), dtypes, kernels)
+    return (Plan(chip, *choice) for choice in choices)
+
+
+def compile_update(plan: Plan) -> Compiled:
+    chip = CHIPS[plan.chip]
+    params, shardings = stage(plan, chip)
+    tx = mc.scale_by_muon(ns_kernel=plan.kernel, shardings=shardings)
+    state = _placed(jax.eval_shape(tx.init, params), params)
+    start = time.perf_counter()
+    update = jax.jit(tx.update, donate_argnums=(0, 1))
+    compiled = update.lower(params, state).compile(compiler_options=COMPILER_OPTIONS)
+    seconds = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None
+    return Compiled(
+        work_by_kind(text, chip, flops_of_kernel),
+        memory.temp_size_in_bytes,
+        exchanges(text, chip, flops_of_kernel),
+        seconds,
+    )
+
+
+def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
+    """Params by shape, dtype and place, and how they lie on a mesh if there is one."""
+    axes = (AxisType.Auto,)
+    mesh = Mesh(np.array(gpus(chip, plan.gpus)), ("fsdp",), axis_types=axes)
+    is_cut = plan.gpus > 1
+    rows = PartitionSpec("fsdp") if is_cut else PartitionSpec()
+    if plan.stacked and is_cut:
+        rows = PartitionSpec(None, "fsdp")
+    sharding = NamedSharding(mesh, rows)
+    shape = (COUNT, *SHAPE) if plan.stacked else SHAPE
+    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(plan.dtype), sharding=sharding)
+    names = ["kernel"] if plan.stacked else [f"kernel_{i}" for i in range(COUNT)]
+    return dict.fromkeys(names, leaf), sharding if is_cut else None
+
+
+def _placed(state: Any, params: Any) -> Any:
+    sharding = next(iter(params.values())).sharding
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+    )
+
+
+def flops_of_kernel(operands: list[str]) -> float:
+    raise ValueError(f"a kernel that is not known, on {operands}")
+
+
+def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
+    total = compiled.total
+    elementwise = compiled.work.get("elementwise", Work())
+    table.add(
+        str(plan.gpus),
+        plan.leaves,
+        plan.kernel,
+        total.launches,
+        total.flops / 1e12,
+        elementwise.bytes / 1e9,
+        1e3 * total.seconds,
+        compiled.temporary_bytes / 1e9,
+        sum(x.bytes for x in compiled.exchanges) / 1e9 or None,
+        share_beside_products(compiled.exchanges),
+        share_hidden(compiled.exchanges),
+        compiled.seconds,
+    )
+
+
+def draw(file: Path, found: dict[Plan, Compiled]) -> None:
+    """Products and the rest of each plan, one above the other."""
+    label = "least time of one update, ms"
+    names = [f"{p.chip}, {p.count} x, {p.leaves}, {p.kernel}" for p in found]
+    with picture(file, xlabel=label) as axes:
+        left = np.zeros(len(found))
+        for kind in ("products", "elementwise"):
+            widths = [1e3 * c.work.get(kind, Work()).seconds for c in found.values()]
+            axes.barh(range(len(found)), widths, left=left, label=kind)
+            left += widths
+        axes.set_yticks(range(len(found)), names, fontsize=7)
+        axes.invert_yaxis()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The benchmark that compiles for GPU: what it reads, and the plan where it can."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import gpu_program
+import pytest
+from gpu_chips import Chip, CHIPS, target_of
+from gpu_program import exchanges, share_beside_products, share_hidden, work_by_kind
+
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+#: One product a second, one byte a second.
+SLOW = Chip("slow", 9, 1, 1.0, 1, 1, 1, products=1.0, copies=1.0, link=1.0)
+
+GEMM = (
+    'custom_call_target="__cublas$lt$matmul", backend_config={"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}'
+)
+PROGRAM = """
+HloModule jit_f, is_scheduled=true
+
+%cut (p0: f32[8,4], p1: f16[2,4]) -> (f16[2,4], f16[2,4]) {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %p1 = f16[2,4]{1,0} parameter(1)
+  %bitcast.1 = f32[8,4]{1,0} bitcast(%p0)
+  %slice.1 = f32[2,4]{1,0} slice(%bitcast.1), slice={[0:2], [0:4]}
+  %convert.1 = f16[2,4]{1,0} convert(%slice.1)
+  %add.1 = f16[2,4]{1,0} add(%convert.1, %p1)
+  ROOT %tuple.1 = (f16[2,4]{1,0}, f16[2,4]{1,0}) tuple(%convert.1, %add.1)
+}
+
+%put (p0: f32[8,4], p1: f32[2,4], p2: s32[]) -> f32[8,4] {
+  %p0 = f32[8,4]{1,0} parameter(0)
+  %p1 = f32[2,4]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[8,4]{1,0} dynamic-update-slice(%p0, %p1, %p2, %zero)
+}
+
+ENTRY %main (a: f32[8,4], b: f16[2,4], c: f32[2,4], i: s32[]) -> f16[2,2] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f16[2,4]{1,0} parameter(1)
+  %c = f32[2,4]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %fusion.1 = (f16[2,4]{1,0}, f16[2,4]{1,0}) fusion(%a, %b), kind=kLoop, calls=%cut
+  %fusion.2 = f32[8,4]{1,0} fusion(%a, %c, %i), kind=kLoop, calls=%put
+  %one = f16[2,4]{1,0} get-tuple-element(%fusion.1), index=0
+  %start = ((f16[2,4]), f16[2,4]) all-to-all-start(%one), dimensions={0}
+  %gemm = (f16[2,2]{1,0}, s8[16]{0}) custom-call(%b, %b), GEMM
+  %done = f16[2,4]{1,0} all-to-all-done(%start)
+  %start.1 = ((f16[2,4]), f16[2,4]) all-to-all-start(%done), dimensions={0}
+  %done.1 = f16[2,4]{1,0} all-to-all-done(%start.1)
+  ROOT %result = f16[2,2]{1,0} get-tuple-element(%gemm), index=0
+}
+""".replace("GEMM", GEMM)
+
+
+def no_kernel(operands):
+    raise AssertionError(operands)
+
+
+def test_work_of_a_program(monkeypatch):
+    monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.5)
+    work = work_by_kind(PROGRAM, SLOW, no_kernel)
+    # Of `a` a quarter is read; of what is updated in place nothing.
+    cut = (32 + 16) + (16 + 16)
+    put = (32 + 4) + 32
+    assert work["elementwise"] == (2, 0, cut + put, cut + put + 1)
+    # Both operands are one array, read once; the workspace counts.
+    assert work["products"] == (1, 2 * 2 * 2 * 4, 16 + 8 + 16, 40.5)
+    assert work["all-to-all"].launches == 2
+
+
+def test_exchanges_beside_products(monkeypatch):
+    monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.0)
+    found = exchanges(PROGRAM, SLOW._replace(copies=4.0, products=4.0), no_kernel)
+    assert found == [("all-to-all", 16, 16, 10), ("all-to-all", 16, 16, 0)]
+    assert share_beside_products(found) == 0.5
+    assert share_hidden(found) == 10 / 32
+    assert share_hidden([]) is share_beside_products([]) is None
+
+
+def test_chips_as_the_compiler_wants_them():
+    text = target_of(CHIPS["b200"])
+    assert "cuda_compute_capability { major: 10 }" in text
+    assert 'name: "NVIDIA B200"' in text and text.count("{") == text.count("}")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+    if importlib.util.find_spec("jax_plugins")
+    else True,
+    reason="needs jax-cuda13-plugin, not a GPU; .ci/gpu installs it",
+)
+def test_the_stage_of_kimi_k2(tmp_path):
+    """The plan that the compiler makes keeps to what was reached once."""
+    file = tmp_path / "plans.json"
+    subprocess.run(
+        [sys.executable, "gpu_ahead_of_time.py", "--chips", "h200", "--json", file],
+        check=True,
+        cwd=BENCHMARKS,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    (table,) = json.loads(file.read_text())["tables"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert len(rows) == 8
+    for row in rows:
+        gpus = int(row["GPUs"])
+        assert row["launches"] <= 3000
+        assert row["GB, elementwise"] <= 170 / gpus + 5 * (gpus > 1)
+        assert row["least ms"] <= 165 / gpus + 3 * (gpus > 1)
+        assert row["temporaries, GB"] <= 6.8
+        assert gpus == 1 or row["beside products"] >= 0.8
