@@ -123,10 +123,16 @@ OPTIMIZER = optax.adamw(1e-3)
 class Step:
     """A compiled training step and the state that it moves on."""
 
-    def __init__(self, settings: Settings, batch_size: int):
-        graph, self._shapes = nnx.eval_shape(lambda: start(settings, OPTIMIZER))
+    def __init__(
+        self,
+        settings: Settings,
+        batch_size: int,
+        optimizer: optax.GradientTransformation = OPTIMIZER,
+    ):
+        self._optimizer = optimizer
+        graph, self._shapes = nnx.eval_shape(lambda: start(settings, optimizer))
         self._tokens = random_tokens(batch_size, settings.context)
-        step = functools.partial(train_step, graph, OPTIMIZER)
+        step = functools.partial(train_step, graph, optimizer)
         jitted = jax.jit(step, donate_argnums=0)
         self._compiled = jitted.lower(self._shapes, self._tokens).compile()
         self.temporaries = temporaries(self._compiled)
@@ -140,7 +146,7 @@ class Step:
             return jnp.asarray(values, x.dtype)
 
         params = jax.tree.map(draw, self._shapes[0])
-        self._state = (params, OPTIMIZER.init(params))
+        self._state = (params, self._optimizer.init(params))
         for _ in range(warm_up):
             self.seconds()
 

@@ -75,10 +75,14 @@ def updates_by(
         state, update = tx.init(params), jax.jit(tx.update)
         return lambda: update(grads, state, params)
 
+    grads = gradients(shapes)
+    params = jax.tree.map(jnp.ones_like, grads)
+    return {name: side(tx) for name, tx in optimizers.items()}
+
+
+def gradients(shapes: Shapes) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    grads = {
+    return {
         name: jax.random.normal(key, shape)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
-    params = jax.tree.map(jnp.ones_like, grads)
-    return {name: side(tx) for name, tx in optimizers.items()}

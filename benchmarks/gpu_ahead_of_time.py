@@ -33,14 +33,18 @@ from gpu_program import (
     Work,
     work_by_kind,
 )
+from hlo_program import dimensions
+from jax.experimental.mosaic.gpu import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pictures import picture
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
+from muonclip_jax._newton_schulz.kernels import gpu
+from muonclip_jax._newton_schulz.kernels.triangles import Triangles
 
 
-COUNT, SHAPE = 216, (2048, 7168)
+COUNT, SHAPE, TILE = 216, (2048, 7168), 128
 COLUMNS = {
     "GPUs": "",
     "params": "",
@@ -112,6 +116,7 @@ def plans(chip: str, counts: list[int], kernels: list[str]) -> Iterator[Plan]:
 
 def compile_update(plan: Plan) -> Compiled:
     chip = CHIPS[plan.chip]
+    compile_kernels_for(chip)
     params, shardings = stage(plan, chip)
     tx = mc.scale_by_muon(ns_kernel=plan.kernel, shardings=shardings)
     state = _placed(jax.eval_shape(tx.init, params), params)
@@ -127,6 +132,12 @@ def compile_update(plan: Plan) -> Compiled:
         exchanges(text, chip, flops_of_kernel),
         seconds,
     )
+
+
+def compile_kernels_for(chip: Chip) -> None:
+    """Kernels take the architecture of the default device, which is a CPU here."""
+    gpu.capability = lambda: chip.capability
+    core._infer_arch = lambda: (chip.capability, 0)
 
 
 def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
@@ -152,7 +163,10 @@ def _placed(state: Any, params: Any) -> Any:
 
 
 def flops_of_kernel(operands: list[str]) -> float:
-    raise ValueError(f"a kernel that is not known, on {operands}")
+    """Of the kernel for symmetric products, whose first operands are units and x."""
+    count, m, n = dimensions(operands[1])
+    triangles = Triangles(count, m, TILE)
+    return 2.0 * count * m * m * n * triangles.computed
 
 
 def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:

@@ -57,10 +57,13 @@ def newton_schulz(
         near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
         no longer the polar factor of `x` itself. `"equilibrated"` gives all rows one
         norm and then all columns (MuonEq evens out rows): the polar factor of that.
-    - `kernel`: `"pallas"` takes kernels of this package for products known to be
-        symmetric, of which they compute half, in float16 or bfloat16 from 1,024 rows
-        on for TPU and 2,048 for GPU. They have been compiled and interpreted, but
-        not run on either.
+    - `kernel`: `"xla"` for products by XLA and its libraries, `"pallas"` for kernels
+        of this package, which compute half of those known to be symmetric: on TPU in
+        float16 or bfloat16 from 1,024 rows on, on Hopper and Blackwell (compute
+        capability 9 and 10, JAX 0.10 or newer) in float16 from 2,048 rows on, if rows
+        and columns are multiples of 8. What has no kernel is XLA's. `"auto"` takes them
+        where they fill their tiles: on GPU for rows that are a multiple of 128. They
+        have been compiled and interpreted, but not run.
 
     **Returns:** an array of the shape and dtype of `x`.
 

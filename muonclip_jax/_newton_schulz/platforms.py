@@ -33,6 +33,10 @@ PIECE_ENTRIES = 2**24
 #: keep such stacks whole; on CPU they cost little, and more of them compile longer.
 STACK_ENTRIES = {"cpu": math.inf, "gpu": 2**27, "tpu": 5 * 2**20}
 
-#: The least rows from which `kernel="pallas"` takes the kernel for symmetric products.
-#: Smaller ones have few tiles above the diagonal to save.
+#: The least rows from which a kernel for symmetric products is taken. Smaller ones have
+#: few tiles above the diagonal to save.
 KERNEL_ROWS = {"cpu": math.inf, "gpu": 2048, "tpu": 1024}
+
+#: What rows have to be a multiple of for `kernel="auto"` to take it on GPU: others
+#: leave tiles half empty.
+KERNEL_TILE = 128

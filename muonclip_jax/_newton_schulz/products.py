@@ -65,7 +65,7 @@ def kernel_products(
 ) -> Products:
     """By a kernel for half of `scale x y^T + shift addend`, without blocks."""
     xla = xla_products(dtype, exact=False, fused=fused)
-    sums = dtype if fused else jnp.float32
+    widened = {} if fused else dict(out_dtype=jnp.float32)
 
     def call(x, y, addend=None, **options):
         left = _as_stack(x)
@@ -74,20 +74,19 @@ def kernel_products(
         if addend is not None:
             options["addend"] = _as_stack(addend)
         out = symmetric_product(left, right, **options)
-        return out.reshape(*x.shape[:-2], *out.shape[-2:])
+        return ((out.reshape(*x.shape[:-2], *out.shape[-2:]),),)
 
     def gram(rows):
-        return ((call(rows[0], rows[0], out_dtype=dtype),),)
+        return call(rows[0], rows[0])
 
     def polynomial(r, square, linear, widened):
-        del widened  # the sum is float32
+        del widened  # the sum is float32 in any case
         ((x,),) = r
-        return ((call(x, x, x, scale=square, shift=linear, out_dtype=dtype),),)
+        return call(x, x, x, scale=_of_each(square), shift=_of_each(linear))
 
     def combine(p, q, addend, keep, rounded: bool = True):
         (((p,),), ((q,),), ((addend,),)) = p, q, addend
-        out = dtype if rounded else sums
-        return ((call(p, q, addend, shift=keep, out_dtype=out),),)
+        return call(p, q, addend, shift=keep, **({} if rounded else widened))
 
     return xla._replace(gram=gram, polynomial=polynomial, combine=combine)
 
@@ -120,6 +119,11 @@ def round_to(blocks, dtype: DTypeLike):
 
 def _as_stack(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[-2:])
+
+
+def _of_each(number: ArrayLike) -> ArrayLike:
+    """A number, or one for each matrix of a stack."""
+    return number.reshape(-1) if isinstance(number, jax.Array) else number
 
 
 def widen(x: jax.Array) -> jax.Array:

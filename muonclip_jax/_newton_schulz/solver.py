@@ -24,7 +24,7 @@ from .steps import range_of
 
 
 Method = Literal["auto", "standard", "gram"]
-Kernel = Literal["xla", "pallas"]
+Kernel = Literal["xla", "pallas", "auto"]
 
 #: From this aspect ratio on `method="auto"` takes the Gram form. In multiplications of
 #: `m^3` a further step costs `2r + 1` in the standard form and 4 in the Gram form for
@@ -143,8 +143,17 @@ class Solver:
         return Strategy(
             gram=self.method == "gram" or (self.method == "auto" and pays),
             blocks=platforms.BLOCKS if can_split else 1,
-            kernel=self.kernel == "pallas" and is_short and is_large,
+            kernel=self.kernel != "xla" and is_large and self._has_kernel(shape, dtype),
         )
+
+    def _has_kernel(self, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+        if self.platform == "tpu":
+            return jnp.finfo(dtype).bits == 16
+        # Pallas is slow to import, and most programs never ask for it.
+        from .kernels import gpu
+
+        is_full = self.kernel == "pallas" or shape[0] % platforms.KERNEL_TILE == 0
+        return dtype == jnp.float16 and is_full and gpu.can_multiply(shape)
 
     def passes(self, strategy: Strategy, dtype: jnp.dtype) -> Sequence[Schedule]:
         """The standard form is that with a step a pass."""
@@ -186,7 +195,6 @@ class Solver:
         if not strategy.kernel:
             # The Gram form squares the spectrum, and so needs all the bits there are.
             return xla_products(dtype, exact=strategy.gram, fused=fused)
-        # Pallas is slow to import, and most programs never ask for it.
         if self.platform == "tpu":
             from .kernels import tpu as kernel
         else:

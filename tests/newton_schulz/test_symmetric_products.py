@@ -1,7 +1,6 @@
-"""The kernels for symmetric products, interpreted, against float64 products."""
+"""The kernel for symmetric products on TPU, interpreted, against float64 products."""
 
 import functools
-import inspect
 
 import helpers
 import jax
@@ -14,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.kernels import gpu, tpu
+from muonclip_jax._newton_schulz.kernels import tpu
 from muonclip_jax._newton_schulz.kernels.tiles import lower_tiles
 from muonclip_jax._newton_schulz.solver import make_solver, Solver
 
@@ -22,18 +21,14 @@ from muonclip_jax._newton_schulz.solver import make_solver, Solver
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
-MODULES = {"tpu": tpu, "gpu": gpu}
-TILES = {"tpu": (16, 32), "gpu": (16, 16)}
+TILE = (16, 32)
 
 #: Below one tile, within one block, ragged in both directions, in several steps of n.
 SHAPES = [(1, 5, 1), (1, 64, 128), (3, 75, 300)]
 
-each_platform = pytest.mark.parametrize("platform", MODULES)
 
-
-def product(platform, x, y, **options):
-    module, tile = MODULES[platform], TILES[platform]
-    return module.symmetric_product(x, y, tile=tile, interpret=True, **options)
+def product(x, y, **options):
+    return tpu.symmetric_product(x, y, tile=TILE, interpret=True, **options)
 
 
 def normal(*shape, seed=0, dtype=jnp.bfloat16):
@@ -61,59 +56,43 @@ def check(out, x, y, scale=1.0, addend=None):
     np.testing.assert_array_equal(out, out.mT)
 
 
-@each_platform
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gram_matrix(platform, shape):
+def test_gram_matrix(shape):
     x = normal(*shape)
-    gram = product(platform, x, x, out_dtype=jnp.float32)
+    gram = product(x, x, out_dtype=jnp.float32)
     check(gram, x, x)
     # A kernel may read an array that comes twice only once.
-    np.testing.assert_array_equal(
-        gram, product(platform, x, jnp.array(x), out_dtype=jnp.float32)
-    )
+    np.testing.assert_array_equal(gram, product(x, jnp.array(x), out_dtype=jnp.float32))
 
 
-@each_platform
 @pytest.mark.parametrize(("count", "m"), [(1, 9), (3, 75)])
-def test_product_of_symmetric_matrices(platform, count, m):
+def test_product_of_symmetric_matrices(count, m):
     """Rounded factors commute only nearly: the lower half of the product counts."""
     r = symmetric(count, m)
     p, q = (z.astype(jnp.bfloat16) for z in (r @ r, r @ r @ r - 2 * r))
     p, q = (jnp.asarray(mirrored(z)) for z in (p, q))
-    check(product(platform, p, q, out_dtype=jnp.float32), p, q)
+    check(product(p, q, out_dtype=jnp.float32), p, q)
 
 
-@each_platform
-def test_scaled_and_shifted(platform):
+def test_scaled_and_shifted():
     x, addend = normal(2, 40, 70), symmetric(2, 40, seed=1)
     options = {"addend": addend, "scale": -2.0, "shift": 0.25}
-    out = product(platform, x, x, out_dtype=jnp.float32, **options)
+    out = product(x, x, out_dtype=jnp.float32, **options)
     check(out, x, x, scale=-2.0, addend=0.25 * np.asarray(addend, np.float64))
     # Rounded once, at the end, to the dtype of x if none is given.
-    rounded = product(platform, x, x, **options)
+    rounded = product(x, x, **options)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(rounded, out.astype(jnp.bfloat16))
 
 
-@each_platform
-def test_float16_and_float32_operands(platform):
+def test_float16_and_float32_operands():
     x = normal(1, 20, 30, dtype=jnp.float16)
     addend = symmetric(1, 20, dtype=jnp.float32)
-    out = product(platform, x, x, addend=addend, shift=1.0, out_dtype=addend.dtype)
+    out = product(x, x, addend=addend, shift=1.0, out_dtype=addend.dtype)
     check(out, x, x, addend=addend)
-    assert product(platform, x, x).dtype == jnp.float16
+    assert product(x, x).dtype == jnp.float16
 
 
-@pytest.mark.parametrize("on_diagonal", [True, False])
-def test_tiles_that_threads_write_at_once_agree(on_diagonal):
-    """On the diagonal the tile and its mirror are one place: a race if they differ."""
-    tile = normal(8, 8)
-    lower, upper = gpu._with_mirror(tile, jnp.array(on_diagonal))
-    np.testing.assert_array_equal(lower, mirrored(tile) if on_diagonal else tile)
-    np.testing.assert_array_equal(upper, lower.T)
-
-
-@each_platform
 @settings(max_examples=4, deadline=None)
 @given(
     count=st.integers(1, 3),
@@ -121,11 +100,9 @@ def test_tiles_that_threads_write_at_once_agree(on_diagonal):
     n=st.integers(1, 140),
     seed=st.integers(0, 99),
 )
-def test_any_shape(platform, count, m, n, seed):
+def test_any_shape(count, m, n, seed):
     x, addend = normal(count, m, n, seed=seed), symmetric(count, m, seed=seed + 1)
-    out = product(
-        platform, x, x, addend=addend, scale=0.5, shift=1.0, out_dtype=jnp.float32
-    )
+    out = product(x, x, addend=addend, scale=0.5, shift=1.0, out_dtype=jnp.float32)
     check(out, x, x, scale=0.5, addend=addend)
 
 
@@ -152,47 +129,30 @@ def test_blocks_fit_the_memory_of_a_tpu(m, n):
     assert plan.depth * (plan.steps - 1) < n <= plan.depth * plan.steps
 
 
-def hopper_in_mind():
-    """Where there is no GPU, JAX from 0.12 on asks for which one kernels are."""
-    names = inspect.signature(jax.sharding.AbstractDevice).parameters
-    facts = {"device_kind": "NVIDIA H200", "num_cores": None, "platform": "gpu"}
-    device = jax.sharding.AbstractDevice(**{name: facts[name] for name in names})
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-@each_platform
 @pytest.mark.parametrize("shape", [(24, 768, 3072), (2, 1100, 7)])
 @pytest.mark.parametrize("addend_dtype", [None, jnp.float32])
-def test_lowers_without_the_hardware(platform, shape, addend_dtype):
+def test_lowers_without_the_hardware(shape, addend_dtype):
     count, m, _ = shape
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     addend = addend_dtype and jax.ShapeDtypeStruct((count, m, m), addend_dtype)
 
     @jax.jit
     def f(x, addend):
-        return MODULES[platform].symmetric_product(x, x, addend=addend, shift=2.0)
+        return tpu.symmetric_product(x, x, addend=addend, shift=2.0)
 
-    target, call = {
-        "tpu": ("tpu", "tpu_custom_call"),
-        "gpu": ("cuda", "triton"),
-    }[platform]
-    with hopper_in_mind():
-        lowered = f.trace(x, addend).lower(lowering_platforms=(target,))
-    assert call in lowered.as_text()
+    lowered = f.trace(x, addend).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
 
 
-@each_platform
 @pytest.mark.parametrize("shape", [(2, 8, 5), (1, 8, 4), (8, 5)])
-def test_wants_two_stacks_of_one_shape(platform, shape):
+def test_wants_two_stacks_of_one_shape(shape):
     with pytest.raises(ValueError, match="two stacks"):
-        product(platform, normal(1, 8, 5), normal(*shape))
+        product(normal(1, 8, 5), normal(*shape))
 
 
-@each_platform
-def test_wants_one_dtype(platform):
+def test_wants_one_dtype():
     with pytest.raises(ValueError, match="two stacks"):
-        product(platform, normal(1, 8, 5), normal(1, 8, 5, dtype=jnp.float32))
+        product(normal(1, 8, 5), normal(1, 8, 5, dtype=jnp.float32))
 
 
 @pytest.mark.parametrize("shape", [(3, 70, 300), (1, 50, 128)])
@@ -208,7 +168,7 @@ def test_simulated_memory_of_a_tpu(shape):
         addend=addend,
         shift=1.0,
         out_dtype=jnp.float32,
-        tile=TILES["tpu"],
+        tile=TILE,
         interpret=simulator,
     )
     check(out, x, x, addend=addend)
@@ -220,31 +180,24 @@ def orthogonalized(solver, x):
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (2, 24, 80)])
-@pytest.mark.parametrize("platform, dtype", [("tpu", "bfloat16"), ("gpu", "float16")])
-def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, platform, dtype, shape):
-    interpreted = functools.partial(
-        MODULES[platform].symmetric_product, tile=TILES[platform], interpret=True
-    )
-    monkeypatch.setattr(MODULES[platform], "symmetric_product", interpreted)
-    monkeypatch.setitem(platforms.KERNEL_ROWS, platform, 16)
+def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, shape):
+    interpreted = functools.partial(tpu.symmetric_product, tile=TILE, interpret=True)
+    monkeypatch.setattr(tpu, "symmetric_product", interpreted)
+    monkeypatch.setitem(platforms.KERNEL_ROWS, "tpu", 16)
     x = normal(*shape, dtype=jnp.float32)
     exact = np.asarray(mc.newton_schulz(x, method="standard"), np.float64)
     errors = []
     for kernel in ("xla", "pallas"):
-        solver = make_solver("keller", 5, "auto", dtype, "frobenius", kernel)
-        y = jax.jit(orthogonalized)(solver.on(platform), x)
+        solver = make_solver("keller", 5, "auto", "bfloat16", "frobenius", kernel)
+        y = jax.jit(orthogonalized)(solver.on("tpu"), x)
         errors.append(np.linalg.norm(y - exact) / np.linalg.norm(exact))
     assert 0 < errors[1] < 2 * errors[0] < 0.2
 
 
-@pytest.mark.parametrize(
-    "platform, call", [("tpu", "tpu_custom_call"), ("cuda", "triton")]
-)
-def test_an_update_by_kernels_lowers_without_hardware(platform, call):
+def test_an_update_by_kernels_lowers_without_hardware():
     params = {"w": jax.ShapeDtypeStruct((2048, 4096), jnp.float32)}
     tx = mc.muon(1e-3, ns_kernel="pallas")
     state = jax.eval_shape(tx.init, params)
-    with hopper_in_mind():
-        traced = jax.jit(tx.update).trace(params, state, params)
-        lowered = traced.lower(lowering_platforms=(platform,))
-    assert call in lowered.as_text()
+    traced = jax.jit(tx.update).trace(params, state, params)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()

@@ -1,0 +1,1 @@
+"""What `accelerator.py` checks and times: each module makes rows of its tables."""

@@ -1,0 +1,97 @@
+"""Attention and its largest logits, by the kernels of the platform, against float64.
+
+Inputs are rounded to what the platform trains in, so that products are exact and only
+the results are rounded.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import muonclip_jax as mc
+
+from .rounding import normal, platform, units
+from .rows import Checks, Compared, Outcome, worst
+
+
+SHAPE = (2, 256, 4, 64)
+Attention = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def attention_checks() -> Checks:
+    return {
+        "max_logits": exact_maxima,
+        "blockwise_attention": functools.partial(exact, mc.blockwise_attention),
+        f"residual_attention by {implementation()}": bounded,
+        "splash_attention": splash,
+    }
+
+
+def implementation() -> str:
+    return "cudnn" if platform() == "gpu" else "xla"
+
+
+def dtype() -> str:
+    return "float32" if platform() == "cpu" else "bfloat16"
+
+
+def inputs() -> list[jax.Array]:
+    return [(2 * normal(i, *SHAPE)).astype(dtype()) for i in range(3)]
+
+
+def reference() -> tuple[np.ndarray, np.ndarray]:
+    """Causal attention and the largest logits, all formed at once in float64."""
+    query, key, value = (np.asarray(x, np.float64) for x in inputs())
+    logits = np.einsum("bihd,bjhd->bhij", query, key) / math.sqrt(SHAPE[-1])
+    logits = np.where(np.tri(SHAPE[1], dtype=bool), logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    output = np.einsum("bhij,bjhd->bihd", weights, value)
+    return output, logits.max((0, 2, 3))
+
+
+def exact_maxima() -> Compared:
+    query, key, _ = inputs()
+    found = mc.max_logits(query, key, is_causal=True)
+    return Compared(largest_error(found, reference()[1]), units(8, "float32"))
+
+
+def exact(attention: Attention, maxima: float | None = None) -> Compared:
+    """The worse of output and largest logits for its bound, or for that of `maxima`."""
+    found, expected = attention(*inputs(), is_causal=True), reference()
+    bounds = units(4, dtype()), maxima or units(8, "float32")
+    errors = map(largest_error, found, expected)
+    return worst(map(Compared, errors, bounds))
+
+
+def bounded() -> Compared:
+    """How far the bound is below the largest logits, or beyond what `log n` allows."""
+    attention = functools.partial(
+        mc.residual_attention, implementation=implementation()
+    )
+    output, bound = attention(*inputs(), is_causal=True)
+    expected, largest = reference()
+    slack = np.asarray(bound, np.float64) - largest
+    outside = np.max([-slack.min(), slack.max() - math.log(SHAPE[1]), 0.0])
+    errors = largest_error(output, expected), float(outside / largest.max())
+    return worst(Compared(error, units(4, dtype())) for error in errors)
+
+
+def splash() -> Outcome:
+    if platform() != "tpu":
+        return "no TPU"
+    if importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed"
+    # The kernel rounds the scaled query, and with it the statistic.
+    return exact(mc.splash_attention, maxima=units(2, dtype()))
+
+
+def largest_error(found: jax.Array, expected: np.ndarray) -> float:
+    """As a share of the largest value."""
+    error = np.abs(np.asarray(jnp.float32(found), np.float64) - expected)
+    return float(error.max() / np.abs(expected).max())

@@ -1,0 +1,101 @@
+"""Times that say how to set the package up: the size of a batch, and its kernels."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from gpt2 import gradients, updates_by
+
+import muonclip_jax as mc
+from muonclip_jax._newton_schulz import platforms
+from muonclip_jax._newton_schulz.solver import Kernel
+
+from .rounding import normal, platform
+from .rows import Parts, Timed
+from .times import directions, matrices_that_fit, stage_shapes, Times
+
+
+KERNELS: dict[str, Kernel] = {"ours": "pallas", "xla": "xla"}
+
+
+def kernel_parts(times: Times) -> Parts:
+    name = "pallas against xla"
+    if math.isinf(platforms.KERNEL_ROWS[platform()]):
+        return {name: lambda: [Timed(f"{name}: no kernel here")]}
+    by_rows = {
+        f"{name}, {rows} rows": functools.partial(by_kernel, times, rows)
+        for rows in times.sizes.kernel_rows
+    }
+    return by_rows | {f"{name}, stage": functools.partial(stage_by_kernel, times)}
+
+
+def by_kernel(times: Times, rows: int) -> Iterator[Timed]:
+    """Matrices twice as wide as high; the kernel is taken whatever the size."""
+    count = max(1, times.sizes.kernel_entries // (2 * rows**2))
+    x = normal(0, count, rows, 2 * rows)
+    sides = {
+        name: with_constant(
+            functools.partial(mc.newton_schulz, kernel=kernel), x, KERNEL_ROWS=1
+        )
+        for name, kernel in KERNELS.items()
+    }
+    yield from times.against(f"{count} x ({rows}, {2 * rows}), pallas", sides)
+
+
+def stage_by_kernel(times: Times) -> Iterator[Timed]:
+    """In separate leaves, with the kernel where the package takes it."""
+    matrix, count = times.sizes.matrix, matrices_that_fit(times.sizes)
+    shapes = stage_shapes(matrix, count, "separate")
+    updates = {
+        name: directions(shapes, ns_kernel=kernel)["ours"]
+        for name, kernel in KERNELS.items()
+    }
+    name = f"{count} x {matrix}, separate, pallas"
+    yield from times.against(name, updates_by(shapes, updates))
+
+
+def by_batch(times: Times) -> Iterator[Timed]:
+    """The stacked stage by `BATCH_ENTRIES`; "ours" is what the package has there."""
+    matrix, count = times.sizes.matrix, matrices_that_fit(times.sizes)
+    shapes = stage_shapes(matrix, count, "stacked")
+    tx, grads = directions(shapes)["ours"], gradients(shapes)
+    arguments = (tx.update, grads, tx.init(grads))
+    usual = platforms.BATCH_ENTRIES[platform()]
+    sides = {"ours": with_constant(*arguments, BATCH_ENTRIES=usual)}
+    for share in times.sizes.batches:
+        entries = int(share * usual)
+        if entries >= math.prod(matrix):
+            sides[power_of_2(entries)] = with_constant(
+                *arguments, BATCH_ENTRIES=entries
+            )
+    name = f"{count} x {matrix}, stacked, batches of {power_of_2(usual)}"
+    yield from times.against(name, sides)
+
+
+def power_of_2(entries: float) -> str:
+    return f"2^{math.log2(entries):.4g}"
+
+
+def with_constant(
+    function: Callable[..., Any], *arguments: Any, **constants: float
+) -> Callable[[], Any]:
+    """A call with other constants of `platforms`, compiled when it runs first.
+
+    Caches of traces know nothing of these, so they are emptied before and after.
+    """
+
+    @functools.cache
+    def program() -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, value in constants.items():
+                by_platform = getattr(platforms, name)
+                stack.enter_context(mock.patch.dict(by_platform, {platform(): value}))
+            stack.callback(jax.clear_caches)
+            jax.clear_caches()
+            return jax.jit(function).lower(*arguments).compile()
+
+    return lambda: program()(*arguments)

@@ -1,0 +1,188 @@
+"""Times of whole updates and training steps, and what Newton-Schulz does of the peak.
+
+Sides take turns, and figures are medians. The stage is a pipeline's of Kimi K2. The
+share of the peak counts Hermitian products as if they were formed whole, so that it may
+exceed what the device does.
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from alternating import alternate, ratio, Sides
+from attention_statistics import Step
+from gpt2 import BLOCK, Shapes, updates, updates_by
+from language_model import Settings
+from optax.contrib import MuonDimensionNumbers
+from optimizer_step import CHAIN, chain
+
+import muonclip_jax as mc
+from muonclip_jax._newton_schulz.solver import make_solver
+
+from .rounding import normal, own_dtype, platform
+from .rows import first_line, Timed
+
+
+class Sizes(NamedTuple):
+    matrix: tuple[int, int]  # of the stage
+    matrices: int
+    layers: int  # of GPT-2
+    shrink: int  # how many times smaller its matrices are
+    model: Settings  # of the training step
+    batch_size: int
+    product: int  # rows of the square product that sets the peak
+    batches: tuple[float, ...]  # as shares of what the package takes at once
+    kernel_rows: tuple[int, ...]
+    kernel_entries: int  # of the stacks that compare kernels
+    repeats: int
+
+
+FULL = Sizes(
+    matrix=(2048, 7168),
+    matrices=216,
+    layers=12,
+    shrink=1,
+    model=Settings(12, 768, 12, 1024, dtype="bfloat16", record=False),
+    batch_size=8,
+    product=8192,
+    batches=(1 / 4, 1 / 2, 2, 4),
+    kernel_rows=(1024, 2048, 4096),
+    kernel_entries=2**26,
+    repeats=7,
+)
+TINY = Sizes(
+    matrix=(32, 112),
+    matrices=6,
+    layers=1,
+    shrink=24,
+    model=Settings(1, 32, 2, 16, record=False),
+    batch_size=2,
+    product=256,
+    batches=(1 / 2, 2),
+    kernel_rows=(32, 64),
+    kernel_entries=2**13,
+    repeats=2,
+)
+#: Gradients, momentum and updates of both sides, params, and temporaries.
+COPIES = 8
+
+
+def newton_schulz_flops(shapes: Shapes) -> float:
+    """Twice the multiplications; those of XLA's count differ between backends."""
+    solver = make_solver("keller", 5, "auto", None, "frobenius", "xla").on(platform())
+    return sum(
+        2 * math.prod(stack) * solver.cost((min(m, n), max(m, n)), jnp.dtype("float32"))
+        for *stack, m, n in shapes.values()
+    )
+
+
+class Times:
+    """The peak is measured first, for the shares of the others."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.peak: float | None = None
+
+    def peak_of_products(self) -> Iterator[Timed]:
+        size = self.sizes.product
+        x = (normal(0, size, size) / size**0.5).astype(own_dtype())
+        sides = {"product": functools.partial(chain, x)}
+        seconds = statistics.median(alternate(sides, self.sizes.repeats)["product"])
+        self.peak = CHAIN * 2 * size**3 / seconds
+        name = f"products {size} x {size} in {own_dtype()}"
+        yield Timed(f"{name}: {self.peak / 1e12:.3g} TFLOP/s", 1e3 * seconds / CHAIN)
+
+    def against(
+        self, name: str, sides: Sides, flops: float | None = None
+    ) -> Iterator[Timed]:
+        """The side "ours" against each of the others, whose failures are cells."""
+        failures = {peer: why for peer, run in sides.items() if (why := failure(run))}
+        if "ours" in failures:
+            raise RuntimeError(f"{name}: {failures['ours']}")
+        running = {peer: run for peer, run in sides.items() if peer not in failures}
+        times = alternate(running, self.sizes.repeats)
+        ours = statistics.median(times["ours"])
+        share = flops / ours / self.peak if flops and self.peak else None
+        for peer in sides:
+            row = Timed(f"{name} against {peer}", 1e3 * ours, share_of_peak=share)
+            if peer in failures:
+                yield row._replace(peer=failures[peer])
+            elif peer != "ours":
+                theirs = 1e3 * statistics.median(times[peer])
+                faster = ratio(times, peer, "ours")
+                yield row._replace(peer=theirs, times_faster=faster)
+
+    def stage(self, layout: str) -> Iterator[Timed]:
+        count = matrices_that_fit(self.sizes)
+        shapes = stage_shapes(self.sizes.matrix, count, layout)
+        name = f"{count} x {self.sizes.matrix}, {layout}"
+        sides = updates_by(shapes, directions(shapes))
+        yield from self.against(name, sides, newton_schulz_flops(shapes))
+
+    def gpt2(self, layout: Callable[[int, Shapes], Shapes]) -> Iterator[Timed]:
+        layers, shrink = self.sizes.layers, self.sizes.shrink
+        block = {k: (m // shrink, n // shrink) for k, (m, n) in BLOCK.items()}
+        shapes = layout(layers, block)
+        name = f"GPT-2's {6 * layers} matrices, {layout.__name__}"
+        yield from self.against(name, updates(shapes), newton_schulz_flops(shapes))
+
+    def training(self) -> Iterator[Timed]:
+        model, batch_size = self.sizes.model, self.sizes.batch_size
+        steps = {
+            name: Step(model, batch_size, optimizer)
+            for name, optimizer in trained_by().items()
+        }
+        for step in steps.values():
+            step.start()
+        name = f"training step, {model.layers} layers of {model.width}"
+        yield from self.against(name, {k: step.seconds for k, step in steps.items()})
+
+
+def failure(run: Callable[[], Any]) -> str | None:
+    try:
+        jax.block_until_ready(run())
+    except Exception as error:
+        return first_line(error)
+    return None
+
+
+def matrices_that_fit(sizes: Sizes) -> int:
+    """As many of the stage's as leave room for both sides."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    most = memory / (COPIES * 4 * math.prod(sizes.matrix))
+    return max(1, int(min(most, sizes.matrices)))
+
+
+def stage_shapes(matrix: tuple[int, int], count: int, layout: str) -> Shapes:
+    if layout == "stacked":
+        return {"experts": (count, *matrix)}
+    return {str(i): matrix for i in range(count)}
+
+
+def directions(shapes: Shapes, **ours: Any) -> dict[str, optax.GradientTransformation]:
+    """Without weight decay and rate."""
+    numbers = {
+        name: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
+        for name, shape in shapes.items()
+    }
+    return {
+        "ours": mc.scale_by_muon(dimension_numbers=numbers, **ours),
+        "optax": optax.contrib.scale_by_muon(weight_dimension_numbers=numbers),
+    }
+
+
+def trained_by() -> dict[str, optax.GradientTransformation]:
+    return {
+        "ours": mc.muon(1e-3),
+        "adamw": optax.adamw(1e-3),
+        "optax": optax.contrib.muon(
+            1e-3,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=mc.flax_dimension_numbers,
+        ),
+    }

@@ -1,0 +1,107 @@
+"""First contact with an accelerator, in small and without one: not its times."""
+
+import json
+import pathlib
+
+import accelerator
+import pytest
+from first_contact import rows
+from first_contact.rows import Compared, Timed
+from helpers import run_script
+
+
+SCRIPT = pathlib.Path(accelerator.__file__)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    file = tmp_path_factory.mktemp("runs") / "new" / "accelerator.json"
+    ran = run_script(SCRIPT, "--tiny", "--json", file)
+    written = json.loads(file.read_text())
+    return ran.stdout, written, {t["title"]: t["rows"] for t in written["tables"]}
+
+
+def test_both_sections_are_printed_and_written(result):
+    printed, written, tables = result
+    assert "commit" in written["environment"] and written["arguments"]["tiny"]
+    assert list(tables) == ["Right", "Fast"]
+    assert all(table["columns"] for table in written["tables"])
+    for title, found in tables.items():
+        assert f"\n{title}\n" in printed
+        assert all(f"| {name} |" in printed for name, *_ in found)
+
+
+def test_every_check_passes(result):
+    printed, _, tables = result
+    outcomes = {name: outcome for name, outcome, *_ in tables["Right"]}
+    assert "0 checks failed" in printed and rows.FAILED not in printed
+    for start in ("torch's", "newton_schulz", "sharded", "max_logits", "residual"):
+        found = [v for name, v in outcomes.items() if name.startswith(start)]
+        assert found and set(found) == {"ok"}
+    assert outcomes["kernel against XLA"] == "no kernel here"
+    assert outcomes["dtype of the iteration"] == "ok: float32"
+
+
+def test_every_time_is_there(result):
+    _, _, tables = result
+    names = [name for name, *_ in tables["Fast"]]
+    for part in ("products", "separate against", "stacked against", "GPT-2", "adamw"):
+        timed = [row for row in tables["Fast"] if part in row[0]]
+        assert timed and all(row[1] > 0 for row in timed)
+    assert sum("batches of 2^14 against 2^" in name for name in names) == 2
+    assert sum("no kernel here" in name for name in names) == 1
+    assert sum("no GPU here" in name for name in names) == 2
+
+
+def test_nothing_is_worse_than_what_is_not_a_number():
+    found = [Compared(1.0, 2.0), Compared(float("nan"), 1.0), Compared(0.9, 1.0)]
+    assert rows.worst(found) is rows.worst(found[1:]) is found[1]
+    assert rows.worst(found[::2]) is found[2]
+
+
+def raises(*_):
+    raise ValueError("first | line\nsecond")
+
+
+def run(monkeypatch, tmp_path, checks, parts=None):
+    monkeypatch.setattr(accelerator, "checks", lambda tiny: checks)
+    monkeypatch.setattr(accelerator, "parts", lambda tiny: parts or {})
+    file = tmp_path / "accelerator.json"
+    status = accelerator.main(["--json", str(file)])
+    return status, [t["rows"] for t in json.loads(file.read_text())["tables"]]
+
+
+def test_a_check_that_raises_fails_and_the_others_go_on(monkeypatch, tmp_path):
+    checks = {"breaks": raises, "goes on": lambda: Compared(1.0, 2.0)}
+    status, (right, _) = run(monkeypatch, tmp_path, checks)
+    assert status == 1
+    assert right[0] == ["breaks", "FAILED: ValueError: first / line", None, None]
+    assert right[1] == ["goes on", "ok", 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (Compared(1.0, 1.0), 0),
+        (Compared(1.1, 1.0), 1),
+        (Compared(float("nan"), 1.0), 1),
+        ("one device", 0),
+    ],
+)
+def test_an_error_beyond_its_bound_fails(monkeypatch, tmp_path, found, status):
+    assert run(monkeypatch, tmp_path, {"check": lambda: found})[0] == status
+
+
+def test_a_time_that_raises_keeps_its_earlier_rows(monkeypatch, tmp_path):
+    def breaks():
+        yield Timed("first", 1.0)
+        raises()
+
+    parts = {"breaks": breaks, "goes on": lambda: [Timed("last", 2.0)]}
+    status, (_, fast) = run(monkeypatch, tmp_path, {}, parts)
+    assert status == 0
+    assert [row[0] for row in fast] == [
+        "first",
+        "breaks: FAILED: ValueError: first / line",
+        "last",
+    ]
