@@ -189,16 +189,17 @@ def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
 
 
 def draw(file: Path, found: dict[Plan, Compiled]) -> None:
-    """Products and the rest of each plan, one above the other."""
+    """Products and the rest of each plan, one behind the other."""
     label = "least time of one update, ms"
-    names = [f"{p.chip}, {p.count} x, {p.leaves}, {p.kernel}" for p in found]
+    names = [f"{p.gpus} {p.chip}: {p.leaves}, {p.kernel}" for p in found]
     with picture(file, xlabel=label) as axes:
         left = np.zeros(len(found))
         for kind in ("products", "elementwise"):
             widths = [1e3 * c.work.get(kind, Work()).seconds for c in found.values()]
-            axes.barh(range(len(found)), widths, left=left, label=kind)
+            axes.barh(range(len(found)), widths, left=left, height=0.6, label=kind)
             left += widths
-        axes.set_yticks(range(len(found)), names, fontsize=7)
+        axes.set_yticks(range(len(found)), names, fontsize=8)
+        axes.set_xlim(right=1.35 * left.max())  # room for the legend
         axes.invert_yaxis()
 
 

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -242,8 +243,19 @@ def test_which_shapes_take_the_kernel(kernel, shape, is_taken):
     assert not solver.on("cpu").strategy(shape, jnp.dtype("float16")).kernel
 
 
-def test_gpus_without_a_kernel_take_none(monkeypatch):
-    monkeypatch.setattr(gpu, "capability", lambda: 8)
+@pytest.mark.parametrize(
+    ("platform", "capability", "major"),
+    [("gpu", "9.0", 9), ("gpu", "10.0", 10), ("gpu", "gfx942", 0), ("cpu", None, 9)],
+)
+def test_capability(monkeypatch, platform, capability, major):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(gpu.backend, "get_default_device", lambda: device)
+    assert gpu.capability() == major
+
+
+@pytest.mark.parametrize("major", [0, 8, 12])
+def test_gpus_without_a_kernel_take_none(monkeypatch, major):
+    monkeypatch.setattr(gpu, "capability", lambda: major)
     solver = make_solver("keller", 5, "auto", None, "frobenius", "pallas").on("gpu")
     assert not solver.strategy((2048, 4096), jnp.dtype("float16")).kernel
 

@@ -30,11 +30,12 @@ def symmetric_product(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
 
 
 def capability() -> int:
-    """The major compute capability of the GPUs to compile for."""
+    """The major compute capability of the GPUs to compile for; 0 of AMD's."""
     device = backend.get_default_device()
     if device.platform not in ("gpu", "cuda"):
         return HOPPER
-    return int(float(getattr(device, "compute_capability", None) or 0))
+    major, *_ = str(getattr(device, "compute_capability", "")).split(".")
+    return int(major) if major.isdigit() else 0
 
 
 def _has_mosaic() -> bool:
