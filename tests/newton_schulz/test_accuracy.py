@@ -149,13 +149,13 @@ def test_the_form_is_chosen_by_cost(platform, dtype, method, shape, gram):
 
 
 def test_kernels_are_taken_where_asked_for_from_a_size_on():
+    """For GPU see `test_kernels_for_gpu.py`."""
     bfloat16, float32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    for platform, rows in (("tpu", 1024), ("gpu", 2048)):
-        asked = solver(platform, kernel="pallas")
-        assert asked.strategy((rows, rows), bfloat16).kernel
-        assert not asked.strategy((rows - 1, rows), bfloat16).kernel
-        assert not asked.strategy((rows, rows), float32).kernel
-        assert not solver(platform).strategy((rows, rows), bfloat16).kernel
+    asked, rows = solver("tpu", kernel="pallas"), 1024
+    assert asked.strategy((rows, rows), bfloat16).kernel
+    assert not asked.strategy((rows - 1, rows), bfloat16).kernel
+    assert not asked.strategy((rows, rows), float32).kernel
+    assert not solver("tpu").strategy((rows, rows), bfloat16).kernel
     on_cpu = solver("cpu", kernel="pallas")
     assert not on_cpu.strategy((4096, 4096), bfloat16).kernel
 
