@@ -33,7 +33,7 @@ from gpu_program import (
     Work,
     work_by_kind,
 )
-from hlo_program import dimensions
+from hlo_program import dimensions, parse
 from jax.experimental.mosaic.gpu import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pictures import picture
@@ -126,10 +126,11 @@ def compile_update(plan: Plan) -> Compiled:
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
+    program = parse(text)
     return Compiled(
-        work_by_kind(text, chip, flops_of_kernel),
+        work_by_kind(program, chip, flops_of_kernel),
         memory.temp_size_in_bytes,
-        exchanges(text, chip, flops_of_kernel),
+        exchanges(program, chip, flops_of_kernel),
         seconds,
     )
 

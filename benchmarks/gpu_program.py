@@ -14,18 +14,17 @@ from typing import NamedTuple
 
 from gpu_chips import Chip
 from hlo_program import (
+    bytes_of,
     Computation,
     count_trips,
     dimensions,
     Instruction,
-    parse,
     Program,
 )
 
 
 LAUNCH_SECONDS = 2e-6
 PRODUCTS = ("cublas", "mosaic")
-BYTES = {"pred": 1, "c64": 8, "c128": 16}
 
 
 class Work(NamedTuple):
@@ -56,9 +55,10 @@ class Exchange(NamedTuple):
 Flops = Callable[[list[str]], float]
 
 
-def work_by_kind(text: str, chip: Chip, flops_of_kernel: Flops) -> dict[str, Work]:
+def work_by_kind(
+    program: Program, chip: Chip, flops_of_kernel: Flops
+) -> dict[str, Work]:
     """What a program launches, by kind: "products", "elementwise", and collectives."""
-    program = parse(text)
     total: dict[str, Work] = collections.defaultdict(Work)
     for kind, work in _works(program, program["ENTRY"], chip, flops_of_kernel):
         total[kind] = total[kind].plus(work)
@@ -97,16 +97,20 @@ def _work(
     flops_of_kernel: Flops,
 ) -> Work:
     operands = [computation[name].shape for name in instruction.operands]
-    flops = 0.0
     if instruction.opcode == "fusion":
         (callee,) = instruction.called("calls")
         moved = _bytes_of_fusion(program[callee])
     else:
-        moved = sum(map(_bytes, dict.fromkeys(operands))) + _bytes(instruction.shape)
-    if instruction.opcode == "custom-call":
+        moved = sum(map(bytes_of, dict.fromkeys(operands))) + bytes_of(
+            instruction.shape
+        )
+    flops = 0.0
+    if _kind(instruction) == "products":
         is_library = "cublas" in instruction.attribute("custom_call_target")
-        flops = _gemm_flops(instruction, operands) if is_library else 0.0
-        flops = flops or flops_of_kernel(operands)
+        if is_library:
+            flops = _gemm_flops(instruction, operands)
+        else:
+            flops = flops_of_kernel(operands)
     seconds = max(flops / chip.products, moved / chip.copies) + LAUNCH_SECONDS
     return Work(1, flops, moved, seconds)
 
@@ -119,7 +123,7 @@ def _gemm_flops(instruction: Instruction, operands: list[str]) -> float:
     contracted = [
         dimensions(operands[0])[int(axis)] for axis in re.findall(r"\d+", axes[1])
     ]
-    return 2.0 * math.prod(_arrays(instruction.shape)[0][1] + contracted)
+    return 2.0 * math.prod(dimensions(instruction.shape) + contracted)
 
 
 def _bytes_of_fusion(computation: Computation) -> int:
@@ -127,7 +131,7 @@ def _bytes_of_fusion(computation: Computation) -> int:
     roots = (
         [computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
     )
-    written = sum(_bytes(_written(computation, node)) for node in roots)
+    written = sum(bytes_of(_written(computation, node)) for node in roots)
     names = [name for name, node in computation.items() if node.opcode == "parameter"]
     return written + sum(_read(computation, name) for name in names)
 
@@ -143,13 +147,13 @@ def _written(computation: Computation, node: Instruction) -> str:
 
 def _read(computation: Computation, name: str) -> int:
     """Of a parameter that is only cut, no more than the pieces."""
-    whole = _bytes(computation[name].shape)
+    whole = bytes_of(computation[name].shape)
     users = list(_users(computation, name))
     cuts = ("slice", "dynamic-slice", "gather")
     if not users:
         return 0
     if all(user.opcode in cuts for user, _ in users):
-        return min(whole, sum(_bytes(user.shape) for user, _ in users))
+        return min(whole, sum(bytes_of(user.shape) for user, _ in users))
     in_place = all(
         user.opcode == "dynamic-update-slice" and user.operands[0] == via
         for user, via in users
@@ -167,9 +171,8 @@ def _users(computation: Computation, name: str) -> Iterator[tuple[Instruction, s
                 yield node, name
 
 
-def exchanges(text: str, chip: Chip, flops_of_kernel: Flops) -> list[Exchange]:
+def exchanges(program: Program, chip: Chip, flops_of_kernel: Flops) -> list[Exchange]:
     """The collectives of a scheduled program, each with what hides it."""
-    program = parse(text)
     entry = program["ENTRY"]
     names, found = list(entry), []
     for i, node in enumerate(entry.values()):
@@ -185,7 +188,7 @@ def exchanges(text: str, chip: Chip, flops_of_kernel: Flops) -> list[Exchange]:
             for x in between
             if _kind(x) == "products"
         )
-        size = _bytes(node.shape)
+        size = bytes_of(node.shape)
         found.append(Exchange(started[1], size, size / chip.link, products))
     return found
 
@@ -200,20 +203,6 @@ def share_hidden(found: list[Exchange]) -> float | None:
     """The share of the time of exchanges for which these products last."""
     total = sum(x.seconds for x in found)
     return sum(min(x.seconds, x.products) for x in found) / total if total else None
-
-
-def _bytes(shape: str) -> int:
-    return sum(_size(kind) * math.prod(sizes) for kind, sizes in _arrays(shape))
-
-
-def _size(kind: str) -> int:
-    bits = re.search(r"\d+", kind)
-    return BYTES.get(kind) or (int(bits[0]) // 8 if bits else 0)
-
-
-def _arrays(shape: str) -> list[tuple[str, list[int]]]:
-    found = re.findall(r"\b([a-z]+\d*)\w*\[([\d,]*)\]", re.sub(r"{[^}]*}", "", shape))
-    return [(kind, [int(n) for n in sizes.split(",") if n]) for kind, sizes in found]
 
 
 def sum_of(works: Iterable[Work]) -> Work:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from hlo_program import (
+    bytes_of,
     Computation,
     count_trips,
     dimensions,
@@ -141,24 +142,16 @@ def _traffic(instruction: Instruction, operands: list[str]) -> dict[str, Traffic
     found = re.fullmatch(f"({KINDS})(-start)?", instruction.opcode)
     if not found:
         return {}
-    results = [_bytes(part) for part in _parts(instruction.shape)]
+    results = [bytes_of(part) for part in _parts(instruction.shape)]
     # A start has inputs and outputs among its results: ((inputs), (outputs), context).
     out = max(results) if found[2] else sum(results)
-    return {found[1]: Traffic(1, max(out, sum(map(_bytes, operands))))}
+    return {found[1]: Traffic(1, max(out, sum(map(bytes_of, operands))))}
 
 
 def _parts(shape: str) -> list[str]:
     """Splits a tuple at its top level; an array is one part."""
     shape = re.sub(r"{[^}]*}", "", shape)
     return re.findall(r"\([^()]+\)|\w+\[[^]]*\]", shape.removeprefix("("))
-
-
-def _bytes(shape: str) -> int:
-    arrays = re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", shape)
-    return sum(
-        math.prod(int(n) for n in sizes.split(",") if n) * int(bits or 8) // 8
-        for bits, sizes in arrays
-    )
 
 
 def _flops(instruction: Instruction, operands: list[str]) -> int:

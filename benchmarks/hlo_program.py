@@ -1,5 +1,6 @@
 """Parses optimized HLO text, and counts the trips of its loops."""
 
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -80,6 +81,15 @@ def count_trips(
 def dimensions(shape: str) -> list[int]:
     """Sizes of an array, such as `f32[2,3]{1,0}`."""
     return [int(n) for n in re.findall(r"\d+", shape.split("[")[1].split("]")[0])]
+
+
+def bytes_of(shape: str) -> int:
+    """Of an array, or of all of a tuple."""
+    arrays = re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", shape)
+    return sum(
+        math.prod(int(n) for n in sizes.split(",") if n) * int(bits or 8) // 8
+        for bits, sizes in arrays
+    )
 
 
 def _result(program: Program, name: str, arguments: list[Any]) -> Any:

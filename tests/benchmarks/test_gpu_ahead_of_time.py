@@ -11,6 +11,7 @@ import gpu_program
 import pytest
 from gpu_chips import Chip, CHIPS, target_of
 from gpu_program import exchanges, share_beside_products, share_hidden, work_by_kind
+from hlo_program import parse
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -67,7 +68,7 @@ def no_kernel(operands):
 
 def test_work_of_a_program(monkeypatch):
     monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.5)
-    work = work_by_kind(PROGRAM, SLOW, no_kernel)
+    work = work_by_kind(parse(PROGRAM), SLOW, no_kernel)
     # Of `a` a quarter is read; of what is updated in place nothing.
     cut = (32 + 16) + (16 + 16)
     put = (32 + 4) + 32
@@ -79,7 +80,9 @@ def test_work_of_a_program(monkeypatch):
 
 def test_exchanges_beside_products(monkeypatch):
     monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.0)
-    found = exchanges(PROGRAM, SLOW._replace(copies=4.0, products=4.0), no_kernel)
+    found = exchanges(
+        parse(PROGRAM), SLOW._replace(copies=4.0, products=4.0), no_kernel
+    )
     assert found == [("all-to-all", 16, 16, 10), ("all-to-all", 16, 16, 0)]
     assert share_beside_products(found) == 0.5
     assert share_hidden(found) == 10 / 32
