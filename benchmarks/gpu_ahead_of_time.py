@@ -138,7 +138,8 @@ def compile_update(plan: Plan) -> Compiled:
 def compile_kernels_for(chip: Chip) -> None:
     """Kernels take the architecture of the default device, which is a CPU here."""
     gpu.capability = lambda: chip.capability
-    core._infer_arch = lambda: (chip.capability, 0)
+    architecture = (chip.capability, 0)
+    core._infer_arch = lambda: architecture  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:

@@ -246,5 +246,8 @@ def _padded(z: jax.Array, rows: int, columns: int) -> jax.Array:
 def _swizzled(columns: int) -> tuple[plgpu.Transform, ...]:
     """How rows of 16-bit numbers, in parts of `columns`, lie in shared memory."""
     swizzle = plgpu.find_swizzle(columns * 16)
-    tiling = plgpu.TilingTransform((8, swizzle // 2))
-    return (tiling, plgpu.SwizzleTransform(swizzle)) if swizzle > 16 else (tiling,)
+    # JAX 0.12 declares a method abstract that its own transforms do not have.
+    tiling = plgpu.TilingTransform((8, swizzle // 2))  # pyright: ignore[reportAbstractUsage]
+    if swizzle == 16:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
