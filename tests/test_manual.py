@@ -1,0 +1,133 @@
+"""The code blocks of README and manual, page by page: Python runs, commands exist.
+
+A `text` block right behind a `python` block is what that prints, `...` for any text. A
+`python` block with a title needs what no test has; it is compiled, and its names exist.
+"""
+
+import ast
+import contextlib
+import doctest
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers import ROOT
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)")
+KINDS = {"python", "text", "sh", "diff", "toml", "yaml"}
+
+
+class Block(NamedTuple):
+    kind: str
+    title: str
+    code: str
+    line: int
+    text_before: str  # since the block before
+
+
+def blocks(page: Path) -> list[Block]:
+    text, found, end = page.read_text(), [], 0
+    for match in FENCE.finditer(text):
+        indent, kind, title, code = match.groups()
+        code = re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(kind, title.strip(), code, line, text[end : match.start()]))
+        end = match.end()
+    return found
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@each_page
+def test_python_runs_and_prints_what_the_page_says(page):
+    namespace = {"__name__": "__main__"}
+    printed = None
+    for block in blocks(page):
+        if (
+            block.kind == "text"
+            and printed is not None
+            and not block.text_before.strip()
+        ):
+            assert matches(block.code, printed), f"{page}:{block.line}\n{printed}"
+        runs = block.kind == "python" and not block.title
+        printed = run(block, page, namespace) if runs else None
+
+
+def run(block: Block, page: Path, namespace: dict) -> str:
+    padded = "\n" * block.line + block.code  # so that a traceback names the line
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(padded, page, "exec"), namespace)
+    return out.getvalue()
+
+
+def matches(wanted: str, printed: str) -> bool:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(wanted, printed, flags)
+
+
+@each_page
+def test_names_exist(page):
+    for block in blocks(page):
+        assert block.kind in KINDS, f"{page}:{block.line}"
+        if block.kind == "python":
+            for name in names_of_the_package(ast.parse(block.code)):
+                assert hasattr(mc, name), f"{page}:{block.line} mc.{name}"
+
+
+def names_of_the_package(tree: ast.AST) -> list[str]:
+    return [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "mc"
+    ]
+
+
+@each_page
+def test_scripts_and_their_options_exist(page):
+    commands = [b for b in blocks(page) if b.kind == "sh"]
+    inline = re.findall(r"`(python [^`]+)`", page.read_text())
+    lines = [line for b in commands for line in b.code.replace("\\\n", " ").split("\n")]
+    for words in (shlex.split(line, comments=True) for line in lines + inline):
+        for script in (word for word in words if word.endswith(".py")):
+            path = ROOT / script
+            assert path.exists(), f"{page}: {script}"
+            source = "".join(p.read_text() for p in path.parent.glob("*.py"))
+            for option in (w.split("=")[0] for w in words if w.startswith("--")):
+                assert f'"{option}"' in source, f"{page}: {script} {option}"
+
+
+@each_page
+def test_links_within_the_repository(page):
+    text = FENCE.sub("", page.read_text())
+    for link in LINK.findall(text):
+        assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_every_public_name_is_in_the_manual():
+    pages = "".join(p.read_text() for p in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: muonclip_jax\.(\w+)$", pages, re.MULTILINE))
+    public = {name for name in vars(mc) if not name.startswith("_")}
+    assert documented == public - {"importlib"}
+
+
+def test_both_commands_stand_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    assert "pip install -e '.[examples]' && python examples/train_lm.py\n" in readme
+    assert "pip install -e '.[test]' && pytest\n" in readme
+    assert len(readme.splitlines()) <= 160
