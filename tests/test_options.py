@@ -101,7 +101,7 @@ def direction_of(monkeypatch, module, make):
         momentum = record(patch, module, "momentum_in")
         received = record(patch, module, "muon_direction")
         make().init(PARAMS)
-    leaves = received.pop("read")(PARAMS)
+    leaves = received.pop("leaves")
     read = {"views": leaves.views, "shardings": leaves.shardings}
     return received | read | {"momentum": momentum}
 

@@ -35,6 +35,8 @@ def find_placement(
     **Raises:** `ValueError`, naming the paths, for shardings that contradict each other
     or do not fit the leaves.
     """
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return None  # inside `jax.shard_map`, where leaves are what a device holds
     found = [_found(*entry) for entry in zip(paths, leaves, given, strict=True)]
     meshes = [
         (path, spec, mesh)
@@ -46,7 +48,7 @@ def find_placement(
     _check_one_mesh(meshes)
     # One that names its devices, if there is one.
     mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
-    if mesh.size == 1 or _inside_shard_map(mesh):
+    if mesh.size == 1 or AxisType.Manual in mesh.axis_types:
         return None
     return Placement(mesh, tuple(spec for _, spec in found))
 
@@ -123,11 +125,6 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
 def _ambient_mesh() -> AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
-
-
-def _inside_shard_map(mesh: Mesh | AbstractMesh) -> bool:
-    ambient = jax.sharding.get_abstract_mesh()
-    return AxisType.Manual in (*mesh.axis_types, *ambient.axis_types)
 
 
 def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:

@@ -1,17 +1,20 @@
-"""Orthogonalization by replicas that hold the same leaves: `pmap` and `shard_map`.
+"""Orthogonalization by devices that `pmap` and `shard_map` tell apart.
 
-Each iterates its share of the matrices, and one gather for each stack hands out all.
+Replicas hold the same leaves: each iterates its share of the matrices, and one gather
+for each stack hands out all. Devices along an axis that cuts a leaf hold blocks of it.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from .._jax_versions import is_checked, manual_axes, varying
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
+from .._parameters.paths import PathedTree, show
+from .cuts import axis_sizes, cut_axes, Cuts
 from .on_mesh import orthogonalize_on_each_device
 
 
@@ -26,21 +29,42 @@ def named_axes(axis_name: Hashable | None) -> Axes:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def mean_over_replicas(tree: Any, axes: Axes) -> Any:
-    """The mean of each leaf, unless it is known to be the same on all replicas.
+def mean_over_replicas(gradients: Sequence[Any], cuts: Cuts, axes: Axes) -> list[Any]:
+    """The mean of each leaf over the axes that do not cut it.
+
+    It is not taken where leaves are known to be the same on all replicas.
 
     **Raises:** `ValueError` where there is no such axis.
     """
-    if not axes:
-        return tree
     _check_bound(axes)
-    checked = is_checked(axes)
 
-    def mean(x: jax.Array) -> jax.Array:
-        is_same = checked and not manual_axes(x).intersection(axes)
-        return x if is_same else jax.lax.pmean(x, axes)
+    def mean(along: Axes, x: Any) -> Any:
+        if is_checked(along):
+            along = tuple(axis for axis in along if axis in manual_axes(x))
+        return jax.lax.pmean(x, along) if along else x
 
-    return jax.tree.map(mean, tree)
+    alongs = [tuple(a for a in axes if a not in cut_axes(cut)) for cut in cuts]
+    return [
+        jax.tree.map(functools.partial(mean, along), gradient) if along else gradient
+        for gradient, along in zip(gradients, alongs, strict=True)
+    ]
+
+
+def check_same_on_replicas(
+    tree: PathedTree, leaves: Sequence[Any], cuts: Cuts, axes: Axes
+) -> None:
+    """Raises for leaves that types know to differ along an axis that shares work."""
+    shared = set(_shared_axes(cuts, axes))
+    for path, leaf, cut in zip(tree.paths, leaves, cuts, strict=True):
+        if not isinstance(leaf, jax.Array):
+            continue
+        along = shared.intersection(manual_axes(leaf)).difference(cut_axes(cut))
+        if along:
+            raise ValueError(
+                f"'{show(path)}' differs along {sorted(map(str, along))}: say in "
+                "shardings how they cut it, or name them in axis_name, over which "
+                "gradients are averaged"
+            )
 
 
 def orthogonalize_by_replicas(
@@ -48,19 +72,21 @@ def orthogonalize_by_replicas(
     leaves: Sequence[jax.Array],
     *,
     views: Sequence[MatrixView],
+    cuts: Cuts,
     axes: Axes,
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that are the same on all replicas, as are the results."""
-    sizes: dict[Any, int] = {axis: jax.lax.axis_size(axis) for axis in axes}
-    if is_checked(axes):
-        leaves = [varying(x, axes) for x in leaves]
+    """Orthogonalizes leaves that are the same along all axes that do not cut them."""
+    shared = _shared_axes(cuts, axes)
+    if is_checked(shared):
+        leaves = [varying(x, shared) for x in leaves]
     return orthogonalize_on_each_device(
-        solver,
-        leaves,
-        views=views,
-        mesh=sizes,
-        specs=[PartitionSpec()] * len(leaves),
+        solver, leaves, views=views, mesh=axis_sizes(shared), specs=cuts
     )
+
+
+def _shared_axes(cuts: Cuts, axes: Axes) -> Axes:
+    """The axes along which devices share the work."""
+    return tuple(dict.fromkeys((*axes, *(a for cut in cuts for a in cut_axes(cut)))))
 
 
 def _check_bound(axes: Axes) -> None:

@@ -1,12 +1,11 @@
 """Gradients to momentum, momentum orthogonalized, and that scaled by shape."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from .._mesh.replicas import Axes
+from .._mesh.replicas import Axes, check_same_on_replicas
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
 from .momentum import Momentum
@@ -15,28 +14,29 @@ from .shape_scale import scale_by_shape, ShapeScale
 
 
 def muon_direction(
-    read: Callable[[Any], Leaves],
+    leaves: Leaves,
     momentum: Momentum,
     solver: Solver,
     *,
     consistent_rms: ShapeScale,
     replicas: Axes,
 ) -> optax.GradientTransformationExtraArgs:
-    """`scale_by_muon` for leaves that `read` has read; those without a view pass."""
+    """`scale_by_muon` for leaves that were read; those without a view pass."""
 
     def init_fn(params: optax.Params) -> Any:
-        return momentum.init(params, read(params))
+        return momentum.init(params, leaves)
 
     def update_fn(updates, state: Any, params=None, **extra_args) -> tuple[Any, Any]:
         del params, extra_args
-        leaves = read(updates)
         tree, views, *_ = leaves
         gradients = tree.of(updates)
         # A leaf without entries has nothing to orthogonalize and no scale.
         views = [view if view and math.prod(view.shape) else None for view in views]
         ahead, state = momentum.update(state, leaves, views, gradients)
-        placement = leaves.placement(ahead)
-        directions = orthogonalize(solver, ahead, views, placement, replicas)
+        check_same_on_replicas(tree, ahead, leaves.cuts, replicas)
+        directions = orthogonalize(
+            solver, ahead, views, leaves.placement(ahead), leaves.cuts, replicas
+        )
         scaled = [
             scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
             for d, view, g in zip(directions, views, gradients, strict=True)

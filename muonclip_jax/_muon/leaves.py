@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._matrices.view import MatrixView
+from .._mesh.cuts import Cuts, cuts_here, with_whole_leaves
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Placement
+from .._mesh.replicas import Axes, mean_over_replicas
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
 
@@ -17,6 +19,14 @@ class Leaves(NamedTuple):
     views: list[MatrixView | None]  # None where it is hidden or holds no matrix
     shardings: list[Any]  # None where the user gave none
     layouts: Layouts
+    cuts: Cuts  # inside `jax.shard_map`, where views are those of the whole leaves
+
+    def mean_over(self, axes: Axes, gradients: Any) -> Any:
+        """The gradients, as a tree, averaged over replicas."""
+        if not axes:
+            return gradients
+        leaves = mean_over_replicas(self.tree.of(gradients), self.cuts, axes)
+        return self.tree.unflatten(leaves)
 
     def placement(self, arrays: Sequence[Any]) -> Placement | None:
         """Where arrays in the place of the leaves lie, as far as it is known."""
@@ -31,11 +41,15 @@ def read_leaves(
     per_head: bool = False,
 ) -> Leaves:
     leaves = paths.flatten(tree)
+    given = layouts.given(leaves)
+    cuts = cuts_here(leaves, given)
+    whole = with_whole_leaves(leaves, cuts)
     return Leaves(
         leaves,
-        matrix_views(dimension_numbers, leaves, per_head=per_head),
-        layouts.given(leaves),
+        matrix_views(dimension_numbers, whole, per_head=per_head),
+        given,
         layouts,
+        cuts,
     )
 
 

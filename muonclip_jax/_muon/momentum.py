@@ -12,6 +12,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._matrices.view import MatrixView
+from .._mesh.cuts import cut_axes
 from .._parameters import paths
 from . import eight_bits
 from .leaves import Leaves
@@ -78,11 +79,13 @@ def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mome
 def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         _check_real(params, leaves)
+        _check_whole(leaves)
         (mu,) = zeros_like(params, leaves, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
 
     def update(state, leaves, views, gradients):
         _check_same_kind(state, has_scales=True)
+        _check_whole(leaves)
         codes, momentum = leaves.tree.of(state.mu), list(gradients)
         scales: dict[str, eight_bits.Scales] = {}
         for i, view in enumerate(views):
@@ -126,6 +129,17 @@ def _check_real(params: optax.Params, leaves: Leaves) -> None:
         raise ValueError(
             f"mu_dtype='int8' is for real matrices, but {paths.show_all(found)} are "
             "complex; use mu_dtype=None"
+        )
+
+
+def _check_whole(leaves: Leaves) -> None:
+    cuts = zip(leaves.tree.paths, leaves.views, leaves.cuts, strict=True)
+    found = [path for path, view, cut in cuts if view and cut_axes(cut)]
+    if found:
+        raise ValueError(
+            "mu_dtype='int8' finds the largest directions of whole matrices, but "
+            f"shard_map cuts {paths.show_all(found)}; use mu_dtype='bfloat16' there, "
+            "or update under jax.jit outside of jax.shard_map"
         )
 
 

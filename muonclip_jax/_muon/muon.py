@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
-from .._mesh.replicas import mean_over_replicas, named_axes
+from .._mesh.replicas import named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
@@ -127,14 +127,16 @@ def muon(
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
 
-    def build(params: optax.Params) -> optax.GradientTransformationExtraArgs:
+    def read(tree: Any) -> Leaves:
         # Biases tell which axes of a general kernel are inputs, so axes and masks are
         # read off the whole tree, here, and not off what `partition` leaves in sight.
-        leaves = read_leaves(params, dimension_numbers, layouts, per_head=per_head)
+        return read_leaves(tree, dimension_numbers, layouts, per_head=per_head)
+
+    def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         decayed = _decay_mask(weight_decay_mask, leaves.tree)
         adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
         direction = muon_direction(
-            lambda _: leaves,
+            leaves,
             momentum,
             solver,
             consistent_rms=consistent_rms,
@@ -163,13 +165,14 @@ def muon(
         )
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        return build(params).init(params)
+        return build(read(params)).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        updates = mean_over_replicas(updates, replicas)
+        leaves = read(updates)
+        updates = leaves.mean_over(replicas, updates)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
-            directions, state = build(updates).update(
+            directions, state = build(leaves).update(
                 updates, state, params, **extra_args
             )
         # optax's Adam answers bfloat16 gradients in mu_dtype.

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from .._matrices.view import MatrixView
+from .._mesh.cuts import cut_axes
 from .._mesh.layouts import Layouts
+from .._mesh.placement import Shardings
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
@@ -32,6 +35,7 @@ def normalize_neurons(
     *,
     eps: float | jax.Array = 1e-10,
     dimension_numbers: DimensionNumbers | None = None,
+    shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divides each neuron of an update by its root mean square over time.
 
@@ -50,6 +54,7 @@ def normalize_neurons(
     - `b2`: decay of the mean square.
     - `eps`: the least mean square.
     - `dimension_numbers`: as for [`scale_by_muon`][].
+    - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
     the state `v` is float32, a vector for each matrix.
@@ -71,7 +76,7 @@ def normalize_neurons(
         Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
         for each output; the longer side is that of modded-nanogpt and nanochat.
     """
-    layouts = Layouts(None)
+    layouts = Layouts(shardings)
 
     def read(tree: Any) -> Leaves:
         leaves = read_leaves(tree, dimension_numbers, layouts)
@@ -103,13 +108,13 @@ def neuron_normalization(
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        tree, views, *_ = read(updates)
-        results, v = tree.of(updates), {}
-        for i, view in enumerate(views):
+        leaves = read(updates)
+        tree, results, v = leaves.tree, leaves.tree.of(updates), {}
+        for i, (view, cut) in enumerate(zip(leaves.views, leaves.cuts, strict=True)):
             if view is not None and _short_axes(view):
                 name = paths.show(tree.paths[i])
                 results[i], v[name] = _normalize(
-                    results[i], state.v[name], view, b2, eps
+                    results[i], state.v[name], view, cut, b2, eps
                 )
         return tree.unflatten(results), NormalizeNeuronsState(v)
 
@@ -124,17 +129,19 @@ def _short_axes(view: MatrixView | None) -> tuple[int, ...]:
 
 
 def _normalize(
-    o: jax.Array, v: jax.Array, view: MatrixView, b2: Any, eps: Any
+    o: jax.Array, v: jax.Array, view: MatrixView, cut: PartitionSpec, b2: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array]:
     short = _short_axes(view)
     long = view.output if short == view.reduction else view.reduction
     wide = o.astype(np.promote_types(o.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(jnp.abs(wide)), short, keepdims=True)
+    mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
     v = b2 * v + (1 - b2) * mean.astype(v.dtype)
     divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
     # The norm after follows from the vectors, so that none is taken of the matrix.
-    before, after = (jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor))
+    sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
+    before, after = jax.lax.psum(sums, cut_axes(cut, long))
     is_zero = before == 0  # and then has no derivative
     kept = jnp.where(is_zero, 1, before) / jnp.where(is_zero, 1, after)
     return (wide * jnp.sqrt(kept) * jax.lax.rsqrt(divisor)).astype(o.dtype), v

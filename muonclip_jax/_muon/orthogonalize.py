@@ -4,8 +4,10 @@ import functools
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .._matrices.view import MatrixView
+from .._mesh.cuts import cut_axes, Cuts, on_whole_blocks
 from .._mesh.on_mesh import orthogonalize_on_mesh
 from .._mesh.placement import Placement
 from .._mesh.replicas import Axes, orthogonalize_by_replicas
@@ -20,15 +22,17 @@ def orthogonalize(
     leaves: Sequence[jax.Array],
     views: Sequence[MatrixView | None],
     placement: Placement | None = None,
+    cuts: Cuts | None = None,
     replicas: Axes = (),
 ) -> list[jax.Array]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
     Matrices of one shape share a stack, whichever leaves they come from. On a mesh its
-    devices share the work, and so do replicas along mapped axes. Results are float32 or
-    wider.
+    devices share the work, and so do replicas along mapped axes and devices that hold
+    blocks of leaves inside `jax.shard_map`. Results are float32 or wider.
     """
     results = list(leaves)
+    cuts = cuts or (PartitionSpec(),) * len(leaves)
     specs = placement.specs if placement else [None] * len(leaves)
     seen = [i for i, view in enumerate(views) if view]
     for is_known in (True, False):
@@ -41,6 +45,7 @@ def orthogonalize(
             views=tuple(views[i] for i in chosen),
             mesh=placement and placement.mesh,
             specs=tuple(specs[i] for i in chosen) if is_known else None,
+            cuts=tuple(cuts[i] for i in chosen),
             replicas=replicas,
         )
         for i, result in zip(chosen, found, strict=True):
@@ -48,13 +53,18 @@ def orthogonalize(
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("views", "mesh", "specs", "replicas"))
-def _orthogonalize(solver, leaves, *, views, mesh, specs, replicas):
-    if replicas:
+@functools.partial(
+    jax.jit, static_argnames=("views", "mesh", "specs", "cuts", "replicas")
+)
+def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas):
+    if replicas or any(map(cut_axes, cuts)):
         # No rule for `vmap`, which may be what names the axis of the replicas.
+        of_all = functools.partial(orthogonalize_on_one_device, views=views)
         route = differentiable(
-            functools.partial(orthogonalize_by_replicas, views=views, axes=replicas),
-            functools.partial(orthogonalize_on_one_device, views=views),
+            functools.partial(
+                orthogonalize_by_replicas, views=views, cuts=cuts, axes=replicas
+            ),
+            functools.partial(on_whole_blocks, of_all, cuts),
         )
     elif mesh is None:
         route = functools.partial(orthogonalize_on_one_device, views=views)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
-from .._mesh.replicas import mean_over_replicas, named_axes
+from .._mesh.replicas import named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, make_solver, Method
@@ -92,6 +92,12 @@ def scale_by_muon(
         averaged already give the same result, for one all-reduce more, except in a
         `shard_map` that checks types (`check_vma`), where that is seen.
 
+    Inside `jax.shard_map` the leaves may be blocks, cut along its axes (FSDP, tensor
+    parallelism). `shardings` says how, and the update is that of the whole matrices:
+    devices along these axes share the work too. Other leaves must be the same along
+    them. Gradients are averaged over the axes of `axis_name` that do not cut the leaf;
+    over those that do, average them yourself, as with `jax.lax.psum_scatter`.
+
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
     they came with.
 
@@ -132,12 +138,21 @@ def scale_by_muon(
         check_matrices_only(leaves, "scale_by_muon")
         return leaves
 
-    direction = muon_direction(
-        read, momentum, solver, consistent_rms=consistent_rms, replicas=replicas
-    )
+    def direction(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+        return muon_direction(
+            leaves,
+            momentum,
+            solver,
+            consistent_rms=consistent_rms,
+            replicas=replicas,
+        )
+
+    def init_fn(params: optax.Params) -> Any:
+        return direction(read(params)).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        updates = mean_over_replicas(updates, replicas)
-        return direction.update(updates, state, params, **extra_args)
+        leaves = read(updates)
+        updates = leaves.mean_over(replicas, updates)
+        return direction(leaves).update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(direction.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
