@@ -23,11 +23,11 @@ def describe(
     attention: Attention | None = None,
     stacks: bool = False,
 ) -> str:
-    """Returns a table with a row for each leaf: what it is and who updates it.
+    """Returns a table with a row for each leaf: its matrices and its optimizer.
 
-    Matrices are given as count x fan-in x fan-out. Attention names the role that
-    QK-Clip sees in the leaf, and "why" is what told the optimizer; a question mark
-    stands where that is little.
+    Matrices are given as count x fan-in x fan-out. "why" is what decided the optimizer,
+    with a question mark where the evidence is weak. "attention" is the leaf's role for
+    QK-Clip.
 
     **Arguments:**
 
@@ -35,6 +35,8 @@ def describe(
     - `dimension_numbers`, `attention`: what [`muonclip`][] will be given.
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
         together, as count x short side x long side and the dtype of the params.
+
+    **Returns:** a string of lines.
 
     **Raises:** `ValueError` as [`flax_dimension_numbers`][] and [`qk_clip`][] do.
 

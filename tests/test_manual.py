@@ -7,6 +7,7 @@ A `text` block right behind a `python` block is what that prints, `...` for any 
 import ast
 import contextlib
 import doctest
+import inspect
 import io
 import re
 import shlex
@@ -124,6 +125,16 @@ def test_every_public_name_is_in_the_manual():
     documented = set(re.findall(r"^::: muonclip_jax\.(\w+)$", pages, re.MULTILINE))
     public = {name for name in vars(mc) if not name.startswith("_")}
     assert documented == public - {"importlib"}
+
+
+HEADINGS = ("**Arguments:**", "**Returns:**", "**Raises:**", "!!! example")
+PUBLIC = [name for name in vars(mc) if inspect.isfunction(getattr(mc, name))]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_says_what_it_takes_gives_and_raises(name):
+    text = inspect.getdoc(getattr(mc, name))
+    assert [heading for heading in HEADINGS if heading not in text] == []
 
 
 def test_both_commands_stand_in_the_readme():

@@ -58,7 +58,11 @@ def attention_fn(
         is called with, which returns `(output, max_logits)`. [`blockwise_attention`][],
         [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
         `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`.
-    - all others: what Flax hands over.
+    - all others: what Flax hands over; query `(batch..., length, heads, head_dim)`,
+        key and value `(batch..., key_length, key_heads, head_dim)`.
+
+    **Returns:** the output of attention, `(batch..., length, heads, head_dim)`, in the
+    dtype that Flax gives it.
 
     **Raises:** `ValueError` for statistics of an earlier call that are still on an NNX
     module, and for dropout or einsums of the layer, which do not reach a `kernel`.

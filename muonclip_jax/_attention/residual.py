@@ -42,6 +42,9 @@ def residual_attention(
 
     **Returns:** the output and the bound, `(heads,)` float32 without gradient.
 
+    **Raises:** `ValueError` where shapes do not fit, as for [`max_logits`][], and for
+    axes of size zero.
+
     !!! example
 
         >>> import jax.numpy as jnp

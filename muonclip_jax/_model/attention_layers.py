@@ -13,7 +13,7 @@ from .qk_norms import QKNorms
 
 
 class AttentionLayer(NamedTuple):
-    """One attention layer: a statistic and the leaves that answer to it.
+    """One attention layer: its statistic, and the leaves that QK-Clip scales by it.
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
     `(*stack, heads)`; every leaf named here has the axes of `stack` in front.
@@ -80,9 +80,21 @@ def flax_attention_layers(
         in the last axis, -1. For `attention=`:
         `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
 
+    **Returns:** a list of [`AttentionLayer`][].
+
     **Raises:** `ValueError`, naming the layers, where query and key are normalised
     after their projection (`normalize_qk=True`): scaling the weights does nothing
     there.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))  # features, heads, head_dim
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> (layer,) = mc.flax_attention_layers(params)
+        >>> layer.path, layer.query[0].path
+        ('attn', 'query/kernel')
     """
     tree = paths.flatten(params)
     return checked(_flax_layers(tree, stack_axes), tree.by_path())

@@ -25,7 +25,7 @@ def latent_attention(
     The query's up-projection `(rank or features, heads, nope + rope)` and the
     key-value up-projection `(rank, heads, nope + value)` are cut at `nope_head_dim`:
     query nope takes `gamma**alpha`, key nope `gamma**(1-alpha)`, query rope the whole
-    `gamma`; the shared rotary key and the value stay (arXiv:2507.20534, section 2.1).
+    `gamma`; the shared rotary key and the value stay.
 
     **Arguments:**
 
@@ -34,6 +34,12 @@ def latent_attention(
         names, with and without query LoRA.
     - `key_value`: the leaf that marks a layer.
     - `stack_axes`: as for [`flax_attention_layers`][].
+
+    **Returns:** a function from params to a list of [`AttentionLayer`][], for
+    `attention=`.
+
+    **Raises:** `ValueError`, from that function, where no module holds `key_value`, and
+    where one that does holds no query.
 
     !!! example
 
@@ -50,6 +56,11 @@ def latent_attention(
         Array([0.5 , 0.5 , 0.5 , 0.5 , 0.25, 0.25], dtype=float32)
         >>> after["wkv_b"]["kernel"][0, 1]
         Array([0.5, 0.5, 0.5, 0.5, 1. , 1. , 1. ], dtype=float32)
+
+    ??? cite "References"
+
+        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1;
+        DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, for the layer.
     """
     nope, rope = (-1, slice(0, nope_head_dim)), (-1, slice(nope_head_dim, None))
 
@@ -86,6 +97,12 @@ def fused_attention(
         Bloom and GPT-NeoX (`name="query_key_value"`), and not all queries come first.
         Shapes do not show it.
     - `stack_axes`: as for [`flax_attention_layers`][].
+
+    **Returns:** a function from params to a list of [`AttentionLayer`][], for
+    `attention=`.
+
+    **Raises:** `ValueError`, from that function, where no module holds such a Dense,
+    and where its kernel has an axis of heads of its own.
 
     !!! example
 
@@ -131,6 +148,12 @@ def flat_attention(
     - `query`, `key`: names of the two projections, `"q_proj"` and `"k_proj"` for many
         models.
     - `stack_axes`: as for [`flax_attention_layers`][].
+
+    **Returns:** a function from params to a list of [`AttentionLayer`][], for
+    `attention=`.
+
+    **Raises:** `ValueError`, from that function, where no module holds the query, and
+    where a kernel has an axis of heads of its own.
 
     !!! example
 

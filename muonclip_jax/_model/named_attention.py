@@ -30,6 +30,9 @@ def named_attention(
 
     The statistics of a layer stand at the module that holds the projections.
 
+    **Returns:** a function from params to a list of [`AttentionLayer`][], for
+    `attention=`.
+
     **Raises:** `ValueError`, from the function returned, where it finds no layer, where
     `head_dim` is needed and for query and key that are normalised.
 

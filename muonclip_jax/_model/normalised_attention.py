@@ -38,6 +38,9 @@ def normalised_attention(
         one.
     - `stack_axes`: as for [`flax_attention_layers`][].
 
+    **Returns:** a function from params to a list of [`AttentionLayer`][], for
+    `attention=`.
+
     **Raises:** `ValueError`, from the function returned, where it finds no layer, and
     where arrays are at hand and a gain is zero throughout, so that it can only be a
     difference from one.

@@ -40,9 +40,14 @@ def _module_of(path: paths.Path) -> paths.Path | None:
 
 
 def combine_attention_stats(first: Any, *others: Any) -> Any:
-    """The statistics of several micro-batches as one: their elementwise maximum.
+    """Combines the statistics of several micro-batches by their elementwise maximum.
 
-    **Arguments:** pytrees of statistics of one structure, as from `mc.attention_fn`.
+    **Arguments:** pytrees of statistics, as [`attention_fn`][] sows them; arrays of one
+    shape in each place, in any float dtype.
+
+    **Returns:** a pytree of the same structure and shapes.
+
+    **Raises:** `ValueError`, from JAX, for trees of different structure.
 
     !!! example
 

@@ -22,12 +22,20 @@ from .state import Part, zero_parts, zeros_like
 class ScaleByMuonState(NamedTuple):
     """State of [`scale_by_muon`][]: nothing but the momentum.
 
-    The sum of `M = beta*M + G`, but in float16 the average `(1 - beta)*M`, which cannot
-    overflow and has the same direction. In 8 bits `mu` holds codes, and `scales` what
-    decodes them, by the path of the leaf.
+    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, but in float16 the
+        average `(1 - beta)*M`, which cannot overflow and has the same direction; in
+        8 bits, int8 codes.
+    - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> mc.scale_by_muon().init({"w": jnp.ones((1, 2))}).mu
+        {'w': Array([[0., 0.]], dtype=float32)}
     """
 
-    mu: optax.Updates  # like params, in mu_dtype
+    mu: optax.Updates
     scales: dict[str, eight_bits.Scales] | None = None
 
 

@@ -23,11 +23,20 @@ from .state import Part, zero_parts
 class NormalizeNeuronsState(NamedTuple):
     """State of [`normalize_neurons`][]: a mean square for each neuron.
 
-    By the path of the leaf, so that what a param's metadata say of its axes, in Flax's
-    boxes, is not taken for what lies here.
+    - `v`: float32, by the path of the leaf, in its shape but 1 along the shorter side
+        of its matrices.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> mc.normalize_neurons().init({"w": jnp.ones((2, 3))}).v
+        {'w': Array([[0., 0., 0.]], dtype=float32)}
     """
 
-    v: dict[str, jax.Array]  # float32, the leaf's shape with 1 along the shorter side
+    # By path, so that what a param's metadata say of its axes, in Flax's boxes, is not
+    # taken for what lies here.
+    v: dict[str, jax.Array]
 
 
 def normalize_neurons(

@@ -48,8 +48,6 @@ def _shrink(schedule: Schedule, factor: float = 1.01) -> Schedule:
     )
 
 
-#: Preset name to its steps `(a, b, c)`; a step maps every singular value `s`
-#: to `a*s + b*s**3 + c*s**5`.
 NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
     {
         # Keller Jordan, kellerjordan.github.io/posts/muon. Leaves singular
@@ -79,6 +77,29 @@ NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
         "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
     }
 )
+r"""The presets of coefficients: names to the triples `(a, b, c)` of their steps.
+
+$$s \leftarrow a s + b s^3 + c s^5$$
+
+for every singular value $s$ in $[0, 1]$. A read-only mapping; a preset of one repeated
+triple runs for any `ns_steps`, any other for its own number, which
+[`newton_schulz`][] says if it is contradicted.
+
+| preset | steps | source |
+|---|---|---|
+| `"keller"` | any | Jordan et al., "Muon", 2024; Moonlight, Kimi K2, PyTorch |
+| `"quintic"` | 5 | You Jiacheng; `"dion"` in Optax |
+| `"polar_express"`, `"polar_express_6"` | 5, 6 | Amsel et al., arXiv:2505.16932 |
+| `"cans"` | 5 | Grishina et al., arXiv:2506.10935, with the margin of Amsel et al. |
+| `"turbo_muon"` | 4 | Boissin et al., arXiv:2512.04632, for `preconditioning="aol"` |
+| `"deepseek_v4"` | 10 | DeepSeek-V4 technical report |
+
+!!! example
+
+    >>> import muonclip_jax as mc
+    >>> mc.NS_COEFFS["keller"][0]
+    (3.4445, -4.775, 2.0315)
+"""
 
 
 def resolve_schedule(

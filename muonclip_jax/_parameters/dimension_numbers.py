@@ -27,12 +27,12 @@ def flax_dimension_numbers(
     stack_axes: StackAxes = IN_FRONT,
     dimension_numbers: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Says for every leaf which axes form its matrices, as far as the tree tells.
+    """Finds the axes that form matrices in every leaf, by names and shapes.
 
     Names and shapes are read together. Written as inputs -> outputs, a kernel of
 
-    - `Dense` or `Linear` is `(in -> out)`; turned, where the bias or the framework says
-        so: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
+    - `Dense` or `Linear` is `(in -> out)`; `(out, in)` where the bias or the framework
+        says so: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
     - attention's query, key or value is `(in -> heads, head_dim)`, its output
         `(heads, head_dim -> out)`, under the names in use (`query`, `q_proj`, `wq`,
         Gemma's `q_einsum`), if the shapes fit together;
@@ -46,8 +46,8 @@ def flax_dimension_numbers(
     Embeddings, positions, learned tokens, norms, biases and all leaves of rank 0 and 1
     in one layer are `None`, for AdamW. So is the output head: a kernel named so
     (`head`, `lm_head`, `logits`, ...), one with as many outputs as the embedding has
-    entries, or one with a bias whose outputs nothing in the tree takes. Under a name
-    that nobody knows, rank 2 is a matrix. [`describe`][] says why.
+    entries, or one with a bias whose outputs nothing in the tree takes. Under an
+    unknown name, a leaf of rank 2 is a matrix. [`describe`][] says why.
 
     **Arguments:**
 
@@ -63,17 +63,17 @@ def flax_dimension_numbers(
         `nnx.vmap` stacks, where the leaves do not show it, such as
         `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
         one layer: a number or a vector holds no matrix.
-    - `dimension_numbers`: rules by path for what is to be otherwise: shell-style
+    - `dimension_numbers`: rules by path that override this: shell-style
         patterns, and `optax.contrib.MuonDimensionNumbers`, `None` for AdamW, or
         `"auto"`. The longest pattern that matches a path, or a module above it, wins.
 
     **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
 
-    **Raises:** `ValueError` for leaves that names and shapes leave open, with their
-    paths and a mapping to paste as `dimension_numbers`: rank 3 or more under a name
-    that nobody knows, kernels of rank 4 or more that neither bias nor name explain,
-    kernels of rank 3 whose neighbours are no such stack, query, key and value that may
-    be a stack of plain kernels; and for patterns that match nothing and a `stack_axes`
+    **Raises:** `ValueError` for leaves whose axes names and shapes do not determine,
+    with their paths and a mapping to paste as `dimension_numbers`: rank 3 or more under
+    an unknown name, kernels of rank 4 or more that neither bias nor name explain,
+    kernels of rank 3 beside leaves that show no stack, query, key and value that may be
+    a stack of plain kernels; and for patterns that match nothing and a `stack_axes`
     that a leaf lacks.
 
     !!! example
@@ -100,7 +100,13 @@ def flax_dimension_numbers(
 def matrix_mask(params: optax.Params) -> Any:
     """Returns a tree of bools: `True` for each leaf that Muon should update.
 
-    The mask of [`flax_dimension_numbers`][], for `optax.masked`. Raises as it does.
+    **Arguments:**
+
+    - `params`: as for [`flax_dimension_numbers`][], of leaves of any shape and dtype.
+
+    **Returns:** a tree like `params` of bools, for `optax.masked`.
+
+    **Raises:** `ValueError` as [`flax_dimension_numbers`][] does.
 
     !!! example
 

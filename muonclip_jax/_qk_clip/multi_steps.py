@@ -13,10 +13,23 @@ from .heads import Axes, HeadRow, Heads, maximum_over
 
 
 class MultiStepsState(NamedTuple):
-    """The state of `optax.MultiSteps` and the statistics since its last real step."""
+    """State of [`multi_steps`][].
+
+    - `steps`: that of `optax.MultiSteps`, with the optimizer's inside.
+    - `running`: float32, `(all heads,)`; the largest logits since the last real step,
+        `-inf` right after one.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> state = mc.multi_steps(mc.muonclip(1e-3), 2).init({"w": jnp.ones((2, 3))})
+        >>> int(state.steps.mini_step)
+        0
+    """
 
     steps: optax.MultiStepsState
-    running: jax.Array  # shape=(all heads,), float32; -inf after a real step
+    running: jax.Array
 
 
 def multi_steps(

@@ -138,8 +138,19 @@ def clip_qk(
 ) -> optax.Params:
     """QK-Clip as a function on params, for loops that cannot pass extra arguments.
 
-    Call it after the optimizer step with the statistics of the same step. Arguments
-    and errors are those of [`qk_clip`][].
+    Call it after the optimizer step with the statistics of the same step.
+
+    **Arguments:**
+
+    - `params`: after the step.
+    - `attention_stats`: as for the update of [`qk_clip`][].
+    - `threshold`, `alpha`: as for [`qk_clip`][], but numbers and no schedules.
+    - `attention`, `axis_name`: as for [`qk_clip`][].
+
+    **Returns:** params of the same structure, shapes and dtypes. Leaves of heads at or
+    under the threshold keep their values bit for bit.
+
+    **Raises:** `ValueError` as [`qk_clip`][] does, and for schedules.
 
     !!! example
 
@@ -150,6 +161,10 @@ def clip_qk(
         >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
         >>> mc.clip_qk(params, stats)["attn"]["key"]["kernel"][0, :, 0]
         Array([1. , 0.5], dtype=float32)
+
+    ??? cite "References"
+
+        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
     _check(threshold, alpha)
     tree = paths.flatten(params)

@@ -11,20 +11,37 @@ from .reading import HeadReading
 
 
 class QKClipState(NamedTuple):
-    """What the last step saw and did, for logging with `optax.tree.get`.
+    """What [`qk_clip`][] saw and did in the last step, to log by `optax.tree.get`.
 
     The heads of all layers are in one row, which keeps the structure of the state the
     same for every model; [`qk_clip_metrics`][] gives them back by layer.
+
+    - `step`: int32, `()`; updates so far, for schedules.
+    - `max_logit`: float32, `()`; the largest finite $S$, `-inf` if there is none.
+    - `num_clipped`: int32, `()`; heads that were scaled.
+    - `num_nonfinite`: int32, `()`; heads whose $S$ is infinite or NaN.
+    - `max_logits`: float32, `(all heads,)`; $S$.
+    - `gamma`: float32, `(all heads,)`; 1 where the head was left alone.
+    - `last_clip`: int32, `(all heads,)`; step of the last clip, -1 if there was none.
+    - `record`: what clips did so far, to find heads on which they have no effect.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> state = mc.qk_clip().init({"w": jnp.ones((2, 3))})
+        >>> int(optax.tree.get(state, "num_clipped"))
+        0
     """
 
-    step: jax.Array  # shape=(), int32; updates so far, for schedules
-    max_logit: jax.Array  # shape=(), float32; largest finite S, -inf if none
-    num_clipped: jax.Array  # shape=(), int32; heads that were scaled
-    num_nonfinite: jax.Array  # shape=(), int32; heads whose S is inf or NaN
-    max_logits: jax.Array  # shape=(all heads,), float32; S
-    gamma: jax.Array  # shape=(all heads,), float32; 1 where the head was left alone
-    last_clip: jax.Array  # shape=(all heads,), int32; its step, -1 if there was none
-    record: ClipRecord  # what clips did so far, to find heads on which they are lost
+    step: jax.Array
+    max_logit: jax.Array
+    num_clipped: jax.Array
+    num_nonfinite: jax.Array
+    max_logits: jax.Array
+    gamma: jax.Array
+    last_clip: jax.Array
+    record: ClipRecord
 
 
 def first_state(heads: int) -> QKClipState:
