@@ -1,4 +1,4 @@
-"""Each line of the README's table "Coming from optax.contrib.muon", against optax."""
+"""Each line of the table "Differences" in docs/from_optax.md, against optax."""
 
 import inspect
 import re
@@ -26,8 +26,8 @@ VECTOR = {"b": normal(1, 9)}
 
 
 def rows():
-    readme = (ROOT / "README.md").read_text()
-    table = readme.split("| `optax.contrib.muon` | here |\n|---|---|\n")[1]
+    page = (ROOT / "docs/from_optax.md").read_text()
+    table = page.split("| `optax.contrib.muon` | here |\n|---|---|\n")[1]
     return [line.split(" | ")[0].strip("| ") for line in table.splitlines()[:50]]
 
 
