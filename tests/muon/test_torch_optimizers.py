@@ -1,0 +1,81 @@
+"""Muon of four PyTorch repositories, from its first step and from its momentum."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import ROOT
+
+import muonclip_jax as mc
+
+
+RECORDED = np.load(ROOT / "tests/data/torch_optimizers.npz")
+BETA = 0.95
+STEPS = 5
+
+
+def shrunk(steps, factor, first=True):
+    """Steps of `x / factor`, all of them or the first alone."""
+    factors = [factor] + [1.0 if first else factor] * (len(steps) - 1)
+    return tuple(
+        (a / f, b / f**3, c / f**5) for (a, b, c), f in zip(steps, factors, strict=True)
+    )
+
+
+#: Polar Express as dion has it, which divides by 1.02 times the norm.
+DION = shrunk(
+    (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+    1.02,
+)
+#: As Dao AI Lab has it, with a safety factor in every step.
+DAO = shrunk(
+    (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    ),
+    1.05,
+    first=False,
+)
+
+SETTINGS = {
+    "keller": dict(consistent_rms=None),
+    "moonlight": {},
+    "dion_default": dict(consistent_rms="mup", nesterov=False, ns_coeffs=DION),
+    "dion_rms_norm": dict(ns_coeffs="quintic"),
+    "dao": dict(ns_coeffs=DAO),
+}
+
+
+def recorded(name, step):
+    """`{"0": (in, out), "1": ...}`, as Flax has kernels."""
+    return {str(j): jnp.asarray(RECORDED[f"{name}_{j}"][step].T) for j in range(2)}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_follows(name, first):
+    params = recorded(f"{name}_params", first)
+    tx = mc.muon(0.02, weight_decay=0.1, beta=BETA, **SETTINGS[name])
+    # Keller Jordan averages gradients, as torch.optim.Muon does; the others add them.
+    factor = 1 / (1 - BETA) if name == "keller" else 1.0
+    momentum = {k: factor * m for k, m in recorded(f"{name}_momentum", first).items()}
+    state = optax.tree.set(tx.init(params), is_of_muon, mu=momentum)
+    for step in range(first, STEPS):
+        updates, state = tx.update(recorded("grads", step), state, params)
+        params = optax.apply_updates(params, updates)
+    for k, expected in recorded(f"{name}_params", STEPS).items():
+        np.testing.assert_allclose(params[k], expected, rtol=0, atol=2e-6)
+
+
+def is_of_muon(path, value):
+    del value
+    return "ScaleByMuonState" in str(path)
