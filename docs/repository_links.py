@@ -30,7 +30,7 @@ def on_page_markdown(
         if not path.endswith(PICTURES):
             return _in_repository(path, config)
         _add_picture(path, config, files)
-        return posixpath.relpath("pictures/" + posixpath.basename(path), folder or ".")
+        return posixpath.relpath(f"pictures/{path}", folder or ".")
 
     return LINK.sub(moved, markdown)
 
@@ -43,7 +43,7 @@ def _in_repository(path: str, config: MkDocsConfig) -> str:
 
 
 def _add_picture(path: str, config: MkDocsConfig, files: Files) -> None:
-    uri = "pictures/" + posixpath.basename(path)
+    uri = f"pictures/{path}"
     if files.get_file_from_path(uri) is None:
         files.append(
             File.generated(config, uri, abs_src_path=str(_root(config) / path))
