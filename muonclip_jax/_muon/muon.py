@@ -118,9 +118,14 @@ def muon(
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
     solver = make_solver(
-        ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
+        ns_coeffs,
+        ns_steps,
+        ns_method,
+        ns_dtype,
+        preconditioning,
+        ns_kernel,
+        prefix="ns_",
     )
-
     check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     layouts, replicas = Layouts(shardings), named_axes(axis_name)

@@ -126,9 +126,14 @@ def scale_by_muon(
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
     solver = make_solver(
-        ns_coeffs, ns_steps, ns_method, ns_dtype, preconditioning, ns_kernel
+        ns_coeffs,
+        ns_steps,
+        ns_method,
+        ns_dtype,
+        preconditioning,
+        ns_kernel,
+        prefix="ns_",
     )
-
     check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     layouts, replicas = Layouts(shardings), named_axes(axis_name)

@@ -226,16 +226,18 @@ def make_solver(
     dtype: DTypeLike | None,
     preconditioning: Preconditioning,
     kernel: Kernel,
+    *,
+    prefix: str = "",
 ) -> Solver:
-    """Raises `ValueError` for what cannot work."""
-    _check_choice("method", method, Method)
+    """Raises `ValueError` for what cannot work; `prefix` is that of the arguments."""
+    _check_choice(f"{prefix}method", method, Method)
     _check_choice("preconditioning", preconditioning, Preconditioning)
-    _check_choice("kernel", kernel, Kernel)
+    _check_choice(f"{prefix}kernel", kernel, Kernel)
     schedule = resolve_schedule(ns_coeffs, ns_steps)
     if dtype is not None:
         dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(f"Newton-Schulz needs a floating-point dtype, got {dtype}")
+            raise ValueError(f"{prefix}dtype must be a float dtype, got {dtype}")
         check_schedule(schedule, jnp.finfo(dtype).dtype.name)
     steps = ns_steps if isinstance(ns_steps, Tracer) else None
     return Solver(schedule, method, dtype, preconditioning, kernel, steps)

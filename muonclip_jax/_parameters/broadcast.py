@@ -13,12 +13,13 @@ def broadcast(
     name: str,
     is_entry: Callable[[Any], bool],
     expected: str,
+    remedy: str = "",
 ) -> list[Any]:
     """Gives every leaf the entry whose path begins its own.
 
     Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
-    `update` plain dicts. `name` and `expected` are for the messages: what the user
-    calls the tree, and what an entry may be besides `None`.
+    `update` plain dicts. The rest is for the messages: what the user calls the tree,
+    what an entry may be besides `None`, and what to do about entries that are missing.
     """
 
     def is_leaf(x: Any) -> bool:
@@ -41,7 +42,7 @@ def broadcast(
         # A mask may hide a module as one, and its entries are then below.
         missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
-        raise ValueError(f"{name} has no entry for {paths.show_all(missing)}")
+        raise ValueError(f"{name} has no entry for {paths.show_all(missing)}{remedy}")
     # A `None` may also be a parameter that is absent, such as the bias of a layer
     # without one.
     unused = [

@@ -155,6 +155,8 @@ def resolve(
         name="dimension_numbers",
         is_entry=lambda x: isinstance(x, MuonDimensionNumbers),
         expected="optax.contrib.MuonDimensionNumbers",
+        remedy="; for rules beside which the rest is found automatically, write "
+        "patterns, such as 'mlp*' in place of 'mlp'",
     )
     return [Verdict(entry, "given") for entry in entries]
 
