@@ -123,15 +123,6 @@ def clip_at_rest(params, attention):
     return step
 
 
-def norms_by_hand(modules, gain):
-    """For `attention=`, norms of query and key whose gains have a name of their own."""
-
-    def gains(role):
-        return (mc.HeadLeaf(f"{role}_norm/{gain}", 1, axis=None),)
-
-    return [mc.AttentionLayer(x, query=gains("q"), key=gains("k")) for x in modules]
-
-
 def check_clip(params, logits, attention, may_change, shared=False, only=None):
     """QK-Clip gives `min(S, tau)` in every layer, whichever is the one that it clips.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gemma import gm
+from gemma.gm.math import _positional_embeddings as positional
 
 import muonclip_jax as mc
 
@@ -43,9 +44,9 @@ def model_and_params(base, key_heads):
     return model, clipping.randomize(shapes, scale=3.0)
 
 
-def logits_of(model):
+def logits_of(model, tokens=TOKENS):
     def run(params):
-        return model.apply({"params": params}, TOKENS)
+        return model.apply({"params": params}, tokens)
 
     # `(batch, queries, heads, keys)`
     return clipping.reader(run, MODULES, largest=lambda x: x.max((0, 1, 3)))
@@ -64,6 +65,44 @@ def test_clip(key_heads):
     clipping.check_clip(params, logits_of(model), mc.named_attention(), may_change)
     inputs = ["qkv_einsum/w"] if fused else ["q_einsum/w", "kv_einsum/w"]
     clipping.check_numbers(params, NUMBERS | dict.fromkeys(inputs, (-2, (-3, -1))))
+
+
+def query_and_key(attention):
+    """Its outputs, without the values that are made with the keys."""
+    (query,) = attention["q_einsum"]["__call__"]
+    ((key, _),) = attention["kv_einsum"]["__call__"]
+    return {"query": {"__call__": (query,)}, "key": {"__call__": (key,)}}
+
+
+def test_captured_statistics():
+    """From outside, as the manual says it, they are what enters the softmax."""
+    tokens = jnp.maximum(TOKENS, 1)  # 0 is padding, which moves the positions
+    model, params = model_and_params("Gemma2_2B", 2)
+    _, recorded = model.apply(
+        {"params": params}, tokens, capture_intermediates=True, mutable="intermediates"
+    )
+    projected = {
+        name: {"attn": query_and_key(layer["attn"])}
+        for name, layer in recorded["intermediates"].items()
+        if name.startswith("layer_")
+    }
+
+    def rotate(x):
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        return positional.apply_rope(
+            x, positions, base_frequency=10_000, scale_factor=1.0
+        )
+
+    stats = mc.captured_attention_stats(
+        projected,
+        scale=None,
+        is_causal=True,
+        transform=lambda query, key: (rotate(query), rotate(key)),
+    )
+    windowed, whole = (stats[name]["attn"]["max_logits"] for name in sorted(stats))
+    seen = logits_of(model, tokens)(params)
+    np.testing.assert_allclose(whole, seen["layer_1/attn"], rtol=1e-5)
+    assert (windowed >= seen["layer_0/attn"] * (1 - 1e-5)).all()
 
 
 def test_normalised_query_and_key():

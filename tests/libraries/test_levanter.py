@@ -86,8 +86,7 @@ def test_normalised_query_and_key():
     clipping.check_numbers(params, NUMBERS | {"[qk]_norm/weight": None})
     with pytest.raises(ValueError, match="normalised after the projection.*k_norm"):
         mc.qk_clip(attention=mc.named_attention()).init(params)
-    gain = shown(params, f"{MODULE}/q_norm/weight").removeprefix(f"{MODULE}/q_norm/")
-    find = clipping.norms_by_hand([MODULE], gain)
+    find = mc.normalised_attention(query="q_norm", key="k_norm")
     may_change = {"q_norm/weight": ..., "k_norm/weight": ...}
     logits = logits_of(static, MODULE)
     clipping.check_clip(params, logits, find, may_change, shared=True)

@@ -117,6 +117,33 @@ def test_gpt2():
     clipping.check_numbers(params, numbers)
 
 
+def query_and_key(attention):
+    (fused,) = attention["c_attn"]["__call__"]
+    query, key, _ = jnp.split(fused, 3, axis=-1)
+    return {"query": {"__call__": (query,)}, "key": {"__call__": (key,)}}
+
+
+def test_captured_statistics_of_gpt2():
+    """The output of the one module is cut apart, as the manual says it."""
+    sizes = dict(n_embd=D, n_head=H, n_layer=2, n_positions=LENGTH)
+    model, params = model_and_params("GPT2", **sizes)
+    _, state = model.module.apply(
+        {"params": params},
+        TOKENS,
+        ATTENDED,
+        jnp.broadcast_to(jnp.arange(LENGTH), TOKENS.shape),
+        capture_intermediates=True,
+        mutable=["intermediates"],
+    )
+    layers = state["intermediates"]["transformer"]["h"]
+    projected = {i: {"attn": query_and_key(layers[i]["attn"])} for i in ("0", "1")}
+    stats = mc.captured_attention_stats(
+        {"transformer": {"h": projected}}, scale=None, is_causal=True, head_dim=E
+    )
+    modules = [f"transformer/h/{i}/attn" for i in range(2)]
+    clipping.check_statistics(stats, logits_of(model, modules)(params))
+
+
 def product(query, key):
     """Bloom adds its slopes to this inside the same function, before the softmax."""
     logits = jnp.einsum("bqhe,bkhe->bhqk", query, key) * E**-0.5

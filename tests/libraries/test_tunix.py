@@ -90,7 +90,29 @@ def test_normalised_query_and_key():
     clipping.check_numbers(params, NUMBERS | {"[qk]_norm/w": None})
     with pytest.raises(ValueError, match="normalised after the projection.*k_norm"):
         mc.qk_clip(attention=mc.named_attention()).init(params)
-    find = clipping.norms_by_hand(MODULES, "w")
+    find = mc.normalised_attention(query="q_norm", key="k_norm")
     may_change = {"q_norm/w": ..., "k_norm/w": ...}
     logits = logits_of(graph, rest)
     clipping.check_clip(params, logits, find, may_change, shared=True)
+
+
+def test_captured_statistics_of_normalised_query_and_key():
+    """From the outputs of the norms."""
+    graph, params, rest = model_of("qwen3", "Qwen3")
+    module = importlib.import_module("tunix.models.qwen3.model")
+    model = nnx.merge(graph, params, rest)
+    run = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
+    _, captured = run(TOKENS, POSITIONS, None, MASK)
+
+    def rotate(x):
+        return module.apply_rope(x, POSITIONS, head_dim=8)
+
+    stats = mc.captured_attention_stats(
+        captured,
+        scale=None,
+        is_causal=True,
+        query="q_norm",
+        key="k_norm",
+        transform=lambda q, k: (rotate(q), rotate(k)),
+    )
+    clipping.check_statistics(stats, logits_of(graph, rest)(params))
