@@ -64,7 +64,7 @@ def captured_attention_stats(
     heads)` if stacked; calls of a layer used twice combine by maximum.
 
     **Raises:** `ValueError` where no module holds both outputs, where one is called
-    more often than the other, and as [`max_logits`][] does.
+    more often than the other or has more axes, and as [`max_logits`][] does.
 
     !!! example
 
@@ -138,6 +138,14 @@ def _pairs(
             f"'{paths.show(query)}' was called {len(queries)} times and "
             f"'{paths.show(key)}' {len(keys)} times, so that their outputs do not pair"
         )
+    for q, k in zip(queries, keys, strict=True):
+        if jnp.ndim(q) != jnp.ndim(k):
+            raise ValueError(
+                f"the outputs of '{paths.show(query)}' {q.shape} and "
+                f"'{paths.show(key)}' {k.shape} have different numbers of axes. If one "
+                "of them holds more than a query or a key, as a projection of key and "
+                "value does, cut it apart and use mc.max_logits"
+            )
     return list(zip(queries, keys, strict=True))
 
 

@@ -222,6 +222,9 @@ def test_layers_in_front():
     np.testing.assert_allclose(stats["max_logits"], expected, rtol=1e-5)
 
 
+PAIR = normal(1, 2, 2, T, K, E)
+
+
 @pytest.mark.parametrize(
     "captured, options, words",
     [
@@ -231,6 +234,12 @@ def test_layers_in_front():
         ({"q": ONE, "k": ONE}, {"head_dim": 4}, "head_dim=4"),
         ({"q": ONE, "k": Calls(3).of(1)}, {}, "do not fit"),
         ({"q": ONE, "k": ONE}, {"query": "wq"}, "both wq and a key"),
+        # One projection of key and value, which would broadcast.
+        (
+            {"q": ONE, "k": {"__call__": (PAIR,)}},
+            {},
+            "'k' .* different numbers of axes",
+        ),
     ],
 )
 def test_refused(captured, options, words):
