@@ -173,7 +173,7 @@ class Solver:
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype in which matrices of `dtype` travel between devices.
 
-        Not float16: what travels has no norm yet.
+        Not float16: the matrices have no norm yet.
         """
         iterated = self.iteration_dtype(dtype)
         is_short = jnp.finfo(iterated).bits == 16

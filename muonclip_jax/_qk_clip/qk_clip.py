@@ -206,5 +206,8 @@ def _is_open(value: Any) -> bool:
 
 def _at(value: Any, step: Any = None) -> Any:
     if callable(value) and step is None:
-        raise ValueError("clip_qk knows no step: schedules need qk_clip")
+        raise ValueError(
+            "clip_qk does not count steps, so it takes no schedule: pass the value of "
+            "this step"
+        )
     return value(step) if callable(value) else value

@@ -170,7 +170,7 @@ def test_a_schedule_for_one_layer():
     assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 0
     state = run(mc.qk_clip(attention=each), [CALM, CALM])
     assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 4
-    with pytest.raises(ValueError, match="clip_qk knows no step"):
+    with pytest.raises(ValueError, match="clip_qk does not count steps"):
         mc.clip_qk(PARAMS, CALM, attention=each)
 
 
