@@ -59,9 +59,11 @@ def check_links(distribution: Distribution) -> None:
     html = readme_renderer.markdown.render(description(distribution))
     assert html is not None
     links = re.findall(r'(?:href|src)="([^#"][^"]*)"', html)
+    relative = [link for link in links if not link.startswith("https://")]
+    assert not relative, relative
     files = list(files_of(links, distribution))
-    assert all(link.startswith("https://") for link in links), links
-    assert files and all(file.exists() for file in files), files
+    missing = [file for file in files if not file.exists()]
+    assert files and not missing, missing
 
 
 def files_of(links: list[str], distribution: Distribution) -> Iterator[Path]:
@@ -80,7 +82,8 @@ def files_of(links: list[str], distribution: Distribution) -> Iterator[Path]:
 def check_code_blocks(distribution: Distribution) -> None:
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```.*?^```$", readme, re.DOTALL | re.MULTILINE)
-    assert blocks and all(block in description(distribution) for block in blocks)
+    changed = [block for block in blocks if block not in description(distribution)]
+    assert blocks and not changed, changed
 
 
 def description(distribution: Distribution) -> str:
