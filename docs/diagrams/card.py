@@ -1,0 +1,73 @@
+"""What all diagrams share: a card with text, boxes and arrows."""
+
+import drawsvg
+
+
+INK, GREY, FAINT = "#1f2430", "#667085", "#d5d9e2"
+ACCENT, PALE = "#3f51b5", "#eef0fa"
+COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8")
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+
+class Card:
+    """A drawing on a light background of its own, so that dark pages can show it."""
+
+    def __init__(self, width: float, height: float, title: str):
+        self.width, self.height = width, height
+        self._drawing = drawsvg.Drawing(
+            width, height, font_family=FONT, role="img", aria_label=title
+        )
+        tip = dict(fill=GREY, stroke="none")
+        self._tip = drawsvg.Marker(-7, -4, 0, 4, scale=1, orient="auto")
+        self._tip.append(drawsvg.Lines(-7, -4, 0, 0, -7, 4, close=True, **tip))
+        self.box(0.5, 0.5, width - 1, height - 1, fill="#ffffff", radius=12)
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        *,
+        fill: str = "none",
+        stroke: str = FAINT,
+        radius: float = 6,
+        dashed: bool = False,
+    ) -> None:
+        style = dict(fill=fill, stroke=stroke, rx=radius)
+        if dashed:
+            style["stroke_dasharray"] = "4 3"
+        self._drawing.append(drawsvg.Rectangle(x, y, width, height, **style))
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float = 13,
+        colour: str = INK,
+        anchor: str = "middle",
+        bold: bool = False,
+        mono: bool = False,
+    ) -> None:
+        style = dict(fill=colour, text_anchor=anchor, dominant_baseline="middle")
+        if bold:
+            style["font_weight"] = "600"
+        if mono:
+            style["font_family"] = MONO
+        self._drawing.append(drawsvg.Text(words, size, x, y, **style))
+
+    def line(self, *points: float, colour: str = GREY, dashed: bool = False) -> None:
+        self._lines(points, colour, {"stroke_dasharray": "4 3"} if dashed else {})
+
+    def arrow(self, *points: float, colour: str = GREY) -> None:
+        self._lines(points, colour, {"marker_end": self._tip})
+
+    def svg(self) -> str:
+        return self._drawing.as_svg() + "\n"
+
+    def _lines(self, points: tuple[float, ...], colour: str, style: dict) -> None:
+        style |= dict(fill="none", stroke=colour, stroke_width=1.5)
+        self._drawing.append(drawsvg.Lines(*points, **style))

@@ -1,0 +1,181 @@
+"""One card for each layout: the blocks that devices hold, the matrices they iterate."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from card import ACCENT, Card, COLOURS, GREY, PALE
+from jax.sharding import PartitionSpec as P
+from mesh_plan import Leaf, Matrix, Plan
+
+
+CELL, GAP, MARGIN = 216, 12, 24
+COLUMN = 50  # of a matrix in a cell
+SIDES = {"square": (24, 24), "wide": (44, 24)}  # width and height of a matrix
+ROW = 48  # of matrices
+TOP, HEIGHT, BAND = 62, 130, 84
+
+
+class Layout(NamedTuple):
+    title: str
+    mesh: Mapping[str, int]
+    specs: Mapping[str, P]  # of a leaf of 4 square matrices and of one of 4 wide ones
+    processes: int = 1
+
+
+LAYOUTS = {
+    "data": Layout(
+        "Data parallel: every device holds everything",
+        {"data": 4},
+        {"query": P(), "up": P()},
+    ),
+    "fsdp": Layout(
+        "FSDP: every device holds a quarter of each matrix",
+        {"fsdp": 4},
+        {"query": P(None, "fsdp"), "up": P(None, "fsdp")},
+    ),
+    "fsdp_tensor": Layout(
+        "FSDP x tensor: matrices are cut along both sides",
+        {"fsdp": 2, "tensor": 2},
+        {"query": P(None, "fsdp", "tensor"), "up": P(None, "fsdp", "tensor")},
+    ),
+    "experts": Layout(
+        "Experts x FSDP: each pair of devices holds experts of its own",
+        {"expert": 2, "fsdp": 2},
+        {"query": P(None, "fsdp"), "experts": P("expert", "fsdp")},
+    ),
+    "stages": Layout(
+        "Stages x FSDP: each pair of devices holds layers of its own",
+        {"stage": 2, "fsdp": 2},
+        {"query": P("stage", "fsdp"), "up": P("stage", "fsdp")},
+    ),
+    "processes": Layout(
+        "Two processes: copies in each, FSDP within",
+        {"data": 2, "fsdp": 2},
+        {"query": P(None, "fsdp"), "up": P(None, "fsdp")},
+        processes=2,
+    ),
+}
+NOTHING = "nothing travels"
+SHAPES = {"square": (4, 512, 512), "wide": (4, 512, 1024)}
+
+
+def layout_card(layout: Layout) -> Card:
+    kinds = dict(zip(layout.specs, SHAPES, strict=True))
+    leaves = [Leaf(x, SHAPES[kind], layout.specs[x]) for x, kind in kinds.items()]
+    plan = Plan(layout.mesh, leaves)
+    width = 2 * MARGIN + 4 * CELL + 3 * GAP
+    height = TOP + 2 * HEIGHT + BAND + (12 if layout.processes == 1 else 26)
+    card = Card(width, height, layout.title)
+    card.text(MARGIN, 26, layout.title, size=16, anchor="start", bold=True)
+    _draw_processes(card, layout.processes)
+    for device in range(4):
+        x = MARGIN + device * (CELL + GAP)
+        _draw_held(card, plan, kinds, device, x)
+        _draw_owned(card, plan, kinds, device, x, TOP + HEIGHT + BAND)
+    _draw_exchanges(card, plan, width)
+    return card
+
+
+def _draw_processes(card: Card, count: int) -> None:
+    if count == 1:
+        return
+    wide = 4 // count * (CELL + GAP) - GAP
+    for i in range(count):
+        x, height = MARGIN + i * (wide + GAP), 2 * HEIGHT + BAND + 28
+        card.box(x - 5, TOP - 17, wide + 10, height, stroke=ACCENT, dashed=True)
+        bottom = TOP + height - 28
+        card.text(x + wide / 2, bottom, f"process {i}", bold=True, colour=ACCENT)
+
+
+def _draw_held(card: Card, plan: Plan, kinds, device: int, x: float) -> None:
+    card.box(x, TOP - 12, CELL, HEIGHT, fill=PALE)
+    places = ", ".join(f"{k} {v}" for k, v in plan.coordinates(device).items())
+    _name_rows(card, plan, x, TOP + 16)
+    card.text(x + 8, TOP + 2, f"device {device}", anchor="start", bold=True, size=12)
+    card.text(x + CELL - 8, TOP + 2, places, anchor="end", size=11, colour=GREY)
+    held = {block.matrix: block for block in plan.held(device)}
+    for leaf, matrix, left, top in _places(plan, x, TOP + 16):
+        width, height = SIDES[kinds[leaf.name]]
+        card.box(left, top, width, height, radius=1, fill="#ffffff")
+        if block := held.get(matrix):
+            (first, last), (start, end) = block.rows, block.columns
+            card.box(
+                left + start * width,
+                top + first * height,
+                (end - start) * width,
+                (last - first) * height,
+                **_filled(matrix),
+            )
+
+
+def _draw_owned(card: Card, plan: Plan, kinds, device: int, x: float, y: float) -> None:
+    card.box(x, y - 12, CELL, HEIGHT, fill=PALE)
+    _name_rows(card, plan, x, y + 16)
+    card.text(x + 8, y + 2, f"device {device} iterates", anchor="start", size=12)
+    owned = set(plan.owned(device))
+    for leaf, matrix, left, top in _places(plan, x, y + 16):
+        width, height = SIDES[kinds[leaf.name]]
+        if matrix in owned:
+            card.box(left, top, width, height, **_filled(matrix))
+        else:
+            card.box(left, top, width, height, radius=1, dashed=True)
+
+
+def _places(plan: Plan, x: float, y: float):
+    """Where the matrices of each leaf stand in the cell of a device."""
+    for row, leaf in enumerate(plan.leaves):
+        top = y + 14 + row * ROW
+        for number in range(leaf.shape[0]):
+            matrix = Matrix(leaf.name, number)
+            yield leaf, matrix, x + 10 + number * COLUMN, top
+
+
+def _name_rows(card: Card, plan: Plan, x: float, y: float) -> None:
+    for row, leaf in enumerate(plan.leaves):
+        place = x + 10, y + 5 + row * ROW
+        card.text(*place, leaf.name, size=10, anchor="start", mono=True, colour=GREY)
+
+
+def _filled(matrix: Matrix) -> dict:
+    return dict(fill=COLOURS[matrix.number], stroke="#ffffff", radius=1)
+
+
+def _draw_exchanges(card: Card, plan: Plan, width: float) -> None:
+    there, back = exchanges_of(plan)
+    y = TOP + HEIGHT + BAND / 2 - 12
+    for x, ends, words in (
+        (MARGIN + 14, (y - 26, y + 26), there),
+        (width - MARGIN - 14, (y + 26, y - 26), back),
+    ):
+        if words[0] != NOTHING:
+            card.arrow(x, ends[0], x, ends[1])
+    for x, anchor, title, words in (
+        (MARGIN + 32, "start", "to the owners", there),
+        (width - MARGIN - 32, "end", "back", back),
+    ):
+        lines = [title, *words]
+        for i, line in enumerate(lines):
+            at = y + 17 * (i - (len(lines) - 1) / 2)
+            card.text(x, at, line, anchor=anchor, bold=not i, size=12.5)
+
+
+def exchanges_of(plan: Plan) -> tuple[list[str], list[str]]:
+    """The collectives before and after the iteration, a line for each kind."""
+    there: dict[str, list[str]] = {}
+    back: dict[str, list[str]] = {}
+    for stack, exchange in plan.stacks:
+        roles = exchange.roles
+        names = " and ".join(plan.leaves[part.leaf].name for part in stack.parts)
+        if roles.sharded:
+            kind = f"all-to-all over {' and '.join(roles.sharded)}"
+            for way in (there, back):
+                way.setdefault(kind, []).append(names)
+        if roles.replicated:
+            kind = f"all-gather over {' and '.join(roles.replicated)}"
+            back.setdefault(kind, []).append(names)
+    return _lines(there), _lines(back)
+
+
+def _lines(way: dict[str, list[str]]) -> list[str]:
+    lines = [f"{kind}: {', '.join(names)}" for kind, names in way.items()]
+    return lines or [NOTHING]

@@ -1,0 +1,100 @@
+"""What each device of a mesh holds and iterates, as JAX and the package say it."""
+
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
+
+from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._mesh.on_mesh import plan_exchanges, SharedStack
+from muonclip_jax._mesh.ownership import groups_of
+from muonclip_jax._newton_schulz.solver import make_solver
+
+
+SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla").on("tpu")
+AXES = MuonDimensionNumbers(-2, -1)
+Shape = tuple[int, int, int]  # (matrices, fan_in, fan_out)
+
+
+class Leaf(NamedTuple):
+    name: str
+    shape: Shape
+    spec: PartitionSpec
+
+
+class Matrix(NamedTuple):
+    leaf: str
+    number: int
+
+
+class Block(NamedTuple):
+    """The part of a matrix that a device holds, in shares of its two sides."""
+
+    matrix: Matrix
+    rows: tuple[float, float]
+    columns: tuple[float, float]
+
+
+class Plan:
+    def __init__(self, mesh: Mapping[str, int], leaves: list[Leaf]):
+        self.mesh, self.leaves = mesh, leaves
+        self._mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh))
+        self.stacks = plan_exchanges(
+            SOLVER,
+            [jnp.dtype("float32")] * len(leaves),
+            [matrix_view(leaf.shape, AXES) for leaf in leaves],
+            [leaf.spec for leaf in leaves],
+            mesh,
+        )
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        sizes = tuple(self.mesh.values())
+        places = np.unravel_index(device, sizes)
+        return {name: int(i) for name, i in zip(self.mesh, places, strict=True)}
+
+    def held(self, device: int) -> list[Block]:
+        return [block for leaf in self.leaves for block in self._held(leaf, device)]
+
+    def owned(self, device: int) -> list[Matrix]:
+        """What a device iterates, whole, in the order in which it does."""
+        return [matrix for each in self.stacks for matrix in self._owned(each, device)]
+
+    def costs(self, device: int) -> list[tuple[int, float]]:
+        """Stack and cost of each matrix that a device iterates."""
+        return [
+            (i, SOLVER.cost(each.stack.shape, jnp.dtype(each.stack.dtype)))
+            for i, each in enumerate(self.stacks)
+            for _ in self._owned(each, device)
+        ]
+
+    def _slices(self, leaf: Leaf, device: int) -> list[tuple[int, int]]:
+        where = NamedSharding(self._mesh, leaf.spec).devices_indices_map(leaf.shape)
+        cut = where[self._mesh.devices.flat[device]]
+        ranges = [x.indices(size) for x, size in zip(cut, leaf.shape, strict=True)]
+        return [(start, stop) for start, stop, _ in ranges]
+
+    def _held(self, leaf: Leaf, device: int) -> list[Block]:
+        numbers, *sides = self._slices(leaf, device)
+        rows, columns = (
+            (start / size, stop / size)
+            for (start, stop), size in zip(sides, leaf.shape[1:], strict=True)
+        )
+        return [Block(Matrix(leaf.name, i), rows, columns) for i in range(*numbers)]
+
+    def _owned(self, shared: SharedStack, device: int) -> list[Matrix]:
+        stack, exchange = shared
+        groups = groups_of(exchange.roles, self.mesh)
+        (group, copy, place) = (int(x[0]) for x in np.nonzero(groups == device))
+        count = exchange.owners.counts[group, copy, place]
+        here = list(
+            itertools.chain.from_iterable(
+                self._held(self.leaves[part.leaf], device) for part in stack.parts
+            )
+        )
+        slots = exchange.owners.slots[group, copy, place, :count]
+        return [here[i].matrix for i in slots]
