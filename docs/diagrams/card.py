@@ -1,5 +1,7 @@
 """What all diagrams share: a card with text, boxes and arrows."""
 
+from typing import Any
+
 import drawsvg
 
 
@@ -18,7 +20,7 @@ class Card:
         self._drawing = drawsvg.Drawing(
             width, height, font_family=FONT, role="img", aria_label=title
         )
-        tip = dict(fill=GREY, stroke="none")
+        tip: dict[str, Any] = dict(fill=GREY, stroke="none")
         self._tip = drawsvg.Marker(-7, -4, 0, 4, scale=1, orient="auto")
         self._tip.append(drawsvg.Lines(-7, -4, 0, 0, -7, 4, close=True, **tip))
         self.box(0.5, 0.5, width - 1, height - 1, fill="#ffffff", radius=12)
@@ -35,10 +37,17 @@ class Card:
         radius: float = 6,
         dashed: bool = False,
     ) -> None:
-        style = dict(fill=fill, stroke=stroke, rx=radius)
+        style: dict[str, Any] = dict(fill=fill, stroke=stroke, rx=radius)
         if dashed:
             style["stroke_dasharray"] = "4 3"
-        self._drawing.append(drawsvg.Rectangle(x, y, width, height, **style))
+        place = _rounded(x, y, width, height)
+        self._drawing.append(drawsvg.Rectangle(*place, **style))
+
+    def mark(
+        self, x: float, y: float, width: float, height: float, colour: str
+    ) -> None:
+        """A matrix, a part of one, or a bar; white lines part neighbours."""
+        self.box(x, y, width, height, fill=colour, stroke="#ffffff", radius=1)
 
     def text(
         self,
@@ -52,12 +61,13 @@ class Card:
         bold: bool = False,
         mono: bool = False,
     ) -> None:
-        style = dict(fill=colour, text_anchor=anchor, dominant_baseline="middle")
+        style: dict[str, Any] = dict(fill=colour, text_anchor=anchor)
+        style["dominant_baseline"] = "middle"
         if bold:
             style["font_weight"] = "600"
         if mono:
             style["font_family"] = MONO
-        self._drawing.append(drawsvg.Text(words, size, x, y, **style))
+        self._drawing.append(drawsvg.Text(words, size, *_rounded(x, y), **style))
 
     def line(self, *points: float, colour: str = GREY, dashed: bool = False) -> None:
         self._lines(points, colour, {"stroke_dasharray": "4 3"} if dashed else {})
@@ -66,8 +76,15 @@ class Card:
         self._lines(points, colour, {"marker_end": self._tip})
 
     def svg(self) -> str:
-        return self._drawing.as_svg() + "\n"
+        return f"{self._drawing.as_svg()}\n"
 
-    def _lines(self, points: tuple[float, ...], colour: str, style: dict) -> None:
+    def _lines(
+        self, points: tuple[float, ...], colour: str, style: dict[str, Any]
+    ) -> None:
         style |= dict(fill="none", stroke=colour, stroke_width=1.5)
-        self._drawing.append(drawsvg.Lines(*points, **style))
+        self._drawing.append(drawsvg.Lines(*_rounded(*points), **style))
+
+
+def _rounded(*numbers: float) -> list[float]:
+    """Short, and the same on every machine."""
+    return [round(float(x), 1) for x in numbers]

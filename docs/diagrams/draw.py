@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")

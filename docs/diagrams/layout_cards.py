@@ -1,6 +1,6 @@
 """One card for each layout: the blocks that devices hold, the matrices they iterate."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from card import ACCENT, Card, COLOURS, GREY, PALE
@@ -13,6 +13,7 @@ COLUMN = 50  # of a matrix in a cell
 SIDES = {"square": (24, 24), "wide": (44, 24)}  # width and height of a matrix
 ROW = 48  # of matrices
 TOP, HEIGHT, BAND = 62, 130, 84
+Kinds = Mapping[str, str]  # square or wide, for each leaf
 
 
 class Layout(NamedTuple):
@@ -72,7 +73,7 @@ def layout_card(layout: Layout) -> Card:
         x = MARGIN + device * (CELL + GAP)
         _draw_held(card, plan, kinds, device, x)
         _draw_owned(card, plan, kinds, device, x, TOP + HEIGHT + BAND)
-    _draw_exchanges(card, plan, width)
+    _draw_exchanges(card, plan)
     return card
 
 
@@ -87,7 +88,7 @@ def _draw_processes(card: Card, count: int) -> None:
         card.text(x + wide / 2, bottom, f"process {i}", bold=True, colour=ACCENT)
 
 
-def _draw_held(card: Card, plan: Plan, kinds, device: int, x: float) -> None:
+def _draw_held(card: Card, plan: Plan, kinds: Kinds, device: int, x: float) -> None:
     card.box(x, TOP - 12, CELL, HEIGHT, fill=PALE)
     places = ", ".join(f"{k} {v}" for k, v in plan.coordinates(device).items())
     _name_rows(card, plan, x, TOP + 16)
@@ -99,16 +100,18 @@ def _draw_held(card: Card, plan: Plan, kinds, device: int, x: float) -> None:
         card.box(left, top, width, height, radius=1, fill="#ffffff")
         if block := held.get(matrix):
             (first, last), (start, end) = block.rows, block.columns
-            card.box(
+            card.mark(
                 left + start * width,
                 top + first * height,
                 (end - start) * width,
                 (last - first) * height,
-                **_filled(matrix),
+                COLOURS[matrix.number],
             )
 
 
-def _draw_owned(card: Card, plan: Plan, kinds, device: int, x: float, y: float) -> None:
+def _draw_owned(
+    card: Card, plan: Plan, kinds: Kinds, device: int, x: float, y: float
+) -> None:
     card.box(x, y - 12, CELL, HEIGHT, fill=PALE)
     _name_rows(card, plan, x, y + 16)
     card.text(x + 8, y + 2, f"device {device} iterates", anchor="start", size=12)
@@ -116,12 +119,14 @@ def _draw_owned(card: Card, plan: Plan, kinds, device: int, x: float, y: float) 
     for leaf, matrix, left, top in _places(plan, x, y + 16):
         width, height = SIDES[kinds[leaf.name]]
         if matrix in owned:
-            card.box(left, top, width, height, **_filled(matrix))
+            card.mark(left, top, width, height, COLOURS[matrix.number])
         else:
             card.box(left, top, width, height, radius=1, dashed=True)
 
 
-def _places(plan: Plan, x: float, y: float):
+def _places(
+    plan: Plan, x: float, y: float
+) -> Iterator[tuple[Leaf, Matrix, float, float]]:
     """Where the matrices of each leaf stand in the cell of a device."""
     for row, leaf in enumerate(plan.leaves):
         top = y + 14 + row * ROW
@@ -136,27 +141,21 @@ def _name_rows(card: Card, plan: Plan, x: float, y: float) -> None:
         card.text(*place, leaf.name, size=10, anchor="start", mono=True, colour=GREY)
 
 
-def _filled(matrix: Matrix) -> dict:
-    return dict(fill=COLOURS[matrix.number], stroke="#ffffff", radius=1)
-
-
-def _draw_exchanges(card: Card, plan: Plan, width: float) -> None:
+def _draw_exchanges(card: Card, plan: Plan) -> None:
     there, back = exchanges_of(plan)
-    y = TOP + HEIGHT + BAND / 2 - 12
-    for x, ends, words in (
-        (MARGIN + 14, (y - 26, y + 26), there),
-        (width - MARGIN - 14, (y + 26, y - 26), back),
-    ):
-        if words[0] != NOTHING:
-            card.arrow(x, ends[0], x, ends[1])
-    for x, anchor, title, words in (
-        (MARGIN + 32, "start", "to the owners", there),
-        (width - MARGIN - 32, "end", "back", back),
-    ):
-        lines = [title, *words]
-        for i, line in enumerate(lines):
-            at = y + 17 * (i - (len(lines) - 1) / 2)
-            card.text(x, at, line, anchor=anchor, bold=not i, size=12.5)
+    y, right = TOP + HEIGHT + BAND / 2 - 12, card.width - MARGIN
+    _draw_lines(card, MARGIN + 32, y, "start", ["to the owners", *there])
+    _draw_lines(card, right - 32, y, "end", ["back", *back])
+    if NOTHING not in there:
+        card.arrow(MARGIN + 14, y - 26, MARGIN + 14, y + 26)
+    if NOTHING not in back:
+        card.arrow(right - 14, y + 26, right - 14, y - 26)
+
+
+def _draw_lines(card: Card, x: float, y: float, anchor: str, lines: list[str]) -> None:
+    for i, line in enumerate(lines):
+        at = y + 17 * (i - (len(lines) - 1) / 2)
+        card.text(x, at, line, anchor=anchor, bold=not i, size=12.5)
 
 
 def exchanges_of(plan: Plan) -> tuple[list[str], list[str]]:

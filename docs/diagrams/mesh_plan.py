@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from muonclip_jax._matrices.view import matrix_view
@@ -43,7 +43,9 @@ class Block(NamedTuple):
 class Plan:
     def __init__(self, mesh: Mapping[str, int], leaves: list[Leaf]):
         self.mesh, self.leaves = mesh, leaves
-        self._mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh))
+        self._mesh = jax.make_mesh(
+            tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)
+        )
         self.stacks = plan_exchanges(
             SOLVER,
             [jnp.dtype("float32")] * len(leaves),

@@ -43,11 +43,11 @@ def _draw_passes(card: Card, lengths: list[int], y: float) -> None:
 
 
 def _draw_product(card: Card, x: float, y: float) -> None:
-    card.box(x, y + 9, STEP - 4, STEP - 18, fill=COLOURS[1], stroke="none", radius=2)
+    card.mark(x, y + 9, STEP - 4, STEP - 18, COLOURS[1])
 
 
 def _draw_legend(card: Card, y: float) -> None:
-    card.box(LEFT, y + 2, STEP - 4, STEP - 18, fill=COLOURS[1], stroke="none", radius=2)
+    _draw_product(card, LEFT, y - 7)
     words = "a product with the long side: first R = X Xᵀ, last X ← Q X"
     card.text(LEFT + STEP + 4, y + 10, words, size=12, anchor="start", colour=GREY)
     x = LEFT + 410

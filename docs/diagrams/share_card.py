@@ -29,7 +29,7 @@ def share_card() -> Card:
 def _draw_share(card: Card, plan: Plan, device: int, y: float, unit: float) -> None:
     x = LEFT + EXCHANGE
     for stack, cost in plan.costs(device):
-        card.box(x, y, cost * unit, 28, fill=COLOURS[stack], stroke="#ffffff", radius=1)
+        card.mark(x, y, cost * unit, 28, COLOURS[stack])
         x += cost * unit
 
 
@@ -45,7 +45,7 @@ def _draw_legend(card: Card, plan: Plan) -> None:
     x, y = LEFT + EXCHANGE, TOP + 4 * ROW + 14
     for i, (stack, _) in enumerate(plan.stacks):
         m, n = stack.shape
-        card.box(x, y, 12, 12, fill=COLOURS[i], stroke="#ffffff", radius=1)
+        card.mark(x, y, 12, 12, COLOURS[i])
         words = f"{stack.count} of {m} x {n}"
         card.text(x + 18, y + 6, words, size=12, anchor="start")
         x += 140
