@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .blocks import Blocks
-from .triangles import check, multiprocessors, Triangles
+from .triangles import check, multiprocessors
 
 
 _TILE = 128  # the rows of tensor memory
@@ -43,20 +43,16 @@ def symmetric_product(
     if interpret:
         raise NotImplementedError("The interpreter knows no tensor memory.")
     check(x, y, addend)
-    count, m, n = x.shape
-    depths, has_addend = pl.cdiv(n, depth), addend is not None
-    product = _Product(
-        triangles=Triangles(count, m, _TILE),
-        dtype=x.dtype,
-        depths=depths,
+    product = _Product.of(
+        x,
+        addend,
+        tile=_TILE,
         depth=depth,
-        steps=min(depths, steps or 4 - has_addend),
+        steps=steps,
         block=(_TILE, block),
-        slots=2 * _TILE // block if has_addend else 1,
-        mirrors=1,
+        buffers=1,
         scale=scale,
         shift=shift,
-        has_addend=has_addend,
         interpret=False,
     )
     return product(x, y, addend, sms or multiprocessors(otherwise=148))

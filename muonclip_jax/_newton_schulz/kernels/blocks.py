@@ -1,14 +1,11 @@
 """What the Mosaic GPU kernels for symmetric products share: all but multiplying.
 
-The buffers for operands are a ring: one thread copies into those that are `emptied`,
-others multiply what is `filled`. Results leave by way of buffers too, each as it is and
-transposed. An addend is copied into the buffers for the result.
+Some threads load operands into a ring of buffers, and others write results and their
+transposes out of theirs.
 """
 
-import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,47 +17,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from . import mirrors
-from .triangles import Triangles
+from .tiling import Tiling
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """A kernel but for what its threads do.
-
-    - `depth`: how many columns are multiplied at a time, `depths` times.
-    - `steps`: operands in flight.
-    - `block`: what is written at a time.
-    - `writers`: warpgroups that write; `slots`: for how many blocks each has buffers,
-        and `mirrors`, no more, for how many transposes.
-    """
-
-    triangles: Triangles
-    dtype: Any
-    depths: int
-    depth: int
-    steps: int
-    block: tuple[int, int]
-    slots: int
-    mirrors: int
-    scale: Any
-    shift: Any
-    has_addend: bool
-    interpret: Any
+class Blocks(Tiling):
+    """A kernel but for what its threads do."""
 
     threads: ClassVar[int]
-    writers: ClassVar[int]
     transposed: ClassVar[plgpu.Layout]
 
     run: ClassVar[Callable[..., None]]  # the body of the kernel
-    scratch: ClassVar[Callable[..., dict[str, Any]]]  # beside the buffers below
-
-    def __post_init__(self):
-        height, width = self.block
-        if height not in (width, 2 * width) or self.triangles.tile % height:
-            raise ValueError(
-                "Parts of a tile are written that are as high as wide, or twice as "
-                f"high, not {height} x {width} of {self.triangles.tile}."
-            )
+    scratch: ClassVar[Callable[..., dict[str, Any]]]  # beside the buffers
 
     def __call__(self, x, y, addend, sms: int) -> jax.Array:
         m, edge = self.triangles.m, self.triangles.tile
@@ -85,7 +52,7 @@ class Blocks:
             self.run(SimpleNamespace(**refs, sm=lax.axis_index("sm"), sms=sms))
 
         count, edge, _ = operands["x"].shape
-        scratch = self._operand_buffers() | self._result_buffers() | self.scratch()
+        scratch = self.operand_buffers() | self.result_buffers() | self.scratch()
         warpgroup = plgpu.LoweringSemantics.Warpgroup
         kernel = plgpu.kernel(
             symmetric_product,
@@ -99,29 +66,6 @@ class Blocks:
             **(dict(interpret=self.interpret) if self.interpret else {}),
         )
         return kernel(*operands.values())
-
-    def _operand_buffers(self) -> dict[str, Any]:
-        steps, depth, edge = self.steps, self.depth, self.triangles.tile
-        y_shape = (depth, 2 * edge) if self.interpret else (2 * edge, depth)
-        buffer = functools.partial(
-            plgpu.SMEM, dtype=self.dtype, transforms=_swizzled(depth)
-        )
-        return dict(
-            x_smem=buffer((steps, edge, depth)),
-            y_smem=buffer((steps, *y_shape)),
-            filled=plgpu.Barrier(num_arrivals=2, num_barriers=steps),
-        )
-
-    def _result_buffers(self) -> dict[str, Any]:
-        # Copies are in parts that must not reach over the end of a row.
-        transforms = _swizzled(math.gcd(self.block[1], self.triangles.m))
-        buffer = functools.partial(plgpu.SMEM, dtype=self.dtype, transforms=transforms)
-        added = plgpu.Barrier(num_arrivals=self.slots, num_barriers=self.writers)
-        return dict(
-            out_smem=buffer((self.writers, self.slots, *self.block)),
-            mirror_smem=buffer((self.writers, self.mirrors, *self.block[::-1])),
-            **(dict(added=added) if self.has_addend else {}),
-        )
 
     def for_each_unit(self, refs, body: Callable[..., None]) -> None:
         """Calls `body` with the number of a unit in this block, and its place."""
@@ -241,13 +185,3 @@ def _slice(start: int, size: int) -> slice:
 def _padded(z: jax.Array, rows: int, columns: int) -> jax.Array:
     """With zeros, to multiples of `rows` and `columns`."""
     return jnp.pad(z, ((0, 0), (0, -z.shape[1] % rows), (0, -z.shape[2] % columns)))
-
-
-def _swizzled(columns: int) -> tuple[plgpu.Transform, ...]:
-    """How rows of 16-bit numbers, in parts of `columns`, lie in shared memory."""
-    swizzle = plgpu.find_swizzle(columns * 16)
-    # JAX 0.12 declares a method abstract that its own transforms do not have.
-    tiling = plgpu.TilingTransform((8, swizzle // 2))  # pyright: ignore[reportAbstractUsage]
-    if swizzle == 16:
-        return (tiling,)
-    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]

@@ -7,7 +7,6 @@ its transpose while operands of the next tiles are loaded.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .blocks import Blocks
-from .triangles import check, multiprocessors, Triangles
+from .triangles import check, multiprocessors
 
 
 _LOADING = 2  # the warpgroup that loads; those before it multiply
@@ -61,20 +60,16 @@ def symmetric_product(
     - `buffers`: for how many of these there is place.
     """
     check(x, y, addend)
-    count, m, n = x.shape
-    depths, has_addend = pl.cdiv(n, depth), addend is not None
-    product = _Product(
-        triangles=Triangles(count, m, tile),
-        dtype=x.dtype,
-        depths=depths,
+    product = _Product.of(
+        x,
+        addend,
+        tile=tile,
         depth=depth,
-        steps=min(depths, max(2, steps or 4 - has_addend)),
+        steps=steps,
         block=block,
-        slots=tile**2 // math.prod(block) if has_addend else buffers,
-        mirrors=buffers,
+        buffers=buffers,
         scale=scale,
         shift=shift,
-        has_addend=has_addend,
         interpret=interpret,
     )
     return product(x, y, addend, sms or multiprocessors(otherwise=132))
