@@ -59,8 +59,8 @@ def parts(tiny: bool) -> Parts:
     times = Times(TINY if tiny else FULL)
     return {
         "peak": times.peak_of_products,
-        "stage, separate": functools.partial(times.stage, "separate"),
-        "stage, stacked": functools.partial(times.stage, "stacked"),
+        "stage, separate": functools.partial(times.stage, separate),
+        "stage, stacked": functools.partial(times.stage, stacked),
         **kernel_parts(times),
         "entries of a batch": functools.partial(by_batch, times),
         "torch.optim.Muon": functools.partial(torch_muon, times),

@@ -12,6 +12,8 @@ import muonclip_jax as mc
 
 
 Shapes = dict[str, tuple[int, ...]]
+#: Leaves for a number of layers with one block each: `separate` or `stacked`.
+Layout = Callable[[int, Shapes], Shapes]
 
 BLOCK: Shapes = {name: (768, 768) for name in ("query", "key", "value", "out")} | {
     "up": (768, 3072),

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpt2 import separate, Shapes, stacked
+from gpt2 import Layout, separate, Shapes, stacked
 from jax.sharding import PartitionSpec as P
 
 
@@ -21,6 +21,19 @@ class Model:
     topology: str = "v5p:2x2x1"
     adam: tuple[str, ...] = ()  # leaves that hold no matrix
     mu_dtype: str | None = None
+
+
+class Stage(NamedTuple):
+    """Matrices of experts on one device of a pipeline."""
+
+    matrices: int
+    shape: tuple[int, int]
+
+    def shapes(self, layout: Layout) -> Shapes:
+        return layout(self.matrices, {"expert": self.shape})
+
+
+KIMI_K2_STAGE = Stage(216, (2048, 7168))
 
 
 def models(llama_layers: int) -> dict[str, Model]:

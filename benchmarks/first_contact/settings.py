@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import jax
-from gpt2 import gradients, updates_by
+from gpt2 import gradients, separate, stacked, updates_by
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
@@ -16,7 +16,7 @@ from muonclip_jax._newton_schulz.solver import Kernel
 
 from .rounding import normal, platform
 from .rows import Parts, Timed
-from .times import directions, matrices_that_fit, stage_shapes, Times
+from .times import directions, that_fits, Times
 
 
 KERNELS: dict[str, Kernel] = {"ours": "pallas", "xla": "xla"}
@@ -48,31 +48,31 @@ def by_kernel(times: Times, rows: int) -> Iterator[Timed]:
 
 def stage_by_kernel(times: Times) -> Iterator[Timed]:
     """In separate leaves, with the kernel where the package takes it."""
-    matrix, count = times.sizes.matrix, matrices_that_fit(times.sizes)
-    shapes = stage_shapes(matrix, count, "separate")
+    stage = that_fits(times.sizes.stage)
+    shapes = stage.shapes(separate)
     updates = {
         name: directions(shapes, ns_kernel=kernel)["ours"]
         for name, kernel in KERNELS.items()
     }
-    name = f"{count} x {matrix}, separate, pallas"
+    name = f"{stage.matrices} x {stage.shape}, separate, pallas"
     yield from times.against(name, updates_by(shapes, updates))
 
 
 def by_batch(times: Times) -> Iterator[Timed]:
     """The stacked stage by `BATCH_ENTRIES`; "ours" is what the package has there."""
-    matrix, count = times.sizes.matrix, matrices_that_fit(times.sizes)
-    shapes = stage_shapes(matrix, count, "stacked")
+    stage = that_fits(times.sizes.stage)
+    shapes = stage.shapes(stacked)
     tx, grads = directions(shapes)["ours"], gradients(shapes)
     arguments = (tx.update, grads, tx.init(grads))
     usual = platforms.BATCH_ENTRIES[platform()]
     sides = {"ours": with_constant(*arguments, BATCH_ENTRIES=usual)}
     for share in times.sizes.batches:
         entries = int(share * usual)
-        if entries >= math.prod(matrix):
+        if entries >= math.prod(stage.shape):
             sides[power_of_2(entries)] = with_constant(
                 *arguments, BATCH_ENTRIES=entries
             )
-    name = f"{count} x {matrix}, stacked, batches of {power_of_2(usual)}"
+    name = f"{stage.matrices} x {stage.shape}, stacked, batches of {power_of_2(usual)}"
     yield from times.against(name, sides)
 
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import optax
 from alternating import alternate, ratio, Sides
 from attention_statistics import Step
-from gpt2 import BLOCK, Shapes, updates, updates_by
+from gpt2 import BLOCK, Layout, Shapes, updates, updates_by
 from language_model import Settings
+from models import KIMI_K2_STAGE, Stage
 from optax.contrib import MuonDimensionNumbers
 from optimizer_step import CHAIN, chain
 
@@ -29,8 +30,7 @@ from .rows import first_line, Timed
 
 
 class Sizes(NamedTuple):
-    matrix: tuple[int, int]  # of the stage
-    matrices: int
+    stage: Stage
     layers: int  # of GPT-2
     shrink: int  # how many times smaller its matrices are
     model: Settings  # of the training step
@@ -43,8 +43,7 @@ class Sizes(NamedTuple):
 
 
 FULL = Sizes(
-    matrix=(2048, 7168),
-    matrices=216,
+    stage=KIMI_K2_STAGE,
     layers=12,
     shrink=1,
     model=Settings(12, 768, 12, 1024, dtype="bfloat16", record=False),
@@ -56,8 +55,7 @@ FULL = Sizes(
     repeats=7,
 )
 TINY = Sizes(
-    matrix=(32, 112),
-    matrices=6,
+    stage=Stage(6, (32, 112)),
     layers=1,
     shrink=24,
     model=Settings(1, 32, 2, 16, record=False),
@@ -117,14 +115,14 @@ class Times:
                 faster = ratio(times, peer, "ours")
                 yield row._replace(peer=theirs, times_faster=faster)
 
-    def stage(self, layout: str) -> Iterator[Timed]:
-        count = matrices_that_fit(self.sizes)
-        shapes = stage_shapes(self.sizes.matrix, count, layout)
-        name = f"{count} x {self.sizes.matrix}, {layout}"
+    def stage(self, layout: Layout) -> Iterator[Timed]:
+        stage = that_fits(self.sizes.stage)
+        shapes = stage.shapes(layout)
+        name = f"{stage.matrices} x {stage.shape}, {layout.__name__}"
         sides = updates_by(shapes, directions(shapes))
         yield from self.against(name, sides, newton_schulz_flops(shapes))
 
-    def gpt2(self, layout: Callable[[int, Shapes], Shapes]) -> Iterator[Timed]:
+    def gpt2(self, layout: Layout) -> Iterator[Timed]:
         layers, shrink = self.sizes.layers, self.sizes.shrink
         block = {k: (m // shrink, n // shrink) for k, (m, n) in BLOCK.items()}
         shapes = layout(layers, block)
@@ -151,17 +149,11 @@ def failure(run: Callable[[], Any]) -> str | None:
     return None
 
 
-def matrices_that_fit(sizes: Sizes) -> int:
-    """As many of the stage's as leave room for both sides."""
+def that_fits(stage: Stage) -> Stage:
+    """With as many of its matrices as leave room for both sides."""
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    most = memory / (COPIES * 4 * math.prod(sizes.matrix))
-    return max(1, int(min(most, sizes.matrices)))
-
-
-def stage_shapes(matrix: tuple[int, int], count: int, layout: str) -> Shapes:
-    if layout == "stacked":
-        return {"experts": (count, *matrix)}
-    return {str(i): matrix for i in range(count)}
+    most = memory / (COPIES * 4 * math.prod(stage.shape))
+    return stage._replace(matrices=max(1, int(min(most, stage.matrices))))
 
 
 def directions(shapes: Shapes, **ours: Any) -> dict[str, optax.GradientTransformation]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from gpt2 import updates_by
+from gpt2 import separate, updates_by
+from models import Stage
 
 import muonclip_jax as mc
 
 from .rounding import normal, platform
 from .rows import Timed
-from .times import directions, newton_schulz_flops, stage_shapes, Times
+from .times import directions, newton_schulz_flops, Times
 
 
 STACK = 8  # matrices that the Dao lab's function gets at once
@@ -25,16 +26,16 @@ def torch_muon(times: Times) -> Iterator[Timed]:
         return
     import torch  # pyright: ignore[reportMissingImports]
 
-    m, n = times.sizes.matrix
+    most, (m, n) = times.sizes.stage
     free, _ = torch.cuda.mem_get_info()
-    count = max(1, min(times.sizes.matrices, int(0.8 * free / (4 * 4 * m * n))))
+    count = max(1, min(most, int(0.8 * free / (4 * 4 * m * n))))
     params = [
         torch.nn.Parameter(torch.randn(m, n, device="cuda")) for _ in range(count)
     ]
     for param in params:
         param.grad = torch.randn_like(param)
     theirs = torch.optim.Muon(params, lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    shapes = stage_shapes((m, n), count, "separate")
+    shapes = Stage(count, (m, n)).shapes(separate)
     ours = updates_by(shapes, {"ours": directions(shapes)["ours"]})
     sides = ours | {f"torch.optim.Muon {torch.__version__}": finished(theirs.step)}
     name = f"{count} x {(m, n)}, separate"
@@ -51,7 +52,7 @@ def gram_newton_schulz(times: Times) -> Iterator[Timed]:
         GramNewtonSchulz,
     )
 
-    shape = (STACK, *times.sizes.matrix)
+    shape = (STACK, *times.sizes.stage.shape)
     x = normal(0, *shape).astype("bfloat16")
     y = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     triples = [list(triple) for triple in mc.NS_COEFFS["keller"]]
