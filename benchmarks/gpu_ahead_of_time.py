@@ -2,28 +2,31 @@
 
     pip install -e '.[examples]'
     pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V  # V of jaxlib
-    pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm
+    pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
     JAX_PLATFORMS=cpu python benchmarks/gpu_ahead_of_time.py
-    ... python benchmarks/gpu_ahead_of_time.py --chips b200 --gpus 8
+    ... python benchmarks/gpu_ahead_of_time.py --chips b200 --gpus 8 --kernels xla
 
 The update of `scale_by_muon` on the stage of Kimi K2 that one device of its pipeline
 has: 216 matrices of 2,048 x 7,168. Launches, arithmetic and bytes are those of the
 compiled program. The least time is what these take at rates seen on an H200, without
 cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
 An exchange runs beside products if some lie between its start and its end in the
-schedule, and is hidden as far as these take as long as it does on its link.
+schedule, and is hidden as far as these take as long as it does on its link. The tables
+of kernels are those of `gpu_kernels.py`.
 """
 
 import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpt2 import separate, stacked
 from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
+from gpu_compiler import process_for
+from gpu_kernels import add_kernels
 from gpu_program import (
     Exchange,
     exchanges,
@@ -33,18 +36,17 @@ from gpu_program import (
     Work,
     work_by_kind,
 )
-from hlo_program import dimensions, parse
-from jax.experimental.mosaic.gpu import core
+from hlo_program import parse
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from pictures import picture
+from matplotlib.axes import Axes
+from models import KIMI_K2_STAGE
+from optax.contrib import MuonDimensionNumbers
+from pictures import panels
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.kernels import gpu
-from muonclip_jax._newton_schulz.kernels.triangles import Triangles
 
 
-COUNT, SHAPE, TILE = 216, (2048, 7168), 128
 COLUMNS = {
     "GPUs": "",
     "params": "",
@@ -72,7 +74,7 @@ class Plan(NamedTuple):
 
     @property
     def leaves(self) -> str:
-        form = "stacked" if self.stacked else f"{COUNT} leaves"
+        form = "stacked" if self.stacked else f"{KIMI_K2_STAGE.matrices} leaves"
         return f"{form}, {self.dtype}"
 
 
@@ -94,31 +96,44 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     options.add_argument("--gpus", nargs="+", type=int, default=[1, 8])
-    options.add_argument("--kernels", nargs="+", default=["xla"])
+    options.add_argument("--kernels", nargs="+", default=["xla", "auto"])
     options.add_argument("--png", type=Path, help="a picture of the least times")
     args = options.parse_args()
     report, found = Report(args), {}
     for chip in args.chips:
-        table = report.table(f"One update, compiled for {CHIPS[chip].name}", COLUMNS)
-        for plan in plans(chip, args.gpus, args.kernels):
-            found[plan] = compiled = compile_update(plan)
-            add_row(table, plan, compiled)
+        found |= add_updates(report, plans(chip, args.gpus, args.kernels))
+        add_kernels(report, CHIPS[chip])
     report.write()
     if args.png:
         draw(args.png, found)
 
 
-def plans(chip: str, counts: list[int], kernels: list[str]) -> Iterator[Plan]:
+def plans(chip: str, counts: list[int], kernels: list[str]) -> list[Plan]:
     dtypes = ("float32", "bfloat16")
     choices = itertools.product(counts, (False, True), dtypes, kernels)
-    return (Plan(chip, *choice) for choice in choices)
+    return [Plan(chip, *choice) for choice in choices]
+
+
+def add_updates(report: Report, plans: list[Plan]) -> dict[Plan, Compiled]:
+    """All for one chip."""
+    chip, found = CHIPS[plans[0].chip], {}
+    table = report.table(f"One update, compiled for {chip.name}", COLUMNS)
+    with process_for(chip) as process:
+        compiled = process.map(compile_update, plans)
+        for plan, found[plan] in zip(plans, compiled, strict=True):
+            add_row(table, plan, found[plan])
+    return found
 
 
 def compile_update(plan: Plan) -> Compiled:
+    """In a process for the chip."""
     chip = CHIPS[plan.chip]
-    compile_kernels_for(chip)
     params, shardings = stage(plan, chip)
-    tx = mc.scale_by_muon(ns_kernel=plan.kernel, shardings=shardings)
+    tx = mc.scale_by_muon(
+        ns_kernel=plan.kernel,
+        shardings=shardings,
+        dimension_numbers=dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
+    )
     state = _placed(jax.eval_shape(tx.init, params), params)
     start = time.perf_counter()
     update = jax.jit(tx.update, donate_argnums=(0, 1))
@@ -128,18 +143,11 @@ def compile_update(plan: Plan) -> Compiled:
     assert memory is not None and text is not None
     program = parse(text)
     return Compiled(
-        work_by_kind(program, chip, flops_of_kernel),
+        work_by_kind(program, chip),
         memory.temp_size_in_bytes,
-        exchanges(program, chip, flops_of_kernel),
+        exchanges(program, chip),
         seconds,
     )
-
-
-def compile_kernels_for(chip: Chip) -> None:
-    """Kernels take the architecture of the default device, which is a CPU here."""
-    gpu.capability = lambda: chip.capability
-    architecture = (chip.capability, 0)
-    core._infer_arch = lambda: architecture  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
@@ -151,10 +159,12 @@ def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
     if plan.stacked and is_cut:
         rows = PartitionSpec(None, "fsdp")
     sharding = NamedSharding(mesh, rows)
-    shape = (COUNT, *SHAPE) if plan.stacked else SHAPE
-    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(plan.dtype), sharding=sharding)
-    names = ["kernel"] if plan.stacked else [f"kernel_{i}" for i in range(COUNT)]
-    return dict.fromkeys(names, leaf), sharding if is_cut else None
+    shapes = KIMI_K2_STAGE.shapes(stacked if plan.stacked else separate)
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(plan.dtype), sharding=sharding)
+        for name, shape in shapes.items()
+    }
+    return params, sharding if is_cut else None
 
 
 def _placed(state: Any, params: Any) -> Any:
@@ -162,13 +172,6 @@ def _placed(state: Any, params: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
     )
-
-
-def flops_of_kernel(operands: list[str]) -> float:
-    """Of the kernel for symmetric products, whose first operands are units and x."""
-    count, m, n = dimensions(operands[1])
-    triangles = Triangles(count, m, TILE)
-    return 2.0 * count * m * m * n * triangles.computed
 
 
 def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
@@ -191,18 +194,25 @@ def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
 
 
 def draw(file: Path, found: dict[Plan, Compiled]) -> None:
-    """Products and the rest of each plan, one behind the other."""
+    """Products and the rest of each plan, one behind the other, by chip."""
+    chips = list(dict.fromkeys(plan.chip for plan in found))
     label = "least time of one update, ms"
-    names = [f"{p.gpus} {p.chip}: {p.leaves}, {p.kernel}" for p in found]
-    with picture(file, xlabel=label) as axes:
-        left = np.zeros(len(found))
-        for kind in ("products", "elementwise"):
-            widths = [1e3 * c.work.get(kind, Work()).seconds for c in found.values()]
-            axes.barh(range(len(found)), widths, left=left, height=0.6, label=kind)
-            left += widths
-        axes.set_yticks(range(len(found)), names, fontsize=8)
-        axes.set_xlim(right=1.35 * left.max())  # room for the legend
-        axes.invert_yaxis()
+    with panels(file, [CHIPS[chip].name for chip in chips], xlabel=label) as axes:
+        for i, (chip, one) in enumerate(zip(chips, axes, strict=True)):
+            draw_bars(one, {p: c for p, c in found.items() if p.chip == chip})
+            if i:
+                one.set_yticklabels([])
+
+
+def draw_bars(axes: Axes, found: dict[Plan, Compiled]) -> None:
+    left = np.zeros(len(found))
+    for kind in ("products", "elementwise"):
+        widths = [1e3 * c.work.get(kind, Work()).seconds for c in found.values()]
+        axes.barh(range(len(found)), widths, left=left, height=0.6, label=kind)
+        left += widths
+    names = [f"{p.gpus} x {p.leaves}, {p.kernel}" for p in found]
+    axes.set_yticks(range(len(found)), names, fontsize=8)
+    axes.invert_yaxis()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gpu_chips import Chip
+from hlo_costs import KINDS as COLLECTIVES
 from hlo_program import (
     bytes_of,
     Computation,
@@ -22,13 +23,28 @@ from hlo_program import (
     Program,
 )
 
+from muonclip_jax._newton_schulz.kernels.triangles import Triangles
+
 
 LAUNCH_SECONDS = 2e-6
-PRODUCTS = ("cublas", "mosaic")
+TILE = 128  # of the kernels for symmetric products
+
+
+class Kernel(NamedTuple):
+    """One launch."""
+
+    kind: str  # "products", "elementwise", "other", or that of a collective
+    flops: float
+    bytes: int
+
+    def seconds(self, chip: Chip) -> float:
+        """The least time."""
+        busy = max(self.flops / chip.products, self.bytes / chip.copies)
+        return busy + LAUNCH_SECONDS
 
 
 class Work(NamedTuple):
-    """Of one kernel, or of several."""
+    """That of some kernels together."""
 
     launches: float = 0
     flops: float = 0.0
@@ -51,79 +67,73 @@ class Exchange(NamedTuple):
     products: float
 
 
-#: Arithmetic of a kernel that is no library's, from the shapes of its operands.
-Flops = Callable[[list[str]], float]
-
-
-def work_by_kind(
-    program: Program, chip: Chip, flops_of_kernel: Flops
-) -> dict[str, Work]:
-    """What a program launches, by kind: "products", "elementwise", and collectives."""
+def work_by_kind(program: Program, chip: Chip) -> dict[str, Work]:
+    """The work of a program, by the kind of kernel."""
     total: dict[str, Work] = collections.defaultdict(Work)
-    for kind, work in _works(program, program["ENTRY"], chip, flops_of_kernel):
-        total[kind] = total[kind].plus(work)
+    for kernel, times in _launches(program, program["ENTRY"]):
+        work = Work(1, kernel.flops, kernel.bytes, kernel.seconds(chip))
+        total[kernel.kind] = total[kernel.kind].plus(work.times(times))
     return dict(total)
 
 
-def _works(
-    program: Program, computation: Computation, chip: Chip, flops: Flops
-) -> Iterator[tuple[str, Work]]:
+def _launches(
+    program: Program, computation: Computation
+) -> Iterator[tuple[Kernel, int]]:
+    """The kernels of a computation, and how often each is launched."""
     for instruction in computation.values():
         if instruction.opcode == "while":
             trips = count_trips(program, {}, computation, instruction)
             (body,) = instruction.called("body")
-            for kind, work in _works(program, program[body], chip, flops):
-                yield kind, work.times(trips)
-        elif kind := _kind(instruction):
-            yield kind, _work(program, computation, instruction, chip, flops)
+            for kernel, times in _launches(program, program[body]):
+                yield kernel, trips * times
+        elif kernel := _kernel(program, computation, instruction):
+            yield kernel, 1
 
 
-def _kind(instruction: Instruction) -> str:
-    """The kind of a kernel; "" for what is none."""
-    opcode = instruction.opcode
-    if opcode == "custom-call":
-        target = instruction.attribute("custom_call_target")
-        return "products" if any(name in target for name in PRODUCTS) else "other"
-    if opcode.startswith(("all-", "reduce-scatter", "collective-")):
-        return "" if opcode.endswith("-done") else opcode.removesuffix("-start")
-    return "elementwise" if opcode in ("fusion", "copy", "reduce", "transpose") else ""
-
-
-def _work(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
-    chip: Chip,
-    flops_of_kernel: Flops,
-) -> Work:
+def _kernel(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Kernel | None:
+    """None for an instruction that launches nothing."""
     operands = [computation[name].shape for name in instruction.operands]
-    if instruction.opcode == "fusion":
+    moved = sum(map(bytes_of, [*dict.fromkeys(operands), instruction.shape]))
+    opcode = instruction.opcode
+    if opcode == "fusion":
         (callee,) = instruction.called("calls")
-        moved = _bytes_of_fusion(program[callee])
-    else:
-        moved = sum(map(bytes_of, dict.fromkeys(operands))) + bytes_of(
-            instruction.shape
-        )
-    flops = 0.0
-    if _kind(instruction) == "products":
-        is_library = "cublas" in instruction.attribute("custom_call_target")
-        if is_library:
-            flops = _gemm_flops(instruction, operands)
-        else:
-            flops = flops_of_kernel(operands)
-    seconds = max(flops / chip.products, moved / chip.copies) + LAUNCH_SECONDS
-    return Work(1, flops, moved, seconds)
+        return Kernel("elementwise", 0.0, _bytes_of_fusion(program[callee]))
+    if opcode in ("copy", "reduce", "transpose"):
+        return Kernel("elementwise", 0.0, moved)
+    if collective := re.fullmatch(f"({COLLECTIVES})(-start)?", opcode):
+        return Kernel(collective[1], 0.0, moved)
+    if opcode == "custom-call":
+        flops = _flops(instruction, operands)
+        return Kernel("products" if flops else "other", flops, moved)
+    return None
 
 
-def _gemm_flops(instruction: Instruction, operands: list[str]) -> float:
-    axes = re.search(
-        r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes
-    )
+def _flops(custom_call: Instruction, operands: list[str]) -> float:
+    target = custom_call.attribute("custom_call_target")
+    if "cublas" in target:
+        return _gemm_flops(custom_call, operands)
+    if "mosaic" in target:
+        return _symmetric_product_flops(operands)
+    return 0.0
+
+
+def _gemm_flops(gemm: Instruction, operands: list[str]) -> float:
+    axes = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', gemm.attributes)
     assert axes is not None
     contracted = [
         dimensions(operands[0])[int(axis)] for axis in re.findall(r"\d+", axes[1])
     ]
-    return 2.0 * math.prod(dimensions(instruction.shape) + contracted)
+    return 2.0 * math.prod(dimensions(gemm.shape) + contracted)
+
+
+def _symmetric_product_flops(operands: list[str]) -> float:
+    """The first operands are the units of work and `x`."""
+    (units, _), (count, m, n) = map(dimensions, operands[:2])
+    triangles = Triangles(count, m, TILE)
+    assert len(triangles.units) == units
+    return 2.0 * count * m * m * n * triangles.computed
 
 
 def _bytes_of_fusion(computation: Computation) -> int:
@@ -171,25 +181,20 @@ def _users(computation: Computation, name: str) -> Iterator[tuple[Instruction, s
                 yield node, name
 
 
-def exchanges(program: Program, chip: Chip, flops_of_kernel: Flops) -> list[Exchange]:
+def exchanges(program: Program, chip: Chip) -> list[Exchange]:
     """The collectives of a scheduled program, each with what hides it."""
     entry = program["ENTRY"]
     names, found = list(entry), []
     for i, node in enumerate(entry.values()):
-        started = re.fullmatch(
-            r"(all-\w+(?:-\w+)?|reduce-scatter|collective-\w+)-done", node.opcode
-        )
-        if not started:
-            continue
-        start = names.index(node.operands[0])
-        between = [entry[n] for n in names[start + 1 : i]]
-        products = sum(
-            _work(program, entry, x, chip, flops_of_kernel).seconds
-            for x in between
-            if _kind(x) == "products"
-        )
-        size = bytes_of(node.shape)
-        found.append(Exchange(started[1], size, size / chip.link, products))
+        if done := re.fullmatch(f"({COLLECTIVES})-done", node.opcode):
+            start = names.index(node.operands[0])
+            between = [entry[name] for name in names[start + 1 : i]]
+            kernels = (_kernel(program, entry, other) for other in between)
+            products = sum(
+                k.seconds(chip) for k in kernels if k and k.kind == "products"
+            )
+            size = bytes_of(node.shape)
+            found.append(Exchange(done[1], size, size / chip.link, products))
     return found
 
 
