@@ -38,8 +38,10 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._manager.close()
+    def __exit__(self, error_type: object, *error: object) -> None:
+        # Closing waits for all processes to finish a save; after an error some may not.
+        if error_type is None or jax.process_count() == 1:
+            self._manager.close()
 
     def save(self, step: int, state: Any, history: Sequence = ()) -> None:
         arguments = ocp.args.Composite(

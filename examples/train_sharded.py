@@ -1,19 +1,26 @@
 """Trains the transformer of train_lm.py on many devices with sharded MuonClip.
 
-    python examples/train_sharded.py --distributed       # on every host of a TPU slice
-    python examples/train_sharded.py --fsdp 4 --tensor 2           # 8 devices, one host
-    python examples/train_sharded.py --simulate-devices 8          # on any CPU
-    python examples/train_sharded.py --num-processes 2             # two, joined by gloo
-    python examples/train_sharded.py --resume            # go on, on whatever is there
+    python examples/train_sharded.py --distributed         # on every host of a cluster
+    python examples/train_sharded.py --fsdp 4 --tensor 2   # on the 8 devices of a host
+    python examples/train_sharded.py --simulate-devices 8  # on a CPU
+    python examples/train_sharded.py --num-processes 2     # two processes on a CPU
+    python examples/train_sharded.py --resume              # continue a killed run
 
 Parameters and momenta are sharded over both axes of the mesh, the batch over "fsdp".
-Batches depend on seed and step alone: a run that was killed and resumed on the same
-mesh repeats itself bit for bit. `--out`, a folder that all hosts share, gets the
-checkpoints, which restore on any mesh, and `losses.jsonl`.
+`--out`, a folder that all hosts share, holds the checkpoints and `losses.jsonl`, which
+has one line for each step.
+
+A killed run can continue on any number of devices, in any mesh. Batches depend on the
+seed and the step alone, so the losses are those of an uninterrupted run: bit for bit on
+the same mesh, up to the rounding of float32 sums on another.
+
+If a process dies, all others exit within 60 seconds with a message and exit code 1.
+Nothing restarts them: run the same command with `--resume`.
 """
 
 import argparse
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +34,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from loss_log import LossLog
-from processes import launch
+from processes import launch, launch_on_host
 from sharding import BATCH, check_divides, make_mesh, mesh_shape, shardings_of
 from tqdm import tqdm
 from train_lm import (
@@ -56,8 +63,10 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint-every", type=positive, default=50)
     add("--keep", type=positive, default=1, help="checkpoints; default: %(default)s")
     add("--out", type=Path, default=Path("runs/train_sharded"))
-    add("--simulate-devices", type=positive, help="on CPU, in all processes together")
-    parser.add_argument("--resume", action="store_true", help="go on from --out")
+    add("--simulate-devices", type=positive, help="on the CPU of this host")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in --out"
+    )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(
         "--num-processes", type=positive, default=1, help="to start here, on CPU"
@@ -82,7 +91,7 @@ def main() -> None:
         mesh_shape(args, count)  # complains once, not in every process
         return launch(functools.partial(train, args), args.num_processes)
     if args.distributed:
-        jax.distributed.initialize()
+        return launch_on_host(functools.partial(train, args))
     train(args)
 
 
@@ -127,6 +136,7 @@ def take_steps(args: argparse.Namespace, mesh: Mesh, checkpoints: Checkpoints) -
 
 def progress_bar(first: int, steps: int) -> tqdm:
     only_here = jax.process_index() == 0
+    tqdm.set_lock(threading.RLock())  # a killed process would leave a semaphore behind
     return tqdm(range(first, steps), initial=first, total=steps, disable=not only_here)
 
 
