@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import optax
+from environment import environment
 from tables import Table
 
 import muonclip_jax as mc
@@ -116,6 +117,7 @@ def main() -> None:
         (name, of["models"], *(of[column] for column in COLUMNS))
         for name, of in totals.items()
     ]
+    print(environment(), end="\n\n")
     print(Table(("framework", "models", *COLUMNS), rows).markdown())
 
 
