@@ -8,6 +8,7 @@ from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
 from ._model.attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
 from ._model.head_leaf import HeadLeaf
+from ._model.per_head import muon_per_head
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, resolve, views_of
 from ._parameters.leaf_rules import Verdict
@@ -21,6 +22,7 @@ def describe(
     *,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
+    per_head: bool = False,
     stacks: bool = False,
 ) -> str:
     """Returns a table with a row for each leaf: its matrices and its optimizer.
@@ -32,7 +34,7 @@ def describe(
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][].
-    - `dimension_numbers`, `attention`: what [`muonclip`][] will be given.
+    - `dimension_numbers`, `attention`, `per_head`: what [`muonclip`][] will be given.
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
         together, as count x short side x long side and the dtype of the params.
 
@@ -57,7 +59,8 @@ def describe(
         2 x 16 x 16 float32 from 2 leaves
     """
     tree = paths.flatten(params)
-    verdicts = resolve(dimension_numbers, tree)
+    told = muon_per_head(per_head, attention, dimension_numbers)
+    verdicts = resolve(tree=tree, **told)
     views = views_of([verdict.numbers for verdict in verdicts], tree)
     roles = _roles(resolve_attention(attention, tree))
     rows = [_COLUMNS] + [

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from ._mesh.placement import Shardings
 from ._model.attention_layers import Attention
-from ._model.per_head import per_head_dimension_numbers
+from ._model.per_head import muon_per_head
 from ._muon.muon import muon
 from ._muon.shape_scale import ShapeScale
 from ._newton_schulz.coefficients import Schedule, Triple
@@ -84,10 +84,6 @@ def muonclip(
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
         (which takes `nesterov=False`).
     """
-    if per_head and attention is not None:
-        dimension_numbers = per_head_dimension_numbers(
-            attention, dimension_numbers=dimension_numbers
-        )
     return optax.chain(
         muon(
             learning_rate,
@@ -103,7 +99,6 @@ def muonclip(
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,
-            dimension_numbers=dimension_numbers,
             adam_learning_rate=adam_learning_rate,
             adam_b1=adam_b1,
             adam_b2=adam_b2,
@@ -111,9 +106,9 @@ def muonclip(
             adam_weight_decay=adam_weight_decay,
             cautious_weight_decay=cautious_weight_decay,
             neuron_b2=neuron_b2,
-            per_head=per_head and attention is None,
             shardings=shardings,
             axis_name=axis_name,
+            **muon_per_head(per_head, attention, dimension_numbers),
         ),
         qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),
     )

@@ -52,6 +52,20 @@ def test_stacks_are_those_of_the_plan():
     assert "together" not in mc.describe(params)
 
 
+def test_shows_a_matrix_for_each_head():
+    kernel = jnp.ones((32, 4, 8))
+    params = {"attn": {name: {"kernel": kernel} for name in ("query", "key", "value")}}
+    table = rows(mc.describe(params, per_head=True))
+    assert all("4 x 32 x 8" in table[f"attn/{name}/kernel"] for name in params["attn"])
+    assert "1 x 32 x 32" in rows(mc.describe(params))["attn/query/kernel"]
+    found = mc.named_attention()
+    table = rows(mc.describe(params, per_head=True, attention=found))
+    assert "4 x 32 x 8" in table["attn/key/kernel"]
+    flat = {name: {"kernel": jnp.ones((32, 32))} for name in ("q_proj", "k_proj")}
+    with pytest.raises(ValueError, match="'q_proj/kernel' has no axis of heads"):
+        mc.describe(flat, per_head=True, attention=mc.named_attention(8))
+
+
 def test_shows_what_is_given():
     params = {
         "wi": jnp.ones((4, 8, 16)),

@@ -1,6 +1,6 @@
 """Attention under the names in use, in whichever layout its shapes show."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._parameters import names, paths
@@ -69,6 +69,32 @@ def named_attention(
     return find
 
 
+def check_none_overlooked(
+    tree: paths.PathedTree, layers: Sequence[AttentionLayer]
+) -> None:
+    """Raises for attention that only its names show, where Flax's are looked for."""
+    leaf_at = tree.by_path()
+    stacks = ModuleStacks(IN_FRONT, leaf_at)
+    found = _Leaves(read(stacks, leaf_at), stacks, head_dim=None)
+    known = {paths.split(layer.path) for layer in layers}
+    overlooked = [
+        query
+        for module, query in found.queries().items()
+        if query[-2:] != ("query", "kernel")
+        and module not in known
+        and not paths.is_masked(leaf_at[query])
+    ]
+    more = f" and {len(overlooked) - 3} more" if len(overlooked) > 3 else ""
+    if overlooked:
+        raise ValueError(
+            "QK-Clip finds modules that are called query and key, as in Flax, and "
+            f"would not clip {paths.show_all(overlooked[:3])}{more}. Describe this "
+            "attention: attention=mc.named_attention(), with head_dim=... if the "
+            "kernels have no axis of heads. To leave it unclipped, pass "
+            "attention=mc.flax_attention_layers"
+        )
+
+
 class _Leaves:
     """The leaves of a model by what Flax would call them."""
 
@@ -97,6 +123,16 @@ class _Leaves:
             for path in self._own
             if path[-2:] in (("q_einsum", "kernel"), ("qkv_einsum", "kernel"))
         ]
+
+    def queries(self) -> dict[paths.Path, paths.Path]:
+        """The leaf that holds the query of each module."""
+        modules = [*self.modules(), *self.einsum_modules()]
+        return {
+            module: self._own[*module, name, "kernel"]
+            for name in ("query", "q_einsum", "qkv_einsum")
+            for module in modules
+            if (*module, name, "kernel") in self._own
+        }
 
     def layer(self, module: paths.Path) -> AttentionLayer:
         roles = (self._projection(module, role) for role in ("query", "key"))

@@ -69,6 +69,16 @@ def per_head_dimension_numbers(
     return find
 
 
+def muon_per_head(
+    per_head: bool, attention: Attention | None, dimension_numbers: Any
+) -> dict[str, Any]:
+    """What Muon is told where `attention` may describe the heads."""
+    if not per_head or attention is None:
+        return dict(dimension_numbers=dimension_numbers, per_head=per_head)
+    found = per_head_dimension_numbers(attention, dimension_numbers=dimension_numbers)
+    return dict(dimension_numbers=found, per_head=False)
+
+
 def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbers:
     """The two axes of a leaf beside those of the stack, the heads and the part."""
     axes = [axis for axis in range(-leaf.ndim, 0) if axis != leaf.axis]

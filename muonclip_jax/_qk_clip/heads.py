@@ -16,6 +16,7 @@ from .._jax_versions import manual_axes
 from .._matrices.unstack import unstack
 from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
 from .._model.head_leaf import everywhere
+from .._model.named_attention import check_none_overlooked
 from .._model.statistics import read_attention_stats, STATISTIC
 from .._parameters.paths import is_masked, Path, PathedTree, show_all, split
 from .bound_layer import BoundLayer
@@ -58,6 +59,8 @@ class Heads:
 
     def __init__(self, tree: PathedTree, attention: Attention | None):
         layers, leaf_at = resolve_attention(attention, tree), tree.by_path()
+        if attention is None:
+            check_none_overlooked(tree, layers)
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
         self.layers = [

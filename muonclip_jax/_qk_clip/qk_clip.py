@@ -61,7 +61,8 @@ def qk_clip(
         logits and clips nothing.
     - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
-        returns one; stock Flax attention is found by itself.
+        returns one. Left out, it is [`flax_attention_layers`][], which finds the
+        attention of stock Flax.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map` over which the batch is
         split; statistics are maximised over it in one collective. Under `jit` nothing
         is needed.
@@ -75,8 +76,9 @@ def qk_clip(
     micro-batch alone, and heads that grew in the others are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
-    [0, 1]; at `init` for QK-normalised attention; at the first update, naming the
-    paths, for missing params or statistics and for statistics that do not fit.
+    [0, 1]; at `init` for QK-normalised attention, and without `attention` for query and
+    key under other names than Flax's (`q_proj`, `wq`, ...); at the first update, naming
+    the paths, for missing params or statistics and for statistics that do not fit.
 
     !!! example
 

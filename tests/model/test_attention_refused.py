@@ -212,6 +212,41 @@ def test_stacked_layers_in_a_flat_preset(attn, axes, stack):
     mc.qk_clip(attention=find).init({"attn": attn})
 
 
+FLAT_KERNEL = kernel(8, 8)
+OTHER_NAMES = {
+    "flat": {"q_proj": FLAT_KERNEL, "k_proj": FLAT_KERNEL},
+    "with heads": {"q_proj": kernel(8, 2, 4), "k_proj": kernel(8, 2, 4)},
+    "T5": {"q": FLAT_KERNEL, "k": FLAT_KERNEL, "v": FLAT_KERNEL, "o": FLAT_KERNEL},
+    "Equinox": {f"{n}_proj": {"weight": jnp.ones((8, 8))} for n in ("query", "key")},
+    "Gemma": {
+        "q_einsum": {"w": jnp.ones((2, 8, 4))},
+        "kv_einsum": {"w": jnp.ones((2, 2, 8, 4))},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_attention_under_other_names_is_not_overlooked(kind):
+    params = {"a": OTHER_NAMES[kind], "b": {"kernel": jnp.ones((8, 8))}}
+    beside = params | {"stock": STOCK_PARAMS}
+    for tree in (params, beside):
+        for call in (mc.qk_clip().init, lambda params: mc.clip_qk(params, {})):
+            with pytest.raises(ValueError, match="'a/q.*mc.named_attention"):
+                call(tree)
+        mc.qk_clip(attention=mc.flax_attention_layers).init(tree)
+        mc.qk_clip(attention=mc.named_attention(4)).init(tree)
+        mc.describe(tree, dimension_numbers=jax.tree.map(lambda _: None, tree))
+    mc.qk_clip(attention=()).init(params)
+    for mask in ({"a": False, "b": True}, jax.tree.map(lambda _: False, params)):
+        optax.masked(mc.qk_clip(), mask).init(params)
+
+
+def test_overlooked_attention_is_named_in_short():
+    layers = {f"layer_{i}": OTHER_NAMES["flat"] for i in range(40)}
+    with pytest.raises(ValueError, match="'layer_0/q_proj/kernel', .* and 37 more"):
+        mc.qk_clip().init(layers)
+
+
 def test_two_layers_on_one_leaf():
     params = {"a": STOCK_PARAMS, "b": STOCK_PARAMS}
     leaves = [(mc.HeadLeaf(f"a/{n}/kernel", 3),) for n in ("query", "key")]
@@ -263,6 +298,7 @@ def test_layers_are_found_in_steps_that_grow_with_the_leaves(monkeypatch):
             STOCK_PARAMS | {"out": kernel(2, 4, 8), "e": embedding},
         ),
         (mc.per_head_dimension_numbers(), STOCK_PARAMS),
+        (mc.qk_clip().init, STOCK_PARAMS),
     ]
     for find, block in cases:
         counts = []
