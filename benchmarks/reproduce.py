@@ -39,6 +39,8 @@ EXPERIMENTS = (
     "carry_over",
     "choices",
     "recipes",
+    "momentum_by_length",
+    "recipe_at_scale",
     "overhead",
     "adam_clip",
     "other_seeds",

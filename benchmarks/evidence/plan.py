@@ -29,6 +29,10 @@ class Plan:
         """Returns all settings, or with `quick` the first and the last."""
         return [settings[0], settings[-1]] if self.quick else settings
 
+    def axes(self, axes: Sequence[T]) -> Sequence[T]:
+        """Returns what to tune, or with `quick` the first of it."""
+        return axes[:1] if self.quick else axes
+
     def run(self, corpus: str, **settings: Any) -> Run:
         run = Run(corpus=corpus, **settings)
         if not self.quick:
