@@ -7,10 +7,12 @@ A `text` block right behind a `python` block is what that prints, `...` for any 
 import ast
 import contextlib
 import doctest
+import importlib
 import inspect
 import io
 import re
 import shlex
+import typing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,3 +144,15 @@ def test_both_commands_stand_in_the_readme():
     assert "pip install -e '.[examples]' && python examples/train_lm.py\n" in readme
     assert "pip install -e '.[test]' && pytest\n" in readme
     assert len(readme.splitlines()) <= 160
+
+
+def test_types_in_signatures_are_what_the_page_says():
+    text = (ROOT / "docs" / "api" / "types.md").read_text()
+    rows = re.findall(r"#(\S+)\.(\w+) \}`(\w+)` \| `?(.*?)(?:`|$)", text, re.MULTILINE)
+    assert len(rows) > 10
+    for module, name, shown, meaning in rows:
+        alias = getattr(importlib.import_module(module), name)
+        assert shown == name
+        if typing.get_origin(alias) is typing.Literal:
+            values = ", ".join(f'"{value}"' for value in typing.get_args(alias))
+            assert meaning == f"Literal[{values}]"
