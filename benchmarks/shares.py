@@ -6,12 +6,14 @@ then runs as often as a table says, which the text of a compiled program leaves 
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from models import Model
 from optax.contrib import MuonDimensionNumbers
 
-from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._matrices.view import matrix_view, MatrixView
+from muonclip_jax._mesh.by_constraint import divide_stacks
 from muonclip_jax._mesh.on_mesh import plan_exchanges, SharedStack
 from muonclip_jax._mesh.ownership import groups_of
 from muonclip_jax._newton_schulz.batches import batch_size
@@ -22,14 +24,14 @@ from muonclip_jax._newton_schulz.solver import make_solver
 SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")
 
 
-def loops_of_devices(model: Model, platform: Platform) -> list[dict[str, int]]:
-    """Number of trips by name scope, for each kind of device that there is."""
-    plan = _plan(model, platform)
-    trips = np.empty((len(plan), math.prod(model.mesh.values())), int)
-    for i, (stack, exchange) in enumerate(plan):
-        counts, slots = exchange.owners.counts, exchange.owners.slots.shape[-1]
-        size = batch_size((slots, *stack.shape), BATCH_ENTRIES[platform])
-        trips[i, groups_of(exchange.roles, model.mesh)] = -(-counts // size)
+def loops_of_devices(
+    model: Model, platform: Platform, *, told: bool = True
+) -> list[dict[str, int]]:
+    """Number of trips by name scope, for each kind of device that there is.
+
+    `told` is whether the update knows how the leaves lie.
+    """
+    trips = (_trips if told else _trips_untold)(model, platform)
     return [
         {f"stack{i}": int(n) for i, n in enumerate(column)}
         for column in np.unique(trips, axis=1).T
@@ -45,13 +47,46 @@ def even_flops(model: Model, platform: Platform) -> float:
     return flops / math.prod(model.mesh.values())
 
 
+def _trips(model: Model, platform: Platform) -> np.ndarray:
+    """Of the loop of each stack, on each device."""
+    plan = _plan(model, platform)
+    trips = np.empty((len(plan), math.prod(model.mesh.values())), int)
+    for i, (stack, exchange) in enumerate(plan):
+        counts, slots = exchange.owners.counts, exchange.owners.slots.shape[-1]
+        size = batch_size((slots, *stack.shape), BATCH_ENTRIES[platform])
+        trips[i, groups_of(exchange.roles, model.mesh)] = -(-counts // size)
+    return trips
+
+
+def _trips_untold(model: Model, platform: Platform) -> np.ndarray:
+    leaves, views = _leaves(model)
+    plan = divide_stacks(SOLVER.on(platform), leaves, views, model.mesh)
+    sizes = [
+        batch_size((share.slots, *stack.shape), BATCH_ENTRIES[platform])
+        for stack, share in plan
+    ]
+    return np.stack(
+        [-(-share.counts // size) for (_, share), size in zip(plan, sizes, strict=True)]
+    )
+
+
 def _plan(model: Model, platform: Platform) -> list[SharedStack]:
-    names = sorted(model.shapes.keys() - set(model.adam))
-    axes = MuonDimensionNumbers(-2, -1)
+    leaves, views = _leaves(model)
     return plan_exchanges(
         SOLVER.on(platform),
-        [jnp.dtype(model.mu_dtype or "float32")] * len(names),
-        [matrix_view(model.shapes[name], axes) for name in names],
-        [model.specs[name] for name in names],
+        [leaf.dtype for leaf in leaves],
+        views,
+        [model.specs[name] for name in _names(model)],
         model.mesh,
     )
+
+
+def _leaves(model: Model) -> tuple[list[jax.ShapeDtypeStruct], list[MatrixView]]:
+    dtype, axes = model.mu_dtype or "float32", MuonDimensionNumbers(-2, -1)
+    shapes = [model.shapes[name] for name in _names(model)]
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
+    return leaves, [matrix_view(shape, axes) for shape in shapes]
+
+
+def _names(model: Model) -> list[str]:
+    return sorted(model.shapes.keys() - set(model.adam))

@@ -5,6 +5,7 @@
         python benchmarks/tpu_ahead_of_time.py                      # on one chip
     ... python benchmarks/tpu_ahead_of_time.py --model '64, stacked' tensor expert
     ... python benchmarks/tpu_ahead_of_time.py --model Kimi --only ours
+    ... python benchmarks/tpu_ahead_of_time.py --model 64 --without-shardings
 
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
 one chip, the busiest where they differ, in one update. It makes no estimate for the
@@ -67,6 +68,11 @@ def main() -> None:
         help="names or parts; default: those on one chip",
     )
     options.add_argument("--only", choices=("ours", "optax"), help="of the two")
+    options.add_argument(
+        "--without-shardings",
+        action="store_true",
+        help="ours as if nobody said how the leaves lie",
+    )
     options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
     options.add_argument("--png", type=Path, help="a picture of the cycles")
@@ -77,7 +83,11 @@ def main() -> None:
     for name, model in models(args.layers).items():
         if is_chosen(name, args.model) if args.model else not model.specs:
             mesh = tpu_mesh(model, args.topology)
-            compiled = list(compile_updates(name, model, mesh, args.only))
+            compiled = list(
+                compile_updates(
+                    name, model, mesh, args.only, told=not args.without_shardings
+                )
+            )
             add_rows(table, compiled)
             updates += compiled
     report.write()
@@ -128,21 +138,22 @@ def shardings_of(model: Model, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def compile_updates(
-    name: str, model: Model, mesh: Mesh, only: str | None = None
+    name: str, model: Model, mesh: Mesh, only: str | None = None, *, told: bool = True
 ) -> Iterator[Compiled]:
+    """`told` is whether ours is given the `shardings` of the leaves."""
     both = optimizers(
         model.shapes,
         adam=model.adam,
         mu_dtype=model.mu_dtype,
-        shardings=shardings_of(model, mesh),
+        shardings=shardings_of(model, mesh) if told else None,
     )
     for implementation, tx in both.items():
         if only in (None, implementation):
-            yield compile_update(name, implementation, tx, model, mesh)
+            yield compile_update(name, implementation, tx, model, mesh, told=told)
 
 
 def compile_update(
-    name: str, implementation: str, tx, model: Model, mesh: Mesh
+    name: str, implementation: str, tx, model: Model, mesh: Mesh, *, told: bool = True
 ) -> Compiled:
     inputs = arguments(tx, model, mesh)
     jax.clear_caches()
@@ -154,7 +165,7 @@ def compile_update(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
     is_ours = implementation == "ours" and bool(model.specs)
-    loops = loops_of_devices(model, "tpu") if is_ours else [{}]
+    loops = loops_of_devices(model, "tpu", told=told) if is_ours else [{}]
     return Compiled(
         name,
         implementation,

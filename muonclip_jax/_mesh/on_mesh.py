@@ -110,7 +110,7 @@ def _orthogonalize_parcels(
     ]
     if solver.platform == "gpu" and all(x.exchange.is_even for x in parcels):
         return _one_after_the_other(solver, parcels, received)
-    zero = _zero_after(received)
+    zero = zero_after(received)
     iterated = []
     for parcel, matrices in zip(parcels, received, strict=True):
         # A name by which benchmarks know its loop.
@@ -137,8 +137,8 @@ def _one_after_the_other(
     for parcel, matrices in zip(parcels, received, strict=True):
         matrices = matrices + zero.astype(matrices.dtype)
         mine, _ = _iterate_own(solver, parcel, matrices, zero)
-        mine = mine + _zero_after(last).astype(mine.dtype)
-        zero = _zero_after([mine])
+        mine = mine + zero_after(last).astype(mine.dtype)
+        zero = zero_after([mine])
         last = [parcel.exchange.to_sources(mine, parcel.piece)]
         returned.setdefault(parcel.number, []).extend(last)
     return returned
@@ -197,7 +197,7 @@ def _blocks(
     return [of_stack(*each) for each in shared]
 
 
-def _zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
+def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
     """0, but known only when all arrays are there."""
     numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
     return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)

@@ -17,9 +17,10 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
     SdyShardingRule,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._matrices.view import MatrixView
+from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_on_each_device
 from .._mesh.placement import fits
 from .._newton_schulz.solver import Solver
@@ -41,6 +42,8 @@ def orthogonalize_where_compiler_puts(
 
     if solver.platform == "tpu":
         # Custom partitioning does not work there (jax-ml/jax#38196).
+        if mesh := _automatic_mesh(leaves):
+            return orthogonalize_by_constraint(solver, leaves, views=views, mesh=mesh)
         return on_one_device(solver, leaves)
 
     def partition(mesh: Mesh, arguments, results):
@@ -65,6 +68,12 @@ def orthogonalize_where_compiler_puts(
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     call.__name__ = f"orthogonalize_{digest[:16]}"
     return jax.jit(call)(solver, list(leaves))
+
+
+def _automatic_mesh(leaves: Sequence[jax.Array]) -> AbstractMesh | None:
+    """The mesh of which leaves have the type; one around them need not hold them."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    return next((m for m in meshes if set(m.axis_types) == {AxisType.Auto}), None)
 
 
 def _sharding(x: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from .._mesh.replicas import Axes, check_same_on_replicas
+from .._mesh.unknown import warn_of_unknown
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
 from .momentum import Momentum
@@ -34,8 +35,10 @@ def muon_direction(
         views = [view if view and math.prod(view.shape) else None for view in views]
         ahead, state = momentum.update(state, leaves, views, gradients)
         check_same_on_replicas(tree, ahead, leaves.cuts, replicas)
+        placement = leaves.placement(ahead)
+        warn_of_unknown(tree.paths, views, placement)
         directions = orthogonalize(
-            solver, ahead, views, leaves.placement(ahead), leaves.cuts, replicas
+            solver, ahead, views, placement, leaves.cuts, replicas
         )
         scaled = [
             scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d

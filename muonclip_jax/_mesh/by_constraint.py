@@ -1,0 +1,127 @@
+"""Orthogonalization on a mesh of leaves of which nobody knows how they lie.
+
+Stacks are laid out such that every device holds whole matrices, which it iterates, and
+they come back. How the blocks travel there and back, XLA decides.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._matrices.stacks import plan_stacks, Stack
+from .._matrices.view import MatrixView
+from .._newton_schulz.solver import Solver
+from .consecutive import assign_consecutive, Consecutive
+from .on_mesh import zero_after
+
+
+ANY = PartitionSpec.UNCONSTRAINED
+
+
+class DividedStack(NamedTuple):
+    """A stack, and which of its matrices each device iterates."""
+
+    stack: Stack
+    share: Consecutive
+
+
+def orthogonalize_by_constraint(
+    solver: Solver,
+    leaves: Sequence[jax.Array],
+    *,
+    views: Sequence[MatrixView],
+    mesh: Mesh | AbstractMesh,
+) -> list[jax.Array]:
+    """Orthogonalizes leaves that lie on the automatic axes of `mesh`, somehow."""
+    plan = divide_stacks(solver, leaves, views, mesh.shape)
+    axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+    by_device = PartitionSpec(axes)
+    iterated = jax.shard_map(
+        functools.partial(_iterate_own, plan=plan, axes=axes),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), by_device),
+        out_specs=by_device,
+        check_vma=False,
+    )(solver, [_to_devices(solver, leaves, each, mesh, axes) for each in plan])
+    results = list(leaves)
+    on_cpu = solver.platform == "cpu"
+    for each, matrices in zip(plan, iterated, strict=True):
+        returned = _from_devices(matrices, each, mesh, axes)
+        each.stack.scatter(returned, MatrixView.from_wide, results, on_cpu=on_cpu)
+    return results
+
+
+def divide_stacks(
+    solver: Solver,
+    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    views: Sequence[MatrixView],
+    mesh: Mapping[str, int],
+) -> list[DividedStack]:
+    stacks = plan_stacks(leaves, [_last_stack_first(view) for view in views])
+    shares = assign_consecutive(
+        [stack.count for stack in stacks],
+        [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
+        math.prod(mesh.values()),
+    )
+    return [DividedStack(*each) for each in zip(stacks, shares, strict=True)]
+
+
+def _last_stack_first(view: MatrixView) -> MatrixView:
+    """Experts, which a mesh may cut, in front of layers, which it seldom does.
+
+    A cut axis in front stays cut when both become one.
+    """
+    return dataclasses.replace(view, batch=view.batch[::-1])
+
+
+def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:
+    stack, share = each
+    wire = solver.wire_dtype(jnp.dtype(stack.dtype))
+    matrices = stack.gather(leaves, lambda view, leaf: view.to_wide(leaf).astype(wire))
+    slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
+    # XLA moves one axis well. Where all of them cut matrices it would make copies of
+    # the stack on all devices in order to move them together.
+    if len(axes) > 1:
+        slots = _lay(slots, mesh, axes[:-1], ANY, ANY)
+    return _lay(slots, mesh, axes, None, None)
+
+
+def _from_devices(slots: jax.Array, each: DividedStack, mesh, axes) -> jax.Array:
+    if len(axes) > 1:
+        slots = _lay(slots, mesh, axes[:-1], ANY, ANY)
+    first = each.share.first
+    return _lay(slots, mesh, None, ANY, ANY)[first : first + each.stack.count]
+
+
+def _lay(x: jax.Array, mesh: Mesh | AbstractMesh, *spec) -> jax.Array:
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _iterate_own(
+    solver: Solver,
+    slots: Sequence[jax.Array],
+    *,
+    plan: Sequence[DividedStack],
+    axes: tuple[str, ...],
+) -> list[jax.Array]:
+    """What one device does in its slots; no device waits for another in between."""
+    zero, iterated = zero_after(slots), []
+    device = jax.lax.axis_index(axes)
+    for number, ((stack, share), mine) in enumerate(zip(plan, slots, strict=True)):
+
+        def orthogonalize(x: jax.Array, dtype: str = stack.dtype) -> jax.Array:
+            return solver.orthogonalize(x.astype(dtype))
+
+        # A name by which benchmarks know its loop.
+        with jax.named_scope(f"stack{number}"):
+            count = jnp.asarray(share.counts)[device]
+            mine, zero = solver.map_first(orthogonalize, mine, count, zero)
+        iterated.append(mine)
+    return [mine + zero.astype(mine.dtype) for mine in iterated]
