@@ -71,8 +71,9 @@ def orthogonalize_where_compiler_puts(
 
 
 def _automatic_mesh(leaves: Sequence[jax.Array]) -> AbstractMesh | None:
-    """The mesh of which leaves have the type; one around them need not hold them."""
+    """The mesh that leaves lie on by their type, or else the one that is set."""
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    meshes.append(jax.sharding.get_abstract_mesh())
     return next((m for m in meshes if set(m.axis_types) == {AxisType.Auto}), None)
 
 

@@ -79,12 +79,12 @@ def scale_by_muon(
         the update looks for params where `init` saw them, if it was called outside
         `jit` on params that a mesh cuts; a layout that changed since costs time, not
         correctness. Params that left the mesh for one device need a new `init`. If
-        `init` ran under `jit`, the compiler says it for CPU and GPU, and for TPU
-        nothing does: there the update is partitioned like any other program. In that
-        case only `shardings` makes the momentum lie as the params do and lets JAX's
-        persistent compilation cache hit in the next process, since programs that ask
-        the compiler hold an address (or set JAX's flag
-        `jax_remove_custom_partitioning_ptr_from_cache_key`).
+        `init` ran under `jit`, the compiler says it for CPU and GPU. For TPU nothing
+        does: the update warns, and XLA chooses how matrices travel to the devices that
+        iterate them, which takes more traffic. In that case only `shardings` makes the
+        momentum lie as the params do and lets JAX's persistent compilation cache hit in
+        the next process, since programs that ask the compiler hold an address (or set
+        JAX's flag `jax_remove_custom_partitioning_ptr_from_cache_key`).
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         whose replicas the batch is divided. They share out the matrices and gather the
         results, so that each iterates its part and all end with the same bits. The

@@ -128,11 +128,11 @@ def test_devices_iterate_their_share_without_waiting_for_others(layout):
     assert all(traffic.in_loops == 0 for traffic in costs.collectives.values())
 
 
-def lowered_for(platform, kind=AxisType.Auto):
+def lowered_for(platform, kind=AxisType.Auto, is_on_mesh=True):
     mesh = make_mesh({"fsdp": 8}, kind)
-    params = jax.device_put(
-        {"w": normal(0, 4, 16, 32)}, NamedSharding(mesh, P(None, "fsdp"))
-    )
+    params = {"w": np.ones((4, 16, 32), np.float32)}
+    if is_on_mesh:
+        params = jax.device_put(params, NamedSharding(mesh, P(None, "fsdp")))
     make = functools.partial(
         mc.scale_by_muon, dimension_numbers={"w": MuonDimensionNumbers(-2, -1)}
     )
@@ -147,6 +147,13 @@ def test_taken_on_tpu_alone():
     for platform in ("cpu", "cuda"):
         text = lowered_for(platform)
         assert "CustomSPMDPartitioning" in text and "manual_computation" not in text
+
+
+def test_taken_on_the_mesh_that_is_set():
+    with jax.set_mesh(make_mesh({"fsdp": 8})):
+        text = lowered_for("tpu", is_on_mesh=False)
+    assert text.count("sdy.manual_computation") == 1
+    assert "manual_computation" not in lowered_for("tpu", is_on_mesh=False)
 
 
 def test_not_taken_with_explicit_axes():
