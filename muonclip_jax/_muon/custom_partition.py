@@ -49,12 +49,13 @@ def orthogonalize_where_compiler_puts(
     def partition(mesh: Mesh, arguments, results):
         del results
         solver, leaves = arguments
-        specs = [_spec(leaf) for leaf in leaves]
+        specs = [_spec(leaf.shape, _sharding(leaf, mesh)) for leaf in leaves]
         on_device = functools.partial(
             orthogonalize_on_each_device, views=views, mesh=mesh.shape, specs=specs
         )
         placed = [NamedSharding(mesh, spec) for spec in specs]
-        return mesh, on_device, placed, (jax.tree.map(_sharding, solver), placed)
+        told = jax.tree.map(lambda x: _sharding(x, mesh), solver)
+        return mesh, on_device, placed, (told, placed)
 
     partitioned = custom_partitioning(on_one_device)
     partitioned.def_partition(partition, sharding_rule=_every_leaf_as_it_was)
@@ -77,14 +78,17 @@ def _automatic_mesh(leaves: Sequence[jax.Array]) -> AbstractMesh | None:
     return next((m for m in meshes if set(m.axis_types) == {AxisType.Auto}), None)
 
 
-def _sharding(x: Any) -> Any:
-    return x.sharding
+def _sharding(x: Any, mesh: Mesh) -> NamedSharding:
+    # Where no argument of the program lies on the mesh, JAX gives no mesh to any.
+    if isinstance(x.sharding, NamedSharding):
+        return x.sharding
+    return NamedSharding(mesh, PartitionSpec())
 
 
-def _spec(leaf: Any) -> PartitionSpec:
+def _spec(shape: tuple[int, ...], sharding: NamedSharding) -> PartitionSpec:
     # The compiler can cut unevenly.
-    spec, mesh = leaf.sharding.spec, leaf.sharding.mesh
-    return spec if fits(leaf.shape, spec, mesh) else PartitionSpec()
+    cuts_evenly = fits(shape, sharding.spec, sharding.mesh)
+    return sharding.spec if cuts_evenly else PartitionSpec()
 
 
 def _every_leaf_as_it_was(mesh: Mesh, operands, results) -> SdyShardingRule:

@@ -77,9 +77,23 @@ def _is_embedding(path: Path) -> bool:
     leaf, module = words(path[-1]) if path else (), words("/".join(path[-2:-1]))
     if path[-1:] and path[-1] in _KERNELS:
         at_end = module[-1:] and (module[-1] in _EMBEDDINGS | _TABLES)
-        at_start = module[:1] == ("embed",) and path[-1] != "kernel"
-        return bool(at_end or at_start)
+        return bool(at_end or (path[-1] != "kernel" and _names_table(module)))
     return bool({leaf[-1:], leaf[:1]} & {(word,) for word in _EMBEDDINGS | _TABLES})
+
+
+def _names_table(module: tuple[str, ...]) -> bool:
+    """Whether a module is named as a table of embeddings otherwise than in Flax.
+
+    `emb` alone, but not `time_emb`, which is often a layer behind an embedding.
+    """
+    of_tokens = bool(set(module[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
+    is_short = module[-1:] in (("emb",), ("embd",))
+    is_plain = module[-1:] in (("table",), ("matrix",), ("lookup",))
+    return (
+        module[:1] == ("embed",)
+        or (is_short and (of_tokens or len(module) == 1))
+        or (is_plain and of_tokens)
+    )
 
 
 def is_position_or_token(path: Path) -> bool:

@@ -73,7 +73,24 @@ class PathedTree(NamedTuple):
         return self.treedef.flatten_up_to(other)
 
     def by_path(self) -> LeafAt:
-        return LeafAt(self.paths, self.leaves)
+        """The leaves of params.
+
+        **Raises:** `ValueError`, naming the paths, for leaves that are no arrays.
+        """
+        leaf_at = LeafAt(self.paths, self.leaves)
+        others = [p for p, x in leaf_at.items() if not is_array(x) and not is_masked(x)]
+        if others:
+            raise ValueError(
+                f"no arrays: {show_all(others)}. Params hold arrays alone: write a "
+                "number as jnp.asarray(...), and pass an Equinox model as "
+                "eqx.filter(model, eqx.is_inexact_array)"
+            )
+        return leaf_at
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf has a shape and a dtype, as abstract arrays do, too."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_masked(leaf: Any) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from . import names, paths
 from .leaf_rules import Ambiguous, LeafRules, Verdict
 from .module_stacks import ModuleStacks
@@ -31,6 +33,8 @@ def find_verdicts(
             found[i] = Verdict(None, "hidden")
         elif given.get(path, AUTOMATIC) != AUTOMATIC:
             found[i] = Verdict(given[path], "given")
+        elif not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            found[i] = Verdict(None, "no floats")
         else:
             try:
                 found[i] = rules.verdict(path)

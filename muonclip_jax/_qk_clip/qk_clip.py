@@ -104,7 +104,7 @@ def qk_clip(
 
     def init_fn(params: optax.Params) -> QKClipState:
         heads = Heads(paths.flatten(params), attention)
-        _thresholds(heads, threshold, step=0)
+        _check_first(_thresholds(heads, threshold, step=0))
         return first_state(heads.count)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
@@ -199,6 +199,15 @@ def _check_threshold(threshold: Any, name: str) -> None:
     known = threshold is not None and not _is_open(threshold)
     if known and not np.all(np.asarray(threshold) > 0):
         raise ValueError(f"{name} must be positive, got {threshold}")
+
+
+def _check_first(thresholds: jax.Array) -> None:
+    """Raises for schedules that begin at 0, as those of a warm-up do."""
+    if not isinstance(thresholds, Tracer) and not np.all(np.asarray(thresholds) > 0):
+        raise ValueError(
+            "threshold must be positive, but its schedule begins at "
+            f"{np.min(thresholds):g}, which would scale query and key to zero"
+        )
 
 
 def _is_open(value: Any) -> bool:

@@ -20,8 +20,11 @@ class HeadReading(NamedTuple):
 
 
 def read_heads(logits: jax.Array, threshold: Any) -> HeadReading:
-    """`gamma` is `tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere."""
+    """`gamma` is `tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere.
+
+    A schedule may fall to 0 or below, which no scaling reaches: nothing is clipped.
+    """
     threshold = jnp.asarray(threshold, jnp.float32)
-    over = jnp.isfinite(logits) & (logits > threshold)
+    over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
     gamma = jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
     return HeadReading(logits, over, gamma.astype(jnp.float32))

@@ -313,3 +313,43 @@ def test_attention_with_a_flat_out_kernel():
             table = mc.describe(tree, attention=[])
             assert table.count(f"{stack} x 6 x 32") == len(names)
             assert f"{stack} x 32 x 16" in table
+
+
+def test_leaves_without_floats_hold_no_matrix():
+    params = {
+        "base": {"kernel": jnp.zeros((8, 8), jnp.int8)},
+        "mask": jnp.ones((8, 8), bool),
+        "rngs": jax.random.split(jax.random.key(0), (3, 4)),
+        "up": {"kernel": jnp.ones((8, 8))},
+    }
+    found = mc.matrix_mask(params)
+    assert found == {
+        "base": {"kernel": False},
+        "mask": False,
+        "rngs": False,
+        "up": {"kernel": True},
+    }
+
+
+@pytest.mark.parametrize("call", [mc.matrix_mask, mc.describe, mc.muon(1e-3).init])
+def test_leaves_that_are_no_arrays_are_named(call):
+    params = {
+        "up": {"kernel": jnp.ones((4, 4))},
+        "temperature": 1.0,
+        "relu": jax.nn.relu,
+    }
+    with pytest.raises(ValueError, match=r"'relu', 'temperature'.*eqx\.filter"):
+        call(params)
+
+
+@pytest.mark.parametrize(
+    "name", ["tok_emb", "word_emb", "emb", "embd", "token_table", "embedding_matrix"]
+)
+def test_tables_of_other_frameworks_are_embeddings(name):
+    weights = {name: (1000, 64), "time_emb": (64, 64), "up": (256, 64)}
+    params = {
+        n: {"weight": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        for n, shape in weights.items()
+    }
+    found = mc.matrix_mask(params)
+    assert [found[n]["weight"] for n in weights] == [False, True, True]

@@ -194,3 +194,29 @@ def test_clipping_again_with_the_new_logits_changes_nothing():
     once = mc.clip_qk(params, measure(params), tau)
     twice = mc.clip_qk(once, measure(once), tau)
     chex.assert_trees_all_close(once, twice, rtol=1e-5)
+
+
+def test_schedule_of_the_threshold_must_begin_above_zero():
+    kernel = jnp.ones((8, 2, 4))
+    params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+    for tx in (
+        mc.qk_clip(optax.linear_schedule(0.0, 100.0, 1000)),
+        mc.muonclip(1e-3, threshold=lambda step: -1.0 + step),
+    ):
+        with pytest.raises(ValueError, match="its schedule begins at"):
+            tx.init(params)
+
+
+def test_a_threshold_that_falls_below_zero_clips_nothing():
+    kernel = jnp.ones((8, 2, 4))
+    params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+    stats = {"attn": {"max_logits": jnp.array([5.0, 6.0])}}
+    tx = mc.qk_clip(lambda step: 100.0 - 101.0 * step)
+    state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
+    for _ in range(3):
+        updates, state = tx.update(zeros, state, params, attention_stats=stats)
+        assert not any(jnp.any(u != 0) for u in jax.tree.leaves(updates))
+    clip = jax.jit(lambda threshold: mc.clip_qk(params, stats, threshold))
+    for threshold in (0.0, -3.0):
+        after = clip(threshold)["attn"]["query"]["kernel"]
+        np.testing.assert_array_equal(after, kernel)
