@@ -29,7 +29,8 @@ def describe(
 
     Matrices are given as count x fan-in x fan-out. "why" is what decided the optimizer,
     with a question mark where the evidence is weak. "attention" is the leaf's role for
-    QK-Clip.
+    QK-Clip. Where QK-Clip cannot act on the attention of stock Flax, the table is that
+    for [`muon`][], and below it stands why.
 
     **Arguments:**
 
@@ -62,7 +63,7 @@ def describe(
     told = muon_per_head(per_head, attention, dimension_numbers)
     verdicts = resolve(tree=tree, **told)
     views = views_of([verdict.numbers for verdict in verdicts], tree)
-    roles = _roles(resolve_attention(attention, tree))
+    roles, refusal = _roles_or_refusal(attention, tree)
     rows = [_COLUMNS] + [
         _row(*entry, roles)
         for entry in zip(tree.paths, tree.leaves, views, verdicts, strict=True)
@@ -75,7 +76,7 @@ def describe(
     if stacks:
         plan = [str(stack) for stack in plan_stacks(tree.leaves, views)]
         table += ["", "orthogonalized together:", *(plan or ["nothing"])]
-    return "\n".join(table)
+    return "\n".join(table + (["", refusal] if refusal else []))
 
 
 def _row(
@@ -100,6 +101,17 @@ def _heads(role: str, leaf: HeadLeaf, shape: tuple[int, ...]) -> str:
         return f"{role}, all heads"
     heads = leaf.heads(shape)
     return f"{role}, {'no' if heads is None else heads} heads"
+
+
+def _roles_or_refusal(
+    attention: Attention | None, tree: paths.PathedTree
+) -> tuple[dict[paths.Path, list], str]:
+    try:
+        return _roles(resolve_attention(attention, tree)), ""
+    except ValueError as error:
+        if attention is not None:
+            raise
+        return {}, str(error)
 
 
 def _roles(layers: Sequence[AttentionLayer]) -> dict[paths.Path, list]:

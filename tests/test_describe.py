@@ -82,6 +82,17 @@ def test_shows_what_is_given():
     assert "4 x 8 x 16" in table["wi"] and table["attn/wk"].endswith("key, 2 heads")
 
 
+def test_normalised_attention_is_shown_with_what_qk_clip_says():
+    kernel = jnp.ones((16, 2, 8))
+    attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
+    params = {"attn": attn | {"query_ln": {"scale": jnp.ones(8)}}}
+    text = mc.describe(params)
+    assert "1 x 16 x 16" in rows(text)["attn/query/kernel"]
+    assert "QK-Clip cannot act on 'attn'" in text.splitlines()[-1]
+    with pytest.raises(ValueError, match="cannot act"):
+        mc.describe(params, attention=mc.flax_attention_layers)
+
+
 def test_hidden_leaves_are_shown_as_such():
     assert "masked" in mc.describe({"a": jnp.ones((2, 2)), "b": optax.MaskedNode()})
 
