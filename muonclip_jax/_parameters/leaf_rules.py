@@ -15,7 +15,8 @@ from .spelled import Spelled
 from .stack_axes import Shape, without_ones
 
 
-_DENSE = ("dense", "linear", "mlp", "ffn", "expert", "moe")
+_GENERAL = ("dense", "linear", "mlp", "ffn")
+_DENSE = (*_GENERAL, "expert", "moe")
 _STACKS = {"layers", "blocks", "stack", "stacked", "experts", "ensemble"}
 _UNSURE = {"gate", "router"}
 
@@ -176,11 +177,11 @@ class LeafRules:
             # A query here was found to have no heads.
             is_own = depth == len(module) and name in PROJECTIONS
             if is_own or names.has_word((name,), *_DENSE) or name in _STACKS:
-                below = self._kernels_below[module[:depth]]
+                below = {x for x in self._kernels_below[module[:depth]] if len(x) > 2}
                 is_container = any(inner.isdigit() for inner in module[depth:])
-                if not is_container and {x[0] for x in below if len(x) > 2} == {
-                    stack[0]
-                }:
+                # DenseGeneral has such kernels, too, but not all with one first axis.
+                is_told = len(below) > 1 or not names.has_word((name,), *_GENERAL)
+                if is_told and not is_container and {x[0] for x in below} == {stack[0]}:
                     return "stack, by name"
         beside = self._kernels_below[module[:-1]]
         first = {x[0] for x in beside if len(x) > 2}
@@ -188,7 +189,8 @@ class LeafRules:
         if turned in beside and len(beside) > 1:
             return "stack, as beside"
         # Flax's Dense has two axes; what else has three is known by name or shape.
-        is_plain = own[-1:] == ("kernel",) and len(leaf.shape) == 3
+        # In a stack those beside it would have three, too.
+        is_plain = own[-1:] == ("kernel",) and {len(x) for x in beside} == {3}
         return "stack, by rank" if is_plain and first == {stack[0]} else ""
 
     def _matrix(

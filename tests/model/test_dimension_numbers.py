@@ -353,3 +353,31 @@ def test_tables_of_other_frameworks_are_embeddings(name):
     }
     found = mc.matrix_mask(params)
     assert [found[n]["weight"] for n in weights] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        {"linear_q": (64, 4, 16), "linear_k": (64, 4, 16), "linear_out": (4, 16, 64)},
+        {"mlp": {"wi": (64, 2, 128), "wo": (128, 64)}},  # MaxText's fused_mlp
+        {"ffn": {"up": (64, 2, 128), "norm": (64,)}, "down": (128, 64)},
+    ],
+)
+def test_a_general_kernel_without_bias_is_no_stack_by_its_name(module):
+    params = jax.tree.map(
+        lambda shape: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)},
+        module,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    with pytest.raises(ValueError, match="cannot tell which axes"):
+        mc.matrix_mask({"block": params})
+
+
+def test_layers_without_bias_are_a_stack_by_their_name():
+    shapes = {"dense_0": (10, 8, 32), "dense_1": (10, 32, 32)}
+    params = {
+        name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        for name, shape in shapes.items()
+    }
+    found = mc.flax_dimension_numbers({"mlp": params})["mlp"]
+    assert all(found[name]["kernel"].output_axis == -1 for name in shapes)
