@@ -14,7 +14,7 @@ from .run import Run
 from .style import CYCLE, rows
 from .tokens import lengths, Outcome, reported
 from .tokens import measure as measure_share
-from .tuning import Pair, tuned
+from .tuning import AXES, Pair, tuned
 
 
 SEEDS = 5
@@ -28,8 +28,7 @@ class Arm(NamedTuple):
     one_rate: bool = False
 
 
-ADAMW_AXES = ("learning_rate", "weight_decay")
-MUON_AXES = (*ADAMW_AXES, "adam_learning_rate", "beta")
+MUON_AXES = (*AXES, "adam_learning_rate", "beta")
 HEADS: dict[str, Any] = dict(matrices="per_head")
 NEURONS, CAUTIOUS = ("neuron_b2", 0.95), ("cautious_weight_decay", True)
 EVEN = ("preconditioning", "equilibrated")
@@ -44,8 +43,8 @@ PARTS = {
     "cautious decay": dict(muon=(CAUTIOUS,)),
 }
 ARMS = {
-    ADAMW: Arm(dict(optimizer="adamw", beta=0.9), ADAMW_AXES),
-    ADAMW_BETA: Arm(dict(optimizer="adamw"), (*ADAMW_AXES, "beta")),
+    ADAMW: Arm(dict(optimizer="adamw", beta=0.9), AXES),
+    ADAMW_BETA: Arm(dict(optimizer="adamw"), (*AXES, "beta")),
     MUON: Arm({}, MUON_AXES),
     **{name: Arm(changes, MUON_AXES) for name, changes in PARTS.items()},
     STATELESS: Arm(HEADS | dict(muon=(CAUTIOUS, EVEN)), MUON_AXES),
@@ -66,7 +65,7 @@ class Size(NamedTuple):
 
     settings: dict[str, Any]
     axes: tuple[str, ...] | None = None  # all of an arm's, or only these
-    parts: bool = True  # whether each part is also added alone
+    arms: Sequence[str] = tuple(ARMS)
     shares: Mapping[str, Sequence[float]] = SHARES
 
 
@@ -87,9 +86,8 @@ def find_best(
     """The best settings of each arm, from those of the size before on."""
     best: dict[str, Run] = {}
     model = plan.run(corpus, **size.settings)  # of fewer layers, if it is to be quick
-    for name, arm in ARMS.items():
-        if name in PARTS and not size.parts:
-            continue
+    for name in size.arms:
+        arm = ARMS[name]
         settings = size.settings | arm.changes
         if name in before:
             shape = {key: getattr(model, key) for key in size.settings}
@@ -200,6 +198,14 @@ def rate_table(found: Mapping[Key, Measured]) -> Table:
         for arm, run in measured.best.items()
     ]
     return Table(columns, entries, "What the walks found.")
+
+
+def bounds() -> str:
+    """What `reached` asks, for a remark."""
+    return (
+        f"{ALL} need at most {LIMITS[ALL]:.0%} of AdamW's tokens and the default at "
+        f"most {LIMITS[DEFAULT]:.0%}. The bounds are this project's own."
+    )
 
 
 def reached(found: Sequence[Measured]) -> dict[str, list[bool]]:

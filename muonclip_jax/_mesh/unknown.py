@@ -4,12 +4,8 @@ import warnings
 from collections.abc import Sequence
 
 from .._matrices.view import MatrixView
-from .._parameters.paths import Path, show
+from .._parameters.paths import Path, show_all
 from .placement import Placement
-
-
-#: How many parameters the warning names.
-NAMED = 3
 
 
 def warn_of_unknown(
@@ -21,14 +17,13 @@ def warn_of_unknown(
     if placement is None or not _is_of_tpus(placement):
         return
     unknown = [
-        f"'{show(path)}'"
+        path
         for path, view, spec in zip(paths, views, placement.specs, strict=True)
         if view is not None and spec is None
     ]
     if unknown:
-        more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
         warnings.warn(
-            f"Muon does not know how {', '.join(unknown[:NAMED])}{more} lie on the "
+            f"Muon does not know how {show_all(unknown, at_most=3)} lie on the "
             "mesh: under automatic axes JAX does not report it on TPU. XLA will choose "
             "how the matrices travel to the devices that orthogonalize them, which "
             "takes more traffic. Pass shardings= to the optimizer, make the mesh with "

@@ -84,11 +84,10 @@ def check_none_overlooked(
         and module not in known
         and not paths.is_masked(leaf_at[query])
     ]
-    more = f" and {len(overlooked) - 3} more" if len(overlooked) > 3 else ""
     if overlooked:
         raise ValueError(
             "QK-Clip finds modules that are called query and key, as in Flax, and "
-            f"would not clip {paths.show_all(overlooked[:3])}{more}. Describe this "
+            f"would not clip {paths.show_all(overlooked, at_most=3)}. Describe this "
             "attention: attention=mc.named_attention(), with head_dim=... if the "
             "kernels have no axis of heads. To leave it unclipped, pass "
             "attention=mc.flax_attention_layers"

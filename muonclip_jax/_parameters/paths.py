@@ -119,8 +119,12 @@ def show(path: Path) -> str:
     return "/".join(path) or "(the array itself)"
 
 
-def show_all(paths) -> str:
-    return ", ".join(repr(show(path)) for path in paths)
+def show_all(paths: Iterable[Path], at_most: int | None = None) -> str:
+    """Writes several paths, or the first of them and how many there are besides."""
+    shown = [repr(show(path)) for path in paths]
+    named = ", ".join(shown[:at_most])
+    more = len(shown) - (len(shown) if at_most is None else at_most)
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def split(path: str) -> Path:

@@ -3,7 +3,10 @@
 from ..lab import Lab
 from ..plan import Plan
 from ..recipe import (
+    ADAMW,
+    ADAMW_BETA,
     ALL,
+    bounds,
     DEFAULT,
     draw,
     find_best,
@@ -24,7 +27,7 @@ NAME = "3,145,728"
 SIZE = Size(
     dict(layers=4, width=256, heads=4),
     axes=("learning_rate",),
-    parts=False,
+    arms=(ADAMW, ADAMW_BETA, MUON, ALL, DEFAULT),
     shares={MUON: (0.7, 1.0), ALL: (0.4, 0.52), DEFAULT: (0.52, 0.7)},
 )
 
@@ -46,7 +49,5 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         tables=[share_table(found), part_table(found), rate_table(found)],
         parts=reached(list(found.values())),
         figure="recipe_at_scale.png",
-        remarks=f"It counts as reproduced if, on every corpus, {ALL} need at most 52 % "
-        "of AdamW's tokens and the default at most 60 %. The bounds are this project's "
-        "own.",
+        remarks=f"It counts as reproduced if, on every corpus, {bounds()}",
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ..lab import Lab
 from ..plan import Plan
 from ..recipe import (
-    ALL,
+    bounds,
     difference,
     draw,
     find_best,
@@ -57,8 +57,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="recipes.png",
         remarks="It counts as reproduced if, on every corpus and in both models, "
         "every part lowers the loss beyond its interval, and if in the larger model "
-        f"{ALL} need at most 52 % of AdamW's tokens and the default at most 60 %. The "
-        "bounds are this project's own.",
+        f"{bounds()}",
     )
 
 
