@@ -171,6 +171,30 @@ def test_alpha_outside_the_unit_interval(alpha):
             make(alpha=alpha)
 
 
+def test_alpha_for_each_head():
+    with pytest.raises(ValueError, match=r"alpha must be one number, got shape \(2,\)"):
+        mc.clip_qk(PARAMS, STATS, alpha=jnp.ones(2))
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_threshold_for_each_head(heads):
+    message = (
+        rf"shape \({heads},\) does not fit.*'decoder/attn': expected is one number"
+    )
+    with pytest.raises(ValueError, match=message):
+        mc.clip_qk(PARAMS, STATS, jnp.full(heads, 100.0))
+
+
+@pytest.mark.parametrize("make", [mc.scale_by_muon, lambda **o: mc.muonclip(1e-3, **o)])
+@pytest.mark.parametrize(
+    "options",
+    [{"beta": 2.0}, {"beta": -0.1}, {"beta": jnp.nan}, {"consistent_rms": -1}],
+)
+def test_momentum_and_scale_out_of_range(make, options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must"):
+        make(**options)
+
+
 def test_params_missing():
     tx = mc.qk_clip()
     with pytest.raises(ValueError, match="needs the params"):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from .._matrices.view import MatrixView
@@ -50,8 +51,12 @@ class Momentum(NamedTuple):
 def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
     """Momentum of a dtype, the params' if it is `None`.
 
-    **Raises:** `ValueError` for one that is neither a float nor int8.
+    **Raises:** `ValueError` for one that is neither a float nor int8, and for a beta
+    outside [0, 1].
     """
+    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
+    if not isinstance(beta, Tracer) and not 0 <= np.asarray(beta) <= 1:
+        raise ValueError(f"beta must lie in [0, 1], got {beta}")
     if is_8_bits(dtype):
         return _in_8_bits(beta, nesterov)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):

@@ -102,10 +102,11 @@ def scale_by_muon(
     they came with.
 
     **Raises:** `ValueError` at construction for what [`newton_schulz`][] refuses and
-    for a `mu_dtype` that is neither a float nor int8; at `init`, naming the paths, for
-    leaves that hold no matrix or whose axes are ambiguous, for shardings that do not
-    fit, and for complex params beside `mu_dtype="int8"`; from the update, for a state
-    that was made with the other kind of `mu_dtype`.
+    for a `mu_dtype` that is neither a float nor int8, a `beta` outside [0, 1] and a
+    negative `consistent_rms`; at `init`, naming the paths, for leaves that hold no
+    matrix or whose axes are ambiguous, for shardings that do not fit, and for complex
+    params beside `mu_dtype="int8"`; from the update, for a state that was made with the
+    other kind of `mu_dtype`.
 
     !!! example
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._matrices.view import MatrixView
 
@@ -13,10 +14,16 @@ ShapeScale = float | jax.Array | Literal["mup"] | None
 
 
 def check_shape_scale(consistent_rms: ShapeScale) -> None:
-    if isinstance(consistent_rms, str) and consistent_rms != "mup":
-        raise ValueError(
-            f"consistent_rms must be a number, 'mup' or None, got {consistent_rms!r}"
-        )
+    if consistent_rms is None or isinstance(consistent_rms, Tracer):
+        return
+    if isinstance(consistent_rms, str):
+        if consistent_rms != "mup":
+            raise ValueError(
+                "consistent_rms must be a number, 'mup' or None, got "
+                f"{consistent_rms!r}"
+            )
+    elif consistent_rms < 0:
+        raise ValueError(f"consistent_rms must not be negative, got {consistent_rms}")
 
 
 def scale_by_shape(

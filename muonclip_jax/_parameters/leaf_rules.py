@@ -19,6 +19,7 @@ _GENERAL = ("dense", "linear", "mlp", "ffn")
 _DENSE = (*_GENERAL, "expert", "moe")
 _STACKS = {"layers", "blocks", "stack", "stacked", "experts", "ensemble"}
 _UNSURE = {"gate", "router"}
+_WINDOW = 8  # of a convolution over time, at most
 
 
 class Verdict(NamedTuple):
@@ -105,6 +106,8 @@ class LeafRules:
     def _of_rank_two(self, own: Path, leaf: Spelled) -> Verdict | None:
         if len(leaf.shape) != 2:
             return None
+        if names.has_word(leaf.path[-2:-1], "conv") and min(leaf.shape) <= _WINDOW:
+            return Verdict(None, "depthwise convolution", is_sure=False)
         why = "outputs first" if leaf.is_turned else "inputs, outputs"
         is_sure = leaf.path[-1] == "kernel" if leaf.path else False
         is_sure = is_sure and leaf.path[-2:-1] and leaf.path[-2] not in _UNSURE

@@ -15,6 +15,9 @@ _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _TOKENS = {"token", "tokens"}
 _HEADS = {"head", "unembed", "unembedding", "classifier", "vocab"}
 
+_TAKES_FEATURES = {"up", "gate", "fc", "wi", "attn", "mlp", "ffn", "ff", "hidden"}
+_TAKES_FEATURES |= {"in", "kv", "qkv", "qk"}
+
 #: Modules of attention, by what Flax calls them.
 _PROJECTIONS = {
     "query": {"query", "q", "wq", "qproj", "queryproj", "qprojection", "toq"},
@@ -134,7 +137,7 @@ def writes_features(name: str) -> bool | None:
     own = set(words(name))
     if own & {"down", "out"} or name in ("fc2", "wo"):
         return True
-    if own & {"up", "gate", "fc", "qkv", "wi", "attn", "mlp", "ffn", "ff", "hidden"}:
+    if own & _TAKES_FEATURES:
         return False
     return True if "proj" in own else None
 

@@ -19,6 +19,7 @@ from .stack_axes import Shape
 
 _RECURRENT = {"lstm", "gru", "rnn"}
 _LAST = ("out", "output")
+_COLORS = 4  # at most, with transparency
 _UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
 
 
@@ -111,12 +112,26 @@ class _Heads:
             own
             for own, leaf in self._kernels.items()
             if leaf.shape[1] not in self._taken
-            and (names.writes_features(leaf.path[-2]) is not False or _is_fc(leaf.path))
+            and (
+                names.writes_features(leaf.path[-2]) is not False
+                or _is_fc(leaf.path)
+                or own in self._last_of_runs
+            )
             and leaf.path[:-2] not in attention
             and not _is_recurrent(leaf.path)
             and (leaf.shape[1] == 1 or self._may_be_head(leaf))
         ]
         return dict.fromkeys(found, "nothing takes its outputs")
+
+    @functools.cached_property
+    def _last_of_runs(self) -> set[Path]:
+        """`hidden_2`, where `hidden_0` and `hidden_1` lie beside it."""
+        runs: dict[tuple[Path, str], list[Path]] = {}
+        for own, leaf in self._kernels.items():
+            stem = leaf.path[-2].rstrip("0123456789")
+            if stem != leaf.path[-2]:
+                runs.setdefault((leaf.path[:-2], stem), []).append(own)
+        return {max(run, key=_in_order) for run in runs.values() if len(run) > 1}
 
     def _may_be_head(self, leaf: Spelled) -> bool:
         """Whether it ends a network, and is no fused projection in one."""
@@ -155,13 +170,22 @@ class _Heads:
 
     def _sizes_taken(self) -> set[int]:
         """Of inputs, norms and embeddings."""
-        taken = {size for leaf in self._matrices for size in leaf.shape[:-1]}
+        taken = {size for leaf in self._matrices for size in _inputs(leaf)}
         return taken | {
             leaf.shape[-1]
             for own, leaf in self.leaves.items()
             if leaf.shape and (names.is_norm(leaf.path) or names.is_embedding(own))
             if leaf.path[-1:] != ("kernel",) or leaf.path[:-1] not in self._biased
         }
+
+
+def _inputs(leaf: Spelled) -> Shape:
+    """The sizes that a leaf takes: no windows, and no colors of a picture."""
+    if not names.has_word(leaf.path[-2:-1], "conv"):
+        return leaf.shape[:-1]
+    channels = leaf.shape[0] if leaf.is_turned else leaf.shape[-2]
+    is_picture = len(leaf.shape) > 3 and channels <= _COLORS
+    return () if is_picture else (channels,)
 
 
 def _repeated(leaves: Mapping[Path, Spelled]) -> set[Path]:

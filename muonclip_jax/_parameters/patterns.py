@@ -43,7 +43,7 @@ def by_pattern(patterns: Mapping[str, Any], paths: Iterable[Path]) -> dict[Path,
     used: set[str] = set()
     for path in paths:
         names = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
-        hits = [p for p in patterns if any(fnmatch.fnmatchcase(x, p) for x in names)]
+        hits = [p for p in patterns if any(_matches(x, p) for x in names)]
         used.update(hits)
         if hits:
             found[path] = patterns[max(hits, key=len)]
@@ -55,6 +55,11 @@ def by_pattern(patterns: Mapping[str, Any], paths: Iterable[Path]) -> dict[Path,
             f"{_example(found, paths)}; '*' stands for any letters, slashes too"
         )
     return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As in a shell; a name as it is written matches itself, brackets and all."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def write_patterns(

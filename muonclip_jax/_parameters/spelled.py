@@ -42,7 +42,7 @@ def spell(
 ) -> dict[Path, Spelled]:
     """By the path of the leaf; `layers` are the shapes in one layer."""
     written = _flax_paths(layers)
-    order = _Order(layers, written)
+    order = _Order(layers, written, stacked)
     found = {}
     for own, path in written.items():
         by = order.outputs_in_front(own, path)
@@ -114,8 +114,18 @@ def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
 class _Order:
     """Where kernels have their outputs: in front, or at the end as in Flax."""
 
-    def __init__(self, layers: Mapping[Path, Shape], written: Mapping[Path, Path]):
+    def __init__(
+        self,
+        layers: Mapping[Path, Shape],
+        written: Mapping[Path, Path],
+        stacked: Collection[Path],
+    ):
         self._layers = layers
+        self._inside = {
+            path
+            for own, path in written.items()
+            if own in stacked or any(name[-1:].isdigit() for name in path[:-2])
+        }
         self._bias_of = {
             path[:-1]: layers[own]
             for own, path in written.items()
@@ -169,6 +179,9 @@ class _Order:
 
     def _by_width(self, path: Path, shape: Shape) -> bool | None:
         """Whether outputs come first, by where the width of the model is."""
+        # What lies outside of the layers may be an output head, whatever its name.
+        if path not in self._inside:
+            return None
         ends = shape[:1], shape[-1:]
         writes = names.writes_features("".join(path[-2:-1]))
         if len(shape) < 2 or writes is None or ends.count(self._features) != 1:

@@ -62,6 +62,8 @@ def _stack(
     is_layer = any(names.is_kernel(m.path) or len(m.shape) > depth + 1 for m in members)
     if depth < 1 or not is_layer:
         return None
+    if _are_of_outputs(vectors, members):
+        return None
     stacks = [Found(axis, depth) for axis in places]
     stacks = [stack for stack in stacks if _shared(stack, members)]
     if len(stacks) > 1:
@@ -83,6 +85,12 @@ def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
                 biases[kernel.path[:-1]] = without_ones(bias, kernel.shape)
             told |= bias != kernel.shape[-len(bias) :]
     return list(biases.values()) if told else []
+
+
+def _are_of_outputs(vectors: list[Shape], members: Iterable[_Member]) -> bool:
+    """Whether norms are for each output of the one kernel beside, as of each head."""
+    kernels = [m.shape for m in members if names.is_kernel(m.path)]
+    return len(kernels) == 1 and all(x == kernels[0][-len(x) :] for x in vectors)
 
 
 def _shared(stack: Found, members: Iterable[_Member]) -> bool:

@@ -18,7 +18,7 @@ from .._model.attention_layers import Attention, AttentionLayer, resolve_attenti
 from .._model.head_leaf import everywhere
 from .._model.named_attention import check_none_overlooked
 from .._model.statistics import read_attention_stats, STATISTIC
-from .._parameters.paths import is_masked, Path, PathedTree, show_all, split
+from .._parameters.paths import is_masked, Path, PathedTree, show, show_all, split
 from .bound_layer import BoundLayer
 
 
@@ -188,9 +188,14 @@ def _threshold(layer: BoundLayer, default: Any, at: Callable[[Any], Any]) -> jax
     """`(*stack, heads)`, from a number or from one for each layer of the stack."""
     own = default if layer.threshold is None else layer.threshold
     threshold = jnp.asarray(at(own), jnp.float32)
-    if threshold.ndim:
-        threshold = threshold[..., None]
-    return jnp.broadcast_to(threshold, layer.shape)
+    *stack, _ = layer.shape
+    if threshold.shape not in ((), tuple(stack)):
+        raise ValueError(
+            f"threshold of shape {threshold.shape} does not fit the layer "
+            f"'{show(layer.path)}': expected is one number"
+            + (f", or one for each of its layers, {tuple(stack)}" if stack else "")
+        )
+    return jnp.broadcast_to(threshold[..., None], layer.shape)
 
 
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -76,7 +76,8 @@ def qk_clip(
     micro-batch alone, and heads that grew in the others are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
-    [0, 1]; at `init` for QK-normalised attention, and without `attention` for query and
+    [0, 1], or an alpha of more numbers than one; at `init` for thresholds that do not
+    fit the layers, for QK-normalised attention, and without `attention` for query and
     key under other names than Flax's (`q_proj`, `wq`, ...); at the first update, naming
     the paths, for missing params or statistics and for statistics that do not fit.
 
@@ -191,7 +192,11 @@ def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
 def _check(threshold: Any, alpha: Any) -> None:
     """Raises for values out of range; those traced under a jit cannot be looked at."""
     _check_threshold(threshold, "threshold")
-    if not _is_open(alpha) and not 0 <= alpha <= 1:
+    if callable(alpha):
+        return
+    if np.ndim(alpha):
+        raise ValueError(f"alpha must be one number, got shape {np.shape(alpha)}")
+    if not isinstance(alpha, Tracer) and not 0 <= alpha <= 1:
         raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
 
 

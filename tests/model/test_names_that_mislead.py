@@ -1,0 +1,72 @@
+"""Leaves whose names alone would say something else than their model does."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import muonclip_jax as mc
+
+
+def abstract(shapes):
+    """A tree of abstract arrays from one of shapes."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def dense(*shapes):
+    return [{"kernel": shape, "bias": shape[-1:]} for shape in shapes]
+
+
+@pytest.mark.parametrize("head", ["out", "proj_out", "decoder"])
+@pytest.mark.parametrize("first", ["in_proj", "kv_proj", "up_proj"])
+def test_one_module_outside_of_the_layers_turns_no_weights(first, head):
+    """Equinox keeps all of them as (out, in); none of these has a bias."""
+    layer = {"a": {first: {"weight": (48, 16)}}, "norm": {"weight": (16,)}}
+    shapes = {"embed": {"weight": (99, 16)}, head: {"weight": (99, 16)}}
+    found = mc.flax_dimension_numbers(abstract(shapes | {"layers": [layer, layer]}))
+    for i in range(2):
+        numbers = found["layers"][i]["a"][first]["weight"]
+        assert (numbers.reduction_axis, numbers.output_axis) == (-1, -2)
+
+
+def test_last_of_a_run_of_hidden_layers_is_the_head():
+    """Brax calls all layers of its policies so."""
+    sizes = dense((87, 32), (32, 32), (32, 16))
+    mask = mc.matrix_mask(
+        abstract({f"hidden_{i}": layer for i, layer in enumerate(sizes)})
+    )
+    assert [mask[f"hidden_{i}"]["kernel"] for i in range(3)] == [True, True, False]
+
+
+def test_as_many_classes_as_a_window_is_wide_or_a_picture_has_colors():
+    convolution, *layers = dense((3, 3, 3, 32), (512, 64), (64, 3))
+    shapes = {"Conv_0": convolution, "Dense_0": layers[0], "Dense_1": layers[1]}
+    mask = mc.matrix_mask(abstract(shapes))
+    assert [mask[name]["kernel"] for name in shapes] == [True, True, False]
+
+
+def test_a_gain_for_each_head_beside_its_projection_makes_no_stack():
+    projection = {"kernel": (32, 4, 8), "norm": {"scale": (4, 8)}}
+    shapes = {"query": projection, "key": projection, "value": {"kernel": (32, 4, 8)}}
+    shapes["out"] = {"kernel": (4, 8, 32)}
+    found = mc.flax_dimension_numbers(abstract({"attn": shapes}))["attn"]
+    assert found["query"]["norm"]["scale"] is None
+    numbers = found["query"]["kernel"]
+    assert (numbers.reduction_axis, numbers.output_axis) == (-3, (-2, -1))
+
+
+def test_a_depthwise_convolution_over_time_is_no_matrix():
+    """As in RecurrentGemma: (window, channels)."""
+    shapes = {"conv_1d": {"w": (4, 256), "b": (256,)}, "up": {"w": (256, 64)}}
+    mask = mc.matrix_mask(abstract(shapes))
+    assert not mask["conv_1d"]["w"] and mask["up"]["w"]
+
+
+def test_a_path_with_brackets_is_a_pattern_of_itself():
+    params = abstract({"layers[0]": {"w": (8, 8)}, "layers[1]": {"w": (8, 8)}})
+    rules = {"layers[0]/w": None}
+    found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
+    assert found["layers[0]"]["w"] is None and found["layers[1]"]["w"] is not None
