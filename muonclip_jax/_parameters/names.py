@@ -115,6 +115,11 @@ def says_position(path: Path) -> bool:
     return bool(own & (_POSITIONS | {"wpe", "wpos", "type", "relative", "rel"}))
 
 
+def without_number(name: str) -> str:
+    """`hidden_` for `hidden_2`, one of several modules."""
+    return name.rstrip("0123456789")
+
+
 def is_head(name: str) -> bool:
     """Whether a module is named as an output head: `lm_head`, not `head_conv`."""
     own = words(name)

@@ -128,7 +128,7 @@ class _Heads:
         """`hidden_2`, where `hidden_0` and `hidden_1` lie beside it."""
         runs: dict[tuple[Path, str], list[Path]] = {}
         for own, leaf in self._kernels.items():
-            stem = leaf.path[-2].rstrip("0123456789")
+            stem = names.without_number(leaf.path[-2])
             if stem != leaf.path[-2]:
                 runs.setdefault((leaf.path[:-2], stem), []).append(own)
         return {max(run, key=_in_order) for run in runs.values() if len(run) > 1}
@@ -198,7 +198,7 @@ def _repeated(leaves: Mapping[Path, Spelled]) -> set[Path]:
                 inside.setdefault(leaf.path[:depth], set()).add(entry)
     twins: dict[Any, list[Path]] = {}
     for module, entries in inside.items():
-        name = re.sub(r"\d+$", "", module[-1])
+        name = names.without_number(module[-1])
         twins.setdefault((module[:-1], name, frozenset(entries)), []).append(module)
     return {module for alike in twins.values() if len(alike) > 1 for module in alike}
 

@@ -60,9 +60,7 @@ def _stack(
         vectors, places = _biases_of_stacks(members), (0,)
     depth = min(map(len, vectors), default=0) - 1
     is_layer = any(names.is_kernel(m.path) or len(m.shape) > depth + 1 for m in members)
-    if depth < 1 or not is_layer:
-        return None
-    if _are_of_outputs(vectors, members):
+    if depth < 1 or not is_layer or _are_of_outputs(vectors, members):
         return None
     stacks = [Found(axis, depth) for axis in places]
     stacks = [stack for stack in stacks if _shared(stack, members)]
