@@ -24,7 +24,7 @@ class Part(NamedTuple):
 class Stack:
     """Matrices of one shape and dtype, those of each leaf behind those of another."""
 
-    shape: tuple[int, int]  # of a matrix, the short side first
+    shape: tuple[int, int]  # of a matrix
     dtype: str
     parts: tuple[Part, ...]
 
@@ -65,8 +65,10 @@ def plan_stacks(
     leaves: Sequence[Any],
     views: Sequence[MatrixView | None],
     max_entries: float = math.inf,
+    *,
+    turned: bool = True,
 ) -> list[Stack]:
-    """Groups matrices by shape, after transposition of the tall ones, and by dtype.
+    """Groups matrices by shape and dtype, tall ones with wide ones if they are turned.
 
     `leaves` need only a dtype, so abstract ones will do. Nothing is padded: matrices
     of different shapes, or of different dtypes, never share a stack. A stack of more
@@ -75,7 +77,8 @@ def plan_stacks(
     groups: dict[tuple[tuple[int, int], str], list[Part]] = {}
     for index, (leaf, view) in enumerate(zip(leaves, views, strict=True)):
         if view is not None:
-            key = view.short_and_long, jnp.dtype(leaf.dtype).name
+            shape = view.short_and_long if turned else (view.fan_in, view.fan_out)
+            key = shape, jnp.dtype(leaf.dtype).name
             groups.setdefault(key, []).append(Part(index, view))
     return [
         Stack(shape, dtype, tuple(parts))

@@ -116,8 +116,8 @@ def _iterate_own(
     device = jax.lax.axis_index(axes)
     for number, ((stack, share), mine) in enumerate(zip(plan, slots, strict=True)):
 
-        def orthogonalize(x: jax.Array, dtype: str = stack.dtype) -> jax.Array:
-            return solver.orthogonalize(x.astype(dtype))
+        def orthogonalize(*batches: jax.Array, dtype: str = stack.dtype):
+            return solver.orthogonalize(*[x.astype(dtype) for x in batches])
 
         # A name by which benchmarks know its loop.
         with jax.named_scope(f"stack{number}"):

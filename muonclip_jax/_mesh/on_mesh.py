@@ -206,9 +206,9 @@ def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
 def _iterate_own(
     solver: Solver, parcel: Parcel, matrices: jax.Array, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    def orthogonalize(x: jax.Array) -> jax.Array:
+    def orthogonalize(*batches: jax.Array) -> list[jax.Array]:
         # The dtype of the iteration follows from that of the leaf, not of the wire.
-        return solver.orthogonalize(x.astype(parcel.stack.dtype))
+        return solver.orthogonalize(*[x.astype(parcel.stack.dtype) for x in batches])
 
     if not parcel.exchange.is_even:
         count = parcel.exchange.count()

@@ -1,7 +1,7 @@
 """Orthogonalization where every matrix is at hand: stack by stack, batch by batch."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,31 +14,56 @@ from .._newton_schulz.solver import Solver
 def orthogonalize_on_one_device(
     solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
 ) -> list[jax.Array]:
+    iterate = {"cpu": _on_cpu, "gpu": _on_gpu, "tpu": _on_tpu}[solver.platform]
+    on_tpu, on_cpu = solver.platform == "tpu", solver.platform == "cpu"
+    from_stack = MatrixView.from_matrices if on_tpu else MatrixView.from_wide
     results: list[Any] = list(leaves)
-    on_cpu = solver.platform == "cpu"
-    for stack in plan_stacks(leaves, views, solver.stack_entries):
-        iterated = _iterate(solver, stack, leaves)
-        stack.scatter(iterated, MatrixView.from_wide, results, on_cpu=on_cpu)
+    plan = plan_stacks(leaves, views, solver.stack_entries, turned=not on_tpu)
+    for stacks in _in_turns(solver, plan):
+        iterated = iterate(solver, stacks, leaves)
+        for stack, matrices in zip(stacks, iterated, strict=True):
+            stack.scatter(matrices, from_stack, results, on_cpu=on_cpu)
     return results
 
 
-def _iterate(solver: Solver, stack: Stack, leaves: Sequence[jax.Array]) -> jax.Array:
-    if solver.platform == "cpu":
-        # A matrix goes through all of it in the caches, in a program that does not
-        # grow with the number of leaves.
-        return solver.map(
-            solver.orthogonalize, stack.gather(leaves, MatrixView.to_wide)
-        )
+def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
+    """Stacks that are iterated together: those of one kind, if they are small."""
+    waiting: dict[tuple, list[Stack]] = {}
+    for stack in plan:
+        is_large = solver.is_large(stack.shape, stack.count)
+        kind = stack.shape, stack.dtype, is_large
+        waiting.setdefault(kind, []).append(stack)
+        if is_large or len(waiting[kind]) == solver.turns:
+            yield waiting.pop(kind)
+    yield from waiting.values()
 
-    # Elsewhere preparation fuses with what made the leaf, and on GPU with putting
-    # leaves together.
-    if solver.platform == "gpu":
-        parts = [part.view.to_wide(leaves[part.leaf]) for part in stack.parts]
-        return solver.map(solver.iterate, solver.prepare(*parts))
-    prepared = stack.gather(leaves, functools.partial(_prepare, solver))
-    return solver.map(solver.iterate, prepared)
+
+def _on_cpu(solver, stacks: Sequence[Stack], leaves: Sequence[jax.Array]):
+    # A matrix goes through all of it in the caches, in a program that does not grow
+    # with the number of leaves.
+    gathered = [stack.gather(leaves, MatrixView.to_wide) for stack in stacks]
+    return [solver.map(solver.orthogonalize, x) for x in gathered]
+
+
+def _on_gpu(solver, stacks: Sequence[Stack], leaves: Sequence[jax.Array]):
+    # Preparation fuses with what made the leaf, and with putting leaves together.
+    gathered = [
+        solver.prepare(*[part.view.to_wide(leaves[part.leaf]) for part in stack.parts])
+        for stack in stacks
+    ]
+    return [solver.map(solver.iterate, x) for x in gathered]
+
+
+def _on_tpu(solver, stacks: Sequence[Stack], leaves: Sequence[jax.Array]):
+    # Tall matrices are iterated as they lie: to turn one costs a copy in float32.
+    if solver.is_large(stacks[0].shape, stacks[0].count):
+        gathered = [stack.gather(leaves, MatrixView.to_matrices) for stack in stacks]
+        return [solver.map(solver.orthogonalize, x) for x in gathered]
+    # Preparation fuses with what made the leaf.
+    prepare = functools.partial(_prepare, solver)
+    return solver.iterate(*[stack.gather(leaves, prepare) for stack in stacks])
 
 
 @functools.partial(jax.jit, static_argnames="view")
 def _prepare(solver: Solver, view: MatrixView, leaf: jax.Array) -> jax.Array:
-    return solver.prepare(view.to_wide(leaf))
+    return solver.prepare(view.to_matrices(leaf))

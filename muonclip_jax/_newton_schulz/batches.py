@@ -1,19 +1,26 @@
-"""A stack of matrices, a batch at a time."""
+"""A stack of matrices, some batches at a time."""
 
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+#: From batches `(..., m, n)`, which it may take in turns, to as many results.
+OfBatches = Callable[..., Sequence[jax.Array]]
 
 
 def map_batches(
-    function: Callable[[jax.Array], jax.Array],
+    function: OfBatches,
     stack: jax.Array,
     max_entries: int,
+    *,
+    turns: int = 1,
     most_unrolled: int = 1,
 ) -> jax.Array:
-    """Applies `function`, `(..., m, n)` to the same, to batches of `(count, m, n)`.
+    """Applies `function` to batches of `(count, m, n)`, `turns` of them at a time.
 
     A batch holds at least one matrix and otherwise at most `max_entries` entries.
     Batches are of equal size as far as the count allows. Up to `most_unrolled` of them
@@ -21,25 +28,23 @@ def map_batches(
     """
     count, *shape = stack.shape
     largest = _most_matrices(shape, max_entries)
-    # A product with a batch axis of one is slower than one without.
-    if count == 1:
-        return function(stack[0])[None]
-    if count <= largest:
-        return function(stack)
-    batches = _divide_up(count, largest)
+    batches = max(1, _divide_up(count, largest))
+    if count < 2 or (batches == 1 and turns == 1):
+        return function(stack)[0]
     if batches <= most_unrolled:
-        return jnp.concatenate([*map(function, jnp.array_split(stack, batches))])
-    if largest == 1:
-        return jax.lax.map(function, stack)
-    return jax.lax.map(function, stack, batch_size=_divide_up(count, batches))
+        parts = jnp.array_split(stack, batches)
+        return jnp.concatenate([result for x in parts for result in function(x)])
+    return _map_in_place(function, stack, _divide_up(count, _even(batches, turns)), turns)
 
 
 def map_first(
-    function: Callable[[jax.Array], jax.Array],
+    function: OfBatches,
     stack: jax.Array,
     max_entries: int,
     count: jax.Array,
     zero: jax.Array,
+    *,
+    turns: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """`map_batches` for the first `count` matrices, a number known only at run time.
 
@@ -54,11 +59,7 @@ def map_first(
 
     def body(carry):
         i, stack = carry
-        batch = jax.lax.dynamic_slice_in_dim(stack, i * size, size)
-        result = function(batch) if size > 1 else function(batch[0])[None]
-        result = result.astype(stack.dtype)
-        stack = jax.lax.dynamic_update_slice_in_dim(stack, result, i * size, 0)
-        return i + 1, stack
+        return i + 1, _replace(function, stack, i * size, _cut(size, turns))
 
     last, result = jax.lax.while_loop(lambda x: x[0] < batches, body, (zero, padded))
     return result[:slots], last - batches
@@ -68,6 +69,52 @@ def batch_size(shape: tuple[int, ...], max_entries: int) -> int:
     """How many matrices of a stack `map_first` takes at once."""
     slots, *matrix = shape
     return min(slots, _most_matrices(matrix, max_entries))
+
+
+def _map_in_place(
+    function: OfBatches, stack: jax.Array, size: int, turns: int
+) -> jax.Array:
+    """Results take the places of what they were made of: there is one stack."""
+    count, *shape = stack.shape
+    batch = jax.ShapeDtypeStruct((size, *shape), stack.dtype)
+    results = stack.astype(jax.eval_shape(function, batch)[0].dtype)
+
+    def of_stored(*batches):
+        return function(*[x.astype(stack.dtype) for x in batches])
+
+    def body(i, results):
+        return _replace(of_stored, results, i * sum(sizes), sizes)
+
+    sizes = [size] * turns
+    trips, rest = divmod(count, sum(sizes))
+    results = jax.lax.fori_loop(0, trips, body, results)
+    return _replace(of_stored, results, count - rest, _cut(rest, turns))
+
+
+def _replace(
+    function: OfBatches, stack: jax.Array, start: jax.Array | int, sizes: Sequence[int]
+) -> jax.Array:
+    """Consecutive batches of a stack replaced by what the function makes of them."""
+    starts = [start + int(after) - size for after, size in zip(np.cumsum(sizes), sizes)]
+    batches = [
+        jax.lax.dynamic_slice_in_dim(stack, first, size)
+        for first, size in zip(starts, sizes, strict=True)
+    ]
+    if not batches:
+        return stack
+    for first, result in zip(starts, function(*batches), strict=True):
+        result = result.astype(stack.dtype)
+        stack = jax.lax.dynamic_update_slice_in_dim(stack, result, first, 0)
+    return stack
+
+
+def _cut(count: int, turns: int) -> list[int]:
+    """The sizes of the batches of as many matrices."""
+    return [len(part) for part in np.array_split(range(count), turns) if len(part)]
+
+
+def _even(batches: int, turns: int) -> int:
+    return turns * _divide_up(batches, turns)
 
 
 def _most_matrices(shape: Sequence[int], max_entries: int) -> int:

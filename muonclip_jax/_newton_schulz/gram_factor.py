@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .hermitian_blocks import add_to_diagonal, Hermitian
 from .products import Products, round_to
 from .steps import range_of, Step
+from .turns import Iteration
 
 
 class Factor(NamedTuple):
@@ -35,19 +36,23 @@ class Factor(NamedTuple):
 
 def factor_of(
     r: Hermitian, unit: Any, most: float, steps: Sequence[Step], products: Products
-) -> Factor:
-    """What the steps owe to an X with `X X^T = unit r`; the unit is at most `most`."""
+) -> Iteration:
+    """What the steps owe to an X with `X X^T = unit r`; the unit is at most `most`.
+
+    Returns a `Factor`.
+    """
     factor, bounds = None, range_of(r[0][0].dtype)
     for i, step in enumerate(steps):
         is_small = most > bounds.unit_of_square
-        z = products.polynomial(r, *step.polynomial(unit), widened=is_small)
+        z = yield products.polynomial(r, *step.polynomial(unit), widened=is_small)
         if factor is None:
             factor = Factor(z, step.keep, step.growth)
         else:
             factor = factor.times(step, z, products)
+            factor = factor._replace(q=(yield factor.q))
         if i < len(steps) - 1:
-            rz = products.combine(r, z, r, step.keep)
-            r = products.combine(z, rz, rz, step.keep)
+            rz = yield products.combine(r, z, r, step.keep)
+            r = yield products.combine(z, rz, rz, step.keep)
             unit, most = unit * step.growth**2, most * step.growth**2
     assert factor is not None
     return factor

@@ -14,22 +14,33 @@ import jax.numpy as jnp
 import numpy as np
 
 
-Rows = tuple[jax.Array, ...]  # a matrix, cut along its rows
+#: A wide matrix, cut along its rows, or a tall one, cut along its columns.
+Rows = tuple[jax.Array, ...]
 Hermitian = tuple[Rows, ...]  # the blocks [i][j] with j <= i
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def split(x: jax.Array, blocks: int) -> Rows:
-    return tuple(jnp.array_split(x, blocks, axis=-2)) if blocks > 1 else (x,)
+    return tuple(jnp.array_split(x, blocks, axis=_cut(x))) if blocks > 1 else (x,)
 
 
 def join(rows: Rows) -> jax.Array:
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=_cut(rows[0]))
+
+
+def is_tall(x: jax.Array) -> bool:
+    return x.shape[-2] > x.shape[-1]
 
 
 def gram_matrix(matmul: Matmul, x: Rows) -> Hermitian:
-    """`X X^H`."""
-    return _lower(len(x), lambda i, j: matmul(x[i], _adjoint(x[j])))
+    """`X X^H`, or `X^H X` of a tall one."""
+
+    def entry(i, j):
+        if is_tall(x[0]):
+            return matmul(_adjoint(x[i]), x[j])
+        return matmul(x[i], _adjoint(x[j]))
+
+    return _lower(len(x), entry)
 
 
 def multiply(matmul: Matmul, p: Hermitian, q: Hermitian) -> Hermitian:
@@ -43,11 +54,14 @@ def multiply(matmul: Matmul, p: Hermitian, q: Hermitian) -> Hermitian:
 
 
 def apply(matmul: Matmul, p: Hermitian, x: Rows) -> Rows:
-    """`P X`."""
-    return tuple(
-        _sum(matmul(_block(p, i, k), x[k]) for k in range(len(x)))
-        for i in range(len(x))
-    )
+    """`P X`, or `X P` of a tall one."""
+
+    def term(i, k):
+        if is_tall(x[0]):
+            return matmul(x[k], _block(p, k, i))
+        return matmul(_block(p, i, k), x[k])
+
+    return tuple(_sum(term(i, k) for k in range(len(x))) for i in range(len(x)))
 
 
 def add_to_diagonal(p: Hermitian, a: jax.Array) -> Hermitian:
@@ -72,6 +86,10 @@ def mean_diagonal(
 
 def _lower(blocks: int, entry: Callable[[int, int], jax.Array]) -> Hermitian:
     return tuple(tuple(entry(i, j) for j in range(i + 1)) for i in range(blocks))
+
+
+def _cut(x: jax.Array) -> int:
+    return -1 if is_tall(x) else -2
 
 
 def _block(p: Hermitian, i: int, j: int) -> jax.Array:

@@ -18,12 +18,16 @@ from .gram_factor import factor_of
 from .hermitian_blocks import join, Rows, split
 from .products import Products, round_to, widen
 from .steps import growth_of, range_of, Step
+from .turns import Iteration, take_turns
 
 
 def iterate(
     x: jax.Array, passes: Sequence[Schedule], products: Products, blocks: int
-) -> jax.Array:
-    rows, bounds = split(x, blocks), range_of(x.dtype)
+) -> Iteration:
+    """Returns the result, not rounded."""
+    # A product with a batch axis of one is slower than one without.
+    matrices = x[0] if x.ndim == 3 and len(x) == 1 else x
+    rows, bounds = split(matrices, blocks), range_of(x.dtype)
     size: Any = bounds.first_size
     most = bounds.first_size  # that the size can be
     for i, schedule in enumerate(passes):
@@ -32,10 +36,10 @@ def iterate(
         if i and (products.resizes or is_small):
             rows = _resized(rows, size / bounds.size)
             size = most = bounds.size
-        rows = round_to(rows, x.dtype)
-        rows, growth = _pass(rows, size, most, steps, products)
+        rows = yield round_to(rows, x.dtype)
+        rows, growth = yield from _pass(rows, size, most, steps, products)
         size, most = size * growth, most * growth_of(steps)
-    return join(_resized(rows, size))
+    return join(_resized(rows, size)).reshape(x.shape)
 
 
 def iterate_traced(
@@ -55,7 +59,7 @@ def iterate_traced(
 
     def body(i, rows):
         step = Step.of_traced(triples[jnp.minimum(i, last)])
-        rows, _ = _pass(rows, size, size, [step], products)
+        ((rows, _),) = take_turns([_pass(rows, size, size, [step], products)])
         return round_to(rows, x.dtype)
 
     rows = jax.lax.fori_loop(0, ns_steps, body, split(x, blocks))
@@ -64,9 +68,10 @@ def iterate_traced(
 
 def _pass(
     rows: Rows, size: Any, most: float, steps: Sequence[Step], products: Products
-) -> tuple[Rows, Any]:
+) -> Iteration:
     """Returns what is stored of X afterwards, and by how much its size has grown."""
-    factor = factor_of(products.gram(rows), size**2, most**2, steps, products)
+    r = yield products.gram(rows)
+    factor = yield from factor_of(r, size**2, most**2, steps, products)
     return products.apply(factor.q, rows, factor.keep), factor.growth
 
 

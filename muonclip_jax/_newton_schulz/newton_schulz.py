@@ -105,4 +105,7 @@ def _newton_schulz(solver: Solver, x: jax.Array) -> jax.Array:
 
 
 def _orthogonalize(solver: Solver, stack: jax.Array) -> jax.Array:
-    return solver.map(lambda x: solver.orthogonalize(x).astype(x.dtype), stack)
+    def orthogonalize(*stacks: jax.Array) -> list[jax.Array]:
+        return [y.astype(stack.dtype) for y in solver.orthogonalize(*stacks)]
+
+    return solver.map(orthogonalize, stack)

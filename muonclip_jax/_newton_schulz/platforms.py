@@ -20,6 +20,10 @@ BLOCKS, BLOCK_ROWS = 2, 128
 #: fills a CPU, and then stays in its caches.
 BATCH_ENTRIES = {"cpu": 2**14, "gpu": 2**27, "tpu": 10 * 2**20}
 
+#: How many batches of matrices of one shape are iterated in turns. A TPU multiplies
+#: from fast memory, and fills it for one batch while it multiplies another.
+TURNS = {"cpu": 1, "gpu": 1, "tpu": 2}
+
 #: The most batches of a stack that are written out rather than made a loop.
 UNROLLED = {"cpu": 1, "gpu": 32, "tpu": 1}
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .hermitian_blocks import is_tall
 from .norms import norm_by_hypotenuses, norm_by_squares, put_together, ScaledNorm
 
 
@@ -21,16 +22,21 @@ NOISE = 1e-6
 def precondition(
     parts: Sequence[jax.Array], kind: Preconditioning, *, on_gpu: bool
 ) -> jax.Array:
-    """Scales `(..., m, n)`, the short side first, in float32 or better.
+    """Scales `(..., m, n)` in float32 or better.
 
     Of several parts, `(count, m, n)` each, it makes one.
     """
     norm = norm_by_hypotenuses if on_gpu else norm_by_squares
     dtype = np.promote_types(parts[0].dtype, jnp.float32)
     y = _divide_by_norm(tuple(x.astype(dtype) for x in parts), norm)
+    if kind == "frobenius":
+        return y
+    wide = y.mT if is_tall(y) else y
     if kind == "equilibrated":
-        return _divide_by_norm((_equilibrated(y),), norm)
-    return _almost_orthogonal(y) if kind == "aol" else y
+        wide = _divide_by_norm((_equilibrated(wide),), norm)
+    else:
+        wide = _almost_orthogonal(wide)
+    return wide.mT if is_tall(y) else wide
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

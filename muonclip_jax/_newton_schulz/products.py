@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from . import hermitian_blocks
-from .hermitian_blocks import Hermitian, mean_diagonal, Rows
+from .hermitian_blocks import Hermitian, is_tall, mean_diagonal, Rows
 
 
 class Products(NamedTuple):
@@ -77,7 +77,8 @@ def kernel_products(
         return ((out.reshape(*x.shape[:-2], *out.shape[-2:]),),)
 
     def gram(rows):
-        return call(rows[0], rows[0])
+        x = rows[0].mT if is_tall(rows[0]) else rows[0]
+        return call(x, x)
 
     def polynomial(r, square, linear, widened):
         del widened  # the sum is float32 in any case

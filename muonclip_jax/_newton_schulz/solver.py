@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from . import platforms
-from .batches import map_batches, map_first
+from .batches import map_batches, map_first, OfBatches
 from .coefficients import check_schedule, is_stable, resolve_schedule, Schedule, Triple
 from .gram_restarts import cut_into_passes
 from .iterations import iterate, iterate_traced
@@ -21,6 +21,7 @@ from .platforms import Platform
 from .precondition import precondition, Preconditioning
 from .products import kernel_products, Products, round_to, xla_products
 from .steps import range_of
+from .turns import take_turns
 
 
 Method = Literal["auto", "standard", "gram"]
@@ -68,8 +69,8 @@ class Solver:
     def on(self, platform: Platform) -> "Solver":
         return dataclasses.replace(self, platform=platform)
 
-    def orthogonalize(self, x: jax.Array) -> jax.Array:
-        return self.iterate(self.prepare(x))
+    def orthogonalize(self, *stacks: jax.Array) -> list[jax.Array]:
+        return self.iterate(*map(self.prepare, stacks))
 
     @jax.jit
     def prepare(self, *parts: jax.Array) -> jax.Array:
@@ -85,47 +86,66 @@ class Solver:
         return y.astype(dtype) if on_gpu else round_to(y, dtype)
 
     @jax.jit
-    def iterate(self, x: jax.Array) -> jax.Array:
-        """Runs all steps.
+    def iterate(self, *stacks: jax.Array) -> list[jax.Array]:
+        """Runs all steps on stacks of matrices of one shape, which take turns.
 
         The last is not rounded to the dtype of the iteration where that costs nothing.
         """
-        strategy = self.strategy(x.shape[-2:], x.dtype)
-        products = self._products(strategy, x.dtype)
+        shape, dtype = sorted(stacks[0].shape[-2:]), stacks[0].dtype
+        strategy = self.strategy(shape, dtype)
         usual = functools.partial(
             iterate,
-            passes=self.passes(strategy, x.dtype),
-            products=products,
+            passes=self.passes(strategy, dtype),
+            products=self._products(strategy, dtype),
             blocks=strategy.blocks,
         )
         if self.ns_steps is None:
-            return usual(x)
+            return take_turns(map(usual, stacks))
         other = functools.partial(
             iterate_traced,
             schedule=self.schedule,
-            products=xla_products(x.dtype, exact=False),
+            products=xla_products(dtype, exact=False),
             blocks=strategy.blocks,
             ns_steps=self.ns_steps,
         )
-        return jax.lax.cond(self.ns_steps == len(self.schedule), usual, other, x)
+        return jax.lax.cond(
+            self.ns_steps == len(self.schedule),
+            lambda *stacks: take_turns(map(usual, stacks)),
+            lambda *stacks: [*map(other, stacks)],
+            *stacks,
+        )
 
-    def map(self, function: Any, stack: jax.Array) -> jax.Array:
+    def map(self, function: OfBatches, stack: jax.Array) -> jax.Array:
         """Applies a function of matrices to as many of a stack at once as do well."""
-        most = platforms.BATCH_ENTRIES[self.platform]
-        unrolled = platforms.UNROLLED[self.platform]
-        return map_batches(function, stack, most, unrolled)
+        return map_batches(
+            function,
+            stack,
+            platforms.BATCH_ENTRIES[self.platform],
+            turns=self.turns,
+            most_unrolled=platforms.UNROLLED[self.platform],
+        )
 
     def map_first(
-        self, function: Any, stack: jax.Array, count: jax.Array, zero: jax.Array
+        self, function: OfBatches, stack: jax.Array, count: jax.Array, zero: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The same for the first `count`, between `zero` and the zero it returns."""
         most = platforms.BATCH_ENTRIES[self.platform]
-        return map_first(function, stack, most, count, zero)
+        return map_first(function, stack, most, count, zero, turns=self.turns)
 
     def pieces(self, shape: tuple[int, int], count: int) -> int:
         """In how many pieces so many matrices do well to travel."""
         worthwhile = count * math.prod(shape) // platforms.PIECE_ENTRIES
         return max(1, min(count, worthwhile, platforms.PIECES[self.platform]))
+
+    def is_large(self, shape: tuple[int, int], count: int) -> bool:
+        """Whether so many matrices are more than a batch."""
+        most = platforms.BATCH_ENTRIES[self.platform]
+        return count > 1 and count * math.prod(shape) > most
+
+    @property
+    def turns(self) -> int:
+        """How many stacks of one shape do well to take turns."""
+        return platforms.TURNS[self.platform]
 
     @property
     def stack_entries(self) -> float:

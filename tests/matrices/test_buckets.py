@@ -16,7 +16,7 @@ from muonclip_jax._matrices.stacks import plan_stacks
 from muonclip_jax._matrices.unstack import unstack
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._muon.orthogonalize import orthogonalize
-from muonclip_jax._newton_schulz.batches import map_batches
+from muonclip_jax._newton_schulz.batches import map_batches, map_first
 from muonclip_jax._newton_schulz.solver import make_solver
 
 
@@ -77,6 +77,15 @@ def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
     ]
 
 
+def test_tall_matrices_that_are_not_turned_have_stacks_of_their_own():
+    shapes = [(4, 6), (6, 4), (2, 6, 4), (5, 5)]
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    views = [matrix_view(shape, PLAIN) for shape in shapes]
+    assert [
+        (stack.shape, stack.count) for stack in plan_stacks(leaves, views, turned=False)
+    ] == [((4, 6), 1), ((6, 4), 3), ((5, 5), 1)]
+
+
 def test_stacks_of_several_leaves_stay_below_a_size():
     shapes = [(4, 6), (6, 4), (4, 6), (9, 4, 6), (4, 6)]
     leaves = [jnp.zeros(shape) for shape in shapes]
@@ -111,18 +120,44 @@ def test_every_leaf_comes_out_as_it_would_alone(kinds, seed):
 
 @pytest.mark.parametrize("count", [0, 1, 4, 7])
 @pytest.mark.parametrize("chunk_size", [0, 24, 50, 96, 10**6])
-def test_chunks_do_not_change_the_result(count, chunk_size):
-    stack = normal(0, count, 4, 6)
-    sizes = []
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("most_unrolled", [1, 2])
+def test_chunks_do_not_change_the_result(count, chunk_size, turns, most_unrolled):
+    stack = normal(0, count, 4, 6, dtype=jnp.bfloat16)
+    batches = []
 
-    def function(x):
-        sizes.append(x.shape[0] if x.ndim == 3 else 1)
-        return x @ x.mT @ x
+    def function(*xs):
+        batches.append([len(x) for x in xs])
+        return [jnp.float32(x) @ jnp.float32(x).mT @ jnp.float32(x) for x in xs]
 
-    expected = stack @ stack.mT @ stack
-    result = map_batches(function, stack, chunk_size)
+    (expected,) = function(stack)
+    batches.clear()
+    result = map_batches(
+        function, stack, chunk_size, turns=turns, most_unrolled=most_unrolled
+    )
+    assert result.dtype == jnp.float32
     chex.assert_trees_all_close(result, expected, atol=1e-4)
-    assert max(sizes) * 24 <= max(chunk_size, 24)
+    assert max(map(max, batches)) * 24 <= max(chunk_size, 24)
+    assert max(map(len, batches)) <= max(turns, 1)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("first", [0, 1, 3, 6, 7])
+def test_the_first_of_a_stack(first, turns):
+    stack = normal(0, 7, 4, 6)
+    exact = np.float64(stack) @ np.float64(stack).transpose(0, 2, 1) @ stack
+
+    def function(*xs):
+        assert sum(map(len, xs)) <= 3
+        return [x @ x.mT @ x for x in xs]
+
+    result, zero = jax.jit(
+        lambda stack, count: map_first(
+            function, stack, 72, count, jnp.int32(0), turns=turns
+        )
+    )(stack, first)
+    assert result.shape == stack.shape and zero == 0
+    np.testing.assert_allclose(result[:first], exact[:first], atol=1e-4)
 
 
 def test_unstack_cuts_where_asked():

@@ -29,7 +29,7 @@ def for_gpu(x, name="keller", method="auto", **options):
         *(name, len(schedule), method, None),
         *(options.get("preconditioning", "frobenius"), "xla"),
     )
-    y = jax.jit(lambda x: solver.on("gpu").orthogonalize(x))(jnp.float32(x))
+    (y,) = jax.jit(lambda x: solver.on("gpu").orthogonalize(x))(jnp.float32(x))
     assert y.dtype == jnp.float32
     return np.asarray(y, np.float64)
 
@@ -140,6 +140,6 @@ def test_triples_with_a_zero(triple, platform, method):
     solver = make_solver(schedule, 2, method, jnp.float32, "frobenius", "xla")
     x = matrix_of(np.linspace(1, 0.5, 12), 12, 30)
     both = jnp.float32(np.stack([x, np.zeros_like(x)]))
-    y = jax.jit(lambda x: solver.on(platform).orthogonalize(x))(both)
+    (y,) = jax.jit(lambda x: solver.on(platform).orthogonalize(x))(both)
     np.testing.assert_allclose(y[0], polynomial_of(x, schedule), atol=2e-5)
     assert not y[1].any()
