@@ -32,9 +32,10 @@ def loops_of_devices(
     `told` is whether the update knows how the leaves lie.
     """
     trips = (_trips if told else _trips_untold)(model, platform)
+    kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [
-        {f"stack{i}": int(n) for i, n in enumerate(column)}
-        for column in np.unique(trips, axis=1).T
+        {f"stack{i}": int(n) for i, n in zip(trips, kind, strict=True)}
+        for kind in kinds
     ]
 
 
@@ -47,27 +48,30 @@ def even_flops(model: Model, platform: Platform) -> float:
     return flops / math.prod(model.mesh.values())
 
 
-def _trips(model: Model, platform: Platform) -> np.ndarray:
-    """Of the loop of each stack, on each device."""
-    plan = _plan(model, platform)
-    trips = np.empty((len(plan), math.prod(model.mesh.values())), int)
-    for i, (stack, exchange) in enumerate(plan):
-        counts, slots = exchange.owners.counts, exchange.owners.slots.shape[-1]
+def _trips(model: Model, platform: Platform) -> dict[int, np.ndarray]:
+    """Of the loop of each stack of which devices own different numbers, on each."""
+    trips = {}
+    for i, (stack, exchange) in enumerate(_plan(model, platform)):
+        if exchange.is_even:
+            continue
+        counts, slots = exchange.owners.counts, exchange.owners.most
         size = batch_size((slots, *stack.shape), BATCH_ENTRIES[platform])
-        trips[i, groups_of(exchange.roles, model.mesh)] = -(-counts // size)
+        trips[i] = np.empty(math.prod(model.mesh.values()), int)
+        trips[i][groups_of(exchange.roles, model.mesh)] = -(-counts // size)
     return trips
 
 
-def _trips_untold(model: Model, platform: Platform) -> np.ndarray:
+def _trips_untold(model: Model, platform: Platform) -> dict[int, np.ndarray]:
     leaves, views = _leaves(model)
     plan = divide_stacks(SOLVER.on(platform), leaves, views, model.mesh)
     sizes = [
         batch_size((share.slots, *stack.shape), BATCH_ENTRIES[platform])
         for stack, share in plan
     ]
-    return np.stack(
-        [-(-share.counts // size) for (_, share), size in zip(plan, sizes, strict=True)]
-    )
+    return {
+        i: -(-share.counts // size)
+        for i, ((_, share), size) in enumerate(zip(plan, sizes, strict=True))
+    }
 
 
 def _plan(model: Model, platform: Platform) -> list[SharedStack]:

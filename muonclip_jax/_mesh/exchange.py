@@ -14,6 +14,8 @@ from .ownership import Owners
 
 Slots = slice  # of those that every device has in a stack
 
+MOST_SLICES = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
@@ -38,7 +40,7 @@ class Exchange:
     @property
     def is_even(self) -> bool:
         """Whether all devices own as many matrices."""
-        return bool((self.owners.counts == self.owners.slots.shape[-1]).all())
+        return bool((self.owners.counts == self.owners.most).all())
 
     def count(self) -> jax.Array:
         """How many matrices of its stack this device iterates: the first ones."""
@@ -51,7 +53,7 @@ class Exchange:
         They are one where devices own different numbers of matrices: cut, these would
         wait for each other.
         """
-        slots = self.owners.slots.shape[-1]
+        slots = self.owners.most
         numbers = np.array_split(np.arange(slots), most(slots) if self.is_even else 1)
         return [slice(of[0], of[-1] + 1) for of in numbers]
 
@@ -59,8 +61,15 @@ class Exchange:
         """What this device sends to each owner of the blocks `(matrices, ...)`."""
         group, copy, _ = self._here()
         slots = _at(self.owners.slots[..., piece], group, copy)
-        sent = _take(blocks, slots.reshape(-1))
-        return sent.reshape(*slots.shape, *blocks.shape[1:])
+        if isinstance(slots, np.ndarray) or len(slots) > MOST_SLICES:
+            sent = _take(blocks, slots.reshape(-1))
+            return sent.reshape(*slots.shape, *blocks.shape[1:])
+        starts = _at(self.owners.starts, group, copy) + piece.start
+        padded = _pad(blocks, self.owners.most)
+        return jnp.stack([
+            jax.lax.dynamic_slice_in_dim(padded, start, piece.stop - piece.start)
+            for start in starts
+        ])
 
     def to_owners(self, collected: jax.Array, piece: Slots) -> jax.Array:
         """What all collected to this device's share, `(slots, m, n)`.
@@ -84,8 +93,17 @@ class Exchange:
         """What came back to the blocks `(matrices, ...)` that were collected."""
         group, *_ = self._here()
         blocks = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        blocks = blocks.reshape(-1, *self.block_shape)
-        return _take(blocks, _at(self.owners.places, group))
+        runs = blocks.reshape(-1, self.owners.most, *self.block_shape)
+        places = _at(self.owners.places, group)
+        if isinstance(places, np.ndarray) or len(runs) > MOST_SLICES:
+            return _take(blocks.reshape(-1, *self.block_shape), places)
+        starts = _at(self.owners.starts, group).reshape(-1)
+        count = len(places)
+        joined = jnp.zeros((count + self.owners.most, *self.block_shape), blocks.dtype)
+        for start, run in zip(starts, runs, strict=True):
+            # What is undefined behind one run is where the next one goes.
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, run, start, 0)
+        return joined[:count]
 
     def _kinds_here(self, piece: Slots) -> np.ndarray | jax.Array:
         return _at(self._kinds_of_slots[..., piece], *self._here())
@@ -113,6 +131,10 @@ class Exchange:
     @property
     def _kinds_of_slots(self) -> np.ndarray:
         return self.kinds[self.owners.slots]
+
+
+def _pad(blocks: jax.Array, rows: int) -> jax.Array:
+    return jnp.pad(blocks, [(0, rows), *[(0, 0)] * (blocks.ndim - 1)])
 
 
 def _at(table: np.ndarray, *indices: jax.Array | int) -> np.ndarray | jax.Array:

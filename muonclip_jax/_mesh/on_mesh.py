@@ -5,6 +5,7 @@ blocks. Each stack needs two exchanges, and between them no device waits for ano
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -157,20 +158,37 @@ def plan_exchanges(
         key = layout.shape, jnp.dtype(dtype).name, layout.roles
         part = Part(i, local_view(view, spec, mesh))
         groups.setdefault(key, []).append((part, layout))
+    divided = [
+        (key, each)
+        for key, group in groups.items()
+        for each in _by_layout(group, mesh)
+    ]
     stacks = [
         Stack(shape, dtype, tuple(part for part, _ in group))
-        for (shape, dtype, _), group in groups.items()
+        for (shape, dtype, _), group in divided
     ]
     works = [
         Work(stack.count, solver.cost(stack.shape, jnp.dtype(stack.dtype)), roles)
-        for stack, (*_, roles) in zip(stacks, groups, strict=True)
+        for stack, ((*_, roles), _) in zip(stacks, divided, strict=True)
     ]
     return [
         SharedStack(stack, _exchange(owners, group))
-        for stack, owners, group in zip(
-            stacks, assign_owners(works, mesh), groups.values(), strict=True
+        for stack, owners, (_, group) in zip(
+            stacks, assign_owners(works, mesh), divided, strict=True
         )
     ]
+
+
+def _by_layout(group: list[tuple[Part, BlockLayout]], mesh) -> list[list]:
+    by_layout: dict[BlockLayout, list] = {}
+    for part, layout in group:
+        by_layout.setdefault(layout, []).append((part, layout))
+    roles = group[0][1].roles
+    devices = math.prod(mesh[a] for a in (*roles.replicated, *roles.sharded))
+    def slots(parts): return -(-sum(p.view.count for p, _ in parts) // devices)
+    if sum(map(slots, by_layout.values())) <= 1.1 * slots(group):
+        return [*by_layout.values()]
+    return [group]
 
 
 def _exchange(owners: Any, group: list[tuple[Part, BlockLayout]]) -> Exchange:
@@ -208,9 +226,10 @@ def _iterate_own(
 ) -> tuple[jax.Array, jax.Array]:
     def orthogonalize(*batches: jax.Array) -> list[jax.Array]:
         # The dtype of the iteration follows from that of the leaf, not of the wire.
-        return solver.orthogonalize(*[x.astype(parcel.stack.dtype) for x in batches])
+        leaves = [x.astype(parcel.stack.dtype) for x in batches]
+        return [y.astype(matrices.dtype) for y in solver.orthogonalize(*leaves)]
 
     if not parcel.exchange.is_even:
         count = parcel.exchange.count()
         return solver.map_first(orthogonalize, matrices, count, zero)
-    return solver.map(orthogonalize, matrices).astype(matrices.dtype), zero
+    return solver.map(orthogonalize, matrices), zero

@@ -35,9 +35,25 @@ class Owners(NamedTuple):
     and devices along `roles.sharded`.
     """
 
-    slots: np.ndarray  # (groups, copies, devices, slots): a matrix, 0 where unused
-    counts: np.ndarray  # (groups, copies, devices): slots in use
-    places: np.ndarray  # (groups, matrices): index into (copies, devices, slots)
+    starts: np.ndarray  # (groups, copies, devices): the first matrix of each
+    counts: np.ndarray  # (groups, copies, devices): how many, in a row
+    most: int  # slots that each has
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The matrix in each slot, `(groups, copies, devices, slots)`, or any other."""
+        last = int((self.starts + self.counts).max(initial=1)) - 1
+        return np.minimum(self.starts[..., None] + np.arange(self.most), last)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Of each matrix, `(groups, matrices)`: index into `(copies, devices, slots)`."""
+        counts = self.counts.reshape(len(self.counts), -1)
+        of_groups = [
+            np.concatenate([i * self.most + np.arange(n) for i, n in enumerate(group)])
+            for group in counts
+        ]
+        return np.stack(of_groups).astype(np.int32)
 
 
 def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
@@ -51,7 +67,7 @@ def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners
     owners = {}
     for done, i in enumerate(order):
         rest = [groups[j] for j in order[done + 1 :]]
-        owners[i] = _owners(*_place(works[i], groups[i], rest, loads), groups[i].shape)
+        owners[i] = _place(works[i], groups[i], rest, loads)
     return [owners[i] for i in range(len(works))]
 
 
@@ -66,19 +82,20 @@ def groups_of(roles: AxisRoles, mesh: Mapping[str, int]) -> np.ndarray:
 
 def _place(
     work: Work, groups: np.ndarray, rest: Sequence[np.ndarray], loads: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns member and slot, `(groups, matrices)`, and adds to `loads`."""
+) -> Owners:
+    """Gives away the matrices of each group, and adds their cost to `loads`."""
     members = groups.reshape(len(groups), -1)
     most = MOST_SLOTS * math.ceil(work.count / members.shape[1])
     taken, everyone = np.zeros_like(members), np.arange(len(members))
-    owner, slot = np.empty((2, len(members), work.count), int)
-    for k in range(work.count):
+    for _ in range(work.count):
         busy = (loads + TIE * _crowding(loads, rest))[members]
-        owner[:, k] = chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
-        slot[:, k] = taken[everyone, chosen]
+        chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
         taken[everyone, chosen] += 1
         loads[members[everyone, chosen]] += work.cost
-    return owner, slot
+    # One matrix costs what another does, so each takes them in a row.
+    starts = np.cumsum(taken, axis=1) - taken
+    tables = (x.reshape(groups.shape).astype(np.int32) for x in (starts, taken))
+    return Owners(*tables, int(taken.max(initial=1)))
 
 
 def _crowding(loads: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
@@ -90,18 +107,3 @@ def _crowding(loads: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
     for groups in rest:
         crowding[groups] += loads[groups].mean(axis=(1, 2), keepdims=True)
     return crowding
-
-
-def _owners(owner: np.ndarray, slot: np.ndarray, shape: tuple[int, ...]) -> Owners:
-    groups, copies, devices = shape
-    most = slot.max(initial=0) + 1
-    slots = np.zeros((groups, copies * devices, most), np.int32)
-    counts = np.zeros((groups, copies * devices), np.int32)
-    everyone = np.arange(groups)[:, None]
-    slots[everyone, owner, slot] = np.arange(owner.shape[1])
-    np.add.at(counts, (everyone, owner), 1)
-    return Owners(
-        slots.reshape(*shape, most),
-        counts.reshape(shape),
-        (owner * most + slot).astype(np.int32),
-    )
