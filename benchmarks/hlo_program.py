@@ -63,10 +63,10 @@ def count_trips(
     """
     if known := re.search(r'"known_trip_count":{"n":"(\d+)"', loop.attributes):
         return int(known[1])
-    scopes = re.search(r'op_name="([^"]*)"', loop.attributes)
-    for scope in scopes[1].split("/") if scopes else ():
-        if scope in given:
-            return given[scope]
+    name = re.search(r'op_name="([^"]*)"', loop.attributes)
+    scopes = [scope for scope in given if name and f"/{scope}/" in f"/{name[1]}/"]
+    if scopes:
+        return given[max(scopes, key=len)]  # the innermost
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     state = _value(program, computation, loop.operands[0], [])
     trips = 0

@@ -14,10 +14,10 @@ from optax.contrib import MuonDimensionNumbers
 
 from muonclip_jax._matrices.view import matrix_view, MatrixView
 from muonclip_jax._mesh.by_constraint import divide_stacks
-from muonclip_jax._mesh.on_mesh import plan_exchanges, SharedStack
 from muonclip_jax._mesh.ownership import groups_of
-from muonclip_jax._newton_schulz.batches import batch_size
-from muonclip_jax._newton_schulz.platforms import BATCH_ENTRIES, Platform
+from muonclip_jax._mesh.shared_stacks import plan_exchanges, SharedStack
+from muonclip_jax._newton_schulz.batches import batch_size, size_in_turns
+from muonclip_jax._newton_schulz.platforms import BATCH_ENTRIES, Platform, TURNS
 from muonclip_jax._newton_schulz.solver import make_solver
 
 
@@ -33,10 +33,7 @@ def loops_of_devices(
     """
     trips = (_trips if told else _trips_untold)(model, platform)
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
-    return [
-        {f"stack{i}": int(n) for i, n in zip(trips, kind, strict=True)}
-        for kind in kinds
-    ]
+    return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
 
 def even_flops(model: Model, platform: Platform) -> float:
@@ -48,30 +45,39 @@ def even_flops(model: Model, platform: Platform) -> float:
     return flops / math.prod(model.mesh.values())
 
 
-def _trips(model: Model, platform: Platform) -> dict[int, np.ndarray]:
-    """Of the loop of each stack of which devices own different numbers, on each."""
+def _trips(model: Model, platform: Platform) -> dict[str, np.ndarray]:
+    """Of the loops of each stack of which devices own different numbers, on each."""
     trips = {}
     for i, (stack, exchange) in enumerate(_plan(model, platform)):
         if exchange.is_even:
             continue
-        counts, slots = exchange.owners.counts, exchange.owners.most
-        size = batch_size((slots, *stack.shape), BATCH_ENTRIES[platform])
-        trips[i] = np.empty(math.prod(model.mesh.values()), int)
-        trips[i][groups_of(exchange.roles, model.mesh)] = -(-counts // size)
+        counts = np.empty(math.prod(model.mesh.values()), int)
+        counts[groups_of(exchange.roles, model.mesh)] = exchange.owners.counts
+        shape = exchange.owners.most, *stack.shape
+        trips |= _loops(f"stack{i}", shape, counts, platform)
     return trips
 
 
-def _trips_untold(model: Model, platform: Platform) -> dict[int, np.ndarray]:
+def _trips_untold(model: Model, platform: Platform) -> dict[str, np.ndarray]:
     leaves, views = _leaves(model)
     plan = divide_stacks(SOLVER.on(platform), leaves, views, model.mesh)
-    sizes = [
-        batch_size((share.slots, *stack.shape), BATCH_ENTRIES[platform])
-        for stack, share in plan
-    ]
-    return {
-        i: -(-share.counts // size)
-        for i, ((_, share), size) in enumerate(zip(plan, sizes, strict=True))
-    }
+    trips = {}
+    for i, (stack, share) in enumerate(plan):
+        shape = share.slots, *stack.shape
+        trips |= _loops(f"stack{i}", shape, share.counts, platform)
+    return trips
+
+
+def _loops(
+    scope: str, shape: tuple[int, ...], counts: np.ndarray, platform: Platform
+) -> dict[str, np.ndarray]:
+    """Trips by scope of the loops over so many matrices of a stack."""
+    limits = BATCH_ENTRIES[platform], TURNS[platform]
+    size, together = batch_size(shape, limits[0]), size_in_turns(shape, *limits)
+    if together == size:
+        return {scope: -(-counts // size)}
+    rest = -(-(counts % together) // size)
+    return {f"{scope}/in_turns": counts // together, scope: rest}
 
 
 def _plan(model: Model, platform: Platform) -> list[SharedStack]:

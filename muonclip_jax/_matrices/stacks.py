@@ -36,9 +36,12 @@ class Stack:
         self,
         leaves: Sequence[Any],
         to_stack: Callable[[MatrixView, jax.Array], jax.Array],
+        padding: int = 0,
     ) -> jax.Array:
-        """Makes the stack of what `to_stack` makes of each leaf."""
+        """Makes the stack of what `to_stack` makes of each leaf, and zeros behind."""
         stacks = [to_stack(part.view, leaves[part.leaf]) for part in self.parts]
+        if padding:
+            stacks.append(jnp.zeros((padding, *stacks[0].shape[1:]), stacks[0].dtype))
         return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
 
     def scatter(

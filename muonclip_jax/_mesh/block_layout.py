@@ -28,20 +28,27 @@ class BlockLayout:
     devices: int
     block_shape: tuple[int, int]  # a block as a part of the matrix, (fan_in, fan_out)
     whole: MatrixView  # the matrix in an array (*sizes of roles.sharded, *block)
+    turned: bool = True  # whether a tall matrix becomes a wide one
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The matrix with the short side first."""
-        return self.whole.short_and_long
+        """The matrix, once it is joined."""
+        whole = self.whole
+        return whole.short_and_long if self.turned else (whole.fan_in, whole.fan_out)
 
     def join(self, blocks: jax.Array) -> jax.Array:
-        """Blocks `(devices, fan_in, fan_out)` to a matrix, the short side first."""
-        return self.whole.to_wide(blocks.reshape(self.whole.shape))[0]
+        """Blocks `(devices, fan_in, fan_out)` to a matrix."""
+        blocks = blocks.reshape(self.whole.shape)
+        if self.turned:
+            return self.whole.to_wide(blocks)[0]
+        return self.whole.to_matrices(blocks)[0]
 
     def split(self, matrix: jax.Array) -> jax.Array:
         """The inverse of `join`."""
-        blocks = self.whole.from_wide(matrix[None])
-        return blocks.reshape(self.devices, *self.block_shape)
+        from_matrices = (
+            self.whole.from_wide if self.turned else self.whole.from_matrices
+        )
+        return from_matrices(matrix[None]).reshape(self.devices, *self.block_shape)
 
 
 def axis_roles(

@@ -1,6 +1,7 @@
 """Blocks to whole matrices at their owners, and back: inside `jax.shard_map`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,6 +15,8 @@ from .ownership import Owners
 
 Slots = slice  # of those that every device has in a stack
 
+#: The most owners for each of whom a slice is cut out of the blocks. For more of them
+#: blocks are gathered one by one, which takes longer and is one operation.
 MOST_SLICES = 16
 
 
@@ -42,6 +45,11 @@ class Exchange:
         """Whether all devices own as many matrices."""
         return bool((self.owners.counts == self.owners.most).all())
 
+    @property
+    def padding(self) -> int:
+        """How many blocks `collect` wants behind those of the stack."""
+        return self.owners.beyond if self._in_slices else 0
+
     def count(self) -> jax.Array:
         """How many matrices of its stack this device iterates: the first ones."""
         group, copy, device = self._here()
@@ -60,16 +68,13 @@ class Exchange:
     def collect(self, blocks: jax.Array, piece: Slots) -> jax.Array:
         """What this device sends to each owner of the blocks `(matrices, ...)`."""
         group, copy, _ = self._here()
+        if self._in_slices:
+            starts = _at(self.owners.starts, group, copy) + piece.start
+            cut = functools.partial(jax.lax.dynamic_slice_in_dim, blocks)
+            return jnp.stack([cut(at, piece.stop - piece.start) for at in starts])
         slots = _at(self.owners.slots[..., piece], group, copy)
-        if isinstance(slots, np.ndarray) or len(slots) > MOST_SLICES:
-            sent = _take(blocks, slots.reshape(-1))
-            return sent.reshape(*slots.shape, *blocks.shape[1:])
-        starts = _at(self.owners.starts, group, copy) + piece.start
-        padded = _pad(blocks, self.owners.most)
-        return jnp.stack([
-            jax.lax.dynamic_slice_in_dim(padded, start, piece.stop - piece.start)
-            for start in starts
-        ])
+        sent = _take(blocks, slots.reshape(-1))
+        return sent.reshape(*slots.shape, *blocks.shape[1:])
 
     def to_owners(self, collected: jax.Array, piece: Slots) -> jax.Array:
         """What all collected to this device's share, `(slots, m, n)`.
@@ -93,17 +98,27 @@ class Exchange:
         """What came back to the blocks `(matrices, ...)` that were collected."""
         group, *_ = self._here()
         blocks = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        runs = blocks.reshape(-1, self.owners.most, *self.block_shape)
-        places = _at(self.owners.places, group)
-        if isinstance(places, np.ndarray) or len(runs) > MOST_SLICES:
-            return _take(blocks.reshape(-1, *self.block_shape), places)
+        if self._in_slices:
+            runs = blocks.reshape(-1, self.owners.most, *self.block_shape)
+            return self._join_runs(runs, group)
+        blocks = blocks.reshape(-1, *self.block_shape)
+        return _take(blocks, _at(self.owners.places, group))
+
+    def _join_runs(self, runs: jax.Array, group: jax.Array | int) -> jax.Array:
         starts = _at(self.owners.starts, group).reshape(-1)
-        count = len(places)
-        joined = jnp.zeros((count + self.owners.most, *self.block_shape), blocks.dtype)
-        for start, run in zip(starts, runs, strict=True):
+        count = len(self.kinds)
+        joined = jax.lax.empty((count + self.padding, *self.block_shape), runs.dtype)
+        for member in _at(self.owners.order, group):
             # What is undefined behind one run is where the next one goes.
-            joined = jax.lax.dynamic_update_slice_in_dim(joined, run, start, 0)
+            run = jax.lax.dynamic_index_in_dim(runs, member, keepdims=False)
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, run, starts[member], 0)
         return joined[:count]
+
+    @property
+    def _in_slices(self) -> bool:
+        copies = self.owners.counts.shape[1]
+        are_in_place = copies == 1 and self.is_even
+        return not are_in_place and self.owners.order.shape[1] <= MOST_SLICES
 
     def _kinds_here(self, piece: Slots) -> np.ndarray | jax.Array:
         return _at(self._kinds_of_slots[..., piece], *self._here())
@@ -131,10 +146,6 @@ class Exchange:
     @property
     def _kinds_of_slots(self) -> np.ndarray:
         return self.kinds[self.owners.slots]
-
-
-def _pad(blocks: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(blocks, [(0, rows), *[(0, 0)] * (blocks.ndim - 1)])
 
 
 def _at(table: np.ndarray, *indices: jax.Array | int) -> np.ndarray | jax.Array:

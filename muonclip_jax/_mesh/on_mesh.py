@@ -5,28 +5,18 @@ blocks. Each stack needs two exchanges, and between them no device waits for ano
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._matrices.stacks import Part, Stack
+from .._matrices.stacks import Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
-from .block_layout import block_layout, BlockLayout, local_view
 from .exchange import Exchange, Slots
-from .ownership import assign_owners, Work
-
-
-class SharedStack(NamedTuple):
-    """Matrices of one shape, dtype and role of each axis; the parts are a device's."""
-
-    stack: Stack
-    exchange: Exchange
+from .shared_stacks import plan_exchanges, SharedStack
 
 
 class Parcel(NamedTuple):
@@ -120,8 +110,7 @@ def _orthogonalize_parcels(
         iterated.append(mine)
     returned: dict[int, list[jax.Array]] = {}
     for parcel, mine in zip(parcels, iterated, strict=True):
-        mine = mine + zero.astype(mine.dtype)
-        back = parcel.exchange.to_sources(mine, parcel.piece)
+        back = parcel.exchange.to_sources(_after(zero, mine), parcel.piece)
         returned.setdefault(parcel.number, []).append(back)
     return returned
 
@@ -145,59 +134,6 @@ def _one_after_the_other(
     return returned
 
 
-def plan_exchanges(
-    solver: Solver,
-    dtypes: Sequence[jnp.dtype],
-    views: Sequence[MatrixView],
-    specs: Sequence[PartitionSpec],
-    mesh: Mapping[str, int],
-) -> list[SharedStack]:
-    groups: dict[tuple, list[tuple[Part, BlockLayout]]] = {}
-    for i, (dtype, view, spec) in enumerate(zip(dtypes, views, specs, strict=True)):
-        layout = block_layout(view, spec, mesh)
-        key = layout.shape, jnp.dtype(dtype).name, layout.roles
-        part = Part(i, local_view(view, spec, mesh))
-        groups.setdefault(key, []).append((part, layout))
-    divided = [
-        (key, each)
-        for key, group in groups.items()
-        for each in _by_layout(group, mesh)
-    ]
-    stacks = [
-        Stack(shape, dtype, tuple(part for part, _ in group))
-        for (shape, dtype, _), group in divided
-    ]
-    works = [
-        Work(stack.count, solver.cost(stack.shape, jnp.dtype(stack.dtype)), roles)
-        for stack, ((*_, roles), _) in zip(stacks, divided, strict=True)
-    ]
-    return [
-        SharedStack(stack, _exchange(owners, group))
-        for stack, owners, (_, group) in zip(
-            stacks, assign_owners(works, mesh), divided, strict=True
-        )
-    ]
-
-
-def _by_layout(group: list[tuple[Part, BlockLayout]], mesh) -> list[list]:
-    by_layout: dict[BlockLayout, list] = {}
-    for part, layout in group:
-        by_layout.setdefault(layout, []).append((part, layout))
-    roles = group[0][1].roles
-    devices = math.prod(mesh[a] for a in (*roles.replicated, *roles.sharded))
-    def slots(parts): return -(-sum(p.view.count for p, _ in parts) // devices)
-    if sum(map(slots, by_layout.values())) <= 1.1 * slots(group):
-        return [*by_layout.values()]
-    return [group]
-
-
-def _exchange(owners: Any, group: list[tuple[Part, BlockLayout]]) -> Exchange:
-    layouts = list(dict.fromkeys(layout for _, layout in group))
-    counts = [part.view.count for part, _ in group]
-    kinds = np.repeat([layouts.index(layout) for _, layout in group], counts)
-    return Exchange(owners, tuple(layouts), kinds.astype(np.int32))
-
-
 def _blocks(
     solver: Solver, shared: Sequence[SharedStack], leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
@@ -210,7 +146,7 @@ def _blocks(
             matrices = view.to_matrices(leaf).astype(wire)
             return matrices.reshape(-1, *exchange.block_shape)
 
-        return stack.gather(leaves, to_blocks)
+        return stack.gather(leaves, to_blocks, exchange.padding)
 
     return [of_stack(*each) for each in shared]
 
@@ -219,6 +155,13 @@ def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
     """0, but known only when all arrays are there."""
     numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
     return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)
+
+
+def _after(zero: jax.Array, x: jax.Array) -> jax.Array:
+    """An array, but whole only when the zero is known: one entry waits for it."""
+    corner = (0,) * x.ndim
+    entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, entry, corner)
 
 
 def _iterate_own(

@@ -35,25 +35,47 @@ class Owners(NamedTuple):
     and devices along `roles.sharded`.
     """
 
-    starts: np.ndarray  # (groups, copies, devices): the first matrix of each
-    counts: np.ndarray  # (groups, copies, devices): how many, in a row
-    most: int  # slots that each has
+    counts: np.ndarray  # (groups, copies, devices): how many each has, in a row
+    order: np.ndarray  # (groups, copies * devices): whose come first, and whose next
+
+    @property
+    def most(self) -> int:
+        """Slots of each device."""
+        return max(1, int(self.counts.max(initial=1)))
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first matrix of each, `(groups, copies, devices)`."""
+        in_order = np.take_along_axis(self._of_members(self.counts), self.order, 1)
+        starts = np.empty_like(in_order)
+        behind = np.cumsum(in_order, axis=1)
+        np.put_along_axis(starts, self.order, behind - in_order, axis=1)
+        return starts.reshape(self.counts.shape)
+
+    @property
+    def beyond(self) -> int:
+        """How far the slots of some reach beyond the stack."""
+        return int(self.starts.max(initial=0)) + self.most - int(self.counts[0].sum())
 
     @property
     def slots(self) -> np.ndarray:
-        """The matrix in each slot, `(groups, copies, devices, slots)`, or any other."""
-        last = int((self.starts + self.counts).max(initial=1)) - 1
+        """The matrix in each slot, `(groups, copies, devices, slots)`, or another."""
+        last = self.counts[0].sum() - 1
         return np.minimum(self.starts[..., None] + np.arange(self.most), last)
 
     @property
     def places(self) -> np.ndarray:
-        """Of each matrix, `(groups, matrices)`: index into `(copies, devices, slots)`."""
-        counts = self.counts.reshape(len(self.counts), -1)
-        of_groups = [
-            np.concatenate([i * self.most + np.arange(n) for i, n in enumerate(group)])
-            for group in counts
-        ]
-        return np.stack(of_groups).astype(np.int32)
+        """Of each matrix an index into all slots of its group, `(groups, matrices)`."""
+        places = np.empty((len(self.order), self.counts[0].sum()), np.int32)
+        tables = map(self._of_members, (self.starts, self.counts))
+        for of_group, *rows in zip(places, *tables, strict=True):
+            for member, (start, count) in enumerate(zip(*rows, strict=True)):
+                slots = member * self.most + np.arange(count)
+                of_group[start : start + count] = slots
+        return places
+
+    def _of_members(self, table: np.ndarray) -> np.ndarray:
+        return table.reshape(len(table), -1)
 
 
 def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
@@ -92,10 +114,11 @@ def _place(
         chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
         taken[everyone, chosen] += 1
         loads[members[everyone, chosen]] += work.cost
-    # One matrix costs what another does, so each takes them in a row.
-    starts = np.cumsum(taken, axis=1) - taken
-    tables = (x.reshape(groups.shape).astype(np.int32) for x in (starts, taken))
-    return Owners(*tables, int(taken.max(initial=1)))
+    # Whoever has most comes last, so that others who take as many stay in the stack.
+    busiest = members.shape[1] - 1 - taken[:, ::-1].argmax(axis=1)
+    is_last = np.arange(members.shape[1]) == busiest[:, None]
+    order = np.argsort(is_last, axis=1, kind="stable").astype(np.int32)
+    return Owners(taken.reshape(groups.shape).astype(np.int32), order)
 
 
 def _crowding(loads: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:

@@ -176,14 +176,21 @@ def _accumulate(
     if dtype == jnp.float16:
         # A sum of what fits into float16 need not fit; an average does.
         gradient = (1 - beta) * gradient
+    kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
+    ahead = beta * kept + gradient if nesterov else kept
+    return kept.astype(dtype), ahead.astype(dtype)
 
-    def decay(momentum: jax.Array) -> jax.Array:
-        return (beta * momentum.astype(wide) + gradient).astype(dtype)
 
-    momentum = decay(momentum)
-    if jnp.finfo(dtype).bits == 16:
-        momentum = jax.lax.optimization_barrier(momentum)
-    return momentum, decay(momentum) if nesterov else momentum
+def _as_kept(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounded to `dtype`, as it stays.
+
+    A compiler may leave out a conversion there and back, and see more than is kept.
+    """
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    if dtype == jnp.float16:  # below whose normal numbers there are more
+        return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+    return x.astype(dtype).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("nesterov", "view"))

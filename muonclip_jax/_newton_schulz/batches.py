@@ -34,7 +34,8 @@ def map_batches(
     if batches <= most_unrolled:
         parts = jnp.array_split(stack, batches)
         return jnp.concatenate([result for x in parts for result in function(x)])
-    return _map_in_place(function, stack, _divide_up(count, _even(batches, turns)), turns)
+    size = _divide_up(count, turns * _divide_up(batches, turns))
+    return _map_in_place(function, stack, size, turns)
 
 
 def map_first(
@@ -52,23 +53,43 @@ def map_first(
     is 0, as is the number that comes back, but the compiler does not know it: the work
     begins after whatever made the one, and ends before whatever needs the other.
     """
-    slots = len(stack)
+    slots, done = len(stack), 0
     size = batch_size(stack.shape, max_entries)
-    padded = jnp.pad(stack, [(0, -slots % size), (0, 0), (0, 0)])
-    batches = (count + size - 1) // size
-
-    def body(carry):
-        i, stack = carry
-        return i + 1, _replace(function, stack, i * size, _cut(size, turns))
-
-    last, result = jax.lax.while_loop(lambda x: x[0] < batches, body, (zero, padded))
-    return result[:slots], last - batches
+    together = size_in_turns(stack.shape, max_entries, turns)
+    stack = jnp.pad(stack, [(0, -slots % size), (0, 0), (0, 0)])
+    if together > size:
+        trips = count // together
+        with jax.named_scope("in_turns"):
+            stack, zero = _map_trips(function, stack, done, trips, zero, [size] * turns)
+        done = trips * together
+    trips = (count - done + size - 1) // size
+    stack, zero = _map_trips(function, stack, done, trips, zero, _cut(size, turns))
+    return stack[:slots], zero
 
 
 def batch_size(shape: tuple[int, ...], max_entries: int) -> int:
     """How many matrices of a stack `map_first` takes at once."""
     slots, *matrix = shape
     return min(slots, _most_matrices(matrix, max_entries))
+
+
+def size_in_turns(shape: tuple[int, ...], max_entries: int, turns: int) -> int:
+    """How many it takes as long as there are enough: batches too small to be cut."""
+    size = batch_size(shape, max_entries)
+    return turns * size if size < turns and turns * size <= shape[0] else size
+
+
+def _map_trips(
+    function: OfBatches, stack: jax.Array, start, trips, zero: jax.Array, sizes
+) -> tuple[jax.Array, jax.Array]:
+    """As many trips of a loop, from a matrix on, with batches of `sizes` in each."""
+
+    def body(carry):
+        i, stack = carry
+        return i + 1, _replace(function, stack, start + i * sum(sizes), sizes)
+
+    last, stack = jax.lax.while_loop(lambda x: x[0] < trips, body, (zero, stack))
+    return stack, last - trips
 
 
 def _map_in_place(
@@ -95,7 +116,7 @@ def _replace(
     function: OfBatches, stack: jax.Array, start: jax.Array | int, sizes: Sequence[int]
 ) -> jax.Array:
     """Consecutive batches of a stack replaced by what the function makes of them."""
-    starts = [start + int(after) - size for after, size in zip(np.cumsum(sizes), sizes)]
+    starts = [start + int(before) for before in np.cumsum(sizes) - sizes]
     batches = [
         jax.lax.dynamic_slice_in_dim(stack, first, size)
         for first, size in zip(starts, sizes, strict=True)
@@ -111,10 +132,6 @@ def _replace(
 def _cut(count: int, turns: int) -> list[int]:
     """The sizes of the batches of as many matrices."""
     return [len(part) for part in np.array_split(range(count), turns) if len(part)]
-
-
-def _even(batches: int, turns: int) -> int:
-    return turns * _divide_up(batches, turns)
 
 
 def _most_matrices(shape: Sequence[int], max_entries: int) -> int:

@@ -91,7 +91,7 @@ class Solver:
 
         The last is not rounded to the dtype of the iteration where that costs nothing.
         """
-        shape, dtype = sorted(stacks[0].shape[-2:]), stacks[0].dtype
+        shape, dtype = tuple(sorted(stacks[0].shape[-2:])), stacks[0].dtype
         strategy = self.strategy(shape, dtype)
         usual = functools.partial(
             iterate,
@@ -200,14 +200,14 @@ class Solver:
         return jnp.dtype(jnp.bfloat16) if is_short else iterated
 
     def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
-        """The multiplications that a matrix of `shape` takes, the short side first.
+        """The multiplications that a matrix of `shape` takes.
 
         Products with the long side, and of the short one with itself, as `iterations`
         has them.
         """
-        m, n = shape
+        m, n = sorted(shape)
         dtype = self.iteration_dtype(dtype)
-        passes = self.passes(self.strategy(shape, dtype), dtype)
+        passes = self.passes(self.strategy((m, n), dtype), dtype)
         return sum(2 * m * m * n + (4 * len(steps) - 3) * m**3 for steps in passes)
 
     def _products(self, strategy: Strategy, dtype: jnp.dtype) -> Products:

@@ -51,6 +51,11 @@ def test_every_matrix_has_one_owner_who_knows_it(works):
                 for slot in range(owners.counts[group, copy, device])
             ]
             assert sorted(taken) == list(range(work.count))
+            # In a row, and as many slots for each do not leave the stack.
+            starts = owners.starts[group].reshape(-1)[owners.order[group]]
+            counts = owners.counts[group].reshape(-1)[owners.order[group]]
+            np.testing.assert_array_equal(starts, np.cumsum(counts) - counts)
+            assert (starts + owners.most <= work.count + owners.beyond).all()
             flat = owners.slots[group].reshape(-1)
             np.testing.assert_array_equal(
                 flat[owners.places[group]], np.arange(work.count)

@@ -107,6 +107,4 @@ def test_leaves_on_one_tpu(monkeypatch, batch):
     for leaf, result in zip(leaves, results, strict=True):
         assert result.dtype == jnp.float32
         stack = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
-        np.testing.assert_allclose(
-            result.reshape(stack.shape), exact(stack), atol=3e-5
-        )
+        np.testing.assert_allclose(result.reshape(stack.shape), exact(stack), atol=3e-5)
