@@ -74,7 +74,8 @@ def scale_by_muon(
     - `shardings`: how the params lie on a mesh, if they do: a tree of
         `jax.sharding.NamedSharding` or (with `jax.set_mesh`) `PartitionSpec`, a prefix
         of one, or a function of the params. Every device then gets its share of the
-        matrices, whole, and returns them orthogonalized: two exchanges for each shape.
+        matrices, whole, and returns them orthogonalized: two exchanges for each shape,
+        and on TPU for each way in which that is cut, if there are enough matrices.
         Arrays outside `jit`, and explicit axes, say it themselves. Under automatic axes
         the update looks for params where `init` saw them, if it was called outside
         `jit` on params that a mesh cuts; a layout that changed since costs time, not

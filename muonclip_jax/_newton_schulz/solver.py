@@ -55,7 +55,8 @@ class Solver:
 
     A pytree, so that it passes through `jit` and `shard_map` like any argument: static
     but for a traced number of steps. Methods on arrays take and return `(..., m, n)`
-    with the short side first, and are traced once for all leaves and stacks of a shape.
+    and are traced once for all leaves and stacks of a shape. Kernels for GPU want the
+    short side first.
     """
 
     schedule: Schedule
