@@ -13,14 +13,14 @@ from tables import Report, Table
 
 
 def test_needed_flops_are_those_counted_by_hand():
-    cube = 2 * 128**3
+    cube = 2 * 192**3
     square = 5 * 3 * cube  # X X^T, its square, and the product with X, five times
-    stack = {"a": (2, 128, 128), "b": (128, 128)}
+    stack = {"a": (2, 192, 192), "b": (192, 192)}
     assert needed_flops(stack) == pytest.approx(3 * square, rel=0.02)
     # Two passes, each X X^T and Q X. Steps take 4 products of m^3; the first of a pass
     # lacks the one with Q before it, and the last the two for the next X X^T.
     wide = 2 * 2 * (4 * cube) + (3 * 4 - 3 + 2 * 4 - 3) * cube
-    assert needed_flops({"c": (512, 128)}) == pytest.approx(wide, rel=0.02)
+    assert needed_flops({"c": (768, 192)}) == pytest.approx(wide, rel=0.02)
 
 
 def test_the_peak_is_that_of_the_fastest_product():
