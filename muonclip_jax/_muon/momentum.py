@@ -186,11 +186,20 @@ def _as_kept(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     A compiler may leave out a conversion there and back, and see more than is kept.
     """
-    if dtype == jnp.bfloat16:
+
+    def stored(x: jax.Array) -> jax.Array:
+        rounded = x.astype(dtype)
+        if jnp.finfo(dtype).bits == 16:
+            rounded = jax.lax.optimization_barrier(rounded)
+        return rounded.astype(x.dtype)
+
+    def at_once(x: jax.Array) -> jax.Array:
+        # A TPU then reads the gradient once. A GPU would store what is ahead, too.
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    if dtype == jnp.float16:  # below whose normal numbers there are more
-        return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
-    return x.astype(dtype).astype(x.dtype)
+
+    if dtype == jnp.bfloat16:
+        return jax.lax.platform_dependent(x, tpu=at_once, default=stored)
+    return stored(x)
 
 
 @functools.partial(jax.jit, static_argnames=("nesterov", "view"))

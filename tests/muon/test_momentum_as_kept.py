@@ -1,0 +1,38 @@
+"""Momentum in 16 bits: what is orthogonalized is made of what is kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+
+from muonclip_jax._muon.momentum import _accumulate
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ahead_is_made_of_rounded_momentum(dtype):
+    m, g = normal(0, 64, 64, dtype=dtype), normal(1, 64, 64)
+    kept, ahead = jax.jit(lambda m, g: _accumulate(0.95, m, g, True))(m, g)
+    step = np.float32(g) * (np.float32(0.05) if dtype == "float16" else 1)
+    exact = np.asarray(np.float32(0.95) * np.float32(m) + step)
+    rounded = np.asarray(exact.astype(kept.dtype), np.float32)
+    # A product and a sum may be rounded together, so a tie goes either way.
+    ulp = float(jnp.finfo(dtype).eps) * np.abs(exact)
+    np.testing.assert_array_less(np.abs(np.float32(kept) - rounded), ulp + 1e-12)
+    assert (np.float32(kept) == rounded).mean() > 0.99
+    twice = np.float32(0.95) * np.float32(kept) + step
+    expected = np.asarray(twice.astype(kept.dtype), np.float32)
+    assert (np.float32(ahead) == expected).mean() > 0.99
+    # Of momentum that was not rounded it would be something else.
+    other = np.asarray((np.float32(0.95) * exact + step).astype(kept.dtype), np.float32)
+    assert (np.float32(ahead) == other).mean() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("platform", "word"),
+    [("tpu", "reduce_precision"), ("cuda", "optimization_barrier")],
+)
+def test_how_compilers_are_kept_from_leaving_it_out(platform, word):
+    x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+    traced = jax.jit(lambda m, g: _accumulate(0.95, m, g, True)).trace(x, x)
+    assert word in traced.lower(lowering_platforms=(platform,)).as_text()
