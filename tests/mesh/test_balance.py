@@ -51,7 +51,7 @@ def test_every_matrix_has_one_owner_who_knows_it(works):
                 for slot in range(owners.counts[group, copy, device])
             ]
             assert sorted(taken) == list(range(work.count))
-            # In a row, and as many slots for each do not leave the stack.
+            # In a row.
             starts = owners.starts[group].reshape(-1)[owners.order[group]]
             counts = owners.counts[group].reshape(-1)[owners.order[group]]
             np.testing.assert_array_equal(starts, np.cumsum(counts) - counts)
@@ -60,6 +60,9 @@ def test_every_matrix_has_one_owner_who_knows_it(works):
             np.testing.assert_array_equal(
                 flat[owners.places[group]], np.arange(work.count)
             )
+        # The busiest of a group comes last, and reaches beyond by what it lacks.
+        busiest = owners.counts.max(axis=(1, 2))
+        assert owners.beyond == owners.most - busiest.min()
 
 
 @given(
