@@ -23,7 +23,8 @@ from hlo_program import (
 )
 
 
-KINDS = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
+#: A send goes to another slice of a TPU.
+KINDS = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute|send"
 
 
 @dataclass(frozen=True)

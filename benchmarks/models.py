@@ -1,5 +1,6 @@
 """Shapes of known models' parameters, and how they lie on the chips that train them."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ class Model:
     shapes: Shapes
     specs: Specs = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=lambda: {"chip": 1})
-    topology: str = "v5p:2x2x1"
+    topology: str = "v5p:2x2x1"  # of one slice
+    slices: int = 1
     adam: tuple[str, ...] = ()  # leaves that hold no matrix
     mu_dtype: str | None = None
 
@@ -47,6 +49,10 @@ def models(llama_layers: int) -> dict[str, Model]:
         "Llama-1B, FSDP 64, stacked": fsdp(stacked(16, all_layers)),
         "Llama-1B, FSDP 16 x tensor 4": fsdp_and_tensor(stacked(16, all_layers)),
         "Llama-8B, FSDP 64": fsdp(stacked(32, llama(4096, 1024, 14336))),
+        "Llama-1B, 2 slices of FSDP 64": two_slices(stacked(16, all_layers)),
+        "Llama-405B, 40 layers, 2 slices of FSDP 64": two_slices(
+            stacked(40, llama(16384, 1024, 53248))
+        ),
         "Mixtral-like, expert 8 x FSDP 8": mixture_of_experts(32, 8, 4096, 14336),
         "Kimi K2, expert 128 x FSDP 8": kimi_k2(),
     }
@@ -67,6 +73,12 @@ def llama(width: int, keys: int, hidden: int) -> Shapes:
 def fsdp(shapes: Shapes) -> Model:
     specs = {name: _last_two(shape, "fsdp", None) for name, shape in shapes.items()}
     return Model(shapes, specs, {"fsdp": 64}, "v5p:4x4x4")
+
+
+def two_slices(shapes: Shapes) -> Model:
+    """FSDP inside a slice, and a copy in each."""
+    mesh = {"slice": 2, "fsdp": 64}
+    return dataclasses.replace(fsdp(shapes), mesh=mesh, slices=2)
 
 
 def fsdp_and_tensor(shapes: Shapes) -> Model:

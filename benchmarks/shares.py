@@ -13,8 +13,9 @@ from models import Model
 from optax.contrib import MuonDimensionNumbers
 
 from muonclip_jax._matrices.view import matrix_view, MatrixView
-from muonclip_jax._mesh.by_constraint import divide_stacks
+from muonclip_jax._mesh.by_constraint import divide_stacks, stacks_of
 from muonclip_jax._mesh.ownership import groups_of
+from muonclip_jax._mesh.repeats import Repeats
 from muonclip_jax._mesh.shared_stacks import plan_exchanges, SharedStack
 from muonclip_jax._newton_schulz.batches import batch_size, size_in_turns
 from muonclip_jax._newton_schulz.platforms import BATCH_ENTRIES, Platform, TURNS
@@ -25,30 +26,30 @@ SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")
 
 
 def loops_of_devices(
-    model: Model, platform: Platform, *, told: bool = True
+    model: Model, platform: Platform, repeats: Repeats, *, told: bool = True
 ) -> list[dict[str, int]]:
     """Number of trips by name scope, for each kind of device that there is.
 
     `told` is whether the update knows how the leaves lie.
     """
-    trips = (_trips if told else _trips_untold)(model, platform)
+    trips = _trips(model, platform, repeats) if told else _trips_untold(model, platform)
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
 
-def even_flops(model: Model, platform: Platform) -> float:
+def even_flops(model: Model, platform: Platform, repeats: Repeats) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for stack, exchange in _plan(model, platform):
+    for stack, exchange in _plan(model, platform, repeats):
         one = SOLVER.on(platform).cost(stack.shape, jnp.dtype(stack.dtype))
         flops += 2.0 * one * int(exchange.owners.counts.sum())
     return flops / math.prod(model.mesh.values())
 
 
-def _trips(model: Model, platform: Platform) -> dict[str, np.ndarray]:
+def _trips(model: Model, platform: Platform, repeats: Repeats) -> dict[str, np.ndarray]:
     """Of the loops of each stack of which devices own different numbers, on each."""
     trips = {}
-    for i, (stack, exchange) in enumerate(_plan(model, platform)):
+    for i, (stack, exchange) in enumerate(_plan(model, platform, repeats)):
         if exchange.is_even:
             continue
         counts = np.empty(math.prod(model.mesh.values()), int)
@@ -60,7 +61,8 @@ def _trips(model: Model, platform: Platform) -> dict[str, np.ndarray]:
 
 def _trips_untold(model: Model, platform: Platform) -> dict[str, np.ndarray]:
     leaves, views = _leaves(model)
-    plan = divide_stacks(SOLVER.on(platform), leaves, views, model.mesh)
+    stacks, devices = stacks_of(leaves, views), math.prod(model.mesh.values())
+    plan = divide_stacks(SOLVER.on(platform), stacks, devices)
     trips = {}
     for i, (stack, share) in enumerate(plan):
         shape = share.slots, *stack.shape
@@ -80,7 +82,7 @@ def _loops(
     return {f"{scope}/in_turns": counts // together, scope: rest}
 
 
-def _plan(model: Model, platform: Platform) -> list[SharedStack]:
+def _plan(model: Model, platform: Platform, repeats: Repeats) -> list[SharedStack]:
     leaves, views = _leaves(model)
     return plan_exchanges(
         SOLVER.on(platform),
@@ -88,6 +90,7 @@ def _plan(model: Model, platform: Platform) -> list[SharedStack]:
         views,
         [model.specs[name] for name in _names(model)],
         model.mesh,
+        repeats,
     )
 
 

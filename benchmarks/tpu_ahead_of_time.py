@@ -6,6 +6,7 @@
     ... python benchmarks/tpu_ahead_of_time.py --model '64, stacked' tensor expert
     ... python benchmarks/tpu_ahead_of_time.py --model Kimi --only ours
     ... python benchmarks/tpu_ahead_of_time.py --model 64 --without-shardings
+    ... python benchmarks/tpu_ahead_of_time.py --model slices --only ours --share-all
 
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
 one chip, the busiest where they differ, in one update. It makes no estimate for the
@@ -31,6 +32,8 @@ from models import Model, models
 from pictures import picture
 from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
+
+from muonclip_jax._mesh.repeats import between_slices, NO_REPEATS, Repeats
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ def main() -> None:
         action="store_true",
         help="ours as if nobody said how the leaves lie",
     )
+    options.add_argument(
+        "--share-all",
+        action="store_true",
+        help="ours with repeat_axes=(), between slices as well",
+    )
     options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
     options.add_argument("--png", type=Path, help="a picture of the cycles")
@@ -83,11 +91,12 @@ def main() -> None:
     for name, model in models(args.layers).items():
         if is_chosen(name, args.model) if args.model else not model.specs:
             mesh = tpu_mesh(model, args.topology)
-            compiled = list(
-                compile_updates(
-                    name, model, mesh, args.only, told=not args.without_shardings
+            told, share_all = not args.without_shardings, args.share_all
+            compiled = [
+                *compile_updates(
+                    name, model, mesh, args.only, told=told, share_all=share_all
                 )
-            )
+            ]
             add_rows(table, compiled)
             updates += compiled
     report.write()
@@ -102,10 +111,14 @@ def is_chosen(name: str, parts: list[str]) -> bool:
 def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
     """The model's mesh over the chips of a topology, the first ones if there are more.
 
-    Names of axes count, not where the chips are: the estimates know no distance.
+    Names of axes count, not where in a slice the chips are: the estimates know no
+    distance.
     """
-    name = topology or model.topology
-    chips = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    settings = {"num_slices": model.slices} if model.slices > 1 else {}
+    chips = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology or model.topology, **settings
+    ).devices
+    chips = sorted(chips, key=lambda chip: chip.slice_index)
     shape = tuple(model.mesh.values())
     chosen = np.array(chips[: int(np.prod(shape))]).reshape(shape)
     return Mesh(chosen, tuple(model.mesh), axis_types=(AxisType.Auto,) * len(shape))
@@ -138,22 +151,43 @@ def shardings_of(model: Model, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def compile_updates(
-    name: str, model: Model, mesh: Mesh, only: str | None = None, *, told: bool = True
+    name: str,
+    model: Model,
+    mesh: Mesh,
+    only: str | None = None,
+    *,
+    told: bool = True,
+    share_all: bool = False,
 ) -> Iterator[Compiled]:
-    """`told` is whether ours is given the `shardings` of the leaves."""
+    """`told` is whether ours is given the `shardings` of the leaves.
+
+    `share_all` is whether work is shared between slices, too, whatever that costs.
+    """
     both = optimizers(
         model.shapes,
         adam=model.adam,
         mu_dtype=model.mu_dtype,
         shardings=shardings_of(model, mesh) if told else None,
+        repeat_axes=() if share_all else None,
     )
+    is_known = told and not share_all
+    repeats = between_slices(mesh) if is_known else NO_REPEATS
     for implementation, tx in both.items():
         if only in (None, implementation):
-            yield compile_update(name, implementation, tx, model, mesh, told=told)
+            yield compile_update(
+                name, implementation, tx, model, mesh, repeats, told=told
+            )
 
 
 def compile_update(
-    name: str, implementation: str, tx, model: Model, mesh: Mesh, *, told: bool = True
+    name: str,
+    implementation: str,
+    tx: optax.GradientTransformation,
+    model: Model,
+    mesh: Mesh,
+    repeats: Repeats,
+    *,
+    told: bool,
 ) -> Compiled:
     inputs = arguments(tx, model, mesh)
     jax.clear_caches()
@@ -165,12 +199,12 @@ def compile_update(
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
     is_ours = implementation == "ours" and bool(model.specs)
-    loops = loops_of_devices(model, "tpu", told=told) if is_ours else [{}]
+    loops = loops_of_devices(model, "tpu", repeats, told=told) if is_ours else [{}]
     return Compiled(
         name,
         implementation,
         busiest([hlo_costs(text, trips) for trips in loops]),
-        even_flops(model, "tpu") if is_ours else None,
+        even_flops(model, "tpu", repeats) if is_ours else None,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
         seconds,

@@ -74,7 +74,8 @@ def describe(
         for row in rows
     ]
     if stacks:
-        plan = [str(stack) for stack in plan_stacks(tree.leaves, views)]
+        wide = [view and view.wide for view in views]
+        plan = [str(stack) for stack in plan_stacks(tree.leaves, wide)]
         table += ["", "orthogonalized together:", *(plan or ["nothing"])]
     return "\n".join(table + (["", refusal] if refusal else []))
 

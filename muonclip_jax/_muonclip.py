@@ -48,6 +48,7 @@ def muonclip(
     per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    repeat_axes: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
 
@@ -108,6 +109,7 @@ def muonclip(
             neuron_b2=neuron_b2,
             shardings=shardings,
             axis_name=axis_name,
+            repeat_axes=repeat_axes,
             **muon_per_head(per_head, attention, dimension_numbers),
         ),
         qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),

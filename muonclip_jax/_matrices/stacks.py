@@ -44,19 +44,12 @@ class Stack:
             stacks.append(jnp.zeros((padding, *stacks[0].shape[1:]), stacks[0].dtype))
         return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
 
-    def scatter(
-        self,
-        stack: jax.Array,
-        from_stack: Callable[[MatrixView, jax.Array], jax.Array],
-        results: list[Any],
-        *,
-        on_cpu: bool,
-    ) -> None:
+    def scatter(self, stack: jax.Array, results: list[Any], *, on_cpu: bool) -> None:
         """Puts the leaves into `results`: float32 or wider, whatever the stack is."""
         dtype = np.promote_types(jnp.dtype(self.dtype), jnp.float32)
         pieces = unstack(stack, [part.view.count for part in self.parts], on_cpu)
         for part, matrices in zip(self.parts, pieces, strict=True):
-            results[part.leaf] = from_stack(part.view, matrices).astype(dtype)
+            results[part.leaf] = part.view.from_matrices(matrices).astype(dtype)
 
     def __str__(self) -> str:
         m, n = self.shape
@@ -68,10 +61,8 @@ def plan_stacks(
     leaves: Sequence[Any],
     views: Sequence[MatrixView | None],
     max_entries: float = math.inf,
-    *,
-    turned: bool = True,
 ) -> list[Stack]:
-    """Groups matrices by shape and dtype, tall ones with wide ones if they are turned.
+    """Groups matrices by shape and dtype.
 
     `leaves` need only a dtype, so abstract ones will do. Nothing is padded: matrices
     of different shapes, or of different dtypes, never share a stack. A stack of more
@@ -80,8 +71,7 @@ def plan_stacks(
     groups: dict[tuple[tuple[int, int], str], list[Part]] = {}
     for index, (leaf, view) in enumerate(zip(leaves, views, strict=True)):
         if view is not None:
-            shape = view.short_and_long if turned else (view.fan_in, view.fan_out)
-            key = shape, jnp.dtype(leaf.dtype).name
+            key = view.matrix_shape, jnp.dtype(leaf.dtype).name
             groups.setdefault(key, []).append(Part(index, view))
     return [
         Stack(shape, dtype, tuple(parts))

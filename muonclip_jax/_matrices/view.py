@@ -31,30 +31,26 @@ class MatrixView:
         return self._size(self.output)
 
     @property
-    def short_and_long(self) -> tuple[int, int]:
-        short, long = sorted((self.fan_in, self.fan_out))
-        return short, long
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.fan_in, self.fan_out
+
+    @property
+    def wide(self) -> "MatrixView":
+        """The same matrices with the short side first: tall ones are transposed."""
+        if self.fan_in <= self.fan_out:
+            return self
+        axes = {"reduction": self.output, "output": self.reduction}
+        return dataclasses.replace(self, **axes)
 
     def to_matrices(self, leaf: jax.Array) -> jax.Array:
         """Returns the leaf as `(count, fan_in, fan_out)`."""
-        shape = self.count, self.fan_in, self.fan_out
+        shape = self.count, *self.matrix_shape
         return jax.lax.reshape(jax.lax.transpose(leaf, self._order), shape)
 
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
         moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in self._order])
         inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
         return jax.lax.transpose(moved, inverse)
-
-    def to_wide(self, leaf: jax.Array) -> jax.Array:
-        """Returns the leaf as `(count, m, n)`, the short side first."""
-        return self._turn(self.to_matrices(leaf))
-
-    def from_wide(self, matrices: jax.Array) -> jax.Array:
-        return self.from_matrices(self._turn(matrices))
-
-    def _turn(self, matrices: jax.Array) -> jax.Array:
-        is_tall = self.fan_in > self.fan_out
-        return jax.lax.transpose(matrices, (0, 2, 1)) if is_tall else matrices
 
     @property
     def _order(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from .placement import mesh_axes
 
 
 class AxisRoles(NamedTuple):
-    """What each axis of a mesh does to the matrices of a leaf; in the mesh's order."""
+    """What each axis of a mesh does to the matrices of a leaf."""
 
     batch: tuple[str, ...]  # along these, devices hold different matrices
     replicated: tuple[str, ...]  # devices hold the same
@@ -28,27 +28,35 @@ class BlockLayout:
     devices: int
     block_shape: tuple[int, int]  # a block as a part of the matrix, (fan_in, fan_out)
     whole: MatrixView  # the matrix in an array (*sizes of roles.sharded, *block)
-    turned: bool = True  # whether a tall matrix becomes a wide one
 
     @property
     def shape(self) -> tuple[int, int]:
         """The matrix, once it is joined."""
-        whole = self.whole
-        return whole.short_and_long if self.turned else (whole.fan_in, whole.fan_out)
+        return self.whole.matrix_shape
+
+    @property
+    def wide(self) -> "BlockLayout":
+        """The same, of which a tall matrix is joined to a wide one."""
+        return dataclasses.replace(self, whole=self.whole.wide)
+
+    def repeated(self, axes: tuple[str, ...]) -> "BlockLayout":
+        """The same, with replicas along some axes that know nothing of each other.
+
+        They do as if they held different matrices.
+        """
+        batch = (*self.roles.batch, *axes)
+        replicated = tuple(name for name in self.roles.replicated if name not in axes)
+        roles = AxisRoles(batch, replicated, self.roles.sharded)
+        return dataclasses.replace(self, roles=roles)
 
     def join(self, blocks: jax.Array) -> jax.Array:
         """Blocks `(devices, fan_in, fan_out)` to a matrix."""
-        blocks = blocks.reshape(self.whole.shape)
-        if self.turned:
-            return self.whole.to_wide(blocks)[0]
-        return self.whole.to_matrices(blocks)[0]
+        return self.whole.to_matrices(blocks.reshape(self.whole.shape))[0]
 
     def split(self, matrix: jax.Array) -> jax.Array:
         """The inverse of `join`."""
-        from_matrices = (
-            self.whole.from_wide if self.turned else self.whole.from_matrices
-        )
-        return from_matrices(matrix[None]).reshape(self.devices, *self.block_shape)
+        blocks = self.whole.from_matrices(matrix[None])
+        return blocks.reshape(self.devices, *self.block_shape)
 
 
 def axis_roles(

@@ -19,6 +19,7 @@ from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .consecutive import assign_consecutive, Consecutive
 from .on_mesh import zero_after
+from .repeats import NO_REPEATS, Repeats, work_and_bytes
 
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -37,10 +38,12 @@ def orthogonalize_by_constraint(
     *,
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
+    repeats: Repeats = NO_REPEATS,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that lie on the automatic axes of `mesh`, somehow."""
-    plan = divide_stacks(solver, leaves, views, mesh.shape)
-    axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+    stacks = stacks_of(leaves, views)
+    axes = _axes_that_share(solver, stacks, mesh.shape, repeats)
+    plan = divide_stacks(solver, stacks, math.prod(mesh.shape[name] for name in axes))
     by_device = PartitionSpec(axes)
     iterated = jax.shard_map(
         functools.partial(_iterate_own, plan=plan, axes=axes),
@@ -53,23 +56,42 @@ def orthogonalize_by_constraint(
     on_cpu = solver.platform == "cpu"
     for each, matrices in zip(plan, iterated, strict=True):
         returned = _from_devices(matrices, each, mesh, axes)
-        each.stack.scatter(returned, MatrixView.from_wide, results, on_cpu=on_cpu)
+        each.stack.scatter(returned, results, on_cpu=on_cpu)
     return results
 
 
+def stacks_of(
+    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], views: Sequence[MatrixView]
+) -> list[Stack]:
+    return plan_stacks(leaves, [_last_stack_first(view).wide for view in views])
+
+
 def divide_stacks(
-    solver: Solver,
-    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
-    views: Sequence[MatrixView],
-    mesh: Mapping[str, int],
+    solver: Solver, stacks: Sequence[Stack], devices: int
 ) -> list[DividedStack]:
-    stacks = plan_stacks(leaves, [_last_stack_first(view) for view in views])
     shares = assign_consecutive(
         [stack.count for stack in stacks],
         [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
-        math.prod(mesh.values()),
+        devices,
     )
     return [DividedStack(*each) for each in zip(stacks, shares, strict=True)]
+
+
+def _axes_that_share(
+    solver: Solver, stacks: Sequence[Stack], mesh: Mapping[str, int], repeats: Repeats
+) -> tuple[str, ...]:
+    """All that are longer than 1, or those along which nothing is repeated.
+
+    Leaves are taken to lie whole along those, as they do in most programs.
+    """
+    works = [
+        (stack.count, *work_and_bytes(solver, stack.shape, jnp.dtype(stack.dtype)))
+        for stack in stacks
+    ]
+    flops = sum(count * flops for count, flops, _ in works)
+    size = sum(count * size for count, _, size in works)
+    repeated = repeats.axes if repeats.are_cheap(flops, size) else ()
+    return tuple(n for n, size in mesh.items() if size > 1 and n not in repeated)
 
 
 def _last_stack_first(view: MatrixView) -> MatrixView:
@@ -83,7 +105,9 @@ def _last_stack_first(view: MatrixView) -> MatrixView:
 def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:
     stack, share = each
     wire = solver.wire_dtype(jnp.dtype(stack.dtype))
-    matrices = stack.gather(leaves, lambda view, leaf: view.to_wide(leaf).astype(wire))
+    matrices = stack.gather(
+        leaves, lambda view, leaf: view.to_matrices(leaf).astype(wire)
+    )
     slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
     # XLA moves one axis well. Where all of them cut matrices it would make copies of
     # the stack on all devices in order to move them together.

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .._parameters.paths import is_masked, Path, PathedTree
 from .placement import find_placement, given_shardings, Placement, Shardings
+from .repeats import between_slices, NO_REPEATS, Repeats
 
 
 class Layouts:
@@ -18,9 +19,15 @@ class Layouts:
     correctness, since the compiler moves what lies elsewhere on the mesh.
     """
 
-    def __init__(self, shardings: Shardings | None):
+    def __init__(
+        self,
+        shardings: Shardings | None,
+        repeat_axes: tuple[str, ...] | None = None,
+    ):
         self._shardings = shardings
+        self._repeat_axes = repeat_axes
         self._seen: dict[Path, tuple[Any, ...]] = {}
+        self._slices: dict[Any, Repeats] = {}  # by shape of the mesh
 
     def given(self, tree: PathedTree) -> list[Any]:
         """What the user gave for each leaf."""
@@ -34,6 +41,7 @@ class Layouts:
         Parameters that `init` sees whole are often cut later, and one that lies whole
         need not be moved. Those on one device are forgotten.
         """
+        self.repeats(placement)
         if any(isinstance(x, Tracer) for x in params):
             return
         for path, leaf in zip(paths, params, strict=True):
@@ -58,6 +66,27 @@ class Layouts:
             for path, leaf, spec in zip(paths, leaves, placement.specs, strict=True)
         )
         return placement._replace(specs=tuple(specs))
+
+    def repeats(self, placement: Placement | None) -> Repeats:
+        """What replicas repeat: as the user says, or between slices of the mesh.
+
+        **Raises:** `ValueError` for axes that the mesh lacks.
+        """
+        if placement is None:
+            return NO_REPEATS
+        mesh = placement.mesh
+        if self._repeat_axes is None:
+            # A traced program may not know its devices.
+            if isinstance(mesh, Mesh):
+                self._slices[mesh.shape_tuple] = between_slices(mesh)
+            return self._slices.get(mesh.shape_tuple, NO_REPEATS)
+        absent = [name for name in self._repeat_axes if name not in mesh.shape]
+        if absent:
+            raise ValueError(
+                f"repeat_axes names axes that the mesh lacks: {absent}; it has "
+                f"{list(mesh.shape)}"
+            )
+        return Repeats(self._repeat_axes)
 
     def _recall(
         self, path: Path, leaf: Any, placement: Placement

@@ -16,6 +16,7 @@ from .._matrices.stacks import Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .exchange import Exchange, Slots
+from .repeats import NO_REPEATS, Repeats
 from .shared_stacks import plan_exchanges, SharedStack
 
 
@@ -42,10 +43,15 @@ def orthogonalize_on_mesh(
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec],
+    repeats: Repeats = NO_REPEATS,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that lie on `mesh` as `specs` say, and leaves them so."""
     on_device = functools.partial(
-        orthogonalize_on_each_device, views=views, mesh=mesh.shape, specs=specs
+        orthogonalize_on_each_device,
+        views=views,
+        mesh=mesh.shape,
+        specs=specs,
+        repeats=repeats,
     )
     return jax.shard_map(
         on_device,
@@ -63,12 +69,14 @@ def orthogonalize_on_each_device(
     views: Sequence[MatrixView],
     mesh: Mapping[str, int],
     specs: Sequence[PartitionSpec],
+    repeats: Repeats = NO_REPEATS,
 ) -> list[jax.Array]:
     """What one device does: from its blocks of all leaves to the same, orthogonal.
 
     `mesh` maps names of axes to sizes.
     """
-    shared = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
+    dtypes = [x.dtype for x in leaves]
+    shared = plan_exchanges(solver, dtypes, views, specs, mesh, repeats)
     parcels = [
         Parcel(number, each, piece)
         for number, each in enumerate(shared)
@@ -81,7 +89,7 @@ def orthogonalize_on_each_device(
     on_cpu = solver.platform == "cpu"
     for number, (stack, exchange) in enumerate(shared):
         blocks = exchange.to_blocks(returned[number])
-        stack.scatter(blocks, MatrixView.from_matrices, results, on_cpu=on_cpu)
+        stack.scatter(blocks, results, on_cpu=on_cpu)
     return results
 
 

@@ -1,9 +1,8 @@
 """Which matrices on a mesh share a stack, how they travel and who iterates them."""
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +11,10 @@ from jax.sharding import PartitionSpec
 from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
-from .block_layout import block_layout, BlockLayout, local_view
+from .block_layout import AxisRoles, block_layout, BlockLayout, local_view
 from .exchange import Exchange
-from .ownership import assign_owners, Owners, Work
+from .ownership import assign_owners, groups_of, Owners, Work
+from .repeats import NO_REPEATS, Repeats, work_and_bytes
 
 
 #: How many more slots matrices may take in stacks of one layout than in one of all.
@@ -28,26 +28,21 @@ class SharedStack(NamedTuple):
     exchange: Exchange
 
 
-class Group(NamedTuple):
-    """Parts of a stack, and the layout of each."""
+class Placed(NamedTuple):
+    """A device's matrices of one leaf, and how the mesh cuts them."""
 
     dtype: str
-    parts: tuple[Part, ...]
-    layouts: tuple[BlockLayout, ...]
+    part: Part
+    layout: BlockLayout
 
     @property
-    def stack(self) -> Stack:
-        return Stack(self.layouts[0].shape, self.dtype, self.parts)
+    def kind(self) -> tuple[str, tuple[int, int], AxisRoles]:
+        """Matrices of one kind can share a stack, whatever their blocks are."""
+        return self.dtype, self.layout.wide.shape, self.layout.roles
 
-    def work(self, solver: Solver) -> Work:
-        stack, roles = self.stack, self.layouts[0].roles
-        return Work(stack.count, solver.cost(stack.shape, jnp.dtype(self.dtype)), roles)
 
-    def exchange(self, owners: Owners) -> Exchange:
-        layouts = list(dict.fromkeys(self.layouts))
-        counts = [part.view.count for part in self.parts]
-        kinds = np.repeat([layouts.index(x) for x in self.layouts], counts)
-        return Exchange(owners, tuple(layouts), kinds.astype(np.int32))
+Group = list[Placed]
+Leaf = tuple[jnp.dtype, MatrixView, PartitionSpec]
 
 
 def plan_exchanges(
@@ -56,22 +51,50 @@ def plan_exchanges(
     views: Sequence[MatrixView],
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
+    repeats: Repeats = NO_REPEATS,
 ) -> list[SharedStack]:
-    viewed = [*zip(views, specs, strict=True)]
-    parts = [Part(i, local_view(*each, mesh)) for i, each in enumerate(viewed)]
-    layouts = [block_layout(*each, mesh) for each in viewed]
-    names = [jnp.dtype(dtype).name for dtype in dtypes]
-    keys = [(n, x.shape, x.roles) for n, x in zip(names, layouts, strict=True)]
+    """The plan of least time, if there is a choice of what replicas repeat."""
+    leaves = [*zip(map(jnp.dtype, dtypes), views, specs, strict=True)]
+    plans = [_plan(solver, leaves, mesh, each) for each in repeats.alternatives]
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda plan: _expense(solver, plan, mesh, repeats))
+
+
+def _plan(
+    solver: Solver, leaves: Sequence[Leaf], mesh: Mapping[str, int], repeats: Repeats
+) -> list[SharedStack]:
+    placed = [_place(solver, i, x, mesh, repeats) for i, x in enumerate(leaves)]
     groups = [
-        group
-        for together in _group(keys, names, parts, layouts)
-        for group in _divide(solver, together, mesh)
+        divided
+        for group in _grouped(placed, lambda leaf: leaf.kind)
+        for divided in _divide(solver, group, mesh)
     ]
-    all_owners = assign_owners([group.work(solver) for group in groups], mesh)
+    all_owners = assign_owners([_work(solver, group) for group in groups], mesh)
     return [
-        SharedStack(group.stack, group.exchange(owners))
+        SharedStack(_stack(group), _exchange(group, owners))
         for group, owners in zip(groups, all_owners, strict=True)
     ]
+
+
+def _place(solver: Solver, index: int, leaf: Leaf, mesh, repeats: Repeats) -> Placed:
+    dtype, view, spec = leaf
+    layout = block_layout(view, spec, mesh)
+    axes = repeats.of_matrices(solver, layout.shape, dtype, layout.roles, mesh)
+    part = Part(index, local_view(view, spec, mesh))
+    return Placed(dtype.name, part, layout.repeated(axes))
+
+
+def _expense(
+    solver: Solver, plan: Sequence[SharedStack], mesh: Mapping[str, int], repeats
+) -> float:
+    """Operations of the busiest device, and what fits into the time of its bytes."""
+    loads, received = np.zeros(math.prod(mesh.values())), 0.0
+    for stack, exchange in plan:
+        flops, _ = work_and_bytes(solver, stack.shape, jnp.dtype(stack.dtype))
+        loads[groups_of(exchange.roles, mesh)] += flops * exchange.owners.counts
+        received += repeats.received(solver, stack, exchange.roles, mesh)
+    return loads.max() + repeats.below * received
 
 
 def _divide(solver: Solver, group: Group, mesh: Mapping[str, int]) -> Iterator[Group]:
@@ -79,29 +102,42 @@ def _divide(solver: Solver, group: Group, mesh: Mapping[str, int]) -> Iterator[G
 
     Their blocks are put together in one way, and not in that of each matrix.
     """
-    if solver.platform != "tpu":
-        yield group
-        return
-    roles = group.layouts[0].roles
+    divided = _grouped(group, lambda leaf: leaf.layout)
+    roles = group[0].layout.roles
     devices = math.prod(mesh[name] for name in (*roles.replicated, *roles.sharded))
-    divided = _group(
-        group.layouts, [group.dtype] * len(group.parts), group.parts, group.layouts
+    apart, together = (
+        sum(math.ceil(_stack(each).count / devices) for each in groups)
+        for groups in (divided, [group])
     )
-    slots = [math.ceil(each.stack.count / devices) for each in divided]
-    if sum(slots) > MOST_PADDING * math.ceil(group.stack.count / devices):
-        yield group
-        return
-    for each in divided:
+    if solver.platform == "tpu" and apart <= MOST_PADDING * together:
         # Tall matrices are iterated as they lie.
-        layouts = [dataclasses.replace(x, turned=False) for x in each.layouts]
-        yield each._replace(layouts=tuple(layouts))
+        yield from divided
+    else:
+        yield [leaf._replace(layout=leaf.layout.wide) for leaf in group]
 
 
-def _group(keys, dtypes, parts, layouts) -> list[Group]:
-    groups: dict = {}
-    for key, *each in zip(keys, dtypes, parts, layouts, strict=True):
-        groups.setdefault(key, []).append(each)
-    return [
-        Group(group[0][0], *(tuple(x) for x in [*zip(*group, strict=True)][1:]))
-        for group in groups.values()
+def _stack(group: Group) -> Stack:
+    parts = tuple(leaf.part for leaf in group)
+    return Stack(group[0].layout.shape, group[0].dtype, parts)
+
+
+def _work(solver: Solver, group: Group) -> Work:
+    stack = _stack(group)
+    cost = solver.cost(stack.shape, jnp.dtype(stack.dtype))
+    return Work(stack.count, cost, group[0].layout.roles)
+
+
+def _exchange(group: Group, owners: Owners) -> Exchange:
+    layouts = list(dict.fromkeys(leaf.layout for leaf in group))
+    kinds = [
+        np.full(leaf.part.view.count, layouts.index(leaf.layout), np.int32)
+        for leaf in group
     ]
+    return Exchange(owners, tuple(layouts), np.concatenate(kinds))
+
+
+def _grouped(leaves: Iterable[Placed], key: Callable[[Placed], Any]) -> list[Group]:
+    groups: dict[Any, Group] = {}
+    for leaf in leaves:
+        groups.setdefault(key(leaf), []).append(leaf)
+    return list(groups.values())

@@ -23,6 +23,7 @@ from .._matrices.view import MatrixView
 from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_on_each_device
 from .._mesh.placement import fits
+from .._mesh.repeats import NO_REPEATS, Repeats
 from .._newton_schulz.solver import Solver
 from .one_device import orthogonalize_on_one_device
 
@@ -33,6 +34,7 @@ def orthogonalize_where_compiler_puts(
     *,
     views: Sequence[MatrixView],
     specs: None = None,
+    repeats: Repeats = NO_REPEATS,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves, and leaves them as they lie."""
     del specs
@@ -43,7 +45,9 @@ def orthogonalize_where_compiler_puts(
     if solver.platform == "tpu":
         # Custom partitioning does not work there (jax-ml/jax#38196).
         if mesh := _automatic_mesh(leaves):
-            return orthogonalize_by_constraint(solver, leaves, views=views, mesh=mesh)
+            return orthogonalize_by_constraint(
+                solver, leaves, views=views, mesh=mesh, repeats=repeats
+            )
         return on_one_device(solver, leaves)
 
     def partition(mesh: Mesh, arguments, results):
@@ -51,7 +55,11 @@ def orthogonalize_where_compiler_puts(
         solver, leaves = arguments
         specs = [_spec(leaf.shape, _sharding(leaf, mesh)) for leaf in leaves]
         on_device = functools.partial(
-            orthogonalize_on_each_device, views=views, mesh=mesh.shape, specs=specs
+            orthogonalize_on_each_device,
+            views=views,
+            mesh=mesh.shape,
+            specs=specs,
+            repeats=repeats,
         )
         placed = [NamedSharding(mesh, spec) for spec in specs]
         told = jax.tree.map(lambda x: _sharding(x, mesh), solver)
@@ -65,7 +73,7 @@ def orthogonalize_where_compiler_puts(
 
     # The call itself holds an address, and of what it does nothing. With the name,
     # programs without the address are still told apart (see `shardings`).
-    settings = dataclasses.replace(solver, ns_steps=None), tuple(views)
+    settings = dataclasses.replace(solver, ns_steps=None), tuple(views), repeats
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     call.__name__ = f"orthogonalize_{digest[:16]}"
     return jax.jit(call)(solver, list(leaves))

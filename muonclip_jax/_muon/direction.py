@@ -37,8 +37,9 @@ def muon_direction(
         check_same_on_replicas(tree, ahead, leaves.cuts, replicas)
         placement = leaves.placement(ahead)
         warn_of_unknown(tree.paths, views, placement)
+        repeats = leaves.layouts.repeats(placement)
         directions = orthogonalize(
-            solver, ahead, views, placement, leaves.cuts, replicas
+            solver, ahead, views, placement, leaves.cuts, replicas, repeats
         )
         scaled = [
             scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
+from .._mesh.repeats import axes_to_repeat
 from .._mesh.replicas import named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning
@@ -58,6 +59,7 @@ def muon(
     per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    repeat_axes: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon for the matrices, AdamW for the rest.
 
@@ -72,8 +74,8 @@ def muon(
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `dimension_numbers`, `shardings`, `axis_name`: as for [`scale_by_muon`][];
-        `None` in `dimension_numbers` sends a leaf to AdamW.
+        `dimension_numbers`, `shardings`, `axis_name`, `repeat_axes`: as for
+        [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
         params, for both.
@@ -128,7 +130,8 @@ def muon(
     )
     check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
-    layouts, replicas = Layouts(shardings), named_axes(axis_name)
+    replicas = named_axes(axis_name)
+    layouts = Layouts(shardings, axes_to_repeat(repeat_axes, replicas))
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
 

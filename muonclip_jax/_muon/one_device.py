@@ -16,13 +16,14 @@ def orthogonalize_on_one_device(
 ) -> list[jax.Array]:
     iterate = {"cpu": _on_cpu, "gpu": _on_gpu, "tpu": _on_tpu}[solver.platform]
     on_tpu, on_cpu = solver.platform == "tpu", solver.platform == "cpu"
-    from_stack = MatrixView.from_matrices if on_tpu else MatrixView.from_wide
+    # On TPU tall matrices are iterated as they lie: to turn one is a copy in float32.
+    views = views if on_tpu else [view.wide for view in views]
     results: list[Any] = list(leaves)
-    plan = plan_stacks(leaves, views, solver.stack_entries, turned=not on_tpu)
+    plan = plan_stacks(leaves, views, solver.stack_entries)
     for stacks in _in_turns(solver, plan):
         iterated = iterate(solver, stacks, leaves)
         for stack, matrices in zip(stacks, iterated, strict=True):
-            stack.scatter(matrices, from_stack, results, on_cpu=on_cpu)
+            stack.scatter(matrices, results, on_cpu=on_cpu)
     return results
 
 
@@ -41,21 +42,20 @@ def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
 def _on_cpu(solver, stacks: Sequence[Stack], leaves: Sequence[jax.Array]):
     # A matrix goes through all of it in the caches, in a program that does not grow
     # with the number of leaves.
-    gathered = [stack.gather(leaves, MatrixView.to_wide) for stack in stacks]
+    gathered = [stack.gather(leaves, MatrixView.to_matrices) for stack in stacks]
     return [solver.map(solver.orthogonalize, x) for x in gathered]
 
 
 def _on_gpu(solver, stacks: Sequence[Stack], leaves: Sequence[jax.Array]):
     # Preparation fuses with what made the leaf, and with putting leaves together.
     gathered = [
-        solver.prepare(*[part.view.to_wide(leaves[part.leaf]) for part in stack.parts])
+        solver.prepare(*[view.to_matrices(leaves[leaf]) for leaf, view in stack.parts])
         for stack in stacks
     ]
     return [solver.map(solver.iterate, x) for x in gathered]
 
 
 def _on_tpu(solver, stacks: Sequence[Stack], leaves: Sequence[jax.Array]):
-    # Tall matrices are iterated as they lie: to turn one costs a copy in float32.
     if solver.is_large(stacks[0].shape, stacks[0].count):
         gathered = [stack.gather(leaves, MatrixView.to_matrices) for stack in stacks]
         return [solver.map(solver.orthogonalize, x) for x in gathered]

@@ -10,6 +10,7 @@ from .._matrices.view import MatrixView
 from .._mesh.cuts import cut_axes, Cuts, on_whole_blocks
 from .._mesh.on_mesh import orthogonalize_on_mesh
 from .._mesh.placement import Placement
+from .._mesh.repeats import NO_REPEATS, Repeats
 from .._mesh.replicas import Axes, orthogonalize_by_replicas
 from .._newton_schulz.solver import on_its_platform, Solver
 from .custom_partition import orthogonalize_where_compiler_puts
@@ -24,6 +25,7 @@ def orthogonalize(
     placement: Placement | None = None,
     cuts: Cuts | None = None,
     replicas: Axes = (),
+    repeats: Repeats = NO_REPEATS,
 ) -> list[jax.Array]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
@@ -47,6 +49,7 @@ def orthogonalize(
             specs=tuple(specs[i] for i in chosen) if is_known else None,
             cuts=tuple(cuts[i] for i in chosen),
             replicas=replicas,
+            repeats=repeats,
         )
         for i, result in zip(chosen, found, strict=True):
             results[i] = result
@@ -54,9 +57,9 @@ def orthogonalize(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("views", "mesh", "specs", "cuts", "replicas")
+    jax.jit, static_argnames=("views", "mesh", "specs", "cuts", "replicas", "repeats")
 )
-def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas):
+def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas, repeats):
     if replicas or any(map(cut_axes, cuts)):
         # No rule for `vmap`, which may be what names the axis of the replicas.
         of_all = functools.partial(orthogonalize_on_one_device, views=views)
@@ -69,8 +72,11 @@ def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas):
     elif mesh is None:
         route = functools.partial(orthogonalize_on_one_device, views=views)
     elif specs is None:
-        route = transformable(orthogonalize_where_compiler_puts, views, None)
+        found_later = orthogonalize_where_compiler_puts
+        route = transformable(
+            functools.partial(found_later, repeats=repeats), views, None
+        )
     else:
-        on_mesh = functools.partial(orthogonalize_on_mesh, mesh=mesh)
+        on_mesh = functools.partial(orthogonalize_on_mesh, mesh=mesh, repeats=repeats)
         route = transformable(on_mesh, views, specs)
     return on_its_platform(route, solver, leaves)

@@ -42,7 +42,7 @@ def gpt2_shapes(layers):
 
 def plan_of(shapes, dtype=jnp.float32):
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    return plan_stacks(leaves, [matrix_view(shape, PLAIN) for shape in shapes])
+    return plan_stacks(leaves, [matrix_view(shape, PLAIN).wide for shape in shapes])
 
 
 def leaf_of(shape, dtype, seed):
@@ -66,7 +66,7 @@ def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
     shapes = [(12, 64, 256), (256, 64)]
     plan = plan_of(shapes)
     assert list(map(str, plan)) == ["13 x 64 x 256 float32 from 2 leaves"]
-    views = [matrix_view(shape, PLAIN) for shape in shapes]
+    views = [matrix_view(shape, PLAIN).wide for shape in shapes]
     mixed = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in zip(shapes, DTYPES[:2], strict=True)
@@ -77,19 +77,21 @@ def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
     ]
 
 
-def test_tall_matrices_that_are_not_turned_have_stacks_of_their_own():
+def test_tall_matrices_that_are_not_transposed_have_stacks_of_their_own():
     shapes = [(4, 6), (6, 4), (2, 6, 4), (5, 5)]
     leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     views = [matrix_view(shape, PLAIN) for shape in shapes]
-    assert [
-        (stack.shape, stack.count) for stack in plan_stacks(leaves, views, turned=False)
-    ] == [((4, 6), 1), ((6, 4), 3), ((5, 5), 1)]
+    assert [(stack.shape, stack.count) for stack in plan_stacks(leaves, views)] == [
+        ((4, 6), 1),
+        ((6, 4), 3),
+        ((5, 5), 1),
+    ]
 
 
 def test_stacks_of_several_leaves_stay_below_a_size():
     shapes = [(4, 6), (6, 4), (4, 6), (9, 4, 6), (4, 6)]
     leaves = [jnp.zeros(shape) for shape in shapes]
-    views = [matrix_view(shape, PLAIN) for shape in shapes]
+    views = [matrix_view(shape, PLAIN).wide for shape in shapes]
     plan = plan_stacks(leaves, views, max_entries=48)
     assert [[part.leaf for part in stack.parts] for stack in plan] == [
         [0, 1],

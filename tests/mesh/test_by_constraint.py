@@ -17,7 +17,11 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._mesh.by_constraint import divide_stacks, orthogonalize_by_constraint
+from muonclip_jax._mesh.by_constraint import (
+    divide_stacks,
+    orthogonalize_by_constraint,
+    stacks_of,
+)
 from muonclip_jax._mesh.consecutive import assign_consecutive
 from muonclip_jax._muon.one_device import orthogonalize_on_one_device
 from muonclip_jax._newton_schulz.solver import make_solver
@@ -114,7 +118,7 @@ def test_same_as_on_one_device(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_iterate_their_share_without_waiting_for_others(layout):
     mesh, leaves = placed(layout)
-    plan = divide_stacks(SOLVER, leaves, VIEWS, mesh.shape)
+    plan = divide_stacks(SOLVER, stacks_of(leaves, VIEWS), mesh.size)
     once = {f"stack{i}": 1 for i in range(len(plan))}
     text = route_on(mesh).lower(leaves).compile().as_text()
     costs = hlo_costs(text, once)

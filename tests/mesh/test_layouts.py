@@ -42,14 +42,18 @@ def mesh():
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize(("shape", "numbers", "spec"), CASES)
-def test_blocks_of_all_devices_make_up_the_matrices(mesh, shape, numbers, spec):
+def test_blocks_of_all_devices_make_up_the_matrices(
+    mesh, shape, numbers, spec, is_wide
+):
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     view = matrix_view(shape, numbers)
     local, mine = (
         local_view(view, spec, mesh.shape),
         block_layout(view, spec, mesh.shape),
     )
+    mine = mine.wide if is_wide else mine
     on_devices = jax.device_put(whole, NamedSharding(mesh, spec))
     at = {shard.device: shard for shard in on_devices.addressable_shards}
 
@@ -68,7 +72,7 @@ def test_blocks_of_all_devices_make_up_the_matrices(mesh, shape, numbers, spec):
     )
     part = whole[index]
     expected = np.asarray(matrix_view(part.shape, numbers).to_matrices(part))
-    if expected.shape[-2] > expected.shape[-1]:
+    if is_wide and expected.shape[-2] > expected.shape[-1]:
         expected = expected.swapaxes(-2, -1)
     np.testing.assert_array_equal(joined, expected)
     assert mine.shape == expected.shape[-2:]
