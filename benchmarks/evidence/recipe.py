@@ -150,20 +150,20 @@ def difference(measured: Measured, arm: str) -> Interval:
 def share_table(found: Mapping[Key, Measured]) -> Table:
     columns = ["corpus", "matrix parameters", "", f"tokens over {ADAMW}'s"]
     columns.append(f"over those of {ADAMW_BETA}")
+    of_models = {model: measured.outcomes for model, measured in found.items()}
     entries = [
-        [corpus, size, arm, *(shown(measured.outcomes[arm, goal]) for goal in GOALS)]
-        for (corpus, size), measured in found.items()
+        [corpus, size, arm, *(outcomes[arm, goal].show_share() for goal in GOALS)]
+        for (corpus, size), outcomes in of_models.items()
         for arm in SHARES
     ]
-    caption = "Share of the tokens of a tuned AdamW, ± the 95 % interval."
+    caption = (
+        "Share of the tokens of a tuned AdamW, ± the 95 % interval, or a bound where "
+        "no shorter or longer runs were made."
+    )
     return Table(columns, entries, caption)
 
 
 GOALS = (ADAMW, ADAMW_BETA)
-
-
-def shown(outcome: Outcome) -> str:
-    return outcome.share.show(".0%")
 
 
 def part_table(found: Mapping[Key, Measured]) -> Table:

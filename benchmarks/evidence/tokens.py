@@ -1,5 +1,6 @@
 """How many of AdamW's tokens Muon needs for the same loss."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,18 @@ class Outcome(NamedTuple):
     def row(self) -> list[str]:
         """Both losses and the share, for a table."""
         shown = [interval(losses).show() for losses in self.ends.values()]
-        return [*shown, self.share.show(".0%")]
+        return [*shown, self.show_share()]
+
+    def show_share(self) -> str:
+        """The share, or the bound that the lengths of the runs put on it."""
+        shares, longest = self.shares, self.muon[0][-1][0]
+        never = sum(map(math.isnan, shares))
+        if never:
+            return f"over {longest:.0%} in {never} of {len(shares)} seeds"
+        is_bound = any(
+            x == path[0][0] for x, path in zip(shares, self.muon, strict=True)
+        )
+        return ("at most " if is_bound else "") + self.share.show(".0%")
 
 
 COLUMNS = ["AdamW's loss", "Muon's loss", "Muon's tokens over AdamW's"]

@@ -82,6 +82,24 @@ def test_a_run_that_diverged_is_the_worst():
     assert losses(results, part="tune") == [math.inf, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("goal", "shown"),
+    [
+        (2.0, "at most 52% ± 23%"),  # one of two had it in its shortest run
+        (1.75, "59% ± 0%"),
+        (1.0, "over 100% in 1 of 2 seeds"),
+    ],
+)
+def test_a_share_that_no_run_was_short_or_long_enough_for_is_a_bound(goal, shown):
+    paths = [[(0.5, 2.0), (1.0, 1.0)], [(0.5, 2.0), (1.0, 1.0)]]
+    if goal == 2.0:
+        paths[0] = [(0.5, 2.1), (1.0, 1.1)]
+    if goal == 1.0:
+        paths[0][-1] = (1.0, 1.2)
+    outcome = tokens.Outcome(None, [goal, goal], paths)
+    assert outcome.show_share() == shown
+
+
 def test_share_of_the_tokens_is_interpolated_in_the_logarithm():
     path = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.0)]
     assert tokens.reached(path, 1.5) == pytest.approx(0.5 * 2**0.5)
