@@ -18,6 +18,12 @@ class AxisRoles(NamedTuple):
     batch: tuple[str, ...]  # along these, devices hold different matrices
     replicated: tuple[str, ...]  # devices hold the same
     sharded: tuple[str, ...]  # devices hold different blocks of the same
+    repeated: tuple[str, ...] = ()  # the same, and each iterates it for itself
+
+    @property
+    def in_order(self) -> tuple[tuple[str, ...], ...]:
+        """Axes between groups, between the copies in one and between its devices."""
+        return self.batch + self.repeated, self.replicated, self.sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +46,9 @@ class BlockLayout:
         return dataclasses.replace(self, whole=self.whole.wide)
 
     def repeated(self, axes: tuple[str, ...]) -> "BlockLayout":
-        """The same, with replicas along some axes that know nothing of each other.
-
-        They do as if they held different matrices.
-        """
-        batch = (*self.roles.batch, *axes)
+        """The same, with replicas along some axes that know nothing of each other."""
         replicated = tuple(name for name in self.roles.replicated if name not in axes)
-        roles = AxisRoles(batch, replicated, self.roles.sharded)
+        roles = self.roles._replace(replicated=replicated, repeated=axes)
         return dataclasses.replace(self, roles=roles)
 
     def join(self, blocks: jax.Array) -> jax.Array:

@@ -124,7 +124,9 @@ class Exchange:
         return _at(self._kinds_of_slots[..., piece], *self._here())
 
     def _here(self) -> tuple[jax.Array | int, ...]:
-        return tuple(jax.lax.axis_index(axes) if axes else 0 for axes in self.roles)
+        return tuple(
+            jax.lax.axis_index(axes) if axes else 0 for axes in self.roles.in_order
+        )
 
     def _all_to_all(self, blocks: jax.Array) -> jax.Array:
         """Block `i` goes to device `i`."""
