@@ -6,12 +6,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 import muonclip_jax._muon.muon as muon_module
 import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
+from muonclip_jax._mesh.placement import Placement
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -52,8 +54,10 @@ VALUES = {
     "per_head": True,
     "shardings": SPECS,
     "axis_name": "data",
+    "repeat_axes": "slice",
 }
 RATE = 0.5
+SLICES = AbstractMesh((2,), ("slice",))
 
 
 def options_of(function):
@@ -103,6 +107,7 @@ def direction_of(monkeypatch, module, make):
         make().init(PARAMS)
     leaves = received.pop("leaves")
     read = {"views": leaves.views, "shardings": leaves.shardings}
+    read["repeats"] = leaves.layouts.repeats(Placement(SLICES, ()))
     return received | read | {"momentum": momentum}
 
 
