@@ -1,9 +1,9 @@
 """Which device owns which matrix: work assigned by cost over the devices of a mesh."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class Work:
     roles: AxisRoles
 
 
-class Owners(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Owners:
     """Which devices iterate the matrices of a stack.
 
     Groups lie along `roles.batch` and `roles.repeated`, and in each of them copies
@@ -38,12 +39,12 @@ class Owners(NamedTuple):
     counts: np.ndarray  # (groups, copies, devices): how many each has, in a row
     order: np.ndarray  # (groups, copies * devices): whose come first, and whose next
 
-    @property
+    @functools.cached_property
     def most(self) -> int:
         """Slots of each device."""
         return max(1, int(self.counts.max(initial=1)))
 
-    @property
+    @functools.cached_property
     def starts(self) -> np.ndarray:
         """The first matrix of each, `(groups, copies, devices)`."""
         in_order = np.take_along_axis(self._of_members(self.counts), self.order, 1)
@@ -52,18 +53,18 @@ class Owners(NamedTuple):
         np.put_along_axis(starts, self.order, behind - in_order, axis=1)
         return starts.reshape(self.counts.shape)
 
-    @property
+    @functools.cached_property
     def beyond(self) -> int:
         """How far the slots of some reach beyond the stack."""
         return int(self.starts.max(initial=0)) + self.most - int(self.counts[0].sum())
 
-    @property
+    @functools.cached_property
     def slots(self) -> np.ndarray:
         """The matrix in each slot, `(groups, copies, devices, slots)`, or another."""
         last = self.counts[0].sum() - 1
         return np.minimum(self.starts[..., None] + np.arange(self.most), last)
 
-    @property
+    @functools.cached_property
     def places(self) -> np.ndarray:
         """Of each matrix an index into all slots of its group, `(groups, matrices)`."""
         places = np.empty((len(self.order), self.counts[0].sum()), np.int32)

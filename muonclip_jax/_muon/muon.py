@@ -27,7 +27,7 @@ from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
 from .leaves import Leaves, read_leaves
 from .momentum import is_8_bits, momentum_in
-from .normalize_neurons import neuron_normalization
+from .normalize_neurons import check_decay, neuron_normalization
 from .shape_scale import check_shape_scale, ShapeScale
 from .state import zeros_like
 from .weight_decay import decayed_weights
@@ -129,6 +129,8 @@ def muon(
         prefix="ns_",
     )
     check_shape_scale(consistent_rms)
+    if neuron_b2 is not None:
+        check_decay("neuron_b2", neuron_b2)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     replicas = named_axes(axis_name)
     layouts = Layouts(shardings, axes_to_repeat(repeat_axes, replicas))

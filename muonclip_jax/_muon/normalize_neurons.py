@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .._matrices.view import MatrixView
@@ -68,7 +69,8 @@ def normalize_neurons(
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
     the state `v` is float32, a vector for each matrix.
 
-    **Raises:** `ValueError` at `init` as [`scale_by_muon`][] does, naming the paths.
+    **Raises:** `ValueError` for a `b2` outside [0, 1]; at `init` as
+    [`scale_by_muon`][] does, naming the paths.
 
     !!! example
 
@@ -85,6 +87,7 @@ def normalize_neurons(
         Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
         for each output; the longer side is that of modded-nanogpt and nanochat.
     """
+    check_decay("b2", b2)
     layouts = Layouts(shardings)
 
     def read(tree: Any) -> Leaves:
@@ -93,6 +96,12 @@ def normalize_neurons(
         return leaves
 
     return neuron_normalization(read, b2=b2, eps=eps)
+
+
+def check_decay(name: str, b2: float | jax.Array) -> None:
+    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
+    if not isinstance(b2, Tracer) and not 0 <= np.asarray(b2) <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {b2}")
 
 
 def neuron_normalization(

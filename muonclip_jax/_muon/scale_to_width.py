@@ -54,7 +54,7 @@ def scale_to_width(
         Matrix-Preconditioned Optimizers Across Scales", arXiv:2512.05620, for the
         rates of matrices and their decay; the AdamW side is nanochat's rule.
     """
-    if width <= 0 or tuned_at <= 0:
+    if not (width > 0 and tuned_at > 0):
         raise ValueError(f"widths must be positive, got {width} and {tuned_at}")
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate

@@ -22,8 +22,10 @@ def check_shape_scale(consistent_rms: ShapeScale) -> None:
                 "consistent_rms must be a number, 'mup' or None, got "
                 f"{consistent_rms!r}"
             )
-    elif consistent_rms < 0:
-        raise ValueError(f"consistent_rms must not be negative, got {consistent_rms}")
+    elif not 0 <= consistent_rms < math.inf:
+        raise ValueError(
+            f"consistent_rms must be finite and not negative, got {consistent_rms}"
+        )
 
 
 def scale_by_shape(

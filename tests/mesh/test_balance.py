@@ -131,7 +131,7 @@ works = [
     ]
 ]
 for work, owners in zip(works, assign_owners(works, mesh)):
-    print(work, *(part.tolist() for part in owners), sep="\\n")
+    print(work, owners.counts.tolist(), owners.order.tolist(), sep="\\n")
 """
 
 

@@ -1,5 +1,6 @@
 """NorMuon against loops written from its formulas, alone and on a mesh."""
 
+import math
 import re
 
 import flax.linen as nn
@@ -296,6 +297,14 @@ def test_strict_promotion(dtype):
     with jax.numpy_dtype_promotion("strict"):
         after, _ = tx.update(updates, tx.init(updates))
     assert after["w"].dtype == dtype
+
+
+@pytest.mark.parametrize("b2", [-0.1, 1.5, math.nan])
+def test_decays_outside_the_unit_interval_are_refused(b2):
+    with pytest.raises(ValueError, match=r"^b2 must lie in \[0, 1\]"):
+        mc.normalize_neurons(b2)
+    with pytest.raises(ValueError, match=r"neuron_b2 must lie in \[0, 1\]"):
+        mc.muon(1e-2, neuron_b2=b2)
 
 
 def test_init_does_not_read_values():

@@ -1,5 +1,7 @@
 """The third scale by shape, and arguments for another width."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -81,5 +83,9 @@ def test_refusals():
         mc.muon(1e-2, consistent_rms="mu")
     with pytest.raises(ValueError, match="'mup'"):
         mc.scale_by_muon(consistent_rms="rms")
-    with pytest.raises(ValueError, match="widths must be positive, got 0 and 16"):
-        mc.scale_to_width(0, tuned_at=16, learning_rate=0.1)
+    for width in (0, math.nan):
+        with pytest.raises(ValueError, match=f"must be positive, got {width} and 16"):
+            mc.scale_to_width(width, tuned_at=16, learning_rate=0.1)  # pyright: ignore
+    for rms in (-0.2, math.nan, math.inf):
+        with pytest.raises(ValueError, match="must be finite and not negative"):
+            mc.scale_by_muon(consistent_rms=rms)
