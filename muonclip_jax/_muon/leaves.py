@@ -10,6 +10,15 @@ from .._mesh.placement import Placement
 from .._mesh.replicas import Axes, mean_over_replicas
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
+from .._parameters.verdicts import find_heads
+
+
+_NO_HEAD = (
+    "head_learning_rate was given, but no leaf that goes to AdamW is found to be an "
+    "output head; print(mc.describe(params)) shows why. Where the embedding writes the "
+    "output too, leave head_learning_rate out. A head that is not found gets a rate of "
+    "its own by optax.partition around mc.muon and optax.adamw"
+)
 
 
 class Leaves(NamedTuple):
@@ -27,6 +36,20 @@ class Leaves(NamedTuple):
             return gradients
         leaves = mean_over_replicas(self.tree.of(gradients), self.cuts, axes)
         return self.tree.unflatten(leaves)
+
+    def heads(self) -> list[bool]:
+        """Whether each leaf is an output head, and no matrix.
+
+        **Raises:** `ValueError` where there is none.
+        """
+        found = find_heads(with_whole_leaves(self.tree, self.cuts))
+        heads = [
+            is_head and view is None
+            for is_head, view in zip(found, self.views, strict=True)
+        ]
+        if not any(heads):
+            raise ValueError(_NO_HEAD)
+        return heads
 
     def placement(self, arrays: Sequence[Any]) -> Placement | None:
         """Where arrays in the place of the leaves lie, as far as it is known."""

@@ -54,6 +54,7 @@ def muon(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    head_learning_rate: optax.ScalarOrSchedule | None = None,
     cautious_weight_decay: bool = False,
     neuron_b2: float | jax.Array | None = None,
     per_head: bool = False,
@@ -82,6 +83,9 @@ def muon(
     - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
     - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`, whose momentum has
         `mu_dtype` too, or with `"int8"` the params' dtype.
+    - `head_learning_rate`: that of the kernels that [`describe`][] calls output heads,
+        which AdamW trains like the rest; that of AdamW's side if `None`. A head wants
+        less the wider the model is, the embedding hardly does.
     - `cautious_weight_decay`: whether to decay only what the step makes smaller, for
         both, as [`add_cautious_decayed_weights`][] does.
     - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
@@ -91,8 +95,9 @@ def muon(
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
-    **Raises:** `ValueError` as [`scale_by_muon`][] does, and for `per_head` beside
-    `dimension_numbers` that leave nothing open.
+    **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head` beside
+    `dimension_numbers` that leave nothing open, and for `head_learning_rate` without an
+    output head.
 
     !!! example
 
@@ -157,22 +162,27 @@ def muon(
             if neuron_b2 is not None
             else []
         )
-        return optax.partition(
-            {
-                "muon": optax.chain(
-                    direction,
-                    *normalization,
-                    decay(weight_decay, decayed),
-                    optax.scale_by_learning_rate(learning_rate),
-                ),
-                "adamw": optax.chain(
-                    _lying_as_params(adam, leaves, adam_mu_dtype),
-                    decay(adam_weight_decay, decayed),
-                    optax.scale_by_learning_rate(adam_learning_rate),
-                ),
-            },
-            lambda _: _labels(leaves),
-        )
+
+        def adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+            return optax.chain(
+                _lying_as_params(adam, leaves, adam_mu_dtype),
+                decay(adam_weight_decay, decayed),
+                optax.scale_by_learning_rate(rate),
+            )
+
+        groups: dict[Hashable, optax.GradientTransformation] = {
+            "muon": optax.chain(
+                direction,
+                *normalization,
+                decay(weight_decay, decayed),
+                optax.scale_by_learning_rate(learning_rate),
+            ),
+            "adamw": adamw(adam_learning_rate),
+        }
+        if head_learning_rate is not None:
+            groups["head"] = adamw(head_learning_rate)
+        labels = _labels(leaves, with_heads=head_learning_rate is not None)
+        return optax.partition(groups, lambda _: labels)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return build(read(params)).init(params)
@@ -224,7 +234,9 @@ def _lying_as_params(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _labels(leaves: Leaves) -> Any:
-    return leaves.tree.unflatten(
-        "adamw" if view is None else "muon" for view in leaves.views
-    )
+def _labels(leaves: Leaves, *, with_heads: bool) -> Any:
+    labels = ["adamw" if view is None else "muon" for view in leaves.views]
+    if with_heads:
+        heads = zip(labels, leaves.heads(), strict=True)
+        labels = ["head" if is_head else label for label, is_head in heads]
+    return leaves.tree.unflatten(labels)

@@ -28,6 +28,7 @@ class Verdict(NamedTuple):
     numbers: MuonDimensionNumbers | None
     why: str
     is_sure: bool = True
+    is_head: bool = False  # whether it writes the output
 
 
 class Ambiguous(Exception):
@@ -101,7 +102,8 @@ class LeafRules:
         if why is None and called and names.is_head(called[0]):
             why = "named so"
         is_sure = why == "named so"
-        return Verdict(None, f"output head: {why}", is_sure) if why else None
+        head = Verdict(None, f"output head: {why}", is_sure, is_head=True)
+        return head if why else None
 
     def _of_rank_two(self, own: Path, leaf: Spelled) -> Verdict | None:
         if len(leaf.shape) != 2:

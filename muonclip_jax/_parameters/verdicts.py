@@ -45,6 +45,21 @@ def find_verdicts(
     return [found[i] for i in range(len(tree.paths))]
 
 
+def find_heads(tree: paths.PathedTree) -> list[bool]:
+    """Whether each leaf is an output head by the evidence, whatever is given."""
+    rules = _Rules(tree, per_head=False, stack_axes=IN_FRONT)
+
+    def is_head(path: paths.Path, leaf: Any) -> bool:
+        if paths.is_masked(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return False
+        try:
+            return rules.verdict(path).is_head
+        except Ambiguous:
+            return False
+
+    return list(map(is_head, tree.paths, tree.leaves))
+
+
 def read(
     stacks: ModuleStacks, leaf_paths: Iterable[paths.Path]
 ) -> dict[paths.Path, Spelled]:
