@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -51,18 +52,46 @@ def test_what_a_step_does_to_features_does_not_depend_on_the_width(width):
 
 
 def test_rates_and_what_they_decay():
-    told = mc.scale_to_width(
-        512, tuned_at=128, learning_rate=0.03, weight_decay=0.2, adam_learning_rate=0.01
-    )
-    assert told == dict(
+    tuned = dict(learning_rate=0.03, weight_decay=0.2, adam_learning_rate=0.01)
+    expected = dict(
         learning_rate=0.03,
         consistent_rms="mup",
-        weight_decay=pytest.approx(0.05),
+        weight_decay=0.2,
         adam_learning_rate=pytest.approx(0.005),
-        adam_weight_decay=pytest.approx(0.1),
+        head_learning_rate=pytest.approx(0.0025),
     )
+    assert mc.scale_to_width(512, tuned_at=128, **tuned) == expected
+    told = mc.scale_to_width(512, tuned_at=128, **tuned, head_learning_rate=0.04)
+    assert told == expected | dict(head_learning_rate=pytest.approx(0.01))
     one = mc.scale_to_width(512, tuned_at=128, learning_rate=0.03)
     assert one["adam_learning_rate"] == pytest.approx(0.015)
+    assert one["head_learning_rate"] == pytest.approx(0.0075)
+
+
+def params_of(*, tied: bool):
+    embed = {"embed": {"embedding": jnp.ones((16, 4))}}
+    block = {"up": {"kernel": jnp.ones((4, 8))}, "down": {"kernel": jnp.ones((8, 4))}}
+    head = {} if tied else {"head": {"kernel": jnp.ones((4, 16))}}
+    return embed | {"block_0": block} | head
+
+
+def test_steps_of_head_and_embedding_fall_with_the_width():
+    params, tied = params_of(tied=False), params_of(tied=True)
+
+    def first_step(params, width, **changes):
+        told = mc.scale_to_width(width, tuned_at=4, learning_rate=0.1, weight_decay=0.0)
+        tx = mc.muon(**told | changes)
+        return tx.update(params, tx.init(params), params)[0]
+
+    small, large = first_step(params, 4), first_step(params, 64)
+    for name, ratio in {"head": 1 / 16, "embed": 1 / 4, "block_0": 1.0}.items():
+        chex.assert_trees_all_close(
+            large[name], optax.tree.scale(ratio, small[name]), rtol=1e-5
+        )
+    with pytest.raises(ValueError, match="head_learning_rate=None"):
+        first_step(tied, 64)
+    updates = first_step(tied, 64, head_learning_rate=None)
+    chex.assert_trees_all_close(updates["embed"], large["embed"], rtol=1e-6)
 
 
 def test_schedules_are_scaled_step_by_step():
@@ -72,8 +101,8 @@ def test_schedules_are_scaled_step_by_step():
     )
     for step in (0, 3, 10):
         assert told["adam_learning_rate"](step) == pytest.approx(0.5 * schedule(step))
-        assert told["weight_decay"](step) == pytest.approx(0.25 * schedule(step))
-    params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+        assert told["head_learning_rate"](step) == pytest.approx(0.25 * schedule(step))
+    params = params_of(tied=False)
     tx = mc.muon(**told)
     tx.update(params, tx.init(params), params)
 
