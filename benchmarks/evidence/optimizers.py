@@ -19,17 +19,18 @@ class Hyperparameters(NamedTuple):
 
     learning_rate: Any
     adam_learning_rate: Any
+    head_learning_rate: Any  # or None
     weight_decay: Any
     threshold: Any
 
 
 def hyperparameters(run: Run) -> list[Hyperparameters]:
     """Returns the hyperparameters of every step."""
+    rates = run.learning_rate, run.adam_learning_rate, run.head_learning_rate
     rest = np.float32(run.weight_decay), np.float32(run.threshold)
     return [
         Hyperparameters(
-            np.float32(run.learning_rate * factor),
-            np.float32(run.adam_learning_rate * factor),
+            *(None if rate is None else np.float32(rate * factor) for rate in rates),
             *rest,
         )
         for factor in schedule(run)
@@ -61,6 +62,7 @@ def make_optimizer(
         learning_rate=at.learning_rate,
         weight_decay=at.weight_decay,
         adam_learning_rate=at.adam_learning_rate,
+        head_learning_rate=at.head_learning_rate,
     )
     if run.tuned_at is not None:
         rates = mc.scale_to_width(run.width, tuned_at=run.tuned_at, **rates)

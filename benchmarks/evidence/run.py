@@ -28,8 +28,9 @@ class Run:
     optimizer: str = "muon"  # or "adamw"
     learning_rate: float = 1e-2  # that of the hidden matrices, or of all with AdamW
     adam_learning_rate: float = 1e-2  # that of the rest with Muon
+    head_learning_rate: float | None = None  # that of the output head, if apart
     weight_decay: float = 0.1
-    tuned_at: int | None = None  # the width at which these three were tuned
+    tuned_at: int | None = None  # the width at which these four were tuned
     beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
     schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
     threshold: float = math.inf  # of QK-Clip
@@ -66,7 +67,11 @@ class Run:
         names += ["learning_rate", "adam_learning_rate", "weight_decay"]
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         changes = {name: defaults[name] for name in names}
-        return self.but(**changes, threshold=1.0 if self.clips else math.inf)
+        return self.but(
+            **changes,
+            head_learning_rate=None if self.head_learning_rate is None else 1.0,
+            threshold=1.0 if self.clips else math.inf,
+        )
 
     @property
     def clips(self) -> bool:

@@ -137,7 +137,7 @@ def program(run: Run) -> Program:
 
     @jax.jit
     def start(params: Any) -> Any:
-        tx = make_optimizer(run, Hyperparameters(0.0, 0.0, 0.0, 1.0))
+        tx = make_optimizer(run, hyperparameters(run)[0])
         return tx.init(params)
 
     def init(key: jax.Array) -> Carry:

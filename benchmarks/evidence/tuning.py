@@ -1,8 +1,9 @@
 """Finds the learning rates and weight decay of AdamW and Muon on a grid."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from walk import neighbours, walk
 
 from .lab import Lab, losses
@@ -35,20 +36,30 @@ def tuned_pair(lab: Lab, plan: Plan, corpus: str, **settings: Any) -> Pair:
 
 
 def tuned(
-    lab: Lab, run: Run, axes: Sequence[str] = AXES, *, one_rate: bool = False
+    lab: Lab,
+    run: Run,
+    axes: Sequence[str] = AXES,
+    *,
+    one_rate: bool = False,
+    grid: Mapping[str, Sequence[float]] = GRID,
+    seeds: Sequence[int] | None = None,
 ) -> Run:
     """The best of the grid by the loss on the part to tune on, from the run's place.
 
-    With `one_rate` Muon's AdamW side has Muon's learning rate.
+    With `one_rate` Muon's AdamW side has Muon's learning rate. With `seeds` the mean
+    loss over these decides, else that of the run's own seed.
     """
+    seeds = [run.seed] if seeds is None else seeds
 
     def beside(run: Run) -> Iterator[Run]:
         for axis in axes:
-            for value in neighbours(GRID[axis], getattr(run, axis)):
+            for value in neighbours(grid[axis], getattr(run, axis)):
                 one = dict(adam_learning_rate=value) if one_rate else {}
                 yield run.but(**one | {axis: value})
 
     def measured(runs: list[Run]) -> list[float]:
-        return losses(lab.results(runs, kept_in="tuning"), part="tune")
+        repeated = [run.but(seed=seed) for run in runs for seed in seeds]
+        found = losses(lab.results(repeated, kept_in="tuning"), part="tune")
+        return np.reshape(found, (len(runs), len(seeds))).mean(axis=1).tolist()
 
     return walk(run, beside, measured)

@@ -1,6 +1,6 @@
 """Whether what was tuned on a small model suits a wider and a deeper one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pictures import panels
@@ -12,11 +12,19 @@ from ..plan import Plan
 from ..run import Run
 from ..section import Section
 from ..style import CYCLE, rows
-from ..tuning import tuned
+from ..tuning import RATES, tuned
 
 
 SEEDS, REGRET = 3, 0.02  # in nats
-AXES = ("learning_rate", "weight_decay", "adam_learning_rate")
+TUNING_SEEDS = (0, 1001, 1002, 1003)  # of the small model, whose losses are noisy
+# The matrices' rate in steps of a root of two, the rest in steps of two.
+GRID = dict(
+    learning_rate=tuple(round(1e-3 * 2 ** (i / 2), 5) for i in range(18)),
+    weight_decay=tuple(0.1 * 2**i for i in range(-4, 5)),
+    adam_learning_rate=RATES,
+    head_learning_rate=RATES,
+)
+AXES = tuple(GRID)
 SMALL: dict[str, Any] = dict(layers=2, width=32, heads=2, steps=200)
 LARGER = {
     "width 256": dict(width=256, heads=16),
@@ -27,7 +35,12 @@ ARMS: dict[str, dict[str, Any]] = {
     RECIPE: dict(tuned_at=SMALL["width"]),
     "0.2 sqrt(max(m, n)), all as it was": {},
 }
-START = dict(learning_rate=3.2e-2, weight_decay=0.1, adam_learning_rate=1.6e-2)
+START = dict(
+    learning_rate=4.525e-2,
+    weight_decay=0.1,
+    adam_learning_rate=0.128,
+    head_learning_rate=3.2e-2,
+)
 
 Key = tuple[str, str, str]  # corpus, larger model, arm
 
@@ -83,10 +96,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
 def carry_over(lab: Lab, plan: Plan, corpus: str) -> Iterator[tuple[Key, Carried]]:
     small = plan.run(corpus, **SMALL | START)
     starts = {arm: small.but(**changes) for arm, changes in ARMS.items()}
-    best = {arm: tuned(lab, run, AXES) for arm, run in starts.items()}
+    best = {arm: tune(lab, plan, run, TUNING_SEEDS) for arm, run in starts.items()}
     for name, larger in LARGER.items():
         kept = {arm: run.but(**larger) for arm, run in best.items()}
-        there = tuned(lab, kept[RECIPE], AXES)
+        there = tune(lab, plan, kept[RECIPE], TUNING_SEEDS[:1])
         runs = kept | {"best": there}
         results = lab.gather(
             {arm: plan.over_seeds(run, SEEDS) for arm, run in runs.items()}
@@ -95,6 +108,10 @@ def carry_over(lab: Lab, plan: Plan, corpus: str) -> Iterator[tuple[Key, Carried
         for arm in ARMS:
             key = corpus, name, arm
             yield key, Carried(kept[arm], there, ends[arm], ends["best"])
+
+
+def tune(lab: Lab, plan: Plan, run: Run, seeds: Sequence[int]) -> Run:
+    return tuned(lab, run, plan.axes(AXES), grid=GRID, seeds=plan.some(seeds))
 
 
 def table(found: dict[Key, Carried]) -> Table:
