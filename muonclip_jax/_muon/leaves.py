@@ -16,8 +16,8 @@ from .._parameters.verdicts import find_heads
 _NO_HEAD = (
     "head_learning_rate was given, but no leaf that goes to AdamW is found to be an "
     "output head; print(mc.describe(params)) shows why. Where the embedding writes the "
-    "output too, leave it out: head_learning_rate=None. A head not found gets a rate of "
-    "its own by optax.partition around mc.muon and optax.adamw"
+    "output too, leave it out: head_learning_rate=None. A head that is not found gets "
+    "a rate of its own by optax.partition around mc.muon and optax.adamw"
 )
 
 
