@@ -40,6 +40,7 @@ EXPERIMENTS = (
     "choices",
     "recipes",
     "momentum_by_length",
+    "warm_up",
     "recipe_at_scale",
     "overhead",
     "adam_clip",

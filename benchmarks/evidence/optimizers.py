@@ -19,27 +19,30 @@ class Hyperparameters(NamedTuple):
 
     learning_rate: Any
     adam_learning_rate: Any
-    head_learning_rate: Any  # or None
     weight_decay: Any
     threshold: Any
+    head_learning_rate: Any = None  # that of the AdamW side
 
 
 def hyperparameters(run: Run) -> list[Hyperparameters]:
     """Returns the hyperparameters of every step."""
-    rates = run.learning_rate, run.adam_learning_rate, run.head_learning_rate
-    rest = np.float32(run.weight_decay), np.float32(run.threshold)
+    head = run.head_learning_rate
     return [
         Hyperparameters(
-            *(None if rate is None else np.float32(rate * factor) for rate in rates),
-            *rest,
+            np.float32(run.learning_rate * factor),
+            np.float32(run.adam_learning_rate * factor),
+            np.float32(run.weight_decay),
+            np.float32(run.threshold),
+            None if head is None else np.float32(head * factor),
         )
         for factor in schedule(run)
     ]
 
 
 def schedule(run: Run) -> np.ndarray:
-    """Linear warm-up over a twentieth, then as `run.schedule` says; in (0, 1]."""
-    step, warmup = np.arange(1, run.steps + 1), max(1, run.steps // 20)
+    """Linear warm-up, then what `run.schedule` names; in (0, 1]."""
+    step, warmup = np.arange(1, run.steps + 1), int(run.warm_up * run.steps)
+    warmup = max(1, warmup) if run.warm_up else 0
     left = (run.steps + 1 - step) / (run.steps + 1 - warmup)
     shapes = {
         "constant": np.ones(run.steps),
@@ -47,7 +50,7 @@ def schedule(run: Run) -> np.ndarray:
         "linear": left,
         "decay": np.minimum(1, 5 * left),
     }
-    return np.where(step < warmup, step / warmup, shapes[run.schedule])
+    return np.where(step < warmup, step / max(1, warmup), shapes[run.schedule])
 
 
 def make_optimizer(

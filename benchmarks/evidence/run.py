@@ -33,6 +33,7 @@ class Run:
     tuned_at: int | None = None  # the width at which these four were tuned
     beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
     schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
+    warm_up: float = 0.05  # share of the steps over which the rate rises
     threshold: float = math.inf  # of QK-Clip
     sharing: str = "head"  # or "layer", or "balanced" for grouped queries
     matrices: str = "default"  # or "per_head", "one_expert_matrix", "adam_experts"
@@ -63,7 +64,15 @@ class Run:
     @property
     def program(self) -> Self:
         """The run with all that one compiled program takes as arguments left out."""
-        names = ["corpus", "seed", "steps", "schedule", "evaluations", "probe"]
+        names = [
+            "corpus",
+            "seed",
+            "steps",
+            "schedule",
+            "warm_up",
+            "evaluations",
+            "probe",
+        ]
         names += ["learning_rate", "adam_learning_rate", "weight_decay"]
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         changes = {name: defaults[name] for name in names}

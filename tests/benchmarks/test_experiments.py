@@ -80,6 +80,8 @@ class World:
         harm = run.clips or run.muon or run.matrices == "per_head"
         if not self.good and dict(run.muon).get("ns_steps", 0) > 5:
             return -0.1
+        if not self.good and run.warm_up != 0.05:
+            return -0.1
         if not self.good and run.beta == 0.95 and run.optimizer == "muon":
             return 0.1
         if self.good and self.is_a_part_of_the_recipe(run):

@@ -33,7 +33,16 @@ def test_schedules():
     assert (np.diff(cosine[10:]) < 0).all()
     assert cosine[105] == pytest.approx(0.5, abs=0.01)
     at = hyperparameters(Run(steps=200, learning_rate=0.5, adam_learning_rate=0.1))
-    assert at[9] == (0.5, np.float32(0.1), np.float32(0.1), math.inf)
+    assert at[9] == (0.5, np.float32(0.1), np.float32(0.1), math.inf, None)
+    apart = hyperparameters(Run(steps=200, head_learning_rate=0.25))
+    assert [apart[i].head_learning_rate for i in (4, 9)] == [0.125, 0.25]
+
+
+@pytest.mark.parametrize("share, steps", [(0.0, 0), (0.001, 1), (0.01, 4), (0.2, 80)])
+def test_a_warm_up_takes_its_share_of_the_steps(share, steps):
+    factors = schedule(Run(steps=400, schedule="constant", warm_up=share))
+    expected = [min(1.0, step / steps) if steps else 1.0 for step in range(1, 401)]
+    np.testing.assert_allclose(factors, expected)
 
 
 def test_evaluations_are_spread_evenly_and_the_last_is_at_the_end():
@@ -109,7 +118,9 @@ def test_every_field_is_part_of_the_key():
 
 def test_one_program_serves_all_rates_and_corpora():
     run = Run().but(learning_rate=0.3, weight_decay=1.0, seed=7, corpus="prose")
-    assert run.program == Run().program
+    assert run.program == run.but(warm_up=0.0).program == Run().program
+    heads = [run.but(head_learning_rate=rate).program for rate in (0.1, 0.2)]
+    assert heads[0] == heads[1] != run.program
     assert run.but(threshold=30.0).program == run.but(threshold=10.0).program
     assert run.but(threshold=30.0).program != run.program
     assert run.but(muon=(("nesterov", False),)).program != run.program

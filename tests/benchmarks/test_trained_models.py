@@ -98,26 +98,29 @@ def differentiated(fast_compilation):
     return params, others, *outputs, grads
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "muon, head apart"])
 @pytest.mark.parametrize("threshold", [math.inf, 0.01])
 def test_training_step_is_that_of_the_public_optimizer(
     optimizer, threshold, differentiated
 ):
     """The program's step against the package's transformation, put together by hand."""
     params, others, loss, stats, grads = differentiated
-    if optimizer == "muon":
-        tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3)
-    else:
+    head = np.float32(0.004) if "head" in optimizer else None
+    if optimizer == "adamw":
         tx = optax.adamw(0.1, b2=0.95, weight_decay=0.3)
+    else:
+        rates = dict(adam_learning_rate=0.02, head_learning_rate=head)
+        tx = mc.muon(0.1, **rates, weight_decay=0.3)
     tx = optax.chain(tx, mc.qk_clip(threshold))
     update = jax.jit(tx.update)
     updates, _ = update(grads, tx.init(params), params, attention_stats=stats)
     expected = optax.apply_updates(params, updates)
 
-    run = SMALL.but(optimizer=optimizer, threshold=threshold)
-    carry = Carry(params, make_optimizer(run, STILL).init(params), others)
+    run = SMALL.but(optimizer=optimizer.split(",")[0], threshold=threshold)
+    run = run.but(head_learning_rate=head)
+    at = Hyperparameters(*np.float32([0.1, 0.02, 0.3, threshold]), head)
+    carry = Carry(params, make_optimizer(run, at).init(params), others)
     carry = jax.tree.map(jnp.copy, carry)  # since the step takes it
-    at = Hyperparameters(*np.float32([0.1, 0.02, 0.3, threshold]))
     after, seen, largest = program(run.program).step(carry, TOKENS, at)
     assert float(seen) == pytest.approx(float(loss), rel=1e-5)
     np.testing.assert_allclose(largest, largest_logits(stats), rtol=1e-5)
