@@ -118,7 +118,7 @@ def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
     chips = topologies.get_topology_desc(
         platform="tpu", topology_name=topology or model.topology, **settings
     ).devices
-    chips = sorted(chips, key=lambda chip: chip.slice_index)
+    chips = sorted(chips, key=lambda chip: getattr(chip, "slice_index", 0))
     shape = tuple(model.mesh.values())
     chosen = np.array(chips[: int(np.prod(shape))]).reshape(shape)
     return Mesh(chosen, tuple(model.mesh), axis_types=(AxisType.Auto,) * len(shape))
