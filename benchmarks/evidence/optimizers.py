@@ -22,11 +22,12 @@ class Hyperparameters(NamedTuple):
     weight_decay: Any
     threshold: Any
     head_learning_rate: Any = None  # that of the AdamW side
+    adam_weight_decay: Any = None  # that of Muon
 
 
 def hyperparameters(run: Run) -> list[Hyperparameters]:
     """Returns the hyperparameters of every step."""
-    head = run.head_learning_rate
+    head, decay = run.head_learning_rate, run.adam_weight_decay
     return [
         Hyperparameters(
             np.float32(run.learning_rate * factor),
@@ -34,6 +35,7 @@ def hyperparameters(run: Run) -> list[Hyperparameters]:
             np.float32(run.weight_decay),
             np.float32(run.threshold),
             None if head is None else np.float32(head * factor),
+            None if decay is None else np.float32(decay),
         )
         for factor in schedule(run)
     ]
@@ -71,6 +73,7 @@ def make_optimizer(
         rates = mc.scale_to_width(run.width, tuned_at=run.tuned_at, **rates)
     return mc.muon(
         **rates,
+        adam_weight_decay=at.adam_weight_decay,
         beta=0.95 if run.beta is None else run.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),

@@ -30,7 +30,8 @@ class Run:
     adam_learning_rate: float = 1e-2  # that of the rest with Muon
     head_learning_rate: float | None = None  # that of the output head, if apart
     weight_decay: float = 0.1
-    tuned_at: int | None = None  # the width at which these four were tuned
+    adam_weight_decay: float | None = None  # that of the rest with Muon, if apart
+    tuned_at: int | None = None  # the width at which these five were tuned
     beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
     schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
     warm_up: float = 0.05  # share of the steps over which the rate rises
@@ -78,10 +79,15 @@ class Run:
         changes = {name: defaults[name] for name in names}
         return self.but(
             **changes,
-            head_learning_rate=None if self.head_learning_rate is None else 1.0,
+            head_learning_rate=_if_given(self.head_learning_rate),
+            adam_weight_decay=_if_given(self.adam_weight_decay),
             threshold=1.0 if self.clips else math.inf,
         )
 
     @property
     def clips(self) -> bool:
         return math.isfinite(self.threshold)
+
+
+def _if_given(value: float | None) -> float | None:
+    return None if value is None else 1.0

@@ -33,7 +33,7 @@ def test_schedules():
     assert (np.diff(cosine[10:]) < 0).all()
     assert cosine[105] == pytest.approx(0.5, abs=0.01)
     at = hyperparameters(Run(steps=200, learning_rate=0.5, adam_learning_rate=0.1))
-    assert at[9] == (0.5, np.float32(0.1), np.float32(0.1), math.inf, None)
+    assert at[9] == (0.5, np.float32(0.1), np.float32(0.1), math.inf, None, None)
     apart = hyperparameters(Run(steps=200, head_learning_rate=0.25))
     assert [apart[i].head_learning_rate for i in (4, 9)] == [0.125, 0.25]
 
