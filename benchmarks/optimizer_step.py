@@ -167,10 +167,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cautious_weight_decay=True": dict(cautious_weight_decay=True),
     "per_head=True": {},
     "these three": dict(neuron_b2=0.95, cautious_weight_decay=True),
+    'preconditioning="equilibrated"': dict(preconditioning="equilibrated"),
+    "per_head=True and both": dict(
+        preconditioning="equilibrated", cautious_weight_decay=True
+    ),
     'mu_dtype="bfloat16"': dict(mu_dtype="bfloat16"),
     'mu_dtype="int8"': dict(mu_dtype="int8"),
 }
-PER_HEAD = ("per_head=True", "these three")
+PER_HEAD = ("per_head=True", "these three", "per_head=True and both")
 
 
 def axes(shapes: Shapes, is_per_head: bool) -> dict[str, MuonDimensionNumbers]:
