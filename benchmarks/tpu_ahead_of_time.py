@@ -10,8 +10,9 @@
 
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
 one chip, the busiest where they differ, in one update. It makes no estimate for the
-collectives themselves. Nothing runs, so none of it is a time; the seconds are those of
-tracing and compiling here.
+collectives themselves: exposed are the bytes for which no other work is scheduled
+beside them, at 100 GB/s (`hlo_costs.py`). Nothing runs, so none of it is a time; the
+seconds are those of tracing and compiling here.
 """
 
 import time
@@ -33,7 +34,7 @@ from pictures import picture
 from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
 
-from muonclip_jax._mesh.repeats import between_slices, NO_REPEATS, Repeats
+from muonclip_jax._mesh.network import ANY_NETWORK, Network, network_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ COLUMNS = {
     "Mcycles": ".2f",
     "of optax's": ".2f",
     "collectives, MB": "",
+    "exposed": ".0%",
     "temporaries, MB": ",.0f",
     "arguments, MB": ",.0f",
     "trace and compile, s": ".1f",
@@ -170,12 +172,12 @@ def compile_updates(
         shardings=shardings_of(model, mesh) if told else None,
         repeat_axes=() if share_all else None,
     )
-    is_known = told and not share_all
-    repeats = between_slices(mesh) if is_known else NO_REPEATS
+    network = network_of(mesh) if told else ANY_NETWORK
+    network = network._replace(axes=()) if share_all else network
     for implementation, tx in both.items():
         if only in (None, implementation):
             yield compile_update(
-                name, implementation, tx, model, mesh, repeats, told=told
+                name, implementation, tx, model, mesh, network, told=told
             )
 
 
@@ -185,7 +187,7 @@ def compile_update(
     tx: optax.GradientTransformation,
     model: Model,
     mesh: Mesh,
-    repeats: Repeats,
+    network: Network,
     *,
     told: bool,
 ) -> Compiled:
@@ -194,21 +196,29 @@ def compile_update(
     start = time.perf_counter()
     # As in training, the old state makes room for the new.
     update = jax.jit(tx.update, donate_argnums=1)
-    compiled = update.lower(*inputs).compile()
+    compiled = update.lower(*inputs).compile(compiler_options=options_of(mesh))
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
     is_ours = implementation == "ours" and bool(model.specs)
-    loops = loops_of_devices(model, "tpu", repeats, told=told) if is_ours else [{}]
+    loops = loops_of_devices(model, "tpu", network, told=told) if is_ours else [{}]
     return Compiled(
         name,
         implementation,
         busiest([hlo_costs(text, trips) for trips in loops]),
-        even_flops(model, "tpu", repeats) if is_ours else None,
+        even_flops(model, "tpu", network) if is_ours else None,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
         seconds,
     )
+
+
+def options_of(mesh: Mesh) -> dict[str, str] | None:
+    """Exchanges that the compiler may start before it waits for them."""
+    if mesh.devices.flat[0].platform != "tpu":
+        return None
+    kinds = "all_to_all", "ragged_all_to_all"
+    return {f"xla_tpu_enable_async_{kind}": "true" for kind in kinds}
 
 
 def busiest(devices: list[Costs]) -> Costs:
@@ -231,6 +241,7 @@ def add_rows(table: Table, updates: list[Compiled]) -> None:
             update.costs.cycles / 1e6,
             update.costs.cycles / peers[0] if peers else None,
             show_traffic(update.costs),
+            update.costs.exposed,
             update.temporary_bytes / 1e6,
             update.argument_bytes / 1e6,
             update.seconds,

@@ -18,8 +18,8 @@ from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .consecutive import assign_consecutive, Consecutive
-from .on_mesh import zero_after
-from .repeats import NO_REPEATS, Repeats, work_and_bytes
+from .network import ANY_NETWORK, Network, work_and_bytes
+from .waiting import zero_after
 
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -38,11 +38,11 @@ def orthogonalize_by_constraint(
     *,
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
-    repeats: Repeats = NO_REPEATS,
+    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that lie on the automatic axes of `mesh`, somehow."""
     stacks = stacks_of(leaves, views)
-    axes = _axes_that_share(solver, stacks, mesh.shape, repeats)
+    axes = _axes_that_share(solver, stacks, mesh.shape, network)
     plan = divide_stacks(solver, stacks, math.prod(mesh.shape[name] for name in axes))
     by_device = PartitionSpec(axes)
     iterated = jax.shard_map(
@@ -78,7 +78,7 @@ def divide_stacks(
 
 
 def _axes_that_share(
-    solver: Solver, stacks: Sequence[Stack], mesh: Mapping[str, int], repeats: Repeats
+    solver: Solver, stacks: Sequence[Stack], mesh: Mapping[str, int], network: Network
 ) -> tuple[str, ...]:
     """All that are longer than 1, or those along which nothing is repeated.
 
@@ -90,7 +90,7 @@ def _axes_that_share(
     ]
     flops = sum(count * flops for count, flops, _ in works)
     size = sum(count * size for count, _, size in works)
-    repeated = repeats.axes if repeats.are_cheap(flops, size) else ()
+    repeated = network.axes if network.are_cheap(flops, size) else ()
     return tuple(n for n, size in mesh.items() if size > 1 and n not in repeated)
 
 

@@ -1,165 +1,91 @@
-"""Blocks to whole matrices at their owners, and back: inside `jax.shard_map`."""
+"""A stack's way from blocks to whole matrices at their owners, and back."""
 
+import abc
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax_versions import gather_everywhere
-from .block_layout import AxisRoles, BlockLayout
+from .block_layout import AxisRoles
 from .ownership import Owners
 
 
-Slots = slice  # of those that every device has in a stack
+class Slots(NamedTuple):
+    """Some of those that every device has in a stack; `start` may be traced."""
 
-#: The most owners for each of whom a slice is cut out of the blocks. For more of them
-#: blocks are gathered one by one, which takes longer and is one operation.
-MOST_SLICES = 16
+    start: Any
+    length: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """One stack's way. `kinds` says which of `layouts` each of its matrices has.
-
-    The mesh's axes have the same roles in all layouts.
-    """
+class Exchange(abc.ABC):
+    """One stack's way, inside `jax.shard_map`."""
 
     owners: Owners
-    layouts: tuple[BlockLayout, ...]
-    kinds: np.ndarray
+    roles: AxisRoles  # of the mesh's axes
 
     @property
-    def roles(self) -> AxisRoles:
-        return self.layouts[0].roles
+    def padding(self) -> int:
+        """How many blocks `to_owners` wants behind those of the stack."""
+        return 0
 
     @property
+    @abc.abstractmethod
     def block_shape(self) -> tuple[int, int]:
         """How blocks travel, whatever part of the matrix they are."""
-        return self.layouts[0].block_shape
+
+    @abc.abstractmethod
+    def to_owners(self, blocks: jax.Array, slots: Slots) -> jax.Array:
+        """This device's blocks `(matrices, ...)` to its share of whole ones, `(slots,
+        m, n)`. What owns nothing is undefined.
+        """
+
+    @abc.abstractmethod
+    def nothing_yet(self, blocks: jax.Array) -> Any:
+        """What `to_sources` adds to at first."""
+
+    @abc.abstractmethod
+    def to_sources(self, matrices: jax.Array, slots: Slots, returned: Any) -> Any:
+        """Adds matrices `(slots, m, n)` to what came back to the sources of blocks."""
+
+    @abc.abstractmethod
+    def to_blocks(self, returned: Any) -> jax.Array:
+        """All that came back, as the blocks that were given."""
 
     @property
     def is_even(self) -> bool:
         """Whether all devices own as many matrices."""
         return bool((self.owners.counts == self.owners.most).all())
 
-    @property
-    def padding(self) -> int:
-        """How many blocks `collect` wants behind those of the stack."""
-        return self.owners.beyond if self._in_slices else 0
-
     def count(self) -> jax.Array:
         """How many matrices of its stack this device iterates: the first ones."""
-        group, copy, device = self._here()
-        return jnp.asarray(_at(self.owners.counts, group, copy, device))
+        return jnp.asarray(at(self.owners.counts, *self.here()))
 
-    def pieces(self, most: Callable[[int], int]) -> list[Slots]:
-        """Slots cut into pieces that travel one after the other.
+    def pieces(self, most: Callable[[int], int], first: int = 0) -> list[Slots]:
+        """Slots, from the first on, cut into pieces that travel one after the other.
 
         They are one where devices own different numbers of matrices: cut, these would
         wait for each other.
         """
-        slots = self.owners.most
-        numbers = np.array_split(np.arange(slots), most(slots) if self.is_even else 1)
-        return [slice(of[0], of[-1] + 1) for of in numbers]
+        count = self.owners.most - first
+        numbers = np.arange(first, first + count)
+        parts = np.array_split(numbers, most(count) if count and self.is_even else 1)
+        return [Slots(int(part[0]), len(part)) for part in parts if len(part)]
 
-    def collect(self, blocks: jax.Array, piece: Slots) -> jax.Array:
-        """What this device sends to each owner of the blocks `(matrices, ...)`."""
-        group, copy, _ = self._here()
-        if self._in_slices:
-            starts = _at(self.owners.starts, group, copy) + piece.start
-            cut = functools.partial(jax.lax.dynamic_slice_in_dim, blocks)
-            return jnp.stack([cut(at, piece.stop - piece.start) for at in starts])
-        slots = _at(self.owners.slots[..., piece], group, copy)
-        sent = _take(blocks, slots.reshape(-1))
-        return sent.reshape(*slots.shape, *blocks.shape[1:])
-
-    def to_owners(self, collected: jax.Array, piece: Slots) -> jax.Array:
-        """What all collected to this device's share, `(slots, m, n)`.
-
-        Unused slots are undefined.
-        """
-        received = jnp.moveaxis(self._all_to_all(collected), 1, 0)
-        joins = [x.join for x in self.layouts]
-        return self._by_layout(joins, self._kinds_here(piece), received)
-
-    def to_sources(self, matrices: jax.Array, piece: Slots) -> jax.Array:
-        """Matrices `(slots, m, n)` to blocks `(copies, owners, slots, ...)`."""
-        splits = [self._split(layout) for layout in self.layouts]
-        split = self._by_layout(splits, self._kinds_here(piece), matrices)
-        blocks = self._all_to_all(jnp.moveaxis(split, 1, 0))
-        if self.roles.replicated:
-            blocks = gather_everywhere(blocks, self.roles.replicated)
-        return blocks.reshape(-1, *blocks.shape[-3:])
-
-    def to_blocks(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """What came back to the blocks `(matrices, ...)` that were collected."""
-        group, *_ = self._here()
-        blocks = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        if self._in_slices:
-            runs = blocks.reshape(-1, self.owners.most, *self.block_shape)
-            return self._join_runs(runs, group)
-        blocks = blocks.reshape(-1, *self.block_shape)
-        return _take(blocks, _at(self.owners.places, group))
-
-    def _join_runs(self, runs: jax.Array, group: jax.Array | int) -> jax.Array:
-        starts = _at(self.owners.starts, group).reshape(-1)
-        count = len(self.kinds)
-        joined = jax.lax.empty((count + self.padding, *self.block_shape), runs.dtype)
-        for member in _at(self.owners.order, group):
-            # What is undefined behind one run is where the next one goes.
-            run = jax.lax.dynamic_index_in_dim(runs, member, keepdims=False)
-            joined = jax.lax.dynamic_update_slice_in_dim(joined, run, starts[member], 0)
-        return joined[:count]
-
-    @property
-    def _in_slices(self) -> bool:
-        copies = self.owners.counts.shape[1]
-        are_in_place = copies == 1 and self.is_even
-        return not are_in_place and self.owners.order.shape[1] <= MOST_SLICES
-
-    def _kinds_here(self, piece: Slots) -> np.ndarray | jax.Array:
-        return _at(self._kinds_of_slots[..., piece], *self._here())
-
-    def _here(self) -> tuple[jax.Array | int, ...]:
+    def here(self) -> tuple[jax.Array | int, ...]:
+        """This device's group, its copy in the group, and its place in the copy."""
         return tuple(
             jax.lax.axis_index(axes) if axes else 0 for axes in self.roles.in_order
         )
 
-    def _all_to_all(self, blocks: jax.Array) -> jax.Array:
-        """Block `i` goes to device `i`."""
-        if not self.roles.sharded:
-            return blocks
-        return jax.lax.all_to_all(blocks, self.roles.sharded, 0, 0, tiled=True)
 
-    def _split(self, layout: BlockLayout) -> Callable[[jax.Array], jax.Array]:
-        return lambda matrix: layout.split(matrix).reshape(-1, *self.block_shape)
-
-    def _by_layout(self, functions, kinds, stack: jax.Array) -> jax.Array:
-        """Applies to every item of a stack the function of its kind."""
-        if len(functions) == 1:
-            return jax.vmap(functions[0])(stack)
-        return jax.lax.map(
-            lambda x: jax.lax.switch(x[0], functions, x[1]), (kinds, stack)
-        )
-
-    @property
-    def _kinds_of_slots(self) -> np.ndarray:
-        return self.kinds[self.owners.slots]
-
-
-def _at(table: np.ndarray, *indices: jax.Array | int) -> np.ndarray | jax.Array:
+def at(table: np.ndarray, *indices: jax.Array | int) -> np.ndarray | jax.Array:
     """The entry of a table, known when compiling if it is the same everywhere."""
     depth = len(indices)
     entries = table.reshape(-1, *table.shape[depth:])
     if (entries == entries[0]).all():
         return entries[0]
     return jnp.asarray(table)[indices]
-
-
-def _take(x: jax.Array, indices: np.ndarray | jax.Array) -> jax.Array:
-    if isinstance(indices, np.ndarray) and np.array_equal(indices, np.arange(len(x))):
-        return x
-    return jnp.take(x, jnp.asarray(indices), axis=0, mode="clip")

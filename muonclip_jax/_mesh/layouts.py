@@ -7,8 +7,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from .._parameters.paths import is_masked, Path, PathedTree
+from .network import ANY_NETWORK, Network, network_of
 from .placement import find_placement, given_shardings, Placement, Shardings
-from .repeats import between_slices, NO_REPEATS, Repeats
 
 
 class Layouts:
@@ -27,7 +27,7 @@ class Layouts:
         self._shardings = shardings
         self._repeat_axes = repeat_axes
         self._seen: dict[Path, tuple[Any, ...]] = {}
-        self._slices: dict[Any, Repeats] = {}  # by shape of the mesh
+        self._networks: dict[Any, Network] = {}  # by shape of the mesh
 
     def given(self, tree: PathedTree) -> list[Any]:
         """What the user gave for each leaf."""
@@ -41,7 +41,7 @@ class Layouts:
         Parameters that `init` sees whole are often cut later, and one that lies whole
         need not be moved. Those on one device are forgotten.
         """
-        self.repeats(placement)
+        self.network(placement)
         if any(isinstance(x, Tracer) for x in params):
             return
         for path, leaf in zip(paths, params, strict=True):
@@ -67,26 +67,27 @@ class Layouts:
         )
         return placement._replace(specs=tuple(specs))
 
-    def repeats(self, placement: Placement | None) -> Repeats:
-        """What replicas repeat: as the user says, or between slices of the mesh.
+    def network(self, placement: Placement | None) -> Network:
+        """That of the mesh, but what replicas repeat is what the user says.
 
         **Raises:** `ValueError` for axes that the mesh lacks.
         """
         if placement is None:
-            return NO_REPEATS
+            return ANY_NETWORK
         mesh = placement.mesh
+        # A traced program may not know its devices.
+        if isinstance(mesh, Mesh):
+            self._networks[mesh.shape_tuple] = network_of(mesh)
+        found = self._networks.get(mesh.shape_tuple, ANY_NETWORK)
         if self._repeat_axes is None:
-            # A traced program may not know its devices.
-            if isinstance(mesh, Mesh):
-                self._slices[mesh.shape_tuple] = between_slices(mesh)
-            return self._slices.get(mesh.shape_tuple, NO_REPEATS)
+            return found
         absent = [name for name in self._repeat_axes if name not in mesh.shape]
         if absent:
             raise ValueError(
                 f"repeat_axes names axes that the mesh lacks: {absent}; it has "
                 f"{list(mesh.shape)}"
             )
-        return Repeats(self._repeat_axes)
+        return Network(self._repeat_axes, is_ragged=found.is_ragged)
 
     def _recall(
         self, path: Path, leaf: Any, placement: Placement

@@ -5,6 +5,7 @@ blocks. Each stack needs two exchanges, and between them no device waits for ano
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +17,18 @@ from .._matrices.stacks import Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .exchange import Exchange, Slots
-from .repeats import NO_REPEATS, Repeats
+from .network import ANY_NETWORK, Network
+from .rounds import as_they_travel, fetch_first, iterate_in_rounds
 from .shared_stacks import plan_exchanges, SharedStack
+from .waiting import wait_for, zero_after
 
 
 class Parcel(NamedTuple):
-    """A piece of a stack, which travels and is iterated on its own."""
+    """Slots of a stack that travel and are iterated on their own."""
 
     number: int  # of the stack
     shared: SharedStack
-    piece: Slots
+    slots: Slots
 
     @property
     def stack(self) -> Stack:
@@ -35,6 +38,11 @@ class Parcel(NamedTuple):
     def exchange(self) -> Exchange:
         return self.shared.exchange
 
+    def bring_back(self, matrices: jax.Array, returned: list[Any]) -> None:
+        """Adds them to what came back of all stacks."""
+        before = returned[self.number]
+        returned[self.number] = self.exchange.to_sources(matrices, self.slots, before)
+
 
 def orthogonalize_on_mesh(
     solver: Solver,
@@ -43,7 +51,7 @@ def orthogonalize_on_mesh(
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec],
-    repeats: Repeats = NO_REPEATS,
+    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that lie on `mesh` as `specs` say, and leaves them so."""
     on_device = functools.partial(
@@ -51,7 +59,7 @@ def orthogonalize_on_mesh(
         views=views,
         mesh=mesh.shape,
         specs=specs,
-        repeats=repeats,
+        network=network,
     )
     return jax.shard_map(
         on_device,
@@ -69,77 +77,85 @@ def orthogonalize_on_each_device(
     views: Sequence[MatrixView],
     mesh: Mapping[str, int],
     specs: Sequence[PartitionSpec],
-    repeats: Repeats = NO_REPEATS,
+    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
     """What one device does: from its blocks of all leaves to the same, orthogonal.
 
     `mesh` maps names of axes to sizes.
     """
     dtypes = [x.dtype for x in leaves]
-    shared = plan_exchanges(solver, dtypes, views, specs, mesh, repeats)
+    shared = plan_exchanges(solver, dtypes, views, specs, mesh, network)
     parcels = [
-        Parcel(number, each, piece)
+        Parcel(number, each, slots)
         for number, each in enumerate(shared)
-        for piece in each.exchange.pieces(
-            functools.partial(solver.pieces, each.stack.shape)
-        )
+        for slots in each.rest(solver)
     ]
-    returned = _orthogonalize_parcels(solver, parcels, _blocks(solver, shared, leaves))
+    blocks = _blocks(solver, shared, leaves)
+    returned = [
+        each.exchange.nothing_yet(of_stack)
+        for each, of_stack in zip(shared, blocks, strict=True)
+    ]
+    first = [fetch_first(solver, *each) for each in zip(shared, blocks, strict=True)]
+    zero = _orthogonalize_parcels(solver, parcels, blocks, first, returned)
+    for number, each in enumerate(shared):
+        returned[number], zero = iterate_in_rounds(
+            solver, each, first[number], returned[number], zero
+        )
     results: list[Any] = list(leaves)
     on_cpu = solver.platform == "cpu"
-    for number, (stack, exchange) in enumerate(shared):
-        blocks = exchange.to_blocks(returned[number])
-        stack.scatter(blocks, results, on_cpu=on_cpu)
+    for (stack, exchange), back in zip(shared, returned, strict=True):
+        stack.scatter(exchange.to_blocks(back), results, on_cpu=on_cpu)
     return results
 
 
 def _orthogonalize_parcels(
-    solver: Solver, parcels: Sequence[Parcel], blocks: Sequence[jax.Array]
-) -> dict[int, list[jax.Array]]:
-    """Blocks of each stack to the same, orthogonal, parcel by parcel.
+    solver: Solver,
+    parcels: Sequence[Parcel],
+    blocks: Sequence[jax.Array],
+    first: Sequence[Sequence[jax.Array]],
+    returned: list[Any],
+) -> jax.Array:
+    """Adds to what came back of each stack; 0, but known when all is iterated.
 
     Between the two exchanges of all stacks no device waits for another: one that has
     nothing in one stack starts on what it has in the next. A barrier would not do,
     since compilers drop it before they put operations in order.
     """
-    collected = [x.exchange.collect(blocks[x.number], x.piece) for x in parcels]
-    received = [
-        x.exchange.to_owners(sent, x.piece)
-        for x, sent in zip(parcels, collected, strict=True)
-    ]
+    received = [x.exchange.to_owners(blocks[x.number], x.slots) for x in parcels]
     if solver.platform == "gpu" and all(x.exchange.is_even for x in parcels):
-        return _one_after_the_other(solver, parcels, received)
-    zero = zero_after(received)
+        return _one_after_the_other(solver, parcels, received, returned)
+    zero = zero_after([*received, *itertools.chain(*first)])
     iterated = []
     for parcel, matrices in zip(parcels, received, strict=True):
         # A name by which benchmarks know its loop.
         with jax.named_scope(f"stack{parcel.number}"):
             mine, zero = _iterate_own(solver, parcel, matrices, zero)
         iterated.append(mine)
-    returned: dict[int, list[jax.Array]] = {}
     for parcel, mine in zip(parcels, iterated, strict=True):
-        back = parcel.exchange.to_sources(_after(zero, mine), parcel.piece)
-        returned.setdefault(parcel.number, []).append(back)
-    return returned
+        parcel.bring_back(wait_for(zero, mine), returned)
+    return zero
 
 
 def _one_after_the_other(
-    solver: Solver, parcels: Sequence[Parcel], received: Sequence[jax.Array]
-) -> dict[int, list[jax.Array]]:
+    solver: Solver,
+    parcels: Sequence[Parcel],
+    received: Sequence[jax.Array],
+    returned: list[Any],
+) -> jax.Array:
     """A parcel begins when the last is iterated, and ends when that is back.
 
     So the last one travels while it is iterated, and so does the next one. It is for
     devices that have the same number of matrices in each.
     """
-    zero, last, returned = jnp.int32(0), [], {}
+    zero, last = jnp.int32(0), []
     for parcel, matrices in zip(parcels, received, strict=True):
         matrices = matrices + zero.astype(matrices.dtype)
         mine, _ = _iterate_own(solver, parcel, matrices, zero)
         mine = mine + zero_after(last).astype(mine.dtype)
         zero = zero_after([mine])
-        last = [parcel.exchange.to_sources(mine, parcel.piece)]
-        returned.setdefault(parcel.number, []).extend(last)
-    return returned
+        parcel.bring_back(mine, returned)
+        last = returned[parcel.number][-1:]
+    return zero
 
 
 def _blocks(
@@ -159,28 +175,11 @@ def _blocks(
     return [of_stack(*each) for each in shared]
 
 
-def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
-    """0, but known only when all arrays are there."""
-    numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
-    return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)
-
-
-def _after(zero: jax.Array, x: jax.Array) -> jax.Array:
-    """An array, but whole only when the zero is known: one entry waits for it."""
-    corner = (0,) * x.ndim
-    entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)
-    return jax.lax.dynamic_update_slice(x, entry, corner)
-
-
 def _iterate_own(
     solver: Solver, parcel: Parcel, matrices: jax.Array, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    def orthogonalize(*batches: jax.Array) -> list[jax.Array]:
-        # The dtype of the iteration follows from that of the leaf, not of the wire.
-        leaves = [x.astype(parcel.stack.dtype) for x in batches]
-        return [y.astype(matrices.dtype) for y in solver.orthogonalize(*leaves)]
-
+    orthogonalize = as_they_travel(solver, parcel.stack, matrices.dtype)
     if not parcel.exchange.is_even:
-        count = parcel.exchange.count()
+        count = parcel.exchange.count() - parcel.slots.start
         return solver.map_first(orthogonalize, matrices, count, zero)
     return solver.map(orthogonalize, matrices), zero

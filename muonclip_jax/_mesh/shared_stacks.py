@@ -1,5 +1,6 @@
 """Which matrices on a mesh share a stack, how they travel and who iterates them."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,13 +13,26 @@ from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .block_layout import AxisRoles, block_layout, BlockLayout, local_view
-from .exchange import Exchange
+from .exchange import Exchange, Slots
+from .network import ANY_NETWORK, Network, work_and_bytes
 from .ownership import assign_owners, groups_of, Owners, Work
-from .repeats import NO_REPEATS, Repeats, work_and_bytes
+from .padded_exchange import PaddedExchange
+from .ragged_exchange import RaggedExchange
 
+
+#: Matrices of which no more are iterated at once travel one by one: they are so large
+#: that to put them together afterwards would take longer than further operations.
+MOST_AT_ONCE = 2
 
 #: How many more slots matrices may take in stacks of one layout than in one of all.
 MOST_PADDING = 1.1
+
+
+class Rounds(NamedTuple):
+    """In each of them some batches of `size` matrices are iterated in turns."""
+
+    number: int
+    size: int
 
 
 class SharedStack(NamedTuple):
@@ -26,6 +40,20 @@ class SharedStack(NamedTuple):
 
     stack: Stack
     exchange: Exchange
+
+    def rounds(self, solver: Solver) -> Rounds:
+        """How its slots are iterated in a loop, as far as all devices own them."""
+        if not isinstance(self.exchange, RaggedExchange):
+            return Rounds(0, 0)
+        size = solver.batch_size(self.stack.shape)
+        number = int(self.exchange.owners.counts.min()) // (size * solver.turns)
+        return Rounds(number if number > 1 else 0, size)
+
+    def rest(self, solver: Solver) -> list[Slots]:
+        """The other slots, in the pieces in which they travel."""
+        number, size = self.rounds(solver)
+        pieces = functools.partial(solver.pieces, self.stack.shape)
+        return self.exchange.pieces(pieces, number * size * solver.turns)
 
 
 class Placed(NamedTuple):
@@ -51,53 +79,55 @@ def plan_exchanges(
     views: Sequence[MatrixView],
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
-    repeats: Repeats = NO_REPEATS,
+    network: Network = ANY_NETWORK,
 ) -> list[SharedStack]:
     """The plan of least time, if there is a choice of what replicas repeat."""
     leaves = [*zip(map(jnp.dtype, dtypes), views, specs, strict=True)]
-    plans = [_plan(solver, leaves, mesh, each) for each in repeats.alternatives]
+    plans = [_plan(solver, leaves, mesh, each) for each in network.alternatives]
     if len(plans) == 1:
         return plans[0]
-    return min(plans, key=lambda plan: _expense(solver, plan, mesh, repeats))
+    return min(plans, key=lambda plan: _expense(solver, plan, mesh, network))
 
 
 def _plan(
-    solver: Solver, leaves: Sequence[Leaf], mesh: Mapping[str, int], repeats: Repeats
+    solver: Solver, leaves: Sequence[Leaf], mesh: Mapping[str, int], network: Network
 ) -> list[SharedStack]:
-    placed = [_place(solver, i, x, mesh, repeats) for i, x in enumerate(leaves)]
+    placed = [_place(solver, i, x, mesh, network) for i, x in enumerate(leaves)]
     groups = [
         divided
         for group in _grouped(placed, lambda leaf: leaf.kind)
-        for divided in _divide(solver, group, mesh)
+        for divided in _divide(solver, group, mesh, network)
     ]
     all_owners = assign_owners([_work(solver, group) for group in groups], mesh)
     return [
-        SharedStack(_stack(group), _exchange(group, owners))
+        SharedStack(_stack(group), _exchange(solver, group, owners, network))
         for group, owners in zip(groups, all_owners, strict=True)
     ]
 
 
-def _place(solver: Solver, index: int, leaf: Leaf, mesh, repeats: Repeats) -> Placed:
+def _place(solver: Solver, index: int, leaf: Leaf, mesh, network: Network) -> Placed:
     dtype, view, spec = leaf
     layout = block_layout(view, spec, mesh)
-    axes = repeats.of_matrices(solver, layout.shape, dtype, layout.roles, mesh)
+    axes = network.of_matrices(solver, layout.shape, dtype, layout.roles, mesh)
     part = Part(index, local_view(view, spec, mesh))
     return Placed(dtype.name, part, layout.repeated(axes))
 
 
 def _expense(
-    solver: Solver, plan: Sequence[SharedStack], mesh: Mapping[str, int], repeats
+    solver: Solver, plan: Sequence[SharedStack], mesh: Mapping[str, int], network
 ) -> float:
     """Operations of the busiest device, and what fits into the time of its bytes."""
     loads, received = np.zeros(math.prod(mesh.values())), 0.0
     for stack, exchange in plan:
         flops, _ = work_and_bytes(solver, stack.shape, jnp.dtype(stack.dtype))
         loads[groups_of(exchange.roles, mesh)] += flops * exchange.owners.counts
-        received += repeats.received(solver, stack, exchange.roles, mesh)
-    return loads.max() + repeats.below * received
+        received += network.received(solver, stack, exchange.roles, mesh)
+    return loads.max() + network.below * received
 
 
-def _divide(solver: Solver, group: Group, mesh: Mapping[str, int]) -> Iterator[Group]:
+def _divide(
+    solver: Solver, group: Group, mesh: Mapping[str, int], network: Network
+) -> Iterator[Group]:
     """On TPU stacks of one layout each, unless that would have more padding travel.
 
     Their blocks are put together in one way, and not in that of each matrix.
@@ -109,7 +139,8 @@ def _divide(solver: Solver, group: Group, mesh: Mapping[str, int]) -> Iterator[G
         sum(math.ceil(_stack(each).count / devices) for each in groups)
         for groups in (divided, [group])
     )
-    if solver.platform == "tpu" and apart <= MOST_PADDING * together:
+    pads_little = _is_ragged(solver, network, roles) or apart <= MOST_PADDING * together
+    if solver.platform == "tpu" and pads_little:
         # Tall matrices are iterated as they lie.
         yield from divided
     else:
@@ -127,13 +158,26 @@ def _work(solver: Solver, group: Group) -> Work:
     return Work(stack.count, cost, group[0].layout.roles)
 
 
-def _exchange(group: Group, owners: Owners) -> Exchange:
+def _is_ragged(solver: Solver, network: Network, roles: AxisRoles) -> bool:
+    """Not where copies of blocks share the work: results go to all of them at once."""
+    known = solver.platform == "tpu" and network.is_ragged
+    return known and bool(roles.sharded) and not roles.replicated
+
+
+def _exchange(
+    solver: Solver, group: Group, owners: Owners, network: Network
+) -> Exchange:
     layouts = list(dict.fromkeys(leaf.layout for leaf in group))
+    roles = layouts[0].roles
+    if _is_ragged(solver, network, roles):
+        (layout,) = layouts
+        singly = solver.batch_size(layout.shape) <= MOST_AT_ONCE
+        return RaggedExchange(owners, roles, layout, singly)
     kinds = [
         np.full(leaf.part.view.count, layouts.index(leaf.layout), np.int32)
         for leaf in group
     ]
-    return Exchange(owners, tuple(layouts), np.concatenate(kinds))
+    return PaddedExchange(owners, roles, tuple(layouts), np.concatenate(kinds))
 
 
 def _grouped(leaves: Iterable[Placed], key: Callable[[Placed], Any]) -> list[Group]:

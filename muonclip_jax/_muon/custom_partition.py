@@ -21,9 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._matrices.view import MatrixView
 from .._mesh.by_constraint import orthogonalize_by_constraint
+from .._mesh.network import ANY_NETWORK, Network
 from .._mesh.on_mesh import orthogonalize_on_each_device
 from .._mesh.placement import fits
-from .._mesh.repeats import NO_REPEATS, Repeats
 from .._newton_schulz.solver import Solver
 from .one_device import orthogonalize_on_one_device
 
@@ -34,7 +34,7 @@ def orthogonalize_where_compiler_puts(
     *,
     views: Sequence[MatrixView],
     specs: None = None,
-    repeats: Repeats = NO_REPEATS,
+    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves, and leaves them as they lie."""
     del specs
@@ -46,7 +46,7 @@ def orthogonalize_where_compiler_puts(
         # Custom partitioning does not work there (jax-ml/jax#38196).
         if mesh := _automatic_mesh(leaves):
             return orthogonalize_by_constraint(
-                solver, leaves, views=views, mesh=mesh, repeats=repeats
+                solver, leaves, views=views, mesh=mesh, network=network
             )
         return on_one_device(solver, leaves)
 
@@ -59,7 +59,7 @@ def orthogonalize_where_compiler_puts(
             views=views,
             mesh=mesh.shape,
             specs=specs,
-            repeats=repeats,
+            network=network,
         )
         placed = [NamedSharding(mesh, spec) for spec in specs]
         told = jax.tree.map(lambda x: _sharding(x, mesh), solver)
@@ -73,7 +73,7 @@ def orthogonalize_where_compiler_puts(
 
     # The call itself holds an address, and of what it does nothing. With the name,
     # programs without the address are still told apart (see `shardings`).
-    settings = dataclasses.replace(solver, ns_steps=None), tuple(views), repeats
+    settings = dataclasses.replace(solver, ns_steps=None), tuple(views), network
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     call.__name__ = f"orthogonalize_{digest[:16]}"
     return jax.jit(call)(solver, list(leaves))

@@ -37,9 +37,9 @@ def muon_direction(
         check_same_on_replicas(tree, ahead, leaves.cuts, replicas)
         placement = leaves.placement(ahead)
         warn_of_unknown(tree.paths, views, placement)
-        repeats = leaves.layouts.repeats(placement)
+        network = leaves.layouts.network(placement)
         directions = orthogonalize(
-            solver, ahead, views, placement, leaves.cuts, replicas, repeats
+            solver, ahead, views, placement, leaves.cuts, replicas, network
         )
         scaled = [
             scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d

@@ -15,8 +15,8 @@ import optax
 from jax.typing import DTypeLike
 
 from .._mesh.layouts import Layouts
+from .._mesh.network import axes_to_repeat
 from .._mesh.placement import Shardings
-from .._mesh.repeats import axes_to_repeat
 from .._mesh.replicas import named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.precondition import Preconditioning

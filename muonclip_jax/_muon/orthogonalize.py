@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec
 
 from .._matrices.view import MatrixView
 from .._mesh.cuts import cut_axes, Cuts, on_whole_blocks
+from .._mesh.network import ANY_NETWORK, Network
 from .._mesh.on_mesh import orthogonalize_on_mesh
 from .._mesh.placement import Placement
-from .._mesh.repeats import NO_REPEATS, Repeats
 from .._mesh.replicas import Axes, orthogonalize_by_replicas
 from .._newton_schulz.solver import on_its_platform, Solver
 from .custom_partition import orthogonalize_where_compiler_puts
@@ -25,7 +25,7 @@ def orthogonalize(
     placement: Placement | None = None,
     cuts: Cuts | None = None,
     replicas: Axes = (),
-    repeats: Repeats = NO_REPEATS,
+    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
@@ -49,7 +49,7 @@ def orthogonalize(
             specs=tuple(specs[i] for i in chosen) if is_known else None,
             cuts=tuple(cuts[i] for i in chosen),
             replicas=replicas,
-            repeats=repeats,
+            network=network,
         )
         for i, result in zip(chosen, found, strict=True):
             results[i] = result
@@ -57,9 +57,9 @@ def orthogonalize(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("views", "mesh", "specs", "cuts", "replicas", "repeats")
+    jax.jit, static_argnames=("views", "mesh", "specs", "cuts", "replicas", "network")
 )
-def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas, repeats):
+def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas, network):
     if replicas or any(map(cut_axes, cuts)):
         # No rule for `vmap`, which may be what names the axis of the replicas.
         of_all = functools.partial(orthogonalize_on_one_device, views=views)
@@ -74,9 +74,9 @@ def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas, repeat
     elif specs is None:
         found_later = orthogonalize_where_compiler_puts
         route = transformable(
-            functools.partial(found_later, repeats=repeats), views, None
+            functools.partial(found_later, network=network), views, None
         )
     else:
-        on_mesh = functools.partial(orthogonalize_on_mesh, mesh=mesh, repeats=repeats)
+        on_mesh = functools.partial(orthogonalize_on_mesh, mesh=mesh, network=network)
         route = transformable(on_mesh, views, specs)
     return on_its_platform(route, solver, leaves)

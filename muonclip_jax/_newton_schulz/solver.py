@@ -138,6 +138,10 @@ class Solver:
         worthwhile = count * math.prod(shape) // platforms.PIECE_ENTRIES
         return max(1, min(count, worthwhile, platforms.PIECES[self.platform]))
 
+    def batch_size(self, shape: tuple[int, int]) -> int:
+        """How many matrices are iterated at once where there are enough."""
+        return max(1, int(platforms.BATCH_ENTRIES[self.platform]) // math.prod(shape))
+
     def is_large(self, shape: tuple[int, int], count: int) -> bool:
         """Whether so many matrices are more than a batch."""
         most = platforms.BATCH_ENTRIES[self.platform]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo_costs import Costs, hlo_costs, Traffic
+from hlo_costs import BYTES_PER_CYCLE, Costs, hlo_costs, Traffic
 from jax.sharding import Mesh, PartitionSpec
 
 
@@ -206,3 +206,42 @@ def test_collectives_of_a_program_for_two_devices():
         "all-reduce": Traffic(count=3, bytes=3 * 3 * 5 * 4, in_loops=3),
         "all-gather": Traffic(count=1, bytes=6 * 5 * 4),
     }
+
+
+def test_what_is_exposed_is_what_nothing_runs_beside():
+    """Ten times an exchange that waits, one half hidden and one hidden."""
+    size = 100 * BYTES_PER_CYCLE
+    shape = f"s8[{size}]"
+    text = f"""
+%body (x: {shape}) -> {shape} {{
+  %x = {shape}{{0}} parameter(0)
+  %waits = {shape}{{0}} all-to-all(%x), dimensions={{0}}
+  %s = (({shape}), {shape}, u32[]{{:S(2)}}) all-to-all-start(%waits), dimensions={{0}}
+  %t = ({shape}, {shape}, u32[]{{:S(2)}}) collective-permute-start(%x)
+  %f = {shape}{{0}} fusion(%x), kind=kLoop, calls=%g, config={{"estimated_cycles":"50"}}
+  %d = {shape}{{0}} all-to-all-done(%s)
+  %h = {shape}{{0}} fusion(%x), kind=kLoop, calls=%g, config={{"estimated_cycles":"60"}}
+  %e = {shape}{{0}} collective-permute-done(%t)
+  ROOT %y = {shape}{{0}} add(%d, %e)
+}}
+
+%g (x: {shape}) -> {shape} {{
+  ROOT %x = {shape}{{0}} parameter(0)
+}}
+
+%condition (x: {shape}) -> pred[] {{
+  %x = {shape}{{0}} parameter(0)
+  ROOT %c = pred[] constant(true)
+}}
+
+ENTRY %main (x: {shape}) -> {shape} {{
+  %x = {shape}{{0}} parameter(0)
+  ROOT %loop = {shape}{{0}} while(%x), condition=%condition, body=%body, \
+config={{"known_trip_count":{{"n":"10"}}}}
+}}
+"""
+    costs = hlo_costs(text)
+    exposed = {kind: traffic.exposed for kind, traffic in costs.collectives.items()}
+    assert exposed == {"all-to-all": 10 * size * 3 // 2, "collective-permute": 0}
+    assert costs.exposed == 0.5
+    assert hlo_costs(text.replace("estimated", "other")).exposed == 1.0

@@ -21,7 +21,7 @@ from models import Model, models
 from shares import even_flops, loops_of_devices
 from tables import Report
 
-from muonclip_jax._mesh.repeats import NO_REPEATS
+from muonclip_jax._mesh.network import ANY_NETWORK
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -89,7 +89,7 @@ def test_how_often_each_device_runs_its_loops():
         {"x": 4},
     )
     # The one with three of the large ones does none of the small ones.
-    assert loops_of_devices(model, "tpu", NO_REPEATS) == [
+    assert loops_of_devices(model, "tpu", ANY_NETWORK) == [
         {"stack0/in_turns": 1, "stack0": 0, "stack1": 1},
         {"stack0/in_turns": 1, "stack0": 1, "stack1": 0},
     ]
@@ -102,7 +102,7 @@ def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie()
         {"large": P(None, "x"), "small": P(None, "x")},
         {"x": 4},
     )
-    assert loops_of_devices(model, "tpu", NO_REPEATS, told=False) == [
+    assert loops_of_devices(model, "tpu", ANY_NETWORK, told=False) == [
         {"stack0/in_turns": 0, "stack0": 0, "stack1": 1},
         {"stack0/in_turns": 1, "stack0": 1, "stack1": 0},
     ]
@@ -110,7 +110,7 @@ def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie()
 
 def test_arithmetic_shared_out_evenly():
     standard = Model({"a": (5, 16, 16)}, {"a": P()}, {"x": 4})
-    assert even_flops(standard, "cpu", NO_REPEATS) == 5 * STEPS * SQUARE_STEP / 4
+    assert even_flops(standard, "cpu", ANY_NETWORK) == 5 * STEPS * SQUARE_STEP / 4
 
 
 def test_arguments_are_placed():
@@ -163,7 +163,8 @@ def test_every_leaf_of_a_model_on_a_mesh_divides(name):
 
 
 def compiled(name, by, cycles):
-    costs = Costs(3 * 10**9, cycles, {"all-gather": Traffic(1, 2 * 10**6)})
+    traffic = Traffic(1, 2 * 10**6, exposed=5 * 10**5)
+    costs = Costs(3 * 10**9, cycles, {"all-gather": traffic})
     even = 2e9 if by == "ours" else None
     return tpu_ahead_of_time.Compiled(name, by, costs, even, 5_000_000, 6_000_000, 1.25)
 
@@ -181,9 +182,10 @@ def test_table_and_file(capsys, tmp_path):
     table = report.table("title", tpu_ahead_of_time.COLUMNS)
     tpu_ahead_of_time.add_rows(table, UPDATES[:2])
     *_, ours, theirs = capsys.readouterr().out.splitlines()
-    assert ours == (
-        "| separate | ours | 3 | 2 | 1.00 | 0.25 | 1 all-gather: 2 | 5 | 6 | 1.2 |"
+    expected = (
+        "separate | ours | 3 | 2 | 1.00 | 0.25 | 1 all-gather: 2 | 25% | 5 | 6 | 1.2"
     )
+    assert ours == f"| {expected} |"
     assert theirs.startswith("| separate | optax | 3 | - | 4.00 | 1.00 |")
     report.write()
     (content,) = json.loads(args.json.read_text())["tables"]
@@ -236,7 +238,7 @@ tpu_ahead_of_time.main()
     ("chosen", "collectives"),
     [
         ([], "none"),
-        (["--model", "cut", "none"], "4 all-to-all"),
+        (["--model", "cut", "none"], "4 ragged-all-to-all"),
         (["--model", "cut", "none", "--without-shardings"], "4 all-to-all"),
     ],
 )

@@ -10,9 +10,11 @@ from helpers import matrix_of, polynomial_of
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
+from ragged import ragged_all_to_all
 
 import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
+from muonclip_jax._mesh.network import ANY_NETWORK, Network
 from muonclip_jax._mesh.on_mesh import orthogonalize_on_mesh
 from muonclip_jax._mesh.shared_stacks import plan_exchanges
 from muonclip_jax._newton_schulz import platforms
@@ -22,35 +24,53 @@ from muonclip_jax._newton_schulz.solver import make_solver
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 SOLVER = make_solver("keller", 5, "auto", jnp.float32, "frobenius", "xla").on("tpu")
 MESH = {"expert": 2, "fsdp": 4}
+RAGGED = Network(is_ragged=True)
 
-# Shapes and specs of leaves, and how many stacks they make.
+# Shapes and specs of leaves, and how many stacks they make: where messages are ragged,
+# and where all are of one size.
 LAYOUTS = {
     "as many for all": (
         [((2, 4, 24, 8), P(None, "expert", "fsdp")),
          ((2, 4, 8, 24), P(None, "expert", "fsdp"))],
-        2,
+        2, 2,
     ),
     "more for some": (
         [((8, 2, 24, 8), P(None, "expert", "fsdp")),
          ((8, 2, 24, 8), P(None, "expert", "fsdp")),
          ((9, 2, 8, 24), P(None, "expert", "fsdp")),
          ((40, 8), P("fsdp")), ((8, 8), P(None, "expert"))],
-        4,
+        4, 4,
     ),
     "few": (
         [((3, 24, 8), P(None, ("expert", "fsdp"))),
          ((2, 8, 24), P(None, ("expert", "fsdp")))],
-        1,
+        2, 1,
     ),
-    "whole": ([((11, 24, 8), P()), ((5, 24, 8), P())], 1),
+    "rounds, and some more for some": (
+        [((11, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((13, 2, 24, 8), P(None, "expert", "fsdp")),
+         ((21, 2, 8, 24), P(None, "expert", "fsdp"))],
+        2, 2,
+    ),
+    "copies": (
+        [((3, 24, 8), P(None, "fsdp")), ((2, 8, 24), P(None, "fsdp"))],
+        1, 1,
+    ),
+    "whole": ([((11, 24, 8), P()), ((5, 24, 8), P())], 1, 1),
 }  # fmt: skip
 
 
-def plan(leaves):
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+
+
+def plan(leaves, network=RAGGED):
     shapes = [shape for shape, _ in leaves]
     views = [matrix_view(shape, PLAIN) for shape in shapes]
     dtypes = [jnp.dtype("float32")] * len(leaves)
-    return plan_exchanges(SOLVER, dtypes, views, [spec for _, spec in leaves], MESH)
+    specs = [spec for _, spec in leaves]
+    return plan_exchanges(SOLVER, dtypes, views, specs, MESH, network)
 
 
 def leaf_of(shape, seed):
@@ -60,12 +80,13 @@ def leaf_of(shape, seed):
     return np.stack(each).reshape(shape).astype(np.float32)
 
 
+@pytest.mark.parametrize("network", [RAGGED, ANY_NETWORK])
 @pytest.mark.parametrize("batch", [1, 400, 10**6])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_matrices_come_back_orthogonal(monkeypatch, name, batch):
+def test_matrices_come_back_orthogonal(monkeypatch, name, batch, network):
     monkeypatch.setitem(platforms.BATCH_ENTRIES, "tpu", batch)
-    layout, stacks = LAYOUTS[name]
-    assert len(plan(layout)) == stacks
+    layout, *stacks = LAYOUTS[name]
+    assert len(plan(layout, network)) == stacks[network == ANY_NETWORK]
     mesh = Mesh(
         np.array(jax.devices()[:8]).reshape(2, 4),
         tuple(MESH),
@@ -80,6 +101,7 @@ def test_matrices_come_back_orthogonal(monkeypatch, name, batch):
         views=[matrix_view(shape, PLAIN) for shape, _ in layout],
         mesh=mesh,
         specs=[spec for _, spec in layout],
+        network=network,
     )
     for leaf, result in zip(leaves, jax.jit(on_mesh)(SOLVER, leaves), strict=True):
         assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
@@ -91,15 +113,23 @@ def test_matrices_come_back_orthogonal(monkeypatch, name, batch):
 
 def test_layouts_have_stacks_of_their_own_where_that_pads_nothing():
     """Tall matrices are then as they lie."""
-    shapes = [
-        (each.stack.shape, each.stack.count, len(each.exchange.layouts))
-        for each in plan(LAYOUTS["more for some"][0])
-    ]
-    assert shapes == [
-        ((24, 8), 16, 1),
-        ((8, 24), 9, 1),
-        ((40, 8), 1, 1),
-        ((8, 8), 1, 1),
-    ]
-    (few,) = plan(LAYOUTS["few"][0])
-    assert few.stack.shape == (8, 24) and len(few.exchange.layouts) == 2
+    shapes = [(each.stack.shape, each.stack.count) for each in plan(LAYOUTS["few"][0])]
+    assert shapes == [((24, 8), 3), ((8, 24), 2)]
+    (copies,) = plan(LAYOUTS["copies"][0])
+    assert copies.stack.shape == (8, 24) and len(copies.exchange.layouts) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "rounds", "slots"),
+    [
+        # Six, or five and a quarter, matrices for each device; two batches a round.
+        (1, [(3, 1), (2, 1)], [[], [(4, 2)]]),
+        (24 * 8, [(3, 1), (2, 1)], [[], [(4, 2)]]),
+        (2 * 24 * 8, [(0, 2), (0, 2)], [[(0, 6)], [(0, 6)]]),
+    ],
+)
+def test_what_all_own_is_iterated_in_rounds(monkeypatch, batch, rounds, slots):
+    monkeypatch.setitem(platforms.BATCH_ENTRIES, "tpu", batch)
+    shared = plan(LAYOUTS["rounds, and some more for some"][0])
+    assert [each.rounds(SOLVER) for each in shared] == rounds
+    assert [each.rest(SOLVER) for each in shared] == slots

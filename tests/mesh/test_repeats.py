@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import chex
@@ -19,8 +20,8 @@ import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._mesh.by_constraint import orthogonalize_by_constraint
 from muonclip_jax._mesh.layouts import Layouts
+from muonclip_jax._mesh.network import FLOPS_PER_BYTE, Network, network_of
 from muonclip_jax._mesh.placement import Placement
-from muonclip_jax._mesh.repeats import between_slices, FLOPS_PER_BYTE, Repeats
 from muonclip_jax._mesh.shared_stacks import plan_exchanges
 from muonclip_jax._muon.one_device import orthogonalize_on_one_device
 from muonclip_jax._newton_schulz.solver import make_solver
@@ -63,9 +64,11 @@ class Chip:
     num_cores: int = 1
 
 
-def mesh_of_chips(slice_of, platform="tpu", shape=(2, 4), names=("a", "b")):
+def mesh_of_chips(
+    slice_of, platform="tpu", shape=(2, 4), names=("a", "b"), kind="TPU v5"
+):
     count = int(np.prod(shape))
-    chips = [Chip(i, slice_of(i), platform) for i in range(count)]
+    chips = [Chip(i, slice_of(i), platform, kind) for i in range(count)]
     return Mesh(np.array(chips).reshape(shape), names)
 
 
@@ -129,7 +132,7 @@ def test_nothing_travels_between_slices(layout):
 
 def test_slices_are_found_by_their_devices():
     def axes_of(*mesh, **settings):
-        return between_slices(mesh_of_chips(*mesh, **settings)).axes
+        return network_of(mesh_of_chips(*mesh, **settings)).axes
 
     assert axes_of(lambda i: i // 4) == ("a",)
     assert axes_of(lambda i: i % 2) == ("b",)
@@ -138,12 +141,12 @@ def test_slices_are_found_by_their_devices():
     assert axes_of(lambda i: i // 4, platform="gpu") == ()
 
 
-def plan_for(shapes, repeats, mesh):
+def plan_for(shapes, network, mesh):
     solver = make_solver("keller", 5, "auto", None, "frobenius", "xla").on("tpu")
     views = [matrix_view(shape, PLAIN) for shape in shapes]
     dtypes = [jnp.dtype("float32")] * len(shapes)
     specs = [P(None, "fsdp")] * len(shapes)
-    shared = plan_exchanges(solver, dtypes, views, specs, mesh, repeats)
+    shared = plan_exchanges(solver, dtypes, views, specs, mesh, network)
     return {each.stack.shape: each.exchange.roles.replicated for each in shared}
 
 
@@ -152,34 +155,46 @@ def test_arithmetic_decides_between_slices():
     break_even = FLOPS_PER_BYTE / 15
     assert break_even == pytest.approx(4896)
     small, large = 64 * int(break_even / 64), 64 * (1 + int(break_even / 64))
-    mesh, repeats = {"slice": 2, "fsdp": 4}, Repeats(("slice",), FLOPS_PER_BYTE)
+    mesh, network = {"slice": 2, "fsdp": 4}, Network(("slice",), FLOPS_PER_BYTE)
     shapes = [(8, small, small), (8, large, large), (8, 1024, 8192)]
-    assert plan_for(shapes, repeats, mesh) == {
+    assert plan_for(shapes, network, mesh) == {
         (small, small): (),
         (large, large): ("slice",),
         (1024, 8192): (),
     }
     # As many copies in a slice, which share its work: each receives all results.
     copies = {"slice": 2, "data": 2, "fsdp": 2}
-    assert plan_for([(8, large, large)], repeats, copies) == {(large, large): ("data",)}
+    assert plan_for([(8, large, large)], network, copies) == {(large, large): ("data",)}
 
 
 def test_what_no_sharing_would_hasten_is_repeated():
     """Four matrices on four devices of each slice: the busiest has one in any case."""
-    mesh, repeats = {"slice": 2, "fsdp": 4}, Repeats(("slice",), FLOPS_PER_BYTE)
-    assert plan_for([(8, 8192, 8192)], repeats, mesh) == {(8192, 8192): ("slice",)}
-    assert plan_for([(4, 8192, 8192)], repeats, mesh) == {(8192, 8192): ()}
+    mesh, network = {"slice": 2, "fsdp": 4}, Network(("slice",), FLOPS_PER_BYTE)
+    assert plan_for([(8, 8192, 8192)], network, mesh) == {(8192, 8192): ("slice",)}
+    assert plan_for([(4, 8192, 8192)], network, mesh) == {(8192, 8192): ()}
 
 
 def test_slices_once_seen_are_known_to_a_traced_program():
     mesh, layouts = mesh_of_chips(lambda i: i // 4), Layouts(None)
     abstract = Placement(mesh.abstract_mesh, ())
-    assert layouts.repeats(abstract) == Repeats()
-    assert layouts.repeats(None) == Repeats()
-    found = layouts.repeats(Placement(mesh, ()))
+    assert layouts.network(abstract) == Network()
+    assert layouts.network(None) == Network()
+    found = layouts.network(Placement(mesh, ()))
     assert found.axes == ("a",)
-    assert layouts.repeats(abstract) == found
-    assert Layouts(None, ()).repeats(Placement(mesh, ())) == Repeats()
+    assert layouts.network(abstract) == found
+    told = Layouts(None, ()).network(Placement(mesh, ()))
+    assert told == found._replace(axes=(), below=math.inf)
+
+
+def test_messages_are_ragged_where_the_compiler_has_them():
+    """It refuses them on v5e, and there are none on other platforms."""
+    kinds = {"TPU v4": True, "TPU v5": True, "TPU v6 lite": True, "TPU7x": True}
+    kinds |= {"TPU v5 lite": False, "TPU v3": False, "cpu": False, "NVIDIA H200": False}
+    for kind, is_ragged in kinds.items():
+        mesh = mesh_of_chips(lambda i: 0, kind=kind)
+        assert network_of(mesh).is_ragged == is_ragged
+        plan = plan_for([(8, 64, 64)], network_of(mesh), {"slice": 1, "fsdp": 8})
+        assert plan == {(64, 64): ()}
 
 
 def test_where_nobody_says_how_leaves_lie():
@@ -192,9 +207,9 @@ def test_where_nobody_says_how_leaves_lie():
         solver, list(random_tree(1).values()), views=views
     )
     flops = []
-    for repeats in (Repeats(), Repeats(("slice",)), Repeats(("slice",), 1.0)):
+    for network in (Network(), Network(("slice",)), Network(("slice",), 1.0)):
         route = functools.partial(
-            orthogonalize_by_constraint, views=views, mesh=mesh, repeats=repeats
+            orthogonalize_by_constraint, views=views, mesh=mesh, network=network
         )
         compiled = jax.jit(route).lower(solver, leaves).compile()
         chex.assert_trees_all_close(

@@ -1,7 +1,8 @@
-"""Along which axes of a mesh replicas repeat the work of others, and do not share it.
+"""What is known of the network between the devices of a mesh.
 
-Between the slices of a TPU there is a network that is slow against its chips: there a
-matrix is often iterated twice in less time than its result takes to arrive.
+Between the slices of a TPU it is slow against their chips: there a matrix is often
+iterated twice in less time than its result takes to arrive. So replicas repeat the work
+of others, and do not share it.
 """
 
 import math
@@ -23,11 +24,20 @@ from .block_layout import AxisRoles
 FLOPS_PER_BYTE = 459e12 / 6.25e9
 
 
-class Repeats(NamedTuple):
-    """Replicas along `axes` repeat what takes less than `below` a byte of results."""
+#: Chips for which the compiler has exchanges of unequal sizes. For "TPU v5 lite" it has
+#: some, and refuses others.
+RAGGED_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+
+
+class Network(NamedTuple):
+    """Replicas along `axes` repeat what takes less than `below` a byte of results.
+
+    `is_ragged` is whether devices can send each other messages of unequal sizes.
+    """
 
     axes: tuple[str, ...] = ()
     below: float = math.inf  # floating-point operations
+    is_ragged: bool = False
 
     def of_matrices(
         self,
@@ -48,9 +58,11 @@ class Repeats(NamedTuple):
         return along if self.are_cheap(flops / math.prod(group), size) else ()
 
     @property
-    def alternatives(self) -> list["Repeats"]:
+    def alternatives(self) -> list["Network"]:
         """This, and to repeat everything where that is a question of cost."""
-        return [self] if math.isinf(self.below) else [self, Repeats(self.axes)]
+        if math.isinf(self.below):
+            return [self]
+        return [self, self._replace(below=math.inf)]
 
     def received(
         self, solver: Solver, stack: Stack, roles: AxisRoles, mesh: Mapping[Any, int]
@@ -66,7 +78,7 @@ class Repeats(NamedTuple):
         return flops < self.below * size
 
 
-NO_REPEATS = Repeats()
+ANY_NETWORK = Network()
 
 
 def work_and_bytes(
@@ -93,15 +105,16 @@ def axes_to_repeat(
     return axes
 
 
-def between_slices(mesh: Mesh) -> Repeats:
-    """What takes less time than the network between the slices of a TPU."""
+def network_of(mesh: Mesh) -> Network:
+    """That of a mesh's devices; between slices of a TPU arithmetic takes less time."""
     slices = np.vectorize(_slice, otypes=[int])(mesh.devices)
     axes = [
         name
         for axis, name in enumerate(mesh.axis_names)
         if (slices != slices.take([0], axis)).any()
     ]
-    return Repeats(tuple(axes), FLOPS_PER_BYTE)
+    is_ragged = all(x.device_kind in RAGGED_KINDS for x in mesh.devices.flat)
+    return Network(tuple(axes), FLOPS_PER_BYTE, is_ragged)
 
 
 def _slice(device: Any) -> int:
