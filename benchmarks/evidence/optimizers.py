@@ -68,12 +68,12 @@ def make_optimizer(
         weight_decay=at.weight_decay,
         adam_learning_rate=at.adam_learning_rate,
         head_learning_rate=at.head_learning_rate,
+        adam_weight_decay=at.adam_weight_decay,
     )
     if run.tuned_at is not None:
         rates = mc.scale_to_width(run.width, tuned_at=run.tuned_at, **rates)
     return mc.muon(
         **rates,
-        adam_weight_decay=at.adam_weight_decay,
         beta=0.95 if run.beta is None else run.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),

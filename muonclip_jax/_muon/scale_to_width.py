@@ -13,27 +13,31 @@ def scale_to_width(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule | None = None,
     head_learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> dict[str, Any]:
     r"""Arguments of [`muon`][] for a wider model than the one they were tuned on.
 
     With $r = \mathrm{tuned\_at} / \mathrm{width}$ and updates scaled by
-    $\sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$, matrices keep their learning rate
-    and all leaves their decay. The rate of the output head falls with the width, and
-    that of AdamW's other leaves with its root:
+    $\sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$, matrices keep their learning rate,
+    and their decay falls with the cube root of the width. The rate of the output head
+    falls with the width, that of AdamW's other leaves with its root, and the decay of
+    both stays:
 
-    $$\eta \to \eta, \qquad \lambda \to \lambda, \qquad
+    $$\eta \to \eta, \qquad \lambda \to r^{1/3} \lambda, \qquad
       \eta_\mathrm{adam} \to \sqrt{r}\, \eta_\mathrm{adam}, \qquad
-      \eta_\mathrm{head} \to r\, \eta_\mathrm{head}$$
+      \eta_\mathrm{head} \to r\, \eta_\mathrm{head}, \qquad
+      \lambda_\mathrm{adam} \to \lambda_\mathrm{adam}$$
 
-    All four have to be tuned with `consistent_rms="mup"`.
+    All five have to be tuned with `consistent_rms="mup"`, each by itself: what suits
+    the matrices is far too much decay for an embedding.
 
     **Arguments:**
 
     - `width`: of the residual stream, in features.
     - `tuned_at`: the width at which the rest was tuned.
-    - `learning_rate`, `weight_decay`, `adam_learning_rate`, `head_learning_rate`: as
-        for [`muon`][], floats or schedules.
+    - `learning_rate`, `weight_decay`, `adam_learning_rate`, `adam_weight_decay`,
+        `head_learning_rate`: as for [`muon`][], floats or schedules.
 
     **Returns:** a dictionary of keyword arguments, for [`muon`][] and `muonclip`. A
     model without an output head, where the embedding is the output too, takes them with
@@ -45,10 +49,16 @@ def scale_to_width(
 
         >>> import muonclip_jax as mc
         >>> arguments = mc.scale_to_width(
-        ...     1024, tuned_at=256, learning_rate=0.03, adam_learning_rate=0.01
+        ...     2048,
+        ...     tuned_at=256,
+        ...     learning_rate=0.03,
+        ...     weight_decay=0.4,
+        ...     adam_learning_rate=0.1,
+        ...     adam_weight_decay=0.05,
+        ...     head_learning_rate=0.04,
         ... )
-        >>> arguments["adam_learning_rate"], arguments["head_learning_rate"]
-        (0.005, 0.0025)
+        >>> print(f"{arguments['weight_decay']:.3f}")
+        0.200
         >>> tx = mc.muonclip(**arguments)
 
     ??? cite "References"
@@ -56,21 +66,25 @@ def scale_to_width(
         Qiu et al., "Hyperparameter Transfer Enables Consistent Gains of
         Matrix-Preconditioned Optimizers Across Scales", arXiv:2512.05620, for the
         rate of matrices; Yang et al., "Tensor Programs V", arXiv:2203.03466, Table 8,
-        for that of the head; nanochat for that of the embedding. A decay that falls
-        with the width, as in arXiv:2512.05620, lost where it was tried here.
+        for that of the head; nanochat for that of the embedding. In arXiv:2512.05620
+        the decay falls with the width; its root here is what was best from width 32 to
+        256.
     """
     if not (width > 0 and tuned_at > 0):
         raise ValueError(f"widths must be positive, got {width} and {tuned_at}")
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
+    if adam_weight_decay is None:
+        adam_weight_decay = weight_decay
     if head_learning_rate is None:
         head_learning_rate = adam_learning_rate
     ratio = tuned_at / width
     return dict(
         learning_rate=learning_rate,
         consistent_rms="mup",
-        weight_decay=weight_decay,
+        weight_decay=_scaled(weight_decay, math.cbrt(ratio)),
         adam_learning_rate=_scaled(adam_learning_rate, math.sqrt(ratio)),
+        adam_weight_decay=adam_weight_decay,
         head_learning_rate=_scaled(head_learning_rate, ratio),
     )
 

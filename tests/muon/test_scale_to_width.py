@@ -56,16 +56,20 @@ def test_rates_and_what_they_decay():
     expected = dict(
         learning_rate=0.03,
         consistent_rms="mup",
-        weight_decay=0.2,
-        adam_learning_rate=pytest.approx(0.005),
-        head_learning_rate=pytest.approx(0.0025),
+        weight_decay=pytest.approx(0.05),
+        adam_learning_rate=pytest.approx(0.00125),
+        adam_weight_decay=0.2,
+        head_learning_rate=pytest.approx(0.01 / 64),
     )
-    assert mc.scale_to_width(512, tuned_at=128, **tuned) == expected
-    told = mc.scale_to_width(512, tuned_at=128, **tuned, head_learning_rate=0.04)
-    assert told == expected | dict(head_learning_rate=pytest.approx(0.01))
+    assert mc.scale_to_width(8192, tuned_at=128, **tuned) == expected
+    apart = dict(head_learning_rate=0.64, adam_weight_decay=0.03)
+    told = mc.scale_to_width(8192, tuned_at=128, **tuned, **apart)
+    apart = dict(head_learning_rate=pytest.approx(0.01), adam_weight_decay=0.03)
+    assert told == expected | apart
     one = mc.scale_to_width(512, tuned_at=128, learning_rate=0.03)
     assert one["adam_learning_rate"] == pytest.approx(0.015)
     assert one["head_learning_rate"] == pytest.approx(0.0075)
+    assert one["adam_weight_decay"] == 0.1
 
 
 def params_of(*, tied: bool):
@@ -97,11 +101,13 @@ def test_steps_of_head_and_embedding_fall_with_the_width():
 def test_schedules_are_scaled_step_by_step():
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     told = mc.scale_to_width(
-        64, tuned_at=16, learning_rate=schedule, weight_decay=schedule
+        1024, tuned_at=16, learning_rate=schedule, weight_decay=schedule
     )
-    for step in (0, 3, 10):
-        assert told["adam_learning_rate"](step) == pytest.approx(0.5 * schedule(step))
-        assert told["head_learning_rate"](step) == pytest.approx(0.25 * schedule(step))
+    factors = {"weight_decay": 1 / 4, "adam_weight_decay": 1.0}
+    factors |= {"adam_learning_rate": 1 / 8, "head_learning_rate": 1 / 64}
+    for name, factor in factors.items():
+        for step in (0, 3, 10):
+            assert told[name](step) == pytest.approx(factor * schedule(step))
     params = params_of(tied=False)
     tx = mc.muon(**told)
     tx.update(params, tx.init(params), params)
