@@ -42,9 +42,9 @@ class Traffic:
     """How often collectives of one kind run, and how often of these in loops.
 
     The bytes are the larger of what goes into and what comes out of one device, or for
-    a ragged exchange, whose sizes are data, a bound of either. Those that arrive while
-    something else runs, between the start and the end of a collective in the schedule,
-    are hidden, and the others exposed.
+    a ragged exchange, whose sizes are data, the most that one can send. Those that
+    travel while something else runs, between the start and the end of a collective in
+    the schedule, are hidden, and the others exposed.
     """
 
     count: int = 0

@@ -108,7 +108,7 @@ def direction_of(monkeypatch, module, make):
         make().init(PARAMS)
     leaves = received.pop("leaves")
     read = {"views": leaves.views, "shardings": leaves.shardings}
-    read["repeats"] = leaves.layouts.repeats(Placement(SLICES, ()))
+    read["network"] = leaves.layouts.network(Placement(SLICES, ()))
     return received | read | {"momentum": momentum}
 
 

@@ -13,17 +13,21 @@ from .block_layout import BlockLayout
 from .exchange import at, Exchange, Slots
 
 
+#: The most operations of an exchange. More slots have one, whatever their size.
+MOST_OPERATIONS = 4
+
+
 @dataclasses.dataclass(frozen=True)
 class RaggedExchange(Exchange):
     """For matrices of one layout, of which all devices along `roles.sharded` hold a
     block, and no others one of the same.
 
-    If they travel `singly`, each of a device's matrices has an operation of its own,
-    whose blocks then arrive beside each other. Else they are put together afterwards.
+    If matrices are `large`, a few travel one by one: the blocks of each then arrive
+    beside each other. Else they are put together afterwards.
     """
 
     layout: BlockLayout
-    singly: bool
+    large: bool
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -44,8 +48,11 @@ class RaggedExchange(Exchange):
                 jnp.full(devices, devices * first + me * each.length),
                 jnp.broadcast_to(_sizes(counts[me], each), devices),
             )
-        received = received.reshape(*self._leading(length), *self.block_shape)
-        received = received if self.singly else jnp.moveaxis(received, 1, 0)
+        if self._one_by_one(length):
+            received = received.reshape(length, devices, *self.block_shape)
+        else:
+            received = received.reshape(devices, length, *self.block_shape)
+            received = jnp.moveaxis(received, 1, 0)
         return jax.vmap(self.layout.join)(received)
 
     def nothing_yet(self, blocks: jax.Array) -> jax.Array:
@@ -58,7 +65,8 @@ class RaggedExchange(Exchange):
         _, _, me = self.here()
         starts, counts = self._starts_and_counts()
         split = jax.vmap(self.layout.split)(matrices)
-        split = split if self.singly else jnp.moveaxis(split, 1, 0)
+        if not self._one_by_one(slots.length):
+            split = jnp.moveaxis(split, 1, 0)
         sent = split.reshape(-1, *self.block_shape)
         for first, each in self._operations(slots):
             returned = self._send(
@@ -76,13 +84,12 @@ class RaggedExchange(Exchange):
 
     def _operations(self, slots: Slots) -> list[tuple[int, Slots]]:
         """What travels at once, and how many slots before."""
-        if not self.singly:
+        if not self._one_by_one(slots.length):
             return [(0, slots)]
         return [(i, Slots(slots.start + i, 1)) for i in range(slots.length)]
 
-    def _leading(self, length: int) -> tuple[int, int]:
-        devices = self.layout.devices
-        return (length, devices) if self.singly else (devices, length)
+    def _one_by_one(self, length: int) -> bool:
+        return self.large and length <= MOST_OPERATIONS
 
     def _starts_and_counts(self) -> tuple[jax.Array, jax.Array]:
         """Of the devices along `roles.sharded`."""

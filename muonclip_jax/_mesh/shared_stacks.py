@@ -24,6 +24,10 @@ from .ragged_exchange import RaggedExchange
 #: that to put them together afterwards would take longer than further operations.
 MOST_AT_ONCE = 2
 
+#: How many devices a matrix may have for messages to be ragged: of few matrices, each
+#: with an owner far from most, all messages are small, and programs long.
+MOST_DEVICES = 8
+
 #: How many more slots matrices may take in stacks of one layout than in one of all.
 MOST_PADDING = 1.1
 
@@ -100,7 +104,7 @@ def _plan(
     ]
     all_owners = assign_owners([_work(solver, group) for group in groups], mesh)
     return [
-        SharedStack(_stack(group), _exchange(solver, group, owners, network))
+        SharedStack(_stack(group), _exchange(solver, group, owners, network, mesh))
         for group, owners in zip(groups, all_owners, strict=True)
     ]
 
@@ -139,7 +143,8 @@ def _divide(
         sum(math.ceil(_stack(each).count / devices) for each in groups)
         for groups in (divided, [group])
     )
-    pads_little = _is_ragged(solver, network, roles) or apart <= MOST_PADDING * together
+    is_ragged = _is_ragged(solver, network, group, mesh)
+    pads_little = is_ragged or apart <= MOST_PADDING * together
     if solver.platform == "tpu" and pads_little:
         # Tall matrices are iterated as they lie.
         yield from divided
@@ -158,21 +163,30 @@ def _work(solver: Solver, group: Group) -> Work:
     return Work(stack.count, cost, group[0].layout.roles)
 
 
-def _is_ragged(solver: Solver, network: Network, roles: AxisRoles) -> bool:
+def _is_ragged(
+    solver: Solver, network: Network, group: Group, mesh: Mapping[str, int]
+) -> bool:
     """Not where copies of blocks share the work: results go to all of them at once."""
+    roles = group[0].layout.roles
+    devices = math.prod(mesh[name] for name in roles.sharded)
+    are_many = MOST_DEVICES * _stack(group).count >= devices > 1
     known = solver.platform == "tpu" and network.is_ragged
-    return known and bool(roles.sharded) and not roles.replicated
+    return known and are_many and not roles.replicated
 
 
 def _exchange(
-    solver: Solver, group: Group, owners: Owners, network: Network
+    solver: Solver,
+    group: Group,
+    owners: Owners,
+    network: Network,
+    mesh: Mapping[str, int],
 ) -> Exchange:
     layouts = list(dict.fromkeys(leaf.layout for leaf in group))
     roles = layouts[0].roles
-    if _is_ragged(solver, network, roles):
+    if _is_ragged(solver, network, group, mesh):
         (layout,) = layouts
-        singly = solver.batch_size(layout.shape) <= MOST_AT_ONCE
-        return RaggedExchange(owners, roles, layout, singly)
+        is_large = solver.batch_size(layout.shape) <= MOST_AT_ONCE
+        return RaggedExchange(owners, roles, layout, is_large)
     kinds = [
         np.full(leaf.part.view.count, layouts.index(leaf.layout), np.int32)
         for leaf in group

@@ -16,6 +16,7 @@ import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._mesh.network import ANY_NETWORK, Network
 from muonclip_jax._mesh.on_mesh import orthogonalize_on_mesh
+from muonclip_jax._mesh.ragged_exchange import RaggedExchange
 from muonclip_jax._mesh.shared_stacks import plan_exchanges
 from muonclip_jax._newton_schulz import platforms
 from muonclip_jax._newton_schulz.solver import make_solver
@@ -117,6 +118,14 @@ def test_layouts_have_stacks_of_their_own_where_that_pads_nothing():
     assert shapes == [((24, 8), 3), ((8, 24), 2)]
     (copies,) = plan(LAYOUTS["copies"][0])
     assert copies.stack.shape == (8, 24) and len(copies.exchange.layouts) == 2
+
+
+@pytest.mark.parametrize(("count", "is_ragged"), [(1, False), (2, True), (40, True)])
+def test_few_matrices_of_many_devices_travel_in_equal_messages(count, is_ragged):
+    dtypes, views = [jnp.dtype("float32")], [matrix_view((count, 32, 8), PLAIN)]
+    specs, mesh = [P(None, "fsdp")], {"fsdp": 16}
+    (shared,) = plan_exchanges(SOLVER, dtypes, views, specs, mesh, RAGGED)
+    assert isinstance(shared.exchange, RaggedExchange) == is_ragged
 
 
 @pytest.mark.parametrize(
