@@ -20,17 +20,15 @@ def scale_to_width(
 
     With $r = \mathrm{tuned\_at} / \mathrm{width}$ and updates scaled by
     $\sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$, matrices keep their learning rate,
-    and their decay falls with the cube root of the width. The rate of the output head
-    falls with the width, that of AdamW's other leaves with its root, and the decay of
-    both stays:
+    and all leaves their decay. The rate of the output head falls with the width, and
+    that of AdamW's other leaves with its root:
 
-    $$\eta \to \eta, \qquad \lambda \to r^{1/3} \lambda, \qquad
+    $$\eta \to \eta, \qquad \lambda \to \lambda, \qquad
       \eta_\mathrm{adam} \to \sqrt{r}\, \eta_\mathrm{adam}, \qquad
-      \eta_\mathrm{head} \to r\, \eta_\mathrm{head}, \qquad
-      \lambda_\mathrm{adam} \to \lambda_\mathrm{adam}$$
+      \eta_\mathrm{head} \to r\, \eta_\mathrm{head}$$
 
-    All five have to be tuned with `consistent_rms="mup"`, each by itself: what suits
-    the matrices is far too much decay for an embedding.
+    All have to be tuned with `consistent_rms="mup"`, both decays by themselves: what
+    suits the matrices is far too much for an embedding.
 
     **Arguments:**
 
@@ -57,8 +55,8 @@ def scale_to_width(
         ...     adam_weight_decay=0.05,
         ...     head_learning_rate=0.04,
         ... )
-        >>> print(f"{arguments['weight_decay']:.3f}")
-        0.200
+        >>> arguments["weight_decay"], arguments["head_learning_rate"]
+        (0.4, 0.005)
         >>> tx = mc.muonclip(**arguments)
 
     ??? cite "References"
@@ -67,8 +65,8 @@ def scale_to_width(
         Matrix-Preconditioned Optimizers Across Scales", arXiv:2512.05620, for the
         rate of matrices; Yang et al., "Tensor Programs V", arXiv:2203.03466, Table 8,
         for that of the head; nanochat for that of the embedding. In arXiv:2512.05620
-        the decay falls with the width; its root here is what was best from width 32 to
-        256.
+        the decay falls with the width. Here it was best at a half (code) and as it was
+        (prose) from width 32 to 256.
     """
     if not (width > 0 and tuned_at > 0):
         raise ValueError(f"widths must be positive, got {width} and {tuned_at}")
@@ -82,7 +80,7 @@ def scale_to_width(
     return dict(
         learning_rate=learning_rate,
         consistent_rms="mup",
-        weight_decay=_scaled(weight_decay, math.cbrt(ratio)),
+        weight_decay=weight_decay,
         adam_learning_rate=_scaled(adam_learning_rate, math.sqrt(ratio)),
         adam_weight_decay=adam_weight_decay,
         head_learning_rate=_scaled(head_learning_rate, ratio),
