@@ -56,7 +56,7 @@ def test_rates_and_what_they_decay():
     expected = dict(
         learning_rate=0.03,
         consistent_rms="mup",
-        weight_decay=pytest.approx(0.05),
+        weight_decay=0.2,
         adam_learning_rate=pytest.approx(0.00125),
         adam_weight_decay=0.2,
         head_learning_rate=pytest.approx(0.01 / 64),
@@ -103,7 +103,7 @@ def test_schedules_are_scaled_step_by_step():
     told = mc.scale_to_width(
         1024, tuned_at=16, learning_rate=schedule, weight_decay=schedule
     )
-    factors = {"weight_decay": 1 / 4, "adam_weight_decay": 1.0}
+    factors = {"weight_decay": 1.0, "adam_weight_decay": 1.0}
     factors |= {"adam_learning_rate": 1 / 8, "head_learning_rate": 1 / 64}
     for name, factor in factors.items():
         for step in (0, 3, 10):
