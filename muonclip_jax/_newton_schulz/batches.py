@@ -27,7 +27,7 @@ def map_batches(
     are written out, which saves a copy of each into a loop and out of it.
     """
     count, *shape = stack.shape
-    largest = _most_matrices(shape, max_entries)
+    largest = most_matrices(shape, max_entries)
     batches = max(1, _divide_up(count, largest))
     if count < 2 or (batches == 1 and turns == 1):
         return function(stack)[0]
@@ -70,7 +70,7 @@ def map_first(
 def batch_size(shape: tuple[int, ...], max_entries: int) -> int:
     """How many matrices of a stack `map_first` takes at once."""
     slots, *matrix = shape
-    return min(slots, _most_matrices(matrix, max_entries))
+    return min(slots, most_matrices(matrix, max_entries))
 
 
 def size_in_turns(shape: tuple[int, ...], max_entries: int, turns: int) -> int:
@@ -134,7 +134,8 @@ def _cut(count: int, turns: int) -> list[int]:
     return [len(part) for part in np.array_split(range(count), turns) if len(part)]
 
 
-def _most_matrices(shape: Sequence[int], max_entries: int) -> int:
+def most_matrices(shape: Sequence[int], max_entries: int) -> int:
+    """How many matrices of a shape make a batch."""
     return max(1, max_entries // max(1, math.prod(shape)))
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from . import platforms
-from .batches import map_batches, map_first, OfBatches
+from .batches import map_batches, map_first, most_matrices, OfBatches
 from .coefficients import check_schedule, is_stable, resolve_schedule, Schedule, Triple
 from .gram_restarts import cut_into_passes
 from .iterations import iterate, iterate_traced
@@ -140,7 +140,7 @@ class Solver:
 
     def batch_size(self, shape: tuple[int, int]) -> int:
         """How many matrices are iterated at once where there are enough."""
-        return max(1, int(platforms.BATCH_ENTRIES[self.platform]) // math.prod(shape))
+        return most_matrices(shape, platforms.BATCH_ENTRIES[self.platform])
 
     def is_large(self, shape: tuple[int, int], count: int) -> bool:
         """Whether so many matrices are more than a batch."""

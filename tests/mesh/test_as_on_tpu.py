@@ -114,6 +114,21 @@ def test_matrices_come_back_orthogonal(monkeypatch, name, batch, network):
 
 def test_layouts_have_stacks_of_their_own_where_that_pads_nothing():
     """Tall matrices are then as they lie."""
+    shapes = [
+        (each.stack.shape, each.stack.count, len(each.exchange.layouts))
+        for each in plan(LAYOUTS["more for some"][0], ANY_NETWORK)
+    ]
+    assert shapes == [
+        ((24, 8), 16, 1),
+        ((8, 24), 9, 1),
+        ((40, 8), 1, 1),
+        ((8, 8), 1, 1),
+    ]
+    (few,) = plan(LAYOUTS["few"][0], ANY_NETWORK)
+    assert few.stack.shape == (8, 24) and len(few.exchange.layouts) == 2
+
+
+def test_layouts_have_stacks_of_their_own_where_messages_are_ragged():
     shapes = [(each.stack.shape, each.stack.count) for each in plan(LAYOUTS["few"][0])]
     assert shapes == [((24, 8), 3), ((8, 24), 2)]
     (copies,) = plan(LAYOUTS["copies"][0])
