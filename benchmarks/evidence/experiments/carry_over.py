@@ -16,7 +16,7 @@ from ..tuning import RATES, tuned
 
 
 SEEDS, REGRET = 3, 0.02  # in nats
-TUNING_SEEDS = (0, 1001, 1002, 1003)  # of the small model, whose losses are noisy
+TUNING_SEEDS = (0, *range(1001, 1016))  # of the small model, whose optimum is flat
 # The matrices' rate in steps of a root of two, the rest in steps of two.
 DECAYS = tuple(0.1 * 2**i for i in range(-4, 5))
 GRID = dict(
@@ -97,7 +97,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"loses at most {REGRET:g} nats on average, on every corpus, with the rule "
         "for widths. Depth has no rule: all is kept. A decay that falls with the "
         "cube root of the width was tried when the losses on code were known; it would "
-        "have lost nothing there, and more on prose.",
+        "have lost nothing there, and more on prose. Tuned by 4 seeds on the small "
+        "model, 0.032 (code) and 0.053 (prose) were lost at width 256: the seeds "
+        "became 16 when that was known.",
     )
 
 
