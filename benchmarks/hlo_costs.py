@@ -7,7 +7,7 @@ the collectives nor the cycles that the TPU compiler estimates for each operatio
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,10 +31,8 @@ KINDS = (
 )
 
 
-#: What a TPU v5p sends to its neighbours along one axis in a cycle: 100 GB/s at 1.75
-#: GHz. The compiler's scheduler counts on as much (in the schedule of the Mixtral-like
-#: model 1.88 Mcycles stand beside each exchange of 103 MB).
-BYTES_PER_CYCLE = 57
+#: What one link of a TPU v5p carries in a cycle, each way: 100 GB/s at 1.75 GHz.
+LINK = 57
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,12 @@ class Traffic:
         count, exposed = trips * self.count, trips * self.exposed
         return Traffic(count, trips * self.bytes, count, exposed)
 
-    def beside(self, cycles: int) -> "Traffic":
-        """The same, of what travels while something else runs for so many cycles."""
-        exposed = max(0, self.bytes - cycles * BYTES_PER_CYCLE)
+    def beside(self, cycles: int, rate: float) -> "Traffic":
+        """The same, of what travels while something else runs for so many cycles.
+
+        `rate` is in bytes a cycle.
+        """
+        exposed = max(0, self.bytes - math.floor(cycles * rate))
         return dataclasses.replace(self, exposed=exposed)
 
 
@@ -93,9 +94,9 @@ class Costs:
         collectives = {k: v.repeated(trips) for k, v in self.collectives.items()}
         return Costs(trips * self.flops, trips * self.cycles, collectives)
 
-    def beside(self, cycles: int) -> "Costs":
+    def beside(self, cycles: int, rate: float) -> "Costs":
         """The same, of a collective while something else runs for so many cycles."""
-        collectives = {k: v.beside(cycles) for k, v in self.collectives.items()}
+        collectives = {k: v.beside(cycles, rate) for k, v in self.collectives.items()}
         return dataclasses.replace(self, collectives=collectives)
 
     @property
@@ -111,18 +112,24 @@ class Context(NamedTuple):
 
     program: Program
     trips: Mapping[str, int]
+    sides: Sequence[int]
 
 
-def hlo_costs(text: str, trips: Mapping[str, int] = MappingProxyType({})) -> Costs:
+def hlo_costs(
+    text: str,
+    trips: Mapping[str, int] = MappingProxyType({}),
+    sides: Sequence[int] = (4, 4, 4),
+) -> Costs:
     """Returns the costs of a compiled program; `text` is `compiled.as_text()`.
 
     `trips` says how often a loop runs whose number of trips depends on data, by the
-    `jax.named_scope` that it is in.
+    `jax.named_scope` that it is in, and `sides` how many chips of a TPU there are along
+    each, the first first.
 
     **Raises:** `ValueError` for such a loop if it is not in `trips`.
     """
     program = parse(text)
-    return _costs(Context(program, trips), program["ENTRY"])
+    return _costs(Context(program, trips, sides), program["ENTRY"])
 
 
 def _costs(context: Context, computation: Computation) -> Costs:
@@ -132,9 +139,30 @@ def _costs(context: Context, computation: Computation) -> Costs:
     }
     for name, instruction in computation.items():
         if re.fullmatch(f"({KINDS})(-start)?|async-start", instruction.opcode):
-            beside = _scheduled_beside(computation, name)
-            costs[name] = costs[name].beside(sum(costs[x].cycles for x in beside))
+            cycles = sum(costs[x].cycles for x in _scheduled_beside(computation, name))
+            rate = bytes_per_cycle(_group_size(instruction), context.sides)
+            costs[name] = costs[name].beside(cycles, rate)
     return _sum(costs.values())
+
+
+def bytes_per_cycle(devices: int, sides: Sequence[int]) -> float:
+    """What each of some neighbours can send in an exchange of all with all.
+
+    Half of a ring of `n` sends half of its bytes over the two links to either side, so
+    that each has `8 / n` links to itself, and two at most: in the longest direction.
+    """
+    longest, rest = 1, devices
+    for side in sides:
+        longest, rest = max(longest, min(side, rest)), rest // side
+    return LINK * min(2, 8 / longest)
+
+
+def _group_size(collective: Instruction) -> int:
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", collective.attributes)
+    if counted:
+        return int(counted[1])
+    first = collective.attribute("replica_groups").lstrip("{")
+    return first.count(",") + 1
 
 
 def _scheduled_beside(computation: Computation, start: str) -> list[str]:
@@ -173,7 +201,9 @@ def _called_costs(
 
     match instruction.opcode:
         case "while":
-            trips = count_trips(*context, computation, instruction)
+            trips = count_trips(
+                context.program, context.trips, computation, instruction
+            )
             return _sum(costs("condition", "body")).repeated(trips)
         case "conditional":
             branches = ("branch_computations", "true_computation", "false_computation")

@@ -11,8 +11,8 @@
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
 one chip, the busiest where they differ, in one update. It makes no estimate for the
 collectives themselves: exposed are the bytes for which no other work is scheduled
-beside them, at 100 GB/s (`hlo_costs.py`). Nothing runs, so none of it is a time; the
-seconds are those of tracing and compiling here.
+beside them, at 100 GB/s a link (`hlo_costs.py`). Nothing runs, so none of it is a time;
+the seconds are those of tracing and compiling here.
 """
 
 import time
@@ -113,8 +113,8 @@ def is_chosen(name: str, parts: list[str]) -> bool:
 def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
     """The model's mesh over the chips of a topology, the first ones if there are more.
 
-    Names of axes count, not where in a slice the chips are: the estimates know no
-    distance.
+    Names of axes count, not where in a slice the chips are: the compiler's estimates
+    know no distance.
     """
     settings = {"num_slices": model.slices} if model.slices > 1 else {}
     chips = topologies.get_topology_desc(
@@ -124,6 +124,11 @@ def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
     shape = tuple(model.mesh.values())
     chosen = np.array(chips[: int(np.prod(shape))]).reshape(shape)
     return Mesh(chosen, tuple(model.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def sides_of(mesh: Mesh) -> list[int]:
+    """How many chips a slice has along each side; hosts of 2 x 2 are numbered so."""
+    return [int(n) + 1 for n in np.max([x.coords for x in mesh.devices.flat], axis=0)]
 
 
 def arguments(
@@ -202,10 +207,11 @@ def compile_update(
     assert memory is not None and text is not None  # as on other backends
     is_ours = implementation == "ours" and bool(model.specs)
     loops = loops_of_devices(model, "tpu", network, told=told) if is_ours else [{}]
+    sides = sides_of(mesh)
     return Compiled(
         name,
         implementation,
-        busiest([hlo_costs(text, trips) for trips in loops]),
+        busiest([hlo_costs(text, trips, sides) for trips in loops]),
         even_flops(model, "tpu", network) if is_ours else None,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,

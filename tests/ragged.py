@@ -1,5 +1,7 @@
 """`jax.lax.ragged_all_to_all` as it is documented, for CPU, where XLA has none."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -27,10 +29,13 @@ def ragged_all_to_all(
     )
     me = jax.lax.axis_index(axis_name)
     devices, rows = operands.shape[:2]
+    starts, sizes, places = (
+        x.reshape(devices, devices, -1)[:, me] for x in (starts, sizes, places)
+    )
     written = jnp.zeros(len(output), jnp.int32)
-    fits = jnp.all(sizes[:, me] == recv_sizes)
-    for sender in range(devices):
-        start, size, place = (x[sender, me] for x in (starts, sizes, places))
+    fits = jnp.all(sizes.reshape(-1) == recv_sizes)
+    for sender, slice_ in itertools.product(range(devices), range(starts.shape[1])):
+        start, size, place = (x[sender, slice_] for x in (starts, sizes, places))
         fits &= (size >= 0) & (start >= 0) & (start + size <= rows)
         fits &= (place >= 0) & (place + size <= len(output))
         row = jnp.arange(rows)

@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
+from .._newton_schulz.waiting import zero_after
 from .consecutive import assign_consecutive, Consecutive
 from .network import ANY_NETWORK, Network, work_and_bytes
-from .waiting import zero_after
 
 
 ANY = PartitionSpec.UNCONSTRAINED

@@ -16,11 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._matrices.stacks import Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
+from .._newton_schulz.waiting import wait_for, zero_after
 from .exchange import Exchange, Slots
 from .network import ANY_NETWORK, Network
 from .rounds import as_they_travel, fetch_first, iterate_in_rounds
 from .shared_stacks import plan_exchanges, SharedStack
-from .waiting import wait_for, zero_after
 
 
 class Parcel(NamedTuple):
@@ -95,12 +95,11 @@ def orthogonalize_on_each_device(
         each.exchange.nothing_yet(of_stack)
         for each, of_stack in zip(shared, blocks, strict=True)
     ]
-    first = [fetch_first(solver, *each) for each in zip(shared, blocks, strict=True)]
-    zero = _orthogonalize_parcels(solver, parcels, blocks, first, returned)
-    for number, each in enumerate(shared):
-        returned[number], zero = iterate_in_rounds(
-            solver, each, first[number], returned[number], zero
-        )
+    received = [x.exchange.to_owners(blocks[x.number], x.slots) for x in parcels]
+    if solver.platform == "gpu" and all(x.exchange.is_even for x in parcels):
+        _one_after_the_other(solver, parcels, received, returned)
+    else:
+        _all_at_once(solver, shared, parcels, blocks, received, returned)
     results: list[Any] = list(leaves)
     on_cpu = solver.platform == "cpu"
     for (stack, exchange), back in zip(shared, returned, strict=True):
@@ -108,22 +107,22 @@ def orthogonalize_on_each_device(
     return results
 
 
-def _orthogonalize_parcels(
+def _all_at_once(
     solver: Solver,
+    shared: Sequence[SharedStack],
     parcels: Sequence[Parcel],
     blocks: Sequence[jax.Array],
-    first: Sequence[Sequence[jax.Array]],
+    received: Sequence[jax.Array],
     returned: list[Any],
-) -> jax.Array:
-    """Adds to what came back of each stack; 0, but known when all is iterated.
+) -> None:
+    """Iterates all parcels after the first exchange of all and before the second.
 
-    Between the two exchanges of all stacks no device waits for another: one that has
-    nothing in one stack starts on what it has in the next. A barrier would not do,
-    since compilers drop it before they put operations in order.
+    Between the two no device waits for another: one that has nothing in one stack
+    starts on what it has in the next. A barrier would not do, since compilers drop it
+    before they put operations in order. What returns after the rounds travels while
+    their results are used.
     """
-    received = [x.exchange.to_owners(blocks[x.number], x.slots) for x in parcels]
-    if solver.platform == "gpu" and all(x.exchange.is_even for x in parcels):
-        return _one_after_the_other(solver, parcels, received, returned)
+    first = [fetch_first(solver, *each) for each in zip(shared, blocks, strict=True)]
     zero = zero_after([*received, *itertools.chain(*first)])
     iterated = []
     for parcel, matrices in zip(parcels, received, strict=True):
@@ -131,9 +130,12 @@ def _orthogonalize_parcels(
         with jax.named_scope(f"stack{parcel.number}"):
             mine, zero = _iterate_own(solver, parcel, matrices, zero)
         iterated.append(mine)
+    for number, each in enumerate(shared):
+        returned[number], zero = iterate_in_rounds(
+            solver, each, first[number], returned[number], zero
+        )
     for parcel, mine in zip(parcels, iterated, strict=True):
         parcel.bring_back(wait_for(zero, mine), returned)
-    return zero
 
 
 def _one_after_the_other(
@@ -141,7 +143,7 @@ def _one_after_the_other(
     parcels: Sequence[Parcel],
     received: Sequence[jax.Array],
     returned: list[Any],
-) -> jax.Array:
+) -> None:
     """A parcel begins when the last is iterated, and ends when that is back.
 
     So the last one travels while it is iterated, and so does the next one. It is for
@@ -155,7 +157,6 @@ def _one_after_the_other(
         zero = zero_after([mine])
         parcel.bring_back(mine, returned)
         last = returned[parcel.number][-1:]
-    return zero
 
 
 def _blocks(

@@ -5,6 +5,7 @@ where they are and arrive where they belong: nothing is collected, padded or reo
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,17 @@ from .block_layout import BlockLayout
 from .exchange import at, Exchange, Slots
 
 
-#: The most operations of an exchange. More slots have one, whatever their size.
-MOST_OPERATIONS = 4
+class Messages(NamedTuple):
+    """Tables `(owners, slots)`, or `(sources, slots)` at the owner `me`."""
+
+    me: jax.Array | int
+    in_stack: jax.Array  # by owner: where the block is among those of the stack
+    owned: jax.Array  # by owner: 1, or 0 where it has no matrix in the slot
+    joined: jax.Array  # by source: where its block is at the owner
+
+    def mine(self, table: jax.Array) -> jax.Array:
+        """This device's row, once for each other device."""
+        return jnp.broadcast_to(table[self.me], table.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,38 +32,32 @@ class RaggedExchange(Exchange):
     """For matrices of one layout, of which all devices along `roles.sharded` hold a
     block, and no others one of the same.
 
-    If matrices are `large`, a few travel one by one: the blocks of each then arrive
-    beside each other. Else they are put together afterwards.
+    All slots travel in one operation. Every block is a message of its own, so that the
+    blocks of each matrix arrive beside each other.
     """
 
     layout: BlockLayout
-    large: bool
 
     @property
     def block_shape(self) -> tuple[int, int]:
         return self.layout.block_shape
 
-    def to_owners(self, blocks: jax.Array, slots: Slots) -> jax.Array:
-        devices, length = self.layout.devices, slots.length
-        _, _, me = self.here()
-        starts, counts = self._starts_and_counts()
-        shape = (devices * length, *self.block_shape)
-        received = jax.lax.empty(shape, blocks.dtype)
-        for first, each in self._operations(slots):
-            received = self._send(
-                blocks,
-                received,
-                jnp.clip(starts + each.start, 0, len(blocks)),
-                _sizes(counts, each),
-                jnp.full(devices, devices * first + me * each.length),
-                jnp.broadcast_to(_sizes(counts[me], each), devices),
-            )
-        if self._one_by_one(length):
-            received = received.reshape(length, devices, *self.block_shape)
-        else:
-            received = received.reshape(devices, length, *self.block_shape)
-            received = jnp.moveaxis(received, 1, 0)
-        return jax.vmap(self.layout.join)(received)
+    def to_owners(
+        self, blocks: jax.Array, slots: Slots, into: jax.Array | None = None
+    ) -> jax.Array:
+        """They take the place of the matrices `into`, if given."""
+        its = self._messages(slots, len(blocks))
+        shape = slots.length, self.layout.devices, *self.block_shape
+        new = jax.lax.empty(shape, blocks.dtype) if into is None else self._split(into)
+        received = self._send(
+            blocks,
+            new.reshape(-1, *self.block_shape),
+            its.in_stack,
+            its.owned,
+            its.mine(its.joined),
+            its.mine(its.owned),
+        )
+        return jax.vmap(self.layout.join)(received.reshape(shape))
 
     def nothing_yet(self, blocks: jax.Array) -> jax.Array:
         return blocks  # Each takes the place of the one that left.
@@ -61,55 +65,41 @@ class RaggedExchange(Exchange):
     def to_sources(
         self, matrices: jax.Array, slots: Slots, returned: jax.Array
     ) -> jax.Array:
-        devices = self.layout.devices
-        _, _, me = self.here()
-        starts, counts = self._starts_and_counts()
-        split = jax.vmap(self.layout.split)(matrices)
-        if not self._one_by_one(slots.length):
-            split = jnp.moveaxis(split, 1, 0)
-        sent = split.reshape(-1, *self.block_shape)
-        for first, each in self._operations(slots):
-            returned = self._send(
-                sent,
-                returned,
-                devices * first + each.length * jnp.arange(devices),
-                jnp.broadcast_to(_sizes(counts[me], each), devices),
-                jnp.full(devices, jnp.clip(starts[me] + each.start, 0, len(returned))),
-                _sizes(counts, each),
-            )
-        return returned
+        its = self._messages(slots, len(returned))
+        return self._send(
+            self._split(matrices).reshape(-1, *self.block_shape),
+            returned,
+            its.joined,
+            its.mine(its.owned),
+            its.mine(its.in_stack),
+            its.owned,
+        )
 
     def to_blocks(self, returned: jax.Array) -> jax.Array:
         return returned
 
-    def _operations(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """What travels at once, and how many slots before."""
-        if not self._one_by_one(slots.length):
-            return [(0, slots)]
-        return [(i, Slots(slots.start + i, 1)) for i in range(slots.length)]
+    def _split(self, matrices: jax.Array) -> jax.Array:
+        return jax.vmap(self.layout.split)(matrices)
 
-    def _one_by_one(self, length: int) -> bool:
-        return self.large and length <= MOST_OPERATIONS
-
-    def _starts_and_counts(self) -> tuple[jax.Array, jax.Array]:
-        """Of the devices along `roles.sharded`."""
-        group, copy, _ = self.here()
+    def _messages(self, slots: Slots, blocks: int) -> Messages:
+        """Nobody owns a slot before the first."""
+        group, copy, me = self.here()
         tables = self.owners.starts, self.owners.counts
-        starts, counts = (jnp.asarray(at(x, group, copy)) for x in tables)
-        return starts, counts
-
-    def _send(self, operand: jax.Array, output: jax.Array, *places: jax.Array):
-        """`places`: where what goes to each starts and its size, then where it lands
-        there, and how much each sends here.
-        """
-        places = tuple(x.astype(jnp.int32) for x in places)
-        return jax.lax.ragged_all_to_all(
-            operand, output, *places, axis_name=self.roles.sharded
+        starts, counts = (jnp.asarray(at(x, group, copy))[:, None] for x in tables)
+        slot = slots.start + jnp.arange(slots.length)
+        devices = jnp.arange(self.layout.devices)[:, None]
+        return Messages(
+            me,
+            in_stack=jnp.clip(starts + slot, 0, blocks - 1),
+            owned=(slot >= 0) & (slot < counts),
+            joined=jnp.arange(slots.length) * self.layout.devices + devices,
         )
 
-
-def _sizes(counts: jax.Array, slots: Slots) -> jax.Array:
-    """How many of the slots are owned: none of those before the first."""
-    return jnp.where(
-        slots.start < 0, 0, jnp.clip(counts - slots.start, 0, slots.length)
-    )
+    def _send(self, operand: jax.Array, output: jax.Array, *tables: jax.Array):
+        """`tables`, by the other device and by slot: where a block starts and how many
+        leave, none or one, then where it lands there, and how many arrive from there.
+        """
+        arguments = [x.astype(jnp.int32).reshape(-1) for x in tables]
+        return jax.lax.ragged_all_to_all(
+            operand, output, *arguments, axis_name=self.roles.sharded
+        )

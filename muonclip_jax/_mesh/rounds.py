@@ -1,19 +1,30 @@
 """Rounds: while some matrices are iterated, the next arrive and the last return.
 
-All devices own the slots, so that none waits for another that has more to do.
+All devices own the slots, so that none waits for another that has more to do. Both
+exchanges of a round write where something lay that was read before: the next matrices
+arrive where the present ones lay, and results replace those that left.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._matrices.stacks import Stack
 from .._newton_schulz.solver import Solver
+from .._newton_schulz.waiting import wait_for, zero_after
 from .exchange import Slots
+from .ragged_exchange import RaggedExchange
 from .shared_stacks import SharedStack
-from .waiting import wait_for, zero_after
+
+
+class UnderWay(NamedTuple):
+    """What is there when a round begins."""
+
+    here: jax.Array  # the matrices to iterate
+    iterated: jax.Array  # those of the round before
+    blocks: jax.Array  # of all matrices of the stack
 
 
 def fetch_first(
@@ -22,7 +33,7 @@ def fetch_first(
     """The matrices of the first round, or none where there are no rounds."""
     if not shared.rounds(solver).number:
         return []
-    return _fetch(solver, shared, blocks, 0)
+    return [shared.exchange.to_owners(blocks, _slots(solver, shared, 0))]
 
 
 def iterate_in_rounds(
@@ -39,50 +50,48 @@ def iterate_in_rounds(
     rounds = shared.rounds(solver).number
     if not rounds:
         return blocks, zero
-    orthogonalize = as_they_travel(solver, shared.stack, blocks.dtype)
-
-    def one_round(number: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        here, iterated, blocks = carry
-        following = _fetch(solver, shared, blocks, number + 1)
-        # Said to be needed there, so that it is read before others are written.
-        blocks = wait_for(zero_after(following), blocks)
-        blocks = _bring_back(solver, shared, iterated, blocks, number - 1)
-        return following, [*orthogonalize(*here)], blocks
-
-    nothing = [jax.lax.empty(x.shape, x.dtype) for x in first]
-    carry = [wait_for(zero, batch) for batch in first], nothing, blocks
-    _, iterated, blocks = jax.lax.fori_loop(0, rounds, one_round, carry)
-    blocks = _bring_back(solver, shared, iterated, blocks, rounds - 1)
-    return blocks, zero_after(iterated)
+    (here,) = first
+    nothing = jax.lax.empty(here.shape, here.dtype)
+    _, iterated, blocks = jax.lax.fori_loop(
+        0,
+        rounds,
+        lambda number, state: _one_round(solver, shared, number, state),
+        UnderWay(wait_for(zero, here), nothing, blocks),
+    )
+    last = _slots(solver, shared, rounds - 1)
+    return shared.exchange.to_sources(iterated, last, blocks), zero_after([iterated])
 
 
-def _fetch(
-    solver: Solver, shared: SharedStack, blocks: jax.Array, number: jax.Array | int
-) -> list[jax.Array]:
-    return [
-        shared.exchange.to_owners(blocks, slots)
-        for slots in _slots(solver, shared, number)
-    ]
+def _one_round(
+    solver: Solver, shared: SharedStack, number: jax.Array, state: UnderWay
+) -> UnderWay:
+    """Each wait is for what was read, so that nothing is kept twice."""
+    here, iterated, blocks = state
+    exchange = shared.exchange
+    assert isinstance(exchange, RaggedExchange)
+    batches = jnp.split(here, solver.turns)
+    prepared = [solver.prepare(x.astype(shared.stack.dtype)) for x in batches]
+    here = wait_for(zero_after(prepared), here)
+    here = exchange.to_owners(blocks, _slots(solver, shared, number + 1), here)
+    arrived = zero_after([here])
+    blocks = wait_for(arrived, blocks)
+    last = _slots(solver, shared, number - 1)
+    blocks = exchange.to_sources(iterated, last, blocks)
+    iterated = wait_for(zero_after([blocks]), iterated)
+    done = solver.iterate(*prepared, halfway=arrived)
+    for turn, batch in enumerate(done):
+        # In place: joined, they would be written once more.
+        iterated = jax.lax.dynamic_update_slice_in_dim(
+            iterated, batch.astype(iterated.dtype), turn * len(batch), axis=0
+        )
+    return UnderWay(here, iterated, blocks)
 
 
-def _bring_back(
-    solver: Solver,
-    shared: SharedStack,
-    batches: Sequence[jax.Array],
-    blocks: jax.Array,
-    number: jax.Array | int,
-) -> jax.Array:
-    slots = _slots(solver, shared, number)
-    for batch, each in zip(batches, slots, strict=True):
-        blocks = shared.exchange.to_sources(batch, each, blocks)
-    return blocks
-
-
-def _slots(solver: Solver, shared: SharedStack, number: jax.Array | int) -> list[Slots]:
+def _slots(solver: Solver, shared: SharedStack, number: jax.Array | int) -> Slots:
     """Of a round; before the first slot, where nobody owns any, if there is no such."""
     rounds, size = shared.rounds(solver)
-    first = jnp.where(number < rounds, number, -1) * size * solver.turns
-    return [Slots(first + size * turn, size) for turn in range(solver.turns)]
+    of_round = size * solver.turns
+    return Slots(jnp.where(number < rounds, number, -1) * of_round, of_round)
 
 
 def as_they_travel(

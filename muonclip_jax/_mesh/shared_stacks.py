@@ -20,10 +20,6 @@ from .padded_exchange import PaddedExchange
 from .ragged_exchange import RaggedExchange
 
 
-#: Matrices of which no more are iterated at once travel one by one: they are so large
-#: that to put them together afterwards would take longer than further operations.
-MOST_AT_ONCE = 2
-
 #: How many devices a matrix may have for messages to be ragged: of few matrices, each
 #: with an owner far from most, all messages are small, and programs long.
 MOST_DEVICES = 8
@@ -185,8 +181,7 @@ def _exchange(
     roles = layouts[0].roles
     if _is_ragged(solver, network, group, mesh):
         (layout,) = layouts
-        is_large = solver.batch_size(layout.shape) <= MOST_AT_ONCE
-        return RaggedExchange(owners, roles, layout, is_large)
+        return RaggedExchange(owners, roles, layout)
     kinds = [
         np.full(leaf.part.view.count, layouts.index(leaf.layout), np.int32)
         for leaf in group

@@ -6,6 +6,8 @@ number of row blocks that Hermitian products are computed in; like the products
 themselves it changes the cost and, but for rounding, not the result.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,17 @@ from .hermitian_blocks import join, Rows, split
 from .products import Products, round_to, widen
 from .steps import growth_of, range_of, Step
 from .turns import Iteration, take_turns
+from .waiting import wait_for
 
 
 def iterate(
-    x: jax.Array, passes: Sequence[Schedule], products: Products, blocks: int
+    x: jax.Array,
+    passes: Sequence[Schedule],
+    products: Products,
+    blocks: int,
+    halfway: jax.Array | None = None,
 ) -> Iteration:
-    """Returns the result, not rounded."""
+    """Returns the result, not rounded. Later passes wait for the zero `halfway`."""
     # A product with a batch axis of one is slower than one without.
     matrices = x[0] if x.ndim == 3 and len(x) == 1 else x
     rows, bounds = split(matrices, blocks), range_of(x.dtype)
@@ -36,7 +43,10 @@ def iterate(
         if i and (products.resizes or is_small):
             rows = _resized(rows, size / bounds.size)
             size = most = bounds.size
-        rows = yield round_to(rows, x.dtype)
+        rows = round_to(rows, x.dtype)
+        if halfway is not None and i == math.ceil(len(passes) / 2):
+            rows = jax.tree.map(functools.partial(wait_for, halfway), rows)
+        rows = yield rows
         rows, growth = yield from _pass(rows, size, most, steps, products)
         size, most = size * growth, most * growth_of(steps)
     return join(_resized(rows, size)).reshape(x.shape)

@@ -87,10 +87,13 @@ class Solver:
         return y.astype(dtype) if on_gpu else round_to(y, dtype)
 
     @jax.jit
-    def iterate(self, *stacks: jax.Array) -> list[jax.Array]:
+    def iterate(
+        self, *stacks: jax.Array, halfway: jax.Array | None = None
+    ) -> list[jax.Array]:
         """Runs all steps on stacks of matrices of one shape, which take turns.
 
         The last is not rounded to the dtype of the iteration where that costs nothing.
+        The later passes begin when the zero `halfway` is known.
         """
         shape, dtype = tuple(sorted(stacks[0].shape[-2:])), stacks[0].dtype
         strategy = self.strategy(shape, dtype)
@@ -99,6 +102,7 @@ class Solver:
             passes=self.passes(strategy, dtype),
             products=self._products(strategy, dtype),
             blocks=strategy.blocks,
+            halfway=halfway,
         )
         if self.ns_steps is None:
             return take_turns(map(usual, stacks))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo_costs import BYTES_PER_CYCLE, Costs, hlo_costs, Traffic
+from hlo_costs import bytes_per_cycle, Costs, hlo_costs, LINK, Traffic
 from jax.sharding import Mesh, PartitionSpec
 
 
@@ -210,7 +210,7 @@ def test_collectives_of_a_program_for_two_devices():
 
 def test_what_is_exposed_is_what_nothing_runs_beside():
     """Ten times an exchange that waits, one half hidden and one hidden."""
-    size = 100 * BYTES_PER_CYCLE
+    size = 100 * 2 * LINK
     shape = f"s8[{size}]"
     text = f"""
 %body (x: {shape}) -> {shape} {{
@@ -245,3 +245,30 @@ config={{"known_trip_count":{{"n":"10"}}}}
     assert exposed == {"all-to-all": 10 * size * 3 // 2, "collective-permute": 0}
     assert costs.exposed == 0.5
     assert hlo_costs(text.replace("estimated", "other")).exposed == 1.0
+    # Over a ring of 16 chips a quarter as much travels.
+    far = text.replace("dimensions={0}", "replica_groups=[1,16]<=[16]")
+    assert hlo_costs(far, sides=(16, 1, 1)).exposed == (1 + 7 / 8) / 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "sides", "links"),
+    [
+        (64, (4, 4, 4), 2),
+        (8, (4, 4, 4), 2),
+        (8, (8, 8, 16), 1),
+        (64, (8, 8, 16), 1),
+        (1024, (8, 8, 16), 0.5),
+    ],
+)
+def test_bytes_per_cycle_are_those_over_the_links_that_cut_a_torus(
+    devices, sides, links
+):
+    """Counted in a torus whose chips are numbered along the first side first."""
+    assert bytes_per_cycle(devices, sides) == links * LINK
+    box = np.stack(np.unravel_index(np.arange(devices), sides, order="F"))
+    extent = box.max(axis=1) + 1
+    longest = int(np.argmax(extent))
+    # Half send half of their bytes over the links of two cuts.
+    cuts = 2 if extent[longest] == sides[longest] else 1
+    over = cuts * devices // extent[longest]
+    assert devices / 2 / 2 / over == 1 / links

@@ -50,6 +50,23 @@ def test_no_iteration_goes_on_before_all_have_stored():
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+def test_later_passes_wait_for_what_is_to_be_there_halfway(method, shape):
+    """Seen by a zero that is none: the first passes do not know it, the others do."""
+    solver = solver_for("tpu", method)
+    stack = solver.prepare(jnp.asarray(matrices(2, *shape), jnp.float32))
+    ((plain,), (waited,), (spoilt,)) = (
+        solver.iterate(stack, halfway=zero)
+        for zero in (None, jnp.int32(0), jnp.float32(jnp.nan))
+    )
+    np.testing.assert_allclose(plain, waited, atol=1e-5)
+    assert np.isnan(spoilt).any()
+    one_pass = make_solver("keller", 1, "standard", jnp.float32, "frobenius", "xla")
+    (begun,) = one_pass.on("tpu").iterate(stack, halfway=jnp.float32(jnp.nan))
+    assert np.isfinite(begun).all()
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (14, 14)])
 def test_stacks_in_turns_are_those_alone(method, shape):
     stacks = [matrices(1, *shape), matrices(3, *shape, seed=5), matrices(2, *shape)]
