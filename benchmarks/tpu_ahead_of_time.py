@@ -128,7 +128,8 @@ def tpu_mesh(model: Model, topology: str | None = None) -> Mesh:
 
 def sides_of(mesh: Mesh) -> list[int]:
     """How many chips a slice has along each side; hosts of 2 x 2 are numbered so."""
-    return [int(n) + 1 for n in np.max([x.coords for x in mesh.devices.flat], axis=0)]
+    places = [getattr(chip, "coords", (0, 0, 0)) for chip in mesh.devices.flat]
+    return [int(last) + 1 for last in np.max(places, axis=0)]
 
 
 def arguments(

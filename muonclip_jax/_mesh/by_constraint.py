@@ -63,7 +63,8 @@ def orthogonalize_by_constraint(
 def stacks_of(
     leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], views: Sequence[MatrixView]
 ) -> list[Stack]:
-    return plan_stacks(leaves, [_last_stack_first(view).wide for view in views])
+    """Tall matrices apart: often a mesh cuts all along one axis, and them across."""
+    return plan_stacks(leaves, [_last_stack_first(view) for view in views])
 
 
 def divide_stacks(
@@ -109,18 +110,23 @@ def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:
         leaves, lambda view, leaf: view.to_matrices(leaf).astype(wire)
     )
     slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
-    # XLA moves one axis well. Where all of them cut matrices it would make copies of
-    # the stack on all devices in order to move them together.
-    if len(axes) > 1:
-        slots = _lay(slots, mesh, axes[:-1], ANY, ANY)
-    return _lay(slots, mesh, axes, None, None)
+    return _lay(_lay_halfway(slots, mesh, axes), mesh, axes, None, None)
 
 
 def _from_devices(slots: jax.Array, each: DividedStack, mesh, axes) -> jax.Array:
-    if len(axes) > 1:
-        slots = _lay(slots, mesh, axes[:-1], ANY, ANY)
+    slots = _lay_halfway(slots, mesh, axes)
     first = each.share.first
     return _lay(slots, mesh, None, ANY, ANY)[first : first + each.stack.count]
+
+
+def _lay_halfway(slots: jax.Array, mesh, axes) -> jax.Array:
+    """Over all axes but the last one.
+
+    XLA moves one axis well. Where all of them cut matrices it would make copies of the
+    stack on all devices in order to move them together, and stacks that it moves before
+    they are padded it would move again.
+    """
+    return _lay(slots, mesh, axes[:-1] or None, ANY, ANY)
 
 
 def _lay(x: jax.Array, mesh: Mesh | AbstractMesh, *spec) -> jax.Array:
