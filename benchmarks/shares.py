@@ -64,7 +64,8 @@ def _trips(model: Model, platform: Platform, network: Network) -> dict[str, np.n
 
 def _trips_untold(model: Model, platform: Platform) -> dict[str, np.ndarray]:
     leaves, views = _leaves(model)
-    stacks, devices = stacks_of(leaves, views), math.prod(model.mesh.values())
+    devices = math.prod(model.mesh.values())
+    stacks = stacks_of(leaves, views, devices)
     plan = divide_stacks(SOLVER.on(platform), stacks, devices)
     trips = {}
     for i, (stack, share) in enumerate(plan):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._matrices.stacks import plan_stacks, Stack
@@ -23,6 +24,9 @@ from .network import ANY_NETWORK, Network, work_and_bytes
 
 
 ANY = PartitionSpec.UNCONSTRAINED
+
+#: From how many matrices for each device on a leaf has a stack of its own.
+MANY = 4
 
 
 class DividedStack(NamedTuple):
@@ -41,7 +45,7 @@ def orthogonalize_by_constraint(
     network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that lie on the automatic axes of `mesh`, somehow."""
-    stacks = stacks_of(leaves, views)
+    stacks = stacks_of(leaves, views, mesh.size)
     axes = _axes_that_share(solver, stacks, mesh.shape, network)
     plan = divide_stacks(solver, stacks, math.prod(mesh.shape[name] for name in axes))
     by_device = PartitionSpec(axes)
@@ -61,10 +65,29 @@ def orthogonalize_by_constraint(
 
 
 def stacks_of(
-    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], views: Sequence[MatrixView]
+    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    views: Sequence[MatrixView],
+    devices: int,
 ) -> list[Stack]:
-    """Tall matrices apart: often a mesh cuts all along one axis, and them across."""
-    return plan_stacks(leaves, [_last_stack_first(view) for view in views])
+    """Apart are tall matrices, since often a mesh cuts all along one axis, and leaves
+    of many matrices, which may be cut along their stack: to put together what lies
+    differently, XLA would copy it to all devices.
+    """
+    ordered = [_last_stack_first(view) for view in views]
+    alone = [view.count >= MANY * devices for view in ordered]
+    groups = [[not many for many in alone]]
+    groups += [[i == j for j in range(len(views))] for i in np.flatnonzero(alone)]
+    return [
+        stack
+        for chosen in groups
+        for stack in plan_stacks(
+            leaves,
+            [
+                view if is_chosen else None
+                for view, is_chosen in zip(ordered, chosen, strict=True)
+            ],
+        )
+    ]
 
 
 def divide_stacks(

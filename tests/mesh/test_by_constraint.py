@@ -118,7 +118,7 @@ def test_same_as_on_one_device(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_iterate_their_share_without_waiting_for_others(layout):
     mesh, leaves = placed(layout)
-    plan = divide_stacks(SOLVER, stacks_of(leaves, VIEWS), mesh.size)
+    plan = divide_stacks(SOLVER, stacks_of(leaves, VIEWS, mesh.size), mesh.size)
     once = {f"stack{i}": 1 for i in range(len(plan))}
     text = route_on(mesh).lower(leaves).compile().as_text()
     costs = hlo_costs(text, once)
@@ -193,3 +193,17 @@ def test_devices_without_a_large_matrix_take_the_small_ones():
     assert loads.max() == 601
     assert large.counts.max() == 1 and squares.counts.max() == 2
     assert not (large.counts * (squares.counts + small.counts)).any()
+
+
+def test_leaves_of_many_matrices_have_stacks_of_their_own():
+    """As the experts of a model whose dense layers have matrices of the same shape."""
+    shapes = (3, 8, 16), (2, 8, 16), (32, 8, 16), (2, 16, 8), (4, 8, 8, 16)
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    views = [matrix_view(shape, MuonDimensionNumbers(-2, -1)) for shape in shapes]
+
+    def together(devices):
+        stacks = stacks_of(leaves, views, devices)
+        return [[part.leaf for part in stack.parts] for stack in stacks]
+
+    assert together(8) == [[0, 1], [3], [2], [4]]
+    assert together(9) == [[0, 1, 2, 4], [3]]
