@@ -215,7 +215,7 @@ def test_where_nobody_says_how_leaves_lie():
         chex.assert_trees_all_close(
             compiled(solver, leaves), expected, rtol=1e-5, atol=1e-6
         )
-        trips = {"stack0": 1, "stack1": 1}
+        trips = {f"stack{i}": 1 for i in range(len(SHAPES))}
         flops.append(hlo_costs(compiled.as_text(), trips).flops)
     assert flops[1] > 1.4 * flops[0] and flops[2] == flops[0]
 
