@@ -221,8 +221,11 @@ def compile_update(
 
 
 def options_of(mesh: Mesh) -> dict[str, str] | None:
-    """Exchanges that the compiler may start before it waits for them."""
-    if mesh.devices.flat[0].platform != "tpu":
+    """Exchanges that the compiler may start before it waits for them.
+
+    On v5e it refuses them, like ragged ones.
+    """
+    if not network_of(mesh).is_ragged:
         return None
     kinds = "all_to_all", "ragged_all_to_all"
     return {f"xla_tpu_enable_async_{kind}": "true" for kind in kinds}
