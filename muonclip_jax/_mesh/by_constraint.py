@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._matrices.stacks import plan_stacks, Stack
@@ -74,20 +73,14 @@ def stacks_of(
     differently, XLA would copy it to all devices.
     """
     ordered = [_last_stack_first(view) for view in views]
-    alone = [view.count >= MANY * devices for view in ordered]
-    groups = [[not many for many in alone]]
-    groups += [[i == j for j in range(len(views))] for i in np.flatnonzero(alone)]
-    return [
-        stack
-        for chosen in groups
-        for stack in plan_stacks(
-            leaves,
-            [
-                view if is_chosen else None
-                for view, is_chosen in zip(ordered, chosen, strict=True)
-            ],
-        )
-    ]
+    many = [i for i, view in enumerate(ordered) if view.count >= MANY * devices]
+    few = [i for i in range(len(views)) if i not in many]
+
+    def of(chosen: Sequence[int]) -> list[Stack]:
+        found = [view if i in chosen else None for i, view in enumerate(ordered)]
+        return plan_stacks(leaves, found)
+
+    return of(few) + [stack for i in many for stack in of([i])]
 
 
 def divide_stacks(

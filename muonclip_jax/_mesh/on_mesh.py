@@ -19,7 +19,7 @@ from .._newton_schulz.solver import Solver
 from .._newton_schulz.waiting import wait_for, zero_after
 from .exchange import Exchange, Slots
 from .network import ANY_NETWORK, Network
-from .rounds import as_they_travel, fetch_first, iterate_in_rounds
+from .rounds import fetch_first, iterate_in_rounds
 from .shared_stacks import plan_exchanges, SharedStack
 
 
@@ -179,7 +179,11 @@ def _blocks(
 def _iterate_own(
     solver: Solver, parcel: Parcel, matrices: jax.Array, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    orthogonalize = as_they_travel(solver, parcel.stack, matrices.dtype)
+    def orthogonalize(*batches: jax.Array) -> list[jax.Array]:
+        # The dtype of the iteration follows from that of the leaf, not of the wire.
+        leaves = [x.astype(parcel.stack.dtype) for x in batches]
+        return [y.astype(matrices.dtype) for y in solver.orthogonalize(*leaves)]
+
     if not parcel.exchange.is_even:
         count = parcel.exchange.count() - parcel.slots.start
         return solver.map_first(orthogonalize, matrices, count, zero)

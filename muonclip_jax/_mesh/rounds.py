@@ -5,13 +5,11 @@ exchanges of a round write where something lay that was read before: the next ma
 arrive where the present ones lay, and results replace those that left.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._matrices.stacks import Stack
 from .._newton_schulz.solver import Solver
 from .._newton_schulz.waiting import wait_for, zero_after
 from .exchange import Slots
@@ -92,18 +90,3 @@ def _slots(solver: Solver, shared: SharedStack, number: jax.Array | int) -> Slot
     rounds, size = shared.rounds(solver)
     of_round = size * solver.turns
     return Slots(jnp.where(number < rounds, number, -1) * of_round, of_round)
-
-
-def as_they_travel(
-    solver: Solver, stack: Stack, dtype: jnp.dtype
-) -> Callable[..., Sequence[jax.Array]]:
-    """Orthogonalizes batches of a stack from and to the dtype in which they travel.
-
-    The dtype of the iteration follows from that of the leaf, not of the wire.
-    """
-
-    def orthogonalize(*batches: jax.Array) -> list[jax.Array]:
-        leaves = [x.astype(stack.dtype) for x in batches]
-        return [y.astype(dtype) for y in solver.orthogonalize(*leaves)]
-
-    return orthogonalize
