@@ -54,7 +54,7 @@ def test_what_a_step_does_to_features_does_not_depend_on_the_width(width):
 def test_rates_and_what_they_decay():
     tuned = dict(learning_rate=0.03, weight_decay=0.2, adam_learning_rate=0.01)
     expected = dict(
-        learning_rate=0.03,
+        learning_rate=pytest.approx(0.0075),
         consistent_rms="mup",
         weight_decay=0.2,
         adam_learning_rate=pytest.approx(0.00125),
@@ -70,6 +70,8 @@ def test_rates_and_what_they_decay():
     assert one["adam_learning_rate"] == pytest.approx(0.015)
     assert one["head_learning_rate"] == pytest.approx(0.0075)
     assert one["adam_weight_decay"] == 0.1
+    eighth = mc.scale_to_width(1024, tuned_at=128, learning_rate=0.03)
+    assert eighth["learning_rate"] == pytest.approx(0.015)
 
 
 def params_of(*, tied: bool):
@@ -79,7 +81,7 @@ def params_of(*, tied: bool):
     return embed | {"block_0": block} | head
 
 
-def test_steps_of_head_and_embedding_fall_with_the_width():
+def test_steps_fall_with_the_width():
     params, tied = params_of(tied=False), params_of(tied=True)
 
     def first_step(params, width, **changes):
@@ -87,14 +89,14 @@ def test_steps_of_head_and_embedding_fall_with_the_width():
         tx = mc.muon(**told | changes)
         return tx.update(params, tx.init(params), params)[0]
 
-    small, large = first_step(params, 4), first_step(params, 64)
-    for name, ratio in {"head": 1 / 16, "embed": 1 / 4, "block_0": 1.0}.items():
+    small, large = first_step(params, 4), first_step(params, 256)
+    for name, ratio in {"head": 1 / 64, "embed": 1 / 8, "block_0": 1 / 4}.items():
         chex.assert_trees_all_close(
             large[name], optax.tree.scale(ratio, small[name]), rtol=1e-5
         )
     with pytest.raises(ValueError, match="head_learning_rate=None"):
-        first_step(tied, 64)
-    updates = first_step(tied, 64, head_learning_rate=None)
+        first_step(tied, 256)
+    updates = first_step(tied, 256, head_learning_rate=None)
     chex.assert_trees_all_close(updates["embed"], large["embed"], rtol=1e-6)
 
 
@@ -103,7 +105,7 @@ def test_schedules_are_scaled_step_by_step():
     told = mc.scale_to_width(
         1024, tuned_at=16, learning_rate=schedule, weight_decay=schedule
     )
-    factors = {"weight_decay": 1.0, "adam_weight_decay": 1.0}
+    factors = {"weight_decay": 1.0, "adam_weight_decay": 1.0, "learning_rate": 1 / 4}
     factors |= {"adam_learning_rate": 1 / 8, "head_learning_rate": 1 / 64}
     for name, factor in factors.items():
         for step in (0, 3, 10):
