@@ -99,9 +99,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="carry_over.png",
         remarks="It counts as reproduced if keeping what was tuned on the small model "
         f"loses at most {REGRET:g} nats on average, on every corpus, with the rule "
-        "for widths. Depth has no rule: all is kept. The rule was chosen by losses at "
-        "width 256: with a rate that stays, code lost 0.032 nats there and prose 0.053, "
-        "and a decay that falls in its place lost more on prose. Width 128 is a check.",
+        "for widths. Depth has no rule: all is kept. The rule was chosen by losses "
+        "at width 256: with a rate that stays, code lost 0.032 nats there and prose "
+        "0.053, and a decay that falls in its place lost more on prose. Width 128 is a "
+        "check.",
     )
 
 
