@@ -20,10 +20,6 @@ from .padded_exchange import PaddedExchange
 from .ragged_exchange import RaggedExchange
 
 
-#: How many devices a matrix may have for messages to be ragged: of few matrices, each
-#: with an owner far from most, all messages are small, and programs long.
-MOST_DEVICES = 8
-
 #: How many more slots matrices may take in stacks of one layout than in one of all.
 MOST_PADDING = 1.1
 
@@ -164,10 +160,9 @@ def _is_ragged(
 ) -> bool:
     """Not where copies of blocks share the work: results go to all of them at once."""
     roles = group[0].layout.roles
-    devices = math.prod(mesh[name] for name in roles.sharded)
-    are_many = MOST_DEVICES * _stack(group).count >= devices > 1
+    is_cut = any(mesh[name] > 1 for name in roles.sharded)
     known = solver.platform == "tpu" and network.is_ragged
-    return known and are_many and not roles.replicated
+    return known and is_cut and not roles.replicated
 
 
 def _exchange(

@@ -135,12 +135,12 @@ def test_layouts_have_stacks_of_their_own_where_messages_are_ragged():
     assert copies.stack.shape == (8, 24) and len(copies.exchange.layouts) == 2
 
 
-@pytest.mark.parametrize(("count", "is_ragged"), [(1, False), (2, True), (40, True)])
-def test_few_matrices_of_many_devices_travel_in_equal_messages(count, is_ragged):
+@pytest.mark.parametrize("count", [1, 40])
+def test_few_matrices_of_many_devices_have_messages_of_their_own(count):
     dtypes, views = [jnp.dtype("float32")], [matrix_view((count, 32, 8), PLAIN)]
     specs, mesh = [P(None, "fsdp")], {"fsdp": 16}
     (shared,) = plan_exchanges(SOLVER, dtypes, views, specs, mesh, RAGGED)
-    assert isinstance(shared.exchange, RaggedExchange) == is_ragged
+    assert isinstance(shared.exchange, RaggedExchange)
 
 
 @pytest.mark.parametrize(
