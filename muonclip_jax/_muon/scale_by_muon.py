@@ -48,8 +48,8 @@ def scale_by_muon(
     (`consistent_rms=0.2`), which gives updates the root mean square of AdamW's,
     $\rho = \sqrt{\max(1, \mathrm{fan_{out}} / \mathrm{fan_{in}})}$
     (`consistent_rms=None`), or $\rho = \sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$
-    (`consistent_rms="mup"`). With the last two the best rate stays where it is as
-    widths grow; see [`scale_to_width`][] for all that changes then.
+    (`consistent_rms="mup"`). With `None` the best rate stays where it is as widths
+    grow; what changes with `"mup"` is in [`scale_to_width`][].
 
     Three deviations between the sources, all of which this function spans:
     Keller Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's
