@@ -14,6 +14,9 @@ from .balanced_clip import balanced_clip
 from .run import Run
 
 
+RISE = 300  # the steps in which beta rises, if it does
+
+
 class Hyperparameters(NamedTuple):
     """What one step takes as arguments of the compiled program."""
 
@@ -23,11 +26,12 @@ class Hyperparameters(NamedTuple):
     threshold: Any
     head_learning_rate: Any = None  # that of the AdamW side
     adam_weight_decay: Any = None  # that of Muon
+    beta: Any = None  # if it changes
 
 
 def hyperparameters(run: Run) -> list[Hyperparameters]:
     """Returns the hyperparameters of every step."""
-    head, decay = run.head_learning_rate, run.adam_weight_decay
+    head, decay, beta = run.head_learning_rate, run.adam_weight_decay, rising_beta(run)
     return [
         Hyperparameters(
             np.float32(run.learning_rate * factor),
@@ -36,9 +40,18 @@ def hyperparameters(run: Run) -> list[Hyperparameters]:
             np.float32(run.threshold),
             None if head is None else np.float32(head * factor),
             None if decay is None else np.float32(decay),
+            None if beta is None else beta[i],
         )
-        for factor in schedule(run)
+        for i, factor in enumerate(schedule(run))
     ]
+
+
+def rising_beta(run: Run) -> np.ndarray | None:
+    """Of every step, in a straight line and then as it is."""
+    if run.beta_from is None:
+        return None
+    share = np.minimum(1, np.arange(run.steps, dtype=np.float32) / RISE)
+    return (1 - share) * run.beta_from + share * run.beta
 
 
 def schedule(run: Run) -> np.ndarray:
@@ -72,9 +85,10 @@ def make_optimizer(
     )
     if run.tuned_at is not None:
         rates = mc.scale_to_width(run.width, tuned_at=run.tuned_at, **rates)
+    beta = 0.95 if run.beta is None else run.beta
     return mc.muon(
         **rates,
-        beta=0.95 if run.beta is None else run.beta,
+        beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),
     )

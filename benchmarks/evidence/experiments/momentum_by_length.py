@@ -1,30 +1,36 @@
 """Whether the beta that is best in short runs is best in longer ones."""
 
+import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pictures import picture
+from pictures import panels
 from tables import Table
 
 from ..intervals import Interval, paired
 from ..lab import Lab, losses
+from ..optimizers import RISE
 from ..plan import Plan
 from ..recipe import MUON, MUON_AXES
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE
+from ..style import CYCLE, rows
 from ..tuning import tuned
 from . import recipes
 
 
 SEEDS, COMMON, HARM = 3, 0.95, 0.02  # in nats
 TIMES = (1, 4)  # the steps of the experiment on recipes
+ARMS: dict[str, dict[str, Any]] = {
+    f"{COMMON}": dict(beta=COMMON),
+    f"rising from 0.85 to {COMMON}": dict(beta=COMMON, beta_from=0.85),
+}
 
-Key = tuple[str, int]  # corpus, steps
+Key = tuple[str, int, str]  # corpus, steps, arm
 
 
 class Measured(NamedTuple):
-    """The best settings, with the momentum that is common and with any."""
+    """The best settings, with a momentum that is common and with any constant."""
 
     common: Run
     best: Run
@@ -43,27 +49,28 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         for key, measured in measure(lab, plan, corpus)
     }
     draw(plan, found)
-    steps = sorted({steps for _, steps in found})
+    steps = sorted({steps for _, steps, _ in found})
     return Section(
         title="Momentum by length",
         claim="beta = 0.95, as Keller Jordan, Moonlight (arXiv:2502.16982) and Kimi K2 "
-        "(arXiv:2507.20534) have it.",
+        "(arXiv:2507.20534) have it. In modded-nanogpt it rises from 0.85 to 0.95 over "
+        f"the first {RISE} steps.",
         setting="The smaller model of the experiment on recipes, for as many steps and "
         "for four times as many. Everything is tuned again by a walk: learning rate, "
-        "weight decay, the rate of Muon's AdamW side, and in one arm beta. "
+        "weight decay, the rate of Muon's AdamW side, and for the best also beta. "
         f"{SEEDS} seeds.",
         tables=[table(found)],
         parts={
-            f"{COMMON} within {HARM} nats of the best beta in {count:,} steps": [
+            f"{arm} within {HARM} nats of the best beta in {count:,} steps": [
                 measured.lost.high <= HARM
-                for (_, of), measured in found.items()
-                if of == count
+                for (_, of, its), measured in found.items()
+                if (of, its) == (count, arm)
             ]
-            for count in steps
+            for count, arm in itertools.product(steps, ARMS)
         },
         figure="momentum_by_length.png",
-        remarks=f"It counts as reproduced if, on every corpus and for both lengths, "
-        f"{COMMON} costs at most {HARM} nats, interval included.",
+        remarks="It counts as reproduced if, on every corpus and for both lengths, it "
+        f"costs at most {HARM} nats, interval included.",
     )
 
 
@@ -72,26 +79,32 @@ def measure(lab: Lab, plan: Plan, corpus: str) -> Iterator[tuple[Key, Measured]]
     others = [axis for axis in MUON_AXES if axis != "beta"]
     for times in TIMES:
         start = short.but(steps=short.steps * times)
-        common = tuned(lab, start.but(beta=COMMON), plan.axes(others))
+        commons = {
+            arm: tuned(lab, start.but(**changes), plan.axes(others))
+            for arm, changes in ARMS.items()
+        }
         best = tuned(lab, start, plan.axes(MUON_AXES))
-        runs = {run: plan.over_seeds(run, SEEDS) for run in (common, best)}
+        runs = {run: plan.over_seeds(run, SEEDS) for run in (*commons.values(), best)}
         ends = {run: losses(results) for run, results in lab.gather(runs).items()}
-        yield (corpus, start.steps), Measured(common, best, ends[common], ends[best])
+        for arm, common in commons.items():
+            key = corpus, start.steps, arm
+            yield key, Measured(common, best, ends[common], ends[best])
 
 
 def table(found: dict[Key, Measured]) -> Table:
-    columns = ["corpus", "steps", f"beta = {COMMON}: rate, decay, AdamW side"]
-    columns += ["best beta", "rate, decay, AdamW side", f"loss lost by {COMMON}"]
+    columns = ["corpus", "steps", "beta", "rate, decay, AdamW side"]
+    columns += ["best beta", "rate, decay, AdamW side there", "loss over the best's"]
     entries = [
         [
             corpus,
             f"{steps:,}",
+            arm,
             shown(m.common),
             f"{m.best.beta:g}",
             shown(m.best),
             m.lost.difference(),
         ]
-        for (corpus, steps), m in found.items()
+        for (corpus, steps, arm), m in found.items()
     ]
     return Table(columns, entries, "In nats per byte, with the 95 % interval.")
 
@@ -103,11 +116,14 @@ def shown(run: Run) -> str:
 
 def draw(plan: Plan, found: dict[Key, Measured]) -> None:
     file = plan.figures / "momentum_by_length.png"
-    label = f"nats per byte lost by beta = {COMMON}"
-    with picture(file, xlabel="steps", ylabel=label) as axes:
-        for corpus, color in zip(plan.corpora, CYCLE, strict=False):
-            lost = {s: m.lost for (of, s), m in found.items() if of == corpus}
-            means, halves = zip(*lost.values(), strict=True)
-            axes.errorbar(list(lost), means, halves, fmt="o-", label=corpus, c=color)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(sorted({steps for _, steps in found}))
+    label = "loss over that of the best beta, nats per byte"
+    with panels(file, plan.corpora, xlabel=label) as axes:
+        for one, corpus in zip(axes, plan.corpora, strict=True):
+            means = {
+                f"{steps:,} steps:\n{arm}": m.lost
+                for (of, steps, arm), m in found.items()
+                if of == corpus
+            }
+            rows(one, {}, means, color=CYCLE[1])
+            one.axvline(0, color="black", linewidth=0.8)
+            one.axvline(HARM, color="black", linewidth=0.8, linestyle=":")
