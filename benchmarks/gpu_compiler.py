@@ -37,8 +37,17 @@ def _prepare(chip: Chip, environment: dict[str, str]) -> None:
 
 
 def programs() -> Path:
-    """The folder with ptxas and nvdisasm of the packages, whatever else there is."""
+    """The folder with ptxas and nvdisasm of the packages, whatever else there is.
+
+    **Raises:** `FileNotFoundError` if one of them is not installed.
+    """
     import nvidia  # pyright: ignore[reportMissingImports]
 
-    (found,) = (f for path in nvidia.__path__ for f in Path(path).glob("*/bin/ptxas"))
-    return found.parent
+    folders = [f for path in nvidia.__path__ for f in Path(path).glob("*/bin")]
+    for folder in folders:
+        if all((folder / name).exists() for name in ("ptxas", "nvdisasm")):
+            return folder
+    raise FileNotFoundError(
+        "ptxas and nvdisasm are needed: pip install --no-deps nvidia-cuda-nvcc "
+        "nvidia-nvvm nvidia-cuda-nvdisasm, of one version"
+    )
