@@ -116,7 +116,7 @@ def shown(run: Run) -> str:
 
 def draw(plan: Plan, found: dict[Key, Measured]) -> None:
     file = plan.figures / "momentum_by_length.png"
-    label = "loss over that of the best beta, nats per byte"
+    label = "loss over the best beta's, nats per byte"
     with panels(file, plan.corpora, xlabel=label) as axes:
         for one, corpus in zip(axes, plan.corpora, strict=True):
             means = {
