@@ -59,7 +59,7 @@ def scale_by_muon(
 
     **Arguments:**
 
-    - `beta`: momentum decay.
+    - `beta`: momentum decay; one that changes is `optax.inject_hyperparams`'.
     - `nesterov`: whether to look one step ahead.
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
