@@ -33,7 +33,18 @@ def test_schedules():
     assert (np.diff(cosine[10:]) < 0).all()
     assert cosine[105] == pytest.approx(0.5, abs=0.01)
     at = hyperparameters(Run(steps=200, learning_rate=0.5, adam_learning_rate=0.1))
-    assert at[9] == (0.5, np.float32(0.1), np.float32(0.1), math.inf, None, None)
+    rates = np.float32([0.5, 0.1, 0.1])
+    assert at[9] == (*rates, math.inf, None, None, None)
+
+
+def test_beta_rises_over_300_steps():
+    rising = hyperparameters(Run(steps=400, beta=0.95, beta_from=0.85))
+    betas = [rising[i].beta for i in (0, 150, 300, 399)]
+    np.testing.assert_allclose(betas, [0.85, 0.9, 0.95, 0.95], rtol=1e-6)
+    assert {at.beta for at in hyperparameters(Run(beta=0.8))} == {None}
+
+
+def test_the_head_may_have_a_rate_of_its_own():
     apart = hyperparameters(Run(steps=200, head_learning_rate=0.25))
     assert [apart[i].head_learning_rate for i in (4, 9)] == [0.125, 0.25]
 
