@@ -11,7 +11,7 @@ from .intervals import Interval, interval, paired
 from .lab import Lab, losses
 from .plan import Plan
 from .run import Run
-from .style import CYCLE, rows
+from .style import losses_over
 from .tokens import lengths, Outcome, reported
 from .tokens import measure as measure_share
 from .tuning import AXES, Pair, tuned
@@ -225,5 +225,4 @@ def draw(file: Path, corpora: int, found: Mapping[Key, Measured]) -> None:
         for one, measured in zip(axes, found.values(), strict=True):
             arms = [arm for arm in measured.losses if arm != MUON]
             means = {arm: difference(measured, arm) for arm in arms}
-            rows(one, {}, means, color=CYCLE[1])
-            one.axvline(0, color="black", linewidth=0.8)
+            losses_over(one, means)

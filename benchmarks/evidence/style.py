@@ -37,3 +37,13 @@ def rows(
         named = dict(label=label) if label and not i else {}
         axes.errorbar(of.mean, y, xerr=of.half, fmt="o", color=color, **named)
     axes.set_yticks([-i for i in range(len(means))], list(means), fontsize=9)
+
+
+def losses_over(
+    axes: Any, means: Mapping[str, Interval], most: float | None = None
+) -> None:
+    """Rows of losses over another's, and how much of it would be too much."""
+    rows(axes, {}, means, color=CYCLE[1])
+    axes.axvline(0, color="black", linewidth=0.8)
+    if most is not None:
+        axes.axvline(most, color="black", linewidth=0.8, linestyle=":")

@@ -10,7 +10,7 @@ from ..lab import Lab, losses
 from ..plan import Plan
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE, rows
+from ..style import losses_over
 from ..tuning import tuned_pair
 
 
@@ -143,5 +143,4 @@ def draw(plan: Plan, differences: dict[tuple[str, str], Interval]) -> None:
     with panels(plan.figures / "choices.png", plan.corpora, xlabel=label) as axes:
         for one, corpus in zip(axes, plan.corpora, strict=True):
             means = {name: d for (of, name), d in differences.items() if of == corpus}
-            rows(one, {}, means, color=CYCLE[1])
-            one.axvline(0, color="black", linewidth=0.8)
+            losses_over(one, means)

@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..recipe import MUON, MUON_AXES
 from ..run import Run
 from ..section import Section
-from ..style import CYCLE, rows
+from ..style import losses_over
 from ..tuning import tuned
 from . import recipes
 
@@ -124,6 +124,4 @@ def draw(plan: Plan, found: dict[Key, Measured]) -> None:
                 for (of, steps, arm), m in found.items()
                 if of == corpus
             }
-            rows(one, {}, means, color=CYCLE[1])
-            one.axvline(0, color="black", linewidth=0.8)
-            one.axvline(HARM, color="black", linewidth=0.8, linestyle=":")
+            losses_over(one, means, HARM)
