@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .coefficients import Schedule
 from .gram_factor import factor_of
 from .hermitian_blocks import join, Rows, split
 from .products import Products, round_to, widen
 from .steps import growth_of, range_of, Step
-from .turns import Iteration, take_turns
+from .turns import Iteration
 from .waiting import wait_for
 
 
@@ -50,30 +48,6 @@ def iterate(
         rows, growth = yield from _pass(rows, size, most, steps, products)
         size, most = size * growth, most * growth_of(steps)
     return join(_resized(rows, size)).reshape(x.shape)
-
-
-def iterate_traced(
-    x: jax.Array,
-    schedule: Schedule,
-    products: Products,
-    blocks: int,
-    ns_steps: jax.Array,
-) -> jax.Array:
-    """The standard form for a number of steps known only when it runs.
-
-    The result has the dtype of the other forms.
-    """
-    real = jnp.finfo(x.dtype).dtype
-    triples = jnp.asarray(schedule, np.promote_types(real, jnp.float32))
-    last, size = len(schedule) - 1, range_of(x.dtype).first_size
-
-    def body(i, rows):
-        step = Step.of_traced(triples[jnp.minimum(i, last)])
-        ((rows, _),) = take_turns([_pass(rows, size, size, [step], products)])
-        return round_to(rows, x.dtype)
-
-    rows = jax.lax.fori_loop(0, ns_steps, body, split(x, blocks))
-    return join(_resized(rows, size))
 
 
 def _pass(

@@ -16,7 +16,8 @@ from . import platforms
 from .batches import map_batches, map_first, most_matrices, OfBatches
 from .coefficients import check_schedule, is_stable, resolve_schedule, Schedule, Triple
 from .gram_restarts import cut_into_passes
-from .iterations import iterate, iterate_traced
+from .iterations import iterate
+from .loops import iterate_in_loops, iterate_traced
 from .platforms import Platform
 from .precondition import precondition, Preconditioning
 from .products import kernel_products, Products, round_to, xla_products
@@ -97,15 +98,19 @@ class Solver:
         """
         shape, dtype = tuple(sorted(stacks[0].shape[-2:])), stacks[0].dtype
         strategy = self.strategy(shape, dtype)
-        usual = functools.partial(
-            iterate,
+        options: Any = dict(
             passes=self.passes(strategy, dtype),
             products=self._products(strategy, dtype),
             blocks=strategy.blocks,
-            halfway=halfway,
         )
+
+        def usual(*stacks: jax.Array) -> list[jax.Array]:
+            if self._loops(dtype) and halfway is None:
+                return [iterate_in_loops(x, **options) for x in stacks]
+            return take_turns(iterate(x, **options, halfway=halfway) for x in stacks)
+
         if self.ns_steps is None:
-            return take_turns(map(usual, stacks))
+            return usual(*stacks)
         other = functools.partial(
             iterate_traced,
             schedule=self.schedule,
@@ -115,7 +120,7 @@ class Solver:
         )
         return jax.lax.cond(
             self.ns_steps == len(self.schedule),
-            lambda *stacks: take_turns(map(usual, stacks)),
+            usual,
             lambda *stacks: [*map(other, stacks)],
             *stacks,
         )
@@ -174,6 +179,10 @@ class Solver:
             blocks=platforms.BLOCKS if can_split else 1,
             kernel=self.kernel != "xla" and is_large and self._has_kernel(shape, dtype),
         )
+
+    def _loops(self, dtype: jnp.dtype) -> bool:
+        """Whether steps do better as a loop, which rounds the last one too."""
+        return self.platform == "cpu" and jnp.finfo(dtype).bits > 16
 
     def _has_kernel(self, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
         if self.platform == "tpu":

@@ -1,0 +1,45 @@
+"""On CPU the program and its memory do not grow with the number of steps."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import normal, polynomial_of
+
+import muonclip_jax as mc
+
+
+KELLER = mc.NS_COEFFS["keller"][0]
+STABLE = (1.5, -0.5, 0.0)
+
+
+def compiled(x, **options):
+    lowered = jax.jit(lambda x: mc.newton_schulz(x, **options)).lower(x)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return lowered.as_text().count("dot_general"), memory.temp_size_in_bytes
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="accelerators write it out")
+@pytest.mark.parametrize(("method", "few"), [("standard", 2), ("gram", 7)])
+def test_more_steps_take_no_more_program_and_memory(method, few):
+    """From seven steps on the Gram form has passes of which one is shorter."""
+    x = normal(0, 1, 256, 512)
+    options = {"method": method, "ns_coeffs": STABLE}
+    products, memory = compiled(x, **options, ns_steps=few)
+    for steps in (8, 12):
+        more_products, more_memory = compiled(x, **options, ns_steps=steps)
+        assert more_products <= products
+        assert more_memory <= 1.05 * memory
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5, 7])
+@pytest.mark.parametrize("coeffs", [KELLER, "mixed"])
+def test_passes_of_unequal_length(coeffs, steps):
+    """Known triples and those looked up, where the last pass is shorter or longer."""
+    if coeffs == "mixed":
+        coeffs = tuple((1.5 + i / 20, -0.5 - i / 30, i / 100) for i in range(steps))
+    schedule = [coeffs] * steps if isinstance(coeffs[0], float) else coeffs
+    x = normal(1, 3, 8, 40)
+    y = mc.newton_schulz(x, ns_coeffs=coeffs, ns_steps=steps, method="gram")
+    expected = np.stack([polynomial_of(matrix, schedule) for matrix in np.float64(x)])
+    np.testing.assert_allclose(y, expected, atol=2e-5)
