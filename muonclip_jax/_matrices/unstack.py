@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -41,10 +42,19 @@ def _cut_at_run_time(stack: jax.Array, counts: Sequence[int]) -> list[jax.Array]
 
 
 def _opaque_starts(counts: Sequence[int]) -> list[jax.Array]:
-    # XLA folds `x + 1` in a loop of two passes, and with it the loop, but not `x + i`.
-    def add(i: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
-        step = jnp.asarray(i, np.int32)  # under disable_jit a number
-        return [jax.lax.add(start, step) for start in starts]
+    """Sums of two numbers out of few: XLA takes its time for loops of many numbers."""
+    starts = list(itertools.accumulate(counts[:-1], initial=0))
+    base = math.isqrt(starts[-1]) + 1
+    digits = [(start - start % base, start % base) for start in starts]
+    known = sorted(set(itertools.chain(*digits)))
+    opaque = dict(zip(known, _opaque(known), strict=True))
+    return [jax.lax.add(opaque[high], opaque[low]) for high, low in digits]
 
-    starts = itertools.accumulate(counts[:-1], initial=0)
-    return jax.lax.fori_loop(0, 2, add, [np.int32(start - 1) for start in starts])
+
+def _opaque(numbers: Sequence[int]) -> list[jax.Array]:
+    # XLA folds `x + 1` in a loop of two passes, and with it the loop, but not `x + i`.
+    def add(i: jax.Array, numbers: list[jax.Array]) -> list[jax.Array]:
+        step = jnp.asarray(i, np.int32)  # under disable_jit a number
+        return [jax.lax.add(number, step) for number in numbers]
+
+    return jax.lax.fori_loop(0, 2, add, [np.int32(number - 1) for number in numbers])

@@ -172,6 +172,18 @@ def test_unstack_cuts_where_asked():
         chex.assert_trees_all_equal(list(parts), expected)
 
 
+@pytest.mark.parametrize("most", [1, 2, 9])
+def test_unstack_of_many_leaves(most):
+    """On CPU by starts from a loop that carries few numbers: XLA is slow with many."""
+    counts = [int(x) for x in np.random.default_rng(most).integers(0, most + 1, 400)]
+    stack = np.arange(3.0 * sum(counts)).reshape(-1, 3, 1)
+    program = jax.jit(lambda x: unstack(x, counts, on_cpu=True))
+    expected = np.split(stack, np.cumsum(counts)[:-1])
+    chex.assert_trees_all_equal(list(program(stack)), expected)
+    (loop,) = [x for x in program.trace(stack).jaxpr.eqns if x.primitive.name == "scan"]
+    assert len(loop.outvars) <= 2 * np.sqrt(sum(counts)) + 4
+
+
 @pytest.mark.parametrize("shape", [(512, 512), (300, 700), (257, 1029)])
 @pytest.mark.parametrize("method", ["auto", "standard", "gram"])
 def test_blocks_of_hermitian_products_follow_the_polynomial(shape, method):
