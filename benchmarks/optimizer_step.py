@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 from alternating import alternate, compare, ratio, Times
 from gpt2 import BLOCK, separate, Shapes, stacked, updates, updates_by
+from hlo_costs import hlo_costs
 from optax.contrib import MuonDimensionNumbers
 from pictures import picture
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
+from muonclip_jax._newton_schulz.solver import make_solver
 
 
 COLUMNS = {
@@ -32,6 +34,7 @@ COLUMNS = {
     "times faster": ".2f",
     "ours, share of peak": ".0%",
 }
+KELLER = mc.NS_COEFFS["keller"][0]
 COUNTS = (1, 2, 4, 8, 16, 32, 48)
 PRODUCTS, CHAIN = (1024, 2048, 4096), 4
 
@@ -92,7 +95,7 @@ def chain(x: jax.Array) -> jax.Array:
 
 
 def needed_flops(shapes: Shapes) -> float:
-    """The arithmetic of Newton-Schulz as XLA counts it in the compiled program."""
+    """The arithmetic of Newton-Schulz in the compiled programs."""
     # One matrix at a time, for XLA counts the body of a loop over a stack once.
     flops = {shape: matrix_flops(shape) for shape in {s[-2:] for s in shapes.values()}}
     return sum(
@@ -102,10 +105,30 @@ def needed_flops(shapes: Shapes) -> float:
 
 
 def matrix_flops(shape: tuple[int, ...]) -> float:
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    costs = jax.jit(mc.newton_schulz).lower(x).compile().cost_analysis()
+    if jax.default_backend() == "cpu":
+        return sum(pass_flops(shape, steps) for steps in passes(shape))
+    costs = iteration(shape, 5).cost_analysis()
     assert costs is not None
     return costs["flops"]
+
+
+def passes(shape: tuple[int, ...]) -> list[int]:
+    """The steps of each: on CPU they are a loop, in which a shorter one skips steps."""
+    solver = make_solver("keller", 5, "auto", None, "frobenius", "xla").on("cpu")
+    dtype = jnp.dtype("float32")
+    strategy = solver.strategy(tuple(sorted(shape)), dtype)
+    return [*map(len, solver.passes(strategy, dtype))]
+
+
+@functools.cache
+def pass_flops(shape: tuple[int, ...], steps: int) -> int:
+    return hlo_costs(iteration(shape, steps).as_text()).flops
+
+
+def iteration(shape: tuple[int, ...], steps: int) -> Any:
+    function = functools.partial(mc.newton_schulz, ns_steps=steps, ns_coeffs=KELLER)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.jit(function).lower(x).compile()
 
 
 def against_torch(table: Table, layers: int, repeats: int) -> None:
