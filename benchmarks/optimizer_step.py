@@ -24,7 +24,7 @@ from pictures import picture
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 COLUMNS = {

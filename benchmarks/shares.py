@@ -18,8 +18,8 @@ from muonclip_jax._mesh.network import Network
 from muonclip_jax._mesh.ownership import groups_of
 from muonclip_jax._mesh.shared_stacks import plan_exchanges, SharedStack
 from muonclip_jax._newton_schulz.batches import batch_size, size_in_turns
+from muonclip_jax._newton_schulz.make_solver import make_solver
 from muonclip_jax._newton_schulz.platforms import BATCH_ENTRIES, Platform, TURNS
-from muonclip_jax._newton_schulz.solver import make_solver
 
 
 SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")

@@ -20,7 +20,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 from .rounding import DTYPES, normal, own_dtype, platform, relative_error, units
 from .rows import Checks, Compared, Outcome, worst

@@ -23,7 +23,7 @@ from optax.contrib import MuonDimensionNumbers
 from optimizer_step import CHAIN, chain
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 from .rounding import normal, own_dtype, platform
 from .rows import first_line, Timed

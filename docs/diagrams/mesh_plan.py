@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._mesh.on_mesh import plan_exchanges, SharedStack
 from muonclip_jax._mesh.ownership import groups_of
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla").on("tpu")

@@ -61,12 +61,13 @@ def plan_stacks(
     leaves: Sequence[Any],
     views: Sequence[MatrixView | None],
     max_entries: float = math.inf,
+    max_leaves: float = math.inf,
 ) -> list[Stack]:
     """Groups matrices by shape and dtype.
 
     `leaves` need only a dtype, so abstract ones will do. Nothing is padded: matrices
-    of different shapes, or of different dtypes, never share a stack. A stack of more
-    than one leaf has at most `max_entries` entries.
+    of different shapes, or of different dtypes, never share a stack. A stack has at
+    most `max_leaves` leaves, and at most `max_entries` entries if of more than one.
     """
     groups: dict[tuple[tuple[int, int], str], list[Part]] = {}
     for index, (leaf, view) in enumerate(zip(leaves, views, strict=True)):
@@ -76,15 +77,17 @@ def plan_stacks(
     return [
         Stack(shape, dtype, tuple(parts))
         for (shape, dtype), group in groups.items()
-        for parts in _cut_group(group, max_entries)
+        for parts in _cut_group(group, max_entries, max_leaves)
     ]
 
 
-def _cut_group(group: list[Part], max_entries: float) -> Iterator[list[Part]]:
+def _cut_group(
+    group: list[Part], max_entries: float, max_leaves: float
+) -> Iterator[list[Part]]:
     parts, entries = [], 0
     for part in group:
         size = math.prod(part.view.shape)
-        if parts and entries + size > max_entries:
+        if parts and (entries + size > max_entries or len(parts) >= max_leaves):
             yield parts
             parts, entries = [], 0
         parts.append(part)

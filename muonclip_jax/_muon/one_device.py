@@ -19,7 +19,7 @@ def orthogonalize_on_one_device(
     # On TPU tall matrices are iterated as they lie: to turn one is a copy in float32.
     views = views if on_tpu else [view.wide for view in views]
     results: list[Any] = list(leaves)
-    plan = plan_stacks(leaves, views, solver.stack_entries)
+    plan = plan_stacks(leaves, views, *solver.most_stacked)
     for stacks in _in_turns(solver, plan):
         iterated = iterate(solver, stacks, leaves)
         for stack, matrices in zip(stacks, iterated, strict=True):

@@ -12,7 +12,8 @@ from .._mesh.network import ANY_NETWORK, Network
 from .._mesh.on_mesh import orthogonalize_on_mesh
 from .._mesh.placement import Placement
 from .._mesh.replicas import Axes, orthogonalize_by_replicas
-from .._newton_schulz.solver import on_its_platform, Solver
+from .._newton_schulz.on_its_platform import on_its_platform
+from .._newton_schulz.solver import Solver
 from .custom_partition import orthogonalize_where_compiler_puts
 from .one_device import orthogonalize_on_one_device
 from .transformed import differentiable, transformable

@@ -12,8 +12,9 @@ from .._mesh.network import axes_to_repeat
 from .._mesh.placement import Shardings
 from .._mesh.replicas import named_axes
 from .._newton_schulz.coefficients import Schedule, Triple
+from .._newton_schulz.make_solver import make_solver
 from .._newton_schulz.precondition import Preconditioning
-from .._newton_schulz.solver import Kernel, make_solver, Method
+from .._newton_schulz.solver import Kernel, Method
 from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
 from .leaves import check_matrices_only, Leaves, read_leaves

@@ -30,9 +30,7 @@ def iterate(
     halfway: jax.Array | None = None,
 ) -> Iteration:
     """Returns the result, not rounded. Later passes wait for the zero `halfway`."""
-    # A product with a batch axis of one is slower than one without.
-    matrices = x[0] if x.ndim == 3 and len(x) == 1 else x
-    rows, bounds = split(matrices, blocks), range_of(x.dtype)
+    rows, bounds = split(x, blocks), range_of(x.dtype)
     size: Any = bounds.first_size
     most = bounds.first_size  # that the size can be
     for i, schedule in enumerate(passes):

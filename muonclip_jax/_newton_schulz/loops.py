@@ -29,8 +29,6 @@ def iterate_in_loops(
 
     All passes are as long as the longest; the last steps of shorter ones are skipped.
     """
-    # A product with a batch axis of one is slower than one without.
-    matrices = x[0] if x.ndim == 3 and len(x) == 1 else x
     lengths, longest = np.array([*map(len, passes)]), max(map(len, passes))
     filled = [[*steps, *[steps[-1]] * (longest - len(steps))] for steps in passes]
     table = _as_table(filled, x.dtype)
@@ -38,7 +36,7 @@ def iterate_in_loops(
     def one_pass(i: jax.Array, rows: Rows) -> Rows:
         return _pass(rows, _at(table, i), _at(lengths, i), products)
 
-    rows = jax.lax.fori_loop(0, len(passes), one_pass, split(matrices, blocks))
+    rows = jax.lax.fori_loop(0, len(passes), one_pass, split(x, blocks))
     return _joined(rows).reshape(x.shape)
 
 
@@ -55,7 +53,8 @@ def iterate_traced(
     def one_step(i: jax.Array, rows: Rows) -> Rows:
         return _pass(rows, _at(table, jnp.minimum(i, len(table) - 1)), 1, products)
 
-    return _joined(jax.lax.fori_loop(0, ns_steps, one_step, split(x, blocks)))
+    rows = jax.lax.fori_loop(0, ns_steps, one_step, split(x, blocks))
+    return _joined(rows).reshape(x.shape)
 
 
 def _pass(rows: Rows, triples: Triples, length: ArrayLike, products: Products) -> Rows:

@@ -8,8 +8,10 @@ from jax.typing import DTypeLike
 
 from .coefficients import Schedule, Triple
 from .explicit_axes import on_whole_matrices
+from .make_solver import make_solver
+from .on_its_platform import on_its_platform
 from .precondition import Preconditioning
-from .solver import Kernel, make_solver, Method, on_its_platform, Solver
+from .solver import Kernel, Method, Solver
 
 
 def newton_schulz(

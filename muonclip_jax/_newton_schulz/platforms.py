@@ -37,6 +37,10 @@ PIECE_ENTRIES = 2**24
 #: keep such stacks whole; on CPU they cost little, and more of them compile longer.
 STACK_ENTRIES = {"cpu": math.inf, "gpu": 2**27, "tpu": 5 * 2**20}
 
+#: The most separate leaves that are put together: compilers take time that grows with
+#: the square of the number of arrays in one concatenation.
+STACK_LEAVES = 256
+
 #: The least rows from which a kernel for symmetric products is taken. Smaller ones have
 #: few tiles above the diagonal to save.
 KERNEL_ROWS = {"cpu": math.inf, "gpu": 2048, "tpu": 1024}

@@ -3,18 +3,16 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, get_args, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.typing import DTypeLike
 
 from . import platforms
 from .batches import map_batches, map_first, most_matrices, OfBatches
-from .coefficients import check_schedule, is_stable, resolve_schedule, Schedule, Triple
+from .coefficients import is_stable, Schedule
 from .gram_restarts import cut_into_passes
 from .iterations import iterate
 from .loops import iterate_in_loops, iterate_traced
@@ -162,8 +160,9 @@ class Solver:
         return platforms.TURNS[self.platform]
 
     @property
-    def stack_entries(self) -> float:
-        return platforms.STACK_ENTRIES[self.platform]
+    def most_stacked(self) -> tuple[float, int]:
+        """The most entries of separate leaves that are put together, and leaves."""
+        return platforms.STACK_ENTRIES[self.platform], platforms.STACK_LEAVES
 
     def strategy(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Strategy:
         """Chooses for `shape`, the short side first, and the dtype of the iteration."""
@@ -238,50 +237,3 @@ class Solver:
         else:
             from .kernels import gpu as kernel
         return kernel_products(kernel.symmetric_product, dtype, fused=fused)
-
-
-def on_its_platform(
-    function: Callable[..., Any], solver: Solver, *arguments: Any
-) -> Any:
-    """Calls `function(solver, *arguments)` with the solver of the platform.
-
-    The platform a program is compiled for need not be the default backend, so it is
-    known only to the compiler.
-    """
-
-    def on(platform: Platform) -> Callable[..., Any]:
-        return lambda solver, *rest: function(solver.on(platform), *rest)
-
-    return jax.lax.platform_dependent(
-        solver, *arguments, cpu=on("cpu"), tpu=on("tpu"), default=on("gpu")
-    )
-
-
-def make_solver(
-    ns_coeffs: str | Triple | Schedule,
-    ns_steps: int | jax.Array,
-    method: Method,
-    dtype: DTypeLike | None,
-    preconditioning: Preconditioning,
-    kernel: Kernel,
-    *,
-    prefix: str = "",
-) -> Solver:
-    """Raises `ValueError` for what cannot work; `prefix` is that of the arguments."""
-    _check_choice(f"{prefix}method", method, Method)
-    _check_choice("preconditioning", preconditioning, Preconditioning)
-    _check_choice(f"{prefix}kernel", kernel, Kernel)
-    schedule = resolve_schedule(ns_coeffs, ns_steps)
-    if dtype is not None:
-        dtype = jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(f"{prefix}dtype must be a float dtype, got {dtype}")
-        check_schedule(schedule, jnp.finfo(dtype).dtype.name)
-    steps = ns_steps if isinstance(ns_steps, Tracer) else None
-    return Solver(schedule, method, dtype, preconditioning, kernel, steps)
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        known = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"unknown {name} {value!r}; choose one of {known}")

@@ -1,5 +1,7 @@
 """Stacks of same-shape matrices against every leaf by itself."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from muonclip_jax._matrices.unstack import unstack
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._muon.orthogonalize import orthogonalize
 from muonclip_jax._newton_schulz.batches import map_batches, map_first
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -99,6 +101,17 @@ def test_stacks_of_several_leaves_stay_below_a_size():
         [3],
         [4],
     ]
+
+
+def test_no_stack_has_more_leaves_than_compilers_put_together_fast():
+    generator = np.random.default_rng(0)
+    leaves = [np.float32(generator.normal(size=(2, 3))) for _ in range(600)]
+    views = [matrix_view((2, 3), PLAIN)] * 600
+    program = jax.jit(lambda leaves: orthogonalize(SOLVER, leaves, views))
+    stacks = re.findall(r"tensor<(\d+)x2x3xf32>", program.lower(leaves).as_text())
+    assert max(map(int, stacks)) == 256
+    exact = [polynomial_of(np.float64(x), mc.NS_COEFFS["keller"]) for x in leaves]
+    np.testing.assert_allclose(np.stack(program(leaves)), exact, atol=2e-4)
 
 
 @settings(max_examples=12, deadline=None)

@@ -19,7 +19,7 @@ from muonclip_jax._mesh.on_mesh import orthogonalize_on_mesh
 from muonclip_jax._mesh.ragged_exchange import RaggedExchange
 from muonclip_jax._mesh.shared_stacks import plan_exchanges
 from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)

@@ -15,7 +15,7 @@ import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._mesh.on_mesh import orthogonalize_on_each_device
 from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -24,7 +24,7 @@ from muonclip_jax._mesh.network import FLOPS_PER_BYTE, Network, network_of
 from muonclip_jax._mesh.placement import Placement
 from muonclip_jax._mesh.shared_stacks import plan_exchanges
 from muonclip_jax._muon.one_device import orthogonalize_on_one_device
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

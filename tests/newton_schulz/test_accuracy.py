@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz.gram_restarts import cut_into_passes
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 SPECTRA = {

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muonclip_jax as mc
+from muonclip_jax._newton_schulz.make_solver import make_solver
 from muonclip_jax._newton_schulz.norms import norm_by_hypotenuses
-from muonclip_jax._newton_schulz.solver import make_solver
 
 
 SPECTRA = {

@@ -11,7 +11,7 @@ import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
 from muonclip_jax._muon.one_device import orthogonalize_on_one_device
 from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 from muonclip_jax._newton_schulz.turns import take_turns
 
 

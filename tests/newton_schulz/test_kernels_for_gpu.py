@@ -20,7 +20,7 @@ import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
 from muonclip_jax._newton_schulz.kernels import blackwell, gpu, hopper
 from muonclip_jax._newton_schulz.kernels.triangles import Triangles
-from muonclip_jax._newton_schulz.solver import make_solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 SMALL = dict(tile=32, block=(16, 16), depth=32, steps=2, sms=3)

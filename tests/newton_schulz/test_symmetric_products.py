@@ -15,7 +15,8 @@ import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
 from muonclip_jax._newton_schulz.kernels import tpu
 from muonclip_jax._newton_schulz.kernels.tiles import lower_tiles
-from muonclip_jax._newton_schulz.solver import make_solver, Solver
+from muonclip_jax._newton_schulz.make_solver import make_solver
+from muonclip_jax._newton_schulz.solver import Solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
