@@ -82,7 +82,8 @@ class LeafRules:
             return Verdict(None, "empty")
         if names.is_bias(own) or names.is_bias(leaf.path):
             return Verdict(None, "bias")
-        return Verdict(None, "norm") if names.is_norm(leaf.path) else None
+        is_norm = names.is_norm(leaf.path) or names.is_gain(own)
+        return Verdict(None, "norm") if is_norm else None
 
     def _of_table(self, own: Path, leaf: Spelled) -> Verdict | None:
         if names.is_embedding(own) and not self._shape_of((*leaf.path[:-1], "bias")):

@@ -12,7 +12,10 @@ _NORMS = {"ln", "bn", "gn", "rms"}
 _EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES = {"wte", "wpe", "wtoken", "wpos"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
+_RELATIVE = _POSITIONS | {"relative", "rel"}
 _TOKENS = {"token", "tokens"}
+_LEARNED = {"latents", "codebook", "codebooks", "prompt", "prompts", "prototypes"}
+_GAINS = {"scale", "scales", "gain", "gains"}
 _HEADS = {"head", "unembed", "unembedding", "classifier", "vocab"}
 
 _TAKES_FEATURES = {"up", "gate", "fc", "wi", "attn", "mlp", "ffn", "ff", "hidden"}
@@ -62,6 +65,14 @@ def _is_norm(path: Path) -> bool:
     return is_part and any(_names_norm(word) for word in words("/".join(path[-2:-1])))
 
 
+def is_gain(path: Path) -> bool:
+    """Whether a leaf multiplies features, as the last word of its name says.
+
+    Of several layers, as `layer_scale`, it has two axes.
+    """
+    return path[-1:] != () and words(path[-1])[-1:] in {(word,) for word in _GAINS}
+
+
 def is_vector(path: Path) -> bool:
     return is_bias(path) or is_norm(path)
 
@@ -94,6 +105,8 @@ def _names_table(module: tuple[str, ...]) -> bool:
     is_plain = module[-1:] in (("table",), ("matrix",), ("lookup",))
     return (
         module[:1] == ("embed",)
+        or module == ("shared",)  # by encoder and decoder, as in T5 and BART
+        or module[-1:] in (("codebook",), ("codebooks",))
         or (is_short and (of_tokens or len(module) == 1))
         or (is_plain and of_tokens)
     )
@@ -101,12 +114,14 @@ def _names_table(module: tuple[str, ...]) -> bool:
 
 def is_position_or_token(path: Path) -> bool:
     """Whether a leaf is a table of positions, or learned tokens."""
-    own = set(words(path[-1])) if path else set()
+    own = words(path[-1]) if path else ()
     if path[-1:] == ("kernel",):
         return False
     if path[-1:] and path[-1] in _KERNELS:
-        return bool(set(words("/".join(path[-2:-1]))[:1]) & _POSITIONS)
-    return bool(own & (_POSITIONS | _TOKENS))
+        module = words("/".join(path[-2:-1]))
+        is_of_pairs = module[-1:] == ("bias",) and bool(set(module) & _RELATIVE)
+        return is_of_pairs or bool(set(module[:1]) & _POSITIONS)
+    return bool(set(own) & (_POSITIONS | _TOKENS) or set(own[-1:]) & _LEARNED)
 
 
 def says_position(path: Path) -> bool:

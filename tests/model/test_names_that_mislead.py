@@ -70,3 +70,51 @@ def test_a_path_with_brackets_is_a_pattern_of_itself():
     rules = {"layers[0]/w": None}
     found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
     assert found["layers[0]"]["w"] is None and found["layers[1]"]["w"] is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("shared/weight", (3200, 64)),  # T5 as PyTorch has it
+        ("attn/relative_attention_bias/weight", (32, 8)),
+        ("attn/rel_pos_bias/w", (32, 8)),
+        ("perceiver/latents", (256, 64)),
+        ("resampler/latents", (1, 256, 64)),
+        ("quantizer/codebook", (1024, 64)),
+        ("quantizer/codebook/weight", (1024, 64)),
+        ("quantizers/codebooks", (8, 1024, 64)),
+        ("soft_prompt", (20, 64)),
+        ("dino/prototypes", (256, 64)),
+        ("blocks/layer_scale", (12, 64)),
+        ("blocks/attn_gain", (1, 64)),
+    ],
+)
+def test_tables_and_gains_by_other_names(path, shape):
+    tree = {"up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
+    *modules, name = path.split("/")
+    inner = {name: shape}
+    for module in reversed(modules):
+        inner = {module: inner}
+    mask = mc.matrix_mask(abstract(tree | inner))
+    assert sum(jax.tree.leaves(mask)) == 2 and mask["up"]["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("shared/kernel", (64, 256)),  # a trunk
+        ("shared/up/weight", (256, 64)),  # an expert
+        ("pair_bias/weight", (8, 64)),  # a layer, of features of pairs
+        ("latents_proj/kernel", (64, 256)),
+        ("scale_up/kernel", (64, 256)),
+        ("prompt_encoder/weight", (256, 64)),
+    ],
+)
+def test_layers_behind_tables_and_gains_are_matrices(path, shape):
+    tree = {"embed": {"embedding": (99, 64)}, "down": {"kernel": (256, 64)}}
+    *modules, name = path.split("/")
+    inner = {name: shape}
+    for module in reversed(modules):
+        inner = {module: inner}
+    mask = mc.matrix_mask(abstract(tree | inner))
+    assert sum(jax.tree.leaves(mask)) == 2 and mask["down"]["kernel"]
