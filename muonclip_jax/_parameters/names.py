@@ -14,7 +14,8 @@ _TABLES = {"wte", "wpe", "wtoken", "wpos"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 _TOKENS = {"token", "tokens"}
-_LEARNED = {"latents", "codebook", "codebooks", "prompt", "prompts", "prototypes"}
+_LEARNED = {"latents", "prompt", "prompts", "prototypes"}
+_LEARNED |= {"codebook", "codebooks", "codevectors"}
 _GAINS = {"scale", "scales", "gain", "gains"}
 _HEADS = {"head", "unembed", "unembedding", "classifier", "vocab"}
 

@@ -83,6 +83,7 @@ def test_a_path_with_brackets_is_a_pattern_of_itself():
         ("quantizer/codebook", (1024, 64)),
         ("quantizer/codebook/weight", (1024, 64)),
         ("quantizers/codebooks", (8, 1024, 64)),
+        ("quantizer/codevectors", (1, 640, 64)),  # Wav2Vec2
         ("soft_prompt", (20, 64)),
         ("dino/prototypes", (256, 64)),
         ("blocks/layer_scale", (12, 64)),
