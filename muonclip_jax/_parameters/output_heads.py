@@ -135,11 +135,17 @@ class _Heads:
 
     def _may_be_head(self, leaf: Spelled) -> bool:
         """Whether it ends a network, and is no fused projection in one."""
-        features, outputs = leaf.shape
-        is_fused = outputs % features == 0 and len(leaf.path) > 2
+        is_parts = leaf.shape[1] % leaf.shape[0] == 0 or self._is_gated(leaf)
+        is_fused = is_parts and len(leaf.path) > 2
         is_biased = leaf.path[:-1] in self._biased
         is_whole = len(self._matrices) > (1 if self._has_convolution else 2)
         return is_biased and is_whole and not is_fused and not self._is_in_block(leaf)
+
+    def _is_gated(self, leaf: Spelled) -> bool:
+        """Whether it gives values and gates to a layer beside it."""
+        features, outputs = leaf.shape
+        beside = (x for x in self._kernels.values() if x.path[:-2] == leaf.path[:-2])
+        return any((2 * x.shape[0], x.shape[1]) == (outputs, features) for x in beside)
 
     def _is_in_block(self, leaf: Spelled) -> bool:
         around = (leaf.path[:depth] for depth in range(len(leaf.path) - 1))

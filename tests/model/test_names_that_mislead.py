@@ -65,6 +65,15 @@ def test_a_depthwise_convolution_over_time_is_no_matrix():
     assert not mask["conv_1d"]["w"] and mask["up"]["w"]
 
 
+def test_values_and_gates_in_one_kernel_are_no_head():
+    """In a network of one block, where nothing takes as many inputs."""
+    into, out, head = dense((64, 344), (172, 64), (64, 10))
+    layer = {"norm": {"scale": (64,)}, "glu": into, "back": out}
+    mask = mc.matrix_mask(abstract({"block": layer, "last": head}))
+    assert mask["block"]["glu"]["kernel"] and mask["block"]["back"]["kernel"]
+    assert not mask["last"]["kernel"]
+
+
 def test_a_path_with_brackets_is_a_pattern_of_itself():
     params = abstract({"layers[0]": {"w": (8, 8)}, "layers[1]": {"w": (8, 8)}})
     rules = {"layers[0]/w": None}
