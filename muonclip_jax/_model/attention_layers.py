@@ -123,7 +123,7 @@ def checked(
     for layer in layers:
         for role in ("query", "key"):
             if not getattr(layer, role):
-                raise ValueError(f"attention layer '{layer.path}' names no {role}")
+                raise ValueError(f"attention layer '{_show(layer)}' names no {role}")
     named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
     absent = [path for path in named if path not in leaf_at]
     if absent:
@@ -156,9 +156,13 @@ def _check_one_owner(layers: Sequence[AttentionLayer]) -> None:
             other = owner.setdefault(path, i)
             if other != i:
                 raise ValueError(
-                    f"attention layers '{layers[other].path}' and '{layer.path}' both "
-                    f"name '{paths.show(path)}'; a leaf is scaled by one layer"
+                    f"attention layers '{_show(layers[other])}' and '{_show(layer)}' "
+                    f"both name '{paths.show(path)}'; a leaf is scaled by one layer"
                 )
+
+
+def _show(layer: AttentionLayer) -> str:
+    return paths.show_module(paths.split(layer.path))
 
 
 def _check_not_normalised(

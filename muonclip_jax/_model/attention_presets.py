@@ -7,6 +7,7 @@ from params to layers, which raises where it finds none or QK-Clip cannot act on
 
 from collections.abc import Sequence
 
+from .._parameters.paths import show_module
 from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .attention_layers import AttentionLayer
 from .head_leaf import HeadLeaf
@@ -68,7 +69,8 @@ def latent_attention(
         held = [leaf for leaf in query if module.has(leaf)]
         if not held:
             raise ValueError(
-                f"'{module}' has '{key_value}' but no query among {list(query)}"
+                f"'{show_module(module.path)}' has '{key_value}' but no query among "
+                f"{list(query)}"
             )
         return AttentionLayer(
             str(module),

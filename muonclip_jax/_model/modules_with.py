@@ -29,6 +29,10 @@ class Module(NamedTuple):
     def __str__(self) -> str:
         return "/".join(self.path)
 
+    def show(self, name: str) -> str:
+        """Writes the path of a leaf."""
+        return paths.show((*self.path, *paths.split(name)))
+
     def has(self, name: str) -> bool:
         return (*self.path, *paths.split(name)) in self.leaf_at
 
@@ -61,10 +65,10 @@ def check_flat(module: Module, name: str, head: int) -> None:
     shape = module.shape(f"{name}/kernel")
     if len(shape) > 2 and _has_head_axis(module, name, head):
         raise ValueError(
-            f"'{module}/{name}/kernel' of shape {shape} has an axis of heads of its "
-            "own; expected is (*stack, features, heads * head_dim). Kernels that Flax "
-            "names need no preset, but mc.flax_attention_layers; describe others by "
-            "mc.AttentionLayer with mc.HeadLeaf"
+            f"'{module.show(f'{name}/kernel')}' of shape {shape} has an axis of heads "
+            "of its own; expected is (*stack, features, heads * head_dim). Kernels "
+            "that Flax names need no preset, but mc.flax_attention_layers; describe "
+            "others by mc.AttentionLayer with mc.HeadLeaf"
         )
 
 

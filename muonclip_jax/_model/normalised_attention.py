@@ -70,9 +70,9 @@ def _leaves_of_norm(module: Module, norm: str) -> tuple[HeadLeaf, ...]:
     shifts = [name for name in _named(norm, _SHIFTS) if module.has(name)][:1]
     if any(_is_zero(module.leaf(gain)) for gain in gains):
         raise ValueError(
-            f"the gain '{module}/{gains[0]}' is zero throughout, so it must be stored "
-            "as a difference from one, as in Gemma. Scaling it does not scale the "
-            "logits, so QK-Clip cannot act there; use mc.muon"
+            f"the gain '{module.show(gains[0])}' is zero throughout, so it must be "
+            "stored as a difference from one, as in Gemma. Scaling it does not scale "
+            "the logits, so QK-Clip cannot act there; use mc.muon"
         )
     return tuple(HeadLeaf(name, 1, axis=None) for name in (*gains, *shifts))
 

@@ -119,6 +119,11 @@ def show(path: Path) -> str:
     return "/".join(path) or "(the array itself)"
 
 
+def show_module(path: Path) -> str:
+    """Writes the path of a module, which may be all of the params."""
+    return "/".join(path) or "(the root)"
+
+
 def show_all(paths: Iterable[Path], at_most: int | None = None) -> str:
     """Writes several paths, or the first of them and how many there are besides."""
     shown = [repr(show(path)) for path in paths]

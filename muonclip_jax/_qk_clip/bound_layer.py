@@ -10,7 +10,7 @@ import numpy as np
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
 from .._model.statistics import STATISTIC
-from .._parameters.paths import Path, show, split
+from .._parameters.paths import Path, show, show_module, split
 
 
 class BoundLayer:
@@ -30,10 +30,10 @@ class BoundLayer:
         self._heads = 1 if self._shared else self._count(layer.query[0])
         if not self._fits():
             raise ValueError(
-                f"the heads of attention layer '{layer.path}' do not fit together: "
-                f"{self._leaves()}. Expected are Flax kernels (*stack, features, "
-                "heads, head_dim) with key heads that divide the query's; describe "
-                "other layouts in attention="
+                f"the heads of attention layer '{show_module(self.path)}' do not fit "
+                f"together: {self._leaves()}. Expected are Flax kernels (*stack, "
+                "features, heads, head_dim) with key heads that divide the query's; "
+                "describe other layouts in attention="
             )
 
     @property

@@ -18,7 +18,14 @@ from .._model.attention_layers import Attention, AttentionLayer, resolve_attenti
 from .._model.head_leaf import everywhere
 from .._model.named_attention import check_none_overlooked
 from .._model.statistics import read_attention_stats, STATISTIC
-from .._parameters.paths import is_masked, Path, PathedTree, show, show_all, split
+from .._parameters.paths import (
+    is_masked,
+    Path,
+    PathedTree,
+    show_all,
+    show_module,
+    split,
+)
 from .bound_layer import BoundLayer
 
 
@@ -179,7 +186,8 @@ def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
     if hidden and len(hidden) < len(own):
         raise ValueError(
             f"the mask hides {show_all(hidden)} but not the rest of attention "
-            f"layer '{layer.path}'; QK-Clip scales kernels and biases together"
+            f"layer '{show_module(split(layer.path))}'; QK-Clip scales kernels and "
+            "biases together"
         )
     return not hidden
 
@@ -192,7 +200,7 @@ def _threshold(layer: BoundLayer, default: Any, at: Callable[[Any], Any]) -> jax
     if threshold.shape not in ((), tuple(stack)):
         raise ValueError(
             f"threshold of shape {threshold.shape} does not fit the layer "
-            f"'{show(layer.path)}': expected is one number"
+            f"'{show_module(layer.path)}': expected is one number"
             + (f", or one for each of its layers, {tuple(stack)}" if stack else "")
         )
     return jnp.broadcast_to(threshold[..., None], layer.shape)

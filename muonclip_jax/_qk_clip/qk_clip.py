@@ -184,7 +184,7 @@ def clip_qk(
 
 def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
     for layer in heads.layers:
-        name = f"threshold of layer '{paths.show(layer.path)}'"
+        name = f"threshold of layer '{paths.show_module(layer.path)}'"
         _check_threshold(layer.threshold, name)
     return heads.thresholds(threshold, functools.partial(_at, step=step))
 

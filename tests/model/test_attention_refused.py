@@ -306,3 +306,29 @@ def test_layers_are_found_in_steps_that_grow_with_the_leaves(monkeypatch):
             counts.append(0)
             find({f"layer_{i}": {"attn": block} for i in range(layers)})
         assert counts[0] and counts[1] <= 4.2 * counts[0]
+
+
+ROOT = {
+    "query": {"kernel": jnp.ones((8, 2, 4))},
+    "key": {"kernel": jnp.ones((8, 2, 4))},
+}
+ODD = ROOT | {"key": {"kernel": jnp.ones((8, 3, 4))}}
+HIDDEN = ROOT | {"key": {"kernel": optax.MaskedNode()}}
+AT_ROOT = mc.AttentionLayer(
+    "", (mc.HeadLeaf("query/kernel", 3),), (mc.HeadLeaf("key/kernel", 3),)
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "layer", "said"),
+    [
+        (ODD, AT_ROOT, "do not fit together"),
+        (HIDDEN, AT_ROOT, "the mask hides"),
+        (ROOT, AT_ROOT._replace(key=()), "names no key"),
+        (ROOT, AT_ROOT._replace(threshold=jnp.ones(5)), "threshold of shape"),
+    ],
+)
+def test_attention_that_is_all_of_the_params_has_a_name(params, layer, said):
+    with pytest.raises(ValueError, match=said) as error:
+        mc.clip_qk(params, {"max_logits": jnp.ones(2)}, attention=[layer])
+    assert "(the root)" in str(error.value) and "''" not in str(error.value)
