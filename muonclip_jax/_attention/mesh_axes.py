@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax_versions import manual_axes
+from .._jax_versions import manual_axes, varying
 
 
 def vary_as(tree: Any, like: Any) -> Any:
@@ -16,12 +16,7 @@ def vary_as(tree: Any, like: Any) -> Any:
     the same on all devices.
     """
     axes = {axis for x in jax.tree.leaves(like) for axis in manual_axes(x)}
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - manual_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying")
-
-    return jax.tree.map(vary, tree) if axes else tree
+    return jax.tree.map(lambda x: varying(x, tuple(sorted(axes))), tree)
 
 
 class Layout(NamedTuple):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax_versions import manual_axes
 from .arguments import fitting, scalar, segments
-from .mesh_axes import manual_axes
 from .windows import make_window, positive_number
 
 

@@ -81,7 +81,7 @@ def muon_per_head(
 
 def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbers:
     """The two axes of a leaf beside those of the stack, the heads and the part."""
-    axes = [axis for axis in range(-leaf.ndim, 0) if axis != leaf.axis]
+    axes = [axis for axis in range(-leaf.ndim, 0) if axis not in leaf.head_axes]
     if len(axes) == 3 and leaf.part:
         axes.remove(leaf.part[0])
     if leaf.split or leaf.axis is None or len(axes) != 2:

@@ -44,11 +44,12 @@ class BoundLayer:
     def check(self, statistic: jax.Array) -> jax.Array:
         """The statistic, checked, of the heads as they can be scaled."""
         heads = statistic.shape[-1] if self._shared else self._heads
-        if statistic.shape != (*self._stack, heads):
+        expected = (*self._stack, heads)
+        if statistic.shape != expected:
             raise ValueError(
                 f"the statistics '{show((*self.path, STATISTIC))}' have "
                 f"shape {statistic.shape}, which does not fit the heads of "
-                f"{self._leaves()}; expected is {self.shape}, (*stack, heads)"
+                f"{self._leaves()}; expected is {expected}, (*stack, heads)"
             )
         return statistic.max(-1, keepdims=True) if self._shared else statistic
 

@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_zoo import AT_1, FUSED, FusedAttention, GEMMA, LATENT, LatentAttention
-from helpers import inputs, linen_variables
+from helpers import inputs, linen_variables, normal
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -32,6 +33,22 @@ def test_per_head_matrices_from_the_description():
     )
     table = mc.describe(gemma, attention=[GEMMA], dimension_numbers=per_head)
     assert "4 x 16 x 8" in table and "8 x 16 x 8" in table
+
+
+def test_heads_in_groups_are_a_matrix_each():
+    shapes = {"query": (16, 2, 3, 4), "key": (16, 2, 4)}
+    params = {
+        "attn": {
+            name: {"kernel": normal(i, *shape)}
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+    }
+    find = mc.per_head_dimension_numbers(mc.named_attention())
+    tx = mc.scale_by_muon(dimension_numbers=find, consistent_rms=None)
+    updates, _ = tx.update(params, tx.init(params), params)
+    query, found = (x["attn"]["query"]["kernel"] for x in (params, updates))
+    of_heads = mc.newton_schulz(jnp.moveaxis(query, 0, 2))
+    np.testing.assert_allclose(found, jnp.moveaxis(of_heads, 2, 0), atol=1e-5)
 
 
 def test_per_head_matrices_need_an_axis_of_heads():

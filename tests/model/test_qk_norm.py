@@ -92,6 +92,14 @@ def test_gains_under_the_names_in_use(leaf, shift):
             np.testing.assert_allclose(x, value / 2, rtol=1e-6)
 
 
+def test_statistics_of_another_stack_are_refused_with_the_shape_expected():
+    params = {"attn": {"q_norm": {"scale": jnp.ones(4)}, "k_norm": jnp.ones(4)}}
+    find = mc.normalised_attention(query="q_norm", key="k_norm")
+    stats = {"attn": {"max_logits": jnp.ones((3, 5))}}
+    with pytest.raises(ValueError, match=r"shape \(3, 5\).*expected is \(5,\)"):
+        mc.clip_qk(params, stats, attention=find)
+
+
 def test_the_refusal_names_the_preset_to_paste():
     kernel, norm = {"w": jnp.ones((6, 2, 4))}, {"w": jnp.ones(4)}
     params = {"attn": {"q_proj": kernel, "k_proj": kernel, "v_proj": kernel,
