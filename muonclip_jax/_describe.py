@@ -10,7 +10,7 @@ from ._model.attention_layers import Attention, AttentionLayer, resolve_attentio
 from ._model.head_leaf import HeadLeaf
 from ._model.per_head import muon_per_head
 from ._parameters import paths
-from ._parameters.dimension_numbers import DimensionNumbers, resolve, views_of
+from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.leaf_rules import Verdict
 
 
@@ -61,7 +61,7 @@ def describe(
     """
     tree = paths.flatten(params)
     told = muon_per_head(per_head, attention, dimension_numbers)
-    verdicts = resolve(tree=tree, **told)
+    verdicts = resolve_verdicts(tree=tree, **told)
     views = views_of([verdict.numbers for verdict in verdicts], tree)
     roles, refusal = _roles_or_refusal(attention, tree)
     rows = [_COLUMNS] + [

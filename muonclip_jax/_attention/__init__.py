@@ -1,5 +1,6 @@
 """Attention that records its largest logits.
 
 In: queries, keys, values. Out: attention's output and one statistic per head.
-Imports `_model` for the name of the statistic; `attention_fn` alone imports Flax.
+Imports `_model` for the name of the statistic and `_parameters` for names and paths;
+`attention_fn` alone imports Flax.
 """

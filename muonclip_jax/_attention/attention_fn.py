@@ -57,7 +57,8 @@ def attention_fn(
         query, key and value, and of the `bias`, `mask` and `is_causal` that the layer
         is called with, which returns `(output, max_logits)`. [`blockwise_attention`][],
         [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
-        `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`.
+        `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
+        `precision` and `force_fp32_for_softmax` do not reach it.
     - all others: what Flax hands over; query `(batch..., length, heads, head_dim)`,
         key and value `(batch..., key_length, key_heads, head_dim)`.
 

@@ -41,7 +41,7 @@ class Layouts:
         Parameters that `init` sees whole are often cut later, and one that lies whole
         need not be moved. Those on one device are forgotten.
         """
-        self.network(placement)
+        self.network(placement)  # kept for tracers, whose mesh names no devices
         if any(isinstance(x, Tracer) for x in params):
             return
         for path, leaf in zip(paths, params, strict=True):

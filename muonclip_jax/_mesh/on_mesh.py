@@ -144,10 +144,10 @@ def _one_after_the_other(
     received: Sequence[jax.Array],
     returned: list[Any],
 ) -> None:
-    """A parcel begins when the last is iterated, and ends when that is back.
+    """A parcel begins when the one before is iterated, and ends when that is back.
 
-    So the last one travels while it is iterated, and so does the next one. It is for
-    devices that have the same number of matrices in each.
+    So exchanges of its neighbours run beside it. It is for devices that have the same
+    number of matrices in each.
     """
     zero, last = jnp.int32(0), []
     for parcel, matrices in zip(parcels, received, strict=True):

@@ -32,7 +32,7 @@ class Rounds(NamedTuple):
 
 
 class SharedStack(NamedTuple):
-    """Matrices of one shape, dtype and role of each axis; the parts are a device's."""
+    """Matrices of one shape, dtype and axis roles; the parts are a device's blocks."""
 
     stack: Stack
     exchange: Exchange

@@ -47,7 +47,8 @@ def zeros_like_params(
         laid = _zeros(placement.mesh, tuple(specs[i] for i in moved), arrays)
         for i, x in zip(moved, laid, strict=True):
             results[i] = x
-    # A tracer's mesh does not name its devices, but an argument that is kept does.
+    # A tracer's mesh does not name its devices. A param does, but jit drops one that
+    # nothing reads.
     kept = [x for x in params if isinstance(x, Tracer)]
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
 

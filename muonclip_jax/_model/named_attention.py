@@ -8,7 +8,7 @@ from .._parameters.attention_shapes import AttentionShapes
 from .._parameters.module_stacks import ModuleStacks
 from .._parameters.spelled import Spelled
 from .._parameters.stack_axes import IN_FRONT, StackAxes
-from .._parameters.verdicts import read
+from .._parameters.verdicts import spelled_leaves
 from .attention_layers import AttentionLayer, checked, with_stacks
 from .head_leaf import HeadLeaf
 from .modules_with import Finder
@@ -55,7 +55,7 @@ def named_attention(
         tree = paths.flatten(params)
         leaf_at = tree.by_path()
         stacks = ModuleStacks(stack_axes, leaf_at)
-        leaves = _Leaves(read(stacks, leaf_at), stacks, head_dim)
+        leaves = _Leaves(spelled_leaves(stacks, leaf_at), stacks, head_dim)
         layers = [leaves.layer(module) for module in leaves.modules()]
         layers += [leaves.einsum_layer(module) for module in leaves.einsum_modules()]
         if not layers and leaf_at and not leaf_at.hidden:
@@ -75,7 +75,7 @@ def check_none_overlooked(
     """Raises for attention that only its names show, where Flax's are looked for."""
     leaf_at = tree.by_path()
     stacks = ModuleStacks(IN_FRONT, leaf_at)
-    found = _Leaves(read(stacks, leaf_at), stacks, head_dim=None)
+    found = _Leaves(spelled_leaves(stacks, leaf_at), stacks, head_dim=None)
     known = {paths.split(layer.path) for layer in layers}
     overlooked = [
         query

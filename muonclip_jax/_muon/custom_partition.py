@@ -71,8 +71,8 @@ def orthogonalize_where_compiler_puts(
     def call(solver, leaves):
         return partitioned(solver, leaves)
 
-    # The call itself holds an address, and of what it does nothing. With the name,
-    # programs without the address are still told apart (see `shardings`).
+    # In the key of JAX's cache the call is an address, which does not say what it does.
+    # The name does, where JAX leaves the address out (see `shardings`).
     settings = dataclasses.replace(solver, ns_steps=None), tuple(views), network
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()
     call.__name__ = f"orthogonalize_{digest[:16]}"

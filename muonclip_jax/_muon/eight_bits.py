@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from .._matrices.view import MatrixView
-from .._mesh.named_product import Axes, named_product
 from .._mesh.zeros import Sizes
 from .._newton_schulz.explicit_axes import on_whole_leaves
-from .state import Part
+from .named_product import named_product, NamedAxes
+from .state import StatePart
 
 
 LARGEST = 127  # code
@@ -67,7 +67,7 @@ def number_of_directions(view: MatrixView) -> int:
 def layout(view: MatrixView) -> Any:
     """Of the scales of a leaf what each is: a tree of parts of its state."""
     rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
-    part: Any = Part
+    part: Any = StatePart
     scales = part(jnp.bfloat16, rows), part(jnp.bfloat16, columns)
     count = number_of_directions(view)
     if not count:
@@ -144,14 +144,14 @@ def _sum(directions: Directions, view: MatrixView) -> jax.Array:
     return named_product((p, q), m, *(x.decode() for x in directions))
 
 
-def _axes(view: MatrixView) -> tuple[Axes, Axes, Axes]:
+def _axes(view: MatrixView) -> tuple[NamedAxes, NamedAxes, NamedAxes]:
     """Those of a leaf, of its left and of its right directions, counted by z."""
     letters = string.ascii_lowercase[: len(view.shape)]
 
-    def counted(first: int, *others: int) -> Axes:
-        return Axes(letters[:first] + "z" + letters[first + 1 :], others)
+    def counted(first: int, *others: int) -> NamedAxes:
+        return NamedAxes(letters[:first] + "z" + letters[first + 1 :], others)
 
-    return Axes(letters), counted(*view.output), counted(*view.reduction)
+    return NamedAxes(letters), counted(*view.output), counted(*view.reduction)
 
 
 def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
@@ -171,11 +171,11 @@ def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
     """Orthonormal columns of the same span, as far as float32 tells it."""
     _, p, _ = _axes(view)
     largest = jnp.max(jnp.abs(image), (*view.reduction, *view.output), keepdims=True)
-    y, other = _over(image, largest), Axes(p.names.replace("z", "y"), p.gone)
+    y, other = _over(image, largest), NamedAxes(p.names.replace("z", "y"), p.gone)
     stack = "".join(p.names[i] for i in view.batch)
-    gram = named_product((p, other), Axes(stack + "zy"), y, y)
+    gram = named_product((p, other), NamedAxes(stack + "zy"), y, y)
     (inverse,) = on_whole_leaves(lambda grams: [_inverse_factor(*grams)], [gram])
-    return named_product((p, Axes(stack + "yz")), other, y, inverse)
+    return named_product((p, NamedAxes(stack + "yz")), other, y, inverse)
 
 
 def _inverse_factor(gram: jax.Array) -> jax.Array:

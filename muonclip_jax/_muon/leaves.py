@@ -10,7 +10,7 @@ from .._mesh.placement import Placement
 from .._mesh.replicas import Axes, mean_over_replicas
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
-from .._parameters.verdicts import find_heads
+from .._parameters.verdicts import are_output_heads
 
 
 _NO_HEAD = (
@@ -37,12 +37,12 @@ class Leaves(NamedTuple):
         leaves = mean_over_replicas(self.tree.of(gradients), self.cuts, axes)
         return self.tree.unflatten(leaves)
 
-    def heads(self) -> list[bool]:
+    def output_heads(self) -> list[bool]:
         """Whether each leaf is an output head, and no matrix.
 
         **Raises:** `ValueError` where there is none.
         """
-        found = find_heads(with_whole_leaves(self.tree, self.cuts))
+        found = are_output_heads(with_whole_leaves(self.tree, self.cuts))
         heads = [
             is_head and view is None
             for is_head, view in zip(found, self.views, strict=True)

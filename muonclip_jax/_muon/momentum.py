@@ -17,7 +17,7 @@ from .._mesh.cuts import cut_axes
 from .._parameters import paths
 from . import eight_bits
 from .leaves import Leaves
-from .state import Part, zero_parts, zeros_like
+from .state import StatePart, zero_parts, zeros_like
 
 
 class ScaleByMuonState(NamedTuple):
@@ -54,9 +54,7 @@ def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mom
     **Raises:** `ValueError` for one that is neither a float nor int8, and for a beta
     outside [0, 1].
     """
-    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
-    if not isinstance(beta, Tracer) and not 0 <= np.asarray(beta) <= 1:
-        raise ValueError(f"beta must lie in [0, 1], got {beta}")
+    check_decay("beta", beta)
     if is_8_bits(dtype):
         return _in_8_bits(beta, nesterov)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
@@ -64,6 +62,12 @@ def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mom
             f"mu_dtype must be a float dtype, 'int8' or None, got {dtype!r}"
         )
     return _in_floats(dtype, beta, nesterov)
+
+
+def check_decay(name: str, decay: ArrayLike) -> None:
+    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
+    if not isinstance(decay, Tracer) and not 0 <= np.asarray(decay) <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {decay}")
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
@@ -127,7 +131,7 @@ def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.S
 
 
 def _is_part(x: Any) -> bool:
-    return isinstance(x, Part)
+    return isinstance(x, StatePart)
 
 
 def _check_real(params: optax.Params, leaves: Leaves) -> None:

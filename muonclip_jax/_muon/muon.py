@@ -27,8 +27,8 @@ from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
 from .leaves import Leaves, read_leaves
-from .momentum import is_8_bits, momentum_in
-from .normalize_neurons import check_decay, neuron_normalization
+from .momentum import check_decay, is_8_bits, momentum_in
+from .normalize_neurons import neuron_normalization
 from .shape_scale import check_shape_scale, ShapeScale
 from .state import zeros_like
 from .weight_decay import decayed_weights
@@ -97,8 +97,8 @@ def muon(
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
     **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head` beside
-    `dimension_numbers` that leave nothing open, and for `head_learning_rate` without an
-    output head.
+    `dimension_numbers` that leave nothing open, for a `neuron_b2` outside [0, 1], for
+    `head_learning_rate` without an output head, and from an update without params.
 
     !!! example
 
@@ -238,6 +238,6 @@ def _lying_as_params(
 def _labels(leaves: Leaves, *, with_heads: bool) -> Any:
     labels = ["adamw" if view is None else "muon" for view in leaves.views]
     if with_heads:
-        heads = zip(labels, leaves.heads(), strict=True)
+        heads = zip(labels, leaves.output_heads(), strict=True)
         labels = ["head" if is_head else label for label, is_head in heads]
     return leaves.tree.unflatten(labels)

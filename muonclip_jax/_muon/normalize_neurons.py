@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .._matrices.view import MatrixView
@@ -18,7 +17,8 @@ from .._mesh.placement import Shardings
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
-from .state import Part, zero_parts
+from .momentum import check_decay
+from .state import StatePart, zero_parts
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -98,25 +98,19 @@ def normalize_neurons(
     return neuron_normalization(read, b2=b2, eps=eps)
 
 
-def check_decay(name: str, b2: float | jax.Array) -> None:
-    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
-    if not isinstance(b2, Tracer) and not 0 <= np.asarray(b2) <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {b2}")
-
-
 def neuron_normalization(
     read: Callable[[Any], Leaves],
     *,
     b2: float | jax.Array,
     eps: float | jax.Array = 1e-10,
 ) -> optax.GradientTransformationExtraArgs:
-    """`normalize_neurons` for leaves that `read` has read; those without one pass."""
+    """`normalize_neurons` for leaves that `read` has read; others pass."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
         leaves = read(params)
         axes = {i: _short_axes(view) for i, view in enumerate(leaves.views)}
         parts = [
-            (i, Part(jnp.float32, dict.fromkeys(short, 1)))
+            (i, StatePart(jnp.float32, dict.fromkeys(short, 1)))
             for i, short in axes.items()
             if short
         ]

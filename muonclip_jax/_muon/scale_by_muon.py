@@ -60,7 +60,7 @@ def scale_by_muon(
 
     **Arguments:**
 
-    - `beta`: momentum decay; one that changes is `optax.inject_hyperparams`'.
+    - `beta`: momentum decay; `optax.inject_hyperparams` lets it change.
     - `nesterov`: whether to look one step ahead.
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
@@ -95,7 +95,6 @@ def scale_by_muon(
         update takes the mean of the gradients over them itself; gradients that are
         averaged already give the same result, for one all-reduce more, except in a
         `shard_map` that checks types (`check_vma`), where that is seen.
-
     - `repeat_axes`: axes of the mesh along which replicas, which hold the same, repeat
         the iteration and do not share it: then no results travel along them. By default
         they share it, except between slices of TPUs whose network would take longer to
@@ -119,7 +118,9 @@ def scale_by_muon(
     negative `consistent_rms`; at `init`, naming the paths, for leaves that hold no
     matrix or whose axes are ambiguous, for shardings that do not fit, for `repeat_axes`
     that the mesh lacks, and for complex params beside `mu_dtype="int8"`; from the
-    update, for a state that was made with the other kind of `mu_dtype`.
+    update, for a state that was made with the other kind of `mu_dtype`, for an
+    `axis_name` that is no axis there, and for leaves that differ along an axis whose
+    devices share the work.
 
     !!! example
 

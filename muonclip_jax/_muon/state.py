@@ -11,7 +11,7 @@ from .._mesh.zeros import Sizes, zeros_like_params
 from .leaves import Leaves
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A part of the state of one leaf: an array of its shape but for some sizes."""
 
     dtype: DTypeLike
@@ -21,7 +21,10 @@ class Part(NamedTuple):
 def zeros_like(
     params: optax.Params, leaves: Leaves, *dtypes: DTypeLike | None
 ) -> list[Any]:
-    """A tree of zeros like the params for each dtype."""
+    """A tree of zeros like the params for each dtype.
+
+    Remembers how the params lie, for updates that cannot see it.
+    """
     tree, owners = leaves.tree, leaves.tree.of(params)
     placement = leaves.placement(owners)
     leaves.layouts.remember(tree.paths, owners, placement)
@@ -32,7 +35,7 @@ def zeros_like(
 
 
 def zero_parts(
-    params: optax.Params, leaves: Leaves, parts: Sequence[tuple[int, Part]]
+    params: optax.Params, leaves: Leaves, parts: Sequence[tuple[int, StatePart]]
 ) -> list[jax.Array]:
     """Zeros for parts of the leaves with these numbers."""
     owners = leaves.tree.of(params)

@@ -53,7 +53,7 @@ def add_cautious_decayed_weights(
 def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
-    """Of both kinds: optax's own forgets to count the steps of a schedule in 0.2.6."""
+    """Plain or cautious. That of Optax 0.2.6 does not count the steps of a schedule."""
 
     def init_fn(params: optax.Params) -> Any:
         del params

@@ -43,8 +43,8 @@ def factor_of(
     """
     factor, bounds = None, range_of(r[0][0].dtype)
     for i, step in enumerate(steps):
-        is_small = most > bounds.unit_of_square
-        z = yield products.polynomial(r, *step.polynomial(unit), widened=is_small)
+        underflows = most > bounds.unit_of_square
+        z = yield products.polynomial(r, *step.polynomial(unit), widened=underflows)
         if factor is None:
             factor = Factor(z, step.keep, step.growth)
         else:

@@ -35,8 +35,8 @@ def iterate(
     most = bounds.first_size  # that the size can be
     for i, schedule in enumerate(passes):
         steps = [Step.of(triple) for triple in schedule]
-        is_small = (most * growth_of(steps[:-1])) ** 2 > bounds.unit
-        if i and (products.resizes or is_small):
+        underflows = (most * growth_of(steps[:-1])) ** 2 > bounds.unit
+        if i and (products.resizes or underflows):
             rows = _resized(rows, size / bounds.size)
             size = most = bounds.size
         rows = round_to(rows, x.dtype)

@@ -40,20 +40,21 @@ def newton_schulz(
     - `x`: array of shape `(..., m, n)`, any real or complex float dtype.
     - `ns_coeffs`: a preset of [`NS_COEFFS`][], one triple `(a, b, c)` repeated
         `ns_steps` times, or a tuple of `ns_steps` triples.
-    - `ns_steps`: how many steps.
+    - `ns_steps`: how many steps. A traced number, as under
+        `optax.inject_hyperparams`, costs nothing where it comes out as the number of
+        coefficients (5 of a single triple); any other runs as `"standard"`, by XLA's
+        products.
     - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
         $X X^T$ and multiplies `x` once or a few times: less arithmetic for matrices
         far from square. `"auto"` is `"gram"` from an aspect ratio of 1.5 on, but
-        `"standard"` where float32 products have to be asked for (see `dtype`).
-        A traced `ns_steps`, as under `optax.inject_hyperparams`, costs nothing where
-        it comes out as the number of coefficients (5 of a single triple); any other
-        number runs as `"standard"`, by XLA's products.
+        `"standard"` on GPU and TPU where the iteration is in float32 or wider.
     - `dtype`: dtype of the iteration. By default float32 on CPU, float16 on GPU and
         bfloat16 on TPU, float64 for an `x` of float64, complex64 for a complex one,
         and float32 where coefficients would be unstable in less. With
         `dtype="float32"` accelerators are slower and 10 to 100 times as accurate:
         `"standard"` then multiplies at JAX's default precision, and `"gram"`, if
-        asked for, at the highest. Norms, sums and coefficients are float32 always.
+        asked for, at the highest. Norms and coefficients are float32 or wider; so are
+        sums, but for GPUs in float16, which add to a product before they round it.
     - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
         there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. That brings singular values
         near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
@@ -64,8 +65,8 @@ def newton_schulz(
         float16 or bfloat16 from 1,024 rows on, on Hopper and Blackwell (compute
         capability 9 and 10, JAX 0.10 or newer) in float16 from 2,048 rows on, if rows
         and columns are multiples of 8. What has no kernel is XLA's. `"auto"` takes them
-        where they fill their tiles: on GPU for rows that are a multiple of 128. They
-        have been compiled and interpreted, but not run.
+        where they fill their tiles: on GPU for rows that are a multiple of 128. None
+        has run: all have been compiled, and all but Blackwell's interpreted.
 
     **Returns:** an array of the shape and dtype of `x`.
 

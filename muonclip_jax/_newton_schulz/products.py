@@ -1,7 +1,7 @@
 """The products of the iteration: in which precision, rounded when, and by what kernel.
 
-Products accumulate in float32, sums and coefficients are float32, and what enters a
-product is rounded to the dtype of the iteration.
+Products accumulate in float32 or wider, coefficients are float32 or wider, and so are
+sums unless `fused`. What enters a product is rounded to the dtype of the iteration.
 """
 
 import functools

@@ -136,7 +136,10 @@ class Solver:
     def map_first(
         self, function: OfBatches, stack: jax.Array, count: jax.Array, zero: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The same for the first `count`, between `zero` and the zero it returns."""
+        """The same for the first `count`: begins when `zero` is known.
+
+        The zero that it returns is known when it is done.
+        """
         most = platforms.BATCH_ENTRIES[self.platform]
         return map_first(function, stack, most, count, zero, turns=self.turns)
 

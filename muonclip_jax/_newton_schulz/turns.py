@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 
-#: An iteration: yields each thing that it stores and goes on with what it is sent, the
-#: same; returns its result.
+#: An iteration yields each thing that it stores, is sent the same behind a barrier, and
+#: returns its result.
 Iteration = Generator[Any, Any, Any]
 
 

@@ -126,17 +126,17 @@ def resolve_dimension_numbers(
     per_head: bool = False,
 ) -> list[MuonDimensionNumbers | None]:
     """Those of each leaf, whichever way they were given."""
-    verdicts = resolve(dimension_numbers, tree, per_head=per_head)
+    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
     return [verdict.numbers for verdict in verdicts]
 
 
-def resolve(
+def resolve_verdicts(
     dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
     *,
     per_head: bool = False,
 ) -> list[Verdict]:
-    """Those of each leaf, and what says so."""
+    """The verdict on each leaf, whichever way its numbers were given."""
     if dimension_numbers is None:
         return find_verdicts(tree, per_head=per_head)
     given: Any = dimension_numbers

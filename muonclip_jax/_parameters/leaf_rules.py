@@ -86,14 +86,16 @@ class LeafRules:
         return Verdict(None, "norm") if is_norm else None
 
     def _of_table(self, own: Path, leaf: Spelled) -> Verdict | None:
-        if names.is_embedding(own) and not self._shape_of((*leaf.path[:-1], "bias")):
+        has_bias = bool(self._shape_of((*leaf.path[:-1], "bias")))
+        if names.is_embedding(own) and not has_bias:
             return Verdict(None, "embedding")
         if own and names.words(own[-1])[-1:] == ("log",):
             return Verdict(None, "logarithms")
         is_row = len(leaf.shape) > 2 and sum(size != 1 for size in leaf.shape) == 1
         if is_row and leaf.path[-1:] != ("kernel",):
             return Verdict(None, "vector")
-        if names.is_position_or_token(own):
+        is_layer = has_bias and leaf.path[-1:] == ("kernel",)
+        if names.is_position_or_token(own) and not is_layer:
             return Verdict(None, "positions or tokens")
         return None
 
@@ -102,9 +104,10 @@ class LeafRules:
         called = leaf.path[-2:-1] or leaf.path[-1:]
         if why is None and called and names.is_head(called[0]):
             why = "named so"
+        if why is None:
+            return None
         is_sure = why == "named so"
-        head = Verdict(None, f"output head: {why}", is_sure, is_head=True)
-        return head if why else None
+        return Verdict(None, f"output head: {why}", is_sure, is_head=True)
 
     def _of_rank_two(self, own: Path, leaf: Spelled) -> Verdict | None:
         if len(leaf.shape) != 2:

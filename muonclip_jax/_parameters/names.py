@@ -16,6 +16,7 @@ _RELATIVE = _POSITIONS | {"relative", "rel"}
 _TOKENS = {"token", "tokens"}
 _LEARNED = {"latents", "prompt", "prompts", "prototypes"}
 _LEARNED |= {"codebook", "codebooks", "codevectors"}
+_LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _GAINS = {"scale", "scales", "gain", "gains"}
 _HEADS = {"head", "unembed", "unembedding", "classifier", "vocab"}
 
@@ -63,7 +64,8 @@ def _is_norm(path: Path) -> bool:
     if path[-1:] and path[-1] in _VECTORS:
         return True
     is_part = path[-1:] != () and path[-1] in ("w", "weight", "bias", "b")
-    return is_part and any(_names_norm(word) for word in words("/".join(path[-2:-1])))
+    module = words("/".join(path[-2:-1]))
+    return is_part and not _names_layer(module) and any(map(_names_norm, module))
 
 
 def is_gain(path: Path) -> bool:
@@ -105,7 +107,7 @@ def _names_table(module: tuple[str, ...]) -> bool:
     is_short = module[-1:] in (("emb",), ("embd",))
     is_plain = module[-1:] in (("table",), ("matrix",), ("lookup",))
     return (
-        module[:1] == ("embed",)
+        (module[:1] == ("embed",) and not _names_layer(module))
         or module == ("shared",)  # by encoder and decoder, as in T5 and BART
         or module[-1:] in (("codebook",), ("codebooks",))
         or (is_short and (of_tokens or len(module) == 1))
@@ -121,7 +123,8 @@ def is_position_or_token(path: Path) -> bool:
     if path[-1:] and path[-1] in _KERNELS:
         module = words("/".join(path[-2:-1]))
         is_of_pairs = module[-1:] == ("bias",) and bool(set(module) & _RELATIVE)
-        return is_of_pairs or bool(set(module[:1]) & _POSITIONS)
+        is_table = bool(set(module[:1]) & _POSITIONS) and not _names_layer(module)
+        return is_of_pairs or is_table
     return bool(set(own) & (_POSITIONS | _TOKENS) or set(own[-1:]) & _LEARNED)
 
 
@@ -170,6 +173,11 @@ def has_word(path: Path, *beginnings: str) -> bool:
         for name in path
         for letters in re.split(r"[^a-z]+", name.lower())
     )
+
+
+def _names_layer(module: tuple[str, ...]) -> bool:
+    """Whether a module is named as a layer, whatever it is of: `pos_proj`."""
+    return bool(set(module[-1:]) & _LAYERS)
 
 
 def _names_norm(word: str) -> bool:

@@ -175,14 +175,15 @@ class _Heads:
         return any(len(leaf.shape) > 3 for leaf in self._matrices)
 
     def _sizes_taken(self) -> set[int]:
-        """Of inputs, norms and embeddings."""
+        """Of inputs, norms and embeddings, but 1: vectors have such axes, too."""
         taken = {size for leaf in self._matrices for size in _inputs(leaf)}
-        return taken | {
+        taken |= {
             leaf.shape[-1]
             for own, leaf in self.leaves.items()
             if leaf.shape and (names.is_norm(leaf.path) or names.is_embedding(own))
             if leaf.path[-1:] != ("kernel",) or leaf.path[:-1] not in self._biased
         }
+        return taken - {1}
 
 
 def _inputs(leaf: Spelled) -> Shape:

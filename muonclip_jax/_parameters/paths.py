@@ -105,12 +105,17 @@ def is_function(x: Any) -> bool:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree:
-    """Flattens a tree, keeping masked leaves in sight as `optax.MaskedNode`."""
+    """Flattens a tree, keeping masked leaves in sight as `optax.MaskedNode`.
+
+    **Raises:** `ValueError` for leaves whose paths are spelled the same.
+    """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     has_value = any(_VALUE in keys for keys, _ in pairs)
     variables = _variables(tree, is_leaf) if has_value else frozenset()
     boxes = _boxes([keys for keys, _ in pairs])
     paths = tuple(_read_keys(keys, variables, boxes) for keys, _ in pairs)
+    if len(set(paths)) < len(paths):
+        raise ValueError(_of_the_same_name(paths))
     return PathedTree(paths, tuple(leaf for _, leaf in pairs), treedef)
 
 
@@ -135,6 +140,14 @@ def show_all(paths: Iterable[Path], at_most: int | None = None) -> str:
 def split(path: str) -> Path:
     """Reads a path written with slashes."""
     return tuple(path.split("/")) if path else ()
+
+
+def _of_the_same_name(paths: Iterable[Path]) -> str:
+    found = [path for path, count in Counter(paths).items() if count > 1]
+    return (
+        f"several leaves have the path {show_all(found)}. Rules, patterns and state go "
+        "by path, in which a slash in a key divides as a module does: rename one"
+    )
 
 
 def _read_keys(

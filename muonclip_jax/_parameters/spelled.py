@@ -53,8 +53,8 @@ def spell(
     return found
 
 
-def _flax_paths(paths: Iterable[Path]) -> dict[Path, Path]:
-    plain = plain_paths(paths)
+def _flax_paths(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
+    plain = plain_paths(layers)
     children: dict[Path, set[str]] = {}
     for path in plain.values():
         for depth in range(len(path)):
@@ -79,22 +79,28 @@ def _flax_paths(paths: Iterable[Path]) -> dict[Path, Path]:
     return {own: written(path) for own, path in plain.items()}
 
 
-def plain_paths(paths: Iterable[Path]) -> dict[Path, Path]:
+def plain_paths(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
     """With Flax's names for kernel, bias and the gain of a norm."""
-    bare = {path: names.unwrapped(path) for path in paths}
-    all_of_them = set(bare.values())
-    return {own: _plain(path, all_of_them) for own, path in bare.items()}
+    bare = {names.unwrapped(path): shape for path, shape in shapes.items()}
+    return {path: _plain(names.unwrapped(path), bare) for path in shapes}
 
 
-def _plain(path: Path, all_of_them: Collection[Path]) -> Path:
+def _plain(path: Path, shapes: Mapping[Path, Shape]) -> Path:
     module, last = path[:-1], "".join(path[-1:])
-    if last == "b" and (*module, "w") in all_of_them:
+    if last == "b" and (*module, "w") in shapes:
         return (*module, "bias")
     # At the root, a name is known by what lies beside it.
-    is_known = module or (last == "weight" and ("bias",) in all_of_them)
+    is_known = module or (last == "weight" and ("bias",) in shapes)
     if last not in ("w", "weight") or not is_known:
         return path
-    return (*module, "scale" if names.is_norm(path) else "kernel")
+    is_norm = names.is_norm(path) and not _has_inputs(path, shapes)
+    return (*module, "scale" if is_norm else "kernel")
+
+
+def _has_inputs(path: Path, shapes: Mapping[Path, Shape]) -> bool:
+    """Whether a weight has more axes than its bias, as the gain of a norm has not."""
+    bias = shapes.get((*path[:-1], "bias" if path[-1] == "weight" else "b"), ())
+    return 0 < len(bias) < len(shapes[path])
 
 
 def _is_alone(role: str, siblings: Iterable[str]) -> bool:
@@ -163,7 +169,8 @@ class _Order:
         told = self._by_width(path, shape)
         if not (self._weights_turned if told is None else told):
             return 0
-        return len(shape) - 1 if path[-2] in ("query", "key", "value") else 1
+        name = "".join(path[-2:-1])
+        return len(shape) - 1 if name in ("query", "key", "value") else 1
 
     def is_open(self, own: Path, path: Path) -> bool:
         """Whether a weight has more than two axes, and nothing says what they are."""
@@ -173,7 +180,7 @@ class _Order:
             and _is_weight(own)
             and path[-1:] == ("kernel",)
             and not self._bias(path)
-            and path[-2] not in ("query", "key", "value", "out")
+            and "".join(path[-2:-1]) not in ("query", "key", "value", "out")
             and not names.has_word(path[-2:-1], "conv")
         )
 

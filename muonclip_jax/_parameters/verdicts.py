@@ -45,7 +45,7 @@ def find_verdicts(
     return [found[i] for i in range(len(tree.paths))]
 
 
-def find_heads(tree: paths.PathedTree) -> list[bool]:
+def are_output_heads(tree: paths.PathedTree) -> list[bool]:
     """Whether each leaf is an output head by the evidence, whatever is given."""
     rules = _Rules(tree, per_head=False, stack_axes=IN_FRONT)
 
@@ -60,7 +60,7 @@ def find_heads(tree: paths.PathedTree) -> list[bool]:
     return list(map(is_head, tree.paths, tree.leaves))
 
 
-def read(
+def spelled_leaves(
     stacks: ModuleStacks, leaf_paths: Iterable[paths.Path]
 ) -> dict[paths.Path, Spelled]:
     """Every leaf as Flax would have it, one layer of a stack, by its own path."""
@@ -79,7 +79,7 @@ class _Rules:
         # A mask of matrices hides vectors, and heads beside them.
         hidden = (path for path, x in leaf_at.items() if paths.is_masked(x))
         self._rules = LeafRules(
-            read(self._stacks, leaf_at),
+            spelled_leaves(self._stacks, leaf_at),
             per_head=per_head,
             is_whole=not any(map(names.is_vector, hidden)),
         )

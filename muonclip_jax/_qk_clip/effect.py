@@ -20,7 +20,8 @@ from .reading import HeadReading
 _JUDGED_AT = math.log(16.0)
 _CLIPS = 2
 
-#: The part of it by which the logit grew against the weights: all of it, or none.
+#: The least share of a scaling that a logit ignored where clips have no effect: 1 if it
+#: ignored all of it, 0 if it followed.
 _MISSED = 0.75
 
 #: Steps without a clip after which the count begins anew.

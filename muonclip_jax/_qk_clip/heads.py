@@ -37,7 +37,7 @@ _HOW_TO_RECORD = (
 )
 
 
-class Axes(dict[Hashable, None]):
+class MappedAxes(dict[Hashable, None]):
     """The mapped axes that a row is maximised over, as its readers say when traced."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
@@ -54,7 +54,7 @@ class HeadRow:
 
     logits: jax.Array  # (all heads,)
     shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
-    axes: Axes
+    axes: MappedAxes
 
     def by_layer(self) -> dict[Path, jax.Array]:
         parts = _cut(self.logits, [shape for _, shape in self.shapes])

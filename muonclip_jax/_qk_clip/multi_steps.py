@@ -9,7 +9,7 @@ import optax
 
 from .._model.attention_layers import Attention
 from .._parameters import paths
-from .heads import Axes, HeadRow, Heads, maximum_over
+from .heads import HeadRow, Heads, MappedAxes, maximum_over
 
 
 class MultiStepsState(NamedTuple):
@@ -94,7 +94,7 @@ def multi_steps(
             )
         heads = Heads(paths.flatten(params), attention)
         logits = heads.read(attention_stats, axis_name)
-        row = HeadRow(jnp.maximum(state.running, logits), heads.shapes, Axes())
+        row = HeadRow(jnp.maximum(state.running, logits), heads.shapes, MappedAxes())
         updates, after = steps.update(
             updates, state.steps, params, attention_stats=row, **extra_args
         )

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import muonclip_jax as mc
@@ -74,6 +75,50 @@ def test_values_and_gates_in_one_kernel_are_no_head():
     assert not mask["last"]["kernel"]
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [{}, {"log_std": (1, 6)}, {"cls": (1, 1, 64)}, {"prelu": {"alpha": (1, 64)}}],
+)
+def test_axes_of_one_take_no_outputs_of_a_head(beside):
+    sizes = dense((17, 64), (64, 64), (64, 1))
+    layers = {f"Dense_{i}": layer for i, layer in enumerate(sizes)}
+    mask = mc.matrix_mask(abstract(layers | beside))
+    assert [mask[name]["kernel"] for name in layers] == [True, True, False]
+
+
+def linear(outputs, inputs):
+    return {"weight": (outputs, inputs), "bias": (outputs,)}
+
+
+@pytest.mark.parametrize("name", ["adaLN_modulation", "norm_gate", "pos_mlp"])
+def test_a_bias_shorter_than_the_weight_makes_a_layer_of_any_name(name):
+    shapes = {name: linear(384, 64), "norm": linear(64, 64) | {"weight": (64,)}}
+    shapes |= {"fc1": linear(256, 64), "fc2": linear(64, 256)}
+    mask = mc.matrix_mask(abstract({"blk": shapes}))["blk"]
+    assert mask[name]["weight"] and not mask["norm"]["weight"]
+    haiku = {
+        f"blk/{k}": {"w": v["weight"][::-1], "b": v["bias"]} for k, v in shapes.items()
+    }
+    mask = mc.matrix_mask(abstract(haiku))
+    assert mask[f"blk/{name}"]["w"] and not mask["blk/norm"]["w"]
+
+
+@pytest.mark.parametrize("name", ["pos_q_proj", "norm_linear", "embed_projection"])
+def test_what_is_called_a_projection_is_a_layer(name):
+    shapes = {name: {"weight": (64, 64)}, "norm": {"weight": (64,)}}
+    mask = mc.matrix_mask(abstract({"blk": shapes}))["blk"]
+    assert mask[name]["weight"] and not mask["norm"]["weight"]
+
+
+def test_stacked_gains_with_shifts_stay_gains():
+    shapes = {
+        "norm": {"weight": (12, 64), "bias": (12, 64)},
+        "up": {"weight": (12, 9, 64)},
+    }
+    mask = mc.matrix_mask(abstract({"layers": shapes}))["layers"]
+    assert not mask["norm"]["weight"] and mask["up"]["weight"]
+
+
 def test_a_path_with_brackets_is_a_pattern_of_itself():
     params = abstract({"layers[0]": {"w": (8, 8)}, "layers[1]": {"w": (8, 8)}})
     rules = {"layers[0]/w": None}
@@ -128,3 +173,12 @@ def test_layers_behind_tables_and_gains_are_matrices(path, shape):
         inner = {module: inner}
     mask = mc.matrix_mask(abstract(tree | inner))
     assert sum(jax.tree.leaves(mask)) == 2 and mask["down"]["kernel"]
+
+
+def test_the_gain_of_a_norm_stays_one_where_a_mask_hides_its_shift():
+    norm = {"weight": jax.ShapeDtypeStruct((12, 64), jnp.float32)}
+    layers = {"norm": norm | {"bias": optax.MaskedNode()}} | abstract(
+        {"up": {"weight": (12, 256, 64)}, "down": {"weight": (12, 64, 256)}}
+    )
+    mask = mc.matrix_mask({"layers": layers})["layers"]
+    assert not mask["norm"]["weight"] and mask["up"]["weight"]

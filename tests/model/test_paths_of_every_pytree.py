@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from containers import Module, named_tuple, registered, struct, variables
 from flax import nnx
@@ -136,3 +137,22 @@ def test_an_array_alone_in_a_node_without_keys_is_named():
     params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
     clip = mc.clip_qk(params, stats, 0.5)["attn"]["query"]["kernel"]
     np.testing.assert_allclose(clip, 0.5**0.5, rtol=1e-6)
+
+
+def test_two_leaves_of_one_path_are_refused():
+    """State by path, as of int8, would hold one entry for both."""
+    layer = {"w": jnp.ones((4, 8))}
+    params = {"a/b": layer, "a": {"b": layer}, "c": layer}
+    for tx in (mc.muon(1e-2), mc.muon(1e-2, mu_dtype="int8", neuron_b2=0.9)):
+        with pytest.raises(ValueError, match="several leaves have the path 'a/b/w'"):
+            tx.init(params)
+
+
+def test_a_weight_at_the_root_whose_bias_a_mask_hides():
+    params = {"weight": jnp.ones((4, 8)), "bias": jnp.ones(4)}
+    tx = optax.masked(mc.scale_by_muon(), mc.matrix_mask)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["weight"].shape == (4, 8)
+    labels = {"weight": "muon", "bias": "frozen"}
+    groups = {"muon": mc.muon(1e-2), "frozen": optax.set_to_zero()}
+    optax.partition(groups, lambda _: labels).init(params)

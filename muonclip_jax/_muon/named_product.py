@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-class Axes(NamedTuple):
+class NamedAxes(NamedTuple):
     """A letter for each axis of an array; those that are `gone` have the size 1."""
 
     names: str
@@ -19,7 +19,7 @@ class Axes(NamedTuple):
 
 
 def named_product(
-    factors: tuple[Axes, Axes], product: Axes, x: jax.Array, y: jax.Array
+    factors: tuple[NamedAxes, NamedAxes], product: NamedAxes, x: jax.Array, y: jax.Array
 ) -> jax.Array:
     """Multiplies, and sums over the names that the product lacks, in full precision."""
     arrays = [
