@@ -123,7 +123,9 @@ def checked(
     for layer in layers:
         for role in ("query", "key"):
             if not getattr(layer, role):
-                raise ValueError(f"attention layer '{_show(layer)}' names no {role}")
+                raise ValueError(
+                    f"attention layer '{show_layer(layer)}' names no {role}"
+                )
     named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
     absent = [path for path in named if path not in leaf_at]
     if absent:
@@ -155,13 +157,15 @@ def _check_one_owner(layers: Sequence[AttentionLayer]) -> None:
         for path in map(layer.path_of, layer.leaves):
             other = owner.setdefault(path, i)
             if other != i:
+                first, second = show_layer(layers[other]), show_layer(layer)
                 raise ValueError(
-                    f"attention layers '{_show(layers[other])}' and '{_show(layer)}' "
-                    f"both name '{paths.show(path)}'; a leaf is scaled by one layer"
+                    f"attention layers '{first}' and '{second}' both name "
+                    f"'{paths.show(path)}'; a leaf is scaled by one layer"
                 )
 
 
-def _show(layer: AttentionLayer) -> str:
+def show_layer(layer: AttentionLayer) -> str:
+    """Writes the path of a layer."""
     return paths.show_module(paths.split(layer.path))
 
 

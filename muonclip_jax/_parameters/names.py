@@ -73,7 +73,7 @@ def is_gain(path: Path) -> bool:
 
     Of several layers, as `layer_scale`, it has two axes.
     """
-    return path[-1:] != () and words(path[-1])[-1:] in {(word,) for word in _GAINS}
+    return path[-1:] != () and not _GAINS.isdisjoint(words(path[-1])[-1:])
 
 
 def is_vector(path: Path) -> bool:
@@ -131,7 +131,7 @@ def is_position_or_token(path: Path) -> bool:
 def says_position(path: Path) -> bool:
     """Whether a table is of positions or segments, and not of a vocabulary."""
     own = {word for name in path[-2:] for word in words(name)}
-    return bool(own & (_POSITIONS | {"wpe", "wpos", "type", "relative", "rel"}))
+    return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
 
 
 def without_number(name: str) -> str:

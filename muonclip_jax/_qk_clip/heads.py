@@ -14,7 +14,12 @@ import jax.numpy as jnp
 
 from .._jax_versions import manual_axes
 from .._matrices.unstack import unstack
-from .._model.attention_layers import Attention, AttentionLayer, resolve_attention
+from .._model.attention_layers import (
+    Attention,
+    AttentionLayer,
+    resolve_attention,
+    show_layer,
+)
 from .._model.head_leaf import everywhere
 from .._model.named_attention import check_none_overlooked
 from .._model.statistics import read_attention_stats, STATISTIC
@@ -186,7 +191,7 @@ def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
     if hidden and len(hidden) < len(own):
         raise ValueError(
             f"the mask hides {show_all(hidden)} but not the rest of attention "
-            f"layer '{show_module(split(layer.path))}'; QK-Clip scales kernels and "
+            f"layer '{show_layer(layer)}'; QK-Clip scales kernels and "
             "biases together"
         )
     return not hidden

@@ -86,6 +86,12 @@ def test_axes_of_one_take_no_outputs_of_a_head(beside):
     assert [mask[name]["kernel"] for name in layers] == [True, True, False]
 
 
+def nested(path, shape):
+    for name in reversed(path.split("/")):
+        shape = {name: shape}
+    return shape
+
+
 def linear(outputs, inputs):
     return {"weight": (outputs, inputs), "bias": (outputs,)}
 
@@ -146,11 +152,7 @@ def test_a_path_with_brackets_is_a_pattern_of_itself():
 )
 def test_tables_and_gains_by_other_names(path, shape):
     tree = {"up": {"kernel": (64, 256)}, "down": {"kernel": (256, 64)}}
-    *modules, name = path.split("/")
-    inner = {name: shape}
-    for module in reversed(modules):
-        inner = {module: inner}
-    mask = mc.matrix_mask(abstract(tree | inner))
+    mask = mc.matrix_mask(abstract(tree | nested(path, shape)))
     assert sum(jax.tree.leaves(mask)) == 2 and mask["up"]["kernel"]
 
 
@@ -167,11 +169,7 @@ def test_tables_and_gains_by_other_names(path, shape):
 )
 def test_layers_behind_tables_and_gains_are_matrices(path, shape):
     tree = {"embed": {"embedding": (99, 64)}, "down": {"kernel": (256, 64)}}
-    *modules, name = path.split("/")
-    inner = {name: shape}
-    for module in reversed(modules):
-        inner = {module: inner}
-    mask = mc.matrix_mask(abstract(tree | inner))
+    mask = mc.matrix_mask(abstract(tree | nested(path, shape)))
     assert sum(jax.tree.leaves(mask)) == 2 and mask["down"]["kernel"]
 
 
