@@ -5,7 +5,8 @@
 For 72 leaves, GPT-2 124M's hidden matrices, and for 336, those of 56 such layers. The
 same update without orthogonalization, momentum with weight decay, is the floor: it
 reads and returns the same arrays. All take turns. For 5,004 leaves, `--layers 834`,
-optax takes long: `--only ours momentum` leaves it out.
+optax takes long: `--only ours momentum` leaves it out. `--stacked` has the layers in
+stacks.
 """
 
 import statistics
@@ -14,13 +15,14 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-from gpt2 import optimizers, separate, Shapes
+from gpt2 import optimizers, separate, Shapes, stacked
 from tables import parser, Report
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, nargs="+", default=[12, 56])
+    options.add_argument("--stacked", action="store_true", help="leaves of all layers")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--only", nargs="+", default=["ours", "optax", "momentum"])
     args = options.parse_args()
@@ -28,7 +30,7 @@ def main() -> None:
     columns = {"leaves": "d", "": "", "seconds": ".2f", "temporaries, MB": ".0f"}
     table = report.table("Trace and compile", columns)
     for layers in args.layers:
-        shapes = separate(layers)
+        shapes = stacked(layers) if args.stacked else separate(layers)
         known = optimizers(shapes) | {"momentum": momentum()}
         sides = {name: known[name] for name in args.only}
         runs = [
