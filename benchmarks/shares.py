@@ -14,7 +14,6 @@ from optax.contrib import MuonDimensionNumbers
 
 from muonclip_jax._matrices.view import matrix_view, MatrixView
 from muonclip_jax._mesh.by_constraint import divide_stacks, stacks_of
-from muonclip_jax._mesh.network import Network
 from muonclip_jax._mesh.ownership import groups_of
 from muonclip_jax._mesh.shared_stacks import plan_exchanges, SharedStack
 from muonclip_jax._newton_schulz.batches import batch_size, size_in_turns
@@ -26,30 +25,31 @@ SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")
 
 
 def loops_of_devices(
-    model: Model, platform: Platform, network: Network, *, told: bool = True
+    model: Model, platform: Platform, ragged: bool, *, told: bool = True
 ) -> list[dict[str, int]]:
     """Number of trips by name scope, for each kind of device that there is.
 
-    `told` is whether the update knows how the leaves lie.
+    `told` is whether the update knows how the leaves are sharded, `ragged` whether
+    devices can send messages of unequal sizes.
     """
-    trips = _trips(model, platform, network) if told else _trips_untold(model, platform)
+    trips = _trips(model, platform, ragged) if told else _trips_untold(model, platform)
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
 
-def even_flops(model: Model, platform: Platform, network: Network) -> float:
+def even_flops(model: Model, platform: Platform, ragged: bool) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for stack, exchange in _plan(model, platform, network):
+    for stack, exchange in _plan(model, platform, ragged):
         one = SOLVER.on(platform).cost(stack.shape, jnp.dtype(stack.dtype))
         flops += 2.0 * one * int(exchange.owners.counts.sum())
     return flops / math.prod(model.mesh.values())
 
 
-def _trips(model: Model, platform: Platform, network: Network) -> dict[str, np.ndarray]:
+def _trips(model: Model, platform: Platform, ragged: bool) -> dict[str, np.ndarray]:
     """Of the loops of each stack of which devices own different numbers, on each."""
     trips = {}
-    for i, shared in enumerate(_plan(model, platform, network)):
+    for i, shared in enumerate(_plan(model, platform, ragged)):
         (stack, exchange), rest = shared, shared.rest(SOLVER.on(platform))
         if exchange.is_even or not rest:
             continue
@@ -86,7 +86,7 @@ def _loops(
     return {f"{scope}/in_turns": counts // together, scope: rest}
 
 
-def _plan(model: Model, platform: Platform, network: Network) -> list[SharedStack]:
+def _plan(model: Model, platform: Platform, ragged: bool) -> list[SharedStack]:
     leaves, views = _leaves(model)
     return plan_exchanges(
         SOLVER.on(platform),
@@ -94,7 +94,7 @@ def _plan(model: Model, platform: Platform, network: Network) -> list[SharedStac
         views,
         [model.specs[name] for name in _names(model)],
         model.mesh,
-        network,
+        ragged=ragged,
     )
 
 

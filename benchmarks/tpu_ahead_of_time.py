@@ -6,7 +6,7 @@
     ... python benchmarks/tpu_ahead_of_time.py --model '64, stacked' tensor expert
     ... python benchmarks/tpu_ahead_of_time.py --model Kimi --only ours
     ... python benchmarks/tpu_ahead_of_time.py --model 64 --without-shardings
-    ... python benchmarks/tpu_ahead_of_time.py --model slices --only ours --share-all
+    ... python benchmarks/tpu_ahead_of_time.py --model slices --only ours
 
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
 one chip, the busiest where they differ, in one update. It makes no estimate for the
@@ -34,7 +34,7 @@ from pictures import picture
 from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
 
-from muonclip_jax._mesh.network import ANY_NETWORK, Network, network_of
+from muonclip_jax._mesh.on_mesh import is_ragged
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ def main() -> None:
         action="store_true",
         help="ours as if nobody said how the leaves lie",
     )
-    options.add_argument(
-        "--share-all",
-        action="store_true",
-        help="ours with repeat_axes=(), between slices as well",
-    )
     options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
     options.add_argument("--png", type=Path, help="a picture of the cycles")
@@ -93,12 +88,8 @@ def main() -> None:
     for name, model in models(args.layers).items():
         if is_chosen(name, args.model) if args.model else not model.specs:
             mesh = tpu_mesh(model, args.topology)
-            told, share_all = not args.without_shardings, args.share_all
-            compiled = [
-                *compile_updates(
-                    name, model, mesh, args.only, told=told, share_all=share_all
-                )
-            ]
+            told = not args.without_shardings
+            compiled = [*compile_updates(name, model, mesh, args.only, told=told)]
             add_rows(table, compiled)
             updates += compiled
     report.write()
@@ -165,26 +156,17 @@ def compile_updates(
     only: str | None = None,
     *,
     told: bool = True,
-    share_all: bool = False,
 ) -> Iterator[Compiled]:
-    """`told` is whether ours is given the `shardings` of the leaves.
-
-    `share_all` is whether work is shared between slices, too, whatever that costs.
-    """
+    """`told` is whether ours is given the `shardings` of the leaves."""
     both = optimizers(
         model.shapes,
         adam=model.adam,
         mu_dtype=model.mu_dtype,
         shardings=shardings_of(model, mesh) if told else None,
-        repeat_axes=() if share_all else None,
     )
-    network = network_of(mesh) if told else ANY_NETWORK
-    network = network._replace(axes=()) if share_all else network
     for implementation, tx in both.items():
         if only in (None, implementation):
-            yield compile_update(
-                name, implementation, tx, model, mesh, network, told=told
-            )
+            yield compile_update(name, implementation, tx, model, mesh, told=told)
 
 
 def compile_update(
@@ -193,7 +175,6 @@ def compile_update(
     tx: optax.GradientTransformation,
     model: Model,
     mesh: Mesh,
-    network: Network,
     *,
     told: bool,
 ) -> Compiled:
@@ -206,14 +187,15 @@ def compile_update(
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
+    ragged = told and is_ragged(mesh)
     is_ours = implementation == "ours" and bool(model.specs)
-    loops = loops_of_devices(model, "tpu", network, told=told) if is_ours else [{}]
+    loops = loops_of_devices(model, "tpu", ragged, told=told) if is_ours else [{}]
     sides = sides_of(mesh)
     return Compiled(
         name,
         implementation,
         busiest([hlo_costs(text, trips, sides) for trips in loops]),
-        even_flops(model, "tpu", network) if is_ours else None,
+        even_flops(model, "tpu", ragged) if is_ours else None,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
         seconds,
@@ -225,7 +207,7 @@ def options_of(mesh: Mesh) -> dict[str, str] | None:
 
     On v5e it refuses them, like ragged ones.
     """
-    if not network_of(mesh).is_ragged:
+    if not is_ragged(mesh):
         return None
     kinds = "all_to_all", "ragged_all_to_all"
     return {f"xla_tpu_enable_async_{kind}": "true" for kind in kinds}

@@ -7,7 +7,8 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from ._mesh.placement import Shardings
+from ._layout.layout import over_replicas
+from ._layout.placement import Shardings
 from ._model.attention_layers import Attention
 from ._model.per_head import muon_per_head
 from ._muon.muon import muon
@@ -49,14 +50,13 @@ def muonclip(
     per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
-    repeat_axes: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
 
     **Arguments:**
 
     - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
-    - `axis_name`: as for [`muon`][] and for [`qk_clip`][].
+    - `shardings`, `axis_name`: as for [`muon`][] and for [`qk_clip`][].
     - `per_head`: as for [`muon`][], of the layers that `attention` describes, if it
         does ([`per_head_dimension_numbers`][]); an error for kernels without an axis of
         heads, such as fused ones.
@@ -86,7 +86,7 @@ def muonclip(
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
         (which takes `nesterov=False`).
     """
-    return optax.chain(
+    tx = optax.chain(
         muon(
             learning_rate,
             beta=beta,
@@ -111,8 +111,14 @@ def muonclip(
             neuron_b2=neuron_b2,
             shardings=shardings,
             axis_name=axis_name,
-            repeat_axes=repeat_axes,
             **muon_per_head(per_head, attention, dimension_numbers),
         ),
-        qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),
+        qk_clip(
+            threshold,
+            alpha=alpha,
+            attention=attention,
+            shardings=shardings,
+            axis_name=axis_name,
+        ),
     )
+    return over_replicas(tx.init, tx.update, axis_name)

@@ -6,14 +6,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 import muonclip_jax._muon.muon as muon_module
 import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
-from muonclip_jax._mesh.placement import Placement
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -55,10 +53,8 @@ VALUES = {
     "per_head": True,
     "shardings": SPECS,
     "axis_name": "data",
-    "repeat_axes": "slice",
 }
 RATE = 0.5
-SLICES = AbstractMesh((2,), ("slice",))
 
 
 def options_of(function):
@@ -89,8 +85,9 @@ def test_muonclip_hands_every_option_on(monkeypatch, name):
     expected[name] = VALUES[name]
     mc.muonclip(**{"learning_rate": RATE, name: VALUES[name]})
     assert muon | clip == expected
-    assert muon.keys() & clip.keys() == {"axis_name"}
-    assert muon["axis_name"] == clip["axis_name"]
+    both = muon.keys() & clip.keys()
+    assert both == {"axis_name", "shardings"}
+    assert all(muon[name] == clip[name] for name in both)
 
 
 PARAMS = {
@@ -107,8 +104,8 @@ def direction_of(monkeypatch, module, make):
         received = record(patch, module, "muon_direction")
         make().init(PARAMS)
     leaves = received.pop("leaves")
-    read = {"views": leaves.views, "shardings": leaves.shardings}
-    read["network"] = leaves.layouts.network(Placement(SLICES, ()))
+    layout = leaves.layout
+    read = {"views": leaves.views, "shardings": layout.given, "axes": layout.replicas}
     return received | read | {"momentum": momentum}
 
 

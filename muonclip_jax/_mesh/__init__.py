@@ -1,6 +1,6 @@
 """Which device of a mesh owns which matrix, and the exchanges there and back.
 
-In: leaves cut over a mesh, their specs, a solver. Out: the same leaves, orthogonal.
-Imports `_parameters` (paths, prefixes), `_matrices`, and of `_newton_schulz` the solver
-and what makes its work wait.
+In: leaves sharded over a mesh, their specs, a solver. Out: the same leaves, orthogonal.
+Imports `_layout`, `_matrices`, and of `_newton_schulz` the solver and what makes its
+work wait.
 """

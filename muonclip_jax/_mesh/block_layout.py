@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from .._layout.placement import mesh_axes
 from .._matrices.view import MatrixView
-from .placement import mesh_axes
 
 
 class AxisRoles(NamedTuple):
@@ -18,12 +18,6 @@ class AxisRoles(NamedTuple):
     batch: tuple[str, ...]  # along these, devices hold different matrices
     replicated: tuple[str, ...]  # devices hold the same
     sharded: tuple[str, ...]  # devices hold different blocks of the same
-    repeated: tuple[str, ...] = ()  # the same, and each iterates it for itself
-
-    @property
-    def in_order(self) -> tuple[tuple[str, ...], ...]:
-        """Axes between groups, between the copies in one and between its devices."""
-        return self.batch + self.repeated, self.replicated, self.sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +38,6 @@ class BlockLayout:
     def wide(self) -> "BlockLayout":
         """The same, of which a tall matrix is joined to a wide one."""
         return dataclasses.replace(self, whole=self.whole.wide)
-
-    def repeated(self, axes: tuple[str, ...]) -> "BlockLayout":
-        """The same, with replicas along some axes that know nothing of each other."""
-        replicated = tuple(name for name in self.roles.replicated if name not in axes)
-        roles = self.roles._replace(replicated=replicated, repeated=axes)
-        return dataclasses.replace(self, roles=roles)
 
     def join(self, blocks: jax.Array) -> jax.Array:
         """Blocks `(devices, fan_in, fan_out)` to a matrix."""

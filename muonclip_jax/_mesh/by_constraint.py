@@ -1,25 +1,25 @@
-"""Orthogonalization on a mesh of leaves of which nobody knows how they lie.
+"""Orthogonalization on a mesh of leaves whose sharding only the compiler knows.
 
-Stacks are laid out such that every device holds whole matrices, which it iterates, and
-they come back. How the blocks travel there and back, XLA decides.
+Under automatic axes a program is traced without the shardings of its arguments. Stacks
+are constrained such that every device holds whole matrices, which it iterates, and
+they come back. How blocks are sent there and back, XLA decides.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._jax_versions import keep_sharding
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .._newton_schulz.waiting import zero_after
 from .consecutive import assign_consecutive, Consecutive
-from .network import ANY_NETWORK, Network, work_and_bytes
 
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -41,12 +41,12 @@ def orthogonalize_by_constraint(
     *,
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
-    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that lie on the automatic axes of `mesh`, somehow."""
+    """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
+    leaves = [keep_sharding(x) for x in leaves]
     stacks = stacks_of(leaves, views, mesh.size)
-    axes = _axes_that_share(solver, stacks, mesh.shape, network)
-    plan = divide_stacks(solver, stacks, math.prod(mesh.shape[name] for name in axes))
+    axes = tuple(name for name, size in mesh.shape.items() if size > 1)
+    plan = divide_stacks(solver, stacks, mesh.size)
     by_device = PartitionSpec(axes)
     iterated = jax.shard_map(
         functools.partial(_iterate_own, plan=plan, axes=axes),
@@ -92,23 +92,6 @@ def divide_stacks(
         devices,
     )
     return [DividedStack(*each) for each in zip(stacks, shares, strict=True)]
-
-
-def _axes_that_share(
-    solver: Solver, stacks: Sequence[Stack], mesh: Mapping[str, int], network: Network
-) -> tuple[str, ...]:
-    """All that are longer than 1, or those along which nothing is repeated.
-
-    Leaves are taken to lie whole along those, as they do in most programs.
-    """
-    works = [
-        (stack.count, *work_and_bytes(solver, stack.shape, jnp.dtype(stack.dtype)))
-        for stack in stacks
-    ]
-    flops = sum(count * flops for count, flops, _ in works)
-    size = sum(count * size for count, _, size in works)
-    repeated = network.axes if network.are_cheap(flops, size) else ()
-    return tuple(n for n, size in mesh.items() if size > 1 and n not in repeated)
 
 
 def _last_stack_first(view: MatrixView) -> MatrixView:

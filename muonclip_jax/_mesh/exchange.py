@@ -77,9 +77,7 @@ class Exchange(abc.ABC):
 
     def here(self) -> tuple[jax.Array | int, ...]:
         """This device's group, its copy in the group, and its place in the copy."""
-        return tuple(
-            jax.lax.axis_index(axes) if axes else 0 for axes in self.roles.in_order
-        )
+        return tuple(jax.lax.axis_index(axes) if axes else 0 for axes in self.roles)
 
 
 def at(table: np.ndarray, *indices: jax.Array | int) -> np.ndarray | jax.Array:

@@ -4,7 +4,6 @@ Blocks of leaves -> whole matrices, each at the device that owns it -> iterated 
 blocks. Each stack needs two exchanges, and between them no device waits for another.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .._jax_versions import is_checked, varying
+from .._layout.layout import Axes, Cuts
 from .._matrices.stacks import Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .._newton_schulz.waiting import wait_for, zero_after
 from .exchange import Exchange, Slots
-from .network import ANY_NETWORK, Network
 from .rounds import fetch_first, iterate_in_rounds
 from .shared_stacks import plan_exchanges, SharedStack
 
@@ -44,6 +44,17 @@ class Parcel(NamedTuple):
         returned[self.number] = self.exchange.to_sources(matrices, self.slots, before)
 
 
+#: Chips for which the compiler has exchanges of unequal sizes. For "TPU v5 lite" it has
+#: some, and refuses others.
+RAGGED_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+
+
+def is_ragged(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether devices of a mesh can send each other messages of unequal sizes."""
+    device = mesh.abstract_mesh.abstract_device
+    return device is not None and device.device_kind in RAGGED_KINDS
+
+
 def orthogonalize_on_mesh(
     solver: Solver,
     leaves: Sequence[jax.Array],
@@ -51,16 +62,27 @@ def orthogonalize_on_mesh(
     views: Sequence[MatrixView],
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec],
-    network: Network = ANY_NETWORK,
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that lie on `mesh` as `specs` say, and leaves them so."""
-    on_device = functools.partial(
-        orthogonalize_on_each_device,
-        views=views,
-        mesh=mesh.shape,
-        specs=specs,
-        network=network,
-    )
+    """Orthogonalizes leaves that `specs` shard on `mesh`, and leaves them so."""
+
+    def on_device(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
+        try:
+            jax.lax.axis_size(tuple(mesh.axis_names))
+        except NameError as error:
+            raise ValueError(
+                "jax.vmap maps an axis that an explicit axis of the mesh shards, which "
+                "takes that axis away from the devices that share Muon's work: map "
+                "over an axis that is not sharded, or use jax.shard_map"
+            ) from error
+        return orthogonalize_on_each_device(
+            solver,
+            leaves,
+            views=views,
+            mesh=mesh.shape,
+            specs=specs,
+            ragged=is_ragged(mesh),
+        )
+
     return jax.shard_map(
         on_device,
         mesh=mesh,
@@ -70,21 +92,43 @@ def orthogonalize_on_mesh(
     )(solver, list(leaves))
 
 
+def orthogonalize_by_replicas(
+    solver: Solver,
+    leaves: Sequence[jax.Array],
+    *,
+    views: Sequence[MatrixView],
+    cuts: Cuts,
+    axes: Axes,
+) -> list[jax.Array]:
+    """Orthogonalizes leaves that are the same along all axes that do not cut them.
+
+    By devices that `pmap`, `shard_map` and `vmap` tell apart: each iterates its share
+    of the matrices, and one gather for each stack hands out all.
+    """
+    if is_checked(axes):
+        leaves = [varying(x, axes) for x in leaves]
+    sizes = {name: jax.lax.axis_size(name) for name in axes}
+    return orthogonalize_on_each_device(
+        solver, leaves, views=views, mesh=sizes, specs=cuts
+    )
+
+
 def orthogonalize_on_each_device(
     solver: Solver,
     leaves: Sequence[jax.Array],
     *,
     views: Sequence[MatrixView],
-    mesh: Mapping[str, int],
+    mesh: Mapping[Any, int],
     specs: Sequence[PartitionSpec],
-    network: Network = ANY_NETWORK,
+    ragged: bool = False,
 ) -> list[jax.Array]:
     """What one device does: from its blocks of all leaves to the same, orthogonal.
 
-    `mesh` maps names of axes to sizes.
+    `mesh` maps names of axes to sizes; `ragged` is whether its devices can send each
+    other messages of unequal sizes.
     """
     dtypes = [x.dtype for x in leaves]
-    shared = plan_exchanges(solver, dtypes, views, specs, mesh, network)
+    shared = plan_exchanges(solver, dtypes, views, specs, mesh, ragged=ragged)
     parcels = [
         Parcel(number, each, slots)
         for number, each in enumerate(shared)

@@ -32,8 +32,8 @@ class Work:
 class Owners:
     """Which devices iterate the matrices of a stack.
 
-    Groups lie along `roles.batch` and `roles.repeated`, and in each of them copies
-    along `roles.replicated` and devices along `roles.sharded`.
+    Groups are along `roles.batch`, and in each of them copies along `roles.replicated`
+    and devices along `roles.sharded`.
     """
 
     counts: np.ndarray  # (groups, copies, devices): how many each has, in a row
@@ -90,8 +90,7 @@ def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners
     owners = {}
     for done, i in enumerate(order):
         rest = [groups[j] for j in order[done + 1 :]]
-        repeats = math.prod(mesh[name] for name in works[i].roles.repeated)
-        owners[i] = _place(works[i], groups[i], repeats, rest, loads)
+        owners[i] = _place(works[i], groups[i], rest, loads)
     return [owners[i] for i in range(len(works))]
 
 
@@ -99,30 +98,23 @@ def groups_of(roles: AxisRoles, mesh: Mapping[str, int]) -> np.ndarray:
     """Numbers of the devices in the mesh, as `(groups, copies, devices)`."""
     names = [name for name, size in mesh.items() if size > 1]
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
-    order = [names.index(name) for axes in roles.in_order for name in axes]
-    sizes = [math.prod(mesh[name] for name in axes) for axes in roles.in_order]
+    order = [names.index(name) for axes in roles for name in axes]
+    sizes = [math.prod(mesh[name] for name in axes) for axes in roles]
     return numbers.transpose(order).reshape(sizes)
 
 
 def _place(
     work: Work,
     groups: np.ndarray,
-    repeats: int,
     rest: Sequence[np.ndarray],
     loads: np.ndarray,
 ) -> Owners:
-    """Gives away the matrices of each group, and adds their cost to `loads`.
-
-    As many consecutive groups hold the same matrices, which need the same place in all:
-    in another batch the same matrix may be rounded otherwise.
-    """
+    """Gives away the matrices of each group, and adds their cost to `loads`."""
     members = groups.reshape(len(groups), -1)
     most = MOST_SLOTS * math.ceil(work.count / members.shape[1])
     taken, everyone = np.zeros_like(members), np.arange(len(members))
     for _ in range(work.count):
         busy = (loads + TIE * _crowding(loads, rest))[members]
-        alike = busy.reshape(-1, repeats, members.shape[1])
-        busy = alike.max(axis=1).repeat(repeats, axis=0)
         chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
         taken[everyone, chosen] += 1
         loads[members[everyone, chosen]] += work.cost

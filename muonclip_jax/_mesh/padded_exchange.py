@@ -78,7 +78,7 @@ class PaddedExchange(Exchange):
         return sent.reshape(*owned.shape, *blocks.shape[1:])
 
     def _join_runs(self, runs: jax.Array, group: jax.Array | int) -> jax.Array:
-        starts = at(self.owners.starts, group).reshape(-1)
+        starts = jnp.asarray(at(self.owners.starts, group)).reshape(-1)
         count = len(self.kinds)
         joined = jax.lax.empty((count + self.padding, *self.block_shape), runs.dtype)
         for member in at(self.owners.order, group):

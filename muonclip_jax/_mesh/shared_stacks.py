@@ -14,8 +14,7 @@ from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .block_layout import AxisRoles, block_layout, BlockLayout, local_view
 from .exchange import Exchange, Slots
-from .network import ANY_NETWORK, Network, work_and_bytes
-from .ownership import assign_owners, groups_of, Owners, Work
+from .ownership import assign_owners, Owners, Work
 from .padded_exchange import PaddedExchange
 from .ragged_exchange import RaggedExchange
 
@@ -66,7 +65,6 @@ class Placed(NamedTuple):
 
 
 Group = list[Placed]
-Leaf = tuple[jnp.dtype, MatrixView, PartitionSpec]
 
 
 def plan_exchanges(
@@ -75,54 +73,32 @@ def plan_exchanges(
     views: Sequence[MatrixView],
     specs: Sequence[PartitionSpec],
     mesh: Mapping[str, int],
-    network: Network = ANY_NETWORK,
+    *,
+    ragged: bool = False,
 ) -> list[SharedStack]:
-    """The plan of least time, if there is a choice of what replicas repeat."""
-    leaves = [*zip(map(jnp.dtype, dtypes), views, specs, strict=True)]
-    plans = [_plan(solver, leaves, mesh, each) for each in network.alternatives]
-    if len(plans) == 1:
-        return plans[0]
-    return min(plans, key=lambda plan: _expense(solver, plan, mesh, network))
-
-
-def _plan(
-    solver: Solver, leaves: Sequence[Leaf], mesh: Mapping[str, int], network: Network
-) -> list[SharedStack]:
-    placed = [_place(solver, i, x, mesh, network) for i, x in enumerate(leaves)]
+    """`mesh` maps names of axes to sizes; `ragged` is whether its devices can send
+    each other messages of unequal sizes.
+    """
+    leaves = zip(map(jnp.dtype, dtypes), views, specs, strict=True)
+    placed = [
+        Placed(dtype.name, Part(i, local_view(view, spec, mesh)), layout)
+        for i, (dtype, view, spec) in enumerate(leaves)
+        for layout in [block_layout(view, spec, mesh)]
+    ]
     groups = [
         divided
         for group in _grouped(placed, lambda leaf: leaf.kind)
-        for divided in _divide(solver, group, mesh, network)
+        for divided in _divide(solver, group, mesh, ragged)
     ]
     all_owners = assign_owners([_work(solver, group) for group in groups], mesh)
     return [
-        SharedStack(_stack(group), _exchange(solver, group, owners, network, mesh))
+        SharedStack(_stack(group), _exchange(solver, group, owners, ragged, mesh))
         for group, owners in zip(groups, all_owners, strict=True)
     ]
 
 
-def _place(solver: Solver, index: int, leaf: Leaf, mesh, network: Network) -> Placed:
-    dtype, view, spec = leaf
-    layout = block_layout(view, spec, mesh)
-    axes = network.of_matrices(solver, layout.shape, dtype, layout.roles, mesh)
-    part = Part(index, local_view(view, spec, mesh))
-    return Placed(dtype.name, part, layout.repeated(axes))
-
-
-def _expense(
-    solver: Solver, plan: Sequence[SharedStack], mesh: Mapping[str, int], network
-) -> float:
-    """Operations of the busiest device, and what fits into the time of its bytes."""
-    loads, received = np.zeros(math.prod(mesh.values())), 0.0
-    for stack, exchange in plan:
-        flops, _ = work_and_bytes(solver, stack.shape, jnp.dtype(stack.dtype))
-        loads[groups_of(exchange.roles, mesh)] += flops * exchange.owners.counts
-        received += network.received(solver, stack, exchange.roles, mesh)
-    return loads.max() + network.below * received
-
-
 def _divide(
-    solver: Solver, group: Group, mesh: Mapping[str, int], network: Network
+    solver: Solver, group: Group, mesh: Mapping[str, int], ragged: bool
 ) -> Iterator[Group]:
     """On TPU stacks of one layout each, unless that would have more padding travel.
 
@@ -135,8 +111,9 @@ def _divide(
         sum(math.ceil(_stack(each).count / devices) for each in groups)
         for groups in (divided, [group])
     )
-    is_ragged = _is_ragged(solver, network, group, mesh)
-    pads_little = is_ragged or apart <= MOST_PADDING * together
+    pads_little = _sends_unequal(solver, ragged, group, mesh) or (
+        apart <= MOST_PADDING * together
+    )
     if solver.platform == "tpu" and pads_little:
         # Tall matrices are iterated as they lie.
         yield from divided
@@ -155,26 +132,26 @@ def _work(solver: Solver, group: Group) -> Work:
     return Work(stack.count, cost, group[0].layout.roles)
 
 
-def _is_ragged(
-    solver: Solver, network: Network, group: Group, mesh: Mapping[str, int]
+def _sends_unequal(
+    solver: Solver, ragged: bool, group: Group, mesh: Mapping[str, int]
 ) -> bool:
     """Not where copies of blocks share the work: results go to all of them at once."""
     roles = group[0].layout.roles
     is_cut = any(mesh[name] > 1 for name in roles.sharded)
-    known = solver.platform == "tpu" and network.is_ragged
-    return known and is_cut and not roles.replicated
+    is_able = solver.platform == "tpu" and ragged
+    return is_able and is_cut and not roles.replicated
 
 
 def _exchange(
     solver: Solver,
     group: Group,
     owners: Owners,
-    network: Network,
+    ragged: bool,
     mesh: Mapping[str, int],
 ) -> Exchange:
     layouts = list(dict.fromkeys(leaf.layout for leaf in group))
     roles = layouts[0].roles
-    if _is_ragged(solver, network, group, mesh):
+    if _sends_unequal(solver, ragged, group, mesh):
         (layout,) = layouts
         return RaggedExchange(owners, roles, layout)
     kinds = [

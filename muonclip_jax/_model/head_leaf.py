@@ -98,14 +98,23 @@ class HeadLeaf(NamedTuple):
         stack = range(place.depth)
         return jnp.moveaxis(scale, stack, [place.start + i for i in stack])
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        """The sum over the entries of each head of such a leaf, `(*stack, heads)`."""
-        depth, view = self.stack_of(x.ndim).depth, self._summed_view(x)
-        if self.part:
-            view = jnp.where(_inside(view.shape, *self.part), view, 0)
-        heads = {axis + view.ndim for axis in self.head_axes}
-        total = view.sum([i for i in range(depth, view.ndim) if i not in heads])
-        return total.reshape(*total.shape[:depth], -1)
+    def row_spec(self, rank: int, spec: PartitionSpec) -> PartitionSpec | None:
+        """How a spec of such a leaf cuts a row `(*stack, heads)`.
+
+        `None` where a block of the leaf has no consecutive heads.
+        """
+        place, entries = self.stack_of(rank), [*spec, *[None] * (rank - len(spec))]
+        stack = entries[place.start : place.start + place.depth]
+        cuts = [
+            entries[place.axis(self._before_split(axis), rank)]
+            for axis in self.head_axes
+        ]
+        if not any(cuts):
+            return PartitionSpec(*stack, None)
+        first = self.head_axes[0]
+        start = self.split_axis + 1 - len(self.split)
+        is_minor = start < first <= self.split_axis
+        return None if is_minor or any(cuts[1:]) else PartitionSpec(*stack, cuts[0])
 
     @property
     def head_axes(self) -> tuple[int, ...]:
@@ -113,23 +122,6 @@ class HeadLeaf(NamedTuple):
         if self.axis is None:
             return ()
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
-
-    def _summed_view(self, x: jax.Array) -> jax.Array:
-        """The stack in front and an axis split; axes of neither have size one."""
-        place = self.stack_of(x.ndim)
-        stack = range(place.depth)
-        x = jnp.moveaxis(x, [place.start + i for i in stack], stack)
-        kept = {axis + x.ndim for axis in self._kept_axes()}.union(stack)
-        x = x.sum([i for i in range(x.ndim) if i not in kept], keepdims=True)
-        # An axis that explicit axes of a mesh cut cannot be split.
-        x = everywhere(x)
-        return x.reshape(self._view(x.shape))
-
-    def _kept_axes(self) -> set[int]:
-        """The axes of a leaf, from the end, that its heads and its part lie along."""
-        meant = {*self.head_axes, *(self.part[:1] if self.part else ())}
-        kept = {self._before_split(axis) for axis in meant}
-        return kept | {self.split_axis} if self.split else kept
 
     def _before_split(self, axis: int) -> int:
         """The axis of the leaf that one after `split` is, or is a part of."""

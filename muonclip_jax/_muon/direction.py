@@ -5,8 +5,6 @@ from typing import Any
 
 import optax
 
-from .._mesh.replicas import Axes, check_same_on_replicas
-from .._mesh.unknown import warn_of_unknown
 from .._newton_schulz.solver import Solver
 from .leaves import Leaves
 from .momentum import Momentum
@@ -20,7 +18,6 @@ def muon_direction(
     solver: Solver,
     *,
     consistent_rms: ShapeScale,
-    replicas: Axes,
 ) -> optax.GradientTransformationExtraArgs:
     """`scale_by_muon` for leaves that were read; those without a view pass."""
 
@@ -29,17 +26,21 @@ def muon_direction(
 
     def update_fn(updates, state: Any, params=None, **extra_args) -> tuple[Any, Any]:
         del params, extra_args
-        tree, views, *_ = leaves
-        gradients = tree.of(updates)
+        tree, gradients = leaves.tree, leaves.tree.of(updates)
         # A leaf without entries has nothing to orthogonalize and no scale.
-        views = [view if view and math.prod(view.shape) else None for view in views]
+        views = [
+            view if view and math.prod(view.shape) else None for view in leaves.views
+        ]
         ahead, state = momentum.update(state, leaves, views, gradients)
-        check_same_on_replicas(tree, ahead, leaves.cuts, replicas)
-        placement = leaves.placement(ahead)
-        warn_of_unknown(tree.paths, views, placement)
-        network = leaves.layouts.network(placement)
+        layout = leaves.layout
+        layout.check_types(ahead)
         directions = orthogonalize(
-            solver, ahead, views, placement, leaves.cuts, replicas, network
+            solver,
+            ahead,
+            views,
+            layout.placement(ahead),
+            layout.cuts,
+            layout.replicas,
         )
         scaled = [
             scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._layout.zeros import StatePart
 from .._matrices.view import MatrixView
-from .._mesh.zeros import Sizes
 from .._newton_schulz.explicit_axes import on_whole_leaves
 from .named_product import named_product, NamedAxes
-from .state import StatePart
 
 
 LARGEST = 127  # code
@@ -73,7 +72,7 @@ def layout(view: MatrixView) -> Any:
     if not count:
         return Scales(*scales, None)
 
-    def vectors(along: Sizes, others: Sizes) -> Vectors:
+    def vectors(along: dict[int, int], others: dict[int, int]) -> Vectors:
         return Vectors(part(jnp.int8, others), part(jnp.float32, {**along, **others}))
 
     left = vectors(columns, rows | {view.output[0]: count})

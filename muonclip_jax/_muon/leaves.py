@@ -1,13 +1,11 @@
 """What a trace reads of a tree of leaves, once: paths, matrices, shardings."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+from .._layout.layout import Layout, read_layout
+from .._layout.placement import Shardings
 from .._matrices.view import MatrixView
-from .._mesh.cuts import Cuts, cuts_here, with_whole_leaves
-from .._mesh.layouts import Layouts
-from .._mesh.placement import Placement
-from .._mesh.replicas import Axes, mean_over_replicas
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
 from .._parameters.verdicts import are_output_heads
@@ -22,58 +20,42 @@ _NO_HEAD = (
 
 
 class Leaves(NamedTuple):
-    """The leaves of a tree, and for each what is known of it."""
+    """The leaves of a tree: where they are, and which of them hold matrices."""
 
-    tree: paths.PathedTree
-    views: list[MatrixView | None]  # None where it is hidden or holds no matrix
-    shardings: list[Any]  # None where the user gave none
-    layouts: Layouts
-    cuts: Cuts  # inside `jax.shard_map`, where views are those of the whole leaves
+    layout: Layout
+    views: list[MatrixView | None]  # of whole leaves; None if hidden or no matrix
 
-    def mean_over(self, axes: Axes, gradients: Any) -> Any:
-        """The gradients, as a tree, averaged over replicas."""
-        if not axes:
-            return gradients
-        leaves = mean_over_replicas(self.tree.of(gradients), self.cuts, axes)
-        return self.tree.unflatten(leaves)
+    @property
+    def tree(self) -> paths.PathedTree:
+        return self.layout.tree
 
     def output_heads(self) -> list[bool]:
         """Whether each leaf is an output head, and no matrix.
 
         **Raises:** `ValueError` where there is none.
         """
-        found = are_output_heads(with_whole_leaves(self.tree, self.cuts))
         heads = [
             is_head and view is None
-            for is_head, view in zip(found, self.views, strict=True)
+            for is_head, view in zip(
+                are_output_heads(self.layout.whole), self.views, strict=True
+            )
         ]
         if not any(heads):
             raise ValueError(_NO_HEAD)
         return heads
 
-    def placement(self, arrays: Sequence[Any]) -> Placement | None:
-        """Where arrays in the place of the leaves lie, as far as it is known."""
-        return self.layouts.placement(self.tree.paths, arrays, self.shardings)
-
 
 def read_leaves(
     tree: Any,
     dimension_numbers: DimensionNumbers | None,
-    layouts: Layouts,
+    shardings: Shardings | None,
     *,
+    axis_name: Hashable | None = None,
     per_head: bool = False,
 ) -> Leaves:
-    leaves = paths.flatten(tree)
-    given = layouts.given(leaves)
-    cuts = cuts_here(leaves, given)
-    whole = with_whole_leaves(leaves, cuts)
-    return Leaves(
-        leaves,
-        matrix_views(dimension_numbers, whole, per_head=per_head),
-        given,
-        layouts,
-        cuts,
-    )
+    layout = read_layout(tree, shardings, axis_name)
+    views = matrix_views(dimension_numbers, layout.whole, per_head=per_head)
+    return Leaves(layout, views)
 
 
 def check_matrices_only(leaves: Leaves, name: str) -> None:

@@ -12,12 +12,12 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from .._layout.layout import cut_axes
+from .._layout.zeros import StatePart, zero_parts, zeros_like
 from .._matrices.view import MatrixView
-from .._mesh.cuts import cut_axes
 from .._parameters import paths
 from . import eight_bits
 from .leaves import Leaves
-from .state import StatePart, zero_parts, zeros_like
 
 
 class ScaleByMuonState(NamedTuple):
@@ -76,7 +76,7 @@ def is_8_bits(dtype: DTypeLike | None) -> bool:
 
 def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        (mu,) = zeros_like(params, leaves, dtype)
+        (mu,) = zeros_like(params, leaves.layout, dtype)
         return ScaleByMuonState(mu)
 
     def update(state, leaves, views, gradients):
@@ -97,7 +97,7 @@ def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         _check_real(params, leaves)
         _check_whole(leaves)
-        (mu,) = zeros_like(params, leaves, jnp.int8)
+        (mu,) = zeros_like(params, leaves.layout, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
 
     def update(state, leaves, views, gradients):
@@ -125,7 +125,7 @@ def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.S
         if view and math.prod(view.shape)
     }
     entries, treedef = jax.tree_util.tree_flatten_with_path(layouts, _is_part)
-    zeros = zero_parts(params, leaves, [(keys[0].key, x) for keys, x in entries])
+    zeros = zero_parts(params, leaves.layout, [(keys[0].key, x) for keys, x in entries])
     scales = treedef.unflatten(zeros)
     return {paths.show(leaves.tree.paths[i]): of for i, of in scales.items()}
 
@@ -150,7 +150,7 @@ def _check_real(params: optax.Params, leaves: Leaves) -> None:
 
 
 def _check_whole(leaves: Leaves) -> None:
-    cuts = zip(leaves.tree.paths, leaves.views, leaves.cuts, strict=True)
+    cuts = zip(leaves.tree.paths, leaves.views, leaves.layout.cuts, strict=True)
     found = [path for path, view, cut in cuts if view and cut_axes(cut)]
     if found:
         raise ValueError(

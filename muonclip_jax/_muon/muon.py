@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._mesh.layouts import Layouts
-from .._mesh.network import axes_to_repeat
-from .._mesh.placement import Shardings
-from .._mesh.replicas import named_axes
+from .._layout.layout import axes, check_replicas, over_replicas
+from .._layout.placement import Shardings
+from .._layout.zeros import counts_replicated, zeros_like
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.make_solver import make_solver
 from .._newton_schulz.precondition import Preconditioning
@@ -30,7 +29,6 @@ from .leaves import Leaves, read_leaves
 from .momentum import check_decay, is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
 from .shape_scale import check_shape_scale, ShapeScale
-from .state import zeros_like
 from .weight_decay import decayed_weights
 
 
@@ -61,7 +59,6 @@ def muon(
     per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
-    repeat_axes: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon for the matrices, AdamW for the rest.
 
@@ -76,7 +73,7 @@ def muon(
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `dimension_numbers`, `shardings`, `axis_name`, `repeat_axes`: as for
+        `dimension_numbers`, `shardings`, `axis_name`: as for
         [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
@@ -138,25 +135,29 @@ def muon(
     if neuron_b2 is not None:
         check_decay("neuron_b2", neuron_b2)
     momentum = momentum_in(mu_dtype, beta, nesterov)
-    replicas = named_axes(axis_name)
-    layouts = Layouts(shardings, axes_to_repeat(repeat_axes, replicas))
+    replicas = axes(axis_name)
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
 
     def read(tree: Any) -> Leaves:
         # Biases tell which axes of a general kernel are inputs, so axes and masks are
         # read off the whole tree, here, and not off what `partition` leaves in sight.
-        return read_leaves(tree, dimension_numbers, layouts, per_head=per_head)
+        return read_leaves(
+            tree,
+            dimension_numbers,
+            shardings,
+            axis_name=axis_name,
+            per_head=per_head,
+        )
 
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
-        decayed = _decay_mask(weight_decay_mask, leaves.tree)
+        decayed = _decay_mask(weight_decay_mask, leaves.layout.whole)
         adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
         direction = muon_direction(
             leaves,
             momentum,
             solver,
             consistent_rms=consistent_rms,
-            replicas=replicas,
         )
         normalization = (
             [neuron_normalization(lambda _: leaves, b2=neuron_b2)]
@@ -186,11 +187,15 @@ def muon(
         return optax.partition(groups, lambda _: labels)
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        return build(read(params)).init(params)
+        leaves = read(params)
+        state = build(leaves).init(params)
+        placement = leaves.layout.placement(leaves.tree.leaves)
+        return counts_replicated(state, placement)
 
     def update_fn(updates, state, params=None, **extra_args):
         leaves = read(updates)
-        updates = leaves.mean_over(replicas, updates)
+        check_replicas(replicas, extra_args.get("attention_stats"))
+        updates = leaves.layout.mean(updates)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             directions, state = build(leaves).update(
@@ -200,7 +205,7 @@ def muon(
         cast = jax.tree.map(lambda d, g: d.astype(g.dtype), directions, updates)
         return cast, state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return over_replicas(init_fn, update_fn, axis_name)
 
 
 def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
@@ -223,7 +228,7 @@ def _lying_as_params(
     adam: optax.GradientTransformation, leaves: Leaves, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
-        mu, nu = zeros_like(params, leaves, mu_dtype, None)
+        mu, nu = zeros_like(params, leaves.layout, mu_dtype, None)
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):

@@ -10,15 +10,14 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from .._layout.layout import cut_axes
+from .._layout.placement import Shardings
+from .._layout.zeros import StatePart, zero_parts
 from .._matrices.view import MatrixView
-from .._mesh.cuts import cut_axes
-from .._mesh.layouts import Layouts
-from .._mesh.placement import Shardings
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
 from .momentum import check_decay
-from .state import StatePart, zero_parts
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -88,10 +87,9 @@ def normalize_neurons(
         for each output; the longer side is that of modded-nanogpt and nanochat.
     """
     check_decay("b2", b2)
-    layouts = Layouts(shardings)
 
     def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, dimension_numbers, layouts)
+        leaves = read_leaves(tree, dimension_numbers, shardings)
         check_matrices_only(leaves, "normalize_neurons")
         return leaves
 
@@ -115,14 +113,15 @@ def neuron_normalization(
             if short
         ]
         names = [paths.show(leaves.tree.paths[i]) for i, _ in parts]
-        zeros = zero_parts(params, leaves, parts)
+        zeros = zero_parts(params, leaves.layout, parts)
         return NormalizeNeuronsState(dict(zip(names, zeros, strict=True)))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
         leaves = read(updates)
         tree, results, v = leaves.tree, leaves.tree.of(updates), {}
-        for i, (view, cut) in enumerate(zip(leaves.views, leaves.cuts, strict=True)):
+        pairs = zip(leaves.views, leaves.layout.cuts, strict=True)
+        for i, (view, cut) in enumerate(pairs):
             if view is not None and _short_axes(view):
                 name = paths.show(tree.paths[i])
                 results[i], v[name] = _normalize(

@@ -7,10 +7,8 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
-from .._mesh.layouts import Layouts
-from .._mesh.network import axes_to_repeat
-from .._mesh.placement import Shardings
-from .._mesh.replicas import named_axes
+from .._layout.layout import axes, check_replicas, over_replicas
+from .._layout.placement import Shardings
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.make_solver import make_solver
 from .._newton_schulz.precondition import Preconditioning
@@ -37,7 +35,6 @@ def scale_by_muon(
     dimension_numbers: DimensionNumbers | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
-    repeat_axes: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Turns gradients into orthogonalized momentum, scaled by shape.
 
@@ -74,38 +71,28 @@ def scale_by_muon(
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
         of one, or a function of the params. By default
         [`flax_dimension_numbers`][].
-    - `shardings`: how the params lie on a mesh, if they do: a tree of
-        `jax.sharding.NamedSharding` or (with `jax.set_mesh`) `PartitionSpec`, a prefix
-        of one, or a function of the params. Every device then gets its share of the
-        matrices, whole, and returns them orthogonalized: two exchanges for each shape,
-        and on TPU for each way in which that is cut, if there are enough matrices.
-        Arrays outside `jit`, and explicit axes, say it themselves. Under automatic axes
-        the update looks for params where `init` saw them, if it was called outside
-        `jit` on params that a mesh cuts; a layout that changed since costs time, not
-        correctness. Params that left the mesh for one device need a new `init`. If
-        `init` ran under `jit`, the compiler says it for CPU and GPU. For TPU nothing
-        does: the update warns, and XLA chooses how matrices travel to the devices that
-        iterate them, which takes more traffic. In that case only `shardings` makes the
-        momentum lie as the params do and lets JAX's persistent compilation cache hit in
-        the next process, since programs that ask the compiler hold an address (or set
-        JAX's flag `jax_remove_custom_partitioning_ptr_from_cache_key`).
+    - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
+        or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
+        params. Every device then gets its share of the matrices, whole, and returns
+        them orthogonalized: two exchanges for each shape, and on TPU for each way in
+        which that is cut, if there are enough matrices. Arrays outside `jit`, and
+        explicit axes, say it themselves. Under `jit` with automatic axes nothing else
+        does: left out, XLA chooses how matrices are sent to the devices that iterate
+        them, which is the same update with more traffic, and how momentum is sharded
+        that `init` makes under `jit`.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         whose replicas the batch is divided. They share out the matrices and gather the
         results, so that each iterates its part and all end with the same bits. The
-        update takes the mean of the gradients over them itself; gradients that are
-        averaged already give the same result, for one all-reduce more, except in a
-        `shard_map` that checks types (`check_vma`), where that is seen.
-    - `repeat_axes`: axes of the mesh along which replicas, which hold the same, repeat
-        the iteration and do not share it: then no results travel along them. By default
-        they share it, except between slices of TPUs whose network would take longer to
-        deliver the results than the chips to compute them (73,000 floating-point
-        operations a byte: with FSDP inside the slices, all but square matrices of more
-        than 4,900 rows). The update knows slices if `shardings` or the params that
-        `init` saw name the devices. `()` shares along all axes. Inside `jax.pmap` and
-        `jax.shard_map` leave an axis out of `axis_name` instead.
+        update takes the mean of the gradients over them itself. Gradients that are
+        averaged already give the same result, for one all-reduce more. In a
+        `shard_map` that checks types (`check_vma`), `jax.grad` of a loss of the
+        device's own rows returns their sum over the devices, as one that is the same
+        everywhere, and that is what the update uses: differentiate
+        `jax.lax.pmean(loss, axis_name)` there.
 
     Inside `jax.shard_map` the leaves may be blocks, cut along its axes (FSDP, tensor
-    parallelism). `shardings` says how, and the update is that of the whole matrices:
+    parallelism). `shardings` says how (the tree: a function sees whole shapes outside
+    alone), and the update is that of the whole matrices:
     devices along these axes share the work too. Other leaves must be the same along
     them. Gradients are averaged over the axes of `axis_name` that do not cut the leaf;
     over those that do, average them yourself, as with `jax.lax.psum_scatter`.
@@ -116,11 +103,11 @@ def scale_by_muon(
     **Raises:** `ValueError` at construction for what [`newton_schulz`][] refuses and
     for a `mu_dtype` that is neither a float nor int8, a `beta` outside [0, 1] and a
     negative `consistent_rms`; at `init`, naming the paths, for leaves that hold no
-    matrix or whose axes are ambiguous, for shardings that do not fit, for `repeat_axes`
-    that the mesh lacks, and for complex params beside `mu_dtype="int8"`; from the
-    update, for a state that was made with the other kind of `mu_dtype`, for an
-    `axis_name` that is no axis there, and for leaves that differ along an axis whose
-    devices share the work.
+    matrix or whose axes are ambiguous, for shardings that do not fit and for complex
+    params with `mu_dtype="int8"`; from the update, for a state that was made with the
+    other kind of `mu_dtype`, for an `axis_name` that is no axis there, and where types
+    know that leaves differ along an axis whose devices share the work, or are the same
+    along one that `shardings` says cuts them.
 
     !!! example
 
@@ -151,11 +138,10 @@ def scale_by_muon(
     )
     check_shape_scale(consistent_rms)
     momentum = momentum_in(mu_dtype, beta, nesterov)
-    replicas = named_axes(axis_name)
-    layouts = Layouts(shardings, axes_to_repeat(repeat_axes, replicas))
+    replicas = axes(axis_name)
 
     def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, dimension_numbers, layouts)
+        leaves = read_leaves(tree, dimension_numbers, shardings, axis_name=axis_name)
         check_matrices_only(leaves, "scale_by_muon")
         return leaves
 
@@ -165,7 +151,6 @@ def scale_by_muon(
             momentum,
             solver,
             consistent_rms=consistent_rms,
-            replicas=replicas,
         )
 
     def init_fn(params: optax.Params) -> Any:
@@ -173,7 +158,8 @@ def scale_by_muon(
 
     def update_fn(updates, state, params=None, **extra_args):
         leaves = read(updates)
-        updates = leaves.mean_over(replicas, updates)
+        check_replicas(replicas, extra_args.get("attention_stats"))
+        updates = leaves.layout.mean(updates)
         return direction(leaves).update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return over_replicas(init_fn, update_fn, axis_name)

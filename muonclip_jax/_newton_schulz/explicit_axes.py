@@ -17,6 +17,21 @@ def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     return [_lay(x, s.spec) for x, s in zip(results, shardings, strict=True)]
 
 
+def on_automatic_axes(function: Callable[[Any], list], leaves: list) -> list:
+    """Applies a function from leaves to as many where XLA shards what is explicit.
+
+    Results are sharded as the leaves are.
+    """
+    shardings = [jax.typeof(x).sharding for x in leaves]
+    mesh = next((s.mesh for s in shardings if s.mesh.explicit_axes), None)
+    if mesh is None:
+        return function(leaves)
+    automatic: Any = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=shardings
+    )
+    return automatic(leaves)
+
+
 def on_whole_matrices(
     function: Callable[[Any, jax.Array], jax.Array], argument: Any, x: jax.Array
 ) -> jax.Array:

@@ -1,12 +1,13 @@
-"""An attention layer bound to the shapes of its leaves."""
+"""An attention layer bound to its leaves: which heads it has, and what scales them."""
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.sharding import PartitionSpec
 
+from .._jax_versions import gather_everywhere
+from .._layout.layout import cut_axes, own_block
+from .._layout.placement import mesh_axes
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
 from .._model.statistics import STATISTIC
@@ -16,12 +17,21 @@ from .._parameters.paths import Path, show, show_module, split
 class BoundLayer:
     """Which heads a layer has, as they can be scaled, and how.
 
+    Shapes are those of the whole leaves, which mapped axes may cut: whether query heads
+    share a key shows in the whole layer alone.
+
     **Raises:** `ValueError`, naming the leaves, where their heads do not fit together.
     """
 
-    def __init__(self, layer: AttentionLayer, leaf_at: dict[Path, Any]):
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        leaf_at: dict[Path, Any],
+        cut_at: dict[Path, PartitionSpec],
+    ):
         self._layer = layer
         self._leaf_at = leaf_at
+        self._cut_at = cut_at
         self.path = split(layer.path)
         self.threshold = layer.threshold
         # Heads that share a leaf can only be scaled together, as if they were one.
@@ -41,17 +51,35 @@ class BoundLayer:
         """`(*stack, heads)`"""
         return (*self._stack, self._heads or 0)
 
-    def check(self, statistic: jax.Array) -> jax.Array:
-        """The statistic, checked, of the heads as they can be scaled."""
+    def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
+        """The statistic of the heads as they can be scaled, and how it is cut.
+
+        Inside `jax.shard_map` it may be of all heads, or of those of this device.
+        """
         heads = statistic.shape[-1] if self._shared else self._heads
         expected = (*self._stack, heads)
-        if statistic.shape != expected:
+        if statistic.shape == expected:
+            row = statistic.max(-1, keepdims=True) if self._shared else statistic
+            return row, PartitionSpec()
+        leaf = self._layer.query[0]
+        cut = self._cut_at[self._layer.path_of(leaf)]
+        spec = leaf.row_spec(len(self._shape_of(leaf)), cut)
+        if spec is None:
+            raise ValueError(
+                f"{sorted(cut_axes(cut))} cut '{show(self._layer.path_of(leaf))}' "
+                "across heads: inside jax.shard_map give the statistics "
+                f"'{show((*self.path, STATISTIC))}' of all heads, {expected}"
+            )
+        counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec]
+        local = tuple(n // by for n, by in zip(expected, counts, strict=True))
+        if statistic.shape != local:
+            here = f", or {local} for those of one device" if local != expected else ""
             raise ValueError(
                 f"the statistics '{show((*self.path, STATISTIC))}' have "
                 f"shape {statistic.shape}, which does not fit the heads of "
-                f"{self._leaves()}; expected is {expected}, (*stack, heads)"
+                f"{self._leaves()}; expected is {expected}, (*stack, heads){here}"
             )
-        return statistic.max(-1, keepdims=True) if self._shared else statistic
+        return statistic, spec
 
     def scales(
         self, by_query: jax.Array, by_key: jax.Array, by_both: jax.Array
@@ -70,24 +98,7 @@ class BoundLayer:
                 path = layer.path_of(leaf)
                 scale = leaf.scale(self._shape_of(leaf), factors)
                 scales[path] = scales[path] * scale if path in scales else scale
-        return scales
-
-    def log_size(self) -> jax.Array:
-        """Log of the norms that `scales` multiplies by gamma, `(*stack, heads)`."""
-        layer = self._layer
-        roles = [layer.query] if self._keys_stay else [layer.query, layer.key]
-        return functools.reduce(jnp.add, map(self._log_norm, roles))
-
-    def _log_norm(self, leaves: tuple[HeadLeaf, ...]) -> jax.Array:
-        """In float32, of the root of the sum of squares, which is never zero."""
-        squares = [leaf.sum(_square(self._leaf_of(leaf))) for leaf in leaves]
-        if self._shared:
-            squares = [x.sum(-1, keepdims=True) for x in squares]
-        # A kernel and its bias may be of two dtypes.
-        wide = functools.reduce(np.promote_types, [x.dtype for x in squares])
-        total = functools.reduce(jnp.add, [x.astype(wide) for x in squares])
-        norm = jnp.sqrt(jnp.maximum(total, jnp.finfo(wide).tiny))
-        return jnp.log(norm).astype(jnp.float32)
+        return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
 
     @property
     def _keys_stay(self) -> bool:
@@ -111,15 +122,18 @@ class BoundLayer:
         return leaf.heads(self._shape_of(leaf))
 
     def _shape_of(self, leaf: HeadLeaf) -> tuple[int, ...]:
-        return tuple(self._leaf_of(leaf).shape)
-
-    def _leaf_of(self, leaf: HeadLeaf) -> Any:
-        return self._leaf_at[self._layer.path_of(leaf)]
+        return tuple(self._leaf_at[self._layer.path_of(leaf)].shape)
 
     def _leaves(self) -> str:
         leaves = {self._layer.path_of(x): self._shape_of(x) for x in self._layer.leaves}
         return ", ".join(f"'{show(path)}' {shape}" for path, shape in leaves.items())
 
 
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.square(x.astype(np.promote_types(x.dtype, jnp.float32)))
+def gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The whole row, the same on all devices, of blocks that a spec cuts."""
+    for axis, entry in enumerate(spec):
+        if names := mesh_axes(entry):
+            blocks = jax.numpy.moveaxis(gather_everywhere(x, names), 0, axis)
+            shape = [*x.shape[:axis], -1, *x.shape[axis + 1 :]]
+            x = blocks.reshape(shape)
+    return x

@@ -6,13 +6,14 @@ statistics -> row -> gamma -> one row per layer -> one scale per leaf.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._jax_versions import manual_axes
+from .._layout.layout import Axes, cut_axes, Layout
 from .._matrices.unstack import unstack
 from .._model.attention_layers import (
     Attention,
@@ -23,15 +24,8 @@ from .._model.attention_layers import (
 from .._model.head_leaf import everywhere
 from .._model.named_attention import check_none_overlooked
 from .._model.statistics import read_attention_stats, STATISTIC
-from .._parameters.paths import (
-    is_masked,
-    Path,
-    PathedTree,
-    show_all,
-    show_module,
-    split,
-)
-from .bound_layer import BoundLayer
+from .._parameters.paths import is_masked, Path, show_all, show_module, split
+from .bound_layer import BoundLayer, gathered
 
 
 _HOW_TO_RECORD = (
@@ -42,16 +36,10 @@ _HOW_TO_RECORD = (
 )
 
 
-class MappedAxes(dict[Hashable, None]):
-    """The mapped axes that a row is maximised over, as its readers say when traced."""
-
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("logits",),
-    meta_fields=("shapes", "axes"),
+    meta_fields=("shapes", "reduced_over"),
 )
 @dataclasses.dataclass(frozen=True)
 class HeadRow:
@@ -59,7 +47,7 @@ class HeadRow:
 
     logits: jax.Array  # (all heads,)
     shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
-    axes: MappedAxes
+    reduced_over: Axes  # the replicas of which they are the maximum
 
     def by_layer(self) -> dict[Path, jax.Array]:
         parts = _cut(self.logits, [shape for _, shape in self.shapes])
@@ -67,16 +55,25 @@ class HeadRow:
 
 
 class Heads:
-    """The attention layers that the mask shows, the heads of one behind the other's."""
+    """The attention layers that the mask shows, in one row of all their heads.
 
-    def __init__(self, tree: PathedTree, attention: Attention | None):
+    The row is of the whole layers, and the same on all devices: mapped axes that cut
+    the heads change neither the state nor which layer a head belongs to.
+    """
+
+    def __init__(self, layout: Layout, attention: Attention | None):
+        tree = layout.whole
         layers, leaf_at = resolve_attention(attention, tree), tree.by_path()
         if attention is None:
             check_none_overlooked(tree, layers)
+        cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
+        self._replicas = layout.replicas
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
         self.layers = [
-            BoundLayer(layer, leaf_at) for layer in layers if _is_shown(layer, leaf_at)
+            BoundLayer(layer, leaf_at, cut_at)
+            for layer in layers
+            if _is_shown(layer, leaf_at)
         ]
 
     @property
@@ -87,32 +84,62 @@ class Heads:
     def count(self) -> int:
         return sum(math.prod(layer.shape) for layer in self.layers)
 
-    def read(
-        self, attention_stats: Any, axis_name: Hashable | None = None
-    ) -> jax.Array:
-        """The statistic of all heads, `(all heads,)` float32, maximised over an axis.
+    def read(self, attention_stats: Any) -> jax.Array:
+        """The statistic of all heads, `(all heads,)` float32, over all replicas.
 
         **Raises:** `ValueError`, naming the paths, where statistics are missing or do
-        not fit.
+        not fit, and where they are known to differ along a mapped axis.
         """
-        row = self._row(attention_stats, axis_name)
-        return maximum_over(row, _named(axis_name))
+        if attention_stats is None:
+            raise ValueError(
+                "qk_clip needs attention_stats: tx.update(grads, state, params, "
+                "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
+                "sows; pass attention_stats={} for a model without attention"
+            )
+        if isinstance(attention_stats, HeadRow):
+            if attention_stats.shapes == self.shapes:
+                return attention_stats.logits
+            return self._whole_row(attention_stats.by_layer())
+        row = self._whole_row(read_attention_stats(attention_stats))
+        if along := manual_axes(row):
+            raise ValueError(
+                f"the attention_stats differ along {sorted(along)}: name the axes over "
+                "which the batch is divided in axis_name, and say in shardings how the "
+                "others cut the heads of query and key"
+            )
+        return row
 
-    def read_sized(
-        self, attention_stats: Any, axis_name: Hashable | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """`read`, and the log of `|W_q| |W_k|` alike, in one collective.
+    def _whole_row(self, stats: dict[Path, jax.Array]) -> jax.Array:
+        """Checked, the maximum over replicas, and of whole layers, in one row.
 
-        Devices that hold parts of the weights agree on the largest.
+        Heads of one device are not those of another: along axes that cut the
+        statistics there is no maximum.
         """
-        logits = self._row(attention_stats, axis_name)
-        log_sizes = _to_row([layer.log_size() for layer in self.layers])
-        # Those that a batch does not vary over: along them, only weights are cut.
-        others = manual_axes(log_sizes) - {axis_name}
-        log_sizes = maximum_over(log_sizes, sorted(others))
-        both = jnp.concatenate([logits, log_sizes])
-        both = maximum_over(both, _named(axis_name))
-        return both[: self.count], both[self.count :]
+        self._check_matched(stats)
+        checked = [layer.check(stats[layer.path]) for layer in self.layers]
+        over = [
+            tuple(axis for axis in self._replicas if axis not in cut_axes(spec))
+            for _, spec in checked
+        ]
+        parts: list[Any] = [x for x, _ in checked]
+        for axes in dict.fromkeys(over):
+            # One collective for all layers that need the same.
+            alike = [i for i, of_layer in enumerate(over) if of_layer == axes]
+            shapes = [parts[i].shape for i in alike]
+            row = maximum_over(_to_row([parts[i] for i in alike]), axes)
+            for i, part in zip(alike, _cut(row, shapes), strict=True):
+                parts[i] = gathered(part, checked[i][1])
+        return _to_row(parts)
+
+    def check_state(self, row: jax.Array) -> None:
+        """Raises for a row of the state that has not all heads."""
+        if row.shape != (self.count,):
+            raise ValueError(
+                f"the state of qk_clip is of {row.size} heads, but the params have "
+                f"{self.count}: hand over what init returned for them. Inside "
+                "jax.shard_map every device has the whole row, whatever axes cut the "
+                "heads: its in_specs and out_specs are PartitionSpec()"
+            )
 
     def cut(self, row: jax.Array) -> list[jax.Array]:
         """One array `(*stack, heads)` for each layer."""
@@ -134,24 +161,6 @@ class Heads:
             scales |= layer.scales(*factors)
         return scales
 
-    def _row(self, attention_stats: Any, axis_name: Hashable | None) -> jax.Array:
-        if attention_stats is None:
-            raise ValueError(
-                "qk_clip needs attention_stats: tx.update(grads, state, params, "
-                "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
-                "sows; pass attention_stats={} for a model without attention"
-            )
-        if not isinstance(attention_stats, HeadRow):
-            return self._checked(read_attention_stats(attention_stats))
-        attention_stats.axes.update(dict.fromkeys(_named(axis_name)))
-        if attention_stats.shapes == self.shapes:
-            return attention_stats.logits
-        return self._checked(attention_stats.by_layer())
-
-    def _checked(self, stats: dict[Path, jax.Array]) -> jax.Array:
-        self._check_matched(stats)
-        return _to_row([layer.check(stats[layer.path]) for layer in self.layers])
-
     def _check_matched(self, stats: dict[Path, jax.Array]) -> None:
         missing = [layer.path for layer in self.layers if layer.path not in stats]
         if missing:
@@ -172,16 +181,12 @@ class Heads:
             )
 
 
-def maximum_over(row: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
-    """The maximum over the replicas along mapped axes, in one collective for each."""
-    for axis_name in axes if row.size else ():
-        # A NaN on one replica must reach all of them, and a maximum may drop it.
-        row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), axis_name)
-    return row
-
-
-def _named(axis_name: Hashable | None) -> list[Hashable]:
-    return [] if axis_name is None else [axis_name]
+def maximum_over(row: jax.Array, axes: Axes) -> jax.Array:
+    """The maximum over the replicas along mapped axes, in one collective."""
+    if not axes or not row.size:
+        return row
+    # A NaN on one replica must reach all of them, and a maximum may drop it.
+    return jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), axes)
 
 
 def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._layout.layout import read_layout
 from .._model.attention_layers import Attention
-from .._parameters import paths
 from .heads import Heads
 from .multi_steps import MultiStepsState
 from .state import QKClipState
@@ -37,12 +37,9 @@ def qk_clip_metrics(
         [`QKClipState`][];
     - `"clipped_fraction"`, `"ever_clipped_fraction"`: the share of all heads that was
         clipped in the last step, and in any step so far (12.7 % in Kimi K2);
-    - `"ineffective_heads"`: how many are over the threshold but left alone, because
-        clips shrank their weights 16-fold and the logits stayed: query and key are
-        normalised after the projection;
     - `"layers"`: by the path of each attention layer, a dict of arrays
-        `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone),
-        `"steps_since_clip"` (-1 if it never was clipped) and `"ineffective"`.
+        `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone)
+        and `"steps_since_clip"` (-1 if it never was clipped).
 
     Heads that share a leaf, such as the gain of a norm, count as one.
 
@@ -69,19 +66,17 @@ def qk_clip_metrics(
         >>> float(metrics["ever_clipped_fraction"])
         0.5
     """
-    state, heads = _find(opt_state), Heads(paths.flatten(params), attention)
+    state, heads = _find(opt_state), Heads(read_layout(params), attention)
     if heads.count != state.gamma.size:
         raise ValueError(
             f"the optimizer state holds {state.gamma.size} heads, the params "
             f"{heads.count}; hand over the params and attention= of its init"
         )
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
-    ineffective = state.record.ineffective
     rows = dict(
         max_logits=state.max_logits,
         gamma=state.gamma,
         steps_since_clip=since,
-        ineffective=ineffective,
     )
     by_layer = {name: heads.cut(row) for name, row in rows.items()}
     count = max(1, state.gamma.size)
@@ -91,7 +86,6 @@ def qk_clip_metrics(
         "num_nonfinite": state.num_nonfinite,
         "clipped_fraction": state.num_clipped / count,
         "ever_clipped_fraction": jnp.sum(state.last_clip >= 0) / count,
-        "ineffective_heads": jnp.sum(ineffective, dtype=jnp.int32),
         "layers": {
             "/".join(layer.path): {name: row[i] for name, row in by_layer.items()}
             for i, layer in enumerate(heads.layers)

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._layout.layout import check_replicas, OverReplicas, read_layout
+from .._layout.placement import Shardings
+from .._layout.zeros import counts_replicated, replicated
 from .._model.attention_layers import Attention
-from .._parameters import paths
-from .heads import HeadRow, Heads, MappedAxes, maximum_over
+from .heads import HeadRow, Heads
 
 
 class MultiStepsState(NamedTuple):
@@ -39,6 +41,7 @@ def multi_steps(
     should_skip_update_fn: Callable[..., Any] | None = None,
     *,
     attention: Attention | None = None,
+    shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
@@ -53,7 +56,10 @@ def multi_steps(
     - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
         `optax.MultiSteps`.
     - `attention`: what `opt` was given.
-    - `axis_name`: as for [`qk_clip`][]; that of the `qk_clip` in `opt` if not given.
+    - `shardings`, `axis_name`: what `opt` was given; the `axis_name` of [`muonclip`][],
+        [`muon`][] and [`qk_clip`][] need not be repeated unless they are in a chain.
+        Gradients are averaged over the replicas before they are accumulated, so that
+        all replicas keep the same.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. State:
     [`MultiStepsState`][].
@@ -75,6 +81,8 @@ def multi_steps(
         >>> optax.apply_updates(params, updates)["attn"]["query"]["kernel"][0, :, 0]
         Array([1. , 0.5], dtype=float32)
     """
+    if axis_name is None and isinstance(opt, OverReplicas):
+        axis_name = opt.axis_name
     steps = optax.MultiSteps(
         opt,
         every_k_schedule,
@@ -83,26 +91,34 @@ def multi_steps(
     )
 
     def init_fn(params: optax.Params) -> MultiStepsState:
-        heads = Heads(paths.flatten(params), attention)
+        layout = read_layout(params, shardings, axis_name)
+        heads = Heads(layout, attention)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
-        return MultiStepsState(steps.init(params), nothing)
+        placement = layout.placement(layout.tree.leaves)
+        state = MultiStepsState(steps.init(params), replicated(nothing, placement))
+        return counts_replicated(state, placement)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         if params is None:
             raise ValueError(
                 "multi_steps needs the params: tx.update(grads, state, params, ...)"
             )
-        heads = Heads(paths.flatten(params), attention)
-        logits = heads.read(attention_stats, axis_name)
-        row = HeadRow(jnp.maximum(state.running, logits), heads.shapes, MappedAxes())
+        layout = read_layout(params, shardings, axis_name)
+        check_replicas(layout.replicas)
+        heads = Heads(layout, attention)
+        heads.check_state(state.running)
+        running = jnp.maximum(state.running, heads.read(attention_stats))
+        row = HeadRow(running, heads.shapes, layout.replicas)
+        # Not in the real step alone: what is accumulated would differ by replica, a
+        # checkpoint would keep one replica's, and where one skips others would wait.
         updates, after = steps.update(
-            updates, state.steps, params, attention_stats=row, **extra_args
+            layout.mean(updates), state.steps, params, attention_stats=row, **extra_args
         )
-        # Else a checkpoint between micro-batches would keep one replica's alone.
-        running = maximum_over(row.logits, row.axes)
         real = after.gradient_step != state.steps.gradient_step
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)
-        return updates, MultiStepsState(after, jnp.where(real, -jnp.inf, running))
+        running = jnp.where(real, -jnp.inf, running)
+        placement = layout.placement(layout.tree.leaves)
+        return updates, MultiStepsState(after, replicated(running, placement))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -17,11 +17,13 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._layout.layout import check_replicas, over_replicas, read_layout
+from .._layout.placement import Shardings
+from .._layout.zeros import replicated
 from .._model.attention_layers import Attention
-from .._parameters import paths
+from .._parameters.paths import show_module
 from .heads import Heads
-from .reading import read_heads
-from .state import first_state, next_state, QKClipState
+from .state import first_state, gammas, next_state, QKClipState
 from .weights import scale_update, scale_weight
 
 
@@ -30,6 +32,7 @@ def qk_clip(
     *,
     alpha: optax.ScalarOrSchedule = 0.5,
     attention: Attention | None = None,
+    shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""QK-Clip as the last transformation of a chain, behind any optimizer.
@@ -45,10 +48,8 @@ def qk_clip(
     leaves that `qk_clip` scales are float32 at least, which `optax.apply_updates`
     adds before it rounds. All other updates keep their dtype.
 
-    A head that is clipped again and again while its logit stays, because something
-    normalises query and key after the projection, is left alone from then on
-    (`"ineffective_heads"` in [`qk_clip_metrics`][]): its weights fell 16-fold by then.
-    Where such a norm is known by its name, `init` refuses.
+    Where query and key are normalized after their projection, scaling it does nothing:
+    `init` refuses such a layer, and names what to scale in its place.
 
     Wrappers that choose between the updates they were given and the optimizer's, such
     as `optax.apply_if_finite`, want both in one dtype: for bfloat16 and float16
@@ -63,9 +64,12 @@ def qk_clip(
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
         returns one. Left out, it is [`flax_attention_layers`][], which finds the
         attention of stock Flax.
-    - `axis_name`: the axis of `jax.pmap` or `jax.shard_map` over which the batch is
-        split; statistics are maximised over it in one collective. Under `jit` nothing
-        is needed.
+    - `shardings`: as for [`muon`][]; needed inside a `jax.shard_map` whose axes cut
+        query and key. The layer's statistics may then be of all heads or of those of
+        the device, and the state is of all heads on every device.
+    - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
+        which the batch is divided; statistics are maximized over it in one collective.
+        Under `jit` nothing is needed.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose `update` needs
     `params` and `attention_stats`: a pytree that mirrors the modules, with a leaf
@@ -104,9 +108,11 @@ def qk_clip(
     _check(threshold, alpha)
 
     def init_fn(params: optax.Params) -> QKClipState:
-        heads = Heads(paths.flatten(params), attention)
+        layout = read_layout(params, shardings, axis_name)
+        heads = Heads(layout, attention)
         _check_first(_thresholds(heads, threshold, step=0))
-        return first_state(heads.count)
+        placement = layout.placement(layout.tree.leaves)
+        return replicated(first_state(heads.count), placement)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -114,20 +120,24 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        tree = paths.flatten(params)
-        heads = Heads(tree, attention)
-        step = state.step
-        logits, log_sizes = heads.read_sized(attention_stats, axis_name)
-        seen = read_heads(logits, _thresholds(heads, threshold, step))
-        state, clips = next_state(state, seen, log_sizes)
-        scale_at = heads.scales(clips.gamma, _at(alpha, step))
+        layout = read_layout(params, shardings, axis_name)
+        check_replicas(layout.replicas, attention_stats)
+        heads = Heads(layout, attention)
+        heads.check_state(state.gamma)
+        logits, step = heads.read(attention_stats), state.step
+        placement = layout.placement(layout.tree.leaves)
+        logits = replicated(logits, placement)
+        gamma = gammas(logits, _thresholds(heads, threshold, step))
+        scale_at = heads.scales(gamma, _at(alpha, step))
+        tree = layout.tree
         clipped = [
             scale_update(u, p, scale_at[path]) if path in scale_at else u
             for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
         ]
+        state = replicated(next_state(state, logits, gamma), placement)
         return tree.unflatten(clipped), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return over_replicas(init_fn, update_fn, axis_name)
 
 
 def clip_qk(
@@ -137,6 +147,7 @@ def clip_qk(
     *,
     alpha: float | jax.Array = 0.5,
     attention: Attention | None = None,
+    shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.Params:
     """QK-Clip as a function on params, for loops that cannot pass extra arguments.
@@ -148,7 +159,7 @@ def clip_qk(
     - `params`: after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
     - `threshold`, `alpha`: as for [`qk_clip`][], but numbers and no schedules.
-    - `attention`, `axis_name`: as for [`qk_clip`][].
+    - `attention`, `shardings`, `axis_name`: as for [`qk_clip`][].
 
     **Returns:** params of the same structure, shapes and dtypes. Leaves of heads at or
     under the threshold keep their values bit for bit.
@@ -170,21 +181,22 @@ def clip_qk(
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
     _check(threshold, alpha)
-    tree = paths.flatten(params)
-    heads = Heads(tree, attention)
-    logits = heads.read(attention_stats, axis_name)
-    seen = read_heads(logits, _thresholds(heads, threshold))
-    scale_at = heads.scales(seen.gamma, _at(alpha))
+    layout = read_layout(params, shardings, axis_name)
+    check_replicas(layout.replicas)
+    heads = Heads(layout, attention)
+    logits = heads.read(attention_stats)
+    gamma = gammas(logits, _thresholds(heads, threshold))
+    scale_at = heads.scales(gamma, _at(alpha))
     clipped = [
         scale_weight(p, scale_at[path]) if path in scale_at else p
-        for path, p in zip(*tree[:2], strict=True)
+        for path, p in zip(*layout.tree[:2], strict=True)
     ]
-    return tree.unflatten(clipped)
+    return layout.tree.unflatten(clipped)
 
 
 def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
     for layer in heads.layers:
-        name = f"threshold of layer '{paths.show_module(layer.path)}'"
+        name = f"threshold of layer '{show_module(layer.path)}'"
         _check_threshold(layer.threshold, name)
     return heads.thresholds(threshold, functools.partial(_at, step=step))
 

@@ -1,20 +1,18 @@
-"""What QK-Clip remembers from step to step."""
+"""The state of QK-Clip, and what a step sees in the heads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-
-from .effect import ClipRecord, first_record, judge
-from .reading import HeadReading
 
 
 class QKClipState(NamedTuple):
     """What [`qk_clip`][] saw and did in the last step, to log by `optax.tree.get`.
 
     The heads of all layers are in one row, which keeps the structure of the state the
-    same for every model; [`qk_clip_metrics`][] gives them back by layer.
+    same for every model; [`qk_clip_metrics`][] gives them back by layer. On a mesh and
+    inside `jax.shard_map` every device has the whole row.
 
     - `step`: int32, `()`; updates so far, for schedules.
     - `max_logit`: float32, `()`; the largest finite $S$, `-inf` if there is none.
@@ -23,7 +21,6 @@ class QKClipState(NamedTuple):
     - `max_logits`: float32, `(all heads,)`; $S$.
     - `gamma`: float32, `(all heads,)`; 1 where the head was left alone.
     - `last_clip`: int32, `(all heads,)`; step of the last clip, -1 if there was none.
-    - `record`: what clips did so far, to find heads on which they have no effect.
 
     !!! example
 
@@ -41,7 +38,6 @@ class QKClipState(NamedTuple):
     max_logits: jax.Array
     gamma: jax.Array
     last_clip: jax.Array
-    record: ClipRecord
 
 
 def first_state(heads: int) -> QKClipState:
@@ -53,25 +49,28 @@ def first_state(heads: int) -> QKClipState:
         max_logits=jnp.full(heads, -jnp.inf, jnp.float32),
         gamma=jnp.ones(heads, jnp.float32),
         last_clip=jnp.full(heads, -1, jnp.int32),
-        record=first_record(heads),
     )
 
 
-def next_state(
-    state: QKClipState, heads: HeadReading, log_sizes: jax.Array
-) -> tuple[QKClipState, HeadReading]:
-    """The state after a step, and which heads that step is to clip."""
-    since = state.step - state.last_clip
-    record, heads = judge(state.record, heads, log_sizes, since)
-    finite = jnp.isfinite(heads.max_logits)
-    after = QKClipState(
+def next_state(state: QKClipState, logits: jax.Array, gamma: jax.Array) -> QKClipState:
+    """The state after a step that saw these logits and scales by these gammas."""
+    finite, clipped = jnp.isfinite(logits), gamma < 1
+    return QKClipState(
         step=jnp.asarray(optax.safe_increment(state.step)),
-        max_logit=jnp.max(heads.max_logits, initial=-jnp.inf, where=finite),
-        num_clipped=jnp.sum(heads.clipped, dtype=jnp.int32),
+        max_logit=jnp.max(logits, initial=-jnp.inf, where=finite),
+        num_clipped=jnp.sum(clipped, dtype=jnp.int32),
         num_nonfinite=jnp.sum(~finite, dtype=jnp.int32),
-        max_logits=heads.max_logits,
-        gamma=heads.gamma,
-        last_clip=jnp.where(heads.clipped, state.step, state.last_clip),
-        record=record,
+        max_logits=logits,
+        gamma=gamma,
+        last_clip=jnp.where(clipped, state.step, state.last_clip),
     )
-    return after, heads
+
+
+def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
+    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
+
+    A schedule may fall to 0 or below, which no scaling reaches: nothing is clipped.
+    """
+    threshold = jnp.asarray(threshold, jnp.float32)
+    over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
+    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)

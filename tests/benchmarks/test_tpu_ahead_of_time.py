@@ -21,8 +21,6 @@ from models import Model, models
 from shares import even_flops, loops_of_devices
 from tables import Report
 
-from muonclip_jax._mesh.network import ANY_NETWORK
-
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
@@ -89,7 +87,7 @@ def test_how_often_each_device_runs_its_loops():
         {"x": 4},
     )
     # The one with three of the large ones does none of the small ones.
-    assert loops_of_devices(model, "tpu", ANY_NETWORK) == [
+    assert loops_of_devices(model, "tpu", False) == [
         {"stack0/in_turns": 1, "stack0": 0, "stack1": 1},
         {"stack0/in_turns": 1, "stack0": 1, "stack1": 0},
     ]
@@ -102,7 +100,7 @@ def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie()
         {"large": P(None, "x"), "small": P(None, "x")},
         {"x": 4},
     )
-    assert loops_of_devices(model, "tpu", ANY_NETWORK, told=False) == [
+    assert loops_of_devices(model, "tpu", False, told=False) == [
         {"stack0/in_turns": 0, "stack0": 0, "stack1": 1},
         {"stack0/in_turns": 1, "stack0": 1, "stack1": 0},
     ]
@@ -110,7 +108,7 @@ def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie()
 
 def test_arithmetic_shared_out_evenly():
     standard = Model({"a": (5, 16, 16)}, {"a": P()}, {"x": 4})
-    assert even_flops(standard, "cpu", ANY_NETWORK) == 5 * STEPS * SQUARE_STEP / 4
+    assert even_flops(standard, "cpu", False) == 5 * STEPS * SQUARE_STEP / 4
 
 
 def test_arguments_are_placed():

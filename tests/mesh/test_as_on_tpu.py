@@ -14,8 +14,7 @@ from ragged import ragged_all_to_all
 
 import muonclip_jax as mc
 from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._mesh.network import ANY_NETWORK, Network
-from muonclip_jax._mesh.on_mesh import orthogonalize_on_mesh
+from muonclip_jax._mesh import on_mesh
 from muonclip_jax._mesh.ragged_exchange import RaggedExchange
 from muonclip_jax._mesh.shared_stacks import plan_exchanges
 from muonclip_jax._newton_schulz import platforms
@@ -25,7 +24,6 @@ from muonclip_jax._newton_schulz.make_solver import make_solver
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 SOLVER = make_solver("keller", 5, "auto", jnp.float32, "frobenius", "xla").on("tpu")
 MESH = {"expert": 2, "fsdp": 4}
-RAGGED = Network(is_ragged=True)
 
 # Shapes and specs of leaves, and how many stacks they make: where messages are ragged,
 # and where all are of one size.
@@ -66,12 +64,12 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
 
 
-def plan(leaves, network=RAGGED):
+def plan(leaves, ragged=True):
     shapes = [shape for shape, _ in leaves]
     views = [matrix_view(shape, PLAIN) for shape in shapes]
     dtypes = [jnp.dtype("float32")] * len(leaves)
     specs = [spec for _, spec in leaves]
-    return plan_exchanges(SOLVER, dtypes, views, specs, MESH, network)
+    return plan_exchanges(SOLVER, dtypes, views, specs, MESH, ragged=ragged)
 
 
 def leaf_of(shape, seed):
@@ -81,13 +79,14 @@ def leaf_of(shape, seed):
     return np.stack(each).reshape(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("network", [RAGGED, ANY_NETWORK])
+@pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("batch", [1, 400, 10**6])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_matrices_come_back_orthogonal(monkeypatch, name, batch, network):
+def test_matrices_come_back_orthogonal(monkeypatch, name, batch, ragged):
     monkeypatch.setitem(platforms.BATCH_ENTRIES, "tpu", batch)
     layout, *stacks = LAYOUTS[name]
-    assert len(plan(layout, network)) == stacks[network == ANY_NETWORK]
+    assert len(plan(layout, ragged)) == stacks[not ragged]
+    monkeypatch.setattr(on_mesh, "is_ragged", lambda mesh: ragged)
     mesh = Mesh(
         np.array(jax.devices()[:8]).reshape(2, 4),
         tuple(MESH),
@@ -97,14 +96,13 @@ def test_matrices_come_back_orthogonal(monkeypatch, name, batch, network):
         jax.device_put(leaf_of(shape, 10 * i), NamedSharding(mesh, spec))
         for i, (shape, spec) in enumerate(layout)
     ]
-    on_mesh = functools.partial(
-        orthogonalize_on_mesh,
+    route = functools.partial(
+        on_mesh.orthogonalize_on_mesh,
         views=[matrix_view(shape, PLAIN) for shape, _ in layout],
         mesh=mesh,
         specs=[spec for _, spec in layout],
-        network=network,
     )
-    for leaf, result in zip(leaves, jax.jit(on_mesh)(SOLVER, leaves), strict=True):
+    for leaf, result in zip(leaves, jax.jit(route)(SOLVER, leaves), strict=True):
         assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
         matrices = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
         exact = [polynomial_of(x, mc.NS_COEFFS["keller"]) for x in matrices]
@@ -116,7 +114,7 @@ def test_layouts_have_stacks_of_their_own_where_that_pads_nothing():
     """Tall matrices are then as they lie."""
     shapes = [
         (each.stack.shape, each.stack.count, len(each.exchange.layouts))
-        for each in plan(LAYOUTS["more for some"][0], ANY_NETWORK)
+        for each in plan(LAYOUTS["more for some"][0], ragged=False)
     ]
     assert shapes == [
         ((24, 8), 16, 1),
@@ -124,7 +122,7 @@ def test_layouts_have_stacks_of_their_own_where_that_pads_nothing():
         ((40, 8), 1, 1),
         ((8, 8), 1, 1),
     ]
-    (few,) = plan(LAYOUTS["few"][0], ANY_NETWORK)
+    (few,) = plan(LAYOUTS["few"][0], ragged=False)
     assert few.stack.shape == (8, 24) and len(few.exchange.layouts) == 2
 
 
@@ -139,7 +137,7 @@ def test_layouts_have_stacks_of_their_own_where_messages_are_ragged():
 def test_few_matrices_of_many_devices_have_messages_of_their_own(count):
     dtypes, views = [jnp.dtype("float32")], [matrix_view((count, 32, 8), PLAIN)]
     specs, mesh = [P(None, "fsdp")], {"fsdp": 16}
-    (shared,) = plan_exchanges(SOLVER, dtypes, views, specs, mesh, RAGGED)
+    (shared,) = plan_exchanges(SOLVER, dtypes, views, specs, mesh, ragged=True)
     assert isinstance(shared.exchange, RaggedExchange)
 
 

@@ -96,23 +96,6 @@ def test_an_expensive_matrix_leaves_every_group_of_experts_its_share(order):
     assert loads.max() < 1.05 * loads.mean()
 
 
-@pytest.mark.parametrize("count", [1, 3, 9])
-def test_what_is_repeated_has_the_same_place_everywhere(count):
-    """Though something else gives the devices of one slice more to do."""
-    mesh = {"expert": 2, "slice": 2, "fsdp": 3}
-    shared = Work(count, 7.0, AxisRoles(("expert",), ("slice",), ("fsdp",)))
-    repeated = Work(5, 2.0, AxisRoles(("expert",), (), ("fsdp",), ("slice",)))
-    works = [shared, repeated]
-    owners = assign_owners(works, mesh)
-    loads = loads_of(works, owners, mesh).reshape(2, 2, 3)
-    assert count == 9 or (loads[:, 0] != loads[:, 1]).any()
-    counts = owners[1].counts.reshape(2, 2, 3)
-    np.testing.assert_array_equal(counts[:, 0], counts[:, 1])
-    assert (counts.sum(axis=-1) == 5).all()
-    places = owners[1].places.reshape(2, 2, 5)
-    np.testing.assert_array_equal(places[:, 0], places[:, 1])
-
-
 PLAN = """
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers

@@ -145,12 +145,11 @@ def lowered_for(platform, kind=AxisType.Auto, is_on_mesh=True):
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_taken_on_tpu_alone():
-    assert lowered_for("tpu").count("sdy.manual_computation") == 1
-    assert "all_to_all" not in lowered_for("tpu")
-    for platform in ("cpu", "cuda"):
-        text = lowered_for(platform)
-        assert "CustomSPMDPartitioning" in text and "manual_computation" not in text
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_taken_where_nobody_says_how_leaves_are_sharded(platform):
+    text = lowered_for(platform)
+    assert text.count("sdy.manual_computation") == 1
+    assert "all_to_all" not in text and "CustomSPMDPartitioning" not in text
 
 
 def test_taken_on_the_mesh_that_is_set():

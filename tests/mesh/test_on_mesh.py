@@ -327,7 +327,7 @@ def test_a_parameter_on_another_mesh():
     ):
         make(shardings=moved).init(params)
     shapes = jax.eval_shape(lambda: params)
-    with pytest.raises(ValueError, match="'down' and 'query' lie on different meshes"):
+    with pytest.raises(ValueError, match="'down' and 'query' are on different meshes"):
         make(shardings=moved).init(shapes)
 
 
@@ -341,5 +341,5 @@ def test_explicit_axes_that_contradict_the_shardings():
     wrong = shardings | {
         "gate": NamedSharding(shardings["gate"].mesh, P(None, None, "fsdp"))
     }
-    with pytest.raises(ValueError, match="for 'gate', which lies on"):
+    with pytest.raises(ValueError, match="for 'gate', which is on"):
         jax.jit(make(shardings=wrong).update)(grads, make().init(params), params)

@@ -9,7 +9,7 @@ from flax import nnx
 from helpers import clip_at_rest, randomize
 
 import muonclip_jax as mc
-from muonclip_jax._qk_clip.reading import read_heads
+from muonclip_jax._qk_clip.state import gammas
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -30,7 +30,7 @@ zero_step = clip_at_rest()
     ],
 )
 def test_figures_of_other_implementations(logits, threshold, expected):
-    actual = read_heads(jnp.asarray(logits), threshold).gamma
+    actual = gammas(jnp.asarray(logits), threshold)
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     np.testing.assert_array_equal(actual == 1, np.asarray(expected) == 1)
 

@@ -1,4 +1,4 @@
-"""On which mesh the leaves lie, and along which of its axes, as far as it is known."""
+"""On which mesh leaves are, and how its axes shard them, as far as it is known."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 def find_placement(
     paths: Sequence[Path], leaves: Sequence[Any], given: Sequence[Any]
 ) -> Placement | None:
-    """Where leaves lie; `None` if on no mesh, or on one of one device.
+    """The mesh of leaves and their specs; `None` if on none, or on one of one device.
 
     What the user gave counts; else what arrays and, with explicit axes, tracers say.
     With automatic axes a tracer knows its mesh but not its spec.
@@ -53,18 +53,42 @@ def find_placement(
     return Placement(mesh, tuple(spec for _, spec in found))
 
 
-def given_shardings(shardings: Shardings | None, tree: PathedTree) -> list[Any]:
-    """What the user gave for each leaf, whichever way it was given."""
+class _Block:
+    """A leaf inside `jax.shard_map`, for functions that make shardings.
+
+    The whole shape follows from the sharding, so the sharding cannot follow from it.
+    """
+
+    def __init__(self, leaf: Any):
+        self.ndim, self.dtype = len(leaf.shape), leaf.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"shardings is a function that reads .{name} of the params, but inside "
+            "jax.shard_map leaves are blocks, and how large the whole ones are is what "
+            "shardings has to say: call it outside, and pass the tree that it returns"
+        )
+
+
+def given_shardings(
+    shardings: Shardings | None, tree: PathedTree, *, of_blocks: bool = False
+) -> list[Any]:
+    """What the user says of each leaf, whichever way it was given."""
     if shardings is None:
         return [None] * len(tree.leaves)
-    if is_function(shardings) and not isinstance(shardings, PartitionSpec):
-        shardings = shardings(tree.whole())
+    if is_function(shardings) and not isinstance(shardings, PartitionSpec | Mesh):
+        params = tree.leaves
+        if of_blocks:
+            params = [x if is_masked(x) else _Block(x) for x in params]
+        shardings = shardings(tree.unflatten(params))
     return broadcast(
         shardings,
         tree,
         name="shardings",
         is_entry=lambda x: isinstance(x, NamedSharding | PartitionSpec),
-        expected="a jax.sharding.NamedSharding, a PartitionSpec",
+        expected="a jax.sharding.NamedSharding, a PartitionSpec such as P('fsdp')",
     )
 
 
@@ -83,8 +107,8 @@ def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
     )
 
 
-def lies(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
-    """Whether an array is known to lie as `spec` says."""
+def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
+    """Whether an array is known to be sharded as `spec` says."""
     if isinstance(x, Tracer):
         return False
     own_mesh, own = _of_array(x)
@@ -106,7 +130,12 @@ def _found(path: Path, leaf: Any, given: Any) -> tuple[Any, Any]:
             f"shardings gives {given} for '{show(path)}', but there is no mesh: "
             "call jax.set_mesh, or give a jax.sharding.NamedSharding"
         )
-    _check_fits(path, leaf.shape, *wanted)
+    check_spec(path, leaf.shape, wanted[1], wanted[0])
+    if not fits(leaf.shape, wanted[1], wanted[0]):
+        raise ValueError(
+            f"the sharding {wanted[1]} of '{show(path)}' of shape {tuple(leaf.shape)} "
+            f"does not divide it on {_show(wanted[0])}"
+        )
     _check_agree(path, leaf, (mesh, spec), wanted)
     return wanted
 
@@ -132,40 +161,55 @@ def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
     for path, spec, mesh in meshes[1:]:
         if not _same(mesh, first):
             raise ValueError(
-                f"'{show(first_path)}' and '{show(path)}' lie on "
+                f"'{show(first_path)}' and '{show(path)}' are on "
                 f"different meshes: {_show(first, first_spec)} and {_show(mesh, spec)}"
             )
 
 
 def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
-    """Raises if an array is known to lie elsewhere than the user says."""
+    """Raises if an array is known to be sharded otherwise than the user says."""
     (mesh, spec), (other, wanted) = own, given
     hidden = _automatic_axes(mesh) if isinstance(leaf, Tracer) else set()
     same_spec = spec is None or _entries(spec) == _entries(wanted, hidden)
     if mesh is not None and not (_same(mesh, other) and same_spec):
         raise ValueError(
             f"shardings says {_show(other, wanted)} for '{show(path)}', which "
-            f"lies on {_show(mesh, spec)}"
+            f"is on {_show(mesh, spec)}"
         )
 
 
-def _check_fits(
-    path: Path, shape: tuple[int, ...], mesh: Any, spec: PartitionSpec
-) -> None:
+def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None:
+    """Raises for a spec that does not say how a mesh shards an array.
+
+    How evenly it does is another question, since of a block the whole is not known.
+    """
+    where = f"the sharding {spec} of '{show(path)}' of shape {tuple(shape)}"
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ValueError(
+            f"{where} is reduced or unreduced along an axis: params are neither; give "
+            "the entries alone"
+        )
+    for entry in spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise ValueError(
+                f"{where} leaves an axis UNCONSTRAINED: write None where it is not "
+                "sharded, or give None for the whole leaf to leave it open"
+            )
+        if not all(isinstance(name, str) for name in mesh_axes(entry)):
+            raise ValueError(
+                f"{where} has the entry {entry!r}; expected are names of mesh axes, "
+                "tuples of them, and None"
+            )
     named = [axis for entry in spec for axis in mesh_axes(entry)]
-    where = f"'{show(path)}' of shape {tuple(shape)}"
-    absent = [axis for axis in named if axis not in mesh.shape]
-    if absent:
+    if absent := [axis for axis in named if axis not in mesh.shape]:
         raise ValueError(
-            f"the sharding {spec} of {where} names axes that its mesh lacks: {absent}; "
-            f"the mesh is {_show(mesh)}"
+            f"{where} names axes that its mesh lacks: {absent}; the mesh is "
+            f"{_show(mesh)}"
         )
+    if twice := sorted({axis for axis in named if named.count(axis) > 1}):
+        raise ValueError(f"{where} names {twice} twice: an axis cuts a leaf once")
     if len(spec) > len(shape):
-        raise ValueError(f"the sharding {spec} of {where} has too many entries")
-    if not fits(shape, spec, mesh):
-        raise ValueError(
-            f"the sharding {spec} of {where} does not divide it on {_show(mesh)}"
-        )
+        raise ValueError(f"{where} has too many entries")
 
 
 def _same(mesh: Any, other: Any) -> bool:

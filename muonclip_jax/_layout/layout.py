@@ -1,0 +1,249 @@
+"""Where the leaves of a tree are, read once a trace.
+
+Outside of `jax.shard_map` and `jax.pmap` every leaf is whole, and on a mesh it may be
+sharded (`Layout.placement`). Inside, a mapped axis does one of three things to a leaf:
+it cuts it, so that the leaf at hand is a block of the whole one (`cuts`, told by
+`shardings=`); it divides the batch, so that gradients and statistics differ along it
+but the leaf does not (`replicas`, told by `axis_name=`); or nothing. Masks, shapes,
+means, norms and statistics that mapped axes change ask here.
+"""
+
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .._jax_versions import is_checked, manual_axes
+from .._parameters.paths import flatten, is_masked, Path, PathedTree, show
+from .placement import (
+    check_spec,
+    find_placement,
+    given_shardings,
+    mesh_axes,
+    Placement,
+    Shardings,
+)
+
+
+#: Names of mapped axes.
+Axes = tuple[Hashable, ...]
+
+#: How mapped axes cut each leaf; `PartitionSpec()` if it is whole.
+Cuts = tuple[PartitionSpec, ...]
+
+
+class Layout(NamedTuple):
+    """The leaves of a tree, and how mapped axes and meshes divide each of them."""
+
+    tree: PathedTree  # the leaves at hand, blocks where mapped axes cut them
+    whole: PathedTree  # the same with the shapes of the whole leaves
+    given: tuple[Any, ...]  # what `shardings=` says of each leaf, or None
+    cuts: Cuts
+    replicas: Axes  # those of `axis_name=`
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether mapped axes cut a leaf or divide the batch."""
+        return bool(self.replicas) or any(map(cut_axes, self.cuts))
+
+    def placement(self, arrays: Sequence[Any]) -> Placement | None:
+        """The mesh of arrays in the place of the leaves, as far as it is known."""
+        return find_placement(self.tree.paths, arrays, self.given)
+
+    def mean(self, gradients: Any) -> Any:
+        """Gradients, averaged over the replicas; along axes that cut a leaf they are
+        those of other entries.
+
+        Types that know that a gradient is the same along an axis are believed: it was
+        averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
+        """
+        if not self.replicas:
+            return gradients
+        checked = {axis for axis in self.replicas if is_checked((axis,))}
+
+        def mean_of(gradient: Any, cut: PartitionSpec) -> Any:
+            along = set(self.replicas).difference(cut_axes(cut))
+
+            def mean(x: jax.Array) -> jax.Array:
+                same = checked - manual_axes(x)
+                over = tuple(a for a in self.replicas if a in along and a not in same)
+                return jax.lax.pmean(x, over) if over else x
+
+            return jax.tree.map(mean, gradient)
+
+        pairs = zip(self.tree.of(gradients), self.cuts, strict=True)
+        return self.tree.unflatten(mean_of(*pair) for pair in pairs)
+
+    def check_types(self, arrays: Sequence[Any]) -> None:
+        """Raises where the types of `shard_map` contradict `shardings=`.
+
+        `arrays` are in the place of the leaves, and have been averaged.
+        """
+        shared = shared_axes(self.cuts, self.replicas)
+        if not shared or not is_checked(shared):
+            return
+        for path, x, cut in zip(self.tree.paths, arrays, self.cuts, strict=True):
+            if not isinstance(x, jax.Array):
+                continue
+            own, told = manual_axes(x), cut_axes(cut)
+            if differs := own.intersection(shared).difference(told):
+                raise ValueError(
+                    f"'{show(path)}' differs along {sorted(map(str, differs))}: say in "
+                    "shardings how they cut it, or name them in axis_name, over which "
+                    "gradients are averaged"
+                )
+            if whole := set(told).difference(own):
+                raise ValueError(
+                    f"shardings says that {sorted(whole)} cut '{show(path)}', but it "
+                    "is the same on all devices along them: give jax.shard_map the "
+                    "in_specs that shardings names, or leave the axes out of shardings"
+                )
+
+
+def read_layout(
+    params: Any, shardings: Shardings | None = None, axis_name: Hashable | None = None
+) -> Layout:
+    """Reads a tree of params or of what has their structure.
+
+    **Raises:** `ValueError`, naming the path, for shardings that are none, that do not
+    fit, or whose axes the mesh lacks; for an `axis_name` that is no axis here.
+    """
+    tree = flatten(params)
+    manual = _mapped_axes()
+    given = given_shardings(shardings, tree, of_blocks=bool(manual))
+    cuts = (PartitionSpec(),) * len(given)
+    if manual:
+        entries = zip(tree.paths, tree.leaves, given, strict=True)
+        cuts = tuple(_cut(*entry, manual) for entry in entries)
+    whole = map(whole_shape, tree.leaves, cuts)
+    leaves = [
+        leaf if is_masked(leaf) or not cut_axes(cut) else _like(leaf, shape)
+        for leaf, cut, shape in zip(tree.leaves, cuts, whole, strict=True)
+    ]
+    return Layout(
+        tree, tree._replace(leaves=tuple(leaves)), tuple(given), cuts, axes(axis_name)
+    )
+
+
+def axes(axis_name: Any) -> Axes:
+    """One name, several or none.
+
+    **Raises:** `ValueError` for what is no name of an axis.
+    """
+    if axis_name is None:
+        return ()
+    names = tuple(axis_name) if isinstance(axis_name, list | tuple) else (axis_name,)
+    if not all(isinstance(name, Hashable) for name in names):
+        raise ValueError(f"axis_name must be a name or a tuple of them: {axis_name!r}")
+    return names
+
+
+class OverReplicas(optax.GradientTransformationExtraArgs):
+    """A transformation that tells what wraps it over which axes it averages."""
+
+    axis_name: Hashable | None = None
+
+
+def over_replicas(init: Any, update: Any, axis_name: Hashable | None) -> OverReplicas:
+    tx = OverReplicas(init, update)
+    tx.axis_name = axis_name
+    return tx
+
+
+def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
+    """Raises for an `axis_name` that is no axis here, or of which `multi_steps` around
+    this, which hands over statistics that it has reduced, does not know.
+    """
+    for axis in replicas:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError as error:
+            raise ValueError(
+                f"axis_name={axis!r} is no axis here: call the update inside "
+                "jax.pmap or jax.shard_map over it, or leave axis_name out"
+            ) from error
+    known = getattr(attention_stats, "reduced_over", replicas)
+    if missing := [axis for axis in replicas if axis not in known]:
+        raise ValueError(
+            f"the optimizer inside multi_steps has axis_name={missing}: gradients have "
+            "to be averaged over it before they are accumulated. Give multi_steps the "
+            "same: mc.multi_steps(tx, every_k, axis_name=...)"
+        )
+
+
+def shared_axes(cuts: Cuts, replicas: Axes) -> Axes:
+    """The axes along which devices share the work on all leaves.
+
+    An axis of `vmap` next to those of a mesh has no devices of its own.
+    """
+    found = dict.fromkeys((*replicas, *(a for cut in cuts for a in cut_axes(cut))))
+    manual = _mapped_axes()
+    return tuple(a for a in found if a in manual) or tuple(found)
+
+
+def cut_axes(
+    cut: PartitionSpec, along: Collection[int] | None = None
+) -> tuple[str, ...]:
+    """The axes of the mesh that cut a leaf, or some of its axes."""
+    entries = [x for i, x in enumerate(cut) if along is None or i in along]
+    return tuple(name for entry in entries for name in mesh_axes(entry))
+
+
+def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
+    """The whole leaf, on every device, of its blocks."""
+    for axis, entry in enumerate(cut):
+        if names := mesh_axes(entry):
+            x = jax.lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
+
+
+def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
+    """This device's block of a whole leaf, or of what broadcasts to one."""
+    for axis, entry in enumerate(cut):
+        names = mesh_axes(entry)
+        if names and x.shape[axis] > 1:
+            size = x.shape[axis] // jax.lax.axis_size(names)
+            start = jax.lax.axis_index(names) * size
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+    return x
+
+
+def on_whole_blocks(
+    function: Callable[[Any, list], list], cuts: Cuts, argument: Any, blocks: list
+) -> list[jax.Array]:
+    """`function(argument, leaves)` by every device for whole leaves, cut again."""
+    whole = [gather(*pair) for pair in zip(blocks, cuts, strict=True)]
+    results = function(argument, whole)
+    return [own_block(*pair) for pair in zip(results, cuts, strict=True)]
+
+
+def whole_shape(leaf: Any, cut: PartitionSpec) -> tuple[int, ...]:
+    """The shape of the leaf of which this is a block; `()` for one that is hidden."""
+    if is_masked(leaf):
+        return ()
+    counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in cut]
+    counts += [1] * (len(leaf.shape) - len(counts))
+    return tuple(map(math.prod, zip(leaf.shape, counts, strict=True)))
+
+
+def _like(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def _mapped_axes() -> frozenset[str]:
+    """The axes of the mesh that a `jax.shard_map` or `jax.pmap` around this maps."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def _cut(path: Path, leaf: Any, given: Any, manual: Collection[str]) -> PartitionSpec:
+    if given is None or is_masked(leaf):
+        return PartitionSpec()
+    spec = given.spec if isinstance(given, NamedSharding) else given
+    check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
+    kept = (tuple(n for n in mesh_axes(entry) if n in manual) for entry in spec)
+    return PartitionSpec(*(names or None for names in kept))

@@ -1,0 +1,146 @@
+"""State that is sharded as the params are, from the start and after every step."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+from jax.typing import DTypeLike
+
+from .._parameters.paths import is_masked
+from .layout import Layout
+from .placement import is_sharded_as, Placement
+
+
+class StatePart(NamedTuple):
+    """A part of the state of one leaf: an array of its shape but for some sizes."""
+
+    dtype: DTypeLike | None = None  # the leaf's if None
+    sizes: Mapping[int, int] = {}  # by axis; along these it is not sharded
+
+
+def zeros_like(params: Any, layout: Layout, *dtypes: DTypeLike | None) -> list[Any]:
+    """A tree of zeros like the params for each dtype."""
+    everything = range(len(layout.tree.leaves))
+    return [
+        layout.tree.unflatten(
+            zero_parts(params, layout, [(i, StatePart(dtype)) for i in everything])
+        )
+        for dtype in dtypes
+    ]
+
+
+def zero_parts(
+    params: Any, layout: Layout, parts: Sequence[tuple[int, StatePart]]
+) -> list[Any]:
+    """Zeros for parts of the leaves with these numbers, sharded as the leaves are.
+
+    Under `jit` nothing else tells the compiler how: zeros depend on no parameter.
+    """
+    leaves = layout.tree.of(params)
+    placement = layout.placement(leaves)
+    owners = [leaves[i] for i, _ in parts]
+    results = [
+        x if is_masked(x) else _zeros_like(x, part)
+        for x, (_, part) in zip(owners, parts, strict=True)
+    ]
+    if placement is None:
+        return results
+    specs = [_whole_along(placement.specs[i], part.sizes) for i, part in parts]
+    moved = [
+        i
+        for i, (x, spec) in enumerate(zip(results, specs, strict=True))
+        if spec is not None and not is_sharded_as(x, placement.mesh, spec)
+    ]
+    if moved:
+        arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
+        sharded = _zeros(placement.mesh, tuple(specs[i] for i in moved), arrays)
+        for i, x in zip(moved, sharded, strict=True):
+            results[i] = x
+    # A tracer's mesh does not name its devices. A param does, but jit drops one that
+    # nothing reads.
+    kept = [x for x in owners if isinstance(x, Tracer)]
+    return jax.lax.optimization_barrier((results, kept))[0] if kept else results
+
+
+def counts_replicated(state: Any, placement: Placement | None) -> Any:
+    """A state whose numbers, such as counts of steps, are on the mesh of the params."""
+    return jax.tree.map(lambda x: x if jnp.ndim(x) else replicated(x, placement), state)
+
+
+def replicated(state: Any, placement: Placement | None) -> Any:
+    """A state's counts and rows, whole on all devices of the mesh of the params.
+
+    A step returns counts so. Made on one device they would change their sharding in the
+    first step: `jit` would compile twice, and a step compiled ahead of time would
+    refuse the state that it returned. Rows of statistics the compiler would shard as
+    the heads are.
+    """
+    if placement is None:
+        return state
+    mesh, whole = placement.mesh, PartitionSpec()
+    is_automatic = set(mesh.axis_types) == {AxisType.Auto}
+
+    def put(x: jax.Array) -> jax.Array:
+        if isinstance(x, Tracer):
+            # Explicit axes are in the type, which is replicated from the start.
+            sharding = NamedSharding(mesh, whole)
+            return jax.lax.with_sharding_constraint(x, sharding) if is_automatic else x
+        if not isinstance(mesh, Mesh) or is_sharded_as(x, mesh, whole):
+            return x
+        return jax.device_put(x, NamedSharding(mesh, whole))
+
+    return jax.tree.map(put, state)
+
+
+def _whole_along(
+    spec: PartitionSpec | None, axes: Mapping[int, int]
+) -> PartitionSpec | None:
+    if spec is None:
+        return None
+    return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
+
+
+def _zeros_like(x: Any, part: StatePart) -> jax.Array:
+    is_here = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    is_alone = is_here and isinstance(x.sharding, SingleDeviceSharding)
+    if part.sizes:
+        shape = [part.sizes.get(i, size) for i, size in enumerate(x.shape)]
+        device = x.sharding if is_alone and x.committed else None
+        return jnp.zeros(shape, part.dtype, device=device)
+    # A program is one of all devices where a mesh is set.
+    if is_alone and jax.sharding.get_abstract_mesh().empty:
+        return _on_its_device(x, part.dtype)
+    return jnp.zeros_like(x, part.dtype)
+
+
+# One call of a compiled program, where `jnp.zeros_like` makes several of operations:
+# a model of 10,000 leaves waits for seconds.
+@functools.partial(jax.jit, static_argnums=1, keep_unused=True)
+def _on_its_device(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    return jnp.zeros_like(x, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(mesh: Any, specs: tuple[PartitionSpec, ...], arrays: Any) -> list[jax.Array]:
+    blocks = [
+        (NamedSharding(mesh, spec).shard_shape(shape), dtype)
+        for spec, (shape, dtype) in zip(specs, arrays, strict=True)
+    ]
+    # Unlike constraints this is the same under automatic and explicit axes.
+    return jax.shard_map(
+        lambda: [jnp.zeros(*block) for block in blocks],
+        mesh=mesh,
+        in_specs=(),
+        out_specs=list(specs),
+        check_vma=False,
+    )()
