@@ -19,6 +19,15 @@ def unstack(
     """
     if len(counts) < 2:
         return [stack] * len(counts)
+    return _unstack(stack, tuple(counts), on_cpu)
+
+
+# Compiled, since each eager call of a loop or of `platform_dependent` on new functions
+# would compile them again.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unstack(
+    stack: jax.Array, counts: tuple[int, ...], on_cpu: bool | None
+) -> Sequence[jax.Array]:
     at_run_time = functools.partial(_cut_at_run_time, counts=counts)
     # Elsewhere offsets that are known let the compiler fuse and shard the parts.
     at_once = functools.partial(jax.lax.split, sizes=counts)

@@ -89,6 +89,9 @@ def multi_steps(
         use_grad_mean=use_grad_mean,
         should_skip_update_fn=should_skip_update_fn,
     )
+    # Optax makes the branches of its condition anew in each call, which an eager call
+    # would compile each time.
+    compiled = jax.jit(steps.update)
 
     def init_fn(params: optax.Params) -> MultiStepsState:
         layout = read_layout(params, shardings, axis_name)
@@ -111,7 +114,10 @@ def multi_steps(
         row = HeadRow(running, heads.shapes, layout.replicas)
         # Not in the real step alone: what is accumulated would differ by replica, a
         # checkpoint would keep one replica's, and where one skips others would wait.
-        updates, after = steps.update(
+        # Functions, such as a line search takes, pass through no `jit`.
+        has_functions = any(map(callable, jax.tree.leaves(extra_args)))
+        update = steps.update if has_functions else compiled
+        updates, after = update(
             layout.mean(updates), state.steps, params, attention_stats=row, **extra_args
         )
         real = after.gradient_step != state.steps.gradient_step
