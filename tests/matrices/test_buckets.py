@@ -193,7 +193,9 @@ def test_unstack_of_many_leaves(most):
     program = jax.jit(lambda x: unstack(x, counts, on_cpu=True))
     expected = np.split(stack, np.cumsum(counts)[:-1])
     chex.assert_trees_all_equal(list(program(stack)), expected)
-    (loop,) = [x for x in program.trace(stack).jaxpr.eqns if x.primitive.name == "scan"]
+    (call,) = program.trace(stack).jaxpr.eqns
+    equations = call.params["jaxpr"].eqns
+    (loop,) = [x for x in equations if x.primitive.name == "scan"]
     assert len(loop.outvars) <= 2 * np.sqrt(sum(counts)) + 4
 
 
