@@ -116,7 +116,6 @@ def _outputs(captured: Any) -> dict[paths.Path, list[jax.Array]]:
     tree = paths.flatten(captured)
     outputs: dict[paths.Path, list[jax.Array]] = {}
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        path = names.unwrapped(path)
         if path[-2:-1] == (_CALL,) and path[-1].isdigit():
             outputs.setdefault(path[:-2], []).append(leaf)
     return outputs

@@ -14,8 +14,8 @@ from .modules_with import Finder, finder, Module
 
 
 #: What libraries call the gain and the shift of a norm, below it.
-_GAINS = ("scale", "weight", "weight/array", "w", "gamma", "gain")
-_SHIFTS = ("bias", "bias/array", "b", "offset", "beta")
+_GAINS = ("scale", "weight", "w", "gamma", "gain")
+_SHIFTS = ("bias", "b", "offset", "beta")
 
 
 def normalised_attention(

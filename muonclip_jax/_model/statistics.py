@@ -33,7 +33,6 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
 
 def _module_of(path: paths.Path) -> paths.Path | None:
     """The module of `<module>/max_logits`, or of an entry of a tuple stored there."""
-    path = names.unwrapped(path)
     while path and path[-1].isdigit():
         path = path[:-1]
     return path[:-1] if path[-1:] == (STATISTIC,) else None

@@ -68,7 +68,7 @@ class LeafRules:
 
         **Raises:** `Ambiguous`.
         """
-        leaf, own = self._leaves[own], names.unwrapped(own)
+        leaf = self._leaves[own]
         for rule in self._rules:
             found = rule(own, leaf)
             if found is not None:

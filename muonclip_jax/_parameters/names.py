@@ -40,11 +40,6 @@ def words(name: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in found)
 
 
-def unwrapped(path: Path) -> Path:
-    """Without the array that a named array of Haliax holds."""
-    return path[:-1] if len(path) > 1 and path[-1] == "array" else path
-
-
 def is_kernel(path: Path) -> bool:
     return path[-1:] != () and path[-1] in _KERNELS
 

@@ -28,14 +28,12 @@ def find_heads(leaves: Mapping[Path, Spelled], *, is_whole: bool) -> dict[Path, 
 
     What takes the outputs of a leaf can only be seen in a tree that is whole.
     """
-    heads = _Heads({names.unwrapped(own): x for own, x in leaves.items()})
+    heads = _Heads(leaves)
     found = heads.found() if is_whole else heads.named()
     return {heads.leaves[own].path: why for own, why in found.items()}
 
 
 class _Heads:
-    """The leaves by their own paths, without the arrays that others wrap."""
-
     def __init__(self, leaves: Mapping[Path, Spelled]):
         self.leaves = leaves
         self._biased = {x.path[:-1] for x in leaves.values() if names.is_bias(x.path)}

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,7 @@ Path = tuple[str, ...]
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
 
-_VALUE = jax.tree_util.GetAttrKey("value")
-_ARRAY = jax.tree_util.GetAttrKey("array")
-_INDEX = jax.tree_util.FlattenedIndexKey
+_Keys = tuple[Any, ...]
 
 
 class LeafAt(dict[Path, Any]):
@@ -110,10 +108,9 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
     **Raises:** `ValueError` for leaves whose paths are spelled the same.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    has_value = any(_VALUE in keys for keys, _ in pairs)
-    variables = _variables(tree, is_leaf) if has_value else frozenset()
-    boxes = _boxes([keys for keys, _ in pairs])
-    paths = tuple(_read_keys(keys, variables, boxes) for keys, _ in pairs)
+    may_have_boxes = any(_may_be_in_box(key) for keys, _ in pairs for key in keys)
+    boxes = _boxes(tree, is_leaf) if may_have_boxes else frozenset()
+    paths = tuple(_read_keys(keys, boxes) for keys, _ in pairs)
     if len(set(paths)) < len(paths):
         raise ValueError(_of_the_same_name(paths))
     return PathedTree(paths, tuple(leaf for _, leaf in pairs), treedef)
@@ -150,48 +147,78 @@ def _of_the_same_name(paths: Iterable[Path]) -> str:
     )
 
 
-def _read_keys(
-    keys: tuple[Any, ...],
-    variables: frozenset[tuple[Any, ...]],
-    boxes: frozenset[tuple[Any, ...]],
-) -> Path:
-    if keys[:-1] in boxes:
-        keys = (*keys[:-1], _ARRAY)
-    if variables:
-        # `nnx.Optimizer` hands the same tree over as plain dicts during the update.
-        keys = tuple(key for i, key in enumerate(keys) if keys[:i] not in variables)
+def _read_keys(keys: _Keys, boxes: frozenset[_Keys]) -> Path:
+    if boxes:
+        keys = tuple(key for i, key in enumerate(keys) if keys[:i] not in boxes)
     path = tuple(part for key in keys for part in split(_name(key)))
     while path and path[0] in _COLLECTIONS:
         path = path[1:]
     return path
 
 
-def _boxes(all_keys: Sequence[tuple[Any, ...]]) -> frozenset[tuple[Any, ...]]:
-    """Where an array lies alone in a node without keys, as in Haliax's named arrays."""
-    if not any(isinstance(keys[-1], _INDEX) for keys in all_keys if keys):
-        return frozenset()
-    counts = Counter(keys[:n] for keys in all_keys for n in range(len(keys)))
-    ends = (keys for keys in all_keys if keys and isinstance(keys[-1], _INDEX))
-    return frozenset(keys[:-1] for keys in ends if counts[keys[:-1]] == 1)
+def _boxes(tree: Any, is_leaf: Callable[[Any], bool]) -> frozenset[_Keys]:
+    """Where nodes wrap one array, of whichever library; they are no part of a name.
+
+    A tree is often unboxed on the way: `nnx.Optimizer` hands over plain dicts during
+    the update, Linen's users call `nn.unbox`.
+    """
+
+    def found(node: Any, keys: _Keys) -> Iterator[_Keys]:
+        def is_end(x: Any) -> bool:
+            return x is not node and (is_leaf(x) or _is_box(x))
+
+        if _is_box(node):
+            yield keys
+        for below, x in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_end)[0]:
+            if below and not is_leaf(x):
+                yield from found(x, keys + below)
+
+    return frozenset(found(tree, ()))
 
 
-def _variables(tree: Any, is_leaf: Callable[[Any], bool]) -> frozenset[tuple[Any, ...]]:
-    """Where the variables of NNX are; what they hold is one key, `.value`, below."""
+def _may_be_in_box(key: Any) -> bool:
+    return isinstance(key, jax.tree_util.FlattenedIndexKey) or (
+        _name(key) in ("value", "array")
+    )
 
-    def is_end(x: Any) -> bool:
-        return is_leaf(x) or _is_variable(type(x))
 
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)
-    return frozenset(keys for keys, x in pairs if _is_variable(type(x)))
+def _is_box(node: Any) -> bool:
+    """Whether a node wraps one array: boxes of Flax, named arrays of Haliax, and such.
+
+    What the array is called in it says nothing, and the rest is about the array.
+    """
+    told = _is_box_of_flax(type(node))
+    if told is not None or isinstance(node, tuple | list):
+        return bool(told)
+    children, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    data = treedef.node_data()
+    if data is None or len(children) != 1:
+        return False
+    ((key,), child), (kind, about) = children[0], data
+    if not (is_masked(child) or jax.tree_util.all_leaves([child])):
+        return False
+    if isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) == "array":
+        return True
+    # A module may hold nothing but its `value`; a box says something about it.
+    return _name(key) == "value" and bool(about) and not issubclass(kind, Mapping)
 
 
 @functools.cache
-def _is_variable(kind: type) -> bool:
-    """Whether it is `flax.nnx.Variable`, told without importing Flax."""
-    return any(
-        base.__name__ == "Variable" and base.__module__.startswith("flax.nnx")
-        for base in kind.__mro__
-    )
+def _is_box_of_flax(kind: type) -> bool | None:
+    """Whether it is a variable of NNX or a box of Linen, told without importing Flax.
+
+    They may hold a tree, too. `None` for what is not Flax's.
+    """
+    names = {base.__name__ for base in kind.__mro__ if _is_of(base, "flax")}
+    if names & {"Variable", "AxisMetadata"}:
+        return True
+    return False if any(_is_of(base, "flax.nnx") for base in kind.__mro__) else None
+
+
+def _is_of(kind: type, package: str) -> bool:
+    return f"{kind.__module__}.".startswith(f"{package}.")
 
 
 def _name(key: Any) -> str:

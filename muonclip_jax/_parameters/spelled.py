@@ -81,8 +81,7 @@ def _flax_paths(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
 
 def plain_paths(shapes: Mapping[Path, Shape]) -> dict[Path, Path]:
     """With Flax's names for kernel, bias and the gain of a norm."""
-    bare = {names.unwrapped(path): shape for path, shape in shapes.items()}
-    return {path: _plain(names.unwrapped(path), bare) for path in shapes}
+    return {path: _plain(path, shapes) for path in shapes}
 
 
 def _plain(path: Path, shapes: Mapping[Path, Shape]) -> Path:

@@ -65,8 +65,9 @@ def trees(draw, depth=3):
         parts = {key: build(depth - 1, (*prefix, key)) for key in keys}
         found = {n: path for _, leaves in parts.values() for n, path in leaves.items()}
         children = {key: child for key, (child, _) in parts.items()}
-        if kind == "without keys" and list(found.values()) == [(*prefix, "0")]:
-            found = dict.fromkeys(found, (*prefix, "array"))
+        is_one_array = len(children) == 1 and isinstance(parts[keys[0]][0], jax.Array)
+        if kind == "without keys" and is_one_array:
+            found = dict.fromkeys(found, prefix)
         if numbered:
             return SEQUENCES[kind](children.values()), found
         return CONTAINERS[kind](**children), found
@@ -130,7 +131,7 @@ def test_an_array_alone_in_a_node_without_keys_is_named():
         "layers/1",
         "nested/0/0",
         "nested/0/1",
-        "weight/array",
+        "weight",
     ]
     stats = {"attn": {"max_logits": WithoutKeys([jnp.ones(2)])}}
     kernel = jnp.ones((4, 2, 3))
