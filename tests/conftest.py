@@ -31,3 +31,11 @@ def fast_compilation():
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture(params=["plain", "FrozenDict", "Linen boxes", "NNX variables"])
+def every_container(request, monkeypatch):
+    """Params in each of the containers that libraries hand over, for a whole file."""
+    import containers
+
+    containers.hand_over_in(request.param, monkeypatch)

@@ -1,12 +1,19 @@
 """Containers of every kind that a pytree may be made of."""
 
 import dataclasses
+import itertools
+import re
 import typing
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 from flax import nnx
+from flax.core import freeze, unfreeze
+
+import muonclip_jax as mc
+from muonclip_jax._parameters import paths
 
 
 def named_tuple(**fields):
@@ -35,3 +42,60 @@ def variables(**fields):
         n: nnx.Param(x) if isinstance(x, jax.Array) else x for n, x in fields.items()
     }
     return Module(**leaf)
+
+
+def _in_boxes(tree):
+    """Linen's two kinds of boxes in turn, as `nn.with_partitioning` makes them."""
+    kinds = itertools.cycle([nn.Partitioned, nn.LogicallyPartitioned])
+    return _wrapped(tree, lambda x: next(kinds)(x, names=(None,) * x.ndim))
+
+
+def _wrapped(tree, wrap):
+    """Leaves that are no arrays are left alone, as masked ones are."""
+    is_array = paths.is_array
+    return jax.tree.map(lambda x: wrap(x) if is_array(x) else x, tree)
+
+
+def unwrapped(tree):
+    """Plain dicts and arrays again."""
+
+    def is_box(x):
+        return isinstance(x, nn.meta.AxisMetadata | nnx.Variable)
+
+    def contents(x):
+        if isinstance(x, nnx.Variable):
+            return x.get_value()
+        return x.value if is_box(x) else x
+
+    return unfreeze(jax.tree.map(contents, tree, is_leaf=is_box))
+
+
+#: The same params as the libraries hand them over.
+WRAP = {
+    "plain": lambda tree: tree,
+    "FrozenDict": lambda tree: freeze(tree) if isinstance(tree, dict) else tree,
+    "Linen boxes": _in_boxes,
+    "NNX variables": lambda tree: _wrapped(tree, nnx.Param),
+}
+
+
+def hand_over_in(kind, monkeypatch):
+    """Lets the public functions read the params of a test in another container."""
+
+    def in_container(function):
+        return lambda params, *args, **options: unwrapped(
+            function(WRAP[kind](unwrapped(params)), *args, **options)
+        )
+
+    for name in ("flax_dimension_numbers", "matrix_mask", "describe", "clip_qk"):
+        monkeypatch.setattr(mc, name, in_container(getattr(mc, name)))
+
+
+def table(params, **options):
+    """Path to `(count, fan_in, fan_out)`, or `None` for AdamW, as `describe` says."""
+    found = {}
+    for row in mc.describe(params, attention=[], **options).splitlines()[1:]:
+        path, _, matrices, *_ = re.split("  +", row)
+        sizes = matrices.split(" x ")
+        found[path] = None if len(sizes) < 3 else tuple(map(int, sizes))
+    return found

@@ -11,6 +11,9 @@ from optax.contrib import MuonDimensionNumbers
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 def rows(text):
     return {line.split("  ")[0]: line for line in text.splitlines()}
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._parameters import names, paths
+from .._parameters import paths
 
 
 #: The name of the leaf that holds a layer's largest logits.

@@ -165,9 +165,9 @@ def _boxes(tree: Any, is_leaf: Callable[[Any], bool]) -> frozenset[_Keys]:
 
     def found(node: Any, keys: _Keys) -> Iterator[_Keys]:
         def is_end(x: Any) -> bool:
-            return x is not node and (is_leaf(x) or _is_box(x))
+            return x is not node and (is_leaf(x) or _is_box(x, is_leaf))
 
-        if _is_box(node):
+        if _is_box(node, is_leaf):
             yield keys
         for below, x in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_end)[0]:
             if below and not is_leaf(x):
@@ -182,7 +182,7 @@ def _may_be_in_box(key: Any) -> bool:
     )
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     """Whether a node wraps one array: boxes of Flax, named arrays of Haliax, and such.
 
     What the array is called in it says nothing, and the rest is about the array.
@@ -197,12 +197,12 @@ def _is_box(node: Any) -> bool:
     if data is None or len(children) != 1:
         return False
     ((key,), child), (kind, about) = children[0], data
-    if not (is_masked(child) or jax.tree_util.all_leaves([child])):
-        return False
+    is_array = is_leaf(child) or jax.tree_util.all_leaves([child])
     if isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) == "array":
-        return True
+        return is_array or _is_box(child, is_leaf)
     # A module may hold nothing but its `value`; a box says something about it.
-    return _name(key) == "value" and bool(about) and not issubclass(kind, Mapping)
+    is_value = _name(key) == "value" and bool(about) and is_array
+    return is_value and not issubclass(kind, Mapping)
 
 
 @functools.cache

@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from containers import table, unwrapped
 from flax import nnx
 from helpers import as_pure
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
-from muonclip_jax._parameters.dimension_numbers import matrix_views
+
+
+pytestmark = pytest.mark.usefixtures("every_container")
 
 
 class LinenZoo(nn.Module):
@@ -41,15 +43,6 @@ class NNXZoo(nnx.Module):
         self.blocks = nnx.List([nnx.Linear(16, 16, rngs=rngs)])
         self.lora = nnx.LoRA(16, 2, 16, rngs=rngs)
         self.lm_head = nnx.Linear(16, 50, rngs=rngs)
-
-
-def table(params):
-    """Path to `count x fan_in x fan_out`, or `None` for AdamW."""
-    tree = paths.flatten(params)
-    return {
-        paths.show(path): view and (view.count, view.fan_in, view.fan_out)
-        for path, view in zip(tree.paths, matrix_views(None, tree), strict=True)
-    }
 
 
 def linen_params(model, *args):
@@ -272,7 +265,7 @@ def test_bare_arrays_and_foreign_names_go_by_rank():
 def test_mask_is_a_tree_of_bools():
     params = nnx_params(lambda: NNXZoo(nnx.Rngs(0)))
     mask = mc.matrix_mask(params)
-    assert jax.tree.structure(mask) == jax.tree.structure(params)
+    assert jax.tree.structure(mask) == jax.tree.structure(unwrapped(params))
     assert all(type(leaf) is bool for leaf in jax.tree.leaves(mask))
 
 

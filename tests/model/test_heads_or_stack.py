@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from containers import table
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
-from muonclip_jax._parameters.dimension_numbers import matrix_views
+
+
+pytestmark = pytest.mark.usefixtures("every_container")
 
 
 def kernel(*shape):
@@ -22,13 +25,6 @@ def three(*shape, kv=None):
 
 
 KV = ("key", "value")
-
-
-def table(params):
-    """Path to `(count, fan_in, fan_out)`."""
-    tree = paths.flatten(params)
-    views = zip(tree.paths, matrix_views(None, tree), strict=True)
-    return {paths.show(p): v and (v.count, v.fan_in, v.fan_out) for p, v in views}
 
 
 def projections(params):
@@ -107,7 +103,7 @@ def test_scanned_plain_kernels_have_no_heads_to_clip():
 
 def test_a_hidden_query_leaves_the_key_what_it_was():
     module = three(16, 4, 8) | {"out": kernel(4, 8, 16)}
-    params = {"attn": module | {"query": paths.optax.MaskedNode()}}
+    params = {"attn": module | {"query": optax.MaskedNode()}}
     assert table(params)["attn/key/kernel"] == (1, 16, 32)
 
 

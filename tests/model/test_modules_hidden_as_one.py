@@ -15,6 +15,9 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 def layer(*shape):
     def projection():
         return {"kernel": jnp.ones(shape), "bias": jnp.ones(shape[1:])}

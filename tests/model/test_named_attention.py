@@ -11,6 +11,9 @@ from helpers import normal
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 D, H, K, E, L, T = 12, 4, 2, 6, 3, 5  # features, heads, key heads, head_dim, layers
 X = np.asarray(normal(0, T, D), np.float64)
 

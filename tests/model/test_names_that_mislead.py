@@ -8,6 +8,9 @@ import pytest
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 def abstract(shapes):
     """A tree of abstract arrays from one of shapes."""
     return jax.tree.map(

@@ -1,5 +1,8 @@
 """A path is the names that lead to a leaf, whatever the containers are made of."""
 
+import dataclasses
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +52,12 @@ CONTAINERS = {
 SEQUENCES = {"list": list, "tuple": tuple, "without keys": WithoutKeys}
 
 
+def holds_one_array(x):
+    if isinstance(x, WithoutKeys):
+        return len(x.children) == 1 and holds_one_array(x.children[0])
+    return isinstance(x, jax.Array)
+
+
 @st.composite
 def trees(draw, depth=3):
     """A tree and the paths to its leaves, by the number in each."""
@@ -65,8 +74,7 @@ def trees(draw, depth=3):
         parts = {key: build(depth - 1, (*prefix, key)) for key in keys}
         found = {n: path for _, leaves in parts.values() for n, path in leaves.items()}
         children = {key: child for key, (child, _) in parts.items()}
-        is_one_array = len(children) == 1 and isinstance(parts[keys[0]][0], jax.Array)
-        if kind == "without keys" and is_one_array:
+        if kind == "without keys" and holds_one_array(WithoutKeys(children.values())):
             found = dict.fromkeys(found, prefix)
         if numbered:
             return SEQUENCES[kind](children.values()), found
@@ -120,19 +128,34 @@ def test_the_layers_of_nnx_are_params_as_they_are(make):
         expected = leaves
 
 
-def test_an_array_alone_in_a_node_without_keys_is_named():
-    """As in Haliax, whose named arrays have no keys; others keep their number."""
-    alone, several = WithoutKeys([jnp.ones(2)]), WithoutKeys([jnp.ones(2), jnp.ones(3)])
-    tree = paths.flatten(
-        {"weight": alone, "layers": several, "nested": WithoutKeys([several])}
-    )
-    assert ["/".join(path) for path in tree.paths] == [
-        "layers/0",
-        "layers/1",
-        "nested/0/0",
-        "nested/0/1",
-        "weight",
-    ]
+def test_a_node_that_wraps_one_array_is_no_part_of_a_name():
+    """Boxes of Flax, of Haliax, which has no keys, and of others, with what they say.
+
+    Nodes of several arrays keep their numbers, and modules their names.
+    """
+    about = dataclasses.make_dataclass("Box", ["value", "axes"])
+    jax.tree_util.register_dataclass(about, ["value"], ["axes"])
+    tree = {
+        "a": nn.Partitioned(jnp.ones(2), ("data",)),
+        "b": nn.LogicallyPartitioned(jax.ShapeDtypeStruct((2,), "float32"), ("data",)),
+        "c": WithoutKeys([jnp.ones(2)]),
+        "d": about(jnp.ones(2), "data"),
+        "e": {"array": nnx.Param(jnp.ones(2))},
+        "f": nn.Partitioned({"x": jnp.ones(2), "value": jnp.ones(3)}, ()),
+        "g": WithoutKeys([jnp.ones(2), jnp.ones(3)]),
+        "h": struct(value=jnp.ones(2)),
+        "i": Module(value=nnx.Param(jnp.ones(2))),
+        "j": about(optax.MaskedNode(), "data"),
+    }
+    expected = ["a", "b", "c", "d", "e", "f/value", "f/x"]
+    expected += ["g/0", "g/1", "h/value", "i/value", "j"]
+    assert ["/".join(path) for path in paths.flatten(tree).paths] == expected
+    entries = jax.tree.map(lambda _: None, tree)
+    found = paths.flatten(entries, is_leaf=lambda x: x is None)
+    assert ["/".join(path) for path in found.paths] == expected[:-1]
+
+
+def test_statistics_in_a_box():
     stats = {"attn": {"max_logits": WithoutKeys([jnp.ones(2)])}}
     kernel = jnp.ones((4, 2, 3))
     params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}

@@ -12,6 +12,9 @@ import muonclip_jax as mc
 from muonclip_jax._parameters import paths
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 def test_per_head_matrices_from_the_description():
     """Latent and Gemma's kernels, in front and at axis 1 stacked."""
     latent = {

@@ -15,6 +15,9 @@ from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 LAYER = {
     "attn": {
         **{

@@ -13,6 +13,9 @@ from trees_of_others import build, count, is_listed, is_right, look_up, read_mod
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.usefixtures("every_container")
+
+
 MODELS = read_models()
 
 
