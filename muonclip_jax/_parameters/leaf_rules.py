@@ -20,6 +20,7 @@ _DENSE = (*_GENERAL, "expert", "moe")
 _STACKS = {"layers", "blocks", "stack", "stacked", "experts", "ensemble"}
 _UNSURE = {"gate", "router"}
 _WINDOW = 8  # of a convolution over time, at most
+_PATCH = 16  # of any convolution, at most
 
 
 class Verdict(NamedTuple):
@@ -59,6 +60,7 @@ class LeafRules:
             self._of_rank_two,
             self._of_shapes_together,
             self._of_attention,
+            self._of_window,
             self._of_bias,
             self._of_name,
         )
@@ -83,26 +85,28 @@ class LeafRules:
         if names.is_bias(own) or names.is_bias(leaf.path):
             return Verdict(None, "bias")
         is_norm = names.is_norm(leaf.path) or names.is_gain(own)
+        # A shift of the same shape makes a gain of it, whatever its name.
+        is_norm |= names.is_kernel(leaf.path) and leaf.shape == self._bias(leaf)
         return Verdict(None, "norm") if is_norm else None
 
     def _of_table(self, own: Path, leaf: Spelled) -> Verdict | None:
-        has_bias = bool(self._shape_of((*leaf.path[:-1], "bias")))
-        if names.is_embedding(own) and not has_bias:
+        is_kernel = leaf.path[-1:] == ("kernel",)
+        is_layer = is_kernel and bool(self._bias(leaf))
+        if names.is_embedding(own) and not is_layer:
             return Verdict(None, "embedding")
         if own and names.words(own[-1])[-1:] == ("log",):
             return Verdict(None, "logarithms")
-        is_row = len(leaf.shape) > 2 and sum(size != 1 for size in leaf.shape) == 1
-        if is_row and leaf.path[-1:] != ("kernel",):
+        is_row = sum(size != 1 for size in leaf.shape) == 1
+        if is_row and not is_kernel:
             return Verdict(None, "vector")
-        is_layer = has_bias and leaf.path[-1:] == ("kernel",)
         if names.is_position_or_token(own) and not is_layer:
             return Verdict(None, "positions or tokens")
         return None
 
     def _of_head(self, own: Path, leaf: Spelled) -> Verdict | None:
         why = self._heads.get(leaf.path)
-        called = leaf.path[-2:-1] or leaf.path[-1:]
-        if why is None and called and names.is_head(called[0]):
+        own_name = () if names.is_kernel(leaf.path) else leaf.path[-1:]
+        if why is None and any(map(names.is_head, (*leaf.path[-2:-1], *own_name))):
             why = "named so"
         if why is None:
             return None
@@ -115,9 +119,11 @@ class LeafRules:
         if names.has_word(leaf.path[-2:-1], "conv") and min(leaf.shape) <= _WINDOW:
             return Verdict(None, "depthwise convolution", is_sure=False)
         why = "outputs first" if leaf.is_turned else "inputs, outputs"
-        is_sure = leaf.path[-1] == "kernel" if leaf.path else False
-        is_sure = is_sure and leaf.path[-2:-1] and leaf.path[-2] not in _UNSURE
-        return self._matrix(leaf, ((-2,), (-1,)), why, bool(is_sure))
+        module = "".join(leaf.path[-2:-1])
+        # The number of a layer says nothing, and a gain over two axes may be one, too.
+        is_named = module not in _UNSURE and not module.isdigit() and bool(module)
+        is_sure = leaf.path[-1:] == ("kernel",) and (is_named or bool(self._bias(leaf)))
+        return self._matrix(leaf, ((-2,), (-1,)), why, is_sure)
 
     def _of_shapes_together(self, own: Path, leaf: Spelled) -> Verdict | None:
         sides = low_rank_sides(leaf.path, self._shape_of)
@@ -138,14 +144,31 @@ class LeafRules:
             sides = sides[0], sides[1][-1:]
         return self._matrix(leaf, sides, "attention") if sides else None
 
+    def _of_window(self, own: Path, leaf: Spelled) -> Verdict | None:
+        """A window with one input for each output, as depthwise, is no matrix."""
+        shape = leaf.shape
+        if leaf.path[-1:] != ("kernel",) or len(shape) < 3 or leaf.is_open:
+            return None
+        inputs, window = shape[-2], shape[:-2]
+        if leaf.is_turned:  # its outputs were in front, then its inputs
+            inputs, window = shape[0], shape[1:-1]
+        is_window = (
+            names.has_word(leaf.path[-2:-1], "conv")
+            or without_ones(self._bias(leaf)) == shape[-1:]
+            or (len(window) > 1 and len(set(window)) == 1)
+        )
+        if inputs != 1 or not is_window or set(window) == {1}:
+            return None
+        return Verdict(None, "depthwise convolution", is_sure=False)
+
     def _of_bias(self, own: Path, leaf: Spelled) -> Verdict | None:
         """A bias has one entry per output, which tells input axes from output axes."""
         if leaf.path[-1:] != ("kernel",):
             return None
         kernel = leaf.shape
-        bias = self._shape_of((*leaf.path[:-1], "bias"))
+        bias = self._bias(leaf)
         if own[-1:] == ("weight",):
-            bias = without_ones(bias, kernel)
+            bias = without_ones(bias)
         for outputs in range(1, len(bias) + 1):
             stack = len(bias) - outputs
             inputs = len(kernel) - stack - outputs
@@ -200,6 +223,7 @@ class LeafRules:
         # Flax's Dense has two axes; what else has three is known by name or shape.
         # In a stack those beside it would have three, too.
         is_plain = own[-1:] == ("kernel",) and {len(x) for x in beside} == {3}
+        is_plain = is_plain and 1 not in leaf.shape[-2:]
         return "stack, by rank" if is_plain and first == {stack[0]} else ""
 
     def _matrix(
@@ -213,7 +237,15 @@ class LeafRules:
             return leaf.numbers((-3,), (-2, -1))
         if name == "out" and len(leaf.shape) == 3:
             return leaf.numbers((-3, -2), (-1,))
+        inputs = tuple(range(-len(leaf.shape), -1))
+        if leaf.is_open and max(leaf.shape[2:]) <= _PATCH:  # as PyTorch has it
+            return leaf.numbers([axis + 1 for axis in inputs], inputs[:1])
+        if len(leaf.shape) > 3 and len(set(leaf.shape[:-2])) == 1:
+            return leaf.numbers(inputs, (-1,))
         return leaf.numbers((-2,), (-1,))
+
+    def _bias(self, leaf: Spelled) -> Shape:
+        return self._shape_of((*leaf.path[:-1], "bias"))
 
     def _shape_of(self, path: Path) -> Shape:
         return self._shapes.get(path, ())

@@ -10,7 +10,8 @@ _KERNELS = {"kernel", "w", "weight"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
-_TABLES = {"wte", "wpe", "wtoken", "wpos"}
+_SHORT = {"emb", "embd"}
+_TABLES = {"wte", "wpe", "wtoken", "wpos", "tok"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 _TOKENS = {"token", "tokens"}
@@ -18,7 +19,7 @@ _LEARNED = {"latents", "prompt", "prompts", "prototypes"}
 _LEARNED |= {"codebook", "codebooks", "codevectors"}
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _GAINS = {"scale", "scales", "gain", "gains"}
-_HEADS = {"head", "unembed", "unembedding", "classifier", "vocab"}
+_HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
 
 _TAKES_FEATURES = {"up", "gate", "fc", "wi", "attn", "mlp", "ffn", "ff", "hidden"}
 _TAKES_FEATURES |= {"in", "kv", "qkv", "qk"}
@@ -87,10 +88,13 @@ def is_embedding(path: Path) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_embedding(path: Path) -> bool:
     leaf, module = words(path[-1]) if path else (), words("/".join(path[-2:-1]))
+    if "W_E" in path[-2:]:  # as papers on interpretability write it
+        return True
     if path[-1:] and path[-1] in _KERNELS:
         at_end = module[-1:] and (module[-1] in _EMBEDDINGS | _TABLES)
         return bool(at_end or (path[-1] != "kernel" and _names_table(module)))
-    return bool({leaf[-1:], leaf[:1]} & {(word,) for word in _EMBEDDINGS | _TABLES})
+    ends = {*leaf[-1:], *leaf[:1]} - {word for word in leaf if _names_layer(leaf)}
+    return bool(ends & (_EMBEDDINGS | _TABLES | _SHORT)) or _names_table(leaf)
 
 
 def _names_table(module: tuple[str, ...]) -> bool:
@@ -99,7 +103,7 @@ def _names_table(module: tuple[str, ...]) -> bool:
     `emb` alone, but not `time_emb`, which is often a layer behind an embedding.
     """
     of_tokens = bool(set(module[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
-    is_short = module[-1:] in (("emb",), ("embd",))
+    is_short = bool(set(module[-1:]) & _SHORT)
     is_plain = module[-1:] in (("table",), ("matrix",), ("lookup",))
     return (
         (module[:1] == ("embed",) and not _names_layer(module))
@@ -139,7 +143,11 @@ def is_head(name: str) -> bool:
     own = words(name)
     if not own or own[0] == "pre":
         return False
-    return own[-1] in _HEADS or any(word.startswith("logit") for word in own)
+    return (
+        name == "W_U"
+        or own[-1] in _HEADS
+        or any(word.startswith("logit") for word in own)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

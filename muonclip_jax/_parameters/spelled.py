@@ -109,7 +109,10 @@ def _is_alone(role: str, siblings: Iterable[str]) -> bool:
 
 def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
     """Whether outputs come first, as a bias says, which has just those."""
-    bias = without_ones(bias, shape)
+    is_of_window = 1 < len(bias) == len(shape) - 1 and set(bias[1:]) == {1}
+    if is_of_window and bias[0] == shape[0]:
+        return True
+    bias = without_ones(bias)
     if not bias or len(bias) >= len(shape):
         return None
     first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
@@ -153,16 +156,17 @@ class _Order:
     def outputs_in_front(self, own: Path, path: Path) -> int:
         """How many axes in front are outputs, 0 where they are at the end."""
         shape = self._layers[own]
-        bias = without_ones(self._bias(path), shape)
         is_kernel, is_weight = path[-1:] == ("kernel",), _is_weight(own)
         is_cell = path[-1:] != () and path[-1].startswith(("weight_", "w_"))
         if len(shape) < 2 or not (
             is_weight or ((is_kernel or is_cell) and len(shape) == 2)
         ):
             return 0
-        told = is_turned_by_bias(shape, bias)
+        if len(self._bias(path)) >= len(shape):  # a gain and its shift
+            return 0
+        told = is_turned_by_bias(shape, self._bias(path))
         if told is not None or not is_kernel:
-            return len(bias) if told else 0
+            return len(without_ones(self._bias(path))) if told else 0
         if not is_weight or self.is_open(own, path) or names.is_embedding(own):
             return 0
         told = self._by_width(path, shape)

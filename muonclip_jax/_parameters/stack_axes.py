@@ -41,11 +41,8 @@ def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
     return Stack(start, depth) if 0 <= start <= rank - depth else None
 
 
-def without_ones(bias: Shape, kernel: Shape) -> Shape:
+def without_ones(bias: Shape) -> Shape:
     """A bias as Flax has it; Equinox keeps that of a convolution as `(out, 1, 1)`."""
-    n = len(bias)
-    if bias in (kernel[:n], kernel[len(kernel) - n :]):
-        return bias
     while len(bias) > 1 and bias[-1] == 1:
         bias = bias[:-1]
     return bias

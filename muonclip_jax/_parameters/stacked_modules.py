@@ -80,7 +80,7 @@ def _biases_of_stacks(members: list[_Member]) -> list[Shape]:
         bias = biases.get(kernel.path[:-1])
         if names.is_kernel(kernel.path) and bias:
             if kernel.is_weight:
-                biases[kernel.path[:-1]] = without_ones(bias, kernel.shape)
+                bias = biases[kernel.path[:-1]] = without_ones(bias)
             told |= bias != kernel.shape[-len(bias) :]
     return list(biases.values()) if told else []
 

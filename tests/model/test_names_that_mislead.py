@@ -1,9 +1,12 @@
 """Leaves whose names alone would say something else than their model does."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from containers import table
 
 import muonclip_jax as mc
 
@@ -183,3 +186,96 @@ def test_the_gain_of_a_norm_stays_one_where_a_mask_hides_its_shift():
     )
     mask = mc.matrix_mask({"layers": layers})["layers"]
     assert not mask["norm"]["weight"] and mask["up"]["weight"]
+
+
+def told(params, path):
+    return {name: view for name, view in table(params).items() if path in name}
+
+
+@pytest.mark.parametrize("window", [(5,), (3, 3), (3, 5), (3, 3, 3)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_depthwise_convolutions_hold_no_matrix(window, has_bias):
+    """One input for each output, as Flax, Haiku and PyTorch keep them."""
+    beside = {"up": dense((24, 96))[0], "down": dense((96, 24))[0]}
+    bias = {"bias": (24,)} if has_bias else {}
+    flax = {"Conv_0": {"kernel": (*window, 1, 24)} | bias} | beside
+    assert told(abstract({"block": flax}), "Conv_0/kernel") == {
+        "block/Conv_0/kernel": None
+    }
+    haiku = {"depthwise_conv2_d": {"w": (*window, 1, 24)} | {"b": (24,)}, **beside}
+    assert not told(abstract(haiku), "conv2_d/w")["depthwise_conv2_d/w"]
+    bias = {"bias": (24, *(1 for _ in window))} if has_bias else {}
+    layers = {"conv": {"weight": (24, 1, *window)} | bias, "up": linear(96, 24)}
+    layers |= {"down": linear(24, 96)}
+    assert not told(abstract({"block": layers}), "conv/weight")["block/conv/weight"]
+
+
+@pytest.mark.parametrize("name", ["dw", "block", "0"])
+def test_depthwise_convolutions_under_other_names(name):
+    """Flax: by the bias, or by a square window; else a question."""
+    with_bias = {name: {"kernel": (5, 1, 24), "bias": (24,)}}
+    assert not any(table(abstract(with_bias)).values())
+    square = table(abstract({name: {"kernel": (7, 7, 1, 24)}}))
+    assert square == {f"{name}/kernel": None}
+    with pytest.raises(ValueError, match=rf"{name}/kernel \(5, 1, 24\)"):
+        table(abstract({name: {"kernel": (5, 1, 24)}}))
+
+
+@pytest.mark.parametrize("window", [(1,), (1, 1), (2, 1), (3, 3), (6,), (6, 6)])
+@pytest.mark.parametrize("name", ["conv", "layers"])
+def test_windows_of_pytorch_layouts_are_read_whole(window, name):
+    """Of as many inputs as outputs, and as wide: the bias ends in ones."""
+    layer = {"weight": (6, 6, *window), "bias": (6, *(1 for _ in window))}
+    shapes = {"a": linear(12, 6), "b": linear(6, 12), name: layer}
+    matrix = (1, 6 * math.prod(window), 6)
+    assert table(abstract({"net": shapes}))[f"net/{name}/weight"] == matrix
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shape", "numbers"),
+    [
+        ("weight", (8, 8, 1, 1), ((-3, -2, -1), -4)),
+        ("weight", (16, 8, 3, 3), ((-3, -2, -1), -4)),
+        ("weight", (16, 8, 5), ((-2, -1), -3)),
+        ("weight", (4, 64, 32), (-2, -1)),
+        ("kernel", (3, 3, 8, 16), ((-4, -3, -2), -1)),
+        ("kernel", (4, 2, 64, 32), (-2, -1)),
+    ],
+)
+def test_the_guess_to_paste_takes_a_window_whole(leaf, shape, numbers):
+    params = abstract({"stem": {leaf: shape}})
+    with pytest.raises(ValueError, match="cannot tell which axes") as error:
+        mc.flax_dimension_numbers(params)
+    assert f'"stem/{leaf}": MuonDimensionNumbers{numbers}' in str(error.value)
+
+
+def test_gains_over_two_axes_with_their_shifts_are_no_matrices():
+    """Equinox's `LayerNorm((24, 40))` in a list, with no name of its own."""
+    gain = {"weight": (24, 40), "bias": (24, 40)}
+    params = {"layers": [linear(40, 24), gain, linear(9, 40), {"weight": (24, 40)}]}
+    text = mc.describe(abstract(params), attention=[])
+    rows = {row.split()[0]: row for row in text.splitlines()}
+    assert "adamw      norm" in rows["layers/1/weight"]
+    # Without its shift it looks like a layer, but its number says nothing.
+    assert "outputs first?" in rows["layers/3/weight"]
+    assert "outputs first " in rows["layers/0/weight"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("tok", "tok_emb", "W_E", "query_emb", "emb_var", "embeddings_0_9"),
+        *("tok/weight", "tok_emb/w", "W_E/weight", "emb/w"),
+    ],
+)
+def test_tables_as_arrays_and_in_modules(path):
+    """Next to a bias that is not theirs, too."""
+    shapes = nested(f"net/{path}", (999, 24)) | {"up": {"w": (24, 96)}}
+    shapes["net"] |= {"bias": (5,)}
+    assert told(abstract(shapes), path) == {f"net/{path}": None}
+
+
+@pytest.mark.parametrize("name", ["unemb", "W_U", "net/unemb", "net/unembed"])
+def test_heads_as_arrays(name):
+    assert not any(table(abstract(nested(name, (24, 999)))).values())
+    assert table(abstract({"emb_proj": (24, 48)}))["emb_proj"]
