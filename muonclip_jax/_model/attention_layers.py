@@ -1,12 +1,13 @@
 """Which leaves carry the heads of which attention layer."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._parameters import paths
+from .._parameters import names, paths
 from .._parameters.attention_shapes import AttentionShapes
 from .._parameters.module_stacks import ModuleStacks
+from .._parameters.shapes_together import low_rank_partner
 from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 from .qk_norms import QKNorms
@@ -137,11 +138,16 @@ def checked(
     return layers
 
 
-def with_stacks(
-    layers: Sequence[AttentionLayer], stacks: ModuleStacks
+def as_found(
+    layers: Sequence[AttentionLayer], stacks: ModuleStacks, leaf_at: paths.LeafAt
 ) -> list[AttentionLayer]:
-    """Tells every leaf of the layers where its stack lies."""
-    return [_told_stacks(layer, stacks) for layer in layers]
+    """Tells every leaf where its stack is, and adds the factors of LoRA.
+
+    **Raises:** `ValueError` for projections of which other leaves are a part.
+    """
+    told = [_told_stacks(layer, stacks) for layer in layers]
+    beside = _beside_kernels(told, leaf_at)
+    return [_with_factors(layer, beside, leaf_at) for layer in told]
 
 
 def _told_stacks(layer: AttentionLayer, stacks: ModuleStacks) -> AttentionLayer:
@@ -149,6 +155,111 @@ def _told_stacks(layer: AttentionLayer, stacks: ModuleStacks) -> AttentionLayer:
         return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)))
 
     return layer._replace(**{r: tuple(map(told, getattr(layer, r))) for r in ROLES})
+
+
+def _beside_kernels(
+    layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
+) -> dict[paths.Path, list[paths.Path]]:
+    """What no layer names in the modules of projections, and what is about a kernel.
+
+    Linen's WeightNorm keeps a `query/kernel/scale` in a module of its own.
+    """
+    depth_of = {
+        layer.path_of(leaf): len(paths.split(layer.path)) + 1
+        for layer in layers
+        for leaf in layer.leaves
+    }
+    modules = {path[:-1] for path, depth in depth_of.items() if len(path) > depth}
+    found: dict[paths.Path, list[paths.Path]] = {}
+    for path in leaf_at:
+        if path not in depth_of:
+            starts = [path[:n] for n in range(1, len(path))]
+            kernels = [
+                start[:i] + start[i + 1 :]
+                for start in starts
+                if names.is_kernel(start)
+                for i in range(len(start) - 2)
+            ]
+            around = [start for start in starts if start in modules]
+            around += [kernel[:-1] for kernel in kernels if kernel in depth_of]
+            if around:
+                found.setdefault(around[0], []).append(path)
+    return found
+
+
+def _with_factors(
+    layer: AttentionLayer,
+    beside: Mapping[paths.Path, Sequence[paths.Path]],
+    leaf_at: paths.LeafAt,
+) -> AttentionLayer:
+    """With the factors of LoRA that give outputs: `W + A B` scales as `W` and `B` do.
+
+    **Raises:** `ValueError` for leaves of which it is not known what they do.
+    """
+    depth, strays = len(paths.split(layer.path)), []
+    whole = layer
+    for role in ROLES:
+        # The kernel comes first; its bias is in the same module.
+        by_module = {layer.path_of(x)[:-1]: x for x in getattr(layer, role)[::-1]}
+        for module, leaf in by_module.items():
+            for path in beside.get(module, ()) if leaf.axis is not None else ():
+                pair = _factors(path, leaf_at)
+                if not pair or not _fit(leaf, layer.path_of(leaf), pair, leaf_at):
+                    strays.append(path)
+                elif path == pair[1]:
+                    factor = leaf._replace(path="/".join(path[depth:]))
+                    both = (*getattr(whole, role), factor)
+                    whole = whole._replace(**{role: both})
+    if strays:
+        raise ValueError(
+            f"QK-Clip cannot act on '{show_layer(layer)}': it does not know what "
+            f"{paths.show_all(dict.fromkeys(strays))} do to the logits, so scaling the "
+            "kernels may not be enough. It knows kernel, bias, and LoRA as lora_a "
+            "(..., rank) and lora_b (rank, outputs...) where a kernel has its outputs "
+            "last. Name all leaves that scale query and key by mc.HeadLeaf in an "
+            "mc.AttentionLayer, or use mc.muon without QK-Clip"
+        )
+    return whole
+
+
+def _factors(
+    path: paths.Path, leaf_at: paths.LeafAt
+) -> tuple[paths.Path, paths.Path] | None:
+    """The two factors of LoRA of which a leaf is one, inputs first."""
+    found = low_rank_partner(path)
+    if found is None or found[0] not in leaf_at:
+        return None
+    partner, is_first = found
+    return (path, partner) if is_first else (partner, path)
+
+
+def _fit(
+    leaf: HeadLeaf,
+    own: paths.Path,
+    pair: tuple[paths.Path, paths.Path],
+    leaf_at: paths.LeafAt,
+) -> bool:
+    """Whether two factors make a kernel like the one that they are next to.
+
+    **Raises:** `ValueError` where a mask hides one of them.
+    """
+    kernel, first, second = (leaf_at[path] for path in (own, *pair))
+    hidden = [path for path in (own, *pair) if paths.is_masked(leaf_at[path])]
+    if hidden:
+        if len(hidden) < 3:
+            raise ValueError(
+                f"the mask hides {paths.show_all(hidden)}, but QK-Clip scales a kernel "
+                f"and its LoRA factors, here {paths.show_all((own, *pair))}, together. "
+                "Put it behind the partition, where all are in sight: optax.chain("
+                "optax.partition(...), mc.qk_clip())"
+            )
+        return True
+    shape, rank = tuple(kernel.shape), len(kernel.shape)
+    sizes = leaf.ndim + max(len(leaf.split) - 1, 0)
+    outputs_last = leaf.split_axis == -1 and min(leaf.head_axes) > -sizes
+    at = rank + leaf.stack_of(rank).axis(-leaf.ndim, rank)
+    expected = (*shape[:at], *first.shape[-1:], *shape[at + 1 :])
+    return outputs_last and tuple(second.shape) == expected
 
 
 def _check_one_owner(layers: Sequence[AttentionLayer]) -> None:
@@ -215,7 +326,7 @@ def _flax_layers(
         for module in leaf_at.modules_with(("query", "kernel"))
         if _is_attention(module, leaf_at)
     ]
-    return with_stacks(layers, stacks)
+    return as_found(layers, stacks, leaf_at)
 
 
 def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:

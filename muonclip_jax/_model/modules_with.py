@@ -8,7 +8,7 @@ from .._parameters.attention_shapes import Neighbours, Projections
 from .._parameters.module_stacks import ModuleStacks
 from .._parameters.spelled import is_turned_by_bias
 from .._parameters.stack_axes import Shape, StackAxes
-from .attention_layers import AttentionLayer, checked, with_stacks
+from .attention_layers import as_found, AttentionLayer, checked
 from .head_leaf import HeadLeaf
 
 
@@ -106,7 +106,7 @@ def finder(
         neighbours = Neighbours(leaf_at, stacks.layer)
         found = [Module(path, leaf_at, stacks, neighbours) for path in modules]
         layers = [layer(module) for module in found]
-        return checked(with_stacks(layers, stacks), leaf_at)
+        return checked(as_found(layers, stacks, leaf_at), leaf_at)
 
     return find
 

@@ -1,15 +1,16 @@
 """Attention under the names in use, in whichever layout its shapes show."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._parameters import names, paths
 from .._parameters.attention_shapes import AttentionShapes
 from .._parameters.module_stacks import ModuleStacks
+from .._parameters.shapes_together import low_rank_partner
 from .._parameters.spelled import Spelled
 from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .._parameters.verdicts import spelled_leaves
-from .attention_layers import AttentionLayer, checked, with_stacks
+from .attention_layers import as_found, AttentionLayer, checked
 from .head_leaf import HeadLeaf
 from .modules_with import Finder
 
@@ -64,7 +65,7 @@ def named_attention(
                 "name in use (query, q, q_proj, query_proj, wq, q_einsum, ...); "
                 "describe it by mc.AttentionLayer with mc.HeadLeaf"
             )
-        return checked(with_stacks(layers, stacks), leaf_at)
+        return checked(as_found(layers, stacks, leaf_at), leaf_at)
 
     return find
 
@@ -92,6 +93,23 @@ def check_none_overlooked(
             "kernels have no axis of heads. To leave it unclipped, pass "
             "attention=mc.flax_attention_layers"
         )
+
+    alone = [path for path in leaf_at if _is_query_factor(path, known)]
+    if alone:
+        raise ValueError(
+            f"QK-Clip would not clip {paths.show_all(alone, at_most=3)}: it scales a "
+            "kernel and its LoRA factors together, and needs both in the params. Put "
+            "mc.qk_clip behind optax.partition, where all are in sight, or use "
+            "mc.muon. To leave it unclipped, pass attention=mc.flax_attention_layers"
+        )
+
+
+def _is_query_factor(path: paths.Path, known: Collection[paths.Path]) -> bool:
+    """Whether a leaf is a factor of LoRA for the query of a layer that is not known."""
+    return low_rank_partner(path) is not None and any(
+        names.projection(path[n]) == "query" and path[:n] not in known
+        for n in range(max(0, len(path) - 3), len(path) - 1)
+    )
 
 
 class _Leaves:

@@ -19,13 +19,22 @@ _INPUTS = {"q_einsum": 3, "k_einsum": 3, "kv_einsum": 4, "qkv_einsum": 4}
 
 def low_rank_sides(path: Path, shape_of: Callable[[Path], Shape]) -> Sides | None:
     """Inputs and outputs of a factor whose partner has the same rank at its end."""
+    found = low_rank_partner(path)
+    if found is None:
+        return None
+    partner, is_first = found
+    return _sides_of_factor(shape_of(path), shape_of(partner), is_first)
+
+
+def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
+    """The other factor by its name, and whether this is the one that takes inputs."""
     for depth in range(max(0, len(path) - 2), len(path)):
         found = re.fullmatch(r"(.*lora_?)([abAB])", path[depth])
         if found:
             beginning, letter = found.groups()
             other = chr(ord(letter) ^ 3)  # a for b, B for A
             partner = (*path[:depth], beginning + other, *path[depth + 1 :])
-            return _sides_of_factor(shape_of(path), shape_of(partner), letter in "aA")
+            return partner, letter in "aA"
     return None
 
 
