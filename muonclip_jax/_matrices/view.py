@@ -17,6 +17,8 @@ class MatrixView:
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     shape: tuple[int, ...]
+    # Whether it is known which of the two is the input.
+    is_directed: bool = dataclasses.field(default=True, compare=False)
 
     @property
     def count(self) -> int:

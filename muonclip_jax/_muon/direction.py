@@ -6,10 +6,10 @@ from typing import Any
 import optax
 
 from .._newton_schulz.solver import Solver
-from .leaves import Leaves
+from .leaves import check_directed, Leaves
 from .momentum import Momentum
 from .orthogonalize import orthogonalize
-from .shape_scale import scale_by_shape, ShapeScale
+from .shape_scale import depends_on_direction, scale_by_shape, ShapeScale
 
 
 def muon_direction(
@@ -20,6 +20,8 @@ def muon_direction(
     consistent_rms: ShapeScale,
 ) -> optax.GradientTransformationExtraArgs:
     """`scale_by_muon` for leaves that were read; those without a view pass."""
+    if depends_on_direction(consistent_rms):
+        check_directed(leaves)
 
     def init_fn(params: optax.Params) -> Any:
         return momentum.init(params, leaves)

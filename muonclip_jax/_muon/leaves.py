@@ -8,7 +8,7 @@ from .._layout.placement import Shardings
 from .._matrices.view import MatrixView
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
-from .._parameters.verdicts import are_output_heads
+from .._parameters.verdicts import are_output_heads, BEFORE_THE_MASK
 
 
 _NO_HEAD = (
@@ -66,8 +66,25 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
         if view is None and not paths.is_masked(leaf)
     ]
     if strays:
+        remedy = f"Wrap it as optax.masked(mc.{name}(), mc.matrix_mask)"
+        if any(map(paths.is_masked, leaves.tree.leaves)):
+            remedy = f"The mask may hide what tells: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(
-            f"{name} was handed leaves that hold no matrix: "
-            f"{paths.show_all(strays)}. Wrap it as optax.masked(mc.{name}(), "
-            "mc.matrix_mask), use mc.muon, or name their axes in dimension_numbers"
+            f"{name} was handed leaves that hold no matrix: {paths.show_all(strays)}. "
+            f"{remedy}, use mc.muon, or name their axes in dimension_numbers"
+        )
+
+
+def check_directed(leaves: Leaves) -> None:
+    """Raises for matrices of which it is not known which side is the input."""
+    strays = [
+        path
+        for path, view in zip(leaves.tree.paths, leaves.views, strict=True)
+        if view and not view.is_directed
+    ]
+    if strays:
+        raise ValueError(
+            "the mask hides the biases that tell which side is the input of "
+            f"{paths.show_all(strays, at_most=3)}, and this consistent_rms scales by "
+            f"it. Give {BEFORE_THE_MASK}, which is made of all params"
         )

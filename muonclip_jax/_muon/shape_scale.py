@@ -28,6 +28,11 @@ def check_shape_scale(consistent_rms: ShapeScale) -> None:
         )
 
 
+def depends_on_direction(consistent_rms: ShapeScale) -> bool:
+    """Whether a matrix and its transpose get two scales."""
+    return consistent_rms is None or isinstance(consistent_rms, str)
+
+
 def scale_by_shape(
     direction: jax.Array, view: MatrixView, consistent_rms: ShapeScale
 ) -> jax.Array:

@@ -1,5 +1,6 @@
 """Which leaves of a parameter tree are matrices, and along which axes."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 from .._matrices.view import matrix_view, MatrixView
 from . import paths
 from .broadcast import broadcast
-from .leaf_rules import Verdict
+from .leaf_rules import EitherWay, Verdict
 from .patterns import is_patterns
 from .stack_axes import IN_FRONT, StackAxes
 from .verdicts import find_verdicts
@@ -182,9 +183,11 @@ def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None
     if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
         return None
     try:
-        return matrix_view(tuple(leaf.shape), numbers)
+        view = matrix_view(tuple(leaf.shape), numbers)
     except ValueError as error:
         raise ValueError(
             f"dimension_numbers for '{paths.show(path)}' with shape "
             f"{tuple(leaf.shape)}: {error}"
         ) from None
+    is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
+    return dataclasses.replace(view, is_directed=is_directed)

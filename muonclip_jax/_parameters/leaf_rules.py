@@ -23,6 +23,10 @@ _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
 
 
+class EitherWay(MuonDimensionNumbers):
+    """Which side is the input is not known: a mask hides the bias that would tell."""
+
+
 class Verdict(NamedTuple):
     """What a leaf is: its dimension numbers, `None` for AdamW, and what says so."""
 
@@ -71,6 +75,8 @@ class LeafRules:
         **Raises:** `Ambiguous`.
         """
         leaf = self._leaves[own]
+        if not self._is_whole and own[-1:] == ("weight",) and len(leaf.shape) > 2:
+            raise Ambiguous(self._guess(leaf))
         for rule in self._rules:
             found = rule(own, leaf)
             if found is not None:
@@ -91,7 +97,7 @@ class LeafRules:
 
     def _of_table(self, own: Path, leaf: Spelled) -> Verdict | None:
         is_kernel = leaf.path[-1:] == ("kernel",)
-        is_layer = is_kernel and bool(self._bias(leaf))
+        is_layer = is_kernel and self._has_bias(leaf)
         if names.is_embedding(own) and not is_layer:
             return Verdict(None, "embedding")
         if own and names.words(own[-1])[-1:] == ("log",):
@@ -122,8 +128,13 @@ class LeafRules:
         module = "".join(leaf.path[-2:-1])
         # The number of a layer says nothing, and a gain over two axes may be one, too.
         is_named = module not in _UNSURE and not module.isdigit() and bool(module)
-        is_sure = leaf.path[-1:] == ("kernel",) and (is_named or bool(self._bias(leaf)))
-        return self._matrix(leaf, ((-2,), (-1,)), why, is_sure)
+        is_sure = leaf.path[-1:] == ("kernel",) and (is_named or self._has_bias(leaf))
+        found = self._matrix(leaf, ((-2,), (-1,)), why, is_sure)
+        # Biases tell which way round weights are, those of others, too.
+        is_told = self._is_whole or not (
+            own[-1:] == ("weight",) or self._hides_bias(leaf)
+        )
+        return found if is_told else found._replace(numbers=EitherWay(*found.numbers))
 
     def _of_shapes_together(self, own: Path, leaf: Spelled) -> Verdict | None:
         sides = low_rank_sides(leaf.path, self._shape_of)
@@ -136,6 +147,10 @@ class LeafRules:
         if leaf.path[-1:] != ("kernel",) or len(leaf.path) < 2:
             return None
         module, name = leaf.path[:-2], leaf.path[-2]
+        may_be_stack = name in PROJECTIONS and len(leaf.shape) > 3
+        is_told = self._is_whole or self._shape_of((*module, "out", "kernel"))
+        if may_be_stack and not is_told:  # where, norms would show
+            raise Ambiguous(self._guess(leaf))
         try:
             sides = self._attention.sides(module, name, leaf.shape)
         except OpenHeads:
@@ -187,8 +202,9 @@ class LeafRules:
         if not module and rank != 3:
             return None
         last = tuple(name for name in module if not name.isdigit())[-1:]
-        # A hidden bias could have told scanned convolutions from those in 3D.
-        told = rank < 5 or (*module, "bias") not in self._shapes
+        # A hidden bias could have told scanned convolutions from those of more axes.
+        is_square = rank == 4 and leaf.shape[0] == leaf.shape[1]
+        told = rank < 4 or is_square or not self._hides_bias(leaf)
         if names.has_word(last, "conv") and told:
             inputs = tuple(range(-rank, -1))
             return self._matrix(leaf, (inputs, (-1,)), "convolution")
@@ -205,6 +221,13 @@ class LeafRules:
             return "one layer"
         if not module:
             return "stack, by rank"
+        beside = self._kernels_below[module[:-1]]
+        turned = (*stack, *leaf.shape[:-3:-1])
+        is_other = self._is_whole or turned != leaf.shape
+        if turned in beside and len(beside) > 1 and is_other:
+            return "stack, as beside"
+        if not self._is_whole:  # norms may show the stack elsewhere, a bias none
+            return ""
         for depth, name in enumerate(module, start=1):
             # A query here was found to have no heads.
             is_own = depth == len(module) and name in PROJECTIONS
@@ -215,11 +238,7 @@ class LeafRules:
                 is_told = len(below) > 1 or not names.has_word((name,), *_GENERAL)
                 if is_told and not is_container and {x[0] for x in below} == {stack[0]}:
                     return "stack, by name"
-        beside = self._kernels_below[module[:-1]]
         first = {x[0] for x in beside if len(x) > 2}
-        turned = (*stack, *leaf.shape[:-3:-1])
-        if turned in beside and len(beside) > 1:
-            return "stack, as beside"
         # Flax's Dense has two axes; what else has three is known by name or shape.
         # In a stack those beside it would have three, too.
         is_plain = own[-1:] == ("kernel",) and {len(x) for x in beside} == {3}
@@ -246,6 +265,13 @@ class LeafRules:
 
     def _bias(self, leaf: Spelled) -> Shape:
         return self._shape_of((*leaf.path[:-1], "bias"))
+
+    def _has_bias(self, leaf: Spelled) -> bool:
+        return (*leaf.path[:-1], "bias") in self._shapes
+
+    def _hides_bias(self, leaf: Spelled) -> bool:
+        """Whether a mask hides the bias, which could have told."""
+        return self._has_bias(leaf) and not self._bias(leaf)
 
     def _shape_of(self, path: Path) -> Shape:
         return self._shapes.get(path, ())

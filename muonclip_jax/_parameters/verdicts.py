@@ -13,6 +13,10 @@ from .spelled import spell, Spelled
 from .stack_axes import IN_FRONT, StackAxes
 
 
+#: What to say to a transformation that sees but a part of the params.
+BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
+
+
 def find_verdicts(
     tree: paths.PathedTree,
     *,
@@ -107,11 +111,17 @@ def _message(
         for i, verdict in found.items()
         if not verdict.is_sure
     ]
+    is_masked = any(map(paths.is_masked, tree.leaves))
+    mask = [
+        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
+        "Or say it here:"
+    ]
     aside = ["Decided with little evidence:", *_indented(unsure)] if unsure else []
     return "\n".join(
         [
             "cannot tell which axes of these leaves form matrices:",
             *_indented(listing),
+            *(mask if is_masked else []),
             "Say it by dimension_numbers. This mapping is a guess to check: reduction "
             "axes, then output axes; all other axes are a stack of matrices; None is "
             "AdamW. Leaves that no pattern matches are found as before:",

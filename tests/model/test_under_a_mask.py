@@ -1,0 +1,191 @@
+"""A transformation under `optax.masked` reads the same axes as `mc.muon`, or asks."""
+
+import fnmatch
+import operator
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import normal
+from optax.contrib import MuonDimensionNumbers
+from trees_of_others import build, read_models
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+def arrays(shapes):
+    return jax.tree.map(
+        lambda shape: normal(shape, *shape),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def layer(*kernel, bias=None):
+    return {"kernel": kernel, "bias": bias or kernel[-1:]}
+
+
+MODELS = {
+    "turned kernels": {
+        "h": {
+            "0": {
+                "ln_1": {"scale": (12,), "bias": (12,)},
+                "c_attn": layer(36, 12, bias=(36,)),
+                "c_fc": layer(40, 12, bias=(40,)),
+                "c_proj": layer(12, 40, bias=(12,)),
+            }
+        },
+        "wte": {"embedding": (50, 12)},
+    },
+    "kernels of Flax": {"up": layer(12, 40), "down": layer(40, 12)},
+    "patches": {
+        "embedding": layer(4, 4, 3, 24),
+        "up": layer(24, 48),
+        "down": layer(48, 24),
+    },
+    "heads": {
+        "to_heads": layer(9, 4, 6, bias=(4, 6)),
+        "merge": layer(4, 6, 9, bias=(9,)),
+    },
+    "scanned windows": {"conv": layer(5, 3, 8, 8, bias=(5, 8)), "up": layer(8, 20)},
+    "layers at axis 1": {
+        "layers": {
+            "norm": {"scale": (8, 3)},
+            "mlp": {"wi": {"kernel": (8, 3, 8)}, "wo": {"kernel": (8, 3, 8)}},
+        }
+    },
+    "Equinox": {
+        "conv": {"weight": (8, 4, 3, 3), "bias": (8, 1, 1)},
+        "up": {"weight": (40, 12), "bias": (40,)},
+        "down": {"weight": (12, 40), "bias": (12,)},
+    },
+}  # fmt: skip
+PARAMS = {name: arrays(shapes) for name, shapes in MODELS.items()}
+SCALES = [0.2, None, "mup"]
+
+
+def one_step(tx, params):
+    updates, _ = tx.update(params, tx.init(params), params)
+    return updates
+
+
+def chain(scale_by_muon):
+    others = optax.masked(
+        optax.scale_by_adam(b2=0.95),
+        lambda p: jax.tree.map(operator.not_, mc.matrix_mask(p)),
+    )
+    return optax.chain(
+        optax.masked(scale_by_muon, mc.matrix_mask),
+        others,
+        optax.scale_by_learning_rate(1.0),
+    )
+
+
+@pytest.mark.parametrize("rms", SCALES)
+@pytest.mark.parametrize("name", PARAMS)
+def test_as_muon_does_or_an_error_whose_advice_works(name, rms):
+    params = PARAMS[name]
+    expected = one_step(mc.muon(1.0, consistent_rms=rms, weight_decay=0.0), params)
+    try:
+        found = one_step(chain(mc.scale_by_muon(consistent_rms=rms)), params)
+    except ValueError as error:
+        advice = "dimension_numbers=mc.flax_dimension_numbers(params)"
+        assert "mask hides" in str(error) and advice in str(error)
+        numbers = mc.flax_dimension_numbers(params)
+        told = mc.scale_by_muon(consistent_rms=rms, dimension_numbers=numbers)
+        found = one_step(chain(told), params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("name", ["turned kernels", "kernels of Flax"])
+def test_which_side_is_the_input_matters_to_two_scales_alone(name):
+    """Nothing in sight tells the two models apart, whose updates differ."""
+    mask = optax.masked(mc.scale_by_muon(), mc.matrix_mask)
+    mask.init(PARAMS[name])
+    for rms in (None, "mup"):
+        tx = mc.scale_by_muon(consistent_rms=rms)
+        with pytest.raises(ValueError, match="which side is the input of"):
+            optax.masked(tx, mc.matrix_mask).init(PARAMS[name])
+    square = {"a": arrays(layer(8, 8))}
+    tx = mc.scale_by_muon(consistent_rms=None)
+    optax.masked(tx, mc.matrix_mask).init(square)
+
+
+def test_frozen_biases_hide_them_from_muon():
+    params = PARAMS["turned kernels"]
+    labels = jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if "bias" in jax.tree_util.keystr(path) else "trained",
+        params,
+    )
+
+    def tx(**options):
+        muon = mc.muon(1.0, consistent_rms="mup", **options)
+        return optax.partition({"trained": muon, "frozen": optax.set_to_zero()}, labels)
+
+    with pytest.raises(ValueError, match=r"dimension_numbers=mc\.flax_dim"):
+        tx().init(params)
+    told = tx(dimension_numbers=mc.flax_dimension_numbers(params))
+    one_step(told, params)
+
+
+def sides(numbers, shape):
+    """The axes of a matrix that are not of size 1, in either order."""
+    both = ([axes] if isinstance(axes, int) else axes for axes in numbers)
+    return {
+        frozenset(axis % len(shape) for axis in axes if shape[axis] != 1)
+        for axes in both
+    }
+
+
+def rules_in(message):
+    code = message[message.index("from optax") : message.index("}") + 1]
+    names = {}
+    exec(code, names)
+    return names["dimension_numbers"]
+
+
+@pytest.mark.parametrize("model", read_models(), ids=lambda model: model["model"])
+def test_models_of_others_are_read_as_whole_or_asked_about(model):
+    params = build(model["leaves"])
+    try:
+        whole, rules = mc.flax_dimension_numbers(params), None
+    except ValueError as error:
+        rules = rules_in(str(error))
+        whole = mc.flax_dimension_numbers(params, dimension_numbers=rules)
+
+    def is_numbers(x):
+        return x is None or isinstance(x, MuonDimensionNumbers | optax.MaskedNode)
+
+    masked = jax.tree.map(
+        lambda n, p: optax.MaskedNode() if n is None else p,
+        whole,
+        params,
+        is_leaf=is_numbers,
+    )
+    asked = {}
+    try:
+        found = mc.flax_dimension_numbers(masked, dimension_numbers=rules)
+    except ValueError as error:
+        assert "mask hides" in str(error)
+        asked = rules_in(str(error))
+        found = mc.flax_dimension_numbers(
+            masked, dimension_numbers=asked | (rules or {})
+        )
+
+    def check(path, numbers, leaf, expected):
+        name = "/".join(key.key for key in path)
+        if isinstance(leaf, optax.MaskedNode) or any(
+            name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in asked
+        ):
+            return
+        assert sides(numbers, leaf.shape) == sides(expected, leaf.shape), name
+
+    jax.tree_util.tree_map_with_path(check, found, masked, whole, is_leaf=is_numbers)
