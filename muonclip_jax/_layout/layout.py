@@ -17,7 +17,8 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._jax_versions import is_checked, manual_axes
-from .._parameters.paths import flatten, is_masked, Path, PathedTree, show
+from .._parameters import paths
+from .._parameters.paths import is_masked, Path, PathedTree, show
 from .placement import (
     check_spec,
     find_placement,
@@ -111,20 +112,19 @@ def read_layout(
     **Raises:** `ValueError`, naming the path, for shardings that are none, that do not
     fit, or whose axes the mesh lacks; for an `axis_name` that is no axis here.
     """
-    tree = flatten(params)
+    tree = paths.flatten(params)
     manual = _mapped_axes()
     given = given_shardings(shardings, tree, of_blocks=bool(manual))
     cuts = (PartitionSpec(),) * len(given)
     if manual:
         entries = zip(tree.paths, tree.leaves, given, strict=True)
         cuts = tuple(_cut(*entry, manual) for entry in entries)
-    whole = map(whole_shape, tree.leaves, cuts)
-    leaves = [
-        leaf if is_masked(leaf) or not cut_axes(cut) else _like(leaf, shape)
-        for leaf, cut, shape in zip(tree.leaves, cuts, whole, strict=True)
-    ]
+    whole = tuple(
+        _whole(leaf, cut) if cut_axes(cut) else leaf
+        for leaf, cut in zip(tree.leaves, cuts, strict=True)
+    )
     return Layout(
-        tree, tree._replace(leaves=tuple(leaves)), tuple(given), cuts, axes(axis_name)
+        tree, tree._replace(leaves=whole), tuple(given), cuts, axes(axis_name)
     )
 
 
@@ -220,17 +220,12 @@ def on_whole_blocks(
     return [own_block(*pair) for pair in zip(results, cuts, strict=True)]
 
 
-def whole_shape(leaf: Any, cut: PartitionSpec) -> tuple[int, ...]:
-    """The shape of the leaf of which this is a block; `()` for one that is hidden."""
-    if is_masked(leaf):
-        return ()
+def _whole(block: Any, cut: PartitionSpec) -> jax.ShapeDtypeStruct:
+    """The leaf of which this is a block."""
     counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in cut]
-    counts += [1] * (len(leaf.shape) - len(counts))
-    return tuple(map(math.prod, zip(leaf.shape, counts, strict=True)))
-
-
-def _like(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    counts += [1] * (len(block.shape) - len(counts))
+    shape = tuple(map(math.prod, zip(block.shape, counts, strict=True)))
+    return jax.ShapeDtypeStruct(shape, block.dtype)
 
 
 def _mapped_axes() -> frozenset[str]:

@@ -134,7 +134,9 @@ class LeafRules:
         is_told = self._is_whole or not (
             own[-1:] == ("weight",) or self._hides_bias(leaf)
         )
-        return found if is_told else found._replace(numbers=EitherWay(*found.numbers))
+        if is_told or found.numbers is None:
+            return found
+        return found._replace(numbers=EitherWay(*found.numbers))
 
     def _of_shapes_together(self, own: Path, leaf: Spelled) -> Verdict | None:
         sides = low_rank_sides(leaf.path, self._shape_of)
