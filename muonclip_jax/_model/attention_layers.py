@@ -85,7 +85,8 @@ def flax_attention_layers(
 
     **Raises:** `ValueError`, naming the layers, where query and key are normalised
     after their projection (`normalize_qk=True`): scaling the weights does nothing
-    there.
+    there. So too for projections with leaves besides kernel, bias and the factors of
+    LoRA.
 
     !!! example
 

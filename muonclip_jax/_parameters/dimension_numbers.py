@@ -37,7 +37,7 @@ def flax_dimension_numbers(
     - attention's query, key or value is `(in -> heads, head_dim)`, its output
         `(heads, head_dim -> out)`, under the names in use (`query`, `q_proj`, `wq`,
         Gemma's `q_einsum`), if the shapes fit together;
-    - `Conv` is `(*window, in -> out)`;
+    - `Conv` is `(*window, in -> out)`; a depthwise one is no matrix;
     - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
 
     A stack of layers is an axis that all leaves of a module share, its norms among

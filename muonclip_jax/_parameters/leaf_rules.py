@@ -102,7 +102,8 @@ class LeafRules:
             return Verdict(None, "embedding")
         if own and names.words(own[-1])[-1:] == ("log",):
             return Verdict(None, "logarithms")
-        is_row = sum(size != 1 for size in leaf.shape) == 1
+        # Of two axes it may be the block of a matrix that `shard_map` cuts.
+        is_row = len(leaf.shape) > 2 and sum(size != 1 for size in leaf.shape) == 1
         if is_row and not is_kernel:
             return Verdict(None, "vector")
         if names.is_position_or_token(own) and not is_layer:
@@ -129,14 +130,12 @@ class LeafRules:
         # The number of a layer says nothing, and a gain over two axes may be one, too.
         is_named = module not in _UNSURE and not module.isdigit() and bool(module)
         is_sure = leaf.path[-1:] == ("kernel",) and (is_named or self._has_bias(leaf))
-        found = self._matrix(leaf, ((-2,), (-1,)), why, is_sure)
+        found = leaf.numbers((-2,), (-1,))
         # Biases tell which way round weights are, those of others, too.
         is_told = self._is_whole or not (
             own[-1:] == ("weight",) or self._hides_bias(leaf)
         )
-        if is_told or found.numbers is None:
-            return found
-        return found._replace(numbers=EitherWay(*found.numbers))
+        return Verdict(found if is_told else EitherWay(*found), why, is_sure)
 
     def _of_shapes_together(self, own: Path, leaf: Spelled) -> Verdict | None:
         sides = low_rank_sides(leaf.path, self._shape_of)

@@ -48,8 +48,7 @@ class _Heads:
         self._taken = self._sizes_taken()
 
     def found(self) -> dict[Path, str]:
-        named = self._last_of_named() | self.named()
-        return self._dead_ends() | (named or self._with_vocabulary())
+        return self._dead_ends() | (self.named() or self._with_vocabulary())
 
     def named(self) -> dict[Path, str]:
         """Those whose module is called a head."""
@@ -58,19 +57,6 @@ class _Heads:
             for own, leaf in self._kernels.items()
             if names.is_head(leaf.path[-2])
         }
-
-    def _last_of_named(self) -> dict[Path, str]:
-        """Those that come last in a module that is called a head."""
-        sizes = {table.shape[0] for table in self._tables}
-        last: dict[Path, Path] = {}
-        for own, leaf in self._kernels.items():
-            for depth in range(1, len(leaf.path) - 2):
-                if names.is_head(leaf.path[depth - 1]):
-                    module = leaf.path[:depth]
-                    last[module] = max(last.get(module, own), own, key=_in_order)
-        outputs = {own: self._kernels[own].shape[1] for own in last.values()}
-        fits = (own for own, n in outputs.items() if n in sizes or n not in self._taken)
-        return dict.fromkeys(fits, "last of a module named so")
 
     def _with_vocabulary(self) -> dict[Path, str]:
         """Those with as many outputs as there are tokens, which no layer takes."""

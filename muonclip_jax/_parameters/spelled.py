@@ -147,8 +147,6 @@ class _Order:
         gains = [layers[own] for own, path in written.items() if _is_gain(path)]
         self._features = max(gains, key=gains.count, default=())
         votes = [is_turned_by_bias(x, self._bias(path)) for path, x in weights]
-        if not any(vote is not None for vote in votes):
-            votes = [self._by_width(path, x) for path, x in weights]
         told = [vote for vote in votes if vote is not None]
         # What is called a weight has its outputs first in Equinox and Haliax.
         self._weights_turned = sum(told) * 2 >= len(told)
