@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._model.statistics import largest
 from .arguments import broadcasting, fitting
 from .mesh_axes import layout_of, on_automatic_axes
 from .windows import make_window
@@ -93,10 +94,10 @@ def _attend(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
             query, key, value, bias, mask, return_residual=True, **options
         )
     rounding = float(jnp.finfo(log_sum_exp.dtype).eps) / 2
-    largest = jnp.max(log_sum_exp.astype(jnp.float32), (0, 1), initial=-jnp.inf)
-    margin = jnp.where(jnp.isinf(largest), 0, rounding * jnp.abs(largest))
+    bound = largest(log_sum_exp.astype(jnp.float32), (0, 1))
+    margin = jnp.where(jnp.isinf(bound), 0, rounding * jnp.abs(bound))
     return output.reshape(*batch, *output.shape[1:]), jax.lax.stop_gradient(
-        largest + margin
+        bound + margin
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax_versions import manual_axes
+from .._model.statistics import largest
 from .arguments import fitting, scalar, segments
 from .windows import make_window, positive_number
 
@@ -87,8 +88,10 @@ def splash_attention(
         arguments.append(_segments(ids, query.shape[:-3]))
     output, residuals = jax.vmap(kernel)(*arguments)
     seen = jnp.asarray(band.rows_that_see(query.shape[-3]))
-    largest = _statistic(residuals["max_logits"], seen)
-    return _from_kernel(output, seen, query.shape[:-1]), largest
+    # A maximum may lose a NaN, but the sum does not.
+    is_nan = jnp.isnan(residuals["logsumexp"])
+    maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
+    return _from_kernel(output, seen, query.shape[:-1]), _statistic(maxima, seen)
 
 
 def _check(*arrays: jax.Array) -> None:
@@ -121,14 +124,15 @@ def _make_kernel(band: "_Band", block_size: int, config: dict[str, Any]) -> Any:
 
 def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:
     """From `(batch, heads, padded length)` to `(heads,)`."""
-    largest = row_maxima[..., : seen.size]
-    largest = jnp.where(seen & (largest > _NOTHING), largest, -jnp.inf)
-    return jax.lax.stop_gradient(jnp.max(largest, axis=(0, 2)))
+    maxima = row_maxima[..., : seen.size]
+    is_hidden = ~seen[None, None] | (maxima <= _NOTHING)
+    maxima = jnp.where(is_hidden, -jnp.inf, maxima)
+    return jax.lax.stop_gradient(largest(maxima, (0, 2)))
 
 
 def _from_kernel(x: jax.Array, seen: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     x = jnp.swapaxes(x[:, :, : seen.size], 1, 2)
-    return jnp.where(seen[:, None, None], x, 0).reshape(*shape, x.shape[-1])
+    return jnp.where(seen[None, :, None, None], x, 0).reshape(*shape, x.shape[-1])
 
 
 def _segments(ids: Sequence[jax.Array], batch: tuple[int, ...]) -> Any:

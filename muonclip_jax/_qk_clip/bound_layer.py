@@ -9,7 +9,7 @@ import numpy as np
 
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
-from .._model.statistics import STATISTIC
+from .._model.statistics import largest, STATISTIC
 from .._parameters.paths import Path, show, show_module, split
 
 
@@ -51,7 +51,7 @@ class BoundLayer:
                 f"shape {statistic.shape}, which does not fit the heads of "
                 f"{self._leaves()}; expected is {expected}, (*stack, heads)"
             )
-        return statistic.max(-1, keepdims=True) if self._shared else statistic
+        return largest(statistic, -1)[..., None] if self._shared else statistic
 
     def scales(
         self, by_query: jax.Array, by_key: jax.Array, by_both: jax.Array
