@@ -104,7 +104,7 @@ def _of_length(name: str, x: Any, rows: tuple[int, ...], shape: tuple[int, ...])
             f"{name} {x.shape} do not broadcast to {rows}, as the logits {shape} "
             "(batch..., heads, length, key_length) need them"
         )
-    return jnp.broadcast_to(x, (*x.shape[:-1], rows[-1]))
+    return jnp.broadcast_to(x, rows)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

@@ -144,6 +144,7 @@ def _for_linen(
         key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
     if is_causal:
         causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+        causal = causal[(None,) * (query.ndim - causal.ndim)]
         mask = causal if mask is None else jnp.logical_and(mask, causal)
     return key, value, mask
 

@@ -206,7 +206,8 @@ def _gradient(
         # The last block is moved in, onto queries that are done: no weight for them.
         start, length = i * blocks.size, mean.shape[-2]
         positions = cut(inputs.query_positions, start, length, blocks.size, axis=-1)
-        logs = jnp.where(positions < start, jnp.inf, row.log_total)
+        is_done = jnp.broadcast_to(positions < start, row.log_total.shape)
+        logs = jnp.where(is_done, jnp.inf, row.log_total)
         row = row._replace(log_total=logs)
 
         def fold(j: jax.Array, grads):

@@ -85,7 +85,7 @@ def splash_attention(
     scaled = (query.astype(jnp.float32) * factor).astype(query.dtype)
     arguments = [_to_kernel(x) for x in (scaled, key, value)]
     if ids[0] is not None:
-        arguments.append(_segments(ids, query.shape[:-3]))
+        arguments.append(_segments(ids))
     output, residuals = jax.vmap(kernel)(*arguments)
     seen = jnp.asarray(band.rows_that_see(query.shape[-3]))
     # A maximum may lose a NaN, but the sum does not.
@@ -135,9 +135,8 @@ def _from_kernel(x: jax.Array, seen: jax.Array, shape: tuple[int, ...]) -> jax.A
     return jnp.where(seen[None, :, None, None], x, 0).reshape(*shape, x.shape[-1])
 
 
-def _segments(ids: Sequence[jax.Array], batch: tuple[int, ...]) -> Any:
-    rows = [jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in ids]
-    return _tokamax().SegmentIds(*(_pad(x.reshape(-1, x.shape[-1]), -1) for x in rows))
+def _segments(ids: Sequence[jax.Array]) -> Any:
+    return _tokamax().SegmentIds(*(_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids))
 
 
 def _tokamax() -> Any:

@@ -95,9 +95,11 @@ def multi_steps(
         heads = Heads(paths.flatten(params), attention)
         logits = heads.read(attention_stats, axis_name)
         row = HeadRow(jnp.maximum(state.running, logits), heads.shapes, MappedAxes())
-        updates, after = steps.update(
-            updates, state.steps, params, attention_stats=row, **extra_args
-        )
+        # optax divides by an integer, so strict promotion would refuse it.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, after = steps.update(
+                updates, state.steps, params, attention_stats=row, **extra_args
+            )
         # Else a checkpoint between micro-batches would keep one replica's alone.
         running = maximum_over(row.logits, row.axes)
         real = after.gradient_step != state.steps.gradient_step

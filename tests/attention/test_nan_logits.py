@@ -50,7 +50,9 @@ def test_a_nan_of_one_head_reaches_its_statistic_alone(route, length, jit):
 @pytest.mark.parametrize("route, length", CASES)
 def test_a_nan_that_the_mask_hides_is_none(route, length):
     query, key = qk(length)
-    find = jax.jit(functools.partial(ROUTES[route], is_causal=True, local_window_size=1))
+    find = jax.jit(
+        functools.partial(ROUTES[route], is_causal=True, local_window_size=1)
+    )
     # No query sees its key but the last one, of which the mask hides the batch.
     broken = key.at[1, length - 1, 2].set(jnp.nan)
     ids = jnp.ones((2, length), jnp.int32).at[1, length - 1].set(2)
