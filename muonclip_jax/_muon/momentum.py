@@ -23,9 +23,8 @@ from .state import StatePart, zero_parts, zeros_like
 class ScaleByMuonState(NamedTuple):
     """State of [`scale_by_muon`][]: nothing but the momentum.
 
-    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, but in float16 the
-        average `(1 - beta)*M`, which cannot overflow and has the same direction; in
-        8 bits, int8 codes.
+    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
+        which no `beta` up to 0.96 makes overflow; in 8 bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
 
     !!! example
@@ -38,6 +37,13 @@ class ScaleByMuonState(NamedTuple):
 
     mu: optax.Updates
     scales: dict[str, eight_bits.Scales] | None = None
+
+
+#: What momentum is stored as a multiple of in float16, which ends at 65,504: gradients
+#: of size g add up to at most g / (1 - beta), 20 g with the usual 0.95. So momentum is
+#: finite where gradients in float16 are for every beta up to 1 - 1/32. The least power
+#: of two that is enough, since below 6e-5 float16 rounds to multiples of 6e-8.
+FLOAT16_UNIT = 32
 
 
 class Momentum(NamedTuple):
@@ -178,8 +184,7 @@ def _accumulate(
     wide = np.promote_types(np.promote_types(dtype, jnp.float32), gradient.dtype)
     beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
     if dtype == jnp.float16:
-        # A sum of what fits into float16 need not fit; an average does.
-        gradient = (1 - beta) * gradient
+        gradient = gradient / FLOAT16_UNIT
     kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)
