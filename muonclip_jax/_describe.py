@@ -59,6 +59,8 @@ def describe(
         orthogonalized together:
         2 x 16 x 16 float32 from 2 leaves
     """
+    if params is None:
+        raise ValueError("describe needs the params, got None")
     tree = paths.flatten(params)
     told = muon_per_head(per_head, attention, dimension_numbers)
     verdicts = resolve_verdicts(tree=tree, **told)

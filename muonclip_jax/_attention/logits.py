@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._options import whole_number
 from .block_products import product
-from .windows import make_window, positive_number, Window
+from .windows import make_window, Window
 
 
 class LogitInputs(NamedTuple):
@@ -101,7 +102,7 @@ class Blocks(NamedTuple):
 
 def make_blocks(is_causal: bool, local_window_size: Any, size: Any) -> Blocks:
     window = make_window(is_causal, local_window_size)
-    return Blocks(window, positive_number("block_size", size))
+    return Blocks(window, whole_number("block_size", size, 1))
 
 
 def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:

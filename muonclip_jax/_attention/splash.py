@@ -10,8 +10,9 @@ import numpy as np
 
 from .._jax_versions import manual_axes
 from .._model.statistics import largest
+from .._options import whole_number
 from .arguments import fitting, scalar, segments
-from .windows import make_window, positive_number
+from .windows import make_window
 
 
 _LANES = 128
@@ -76,7 +77,7 @@ def splash_attention(
     query, key, value = arrays
     _check(*arrays)
     window = make_window(is_causal, local_window_size)
-    block_size = positive_number("block_size", block_size)
+    block_size = whole_number("block_size", block_size, 1)
     ids = segments(query_segment_ids, key_segment_ids, shape)
     shape = _padded(query.shape[-3]), _padded(key.shape[-3])
     band = _Band(shape, key.shape[-3], *window)

@@ -1,9 +1,11 @@
 """Which leaves carry the heads of which attention layer."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from .._options import shown
 from .._parameters import paths
 from .._parameters.attention_shapes import AttentionShapes
 from .._parameters.module_stacks import ModuleStacks
@@ -108,8 +110,40 @@ def resolve_attention(
         attention = _flax_layers(tree)
     if isinstance(attention, AttentionLayer):
         attention = [attention]
-    layers = list(attention(tree.whole()) if callable(attention) else attention)
-    return checked(layers, tree.by_path())
+    found: Any = attention
+    if callable(attention):
+        try:
+            inspect.signature(attention).bind(tree.whole())
+        except TypeError as error:
+            raise ValueError(f"{_WHAT_ATTENTION_IS}: {error}") from None
+        found = attention(tree.whole())
+    return checked(_as_layers(found), tree.by_path())
+
+
+_WHAT_ATTENTION_IS = (
+    "attention= must be a sequence of mc.AttentionLayer, or a function from params to "
+    "one, such as a preset that is called: mc.named_attention()"
+)
+
+
+def _as_layers(found: Any) -> list[AttentionLayer]:
+    """A list of layers whose roles are tuples of leaves; `ValueError` if it is none."""
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise ValueError(f"{_WHAT_ATTENTION_IS}; got {shown(found)}")
+    for layer in found:
+        if not isinstance(layer, AttentionLayer):
+            raise ValueError(f"{_WHAT_ATTENTION_IS}; got a sequence with {layer!r}")
+        for role in ROLES:
+            leaves = getattr(layer, role)
+            is_leaf = isinstance(leaves, HeadLeaf)
+            is_tuple = isinstance(leaves, tuple) and not is_leaf
+            if not is_tuple or not all(isinstance(x, HeadLeaf) for x in leaves):
+                raise ValueError(
+                    f"{role} of attention layer '{show_layer(layer)}' must be a tuple "
+                    f"of mc.HeadLeaf, such as (mc.HeadLeaf('query/kernel', 3),); got "
+                    f"{leaves!r}"
+                )
+    return list(found)
 
 
 def checked(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._options import array
 from .._parameters import names, paths
 
 
@@ -34,7 +35,10 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
         module = _module_of(path)
         if module is None or paths.is_masked(leaf):
             continue
-        leaf = jax.lax.stop_gradient(jnp.asarray(leaf, jnp.float32))
+        leaf = array(f"the statistics '{paths.show(path)}'", leaf)
+        if jnp.iscomplexobj(leaf):
+            raise ValueError(f"the statistics '{paths.show(path)}' are complex")
+        leaf = jax.lax.stop_gradient(leaf.astype(jnp.float32))
         if not leaf.ndim:
             raise ValueError(
                 f"the statistics '{paths.show(path)}' are a scalar; expected an "

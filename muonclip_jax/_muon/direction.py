@@ -8,8 +8,8 @@ import optax
 from .._mesh.replicas import Axes, check_same_on_replicas
 from .._mesh.unknown import warn_of_unknown
 from .._newton_schulz.solver import Solver
-from .leaves import Leaves
-from .momentum import Momentum
+from .leaves import Leaves, NO_STATE
+from .momentum import Momentum, ScaleByMuonState
 from .orthogonalize import orthogonalize
 from .shape_scale import scale_by_shape, ShapeScale
 
@@ -29,6 +29,9 @@ def muon_direction(
 
     def update_fn(updates, state: Any, params=None, **extra_args) -> tuple[Any, Any]:
         del params, extra_args
+        if not isinstance(state, ScaleByMuonState):
+            raise ValueError(NO_STATE.format("scale_by_muon"))
+        leaves.check_like("state", state.mu)
         tree, views, *_ = leaves
         gradients = tree.of(updates)
         # A leaf without entries has nothing to orthogonalize and no scale.

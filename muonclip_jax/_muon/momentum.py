@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from .._matrices.view import MatrixView
 from .._mesh.cuts import cut_axes
+from .._options import flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
 from .leaves import Leaves
@@ -46,6 +46,12 @@ class ScaleByMuonState(NamedTuple):
 FLOAT16_UNIT = 32
 
 
+_NO_FLOATS = (
+    "no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep what is "
+    "not trained out of the params"
+)
+
+
 class Momentum(NamedTuple):
     """How momentum is kept: an init/update pair, where the update returns leaves."""
 
@@ -57,23 +63,14 @@ class Momentum(NamedTuple):
 def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
     """Momentum of a dtype, the params' if it is `None`.
 
-    **Raises:** `ValueError` for one that is neither a float nor int8, and for a beta
-    outside [0, 1].
+    **Raises:** `ValueError` for one that is neither a float nor int8, for a beta
+    outside [0, 1], and for a `nesterov` that is no bool.
     """
-    check_decay("beta", beta)
-    if is_8_bits(dtype):
+    number("beta", beta, SHARE)
+    nesterov = flag("nesterov", nesterov)
+    if is_8_bits(float_dtype("mu_dtype", dtype, also="int8")):
         return _in_8_bits(beta, nesterov)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"mu_dtype must be a float dtype, 'int8' or None, got {dtype!r}"
-        )
     return _in_floats(dtype, beta, nesterov)
-
-
-def check_decay(name: str, decay: ArrayLike) -> None:
-    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
-    if not isinstance(decay, Tracer) and not 0 <= np.asarray(decay) <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {decay}")
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
@@ -82,6 +79,8 @@ def is_8_bits(dtype: DTypeLike | None) -> bool:
 
 def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        if dtype is None:
+            _check_each(is_float, params, leaves, _NO_FLOATS)
         (mu,) = zeros_like(params, leaves, dtype)
         return ScaleByMuonState(mu)
 
@@ -101,7 +100,7 @@ def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mome
 
 def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        _check_real(params, leaves)
+        _check_each(_is_real, params, leaves, "complex; use mu_dtype=None")
         _check_whole(leaves)
         (mu,) = zeros_like(params, leaves, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
@@ -140,18 +139,25 @@ def _is_part(x: Any) -> bool:
     return isinstance(x, StatePart)
 
 
-def _check_real(params: optax.Params, leaves: Leaves) -> None:
+def _is_real(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _check_each(
+    fits: Callable[[Any], bool], params: optax.Params, leaves: Leaves, problem: str
+) -> None:
+    """Raises for matrices of a dtype in which momentum cannot be kept."""
     found = [
         path
         for path, leaf, view in zip(
             leaves.tree.paths, leaves.tree.of(params), leaves.views, strict=True
         )
-        if view and jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        if view and not fits(leaf.dtype)
     ]
     if found:
         raise ValueError(
-            f"mu_dtype='int8' is for real matrices, but {paths.show_all(found)} are "
-            "complex; use mu_dtype=None"
+            f"no momentum can be kept of these matrices: {paths.show_all(found)} are "
+            + problem
         )
 
 

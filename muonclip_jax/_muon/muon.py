@@ -22,12 +22,13 @@ from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.make_solver import make_solver
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, Method
+from .._options import BELOW_ONE, FINITE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
-from .leaves import Leaves, read_leaves
-from .momentum import check_decay, is_8_bits, momentum_in
+from .leaves import Leaves, NO_STATE, read_leaves
+from .momentum import is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
 from .shape_scale import check_shape_scale, ShapeScale
 from .state import zeros_like
@@ -121,6 +122,21 @@ def muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982.
     """
+    for name, rate in dict(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+        adam_weight_decay=adam_weight_decay,
+        head_learning_rate=head_learning_rate,
+    ).items():
+        is_needed = name in ("learning_rate", "weight_decay")
+        number(name, rate, FINITE, or_schedule=True, or_none=not is_needed)
+    number("adam_b1", adam_b1, BELOW_ONE)
+    number("adam_b2", adam_b2, BELOW_ONE)
+    number("adam_eps", adam_eps, NOT_NEGATIVE)
+    number("neuron_b2", neuron_b2, SHARE, or_none=True)
+    per_head = flag("per_head", per_head)
+    cautious_weight_decay = flag("cautious_weight_decay", cautious_weight_decay)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
@@ -135,8 +151,6 @@ def muon(
         prefix="ns_",
     )
     check_shape_scale(consistent_rms)
-    if neuron_b2 is not None:
-        check_decay("neuron_b2", neuron_b2)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     replicas = named_axes(axis_name)
     layouts = Layouts(shardings, axes_to_repeat(repeat_axes, replicas))
@@ -189,7 +203,10 @@ def muon(
         return build(read(params)).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
+        if not hasattr(state, "inner_states"):
+            raise ValueError(NO_STATE.format("muon"))
         leaves = read(updates)
+        leaves.check_like("params", params)
         updates = leaves.mean_over(replicas, updates)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
@@ -216,7 +233,11 @@ def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         is_entry=lambda x: jax.tree_util.all_leaves([x]),
         expected="a bool",
     )
-    return tree.unflatten(map(bool, entries))
+    flags = zip(tree.paths, entries, strict=True)
+    return tree.unflatten(
+        x is not None and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
+        for path, x in flags
+    )
 
 
 def _lying_as_params(

@@ -14,10 +14,10 @@ from .._matrices.view import MatrixView
 from .._mesh.cuts import cut_axes
 from .._mesh.layouts import Layouts
 from .._mesh.placement import Shardings
+from .._options import NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
-from .momentum import check_decay
 from .state import StatePart, zero_parts
 
 
@@ -87,7 +87,8 @@ def normalize_neurons(
         Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
         for each output; the longer side is that of modded-nanogpt and nanochat.
     """
-    check_decay("b2", b2)
+    number("b2", b2, SHARE)
+    number("eps", eps, NOT_NEGATIVE)
     layouts = Layouts(shardings)
 
     def read(tree: Any) -> Leaves:

@@ -5,6 +5,8 @@ from typing import Any
 
 import optax
 
+from .._options import number, POSITIVE
+
 
 def scale_to_width(
     width: int,
@@ -70,8 +72,8 @@ def scale_to_width(
         measured: it halves that product from width 32 to 256, where a quarter (code)
         and 0.7 of it (prose) were best.
     """
-    if not (width > 0 and tuned_at > 0):
-        raise ValueError(f"widths must be positive, got {width} and {tuned_at}")
+    number("width", width, POSITIVE)
+    number("tuned_at", tuned_at, POSITIVE)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:

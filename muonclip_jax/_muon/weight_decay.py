@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._options import FINITE, number
+
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -54,6 +56,7 @@ def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
     """Plain or cautious. That of Optax 0.2.6 does not count the steps of a schedule."""
+    number("weight_decay", weight_decay, FINITE, or_schedule=True)
 
     def init_fn(params: optax.Params) -> Any:
         del params

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._model.attention_layers import Attention
+from .._options import flag, transformation, whole_number
 from .._parameters import paths
 from .heads import HeadRow, Heads, MappedAxes, maximum_over
 
@@ -75,10 +76,13 @@ def multi_steps(
         >>> optax.apply_updates(params, updates)["attn"]["query"]["kernel"][0, :, 0]
         Array([1. , 0.5], dtype=float32)
     """
+    transformation("opt", opt)
+    if not callable(every_k_schedule):
+        every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
     steps = optax.MultiSteps(
         opt,
         every_k_schedule,
-        use_grad_mean=use_grad_mean,
+        use_grad_mean=flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
     )
 

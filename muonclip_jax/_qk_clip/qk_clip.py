@@ -18,6 +18,8 @@ import optax
 from jax.core import Tracer
 
 from .._model.attention_layers import Attention
+from .._model.statistics import read_attention_stats
+from .._options import number, POSITIVE, SHARE
 from .._parameters import paths
 from .heads import Heads
 from .reading import read_heads
@@ -101,7 +103,8 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    _check(threshold, alpha)
+    number("threshold", threshold, POSITIVE, or_schedule=True, or_array=True)
+    number("alpha", alpha, SHARE, or_schedule=True)
 
     def init_fn(params: optax.Params) -> QKClipState:
         heads = Heads(paths.flatten(params), attention)
@@ -169,7 +172,13 @@ def clip_qk(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    _check(threshold, alpha)
+    number("threshold", threshold, POSITIVE, or_schedule=True, or_array=True)
+    number("alpha", alpha, SHARE, or_schedule=True)
+    if swapped := read_attention_stats(params):
+        raise ValueError(
+            f"the params hold the statistics of {paths.show_all(swapped)}: "
+            "mc.clip_qk(params, attention_stats), in this order"
+        )
     tree = paths.flatten(params)
     heads = Heads(tree, attention)
     logits = heads.read(attention_stats, axis_name)
@@ -185,25 +194,9 @@ def clip_qk(
 def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
     for layer in heads.layers:
         name = f"threshold of layer '{paths.show_module(layer.path)}'"
-        _check_threshold(layer.threshold, name)
+        if layer.threshold is not None:
+            number(name, layer.threshold, POSITIVE, or_schedule=True, or_array=True)
     return heads.thresholds(threshold, functools.partial(_at, step=step))
-
-
-def _check(threshold: Any, alpha: Any) -> None:
-    """Raises for values out of range; those traced under a jit cannot be looked at."""
-    _check_threshold(threshold, "threshold")
-    if callable(alpha):
-        return
-    if np.ndim(alpha):
-        raise ValueError(f"alpha must be one number, got shape {np.shape(alpha)}")
-    if not isinstance(alpha, Tracer) and not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
-
-
-def _check_threshold(threshold: Any, name: str) -> None:
-    known = threshold is not None and not _is_open(threshold)
-    if known and not np.all(np.asarray(threshold) > 0):
-        raise ValueError(f"{name} must be positive, got {threshold}")
 
 
 def _check_first(thresholds: jax.Array) -> None:
@@ -213,11 +206,6 @@ def _check_first(thresholds: jax.Array) -> None:
             "threshold must be positive, but its schedule begins at "
             f"{np.min(thresholds):g}, which would scale query and key to zero"
         )
-
-
-def _is_open(value: Any) -> bool:
-    """Whether a hyperparameter is known only at run time."""
-    return callable(value) or isinstance(value, Tracer)
 
 
 def _at(value: Any, step: Any = None) -> Any:
