@@ -15,7 +15,6 @@ from ._muon.shape_scale import ShapeScale
 from ._newton_schulz.coefficients import Schedule, Triple
 from ._newton_schulz.precondition import Preconditioning
 from ._newton_schulz.solver import Kernel, Method
-from ._options import flag
 from ._parameters.dimension_numbers import DimensionNumbers
 from ._qk_clip.qk_clip import qk_clip
 
@@ -113,7 +112,7 @@ def muonclip(
             shardings=shardings,
             axis_name=axis_name,
             repeat_axes=repeat_axes,
-            **muon_per_head(flag("per_head", per_head), attention, dimension_numbers),
+            **muon_per_head(per_head, attention, dimension_numbers),
         ),
         qk_clip(threshold, alpha=alpha, attention=attention, axis_name=axis_name),
     )

@@ -102,7 +102,7 @@ def float_dtype(name: str, value: Any, also: str | None = None) -> Any:
         return None
     try:
         found = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         found = None
     if found is None or found.name not in (*FLOATS, also):
         known = " or ".join(filter(None, (", ".join(FLOATS), also, "None")))
@@ -117,7 +117,7 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.inexact) and jnp.finfo(dtype).dtype.name in FLOATS
 
 
-def array(name: str, value: Any) -> jax.Array:
+def array(name: str, value: Any, *, real: bool = False) -> jax.Array:
     """As an array of numbers or bools; `ValueError` for what is none."""
     try:
         x = jnp.asarray(value)
@@ -125,7 +125,14 @@ def array(name: str, value: Any) -> jax.Array:
         x = None
     if x is None or not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
         raise ValueError(f"{name} must be an array, got {shown(value)}")
+    if real and jnp.iscomplexobj(x):
+        raise ValueError(f"{name} must be real, got {shown(value)}")
     return x
+
+
+def function_or_none(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} must be a function or None, got {shown(value)}")
 
 
 def transformation(name: str, value: Any) -> None:

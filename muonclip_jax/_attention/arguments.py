@@ -75,7 +75,7 @@ def broadcasting(name: str, x: Any, shape: tuple[int, ...], dtype: Any = None) -
     """As an array, as small as it came."""
     if x is None:
         return None
-    x = jnp.asarray(array(name, x), dtype)
+    x = jnp.asarray(array(name, x, real=True), dtype)
     if not _broadcasts(x.shape, shape):
         raise ValueError(
             f"{name} {x.shape} does not broadcast to the logits {shape}, "
@@ -100,7 +100,7 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
 
 
 def _of_length(name: str, x: Any, rows: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    x = array(name, x)
+    x = array(name, x, real=True)
     if not _broadcasts(x.shape, rows):
         raise ValueError(
             f"{name} {x.shape} do not broadcast to {rows}, as the logits {shape} "

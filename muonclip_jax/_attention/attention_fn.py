@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._model.statistics import STATISTIC
+from .._options import function_or_none
 from .max_logits import max_logits, max_logits_at_once
 
 
@@ -81,6 +82,7 @@ def attention_fn(
         >>> recorded["intermediates"]["max_logits"].shape
         (2,)
     """
+    function_or_none("kernel", kernel)
     if kernel is not None:
         if qk_attn_weights_einsum or attn_weights_value_einsum:
             raise ValueError(_NOT_IN_A_KERNEL)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._model.statistics import largest
+from .._options import FINITE, flag, number
 from .arguments import broadcasting, fitting
 from .mesh_axes import layout_of, on_automatic_axes
 from .windows import make_window
@@ -55,6 +56,8 @@ def residual_attention(
         >>> bound  # the largest logits are 2, and log(3) is 1.1
         Array([3.0986125, 3.0986125], dtype=float32)
     """
+    number("scale", scale, FINITE, or_none=True)
+    is_causal = flag("is_causal", is_causal)
     shape, (query, key, value) = fitting(query, key, value)
     if 0 in key.shape[-3:]:
         raise ValueError(

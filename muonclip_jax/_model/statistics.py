@@ -35,9 +35,7 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
         module = _module_of(path)
         if module is None or paths.is_masked(leaf):
             continue
-        leaf = array(f"the statistics '{paths.show(path)}'", leaf)
-        if jnp.iscomplexobj(leaf):
-            raise ValueError(f"the statistics '{paths.show(path)}' are complex")
+        leaf = array(f"the statistics '{paths.show(path)}'", leaf, real=True)
         leaf = jax.lax.stop_gradient(leaf.astype(jnp.float32))
         if not leaf.ndim:
             raise ValueError(

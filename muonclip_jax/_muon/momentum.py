@@ -47,8 +47,8 @@ FLOAT16_UNIT = 32
 
 
 _NO_FLOATS = (
-    "no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep what is "
-    "not trained out of the params"
+    "no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep what "
+    "is not trained out of the params"
 )
 
 

@@ -22,7 +22,7 @@ from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.make_solver import make_solver
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, Method
-from .._options import BELOW_ONE, FINITE, flag, NOT_NEGATIVE, number, SHARE
+from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
@@ -32,7 +32,7 @@ from .momentum import is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
 from .shape_scale import check_shape_scale, ShapeScale
 from .state import zeros_like
-from .weight_decay import decayed_weights
+from .weight_decay import check_rates, decayed_weights
 
 
 def muon(
@@ -122,15 +122,13 @@ def muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982.
     """
-    for name, rate in dict(
+    check_rates(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         adam_learning_rate=adam_learning_rate,
         adam_weight_decay=adam_weight_decay,
         head_learning_rate=head_learning_rate,
-    ).items():
-        is_needed = name in ("learning_rate", "weight_decay")
-        number(name, rate, FINITE, or_schedule=True, or_none=not is_needed)
+    )
     number("adam_b1", adam_b1, BELOW_ONE)
     number("adam_b2", adam_b2, BELOW_ONE)
     number("adam_eps", adam_eps, NOT_NEGATIVE)

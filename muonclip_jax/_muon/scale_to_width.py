@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from .._options import number, POSITIVE
+from .weight_decay import check_rates
 
 
 def scale_to_width(
@@ -74,6 +75,13 @@ def scale_to_width(
     """
     number("width", width, POSITIVE)
     number("tuned_at", tuned_at, POSITIVE)
+    check_rates(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+        adam_weight_decay=adam_weight_decay,
+        head_learning_rate=head_learning_rate,
+    )
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._options import number, POSITIVE, shown, whole_number
+from .._options import FINITE, number, shown, whole_number
 
 
 Triple = tuple[float, float, float]
@@ -114,7 +114,7 @@ def resolve_schedule(
     `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here: the schedule
     is then what is likely to run, and beyond its end the last triple repeats.
     """
-    number("ns_steps", ns_steps, POSITIVE)
+    number("ns_steps", ns_steps, FINITE)
     if isinstance(ns_steps, Tracer) and jnp.issubdtype(ns_steps.dtype, np.integer):
         schedule = _named_or_given(ns_coeffs, None)
         return schedule * USUAL_STEPS if len(schedule) == 1 else schedule

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._model.attention_layers import Attention
-from .._options import flag, transformation, whole_number
+from .._options import flag, function_or_none, transformation, whole_number
 from .._parameters import paths
 from .heads import HeadRow, Heads, MappedAxes, maximum_over
 
@@ -77,6 +77,7 @@ def multi_steps(
         Array([1. , 0.5], dtype=float32)
     """
     transformation("opt", opt)
+    function_or_none("should_skip_update_fn", should_skip_update_fn)
     if not callable(every_k_schedule):
         every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
     steps = optax.MultiSteps(
