@@ -32,23 +32,16 @@ BELOW_ONE = Range("lie in [0, 1)", lambda x: (x >= 0) & (x < 1))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def number(
-    name: str,
-    value: Any,
-    within: Range,
-    *,
-    or_none: bool = False,
-    or_schedule: bool = False,
-    or_array: bool = False,
-    or_else: str | None = None,
-) -> None:
-    """Raises `ValueError` for what is no real number, and for one out of range."""
-    if (or_none and value is None) or (or_schedule and callable(value)):
+def number(name: str, value: Any, within: Range, *others: str) -> None:
+    """Raises `ValueError` for what is no real number, and for one out of range.
+
+    `others` are what it may be besides: "an array", "a schedule", "None".
+    """
+    if (value is None and "None" in others) or (
+        callable(value) and "a schedule" in others
+    ):
         return
-    others = {"an array": or_array, "a schedule": or_schedule, or_else: or_else}
-    names = ["a number", *(x for x, is_one in others.items() if is_one)]
-    names += ["None"] if or_none else []
-    kinds = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    kinds = " or ".join(("a number", *others))
     if callable(value):
         raise ValueError(
             f"{name} must be {kinds}, got {shown(value)}; it takes no schedule, but "
@@ -56,7 +49,7 @@ def number(
         )
     if not _is_real(value):
         raise ValueError(f"{name} must be {kinds}, got {shown(value)}")
-    if np.ndim(value) and not or_array:
+    if np.ndim(value) and "an array" not in others:
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
     if not isinstance(value, Tracer):
         known = np.asarray(value, np.float64)

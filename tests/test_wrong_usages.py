@@ -403,7 +403,7 @@ WRONG = {
     "ns_coeffs of optax": (clip(ns_coeffs="standard"), "unknown ns_coeffs 'standard'"),
     "consistent_rms is a string": (
         clip(consistent_rms="0.2"),
-        "must be a number, 'mup' or None, got '0.2'",
+        "must be a number or 'mup' or None, got '0.2'",
     ),
     **{
         f"mu_dtype is {dtype}": (

@@ -56,7 +56,7 @@ def residual_attention(
         >>> bound  # the largest logits are 2, and log(3) is 1.1
         Array([3.0986125, 3.0986125], dtype=float32)
     """
-    number("scale", scale, FINITE, or_none=True)
+    number("scale", scale, FINITE, "None")
     is_causal = flag("is_causal", is_causal)
     shape, (query, key, value) = fitting(query, key, value)
     if 0 in key.shape[-3:]:

@@ -132,7 +132,7 @@ def muon(
     number("adam_b1", adam_b1, BELOW_ONE)
     number("adam_b2", adam_b2, BELOW_ONE)
     number("adam_eps", adam_eps, NOT_NEGATIVE)
-    number("neuron_b2", neuron_b2, SHARE, or_none=True)
+    number("neuron_b2", neuron_b2, SHARE, "None")
     per_head = flag("per_head", per_head)
     cautious_weight_decay = flag("cautious_weight_decay", cautious_weight_decay)
     if adam_learning_rate is None:

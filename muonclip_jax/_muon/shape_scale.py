@@ -1,7 +1,7 @@
 """How large an orthogonalized update is made, by the shape of its matrix."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ ShapeScale = float | jax.Array | Literal["mup"] | None
 
 def check_shape_scale(consistent_rms: ShapeScale) -> None:
     if not isinstance(consistent_rms, str) or consistent_rms != "mup":
-        options: dict[str, Any] = dict(or_none=True, or_else="'mup'")
-        number("consistent_rms", consistent_rms, NOT_NEGATIVE, **options)
+        number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
 
 
 def scale_by_shape(

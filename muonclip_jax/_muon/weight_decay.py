@@ -89,7 +89,7 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
     """Raises for what is neither a number nor a schedule; `None` says "as Muon's"."""
     for name, rate in rates.items():
         is_needed = name in ("learning_rate", "weight_decay")
-        number(name, rate, FINITE, or_schedule=True, or_none=not is_needed)
+        number(name, rate, FINITE, "a schedule", *([] if is_needed else ["None"]))
 
 
 def _agree(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -103,8 +103,8 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    number("threshold", threshold, POSITIVE, or_schedule=True, or_array=True)
-    number("alpha", alpha, SHARE, or_schedule=True)
+    number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    number("alpha", alpha, SHARE, "a schedule")
 
     def init_fn(params: optax.Params) -> QKClipState:
         heads = Heads(paths.flatten(params), attention)
@@ -172,8 +172,8 @@ def clip_qk(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    number("threshold", threshold, POSITIVE, or_schedule=True, or_array=True)
-    number("alpha", alpha, SHARE, or_schedule=True)
+    number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    number("alpha", alpha, SHARE, "a schedule")
     if swapped := read_attention_stats(params):
         raise ValueError(
             f"the params hold the statistics of {paths.show_all(swapped)}: "
@@ -195,7 +195,7 @@ def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
     for layer in heads.layers:
         name = f"threshold of layer '{paths.show_module(layer.path)}'"
         if layer.threshold is not None:
-            number(name, layer.threshold, POSITIVE, or_schedule=True, or_array=True)
+            number(name, layer.threshold, POSITIVE, "an array", "a schedule")
     return heads.thresholds(threshold, functools.partial(_at, step=step))
 
 

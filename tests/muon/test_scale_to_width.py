@@ -116,7 +116,7 @@ def test_schedules_are_scaled_step_by_step():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="must be a number, 'mup' or None, got 'mu'"):
+    with pytest.raises(ValueError, match="must be a number or 'mup' or None, got 'mu'"):
         mc.muon(1e-2, consistent_rms="mu")
     with pytest.raises(ValueError, match="'mup'"):
         mc.scale_by_muon(consistent_rms="rms")
