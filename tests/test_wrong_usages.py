@@ -438,7 +438,7 @@ WRONG = {
                 mc.AttentionLayer("attn", (QUERY_LEAF,), (KEY_LEAF,), threshold="high")
             ]
         ),
-        "threshold of layer 'attn' must be a number, .*got 'high'",
+        "threshold of layer 'attn' must be a number or .*got 'high'",
     ),
     "threshold for each head": (
         clip(threshold=jnp.ones(2)),

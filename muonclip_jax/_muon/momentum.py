@@ -45,10 +45,10 @@ class ScaleByMuonState(NamedTuple):
 #: of two that is enough, since below 6e-5 float16 rounds to multiples of 6e-8.
 FLOAT16_UNIT = 32
 
-
+_COMPLEX = "mu_dtype='int8' is for real matrices, but {} are complex; use mu_dtype=None"
 _NO_FLOATS = (
-    "no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep what "
-    "is not trained out of the params"
+    "{} are no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep "
+    "what is not trained out of the params"
 )
 
 
@@ -100,7 +100,7 @@ def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mome
 
 def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        _check_each(_is_real, params, leaves, "complex; use mu_dtype=None")
+        _check_each(_is_real, params, leaves, _COMPLEX)
         _check_whole(leaves)
         (mu,) = zeros_like(params, leaves, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
@@ -155,10 +155,7 @@ def _check_each(
         if view and not fits(leaf.dtype)
     ]
     if found:
-        raise ValueError(
-            f"no momentum can be kept of these matrices: {paths.show_all(found)} are "
-            + problem
-        )
+        raise ValueError(problem.format(paths.show_all(found)))
 
 
 def _check_whole(leaves: Leaves) -> None:

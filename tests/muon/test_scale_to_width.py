@@ -121,7 +121,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="'mup'"):
         mc.scale_by_muon(consistent_rms="rms")
     for width in (0, math.nan):
-        with pytest.raises(ValueError, match=f"must be positive, got {width} and 16"):
+        with pytest.raises(ValueError, match=f"width must be positive, got {width}"):
             mc.scale_to_width(width, tuned_at=16, learning_rate=0.1)  # pyright: ignore
     for rms in (-0.2, math.nan, math.inf):
         with pytest.raises(ValueError, match="must be finite and not negative"):
