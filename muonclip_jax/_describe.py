@@ -9,6 +9,7 @@ from ._matrices.view import MatrixView
 from ._model.attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
 from ._model.head_leaf import HeadLeaf
 from ._model.per_head import muon_per_head
+from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.leaf_rules import Verdict
@@ -59,6 +60,8 @@ def describe(
         orthogonalized together:
         2 x 16 x 16 float32 from 2 leaves
     """
+    if params is None:
+        raise ValueError("describe needs the params, got None")
     tree = paths.flatten(params)
     told = muon_per_head(per_head, attention, dimension_numbers)
     verdicts = resolve_verdicts(tree=tree, **told)
@@ -73,7 +76,7 @@ def describe(
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    if stacks:
+    if flag("stacks", stacks):
         wide = [view and view.wide for view in views]
         plan = [str(stack) for stack in plan_stacks(tree.leaves, wide)]
         table += ["", "orthogonalized together:", *(plan or ["nothing"])]

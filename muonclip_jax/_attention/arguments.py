@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._options import array, FINITE, FLOATS, number
 from .logits import LogitInputs
 from .mesh_axes import vary_as
 
@@ -41,13 +42,14 @@ def fitting(
     query: jax.Array, key: jax.Array, *values: jax.Array
 ) -> tuple[tuple[int, ...], list[jax.Array]]:
     """The logits' `(batch..., heads, length, key_length)`, and all with that batch."""
-    arrays = [jnp.asarray(x) for x in (query, key, *values)]
+    given = zip(("query", "key", "value"), (query, key, *values), strict=False)
+    named = [(name, array(name, x)) for name, x in given]
+    arrays = [x for _, x in named]
     query, key = arrays[:2]
-    named = list(zip(("query", "key", "value"), arrays, strict=False))
     shapes = ", ".join(f"{name} {x.shape}" for name, x in named)
     if min(x.ndim for x in arrays) < 3:
         raise ValueError(f"{shapes}: each needs axes (batch..., length, heads, dim)")
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+    if not all(x.dtype.name in FLOATS for x in arrays):
         dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named)
         raise ValueError(f"{dtypes}: each needs a floating-point dtype")
     *_, length, heads, depth = query.shape
@@ -73,7 +75,7 @@ def broadcasting(name: str, x: Any, shape: tuple[int, ...], dtype: Any = None) -
     """As an array, as small as it came."""
     if x is None:
         return None
-    x = jnp.asarray(x, dtype)
+    x = jnp.asarray(array(name, x, real=True), dtype)
     if not _broadcasts(x.shape, shape):
         raise ValueError(
             f"{name} {x.shape} does not broadcast to the logits {shape}, "
@@ -98,13 +100,13 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
 
 
 def _of_length(name: str, x: Any, rows: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    x = jnp.asarray(x)
+    x = array(name, x, real=True)
     if not _broadcasts(x.shape, rows):
         raise ValueError(
             f"{name} {x.shape} do not broadcast to {rows}, as the logits {shape} "
             "(batch..., heads, length, key_length) need them"
         )
-    return jnp.broadcast_to(x, (*x.shape[:-1], rows[-1]))
+    return jnp.broadcast_to(x, rows)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -118,8 +120,7 @@ def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
     """One over the root of `head_dim` by default."""
     if scale is None:
         scale = 1 / math.sqrt(max(head_dim, 1))
-    if np.ndim(scale) > 0:
-        raise ValueError(f"scale is one number, not an array {np.shape(scale)}")
+    number("scale", scale, FINITE)
     return jnp.asarray(scale, dtype)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from .._model.statistics import STATISTIC
+from .._options import function_or_none
 from .max_logits import max_logits, max_logits_at_once
 
 
@@ -81,6 +82,7 @@ def attention_fn(
         >>> recorded["intermediates"]["max_logits"].shape
         (2,)
     """
+    function_or_none("kernel", kernel)
     if kernel is not None:
         if qk_attn_weights_einsum or attn_weights_value_einsum:
             raise ValueError(_NOT_IN_A_KERNEL)
@@ -144,6 +146,7 @@ def _for_linen(
         key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
     if is_causal:
         causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+        causal = causal[(None,) * (query.ndim - causal.ndim)]
         mask = causal if mask is None else jnp.logical_and(mask, causal)
     return key, value, mask
 

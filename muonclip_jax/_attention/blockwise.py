@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._model.statistics import largest
 from .arguments import logit_inputs
 from .block_products import add, gather, product, put, weigh
 from .logits import Blocks, cut, LogitInputs, make_blocks
@@ -123,10 +124,12 @@ def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
         # Infinite where nothing is seen: the gradient's weights are then zero.
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
+        # A maximum over keys may lose a NaN, but the sum over them does not.
+        rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.largest)
         return (
             put(output, jnp.swapaxes(block, -3, -2), {-3: i * blocks.size}),
             put(log_total, logs, {-1: i * blocks.size}),
-            jnp.maximum(statistic, row.largest.max(others, initial=-jnp.inf)),
+            jnp.maximum(statistic, largest(rows, others)),
         )
 
     nothing = (
@@ -148,13 +151,13 @@ def _attend_row(
     def fold(j: jax.Array, running: _Softmax) -> _Softmax:
         logits = blocks.logits(inputs, i, j)
         values = cut(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
-        largest = jnp.maximum(running.largest, logits.max(-1, initial=-jnp.inf))
+        highest = jnp.maximum(running.largest, logits.max(-1, initial=-jnp.inf))
         # A row that has seen nothing yet has no finite maximum to take off.
-        shift = jnp.where(jnp.isfinite(largest), largest, 0)
+        shift = jnp.where(jnp.isfinite(highest), highest, 0)
         weights = jnp.exp(logits - shift[..., None])
         decay = jnp.exp(running.largest - shift)
         return _Softmax(
-            largest,
+            highest,
             decay * running.total + weights.sum(-1),
             decay[..., None] * running.output + weigh(weights, values),
         )
@@ -203,7 +206,8 @@ def _gradient(
         # The last block is moved in, onto queries that are done: no weight for them.
         start, length = i * blocks.size, mean.shape[-2]
         positions = cut(inputs.query_positions, start, length, blocks.size, axis=-1)
-        logs = jnp.where(positions < start, jnp.inf, row.log_total)
+        is_done = jnp.broadcast_to(positions < start, row.log_total.shape)
+        logs = jnp.where(is_done, jnp.inf, row.log_total)
         row = row._replace(log_total=logs)
 
         def fold(j: jax.Array, grads):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._model.statistics import STATISTIC
+from .._options import flag, function_or_none, whole_number
 from .._parameters import names, paths
 from .max_logits import max_logits
 
@@ -77,6 +78,10 @@ def captured_attention_stats(
         ... )
         {'attn': {'max_logits': Array([2., 2.], dtype=float32)}}
     """
+    stacked = flag("stacked", stacked)
+    function_or_none("transform", transform)
+    if head_dim is not None:
+        head_dim = whole_number("head_dim", head_dim, 1)
     largest = functools.partial(max_logits, scale=scale, is_causal=is_causal, **options)
 
     def of_call(query: jax.Array, key: jax.Array) -> jax.Array:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._options import whole_number
 from .block_products import product
-from .windows import make_window, positive_number, Window
+from .windows import make_window, Window
 
 
 class LogitInputs(NamedTuple):
@@ -44,8 +45,10 @@ class LogitInputs(NamedTuple):
         """What enters the softmax, `(batch..., heads, length, key_length)`."""
         logits = product(self.query, self.key, self.scale.dtype) * self.scale
         if self.bias is not None:
-            logits = logits + self.bias.astype(logits.dtype)
+            bias = self.bias.astype(logits.dtype)
+            logits = logits + jnp.broadcast_to(bias, logits.shape)
         for visible in self._visible(window):
+            visible = jnp.broadcast_to(visible, logits.shape)
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits
 
@@ -53,7 +56,7 @@ class LogitInputs(NamedTuple):
         """Masks, each broadcast against `(batch..., heads, length, key_length)`."""
         if self.mask is not None:
             yield self.mask
-        ahead = self.key_positions - self.query_positions[:, None]
+        ahead = self.key_positions[None, :] - self.query_positions[:, None]
         before, after = window
         if before is not None:
             yield ahead >= -before
@@ -80,7 +83,8 @@ class Blocks(NamedTuple):
         """
         block = inputs.block(i * self.size, j * self.size, self.size)
         logits = block.logits(self.window)
-        return jnp.where(block.key_positions < j * self.size, -jnp.inf, logits)
+        is_done = block.key_positions < j * self.size
+        return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
     def seen_by(self, inputs: LogitInputs, i: jax.Array) -> tuple[Any, Any]:
         """The range of the key blocks that block `i` of the queries sees."""
@@ -98,7 +102,7 @@ class Blocks(NamedTuple):
 
 def make_blocks(is_causal: bool, local_window_size: Any, size: Any) -> Blocks:
     window = make_window(is_causal, local_window_size)
-    return Blocks(window, positive_number("block_size", size))
+    return Blocks(window, whole_number("block_size", size, 1))
 
 
 def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:

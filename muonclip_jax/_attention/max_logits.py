@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from .._model.statistics import largest
 from .arguments import logit_inputs
 from .logits import Blocks, LogitInputs, make_blocks
 from .mesh_axes import layout_of, on_automatic_axes, vary_as
@@ -52,7 +53,7 @@ def max_logits(
         query's if left out.
 
     **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees
-    nothing.
+    nothing, NaN if one of the values is.
 
     Batch axes of query and key broadcast, as in NumPy.
 
@@ -86,9 +87,9 @@ def max_logits_at_once(
     return _statistic(_largest, make_blocks(is_causal, None, _BLOCK), inputs)
 
 
-def _statistic(largest: Callable, blocks: Blocks, inputs: LogitInputs) -> jax.Array:
+def _statistic(find: Callable, blocks: Blocks, inputs: LogitInputs) -> jax.Array:
     inputs = jax.lax.stop_gradient(inputs)
-    function = functools.partial(largest, blocks)
+    function = functools.partial(find, blocks)
     results = layout_of(inputs.query).statistic
     return on_automatic_axes(function, inputs, results=results)
 
@@ -96,7 +97,7 @@ def _statistic(largest: Callable, blocks: Blocks, inputs: LogitInputs) -> jax.Ar
 def _largest(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
     logits = inputs.logits(blocks.window)
     others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
-    return jnp.max(logits, axis=others, initial=-jnp.inf).astype(jnp.float32)
+    return largest(logits, others).astype(jnp.float32)
 
 
 def _fold_blocks(blocks: Blocks, inputs: LogitInputs) -> jax.Array:

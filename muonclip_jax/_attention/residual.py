@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._model.statistics import largest
+from .._options import FINITE, flag, number
 from .arguments import broadcasting, fitting
 from .mesh_axes import layout_of, on_automatic_axes
 from .windows import make_window
@@ -54,6 +56,8 @@ def residual_attention(
         >>> bound  # the largest logits are 2, and log(3) is 1.1
         Array([3.0986125, 3.0986125], dtype=float32)
     """
+    number("scale", scale, FINITE, "None")
+    is_causal = flag("is_causal", is_causal)
     shape, (query, key, value) = fitting(query, key, value)
     if 0 in key.shape[-3:]:
         raise ValueError(
@@ -93,10 +97,10 @@ def _attend(*arrays: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
             query, key, value, bias, mask, return_residual=True, **options
         )
     rounding = float(jnp.finfo(log_sum_exp.dtype).eps) / 2
-    largest = jnp.max(log_sum_exp.astype(jnp.float32), (0, 1), initial=-jnp.inf)
-    margin = jnp.where(jnp.isinf(largest), 0, rounding * jnp.abs(largest))
+    bound = largest(log_sum_exp.astype(jnp.float32), (0, 1))
+    margin = jnp.where(jnp.isinf(bound), 0, rounding * jnp.abs(bound))
     return output.reshape(*batch, *output.shape[1:]), jax.lax.stop_gradient(
-        largest + margin
+        bound + margin
     )
 
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax_versions import manual_axes
+from .._model.statistics import largest
+from .._options import whole_number
 from .arguments import fitting, scalar, segments
-from .windows import make_window, positive_number
+from .windows import make_window
 
 
 _LANES = 128
@@ -75,7 +77,7 @@ def splash_attention(
     query, key, value = arrays
     _check(*arrays)
     window = make_window(is_causal, local_window_size)
-    block_size = positive_number("block_size", block_size)
+    block_size = whole_number("block_size", block_size, 1)
     ids = segments(query_segment_ids, key_segment_ids, shape)
     shape = _padded(query.shape[-3]), _padded(key.shape[-3])
     band = _Band(shape, key.shape[-3], *window)
@@ -84,11 +86,13 @@ def splash_attention(
     scaled = (query.astype(jnp.float32) * factor).astype(query.dtype)
     arguments = [_to_kernel(x) for x in (scaled, key, value)]
     if ids[0] is not None:
-        arguments.append(_segments(ids, query.shape[:-3]))
+        arguments.append(_segments(ids))
     output, residuals = jax.vmap(kernel)(*arguments)
     seen = jnp.asarray(band.rows_that_see(query.shape[-3]))
-    largest = _statistic(residuals["max_logits"], seen)
-    return _from_kernel(output, seen, query.shape[:-1]), largest
+    # A maximum may lose a NaN, but the sum does not.
+    is_nan = jnp.isnan(residuals["logsumexp"])
+    maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
+    return _from_kernel(output, seen, query.shape[:-1]), _statistic(maxima, seen)
 
 
 def _check(*arrays: jax.Array) -> None:
@@ -121,19 +125,19 @@ def _make_kernel(band: "_Band", block_size: int, config: dict[str, Any]) -> Any:
 
 def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:
     """From `(batch, heads, padded length)` to `(heads,)`."""
-    largest = row_maxima[..., : seen.size]
-    largest = jnp.where(seen & (largest > _NOTHING), largest, -jnp.inf)
-    return jax.lax.stop_gradient(jnp.max(largest, axis=(0, 2)))
+    maxima = row_maxima[..., : seen.size]
+    is_hidden = ~seen[None, None] | (maxima <= _NOTHING)
+    maxima = jnp.where(is_hidden, -jnp.inf, maxima)
+    return jax.lax.stop_gradient(largest(maxima, (0, 2)))
 
 
 def _from_kernel(x: jax.Array, seen: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     x = jnp.swapaxes(x[:, :, : seen.size], 1, 2)
-    return jnp.where(seen[:, None, None], x, 0).reshape(*shape, x.shape[-1])
+    return jnp.where(seen[None, :, None, None], x, 0).reshape(*shape, x.shape[-1])
 
 
-def _segments(ids: Sequence[jax.Array], batch: tuple[int, ...]) -> Any:
-    rows = [jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in ids]
-    return _tokamax().SegmentIds(*(_pad(x.reshape(-1, x.shape[-1]), -1) for x in rows))
+def _segments(ids: Sequence[jax.Array]) -> Any:
+    return _tokamax().SegmentIds(*(_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids))
 
 
 def _tokamax() -> Any:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable
 
 import jax
 from optax.contrib import MuonDimensionNumbers
+
+from .._options import whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,8 @@ def matrix_view(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> Matrix
 
 
 def _axes(axes, ndim: int) -> tuple[int, ...]:
-    axes = tuple(axes) if isinstance(axes, Iterable) else (operator.index(axes),)
+    given = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    axes = [whole_number("an axis", axis) for axis in given]
     for axis in axes:
         if not -ndim <= axis < ndim:
             raise ValueError(f"axis {axis} is out of range for {ndim} dimensions")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._options import shown
 from .._parameters import names, paths
 from .._parameters.attention_shapes import AttentionShapes
 from .._parameters.module_stacks import ModuleStacks
@@ -66,6 +67,10 @@ ROLES = ("query", "rotary_query", "key")
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
 
+#: What presets return.
+Finder = Callable[[Any], list[AttentionLayer]]
+
+
 def flax_attention_layers(
     params: Any, *, stack_axes: StackAxes = IN_FRONT
 ) -> list[AttentionLayer]:
@@ -110,8 +115,39 @@ def resolve_attention(
         attention = _flax_layers(tree)
     if isinstance(attention, AttentionLayer):
         attention = [attention]
-    layers = list(attention(tree.whole()) if callable(attention) else attention)
-    return checked(layers, tree.by_path())
+    found: Any = attention
+    if callable(attention):
+        # What a preset returns, and so the preset itself was handed over.
+        if getattr(attention, "__annotations__", {}).get("return") == Finder:
+            raise ValueError(f"{_WHAT_ATTENTION_IS}; got {shown(attention)}")
+        found = attention(tree.whole())
+    return checked(_as_layers(found), tree.by_path())
+
+
+_WHAT_ATTENTION_IS = (
+    "attention= must be a sequence of mc.AttentionLayer, or a function from params to "
+    "one, such as a preset that is called: mc.named_attention()"
+)
+
+
+def _as_layers(found: Any) -> list[AttentionLayer]:
+    """A list of layers whose roles are tuples of leaves; `ValueError` if it is none."""
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise ValueError(f"{_WHAT_ATTENTION_IS}; got {shown(found)}")
+    for layer in found:
+        if not isinstance(layer, AttentionLayer):
+            raise ValueError(f"{_WHAT_ATTENTION_IS}; got a sequence with {layer!r}")
+        for role in ROLES:
+            leaves = getattr(layer, role)
+            is_leaf = isinstance(leaves, HeadLeaf)
+            is_tuple = isinstance(leaves, tuple) and not is_leaf
+            if not is_tuple or not all(isinstance(x, HeadLeaf) for x in leaves):
+                raise ValueError(
+                    f"{role} of attention layer '{show_layer(layer)}' must be a tuple "
+                    f"of mc.HeadLeaf, such as (mc.HeadLeaf('query/kernel', 3),); got "
+                    f"{leaves!r}"
+                )
+    return list(found)
 
 
 def checked(

@@ -7,6 +7,7 @@ from params to layers, which raises where it finds none or QK-Clip cannot act on
 
 from collections.abc import Sequence
 
+from .._options import whole_number
 from .._parameters.paths import show_module
 from .._parameters.stack_axes import IN_FRONT, StackAxes
 from .attention_layers import AttentionLayer
@@ -63,6 +64,7 @@ def latent_attention(
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1;
         DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, for the layer.
     """
+    whole_number("nope_head_dim", nope_head_dim, 1)
     nope, rope = (-1, slice(0, nope_head_dim)), (-1, slice(nope_head_dim, None))
 
     def layer(module: Module) -> AttentionLayer:
@@ -117,6 +119,7 @@ def fused_attention(
         >>> print(after["kernel"][0])
         [1.  1.  0.5 0.5 1.  1.  0.5 0.5 1.  1.  1.  1. ]
     """
+    whole_number("head_dim", head_dim, 1)
     fused = (-1, 3, head_dim) if heads_first else (3, -1, head_dim)
     heads, thirds = (-3, -2) if heads_first else (-2, -3)
 
@@ -168,7 +171,7 @@ def flat_attention(
         >>> mc.clip_qk(params, stats, attention=find)["attn"]["q_proj"]["kernel"][0]
         Array([1. , 1. , 0.5, 0.5], dtype=float32)
     """
-    flat = (-1, head_dim)
+    flat = (-1, whole_number("head_dim", head_dim, 1))
 
     def layer(module: Module) -> AttentionLayer:
         check_flat(module, query, head_dim)

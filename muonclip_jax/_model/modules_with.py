@@ -8,11 +8,9 @@ from .._parameters.attention_shapes import Neighbours, Projections
 from .._parameters.module_stacks import ModuleStacks
 from .._parameters.spelled import is_turned_by_bias
 from .._parameters.stack_axes import Shape, StackAxes
-from .attention_layers import as_found, AttentionLayer, checked
+from .attention_layers import as_found, AttentionLayer, checked, Finder
 from .head_leaf import HeadLeaf
 
-
-Finder = Callable[[Any], list[AttentionLayer]]
 
 # How many names an error lists.
 _SHOWN = 12

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from .._options import whole_number
 from .._parameters import names, paths
 from .._parameters.attention_shapes import AttentionShapes
 from .._parameters.module_stacks import ModuleStacks
@@ -51,6 +52,9 @@ def named_attention(
         >>> after["query_proj"]["weight"][:, 0]
         Array([1. , 1. , 0.5, 0.5], dtype=float32)
     """
+
+    if head_dim is not None:
+        whole_number("head_dim", head_dim, 1)
 
     def find(params: Any) -> list[AttentionLayer]:
         tree = paths.flatten(params)

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_dimension_numbers
 from .attention_layers import Attention, resolve_attention
@@ -73,7 +74,7 @@ def muon_per_head(
     per_head: bool, attention: Attention | None, dimension_numbers: Any
 ) -> dict[str, Any]:
     """What Muon is told where `attention` may describe the heads."""
-    if not per_head or attention is None:
+    if not flag("per_head", per_head) or attention is None:
         return dict(dimension_numbers=dimension_numbers, per_head=per_head)
     found = per_head_dimension_numbers(attention, dimension_numbers=dimension_numbers)
     return dict(dimension_numbers=found, per_head=False)

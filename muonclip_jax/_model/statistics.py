@@ -1,16 +1,30 @@
 """Per-head statistics, found in whatever Flax hands back."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._options import array
 from .._parameters import paths
 
 
 #: The name of the leaf that holds a layer's largest logits.
 STATISTIC = "max_logits"
+
+
+def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
+    """The maximum along axes, NaN wherever one entry is; `-inf` of no entries.
+
+    XLA's maximum of many numbers loses a NaN on CPU, its sum does not. That is NaN for
+    both infinities together, too, and cannot overflow, scaled down so far. The compiler
+    forms both in one pass, or one that takes a fraction of the product in front of it.
+    """
+    found = jnp.max(x, axes, initial=-jnp.inf)
+    is_nan = jnp.isnan(jnp.sum(x * 2.0**-64, axes)) & (found < jnp.inf)
+    return jnp.where(is_nan, jnp.nan, found)
 
 
 def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
@@ -21,7 +35,8 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
         module = _module_of(path)
         if module is None or paths.is_masked(leaf):
             continue
-        leaf = jax.lax.stop_gradient(jnp.asarray(leaf, jnp.float32))
+        leaf = array(f"the statistics '{paths.show(path)}'", leaf, real=True)
+        leaf = jax.lax.stop_gradient(leaf.astype(jnp.float32))
         if not leaf.ndim:
             raise ValueError(
                 f"the statistics '{paths.show(path)}' are a scalar; expected an "

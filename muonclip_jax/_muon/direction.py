@@ -6,8 +6,8 @@ from typing import Any
 import optax
 
 from .._newton_schulz.solver import Solver
-from .leaves import check_directed, Leaves
-from .momentum import Momentum
+from .leaves import check_directed, Leaves, NO_STATE
+from .momentum import Momentum, ScaleByMuonState
 from .orthogonalize import orthogonalize
 from .shape_scale import depends_on_direction, scale_by_shape, ShapeScale
 
@@ -28,6 +28,9 @@ def muon_direction(
 
     def update_fn(updates, state: Any, params=None, **extra_args) -> tuple[Any, Any]:
         del params, extra_args
+        if not isinstance(state, ScaleByMuonState):
+            raise ValueError(NO_STATE.format("scale_by_muon"))
+        leaves.check_like("state", state.mu)
         tree, gradients = leaves.tree, leaves.tree.of(updates)
         # A leaf without entries has nothing to orthogonalize and no scale.
         views = [

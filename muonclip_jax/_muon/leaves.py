@@ -3,6 +3,8 @@
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._layout.layout import Layout, read_layout
 from .._layout.placement import Shardings
 from .._matrices.view import MatrixView
@@ -19,6 +21,13 @@ _NO_HEAD = (
 )
 
 
+#: Where the arguments of an update are in another order, too.
+NO_STATE = (
+    "the state is not one that init of {} made: tx.update(grads, state, params), with "
+    "the state of the last update, or of tx.init(params)"
+)
+
+
 class Leaves(NamedTuple):
     """The leaves of a tree: where they are, and which of them hold matrices."""
 
@@ -28,6 +37,32 @@ class Leaves(NamedTuple):
     @property
     def tree(self) -> paths.PathedTree:
         return self.layout.tree
+
+    def check_like(self, name: str, other: Any) -> None:
+        """Raises where what belongs to the gradients, read here, is of other leaves."""
+        if other is None:
+            return
+        try:
+            theirs = self.tree.of(other)
+        except (TypeError, ValueError):
+            known = set(paths.flatten(other).paths), set(self.tree.paths)
+            lacking = sorted(known[0] - known[1]), sorted(known[1] - known[0])
+            which = [
+                f"the gradients lack {paths.show_all(x)}" for x in lacking[:1] if x
+            ]
+            which += [f"the {name} lack {paths.show_all(x)}" for x in lacking[1:] if x]
+            raise ValueError(
+                f"gradients and {name} have different structures: "
+                + ("; ".join(which) or "their containers differ")
+            ) from None
+        for path, own, leaf in zip(*self.tree[:2], theirs, strict=True):
+            if paths.is_masked(own) or paths.is_masked(leaf):
+                continue
+            if np.shape(own) != np.shape(leaf):
+                raise ValueError(
+                    f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
+                    f"but in the {name} it is {np.shape(leaf)}"
+                )
 
     def output_heads(self) -> list[bool]:
         """Whether each leaf is an output head, and no matrix.

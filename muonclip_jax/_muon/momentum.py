@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from .._layout.layout import cut_axes
 from .._layout.zeros import StatePart, zero_parts, zeros_like
 from .._matrices.view import MatrixView
+from .._options import flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
 from .leaves import Leaves
@@ -23,9 +23,8 @@ from .leaves import Leaves
 class ScaleByMuonState(NamedTuple):
     """State of [`scale_by_muon`][]: nothing but the momentum.
 
-    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, but in float16 the
-        average `(1 - beta)*M`, which cannot overflow and has the same direction; in
-        8 bits, int8 codes.
+    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
+        which no `beta` up to 0.96 makes overflow; in 8 bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
 
     !!! example
@@ -40,6 +39,19 @@ class ScaleByMuonState(NamedTuple):
     scales: dict[str, eight_bits.Scales] | None = None
 
 
+#: What momentum is stored as a multiple of in float16, which ends at 65,504: gradients
+#: of size g add up to at most g / (1 - beta), 20 g with the usual 0.95. So momentum is
+#: finite where gradients in float16 are for every beta up to 1 - 1/32. The least power
+#: of two that is enough, since below 6e-5 float16 rounds to multiples of 6e-8.
+FLOAT16_UNIT = 32
+
+_COMPLEX = "mu_dtype='int8' is for real matrices, but {} are complex; use mu_dtype=None"
+_NO_FLOATS = (
+    "{} are no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep "
+    "what is not trained out of the params"
+)
+
+
 class Momentum(NamedTuple):
     """How momentum is kept: an init/update pair, where the update returns leaves."""
 
@@ -51,23 +63,14 @@ class Momentum(NamedTuple):
 def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
     """Momentum of a dtype, the params' if it is `None`.
 
-    **Raises:** `ValueError` for one that is neither a float nor int8, and for a beta
-    outside [0, 1].
+    **Raises:** `ValueError` for one that is neither a float nor int8, for a beta
+    outside [0, 1], and for a `nesterov` that is no bool.
     """
-    check_decay("beta", beta)
-    if is_8_bits(dtype):
+    number("beta", beta, SHARE)
+    nesterov = flag("nesterov", nesterov)
+    if is_8_bits(float_dtype("mu_dtype", dtype, also="int8")):
         return _in_8_bits(beta, nesterov)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"mu_dtype must be a float dtype, 'int8' or None, got {dtype!r}"
-        )
     return _in_floats(dtype, beta, nesterov)
-
-
-def check_decay(name: str, decay: ArrayLike) -> None:
-    # Inside `optax.inject_hyperparams` it is traced, and cannot be looked at.
-    if not isinstance(decay, Tracer) and not 0 <= np.asarray(decay) <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {decay}")
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
@@ -76,6 +79,8 @@ def is_8_bits(dtype: DTypeLike | None) -> bool:
 
 def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        if dtype is None:
+            _check_each(is_float, params, leaves, _NO_FLOATS)
         (mu,) = zeros_like(params, leaves.layout, dtype)
         return ScaleByMuonState(mu)
 
@@ -95,7 +100,7 @@ def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mome
 
 def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        _check_real(params, leaves)
+        _check_each(_is_real, params, leaves, _COMPLEX)
         _check_whole(leaves)
         (mu,) = zeros_like(params, leaves.layout, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
@@ -134,19 +139,23 @@ def _is_part(x: Any) -> bool:
     return isinstance(x, StatePart)
 
 
-def _check_real(params: optax.Params, leaves: Leaves) -> None:
+def _is_real(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _check_each(
+    fits: Callable[[Any], bool], params: optax.Params, leaves: Leaves, problem: str
+) -> None:
+    """Raises for matrices of a dtype in which momentum cannot be kept."""
     found = [
         path
         for path, leaf, view in zip(
             leaves.tree.paths, leaves.tree.of(params), leaves.views, strict=True
         )
-        if view and jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        if view and not fits(leaf.dtype)
     ]
     if found:
-        raise ValueError(
-            f"mu_dtype='int8' is for real matrices, but {paths.show_all(found)} are "
-            "complex; use mu_dtype=None"
-        )
+        raise ValueError(problem.format(paths.show_all(found)))
 
 
 def _check_whole(leaves: Leaves) -> None:
@@ -178,8 +187,7 @@ def _accumulate(
     wide = np.promote_types(np.promote_types(dtype, jnp.float32), gradient.dtype)
     beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
     if dtype == jnp.float16:
-        # A sum of what fits into float16 need not fit; an average does.
-        gradient = (1 - beta) * gradient
+        gradient = gradient / FLOAT16_UNIT
     kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)

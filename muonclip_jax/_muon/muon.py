@@ -21,15 +21,16 @@ from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.make_solver import make_solver
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Kernel, Method
+from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
 from .direction import muon_direction
-from .leaves import Leaves, read_leaves
-from .momentum import check_decay, is_8_bits, momentum_in
+from .leaves import Leaves, NO_STATE, read_leaves
+from .momentum import is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
 from .shape_scale import check_shape_scale, ShapeScale
-from .weight_decay import decayed_weights
+from .weight_decay import check_rates, decayed_weights
 
 
 def muon(
@@ -118,6 +119,19 @@ def muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982.
     """
+    check_rates(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+        adam_weight_decay=adam_weight_decay,
+        head_learning_rate=head_learning_rate,
+    )
+    number("adam_b1", adam_b1, BELOW_ONE)
+    number("adam_b2", adam_b2, BELOW_ONE)
+    number("adam_eps", adam_eps, NOT_NEGATIVE)
+    number("neuron_b2", neuron_b2, SHARE, "None")
+    per_head = flag("per_head", per_head)
+    cautious_weight_decay = flag("cautious_weight_decay", cautious_weight_decay)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
@@ -132,8 +146,6 @@ def muon(
         prefix="ns_",
     )
     check_shape_scale(consistent_rms)
-    if neuron_b2 is not None:
-        check_decay("neuron_b2", neuron_b2)
     momentum = momentum_in(mu_dtype, beta, nesterov)
     replicas = axes(axis_name)
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
@@ -193,8 +205,11 @@ def muon(
         return counts_replicated(state, placement)
 
     def update_fn(updates, state, params=None, **extra_args):
+        if not hasattr(state, "inner_states"):
+            raise ValueError(NO_STATE.format("muon"))
         leaves = read(updates)
         check_replicas(replicas, extra_args.get("attention_stats"))
+        leaves.check_like("params", params)
         updates = leaves.layout.mean(updates)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
@@ -221,7 +236,11 @@ def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         is_entry=lambda x: jax.tree_util.all_leaves([x]),
         expected="a bool",
     )
-    return tree.unflatten(map(bool, entries))
+    flags = zip(tree.paths, entries, strict=True)
+    return tree.unflatten(
+        x is not None and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
+        for path, x in flags
+    )
 
 
 def _lying_as_params(

@@ -14,10 +14,10 @@ from .._layout.layout import cut_axes
 from .._layout.placement import Shardings
 from .._layout.zeros import StatePart, zero_parts
 from .._matrices.view import MatrixView
+from .._options import NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .leaves import check_matrices_only, Leaves, read_leaves
-from .momentum import check_decay
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -86,7 +86,8 @@ def normalize_neurons(
         Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
         for each output; the longer side is that of modded-nanogpt and nanochat.
     """
-    check_decay("b2", b2)
+    number("b2", b2, SHARE)
+    number("eps", eps, NOT_NEGATIVE)
 
     def read(tree: Any) -> Leaves:
         leaves = read_leaves(tree, dimension_numbers, shardings)

@@ -62,12 +62,14 @@ def scale_by_muon(
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
     - `consistent_rms`: root mean square of the update, `"mup"` or `None`.
-    - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it holds
-        $(1 - \beta_t)$ times as much, an average, which is finite where gradients are.
-        `"int8"` keeps it in at most 1.06 bytes an entry, if a matrix is 68 x 68 or
-        larger: a code for every entry, on the scale of its row or its column, beside up
-        to 32 of the largest directions. `benchmarks/momentum_in_8_bits.py` measures how
-        close that stays to float32.
+    - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it is stored
+        in units of 32: finite for gradients up to $2 \cdot 10^6 (1 - \beta)$, all in
+        float16 up to $\beta = 0.96$, and coarse for those below $10^{-4}$ (10 % at
+        $10^{-5}$), where a loss that is scaled up helps. `"int8"` keeps it in at most
+        1.06 bytes an entry, if a matrix is 68 x 68 or larger: a code for every entry,
+        on the scale of its row or its column, beside up to 32 of the largest
+        directions. `benchmarks/momentum_in_8_bits.py` measures how close that stays to
+        float32.
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
         of one, or a function of the params. By default
         [`flax_dimension_numbers`][].

@@ -5,6 +5,9 @@ from typing import Any
 
 import optax
 
+from .._options import number, POSITIVE
+from .weight_decay import check_rates
+
 
 def scale_to_width(
     width: int,
@@ -70,8 +73,15 @@ def scale_to_width(
         measured: it halves that product from width 32 to 256, where a quarter (code)
         and 0.7 of it (prose) were best.
     """
-    if not (width > 0 and tuned_at > 0):
-        raise ValueError(f"widths must be positive, got {width} and {tuned_at}")
+    number("width", width, POSITIVE)
+    number("tuned_at", tuned_at, POSITIVE)
+    check_rates(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        adam_learning_rate=adam_learning_rate,
+        adam_weight_decay=adam_weight_decay,
+        head_learning_rate=head_learning_rate,
+    )
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:

@@ -5,27 +5,17 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from .._matrices.view import MatrixView
+from .._options import NOT_NEGATIVE, number
 
 
 ShapeScale = float | jax.Array | Literal["mup"] | None
 
 
 def check_shape_scale(consistent_rms: ShapeScale) -> None:
-    if consistent_rms is None or isinstance(consistent_rms, Tracer):
-        return
-    if isinstance(consistent_rms, str):
-        if consistent_rms != "mup":
-            raise ValueError(
-                "consistent_rms must be a number, 'mup' or None, got "
-                f"{consistent_rms!r}"
-            )
-    elif not 0 <= consistent_rms < math.inf:
-        raise ValueError(
-            f"consistent_rms must be finite and not negative, got {consistent_rms}"
-        )
+    if not isinstance(consistent_rms, str) or consistent_rms != "mup":
+        number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
 
 
 def depends_on_direction(consistent_rms: ShapeScale) -> bool:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._options import FINITE, number
+
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -54,6 +56,7 @@ def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
     """Plain or cautious. That of Optax 0.2.6 does not count the steps of a schedule."""
+    check_rates(weight_decay=weight_decay)
 
     def init_fn(params: optax.Params) -> Any:
         del params
@@ -80,6 +83,13 @@ def decayed_weights(
 
     tx = optax.GradientTransformation(init_fn, update_fn)
     return tx if mask is None else optax.masked(tx, mask)
+
+
+def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
+    """Raises for what is neither a number nor a schedule; `None` says "as Muon's"."""
+    for name, rate in rates.items():
+        is_needed = name in ("learning_rate", "weight_decay")
+        number(name, rate, FINITE, "a schedule", *([] if is_needed else ["None"]))
 
 
 def _agree(x: jax.Array, y: jax.Array) -> jax.Array:

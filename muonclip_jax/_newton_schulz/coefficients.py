@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._options import FINITE, number, shown, whole_number
+
 
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
@@ -112,16 +114,16 @@ def resolve_schedule(
     `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here: the schedule
     is then what is likely to run, and beyond its end the last triple repeats.
     """
-    if isinstance(ns_steps, Tracer):
+    number("ns_steps", ns_steps, FINITE)
+    if isinstance(ns_steps, Tracer) and jnp.issubdtype(ns_steps.dtype, np.integer):
         schedule = _named_or_given(ns_coeffs, None)
         return schedule * USUAL_STEPS if len(schedule) == 1 else schedule
-    if int(ns_steps) < 1:
-        raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
-    schedule = _named_or_given(ns_coeffs, int(ns_steps))
-    if len(schedule) != int(ns_steps):
+    steps = whole_number("ns_steps", ns_steps, 1)
+    schedule = _named_or_given(ns_coeffs, steps)
+    if len(schedule) != steps:
         raise ValueError(
             f"ns_coeffs={ns_coeffs!r} holds {len(schedule)} steps, which contradicts "
-            f"ns_steps={int(ns_steps)}; pass ns_steps={len(schedule)}"
+            f"ns_steps={steps}; pass ns_steps={len(schedule)}"
         )
     check_schedule(schedule, "float32")
     return schedule
@@ -139,11 +141,14 @@ def _named_or_given(ns_coeffs, ns_steps: int | None) -> Schedule:
     elif isinstance(ns_coeffs, Tracer):
         raise ValueError("ns_coeffs must be known when tracing; pass a tuple of floats")
     else:
-        steps = np.asarray(ns_coeffs, dtype=np.float64)
+        try:
+            steps = np.asarray(ns_coeffs, dtype=np.float64)
+        except (TypeError, ValueError):
+            steps = np.zeros(0)
         if steps.ndim not in (1, 2) or steps.shape[-1] != 3 or not steps.size:
             raise ValueError(
                 "ns_coeffs must be a preset name, one triple (a, b, c) or a tuple "
-                f"of triples; got {ns_coeffs!r}"
+                f"of triples; got {shown(ns_coeffs)}"
             )
         repeats = steps.ndim == 1
         schedule = tuple(

@@ -70,8 +70,9 @@ def add_to_diagonal(p: Hermitian, a: jax.Array) -> Hermitian:
     """`P + a I`, with `a` of shape `(..., 1, 1)`."""
 
     def add(i, j):
-        identity = jnp.eye(p[i][j].shape[-1], dtype=p[i][j].dtype)
-        return p[i][j] + a * identity if i == j else p[i][j]
+        block = p[i][j]
+        one = jnp.eye(block.shape[-1], dtype=block.dtype)
+        return block + a * jnp.broadcast_to(one, block.shape) if i == j else block
 
     return _lower(len(p), add)
 

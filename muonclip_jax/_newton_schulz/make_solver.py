@@ -1,12 +1,12 @@
 """From what the user asked for to a `Solver`, and the errors where it cannot work."""
 
-from typing import Any, get_args
+from typing import get_args
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from .._options import choice, float_dtype
 from .coefficients import check_schedule, resolve_schedule, Schedule, Triple
 from .precondition import Preconditioning
 from .solver import Kernel, Method, Solver
@@ -23,20 +23,12 @@ def make_solver(
     prefix: str = "",
 ) -> Solver:
     """Raises `ValueError` for what cannot work; `prefix` is that of the arguments."""
-    _check_choice(f"{prefix}method", method, Method)
-    _check_choice("preconditioning", preconditioning, Preconditioning)
-    _check_choice(f"{prefix}kernel", kernel, Kernel)
+    choice(f"{prefix}method", method, get_args(Method))
+    choice("preconditioning", preconditioning, get_args(Preconditioning))
+    choice(f"{prefix}kernel", kernel, get_args(Kernel))
     schedule = resolve_schedule(ns_coeffs, ns_steps)
-    if dtype is not None:
-        dtype = jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(f"{prefix}dtype must be a float dtype, got {dtype}")
-        check_schedule(schedule, jnp.finfo(dtype).dtype.name)
+    iterated = float_dtype(f"{prefix}dtype", dtype)
+    if iterated is not None:
+        check_schedule(schedule, iterated.name)
     steps = ns_steps if isinstance(ns_steps, Tracer) else None
-    return Solver(schedule, method, dtype, preconditioning, kernel, steps)
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        known = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"unknown {name} {value!r}; choose one of {known}")
+    return Solver(schedule, method, iterated, preconditioning, kernel, steps)

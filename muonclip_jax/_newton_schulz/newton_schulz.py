@@ -3,9 +3,9 @@
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._options import array, is_float
 from .coefficients import Schedule, Triple
 from .explicit_axes import on_whole_matrices
 from .make_solver import make_solver
@@ -90,8 +90,8 @@ def newton_schulz(
         "Gram Newton-Schulz", 2026.
     """
     solver = make_solver(ns_coeffs, ns_steps, method, dtype, preconditioning, kernel)
-    x = jnp.asarray(x)
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.inexact):
+    x = array("x", x)
+    if x.ndim < 2 or not is_float(x.dtype):
         raise ValueError(
             "newton_schulz needs floating-point matrices (..., m, n), got shape "
             f"{x.shape} and dtype {x.dtype}"

@@ -150,7 +150,8 @@ def _sum_of_stored(p: Hermitian, q: Hermitian, keep: Any):
 
 
 def _masked_diagonal(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.eye(x.shape[-1], dtype=bool), x, 0).sum(axis=-1)
+    on_diagonal = jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=bool), x.shape)
+    return jnp.where(on_diagonal, x, 0).sum(axis=-1)
 
 
 def _diagonal(x: jax.Array) -> jax.Array:

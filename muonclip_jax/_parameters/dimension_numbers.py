@@ -8,6 +8,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.view import matrix_view, MatrixView
+from .._options import flag
 from . import paths
 from .broadcast import broadcast
 from .leaf_rules import EitherWay, Verdict
@@ -93,7 +94,10 @@ def flax_dimension_numbers(
     """
     tree = paths.flatten(params)
     found = find_verdicts(
-        tree, per_head=per_head, stack_axes=stack_axes, patterns=dimension_numbers
+        tree,
+        per_head=flag("per_head", per_head),
+        stack_axes=stack_axes,
+        patterns=dimension_numbers,
     )
     return tree.unflatten(verdict.numbers for verdict in found)
 

@@ -10,7 +10,7 @@ from .._layout.layout import cut_axes, own_block
 from .._layout.placement import mesh_axes
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
-from .._model.statistics import STATISTIC
+from .._model.statistics import largest, STATISTIC
 from .._parameters.paths import Path, show, show_module, split
 
 
@@ -59,7 +59,7 @@ class BoundLayer:
         heads = statistic.shape[-1] if self._shared else self._heads
         expected = (*self._stack, heads)
         if statistic.shape == expected:
-            row = statistic.max(-1, keepdims=True) if self._shared else statistic
+            row = largest(statistic, -1)[..., None] if self._shared else statistic
             return row, PartitionSpec()
         leaf = self._layer.query[0]
         cut = self._cut_at[self._layer.path_of(leaf)]

@@ -11,6 +11,7 @@ from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.placement import Shardings
 from .._layout.zeros import counts_replicated, replicated
 from .._model.attention_layers import Attention
+from .._options import flag, function_or_none, transformation, whole_number
 from .heads import HeadRow, Heads
 
 
@@ -81,12 +82,16 @@ def multi_steps(
         >>> optax.apply_updates(params, updates)["attn"]["query"]["kernel"][0, :, 0]
         Array([1. , 0.5], dtype=float32)
     """
+    transformation("opt", opt)
+    function_or_none("should_skip_update_fn", should_skip_update_fn)
+    if not callable(every_k_schedule):
+        every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
     if axis_name is None and isinstance(opt, OverReplicas):
         axis_name = opt.axis_name
     steps = optax.MultiSteps(
         opt,
         every_k_schedule,
-        use_grad_mean=use_grad_mean,
+        use_grad_mean=flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
     )
     # Optax makes the branches of its condition anew in each call, which an eager call
@@ -114,12 +119,15 @@ def multi_steps(
         row = HeadRow(running, heads.shapes, layout.replicas)
         # Not in the real step alone: what is accumulated would differ by replica, a
         # checkpoint would keep one replica's, and where one skips others would wait.
+        updates = layout.mean(updates)
         # Functions, such as a line search takes, pass through no `jit`.
         has_functions = any(map(callable, jax.tree.leaves(extra_args)))
         update = steps.update if has_functions else compiled
-        updates, after = update(
-            layout.mean(updates), state.steps, params, attention_stats=row, **extra_args
-        )
+        # optax divides by an integer, so strict promotion would refuse it.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, after = update(
+                updates, state.steps, params, attention_stats=row, **extra_args
+            )
         real = after.gradient_step != state.steps.gradient_step
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)

@@ -21,7 +21,9 @@ from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.placement import Shardings
 from .._layout.zeros import replicated
 from .._model.attention_layers import Attention
-from .._parameters.paths import show_module
+from .._model.statistics import read_attention_stats
+from .._options import number, POSITIVE, SHARE
+from .._parameters.paths import show_all, show_module
 from .heads import Heads
 from .state import first_state, gammas, next_state, QKClipState
 from .weights import scale_update, scale_weight
@@ -105,7 +107,8 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    _check(threshold, alpha)
+    number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    number("alpha", alpha, SHARE, "a schedule")
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
@@ -180,7 +183,13 @@ def clip_qk(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    _check(threshold, alpha)
+    number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    number("alpha", alpha, SHARE, "a schedule")
+    if swapped := read_attention_stats(params):
+        raise ValueError(
+            f"the params hold the statistics of {show_all(swapped)}: "
+            "mc.clip_qk(params, attention_stats), in this order"
+        )
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
     heads = Heads(layout, attention)
@@ -197,25 +206,9 @@ def clip_qk(
 def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
     for layer in heads.layers:
         name = f"threshold of layer '{show_module(layer.path)}'"
-        _check_threshold(layer.threshold, name)
+        if layer.threshold is not None:
+            number(name, layer.threshold, POSITIVE, "an array", "a schedule")
     return heads.thresholds(threshold, functools.partial(_at, step=step))
-
-
-def _check(threshold: Any, alpha: Any) -> None:
-    """Raises for values out of range; those traced under a jit cannot be looked at."""
-    _check_threshold(threshold, "threshold")
-    if callable(alpha):
-        return
-    if np.ndim(alpha):
-        raise ValueError(f"alpha must be one number, got shape {np.shape(alpha)}")
-    if not isinstance(alpha, Tracer) and not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
-
-
-def _check_threshold(threshold: Any, name: str) -> None:
-    known = threshold is not None and not _is_open(threshold)
-    if known and not np.all(np.asarray(threshold) > 0):
-        raise ValueError(f"{name} must be positive, got {threshold}")
 
 
 def _check_first(thresholds: jax.Array) -> None:
@@ -225,11 +218,6 @@ def _check_first(thresholds: jax.Array) -> None:
             "threshold must be positive, but its schedule begins at "
             f"{np.min(thresholds):g}, which would scale query and key to zero"
         )
-
-
-def _is_open(value: Any) -> bool:
-    """Whether a hyperparameter is known only at run time."""
-    return callable(value) or isinstance(value, Tracer)
 
 
 def _at(value: Any, step: Any = None) -> Any:

@@ -50,6 +50,44 @@ def test_momentum_in_float16_stays_finite(gradients, momentum, scale, nesterov):
     np.testing.assert_allclose(np.float64(updates["w"]), expected, atol=0.06)
 
 
+BETAS = {
+    "rises": np.linspace(0.3, 0.95, 12),
+    "starts from nothing": [0.0, *[0.97] * 11],
+    "restarts": [0.95, 0.95, 0.95, 0.5, 0.5, 0.5] * 2,
+    "keeps all": [1.0] * 12,
+}
+
+
+@pytest.mark.parametrize("params", ["float16", "float32"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", [1e-2, 3e3])
+@pytest.mark.parametrize("betas", BETAS)
+def test_momentum_in_float16_when_beta_changes(betas, scale, nesterov, params):
+    betas, once = BETAS[betas], (1.5, -0.5, 0.0)
+    tx = optax.inject_hyperparams(mc.scale_by_muon, static_args=("mu_dtype",))(
+        beta=lambda count: jnp.asarray(np.float32(betas))[count],
+        mu_dtype="float16",
+        nesterov=nesterov,
+        ns_coeffs=once,
+        ns_steps=1,
+        consistent_rms=None,
+    )
+    state, update = tx.init({"w": jnp.zeros((8, 6), params)}), jax.jit(tx.update)
+    momentum, bound = np.zeros((8, 6)), 0.0
+    for i, beta in enumerate(betas):
+        g = {"w": normal(i, 8, 6, dtype=jnp.dtype(params), scale=scale)}
+        updates, state = update(g, state)
+        exact = np.asarray(g["w"], np.float64)
+        momentum = beta * momentum + exact
+        ahead = exact + beta * momentum if nesterov else momentum
+        # Half a unit of float16 in each step, and one more of what is ahead and of the
+        # update. The step lifts a difference by 1.5, and dividing by the norm by 2.
+        bound = beta * bound + 2.0**-11 * np.linalg.norm(momentum)
+        allowed = 3 * (bound / np.linalg.norm(ahead) + 2 * 2.0**-11)
+        found = np.float64(updates["w"])
+        assert np.linalg.norm(found - polynomial_of(ahead, [once])) <= allowed
+
+
 def test_momentum_in_float32_is_the_sum():
     tx = mc.scale_by_muon()
     grads = {"w": normal(0, 3, 4)}

@@ -295,7 +295,7 @@ def test_in_an_nnx_optimizer():
 
 def test_refusals():
     for dtype in ("int4", jnp.uint8, "bool"):
-        with pytest.raises(ValueError, match="mu_dtype must be a float dtype, 'int8'"):
+        with pytest.raises(ValueError, match="mu_dtype must be a float dtype, .*int8"):
             mc.scale_by_muon(mu_dtype=dtype)
         with pytest.raises(ValueError, match="mu_dtype must be"):
             mc.muonclip(1e-2, mu_dtype=dtype)

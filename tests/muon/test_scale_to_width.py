@@ -116,12 +116,12 @@ def test_schedules_are_scaled_step_by_step():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="must be a number, 'mup' or None, got 'mu'"):
+    with pytest.raises(ValueError, match="must be a number or 'mup' or None, got 'mu'"):
         mc.muon(1e-2, consistent_rms="mu")
     with pytest.raises(ValueError, match="'mup'"):
         mc.scale_by_muon(consistent_rms="rms")
     for width in (0, math.nan):
-        with pytest.raises(ValueError, match=f"must be positive, got {width} and 16"):
+        with pytest.raises(ValueError, match=f"width must be positive, got {width}"):
             mc.scale_to_width(width, tuned_at=16, learning_rate=0.1)  # pyright: ignore
     for rms in (-0.2, math.nan, math.inf):
         with pytest.raises(ValueError, match="must be finite and not negative"):

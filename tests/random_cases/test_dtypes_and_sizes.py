@@ -53,8 +53,8 @@ def accumulated(gradient, dtype, nesterov):
     """What is orthogonalized in the first step, in float64."""
     wide = np.promote_types(np.promote_types(dtype, np.float32), gradient.dtype)
     gradient, beta = np.asarray(gradient, wide), wide.type(0.95)
-    # In float16 it is the average.
-    gradient = (1 - beta) * gradient if dtype == np.float16 else gradient
+    # In float16 it is stored in units of 32.
+    gradient = gradient / 32 if dtype == np.float16 else gradient
     momentum = gradient.astype(dtype)
     if nesterov:
         momentum = (beta * momentum.astype(wide) + gradient).astype(dtype)

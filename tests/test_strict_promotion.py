@@ -1,0 +1,249 @@
+"""Every public function under JAX's strictest flags: no rank or dtype is promoted."""
+
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import clip_at_rest, normal
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+def attention_params(*stack, bias=True, seed=0):
+    def projection(i):
+        kernel = {"kernel": normal((seed, i), *stack, 8, 2, 4)}
+        return kernel | ({"bias": normal((seed, i, 1), *stack, 2, 4)} if bias else {})
+
+    return {"query": projection(0), "key": projection(1), "value": projection(2)}
+
+
+#: Two matrices of one shape, tall and wide ones, stacks, heads and vectors.
+PARAMS = {
+    "attn": attention_params(),
+    "layers": {"attn": attention_params(3, seed=1)},
+    "up": {"kernel": normal(2, 8, 16), "bias": normal(3, 16)},
+    "down": {"kernel": normal(4, 16, 8), "bias": normal(5, 8)},
+    "embed": {"embedding": normal(6, 11, 8)},
+    "large": {"kernel": normal(7, 90, 80)},
+    "output": {"kernel": normal(8, 8, 11)},
+}
+STATS = {
+    "attn": {"max_logits": jnp.asarray([90.0, 400.0])},
+    "layers": {"attn": {"max_logits": jnp.asarray([[90.0, 400.0]] * 3)}},
+}
+MATRICES = {"a": normal(9, 6, 10), "b": normal(10, 10, 6), "c": normal(11, 4, 6, 10)}
+
+
+def run(tx, params=PARAMS, **extra):
+    state = tx.init(params)
+    return tx.update(params, state, params, **extra)
+
+
+def muon(**options):
+    return lambda: run(mc.muon(1e-2, **options))
+
+
+def clipped(**options):
+    return lambda: run(mc.muonclip(1e-2, **options), attention_stats=STATS)
+
+
+def metrics():
+    _, state = clipped()()
+    return mc.qk_clip_metrics(state, PARAMS)
+
+
+def sizes(dtype=jnp.float32):
+    shapes = ((2, 9, 4, 3), (2, 9, 2, 3), (2, 9, 2, 5))
+    return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+FLOAT = jnp.float32
+IDS = (jnp.arange(9) // 4).astype(jnp.int32)
+MASKS = [(9,), (9, 9), (4, 9, 9), (1, 4, 9, 9), (2, 1, 1, 9), (2, 4, 9, 9)]
+ATTENTION = [
+    {},
+    dict(is_causal=True, local_window_size=(3, 1)),
+    dict(query_segment_ids=IDS),
+    dict(query_segment_ids=IDS, key_segment_ids=IDS[None]),
+    dict(query_segment_ids=IDS[None], key_segment_ids=jnp.stack([IDS, IDS])),
+    *(dict(mask=jnp.ones(m, bool), bias=jnp.ones(m)) for m in MASKS),
+]
+
+
+def attend(function, arrays, options):
+    """Value, gradient and statistic."""
+
+    def loss(*arrays):
+        out = function(*arrays, **options)
+        out = out if isinstance(out, tuple) else (out, out)
+        return jnp.sum(out[0].astype(jnp.float32)), out
+
+    return jax.grad(loss, tuple(range(len(arrays))), has_aux=True)(*arrays)
+
+
+def each(function, count, options=ATTENTION, dtypes=(FLOAT, jnp.bfloat16)):
+    return lambda: [
+        attend(function, sizes(dtype)[:count], o) for o in options for dtype in dtypes
+    ]
+
+
+blocks = functools.partial(mc.blockwise_attention, block_size=4)
+NO_IDS = [o for o in ATTENTION if "query_segment_ids" not in o]
+
+
+def in_linen():
+    layer = nn.MultiHeadDotProductAttention(3, attention_fn=mc.attention_fn)
+    x = normal(0, 2, 9, 12)
+    mask = nn.make_causal_mask(x[..., 0])
+    variables = layer.init(jax.random.key(0), x, mask=mask)
+    return layer.apply(
+        variables, x, mask=mask, sow_weights=True, mutable=["intermediates"]
+    )
+
+
+def in_nnx():
+    layer = nnx.MultiHeadAttention(
+        3, 12, decode=False, attention_fn=mc.attention_fn, rngs=nnx.Rngs(0)
+    )
+    x = normal(0, 2, 9, 12)
+    call = nnx.capture(lambda m, x: m(x, sow_weights=True), nnx.Intermediate)
+    return call(layer, x)
+
+
+def captured():
+    outputs = {"__call__": (normal(0, 3, 2, 5, 8), normal(1, 3, 2, 5, 8))}
+    return mc.captured_attention_stats(
+        {"attn": {"q_proj": outputs, "k_proj": outputs}},
+        scale=None,
+        is_causal=True,
+        head_dim=4,
+        stacked=True,
+        mask=jnp.ones((5, 5), bool),
+    )
+
+
+def preset(attention, params):
+    """The clip of a layer whose params a preset describes."""
+
+    def call():
+        stats = {"attn": {"max_logits": jnp.asarray([50.0, 400.0])}}
+        return clip_at_rest(attention)({"attn": params}, stats, 60.0)
+
+    return [call]
+
+
+def newton_schulz(**options):
+    shapes = [(4, 4), (4, 8), (8, 4), (3, 4, 4), (3, 4, 8), (2, 3, 8, 4), (0, 3, 4)]
+    shapes += [(1, 300, 300), (2, 260, 520)]  # in blocks
+    return lambda: [mc.newton_schulz(normal(0, *s), **options) for s in shapes]
+
+
+#: By public name, calls that between them take every branch of the arithmetic.
+CALLS = {
+    "newton_schulz": [
+        newton_schulz(**options)
+        for options in (
+            *(dict(method=method) for method in ("auto", "standard", "gram")),
+            dict(dtype="bfloat16", method="gram"),
+            dict(preconditioning="aol", ns_coeffs="turbo_muon", ns_steps=4),
+            dict(preconditioning="equilibrated"),
+        )
+    ],
+    "muon": [
+        muon(),
+        muon(mu_dtype="bfloat16", nesterov=False),
+        muon(
+            mu_dtype="float16",
+            weight_decay_mask={"attn": False}
+            | dict.fromkeys(PARAMS.keys() - {"attn"}, True),
+        ),
+        muon(mu_dtype="int8"),
+        muon(neuron_b2=0.9, cautious_weight_decay=True),
+        muon(per_head=True, consistent_rms=None, head_learning_rate=1e-3),
+        lambda: run(optax.inject_hyperparams(mc.muon)(1e-2, beta=lambda count: 0.9)),
+    ],
+    "scale_by_muon": [lambda: run(mc.scale_by_muon(), MATRICES | {"c": None})],
+    "normalize_neurons": [lambda: run(mc.normalize_neurons(), {"a": MATRICES["a"]})],
+    "add_cautious_decayed_weights": [
+        lambda: run(mc.add_cautious_decayed_weights(0.1), MATRICES)
+    ],
+    "scale_to_width": [
+        lambda: run(
+            mc.muon(**mc.scale_to_width(64, tuned_at=16, learning_rate=1e-2)), PARAMS
+        )
+    ],
+    "muonclip": [clipped(), clipped(threshold=100.0, alpha=0.3, per_head=True)],
+    "qk_clip": [lambda: run(mc.qk_clip(), attention_stats=STATS)],
+    "clip_qk": [lambda: mc.clip_qk(PARAMS, STATS)],
+    "multi_steps": [
+        lambda: run(mc.multi_steps(mc.muonclip(1e-2), 2), attention_stats=STATS)
+    ],
+    "qk_clip_metrics": [metrics],
+    "combine_attention_stats": [lambda: mc.combine_attention_stats(STATS, STATS)],
+    "max_logits": [
+        each(mc.max_logits, 2),
+        lambda: mc.max_logits(*normal(0, 2, 1, 1100, 2, 4), is_causal=True),
+    ],
+    "blockwise_attention": [each(mc.blockwise_attention, 3), each(blocks, 3)],
+    "residual_attention": [
+        each(lambda q, k, **o: mc.residual_attention(q, k, k, **o), 2, NO_IDS, [FLOAT])
+    ],
+    "splash_attention": [
+        lambda: mc.splash_attention(
+            *sizes()[:2], sizes()[1], query_segment_ids=IDS, interpret=True
+        )
+    ],
+    "attention_fn": [in_linen, in_nnx],
+    "captured_attention_stats": [captured],
+    "flat_attention": preset(
+        mc.flat_attention(3, query="q_proj", key="k_proj"),
+        {name: {"kernel": normal(0, 8, 6)} for name in ("q_proj", "k_proj")},
+    ),
+    "fused_attention": preset(
+        mc.fused_attention(3),
+        {"c_attn": {"kernel": normal(2, 8, 18), "bias": normal(3, 18)}},
+    ),
+    "latent_attention": preset(
+        mc.latent_attention(4),
+        {
+            "wq_b": {"kernel": normal(4, 6, 2, 6)},
+            "wkv_b": {"kernel": normal(5, 8, 2, 7)},
+        },
+    ),
+    "normalised_attention": preset(
+        mc.normalised_attention(),
+        attention_params()
+        | {x: {"scale": normal(6, 4)} for x in ("query_ln", "key_ln")},
+    ),
+    "named_attention": preset(
+        mc.named_attention(4),
+        {name: {"kernel": normal(7, 8, 8)} for name in ("wq", "wk")},
+    ),
+}
+#: These look at shapes and names alone.
+NO_ARITHMETIC = {
+    *("describe", "flax_attention_layers", "flax_dimension_numbers", "matrix_mask"),
+    "per_head_dimension_numbers",
+}
+
+
+def test_every_public_function_is_called():
+    functions = {name for name, x in vars(mc).items() if inspect.isfunction(x)}
+    assert CALLS.keys() == functions - NO_ARITHMETIC
+
+
+@pytest.mark.parametrize(
+    "name, i", [(name, i) for name, calls in CALLS.items() for i in range(len(calls))]
+)
+def test_nothing_is_promoted(name, i):
+    """Where it is, tracing raises."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(lambda: [CALLS[name][i](), None][1])

@@ -1,0 +1,690 @@
+"""Wrong usages, one a row: an error in the user's words, or why it is none.
+
+First every argument of every public function with values of each wrong type; then what
+only some of them can get wrong.
+"""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+
+pytestmark = [
+    pytest.mark.usefixtures("fast_compilation"),
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64"),
+]
+
+KERNEL = jnp.ones((8, 2, 4))
+PARAMS = {
+    "attn": {"query": {"kernel": KERNEL}, "key": {"kernel": KERNEL}},
+    "mlp": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)},
+}
+GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
+STATS = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+QUERY = jnp.ones((2, 5, 4, 3))
+KEY = jnp.ones((2, 5, 2, 3))
+OUTPUTS = {"__call__": (jnp.ones((2, 5, 4, 3)),)}
+CAPTURED = {"attn": {"q_proj": OUTPUTS, "k_proj": OUTPUTS}}
+
+
+def update(tx, grads=GRADS, params=PARAMS, stats=STATS):
+    """Traces an update, which is all that an error may wait for."""
+
+    def step(grads, params, stats):
+        state = tx.init(params)
+        return tx.update(grads, state, params, attention_stats=stats)
+
+    jax.eval_shape(step, grads, params, stats)
+
+
+def step(make):
+    return lambda **options: update(make(**options))
+
+
+def on_outputs(**options):
+    options = {"scale": None, "is_causal": True} | options
+    return mc.captured_attention_stats(CAPTURED, **options)
+
+
+#: One value of each type, to be refused unless a row below says that it is right.
+VALUES = {
+    "string": "no",
+    "dict": {"attn": 1},
+    "list": [1.0],
+    "object": object(),
+    "nan": float("nan"),
+    "negative": -1.0,
+    "complex": 1j,
+    "array": np.ones((2, 3)),
+    "none": None,
+    "bool": True,
+    "function": lambda count: "what it returns is wrong, too",
+}
+
+NUMBER: set[str] = set()
+NUMBER_OR_NONE = {"none"}
+# Optax does not refuse negative rates either: they ascend. What a schedule returns is
+# its own affair.
+RATE = {"function", "negative"}
+RATE_OR_NONE = RATE | {"none"}
+FLAG = {"bool"}
+WHOLE: set[str] = set()
+WHOLE_OR_NONE = {"none"}
+CHOICE: set[str] = set()
+# An array says its own dtype.
+DTYPE = {"none", "array"}
+SCHEDULE = {"function"}
+FUNCTION_OR_NONE = {"none", "function"}
+TREE_OR_NONE = {"none"}
+ARRAY: set[str] = set()
+# Numbers and short lists broadcast.
+BROADCAST = {"none", "list", "nan", "negative", "bool"}
+WINDOW = {"none"}
+
+MUON = {
+    "beta": NUMBER,
+    "nesterov": FLAG,
+    "ns_coeffs": CHOICE,
+    "ns_steps": WHOLE,
+    "ns_method": CHOICE,
+    "ns_dtype": DTYPE,
+    "ns_kernel": CHOICE,
+    "preconditioning": CHOICE,
+    "consistent_rms": NUMBER_OR_NONE,
+    "mu_dtype": DTYPE,
+    "dimension_numbers": TREE_OR_NONE,
+}
+ADAMW = {
+    "learning_rate": RATE,
+    "weight_decay": RATE,
+    "weight_decay_mask": TREE_OR_NONE | FLAG,
+    "adam_learning_rate": RATE_OR_NONE,
+    "adam_b1": NUMBER,
+    "adam_b2": NUMBER,
+    "adam_eps": NUMBER,
+    "adam_weight_decay": RATE_OR_NONE,
+    "head_learning_rate": RATE_OR_NONE,
+    "cautious_weight_decay": FLAG,
+    "neuron_b2": NUMBER_OR_NONE,
+    "per_head": FLAG,
+}
+CLIP = {"threshold": SCHEDULE, "alpha": SCHEDULE, "attention": TREE_OR_NONE}
+LOGITS = {
+    "query": ARRAY,
+    "key": ARRAY,
+    "bias": BROADCAST,
+    "mask": BROADCAST,
+    "is_causal": FLAG,
+    "scale": NUMBER_OR_NONE | {"negative"},
+    "local_window_size": WINDOW,
+}
+IDS = {"query_segment_ids": BROADCAST, "key_segment_ids": {"none"}}
+
+#: Functions, calls of them with what they need, and their arguments.
+ARGUMENTS = {
+    "muonclip": (
+        step(lambda **o: mc.muonclip(**{"learning_rate": 1e-3} | o)),
+        MUON | ADAMW | CLIP,
+    ),
+    "muon": (step(lambda **o: mc.muon(**{"learning_rate": 1e-3} | o)), MUON | ADAMW),
+    "scale_by_muon": (
+        lambda **o: update(mc.scale_by_muon(**o), *[{"w": jnp.ones((3, 4))}] * 2),
+        MUON,
+    ),
+    "normalize_neurons": (
+        lambda **o: update(mc.normalize_neurons(**o), *[{"w": jnp.ones((3, 4))}] * 2),
+        {"b2": NUMBER, "eps": NUMBER, "dimension_numbers": TREE_OR_NONE},
+    ),
+    "add_cautious_decayed_weights": (
+        step(mc.add_cautious_decayed_weights),
+        {"weight_decay": RATE},
+    ),
+    "scale_to_width": (
+        lambda **o: mc.scale_to_width(
+            **{"width": 64, "tuned_at": 16, "learning_rate": 0.1} | o
+        ),
+        {
+            "width": NUMBER,
+            "tuned_at": NUMBER,
+            "learning_rate": RATE,
+            "weight_decay": RATE,
+            "adam_learning_rate": RATE_OR_NONE,
+            "adam_weight_decay": RATE_OR_NONE,
+            "head_learning_rate": RATE_OR_NONE,
+        },
+    ),
+    "newton_schulz": (
+        lambda **o: mc.newton_schulz(**{"x": jnp.ones((3, 4))} | o),
+        {
+            "x": {"array"},
+            "ns_coeffs": CHOICE,
+            "ns_steps": WHOLE,
+            "method": CHOICE,
+            "dtype": DTYPE,
+            "preconditioning": CHOICE,
+            "kernel": CHOICE,
+        },
+    ),
+    "qk_clip": (step(mc.qk_clip), CLIP),
+    # That it takes no schedules is a row below.
+    "clip_qk": (lambda **o: mc.clip_qk(PARAMS, STATS, **o), CLIP),
+    "qk_clip_metrics": (
+        lambda **o: mc.qk_clip_metrics(mc.qk_clip().init(PARAMS), PARAMS, **o),
+        {"attention": TREE_OR_NONE},
+    ),
+    "multi_steps": (
+        step(
+            lambda **o: mc.multi_steps(
+                **{"opt": mc.muonclip(1e-3), "every_k_schedule": 2} | o
+            )
+        ),
+        {
+            "opt": set(),
+            "every_k_schedule": SCHEDULE,
+            "use_grad_mean": FLAG,
+            "should_skip_update_fn": FUNCTION_OR_NONE,
+            "attention": TREE_OR_NONE,
+        },
+    ),
+    "max_logits": (
+        lambda **o: mc.max_logits(**{"query": QUERY, "key": KEY} | o),
+        LOGITS | IDS,
+    ),
+    "blockwise_attention": (
+        lambda **o: mc.blockwise_attention(
+            **{"query": QUERY, "key": KEY, "value": KEY} | o
+        ),
+        LOGITS | IDS | {"value": ARRAY, "block_size": WHOLE},
+    ),
+    "residual_attention": (
+        lambda **o: mc.residual_attention(
+            **{"query": QUERY, "key": KEY, "value": KEY} | o
+        ),
+        LOGITS | {"value": ARRAY},
+    ),
+    "splash_attention": (
+        lambda **o: mc.splash_attention(
+            **{"query": QUERY, "key": KEY, "value": KEY, "interpret": True} | o
+        ),
+        {x: LOGITS[x] for x in ("query", "key", "is_causal", "scale")}
+        | IDS
+        | {"value": ARRAY, "local_window_size": WINDOW, "block_size": WHOLE},
+    ),
+    "attention_fn": (
+        lambda **o: mc.attention_fn(QUERY, KEY, KEY, **o),
+        {"kernel": FUNCTION_OR_NONE},
+    ),
+    "captured_attention_stats": (
+        on_outputs,
+        {
+            "scale": NUMBER_OR_NONE | {"negative"},
+            "is_causal": FLAG,
+            "head_dim": WHOLE_OR_NONE,
+            "transform": FUNCTION_OR_NONE,
+            "stacked": FLAG,
+        },
+    ),
+    "describe": (
+        lambda **o: mc.describe(PARAMS, **o),
+        {
+            "attention": TREE_OR_NONE,
+            "dimension_numbers": TREE_OR_NONE,
+            "per_head": FLAG,
+            "stacks": FLAG,
+        },
+    ),
+    "flax_dimension_numbers": (
+        lambda **o: mc.flax_dimension_numbers(PARAMS, **o),
+        {"per_head": FLAG},
+    ),
+    "per_head_dimension_numbers": (
+        lambda **o: mc.per_head_dimension_numbers(**o)(PARAMS),
+        {"attention": TREE_OR_NONE, "dimension_numbers": TREE_OR_NONE},
+    ),
+    "flat_attention": (mc.flat_attention, {"head_dim": WHOLE}),
+    "fused_attention": (mc.fused_attention, {"head_dim": WHOLE}),
+    "latent_attention": (mc.latent_attention, {"nope_head_dim": WHOLE}),
+    "named_attention": (mc.named_attention, {"head_dim": WHOLE_OR_NONE}),
+}
+
+#: Arguments that are no options: trees, checked below or by their own tests.
+ELSEWHERE = {
+    # Layouts on a mesh: tests/mesh.
+    *("shardings", "axis_name", "repeat_axes"),
+    # Trees: rows below, tests/test_errors.py and tests/model.
+    *("params", "attention_stats", "opt_state", "captured", "first", "others"),
+    # Names of modules, which have to be there: tests/model, tests/attention.
+    *("stack_axes", "name", "heads_first", "key_value", "query", "key"),
+    # optax's, Flax's, tokamax's and JAX's own.
+    *("mask", "implementation", "logits_soft_cap", "interpret", "config", "options"),
+}
+FLAX = set(inspect.signature(mc.attention_fn).parameters) - {"kernel"}
+
+
+def test_every_argument_of_every_public_function_is_here():
+    functions = {name: x for name, x in vars(mc).items() if inspect.isfunction(x)}
+    for name, function in functions.items():
+        arguments = set(inspect.signature(function).parameters)
+        arguments -= ELSEWHERE | (FLAX if name == "attention_fn" else set())
+        _, listed = ARGUMENTS.get(name, (None, {}))
+        assert arguments - {"dimension_numbers"} <= listed.keys(), name
+
+
+ROWS = [
+    (function, argument)
+    for function, (_, arguments) in ARGUMENTS.items()
+    for argument in arguments
+]
+
+
+@pytest.mark.parametrize(("function", "argument"), ROWS)
+def test_values_of_wrong_types(function, argument):
+    call, arguments = ARGUMENTS[function]
+    message = "x must|newton_schulz needs" if argument == "x" else argument
+    accepted = {}
+    for name in VALUES.keys() - arguments[argument]:
+        try:
+            accepted[name] = call(**{argument: VALUES[name]})
+        except ValueError as error:
+            assert re.search(message, str(error)), (name, error)
+    assert not accepted
+
+
+def clip(**options):
+    return lambda: update(mc.muonclip(**{"learning_rate": 1e-3} | options))
+
+
+def with_numbers(pattern, *axes):
+    return clip(dimension_numbers={pattern: MuonDimensionNumbers(*axes)})
+
+
+def with_mask(leaf):
+    return clip(weight_decay_mask=jax.tree.map(lambda x: leaf(x), PARAMS))
+
+
+def with_layer(query, key):
+    return clip(attention=[mc.AttentionLayer("attn", query, key)])
+
+
+def with_grads(**leaves):
+    return lambda: update(mc.muonclip(1e-3), GRADS | leaves)
+
+
+def with_stats(stats):
+    return lambda: update(mc.muonclip(1e-3), stats=stats)
+
+
+def with_logits(leaf):
+    return with_stats({"attn": {"max_logits": leaf}})
+
+
+def of_dtype(dtype, **options):
+    params = {"w": jnp.ones((3, 4), dtype)}
+    return lambda: update(mc.scale_by_muon(**options), params, params)
+
+
+def direct(name, *arguments):
+    """The update with its arguments in another order, or of another optimizer."""
+
+    def call():
+        tx, muon = mc.muonclip(1e-3), mc.muon(1e-3)
+        given = {"grads": GRADS, "params": PARAMS, "none": None, "stats": STATS}
+        given |= {"state": tx.init(PARAMS), "of muon": muon.init(PARAMS)}
+        given |= {"small": muon.init(PARAMS["mlp"])}
+        tx = {"muon": muon, "muonclip": tx, "scale_by_muon": mc.scale_by_muon()}[name]
+        extra = {"attention_stats": STATS} if name == "muonclip" else {}
+        tx.update(*(given[x] for x in arguments), **extra)
+
+    return call
+
+
+def attend(**options):
+    return lambda: mc.max_logits(QUERY, KEY, **options)
+
+
+def orthogonalize(x, **options):
+    return lambda: mc.newton_schulz(x, **options)
+
+
+QUERY_LEAF = mc.HeadLeaf("query/kernel", 3)
+KEY_LEAF = mc.HeadLeaf("key/kernel", 3)
+NO_SCHEDULE = "it takes no schedule.*optax.inject_hyperparams"
+NO_PRESET = r"a preset that is called: mc.named_attention\(\); got the function "
+
+#: What is wrong, and what the message says.
+WRONG = {
+    "beta is a schedule": (
+        clip(beta=optax.linear_schedule(0.85, 0.95, 300)),
+        f"beta must be a number, got .*{NO_SCHEDULE}.*beta=schedule",
+    ),
+    "neuron_b2 is a schedule": (clip(neuron_b2=lambda count: 0.9), NO_SCHEDULE),
+    "adam_b1 is a schedule": (clip(adam_b1=lambda count: 0.9), NO_SCHEDULE),
+    "consistent_rms is a schedule": (clip(consistent_rms=lambda c: 0.2), NO_SCHEDULE),
+    "ns_steps is a schedule": (clip(ns_steps=lambda count: 5), NO_SCHEDULE),
+    "ns_steps is traced and no integer": (
+        lambda: jax.jit(lambda n: mc.newton_schulz(jnp.eye(3), ns_steps=n))(5.0),
+        "ns_steps must be a whole number from 1 on, known when tracing",
+    ),
+    "a flag is traced": (
+        lambda: jax.jit(lambda n: mc.muon(1e-3, nesterov=n) and n)(True),
+        "nesterov must be True or False, known when tracing",
+    ),
+    "beta above 1": (clip(beta=95), r"beta must lie in \[0, 1\], got 95"),
+    "beta for each leaf": (clip(beta=jnp.ones(2)), "beta must be one number"),
+    "adam_b2 of 1": (clip(adam_b2=1.0), r"adam_b2 must lie in \[0, 1\), got 1.0"),
+    "learning rate is nan": (
+        clip(learning_rate=np.nan),
+        "learning_rate must be finite",
+    ),
+    "weight decay is infinite": (clip(weight_decay=np.inf), "weight_decay must be fin"),
+    "ns_steps of 5.7": (
+        clip(ns_steps=5.7),
+        "ns_steps must be a whole number from 1 on",
+    ),
+    "ns_steps of 0": (clip(ns_steps=0), "ns_steps must be at least 1, got 0"),
+    "ns_steps is a string": (clip(ns_steps="5"), "ns_steps must be .*got '5'"),
+    "ns_steps for each": (clip(ns_steps=jnp.array([5, 5])), "ns_steps must be"),
+    "ns_coeffs in a tuple": (
+        clip(ns_coeffs=("keller",)),
+        r"triples; got \('keller',\)",
+    ),
+    "ns_coeffs of two lengths": (
+        clip(ns_coeffs=((1, 2, 3), (1, 2))),
+        "ns_coeffs must be a preset name, one triple",
+    ),
+    "ns_coeffs of optax": (clip(ns_coeffs="standard"), "unknown ns_coeffs 'standard'"),
+    "consistent_rms is a string": (
+        clip(consistent_rms="0.2"),
+        "must be a number or 'mup' or None, got '0.2'",
+    ),
+    **{
+        f"mu_dtype is {dtype}": (
+            clip(mu_dtype=dtype),
+            f"mu_dtype must be a float dtype, .*int8 or None; got '{dtype}'",
+        )
+        for dtype in ("float17", "int32", "uint8", "int4", "bool", "complex64")
+    },
+    **{
+        f"{name} is {dtype}": (clip(**{name: dtype}), f"{name} must be a float dtype")
+        for name in ("mu_dtype", "ns_dtype")
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "complex128")
+    },
+    "ns_dtype is int8": (clip(ns_dtype="int8"), "ns_dtype must be a float dtype"),
+    "params of 8 bits": (
+        of_dtype("float8_e4m3fn"),
+        "'w' are no floats of 16 bits or more. Give a mu_dtype",
+    ),
+    "params of integers": (of_dtype("int32"), "leaves that hold no matrix: 'w'"),
+    "nesterov is a word": (clip(nesterov="no"), "nesterov must be True or False, got"),
+    "threshold of strings": (
+        clip(threshold=np.array(["a"])),
+        "threshold must be a num",
+    ),
+    "threshold by layer": (
+        clip(threshold={"attn": 100.0}),
+        "threshold must be a number",
+    ),
+    "threshold of a layer": (
+        clip(
+            attention=[
+                mc.AttentionLayer("attn", (QUERY_LEAF,), (KEY_LEAF,), threshold="high")
+            ]
+        ),
+        "threshold of layer 'attn' must be a number or .*got 'high'",
+    ),
+    "threshold for each head": (
+        clip(threshold=jnp.ones(2)),
+        "threshold of shape .* does not fit the layer 'attn'",
+    ),
+    "attention is a name": (clip(attention="flax"), "attention= must be .*got 'flax'"),
+    **{
+        f"{preset.__name__} was not called": (
+            clip(attention=preset),
+            NO_PRESET + preset.__name__,
+        )
+        for preset in (
+            *(mc.named_attention, mc.fused_attention, mc.flat_attention),
+            *(mc.latent_attention, mc.normalised_attention),
+        )
+    },
+    "a function that makes presets": (
+        clip(attention=lambda params: mc.named_attention),
+        NO_PRESET + "named_attention",
+    ),
+    "a leaf in place of a layer": (
+        clip(attention=[QUERY_LEAF]),
+        "mc.AttentionLayer, .*got a sequence with HeadLeaf",
+    ),
+    "leaves are paths": (
+        with_layer(("query/kernel",), ("key/kernel",)),
+        r"query of attention layer 'attn' must be a tuple of mc.HeadLeaf.*got \('query",
+    ),
+    "a role is one leaf": (
+        with_layer((QUERY_LEAF,), KEY_LEAF),
+        r"key of attention layer 'attn' must be a tuple.*\(mc.HeadLeaf",
+    ),
+    "no layers but statistics": (
+        clip(attention=[]),
+        "'attn/max_logits' match no query and key",
+    ),
+    "dimension numbers are axes": (
+        clip(dimension_numbers={"attn": (0, 1), "mlp": None}),
+        "dimension_numbers at 'attn/0' is 0; it must be optax.contrib.Muon",
+    ),
+    "an axis too many": (with_numbers("mlp*", 0, 5), "'mlp/bias'.*axis 5 is out of"),
+    "one axis twice": (with_numbers("mlp/kernel", 0, 0), "'mlp/kernel'.*distinct"),
+    **{
+        f"an axis is {axis!r}": (
+            with_numbers("mlp/kernel", axis, 1),
+            "'mlp/kernel' .*an axis must be a whole number, got ",
+        )
+        for axis in (None, 0.0, "a", True, (0.5,), [None])
+    },
+    "a decay mask of arrays": (
+        with_mask(jnp.ones_like),
+        "weight_decay_mask at 'attn/key/kernel' must be True or False",
+    ),
+    "a decay mask of ones": (with_mask(lambda _: 1), "must be True or False, got 1"),
+    "a decay mask of names": (clip(weight_decay_mask="kernel"), "weight_decay_mask at"),
+    "a decay mask that is a list": (clip(weight_decay_mask=[True]), "has no entry for"),
+    "gradients of another shape": (
+        with_grads(mlp={"kernel": jnp.ones((16, 8)), "bias": jnp.ones(16)}),
+        r"the gradient of 'mlp/kernel' has shape \(16, 8\), .* params .*\(8, 16\)",
+    ),
+    "gradients of another vector": (
+        with_grads(mlp={"kernel": jnp.ones((8, 16)), "bias": jnp.ones(8)}),
+        r"the gradient of 'mlp/bias' has shape \(8,\)",
+    ),
+    "gradients lack a leaf": (
+        with_grads(mlp={"kernel": jnp.ones((8, 16))}),
+        "gradients and params have different structures: .*gradients lack 'mlp/bias'",
+    ),
+    "gradients have a leaf more": (
+        with_grads(more=jnp.ones((2, 2))),
+        "gradients and params have different structures: the params lack 'more'",
+    ),
+    "the state of other params": (
+        direct("muon", "grads", "small", "params"),
+        "gradients and state have different structures|structure",
+    ),
+    "the state of another optimizer": (
+        direct("muonclip", "grads", "of muon", "params"),
+        "same in chain! Make sure you have called init",
+    ),
+    "the state of muon for scale_by_muon": (
+        direct("scale_by_muon", "grads", "of muon", "params"),
+        "scale_by_muon",
+    ),
+    "arguments swapped": (
+        direct("muon", "of muon", "grads", "params"),
+        r"the state is not one that init of muon made: tx.update\(grads, state, params",
+    ),
+    "no params": (direct("muonclip", "grads", "state"), "needs the params"),
+    "statistics are a list": (
+        with_stats([1.0, 2.0]),
+        "no statistics for the attention",
+    ),
+    "statistics are an array": (with_stats(jnp.ones(2)), "no statistics for the atten"),
+    "a statistic is complex": (
+        with_logits(jnp.ones(2) * 1j),
+        "attn/max_logits' must be",
+    ),
+    "a statistic is None": (
+        with_logits(None),
+        "no statistics for the attention layers",
+    ),
+    "a statistic for each row": (
+        with_logits(jnp.ones((3, 2))),
+        "does not fit the heads",
+    ),
+    "a statistic of numbers": (with_logits([1.0, 400.0]), "are a scalar"),
+    "a statistic is a name": (
+        lambda: mc.clip_qk(PARAMS, {"attn": {"max_logits": "a"}}),
+        "the statistics 'attn/max_logits' must be an array, got 'a'",
+    ),
+    "clip_qk's arguments swapped": (
+        lambda: mc.clip_qk(STATS, PARAMS),
+        r"params hold the statistics of 'attn': mc.clip_qk\(params, attention_stats\)",
+    ),
+    **{
+        f"clip_qk takes no schedule for {name}": (
+            lambda name=name: mc.clip_qk(PARAMS, STATS, **{name: lambda count: 0.5}),
+            "takes no schedule",
+        )
+        for name in ("threshold", "alpha")
+    },
+    "describe None": (lambda: mc.describe(None), "describe needs the params, got None"),
+    **{
+        f"every {k} micro-batches": (
+            lambda k=k: mc.multi_steps(mc.muonclip(1e-3), k),
+            "every_k_schedule must be ",
+        )
+        for k in (0, -1, 2.5, None, True, "2", jnp.ones(2))
+    },
+    "multi_steps of a function": (
+        lambda: mc.multi_steps(mc.muonclip, 2),
+        "opt must be an optax.GradientTransformation.*got the function muonclip",
+    ),
+    "arguments of multi_steps swapped": (
+        lambda: mc.multi_steps(2, mc.muonclip(1e-3)),
+        "opt must be an optax.GradientTransformation.*got 2",
+    ),
+    "integers": (orthogonalize(jnp.ones((3, 3), int)), "needs floating-point .*int32"),
+    "bools": (orthogonalize(jnp.ones((3, 3), bool)), "needs floating-point .*bool"),
+    "a vector": (orthogonalize(jnp.ones(3)), r"needs floating-point .*shape \(3,\)"),
+    "floats of 8 bits": (
+        orthogonalize(jnp.ones((3, 3), "float8_e4m3fn")),
+        "needs floating-point .*float8_e4m3fn",
+    ),
+    "nothing to orthogonalize": (orthogonalize(None), "x must be an array, got None"),
+    "a tree": (orthogonalize({"w": jnp.eye(2)}), "x must be an array, got {'w'"),
+    "a mask of words": (attend(mask=["yes"] * 5), "mask must be an array, got"),
+    "a bias that is complex": (attend(bias=jnp.ones(5) * 1j), "bias must be real"),
+    "a mask of another length": (
+        attend(mask=jnp.ones(4, bool)),
+        "mask .*not broadcast",
+    ),
+    "queries of integers": (
+        lambda: mc.max_logits(QUERY.astype(int), KEY),
+        "query int32, key float32: each needs a floating-point dtype",
+    ),
+    "a window of three": (attend(local_window_size=(1, 2, 3)), "one number or a pair"),
+    "a causal mask that is traced": (
+        lambda: jax.jit(lambda x: mc.max_logits(QUERY, KEY, is_causal=x))(True),
+        "is_causal must be True or False, known when tracing",
+    ),
+    "a kernel by name": (
+        lambda: mc.attention_fn(QUERY, KEY, KEY, kernel="splash"),
+        "kernel must be a function or None, got 'splash'",
+    ),
+    "keys of integers in a block": (
+        lambda: mc.blockwise_attention(QUERY, KEY, KEY, block_size=2.0),
+        "block_size must be a whole number from 1 on",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_wrong_usage(row):
+    call, message = WRONG[row]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+#: What Python itself refuses, and says what.
+PYTHONS = {
+    "beta by position": lambda: mc.muon(1e-3, 0.95),
+    "a name of torch": lambda: mc.muon(1e-3, momentum=0.9),
+    "a name of optax": lambda: mc.muon(1e-3, muon_weight_dimension_numbers=None),
+    "statistics by position": direct("muon", "grads", "of muon", "params", "stats"),
+}
+
+
+@pytest.mark.parametrize("row", PYTHONS)
+def test_wrong_names(row):
+    with pytest.raises(TypeError, match="unexpected keyword|positional argument"):
+        PYTHONS[row]()
+
+
+#: What looks wrong, and why it is not.
+RIGHT = {
+    "a negative rate ascends, as in optax": clip(learning_rate=-1.0),
+    "a negative decay grows, as in optax": clip(weight_decay=-0.1),
+    "numbers of NumPy and JAX are numbers": clip(
+        beta=jnp.float32(0.9), weight_decay=np.float64(0.1), adam_eps=np.array(1e-8)
+    ),
+    "a whole number may be JAX's": clip(ns_steps=jnp.array(5)),
+    "a flag may be NumPy's": clip(nesterov=np.bool_(False)),
+    "as many steps as are stable": clip(ns_steps=50),
+    "coefficients may be an array": clip(ns_coeffs=jnp.array([3.4445, -4.775, 2.0315])),
+    "or one for each step": clip(ns_coeffs=np.array([[3.4445, -4.775, 2.0315]] * 5)),
+    "beta of 1 keeps all": clip(beta=1.0),
+    "JAX says that float64 is off": clip(mu_dtype="float64"),
+    "params of 8 bits with momentum of 16": of_dtype(
+        "float8_e4m3fn", mu_dtype="bfloat16"
+    ),
+    "an infinite threshold watches": clip(threshold=float("inf")),
+    "statistics may be integers": with_logits(np.array([1, 400])),
+    "and those of a model without attention an empty tree": lambda: update(
+        mc.muonclip(1e-3), PARAMS["mlp"], PARAMS["mlp"], {}
+    ),
+    "there may be no params": lambda: update(mc.muon(1e-3), {}, {}, {}),
+    "and no rows in the table": lambda: mc.describe({}),
+    "one layer is a sequence of one": clip(
+        attention=mc.AttentionLayer("attn", (QUERY_LEAF,), (KEY_LEAF,))
+    ),
+    "nested lists are an array": orthogonalize([[1.0, 2.0], [3.0, 4.0]]),
+    "a stack may be empty": orthogonalize(jnp.ones((0, 3, 4))),
+    "and so may matrices": orthogonalize(jnp.ones((0, 3))),
+    "numbers as a mask are true or not": attend(mask=np.arange(5)),
+    "a batch may be counted by NumPy": lambda: mc.multi_steps(
+        mc.muonclip(1e-3), np.int64(2)
+    ),
+    "a decay mask may be a prefix, and lack entries": clip(
+        weight_decay_mask={"attn": None, "mlp": np.bool_(True)}
+    ),
+    # optax hands its numbers over as arrays, and flags as they are.
+    "all of it injected": lambda: update(
+        optax.inject_hyperparams(mc.muonclip)(
+            1e-3,
+            beta=lambda count: 0.9,
+            ns_steps=lambda count: 5,
+            neuron_b2=0.9,
+            consistent_rms=0.2,
+            threshold=lambda count: 50.0,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("row", RIGHT)
+def test_what_is_not_wrong(row):
+    RIGHT[row]()
