@@ -4,7 +4,6 @@
     pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V  # V of jaxlib
     pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
     JAX_PLATFORMS=cpu python benchmarks/gpu_kernels.py
-    ... python benchmarks/gpu_kernels.py --chips b200
 
 Registers of a thread, spills and warnings are those that ptxas reports; C7510 to C7514
 say that it serializes products. Products and copies by TMA are counted in the machine

@@ -62,11 +62,10 @@ def newton_schulz(
         norm and then all columns (MuonEq evens out rows): the polar factor of that.
     - `kernel`: `"xla"` for products by XLA and its libraries, `"pallas"` for kernels
         of this package, which compute half of those known to be symmetric: on TPU in
-        float16 or bfloat16 from 1,024 rows on, on Hopper and Blackwell (compute
-        capability 9 and 10, JAX 0.10 or newer) in float16 from 2,048 rows on, if rows
-        and columns are multiples of 8. What has no kernel is XLA's. `"auto"` takes them
-        where they fill their tiles: on GPU for rows that are a multiple of 128. None
-        has run: all have been compiled, and all but Blackwell's interpreted.
+        float16 or bfloat16 from 1,024 rows on, on Hopper (JAX 0.10 or newer) in float16
+        from 2,048 rows on, if rows and columns are multiples of 8. What has no kernel
+        is XLA's. `"auto"` takes them where they fill their tiles: on GPU for rows that
+        are a multiple of 128. None has run: all have been compiled and interpreted.
 
     **Returns:** an array of the shape and dtype of `x`.
 

@@ -152,16 +152,11 @@ CEILINGS = {
         1: {"launches": 1300, "TFLOP": 104, "GB, elementwise": 135, "least ms": 165},
         8: {"launches": 670, "TFLOP": 13, "GB, elementwise": 26, "least ms": 23.5},
     },
-    "b200": {
-        1: {"launches": 1200, "TFLOP": 68, "GB, elementwise": 106, "least ms": 60},
-    },
 }
 TEMPORARIES = {1: 6.8, 8: 1.5}  # GB
 ARGUMENTS = {
     "h200": ("--kernels", "xla"),
-    "b200": ("--kernels", "auto", "--gpus", "1"),
 }
-TENSOR_CORES = {"h200": "wgmma", "b200": "tcgen05"}
 
 
 @pytest.fixture(scope="module", params=list(CEILINGS))
@@ -202,10 +197,10 @@ def test_the_stage_of_kimi_k2(compiled):
 
 
 def test_kernels_multiply_and_copy_as_the_chip_does_best(compiled):
-    chip, _, kernels = compiled
+    _, _, kernels = compiled
     assert len(kernels) == 12
     for row in kernels:
         assert row["warnings"] == "none" and row["spills, bytes"] == 0, row
-        assert row[TENSOR_CORES[chip]] > 0
+        assert row["wgmma"] > 0
         assert row["loads by TMA"] > 0 and row["stores by TMA"] > 0
         assert row["blocks a multiprocessor"] == 1

@@ -10,23 +10,21 @@ import jax
 from jax.extend import backend
 
 
-#: Major compute capabilities: Hopper's, and Blackwell's in data centers.
-HOPPER, BLACKWELL = 9, 10
+#: The major compute capability of Hopper.
+HOPPER = 9
 
 
 def can_multiply(shape: tuple[int, ...]) -> bool:
     """Whether there is a kernel for `(m, n)`: rows are copied 16 bytes at a time."""
     is_aligned = all(size % 8 == 0 for size in shape)
-    return is_aligned and capability() in (HOPPER, BLACKWELL) and _has_mosaic()
+    return is_aligned and capability() == HOPPER and _has_mosaic()
 
 
 def symmetric_product(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
     """As `symmetric_product` of `hopper`."""
-    if capability() == BLACKWELL:
-        from . import blackwell as kernel
-    else:
-        from . import hopper as kernel
-    return kernel.symmetric_product(x, y, **options)
+    from . import hopper
+
+    return hopper.symmetric_product(x, y, **options)
 
 
 def capability() -> int:
