@@ -75,8 +75,14 @@ def blockwise_attention(
     return results[0], jax.lax.stop_gradient(results[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+# Compiled, since an eager call of a loop over new functions would compile it again.
+@functools.partial(jax.jit, static_argnums=0)
 def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
+    return _attend_once(blocks, inputs, value)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_once(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
     return _attend_forward(blocks, inputs, value)[0]
 
 
@@ -101,7 +107,7 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     return LogitInputs(d_query, d_key, d_bias, *[None] * 5, d_scale), d_value  # pyright: ignore
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend_once.defvjp(_attend_forward, _attend_backward)
 
 
 class _Softmax(NamedTuple):

@@ -87,6 +87,8 @@ def max_logits_at_once(
     return _statistic(_largest, make_blocks(is_causal, None, _BLOCK), inputs)
 
 
+# Compiled, since an eager call of a loop over new functions would compile it again.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _statistic(find: Callable, blocks: Blocks, inputs: LogitInputs) -> jax.Array:
     inputs = jax.lax.stop_gradient(inputs)
     function = functools.partial(find, blocks)

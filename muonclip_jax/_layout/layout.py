@@ -45,11 +45,6 @@ class Layout(NamedTuple):
     cuts: Cuts
     replicas: Axes  # those of `axis_name=`
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether mapped axes cut a leaf or divide the batch."""
-        return bool(self.replicas) or any(map(cut_axes, self.cuts))
-
     def placement(self, arrays: Sequence[Any]) -> Placement | None:
         """The mesh of arrays in the place of the leaves, as far as it is known."""
         return find_placement(self.tree.paths, arrays, self.given)

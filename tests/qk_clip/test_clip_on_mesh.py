@@ -156,7 +156,8 @@ def test_under_jit_the_compiler_joins_the_statistics_of_all_layers():
         return tx.update(params, tx.init(params), params, attention_stats=stats)
 
     text = update.lower(params, x).compile().as_text()
-    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+    # The maximum, and the sum that says whether a number is NaN.
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2
 
 
 KERNELS = {
