@@ -118,7 +118,7 @@ class _Product(Blocks):
         def _(k):
             slot = self.slot(i * self.depths + k)
             plgpu.barrier_wait(refs.filled.at[slot])
-            y = plgpu.transpose_ref(refs.y_smem.at[slot, rows], (1, 0))
+            y = refs.y_smem.at[slot, rows].transpose((1, 0))
             x, emptied = refs.x_smem.at[slot], refs.emptied.at[slot]
             plgpu.tcgen05_mma(sums, x, y, emptied, accumulate=k > 0)
 
