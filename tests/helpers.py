@@ -11,9 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import muonclip_jax as mc
+
+
+# In place of `pytest.param`: a case that repeats a behavior at another size, dtype or
+# layout. `pytest` alone leaves it out, `.ci/run` does not.
+more = functools.partial(pytest.param, marks=pytest.mark.more)
+
+
+def few(cases, *names) -> list:
+    """All cases, of which `pytest` alone runs those that are named."""
+    assert set(names) <= set(cases)
+    return [case if case in names else more(case) for case in cases]
 
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import ROOT
+from helpers import few, ROOT
 
 import muonclip_jax as mc
 
@@ -53,9 +53,22 @@ def name_of(page: Path) -> str:
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+# Their code trains models or compiles for many devices, for ten seconds and more.
+LONG = {
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        "adoption",
+        "devices",
+        "from_optax",
+        "pmap",
+        "quick_start_linen",
+        "quick_start_nnx",
+        "troubleshooting",
+    )
+}
 
 
-@each_page
+@pytest.mark.parametrize("page", few(PAGES, *set(PAGES) - LONG), ids=name_of)
 def test_python_runs_and_prints_what_the_page_says(page):
     namespace = {"__name__": "__main__"}
     printed = None

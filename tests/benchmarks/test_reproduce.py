@@ -54,6 +54,7 @@ def finished(killed):
     return killed, before, result
 
 
+@pytest.mark.more
 def test_interrupted_experiment_goes_on_where_it_stopped(finished):
     out, before, _ = finished
     after = lines(out)
@@ -75,6 +76,7 @@ def test_report_says_what_came_out_and_what_is_missing(finished):
     assert "adam_clip: " in result.stdout and "run" in result.stderr
 
 
+@pytest.mark.more
 def test_finished_runs_are_not_trained_again(finished):
     out, _, _ = finished
     lab = Lab(out, trains=False)

@@ -77,6 +77,7 @@ def script(tmp_path_factory):
     return folder, run(*SMALL, "--data", text, "--out", folder)
 
 
+@pytest.mark.more
 def test_script_describes_trains_and_draws(script):
     folder, result = script
     assert "wq_b/kernel" in result.stdout and "4 x 16 x 32" in result.stdout
@@ -99,6 +100,7 @@ def test_every_head_is_clipped_under_a_tiny_threshold(script):
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.more
 def test_alone_leaves_the_run_without_the_clip_out(script, tmp_path):
     text = script[0] / "text.txt"
     result = run(*SMALL, "--alone", "--data", text, "--out", tmp_path)

@@ -49,6 +49,7 @@ def test_batch_must_be_divisible(args):
         train_pmap.train(args, jax.local_devices()[:2])
 
 
+@pytest.mark.more
 def test_script(args):
     script = [EXAMPLES / "train_pmap.py", "--data", args.data, *SMALL]
     result = run_script(*script, "--simulate-devices=4")

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import train_sharded
+from helpers import more
 from sharded_script import (
     killed,
     lines,
@@ -62,7 +63,7 @@ def assert_close(actual, expected):
     np.testing.assert_array_less(difference, TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tensor", "processes"])
+@pytest.mark.parametrize("mesh", ["fsdp", more("tensor"), more("processes")])
 def test_losses_are_those_of_one_device(straight, mesh):
     (one, _), (many, _) = straight("one"), straight(mesh)
     assert losses(one)[-1] < 0.8 * losses(one)[0]
@@ -87,7 +88,7 @@ def run_until_killed(arguments, mesh, before):
 @pytest.mark.parametrize(
     "meshes",
     [
-        "processes tensor four one",
+        more("processes tensor four one"),
         pytest.param("two tensor four one", marks=pytest.mark.slow),
         pytest.param(
             "one processes fsdp two processes four tensor", marks=pytest.mark.slow
@@ -165,7 +166,7 @@ def kill_often(command, out, mesh, kills, seed):
 @pytest.mark.parametrize(
     "mesh, kills",
     [
-        ("fsdp", 2),
+        more("fsdp", 2),
         pytest.param("fsdp", 10, marks=pytest.mark.slow),
         pytest.param("processes", 10, marks=pytest.mark.slow),
     ],

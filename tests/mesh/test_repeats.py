@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import few, more, normal
 from hlo_costs import hlo_costs
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -97,7 +97,7 @@ def program_of(layout, **arguments):
     return jax.jit(tx.update).lower(gradients, tx.init(gradients)).compile()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "layers by slices"))
 def test_the_update_of_one_device(layout):
     shardings, gradients = placed(layout)
     tx, plain = make(shardings=shardings, repeat_axes="slice"), make()
@@ -108,7 +108,7 @@ def test_the_update_of_one_device(layout):
         assert updates[name].sharding.is_equivalent_to(sharding, updates[name].ndim)
 
 
-@pytest.mark.parametrize("layout", ["fsdp in each slice", "slices behind"])
+@pytest.mark.parametrize("layout", [more("fsdp in each slice"), "slices behind"])
 def test_nothing_travels_between_slices(layout):
     """Two exchanges a stack either way; results return to the other slice in one."""
     kinds = {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import few, more, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -83,7 +83,7 @@ def assert_close(actual, desired):
     chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_averaged", [True, False])
+@pytest.mark.parametrize("is_averaged", [more(True), False])
 @pytest.mark.parametrize("map_", [jax.pmap, jax.vmap])
 def test_mapped(map_, is_averaged):
     tx = make("data")
@@ -101,8 +101,8 @@ def test_mapped(map_, is_averaged):
         chex.assert_trees_all_equal(mine, jax.tree.map(lambda x: x[0], params))
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize("is_averaged", [True, False])
+@pytest.mark.parametrize("is_checked", [True, more(False)])
+@pytest.mark.parametrize("is_averaged", [more(True), False])
 def test_shard_map(is_checked, is_averaged):
     """Replicated params go in and come out, also where types are checked."""
     tx = make("data")
@@ -134,7 +134,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, "neurons", "four steps"))
 def test_options(name):
     tx = make("data", **OPTIONS[name])
     step = jax.shard_map(step_of(tx), mesh=mesh_of(COUNT), in_specs=P(), out_specs=P())

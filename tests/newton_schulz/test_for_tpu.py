@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, polynomial_of
+from helpers import matrix_of, more, polynomial_of
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -67,7 +67,7 @@ def test_later_passes_wait_for_what_is_to_be_there_halfway(method, shape):
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (14, 14)])
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), more((14, 14))])
 def test_stacks_in_turns_are_those_alone(method, shape):
     stacks = [matrices(1, *shape), matrices(3, *shape, seed=5), matrices(2, *shape)]
     solver = solver_for("tpu", method)
@@ -104,7 +104,7 @@ def test_tall_matrices_are_wide_ones_turned(monkeypatch, platform, method, kind)
         np.testing.assert_allclose(result.mT, exact(wide), atol=3e-5)
 
 
-@pytest.mark.parametrize("batch", [1, 60, 130, 10**6])
+@pytest.mark.parametrize("batch", [1, more(60), 130, more(10**6)])
 def test_leaves_on_one_tpu(monkeypatch, batch):
     """Alone, in turns and in loops; of several shapes and dtypes."""
     monkeypatch.setitem(platforms.BATCH_ENTRIES, "tpu", batch)
