@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,47 @@ UNSAFE_CANS = (
     (3.2866, -2.4647, 0.5074),
     (2.2737, -1.6447, 0.4162),
 )
+
+
+# The largest slope of Keller's polynomial on [0, 1], that at zero, by which a step of
+# Newton-Schulz multiplies errors.
+KELLER_SLOPE = 3.4445
+
+
+def tolerance(
+    dtype, *, size: int = 1, steps: int = 1, slope: float = 1.0, condition: float = 1.0
+) -> float:
+    """How far two right results may differ, as a share of the largest entry.
+
+    Every tolerance of a float follows from this, never from what one machine printed:
+    processors add in other orders, and round a product and a sum once or twice.
+
+    - `size`: how many products the longest sum has. Each is rounded by at most half of
+        eps, evenly, so with a standard deviation of eps / sqrt(12); `size` of them add
+        up to sqrt(size) of that, since signs are random (Higham and Mary, SIAM J. Sci.
+        Comput. 41(5), 2019), and two results differ by sqrt(2) as much. Seven standard
+        deviations, for the largest of many entries, are 3 sqrt(size) eps.
+    - `steps`, `slope`: each of so many steps multiplies the errors before it by at most
+        `slope` and adds one of its own.
+    - `condition`: how many times the result changes, relatively, as what it comes from:
+        sum |x y| / |sum x y| where terms cancel, two for a square.
+
+    The share is that of the largest entry since a product of matrices mixes them all:
+    an entry near zero is as far off as its neighbors.
+    """
+    growth = sum(slope**step for step in range(steps))
+    return condition * growth * 3 * size**0.5 * float(jnp.finfo(dtype).eps)
+
+
+def assert_close(actual, expected, share: float) -> None:
+    """Trees whose leaves differ by at most this share of their largest entry."""
+    chex.assert_trees_all_equal_structs(actual, expected)
+
+    def check(a, e):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        np.testing.assert_allclose(a, e, rtol=0, atol=share * np.abs(e).max(initial=0))
+
+    jax.tree.map(check, actual, expected)
 
 
 def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:
