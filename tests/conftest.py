@@ -17,8 +17,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers fill the cores
-    # Most programs of tests take longer to compile than to run. Where `.ci/run` looks at
-    # numbers it optimizes them.
+    # Most programs of tests take longer to compile than to run. Where `.ci/run` looks
+    # at numbers it optimizes them.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_force_host_platform_device_count=8"

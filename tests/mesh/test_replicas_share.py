@@ -253,8 +253,8 @@ def test_derivative_is_that_of_one_replica():
         lambda grads: jax.grad(lambda g: size(jax.lax.pmean(g, "data"), "data"))(grads),
         axis_name="data",
     )(stacked([MATRICES] * COUNT))
-    # Errors of the slopes come on top, which are |p''| / |p'| <= 12 / 3.44 times those of
-    # the singular values.
+    # Errors of the slopes come on top, |p''| / |p'| <= 12 / 3.44 times those of the
+    # singular values.
     assert_close(jax.tree.map(lambda x: x[1], shared), alone, 4.5 * OF_A_STEP)
 
 
