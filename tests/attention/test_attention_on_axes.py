@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_references import draw, naive_attention
-from helpers import more
+from helpers import few, more
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -106,7 +106,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    few(
+        LAYOUTS, "batch, mixed", "batch and heads", "more parts than key heads", "keys"
+    ),
+)
 def test_explicit_axes(layout):
     kinds, specs = LAYOUTS[layout]
     with jax.set_mesh(mesh(*kinds)):

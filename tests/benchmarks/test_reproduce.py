@@ -66,6 +66,7 @@ def test_interrupted_experiment_goes_on_where_it_stopped(finished):
         assert line["curve"][-1][0] == 60 and line["curve"][-1][1] < 6
 
 
+@pytest.mark.more
 def test_report_says_what_came_out_and_what_is_missing(finished):
     out, _, result = finished
     report = (out / "report.md").read_text()

@@ -88,6 +88,7 @@ def test_script_describes_trains_and_draws(script):
     assert (folder / "kimi_k2_mini.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.more
 def test_every_head_is_clipped_under_a_tiny_threshold(script):
     _, result = script
     assert "heads ever clipped       4 of 4 (100%)" in result.stdout

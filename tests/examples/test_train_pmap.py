@@ -36,6 +36,7 @@ def on_one_device(args):
     return losses, clipped
 
 
+@pytest.mark.more
 def test_losses_are_those_of_one_device_on_the_whole_batch(args):
     devices = jax.local_devices()[:2]
     expected, clipped = on_one_device(args)

@@ -10,7 +10,6 @@ import time
 import numpy as np
 import pytest
 import train_sharded
-from helpers import more
 from sharded_script import (
     killed,
     lines,
@@ -63,7 +62,8 @@ def assert_close(actual, expected):
     np.testing.assert_array_less(difference, TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", more("tensor"), more("processes")])
+@pytest.mark.parametrize("mesh", ["fsdp", "tensor", "processes"])
+@pytest.mark.more
 def test_losses_are_those_of_one_device(straight, mesh):
     (one, _), (many, _) = straight("one"), straight(mesh)
     assert losses(one)[-1] < 0.8 * losses(one)[0]
@@ -88,13 +88,14 @@ def run_until_killed(arguments, mesh, before):
 @pytest.mark.parametrize(
     "meshes",
     [
-        more("processes tensor four one"),
+        "processes tensor four one",
         pytest.param("two tensor four one", marks=pytest.mark.slow),
         pytest.param(
             "one processes fsdp two processes four tensor", marks=pytest.mark.slow
         ),
     ],
 )
+@pytest.mark.more
 def test_killed_run_continues_on_other_meshes(straight, command, tmp_path, meshes):
     whole, _ = straight("one")
     out, meshes = tmp_path / "run", meshes.split()
@@ -113,6 +114,7 @@ def test_killed_run_continues_on_other_meshes(straight, command, tmp_path, meshe
     assert_close(losses(out), losses(whole))
 
 
+@pytest.mark.more
 def test_step_compiles_once(straight):
     _, log = straight("fsdp")
     for name in ("create_state", "train_step"):
@@ -166,11 +168,12 @@ def kill_often(command, out, mesh, kills, seed):
 @pytest.mark.parametrize(
     "mesh, kills",
     [
-        more("fsdp", 2),
+        ("fsdp", 2),
         pytest.param("fsdp", 10, marks=pytest.mark.slow),
         pytest.param("processes", 10, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.more
 def test_killed_run_repeats_itself_bit_for_bit(
     straight, command, tmp_path, mesh, kills
 ):
@@ -181,6 +184,7 @@ def test_killed_run_repeats_itself_bit_for_bit(
     assert not unfinished(out)
 
 
+@pytest.mark.more
 def test_resuming_with_other_settings_is_refused(straight, command):
     out, _ = straight("fsdp")
     flags = ["--simulate-devices=1", "--resume", "--threshold=7"]

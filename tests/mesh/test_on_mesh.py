@@ -118,7 +118,7 @@ def assert_where(tree, shardings):
         assert tree[name].sharding.is_equivalent_to(sharding, tree[name].ndim), name
 
 
-@pytest.mark.parametrize("layout", few(LAYOUTS, "fsdp", "expert"))
+@pytest.mark.parametrize("layout", few(LAYOUTS, "expert"))
 @pytest.mark.parametrize(
     ("types", "told"), [more("auto", True), ("auto", False), ("explicit", False)]
 )

@@ -194,7 +194,7 @@ MESH_NUMBERS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_on_a_mesh(layout, type_):
     whole, cut, shardings = on_mesh(layout, type_)
     tx = mc.normalize_neurons(dimension_numbers=MESH_NUMBERS)
