@@ -127,6 +127,7 @@ def step_at_rate_zero():
     return metrics, balance, before, after, tau
 
 
+@pytest.mark.more
 def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
     *_, before, after, tau = step_at_rate_zero
     assert (before[0] > tau).any() and (before[0] <= tau).any()
@@ -134,12 +135,14 @@ def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
     np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
 
 
+@pytest.mark.more
 def test_a_step_reports_every_head(step_at_rate_zero):
     (_, _, max_logits, gamma), _, before, _, tau = step_at_rate_zero
     np.testing.assert_allclose(max_logits, before, rtol=1e-5)
     np.testing.assert_allclose(gamma, np.minimum(1, tau / before), rtol=1e-5)
 
 
+@pytest.mark.more
 def test_a_step_moves_the_balance(step_at_rate_zero):
     (_, busiest, _, _), (bias, load), *_ = step_at_rate_zero
     np.testing.assert_allclose(bias, 0.5 * np.sign(load.mean() - load))
