@@ -43,14 +43,7 @@ UNSAFE_CANS = (
 )
 
 
-# The largest slope of Keller's polynomial on [0, 1], that at zero, by which a step of
-# Newton-Schulz multiplies errors.
-KELLER_SLOPE = 3.4445
-
-
-def tolerance(
-    dtype, *, size: int = 1, steps: int = 1, slope: float = 1.0, condition: float = 1.0
-) -> float:
+def tolerance(dtype, *, size: int = 1, slopes=(1.0,), condition: float = 1.0) -> float:
     """How far two right results may differ, as a share of the largest entry.
 
     Every tolerance of a float follows from this, never from what one machine printed:
@@ -61,16 +54,21 @@ def tolerance(
         up to sqrt(size) of that, since signs are random (Higham and Mary, SIAM J. Sci.
         Comput. 41(5), 2019), and two results differ by sqrt(2) as much. Seven standard
         deviations, for the largest of many entries, are 3 sqrt(size) eps.
-    - `steps`, `slope`: each of so many steps multiplies the errors before it by at most
-        `slope` and adds one of its own.
+    - `slopes`: of the steps, one after the other. Each multiplies the errors before it
+        by at most its slope and adds one of its own.
     - `condition`: how many times the result changes, relatively, as what it comes from:
         sum |x y| / |sum x y| where terms cancel, two for a square.
 
     The share is that of the largest entry since a product of matrices mixes them all:
     an entry near zero is as far off as its neighbors.
     """
-    growth = sum(slope**step for step in range(steps))
+    growth = functools.reduce(lambda error, slope: slope * error + 1, slopes, 0.0)
     return condition * growth * 3 * size**0.5 * float(jnp.finfo(dtype).eps)
+
+
+def of_newton_schulz(size: int, schedule=mc.NS_COEFFS["keller"]) -> float:
+    """In float32. A singular value near zero is where a step is steepest."""
+    return tolerance(jnp.float32, size=size, slopes=[a for a, _, _ in schedule])
 
 
 def assert_close(actual, expected, share: float) -> None:

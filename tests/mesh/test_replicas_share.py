@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import few, KELLER_SLOPE, more, normal, tolerance
+from helpers import few, more, normal, of_newton_schulz
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -81,7 +81,7 @@ def stacked(trees):
 
 
 # The longest sum of a product has 24 terms.
-OF_A_STEP = tolerance(jnp.float32, size=24, steps=5, slope=KELLER_SLOPE)
+OF_A_STEP = of_newton_schulz(24)
 
 
 def assert_close(actual, desired, share=0.02 * OF_A_STEP):

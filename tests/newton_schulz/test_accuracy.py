@@ -5,7 +5,15 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, matrix_of, normal, polynomial_of, UNSAFE_CANS
+from helpers import (
+    assert_close,
+    few,
+    matrix_of,
+    normal,
+    of_newton_schulz,
+    polynomial_of,
+    UNSAFE_CANS,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,7 +190,7 @@ def test_aol_is_the_iteration_of_the_rescaled_matrix(shape):
     y = orthogonalized(x, "turbo_muon", preconditioning="aol")
     if wide is not x:
         y = y.swapaxes(-1, -2)
-    np.testing.assert_allclose(y, expected, atol=2e-6)
+    assert_close(y, expected, of_newton_schulz(30, mc.NS_COEFFS["turbo_muon"]))
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 12, 12)])
@@ -200,7 +208,7 @@ def test_equilibrated_is_the_iteration_of_even_rows_and_columns(shape):
         y = polynomial_of(even, mc.NS_COEFFS["keller"], norm=np.linalg.norm(even))
         results.append(y if wide is matrix else y.T)
     y = orthogonalized(x, "keller", preconditioning="equilibrated")
-    np.testing.assert_allclose(y, np.reshape(results, shape), atol=5e-6)
+    assert_close(y, np.reshape(results, shape), of_newton_schulz(30))
 
 
 def test_equilibrated_lifts_no_noise():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import few, matrix_of, more, normal, polynomial_of
+from helpers import assert_close, few, matrix_of, more, normal, polynomial_of, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,5 +143,7 @@ def test_triples_with_a_zero(triple, platform, method):
     x = matrix_of(np.linspace(1, 0.5, 12), 12, 30)
     both = jnp.float32(np.stack([x, np.zeros_like(x)]))
     (y,) = jax.jit(lambda x: solver.on(platform).orthogonalize(x))(both)
-    np.testing.assert_allclose(y[0], polynomial_of(x, schedule), atol=2e-5)
+    # The slopes of all three are at most two, here where singular values are under one.
+    share = tolerance(jnp.float32, size=30, slopes=(2.0, 2.0))
+    assert_close(y[0], polynomial_of(x, schedule), share)
     assert not y[1].any()
