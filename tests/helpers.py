@@ -6,14 +6,27 @@ import pathlib
 import subprocess
 import sys
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import muonclip_jax as mc
+
+
+# In place of `pytest.param`: a case that repeats a behavior at another size, dtype or
+# layout. `pytest` alone leaves it out, `.ci/run` does not.
+more = functools.partial(pytest.param, marks=pytest.mark.more)
+
+
+def few(cases, *names) -> list:
+    """All cases, of which `pytest` alone runs those that are named."""
+    assert set(names) <= set(cases)
+    return [case if case in names else more(case) for case in cases]
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -28,6 +41,45 @@ UNSAFE_CANS = (
     (3.2866, -2.4647, 0.5074),
     (2.2737, -1.6447, 0.4162),
 )
+
+
+def tolerance(dtype, *, size: int = 1, slopes=(1.0,), condition: float = 1.0) -> float:
+    """How far two right results may differ, as a share of the largest entry.
+
+    Every tolerance of a float follows from this, never from what one machine printed:
+    processors add in other orders, and round a product and a sum once or twice.
+
+    - `size`: how many products the longest sum has. Each is rounded by at most half of
+        eps, evenly, so with a standard deviation of eps / sqrt(12); `size` of them add
+        up to sqrt(size) of that, since signs are random (Higham and Mary, SIAM J. Sci.
+        Comput. 41(5), 2019), and two results differ by sqrt(2) as much. Seven standard
+        deviations, for the largest of many entries, are 3 sqrt(size) eps.
+    - `slopes`: of the steps, one after the other. Each multiplies the errors before it
+        by at most its slope and adds one of its own.
+    - `condition`: how many times the result changes, relatively, as what it comes from:
+        sum |x y| / |sum x y| where terms cancel, two for a square.
+
+    The share is that of the largest entry since a product of matrices mixes them all:
+    an entry near zero is as far off as its neighbors.
+    """
+    growth = functools.reduce(lambda error, slope: slope * error + 1, slopes, 0.0)
+    return condition * growth * 3 * size**0.5 * float(jnp.finfo(dtype).eps)
+
+
+def of_newton_schulz(size: int, schedule=mc.NS_COEFFS["keller"]) -> float:
+    """In float32. A singular value near zero is where a step is steepest."""
+    return tolerance(jnp.float32, size=size, slopes=[a for a, _, _ in schedule])
+
+
+def assert_close(actual, expected, share: float) -> None:
+    """Trees whose leaves differ by at most this share of their largest entry."""
+    chex.assert_trees_all_equal_structs(actual, expected)
+
+    def check(a, e):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        np.testing.assert_allclose(a, e, rtol=0, atol=share * np.abs(e).max(initial=0))
+
+    jax.tree.map(check, actual, expected)
 
 
 def matrix_of(singular_values, m: int, n: int, seed: int = 0) -> np.ndarray:

@@ -18,6 +18,7 @@ from helpers import (
     linen_stats,
     linen_variables,
     LinenModel,
+    more,
     nnx_model,
     nnx_stats,
     randomize,
@@ -144,7 +145,7 @@ LOW_PRECISION = {
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, more(jnp.float16)])
 def test_wrapped_keeps_low_precision(name, dtype):
     accepted = inspect.signature(optax.MultiSteps).parameters
     if name == "MultiSteps of one" and "accumulator_dtype" not in accepted:
@@ -327,7 +328,7 @@ def test_map_params_reaches_the_momentum():
     chex.assert_trees_all_equal(jax.tree.leaves(shifted), jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, more(jnp.bfloat16)])
 def test_orbax_round_trip_goes_on_bit_for_bit(tmp_path, dtype):
     tx = mc.muonclip(1e-2)
     params = make_params(dtype)

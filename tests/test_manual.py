@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import ROOT
+from helpers import few, ROOT
 
 import muonclip_jax as mc
 
@@ -53,9 +53,24 @@ def name_of(page: Path) -> str:
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+# Their code trains models or compiles for many devices, for ten seconds and more.
+LONG = {
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        "adoption",
+        "devices",
+        "from_optax",
+        "pmap",
+        "quick_start_linen",
+        "quick_start_nnx",
+        "troubleshooting",
+    )
+}
 
 
-@each_page
+# Which shows what happens without `nnx.capture`.
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("page", few(PAGES, *set(PAGES) - LONG), ids=name_of)
 def test_python_runs_and_prints_what_the_page_says(page):
     namespace = {"__name__": "__main__"}
     printed = None
@@ -127,6 +142,52 @@ def test_every_public_name_is_in_the_manual():
     documented = set(re.findall(r"^::: muonclip_jax\.(\w+)$", pages, re.MULTILINE))
     public = {name for name in vars(mc) if not name.startswith("_")}
     assert documented == public - {"importlib"}
+
+
+REFERENCE = re.compile(r"(?<![\w\])])\[([^][]+)\]\[([\w.]*)\](?!\[)")
+ANCHOR = re.compile(r"\{ #([\w.]+) \}")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def references(text: str) -> set[str]:
+    """The targets of `[mc.muon][muon]` and [`muon`][], as the site reads them."""
+    return {
+        name or title.strip("`")
+        for title, name in REFERENCE.findall(FENCE.sub("", text))
+    }
+
+
+def test_references_lead_to_the_api():
+    """For the site, without its tools: `mkdocs build` runs in `.ci/run` alone."""
+    pages = {page: page.read_text() for page in PAGES}
+    api = [text for page, text in pages.items() if page.parent.name == "api"]
+    anchors = {name for text in api for name in ANCHOR.findall(text)}
+    anchors |= {name for text in api for name in re.findall(r"^::: (\S+)$", text, re.M)}
+    pairs = re.findall(r"\{ #(\w+) \}\n\n::: muonclip_jax\.(\w+)", "".join(api))
+    assert pairs and all(anchor == name for anchor, name in pairs)
+    texts = pages | {
+        path: "\n".join(
+            ast.get_docstring(node) or ""
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
+        )
+        for path in (ROOT / "muonclip_jax").rglob("*.py")
+    }
+    found = {path: references(text) for path, text in texts.items()}
+    assert len(set().union(*found.values())) > 30
+    lost = {path: names - anchors for path, names in found.items()}
+    assert {path: names for path, names in lost.items() if names} == {}
+    # A heading has an anchor too, and the site would send the reference to the first.
+    for page, text in pages.items():
+        ours = anchors if page.parent.name != "api" else set()
+        names = {slug(title) for title in HEADING.findall(FENCE.sub("", text))}
+        names |= set(ANCHOR.findall(text))
+        assert names & ours == set(), f"{page}: call this heading something else"
+
+
+def slug(title: str) -> str:
+    """As GitHub and the site make anchors of headings."""
+    return re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-")
 
 
 HEADINGS = ("**Arguments:**", "**Returns:**", "**Raises:**", "!!! example")

@@ -10,6 +10,7 @@ import inspect
 import jax
 import optax
 import pytest
+from helpers import few
 from optax.contrib import _common_test as common
 from optax.contrib import MuonDimensionNumbers
 
@@ -110,7 +111,7 @@ def _cases():
                 yield body, {} if dtype is None else {"dtype": common.jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", few(FACTORIES, "muonclip"))
 @pytest.mark.parametrize("body, options", list(_cases()))
 def test_optax_suite(name, body, options, monkeypatch):
     if (

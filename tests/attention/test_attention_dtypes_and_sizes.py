@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention_references import draw, naive_attention, slope
 from flax import nnx
+from helpers import few, more
 
 import muonclip_jax as mc
 from muonclip_jax._attention import max_logits as module
@@ -27,7 +28,7 @@ def qkv(dtype=np.float32, **sizes):
     return draw(0, *shapes, dtype=dtype)
 
 
-@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("size", [0, more(1)])
 @pytest.mark.parametrize("axis", SIZES)
 def test_axes_of_size_zero_and_one(axis, size, monkeypatch):
     arrays = qkv(**{axis: size})
@@ -71,7 +72,9 @@ DTYPES = "float16 float32, bfloat16 bfloat16, bfloat16 float32, float32 float16,
 DTYPES += "float32 bfloat16, float32 float64, float64 float32, float64 float64"
 
 
-@pytest.mark.parametrize("dtypes", DTYPES.split(", "))
+@pytest.mark.parametrize(
+    "dtypes", few(DTYPES.split(", "), "bfloat16 bfloat16", "float64 float32")
+)
 def test_dtypes_of_arrays_and_bias_under_strict_promotion(dtypes):
     dtype, bias_dtype = dtypes.split()
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_references import draw, naive_attention
+from helpers import few, more
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -65,7 +66,9 @@ def mesh(*kinds):
 
 
 @pytest.mark.parametrize("call", [lambda f: f, jax.checkpoint], ids=["", "remat"])
-@pytest.mark.parametrize("kinds", [("Auto",), ("Auto", "Auto"), ("Auto", "Explicit")])
+@pytest.mark.parametrize(
+    "kinds", [("Auto",), more(("Auto", "Auto")), ("Auto", "Explicit")]
+)
 def test_shard_map_over_the_batch(kinds, call):
     """With JAX's default of checking what varies; the bias is the same for all."""
 
@@ -103,7 +106,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    few(
+        LAYOUTS, "batch, mixed", "batch and heads", "more parts than key heads", "keys"
+    ),
+)
 def test_explicit_axes(layout):
     kinds, specs = LAYOUTS[layout]
     with jax.set_mesh(mesh(*kinds)):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import inputs, linen_variables, normal
+from helpers import inputs, linen_variables, more, normal
 
 import muonclip_jax as mc
 from muonclip_jax._attention.splash import _statistic
@@ -175,8 +175,8 @@ def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
 @pytest.mark.parametrize(
     "lengths, options",
     [
-        ((256, 256), dict(is_causal=True)),
-        ((128, 128), dict()),
+        more((256, 256), dict(is_causal=True)),
+        more((128, 128), dict()),
         ((200, 300), dict()),  # padded
         ((256, 256), dict(local_window_size=(30, 5), scale=0.2)),
         ((384, 128), dict(is_causal=True, local_window_size=(20, 0))),  # empty rows

@@ -21,6 +21,7 @@ def result(tmp_path_factory):
     return ran.stdout, written, {t["title"]: t["rows"] for t in written["tables"]}
 
 
+@pytest.mark.more
 def test_both_sections_are_printed_and_written(result):
     printed, written, tables = result
     assert "commit" in written["environment"] and written["arguments"]["tiny"]
@@ -31,6 +32,7 @@ def test_both_sections_are_printed_and_written(result):
         assert all(f"| {name} |" in printed for name, *_ in found)
 
 
+@pytest.mark.more
 def test_every_check_passes(result):
     printed, _, tables = result
     outcomes = {name: outcome for name, outcome, *_ in tables["Right"]}
@@ -42,6 +44,7 @@ def test_every_check_passes(result):
     assert outcomes["dtype of the iteration"] == "ok: float32"
 
 
+@pytest.mark.more
 def test_every_time_is_there(result):
     _, _, tables = result
     names = [name for name, *_ in tables["Fast"]]

@@ -26,6 +26,7 @@ def result(tmp_path_factory):
     return ran.stdout, {(row["variant"], row["length"]): row for row in rows}
 
 
+@pytest.mark.more
 def test_every_variant_and_length_has_a_row_in_table_and_file(result):
     printed, rows = result
     assert "commit" in printed and "load" in printed
@@ -34,6 +35,7 @@ def test_every_variant_and_length_has_a_row_in_table_and_file(result):
         assert f"| {variant} | {length} |" in printed
 
 
+@pytest.mark.more
 def test_every_row_that_ran_has_its_pairs(result):
     _, rows = result
     ran = [row for row in rows.values() if "ratio" in row]
@@ -66,6 +68,7 @@ def test_the_ratio_is_the_median_over_the_pairs_that_take_turns():
     assert (row["time_without"], row["time_with"]) == pytest.approx((2000, 2400))
 
 
+@pytest.mark.more
 def test_what_needs_too_much_memory_is_not_run_and_says_so(result):
     printed, rows = result
     skipped = {row for row, figures in rows.items() if "ratio" not in figures}
@@ -73,6 +76,7 @@ def test_what_needs_too_much_memory_is_not_run_and_says_so(result):
     assert printed.count("more than --memory") == 2
 
 
+@pytest.mark.more
 def test_blockwise_memory_grows_with_the_length_and_the_others_with_its_square(result):
     printed, rows = result
     for variant, square in zip(VARIANTS, (True, False, True), strict=True):
@@ -82,6 +86,7 @@ def test_blockwise_memory_grows_with_the_length_and_the_others_with_its_square(r
         assert f"512 to 1024 x{factor:.2f}" in printed
 
 
+@pytest.mark.more
 def test_the_statistic_adds_no_memory_to_logits_that_exist_anyway(result):
     _, rows = result
     row = rows["materialised", 1024]

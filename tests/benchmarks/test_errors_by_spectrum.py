@@ -54,6 +54,7 @@ def test_spectra_are_what_they_are_called():
     assert singular["rank 10"][9] > 0.99 and singular["rank 10"][10] < 1e-5
 
 
+@pytest.mark.more
 def test_momentum_is_that_of_the_example(monkeypatch, tmp_path):
     file = tmp_path / "text"
     file.write_bytes(np.random.default_rng(0).bytes(1 << 15))

@@ -130,6 +130,7 @@ def test_verdict_is_that_of_the_world(name, good, tmp_path):
     assert section.verdict == ("reproduced" if expected else "not reproduced"), text
 
 
+@pytest.mark.more
 def test_quick_plans_are_rendered_too(tmp_path):
     write_report(
         tmp_path / "new" / "report.md",

@@ -54,6 +54,7 @@ def finished(killed):
     return killed, before, result
 
 
+@pytest.mark.more
 def test_interrupted_experiment_goes_on_where_it_stopped(finished):
     out, before, _ = finished
     after = lines(out)
@@ -65,6 +66,7 @@ def test_interrupted_experiment_goes_on_where_it_stopped(finished):
         assert line["curve"][-1][0] == 60 and line["curve"][-1][1] < 6
 
 
+@pytest.mark.more
 def test_report_says_what_came_out_and_what_is_missing(finished):
     out, _, result = finished
     report = (out / "report.md").read_text()
@@ -75,6 +77,7 @@ def test_report_says_what_came_out_and_what_is_missing(finished):
     assert "adam_clip: " in result.stdout and "run" in result.stderr
 
 
+@pytest.mark.more
 def test_finished_runs_are_not_trained_again(finished):
     out, _, _ = finished
     lab = Lab(out, trains=False)

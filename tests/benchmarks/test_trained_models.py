@@ -21,7 +21,7 @@ from evidence.optimizers import (
 from evidence.run import Run
 from evidence.training import BALANCE_RATE, Carry, mean_loss, program
 from flax import nnx
-from helpers import randomize
+from helpers import more, randomize
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -98,8 +98,8 @@ def differentiated(fast_compilation):
     return params, others, *outputs, grads
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "muon, head apart"])
-@pytest.mark.parametrize("threshold", [math.inf, 0.01])
+@pytest.mark.parametrize("optimizer", [more("adamw"), more("muon"), "muon, head apart"])
+@pytest.mark.parametrize("threshold", [more(math.inf), 0.01])
 def test_training_step_is_that_of_the_public_optimizer(
     optimizer, threshold, differentiated
 ):
@@ -130,6 +130,7 @@ def test_training_step_is_that_of_the_public_optimizer(
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
+@pytest.mark.more
 def test_model_with_experts_is_trained_balanced_and_evaluated():
     run = EXPERTS.but(matrices="one_expert_matrix")
     compiled, tokens = program(run.program), np.resize(TOKENS, (8, 17))

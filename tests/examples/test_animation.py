@@ -20,6 +20,7 @@ def frames_of(file):
             yield picture.info["duration"]
 
 
+@pytest.mark.more
 def test_script_draws_a_tiny_gif(tmp_path):
     run_script(EXAMPLES / "animation.py", "--tiny", "--out", tmp_path / "tiny.gif")
     durations = list(frames_of(tmp_path / "tiny.gif"))

@@ -77,6 +77,7 @@ def script(tmp_path_factory):
     return folder, run(*SMALL, "--data", text, "--out", folder)
 
 
+@pytest.mark.more
 def test_script_describes_trains_and_draws(script):
     folder, result = script
     assert "wq_b/kernel" in result.stdout and "4 x 16 x 32" in result.stdout
@@ -87,6 +88,7 @@ def test_script_describes_trains_and_draws(script):
     assert (folder / "kimi_k2_mini.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.more
 def test_every_head_is_clipped_under_a_tiny_threshold(script):
     _, result = script
     assert "heads ever clipped       4 of 4 (100%)" in result.stdout
@@ -99,6 +101,7 @@ def test_every_head_is_clipped_under_a_tiny_threshold(script):
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.more
 def test_alone_leaves_the_run_without_the_clip_out(script, tmp_path):
     text = script[0] / "text.txt"
     result = run(*SMALL, "--alone", "--data", text, "--out", tmp_path)
@@ -124,6 +127,7 @@ def step_at_rate_zero():
     return metrics, balance, before, after, tau
 
 
+@pytest.mark.more
 def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
     *_, before, after, tau = step_at_rate_zero
     assert (before[0] > tau).any() and (before[0] <= tau).any()
@@ -131,12 +135,14 @@ def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
     np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
 
 
+@pytest.mark.more
 def test_a_step_reports_every_head(step_at_rate_zero):
     (_, _, max_logits, gamma), _, before, _, tau = step_at_rate_zero
     np.testing.assert_allclose(max_logits, before, rtol=1e-5)
     np.testing.assert_allclose(gamma, np.minimum(1, tau / before), rtol=1e-5)
 
 
+@pytest.mark.more
 def test_a_step_moves_the_balance(step_at_rate_zero):
     (_, busiest, _, _), (bias, load), *_ = step_at_rate_zero
     np.testing.assert_allclose(bias, 0.5 * np.sign(load.mean() - load))

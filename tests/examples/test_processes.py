@@ -57,6 +57,7 @@ def assert_survivor_explains(errors, limit):
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.more
 def test_killed_process_ends_those_of_other_hosts(tmp_path, victim):
     out = tmp_path / "run"
     flags = ["--distributed", "--simulate-devices=1", "--log-every=1"]
@@ -68,6 +69,7 @@ def test_killed_process_ends_those_of_other_hosts(tmp_path, victim):
     assert "\nthe process on this host was killed by SIGKILL. " in killed_one
 
 
+@pytest.mark.more
 def test_failing_process_ends_the_run(tmp_path):
     flags = [*MESHES["processes"], "--context=200000"]
     command = make_command(tmp_path, tmp_path / "run", *flags)
@@ -118,6 +120,7 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("timeout", [5, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.more
 def test_silence_of_another_host_is_noticed(script, timeout):
     """As on an accelerator, where a collective waits for the dead without an error."""
     command = script("launch_on_host(die)", timeout)

@@ -60,6 +60,7 @@ def test_every_optimizer_starts_alike_and_the_clip_fires(comparison):
     assert results["muonclip"][-1]["max_logit"] < results["muon"][-1]["max_logit"]
 
 
+@pytest.mark.more
 def test_resumed_run_has_the_same_losses(comparison, text, tmp_path):
     arguments = [*SMALL, "--data", text, "--threshold", "0.01"]
     arguments += ["--optimizer", "muonclip", "--out", tmp_path / "run"]
@@ -100,6 +101,7 @@ def test_resuming_with_other_settings_is_refused(comparison, text):
     assert result.returncode and "--threshold was 0.01, is 7.0" in result.stderr
 
 
+@pytest.mark.more
 def test_a_new_run_keeps_the_old_one(text, tmp_path):
     arguments = [
         *SMALL,
@@ -135,6 +137,7 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.more
 def test_linen_example():
     result = run("train_lm_linen.py", "--steps", "6", "--batch-size", "4")
     assert "max logit" in result.stdout

@@ -36,6 +36,7 @@ def on_one_device(args):
     return losses, clipped
 
 
+@pytest.mark.more
 def test_losses_are_those_of_one_device_on_the_whole_batch(args):
     devices = jax.local_devices()[:2]
     expected, clipped = on_one_device(args)
@@ -49,6 +50,7 @@ def test_batch_must_be_divisible(args):
         train_pmap.train(args, jax.local_devices()[:2])
 
 
+@pytest.mark.more
 def test_script(args):
     script = [EXAMPLES / "train_pmap.py", "--data", args.data, *SMALL]
     result = run_script(*script, "--simulate-devices=4")

@@ -63,6 +63,7 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "tensor", "processes"])
+@pytest.mark.more
 def test_losses_are_those_of_one_device(straight, mesh):
     (one, _), (many, _) = straight("one"), straight(mesh)
     assert losses(one)[-1] < 0.8 * losses(one)[0]
@@ -94,6 +95,7 @@ def run_until_killed(arguments, mesh, before):
         ),
     ],
 )
+@pytest.mark.more
 def test_killed_run_continues_on_other_meshes(straight, command, tmp_path, meshes):
     whole, _ = straight("one")
     out, meshes = tmp_path / "run", meshes.split()
@@ -112,6 +114,7 @@ def test_killed_run_continues_on_other_meshes(straight, command, tmp_path, meshe
     assert_close(losses(out), losses(whole))
 
 
+@pytest.mark.more
 def test_step_compiles_once(straight):
     _, log = straight("fsdp")
     for name in ("create_state", "train_step"):
@@ -170,6 +173,7 @@ def kill_often(command, out, mesh, kills, seed):
         pytest.param("processes", 10, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.more
 def test_killed_run_repeats_itself_bit_for_bit(
     straight, command, tmp_path, mesh, kills
 ):
@@ -180,6 +184,7 @@ def test_killed_run_repeats_itself_bit_for_bit(
     assert not unfinished(out)
 
 
+@pytest.mark.more
 def test_resuming_with_other_settings_is_refused(straight, command):
     out, _ = straight("fsdp")
     flags = ["--simulate-devices=1", "--resume", "--threshold=7"]

@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 import muonclip_jax as mc
 
 
+pytestmark = pytest.mark.more  # the notebook runs for 20 seconds
 NOTEBOOK = EXAMPLES / "muonclip_tutorial.ipynb"
 THRESHOLD = 8.0
 SHORT = f"""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, polynomial_of
+from helpers import matrix_of, more, polynomial_of
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -79,8 +79,8 @@ def leaf_of(shape, seed):
     return np.stack(each).reshape(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("ragged", [True, False])
-@pytest.mark.parametrize("batch", [1, 400, 10**6])
+@pytest.mark.parametrize("ragged", [more(True), False])
+@pytest.mark.parametrize("batch", [more(1), 400, more(10**6)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_matrices_come_back_orthogonal(monkeypatch, name, batch, ragged):
     monkeypatch.setitem(platforms.BATCH_ENTRIES, "tpu", batch)

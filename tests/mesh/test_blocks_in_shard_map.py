@@ -8,7 +8,7 @@ import chex
 import jax
 import optax
 import pytest
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -111,8 +111,8 @@ def assert_close(actual, desired):
     chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize("axis_name", [None, "data", ("data", "fsdp", "tensor")])
+@pytest.mark.parametrize("is_checked", [True, more(False)])
+@pytest.mark.parametrize("axis_name", [more(None), "data", ("data", "fsdp", "tensor")])
 def test_same_as_on_one_device(axis_name, is_checked):
     tx = make(shardings=SPECS, axis_name=axis_name)
     assert_close(walk(*in_shard_map(tx, is_checked)), expected())

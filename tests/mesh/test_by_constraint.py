@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import few, normal
 from hlo_costs import hlo_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,7 +107,7 @@ def on_one_device():
     return orthogonalize_on_one_device(SOLVER, random_leaves(), views=VIEWS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "three axes", "experts"))
 def test_same_as_on_one_device(layout):
     mesh, leaves = placed(layout)
     chex.assert_trees_all_close(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -33,8 +33,8 @@ def updated(tx, params):
     return tx.update(params, tx.init(params), params)[0]
 
 
-@pytest.mark.parametrize("types", [(A, E), (E, A), (E, E)])
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("types", [(A, E), more((E, A)), (E, E)])
+@pytest.mark.parametrize("told", [True, more(False)])
 def test_same_as_on_one_device(types, told):
     mesh = mesh_of(*types)
     specs = SPECS if types == (E, E) else SPECS | {"tall": P("a")}
@@ -59,7 +59,7 @@ def test_shardings_that_contradict_the_explicit_axis_beside_an_automatic_one():
     "spec",
     [P("a", "b"), P(None, "a", "b"), P(("a", "b")), P("b", None, "a"), P(None, "a")],
 )
-@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("is_mapped", [more(False), True])
 def test_newton_schulz_of_cut_matrices(spec, is_mapped):
     mesh, x = mesh_of(E, E), normal(0, 8, 4, 12).at[:, :, :8].get()
     function = jax.vmap(mc.newton_schulz) if is_mapped else mc.newton_schulz
@@ -89,8 +89,8 @@ def test_vmap_over_what_an_explicit_axis_shards_is_refused(spec):
             jax.jit(jax.vmap(lambda x: updated(tx, x)))(x)
 
 
-@pytest.mark.parametrize("types", [(A, A), (E, E)])
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("types", [more((A, A)), (E, E)])
+@pytest.mark.parametrize("told", [True, more(False)])
 def test_gradients_through_an_update(types, told):
     mesh = mesh_of(*types)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import few, more
 from hlo_costs import hlo_costs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,9 +118,9 @@ def assert_where(tree, shardings):
         assert tree[name].sharding.is_equivalent_to(sharding, tree[name].ndim), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "expert"))
 @pytest.mark.parametrize(
-    ("types", "told"), [("auto", True), ("auto", False), ("explicit", False)]
+    ("types", "told"), [more("auto", True), ("auto", False), ("explicit", False)]
 )
 def test_same_as_on_one_device(layout, types, told):
     _, shardings, params, grads = placed(layout, types)

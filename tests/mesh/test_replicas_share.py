@@ -4,12 +4,13 @@ import functools
 import re
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import few, more, normal, of_newton_schulz
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -79,11 +80,16 @@ def stacked(trees):
     return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
-def assert_close(actual, desired):
-    chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
+# The longest sum of a product has 24 terms.
+OF_A_STEP = of_newton_schulz(24)
 
 
-@pytest.mark.parametrize("is_averaged", [True, False])
+def assert_close(actual, desired, share=0.02 * OF_A_STEP):
+    """Of params by default: the three steps change them by less than a fiftieth."""
+    helpers.assert_close(actual, desired, share)
+
+
+@pytest.mark.parametrize("is_averaged", [more(True), False])
 @pytest.mark.parametrize("map_", [jax.pmap, jax.vmap])
 def test_mapped(map_, is_averaged):
     tx = make("data")
@@ -101,8 +107,8 @@ def test_mapped(map_, is_averaged):
         chex.assert_trees_all_equal(mine, jax.tree.map(lambda x: x[0], params))
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize("is_averaged", [True, False])
+@pytest.mark.parametrize("is_checked", [True, more(False)])
+@pytest.mark.parametrize("is_averaged", [more(True), False])
 def test_shard_map(is_checked, is_averaged):
     """Replicated params go in and come out, also where types are checked."""
     tx = make("data")
@@ -134,7 +140,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", few(OPTIONS, "neurons", "four steps"))
 def test_options(name):
     tx = make("data", **OPTIONS[name])
     step = jax.shard_map(step_of(tx), mesh=mesh_of(COUNT), in_specs=P(), out_specs=P())
@@ -185,7 +191,9 @@ def test_the_direction_alone():
     updates, _ = jax.pmap(tx.update, axis_name="data")(stacked(each), states)
     mean = jax.tree.map(lambda *x: sum(x) / COUNT, *each)
     assert_close(
-        jax.tree.map(lambda x: x[1], updates), alone.update(mean, alone.init(mean))[0]
+        jax.tree.map(lambda x: x[1], updates),
+        alone.update(mean, alone.init(mean))[0],
+        OF_A_STEP,
     )
 
 
@@ -229,7 +237,7 @@ def test_muonclip_shares_both():
     )
     stats = {"attn": {"max_logits": functools.reduce(jnp.maximum, each)}}
     desired, _ = alone.update(params, alone.init(params), params, attention_stats=stats)
-    assert_close(jax.tree.map(lambda x: x[2], updates), desired)
+    assert_close(jax.tree.map(lambda x: x[2], updates), desired, OF_A_STEP)
 
 
 def test_derivative_is_that_of_one_replica():
@@ -245,7 +253,9 @@ def test_derivative_is_that_of_one_replica():
         lambda grads: jax.grad(lambda g: size(jax.lax.pmean(g, "data"), "data"))(grads),
         axis_name="data",
     )(stacked([MATRICES] * COUNT))
-    assert_close(jax.tree.map(lambda x: x[1], shared), alone)
+    # Errors of the slopes come on top, |p''| / |p'| <= 12 / 3.44 times those of the
+    # singular values.
+    assert_close(jax.tree.map(lambda x: x[1], shared), alone, 4.5 * OF_A_STEP)
 
 
 def test_an_axis_that_is_not_there():

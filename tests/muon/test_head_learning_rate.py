@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
 
@@ -38,7 +38,7 @@ def assert_close(actual, expected, rtol=1e-6):
     jax.tree.map(compare, actual, expected)
 
 
-@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("cautious", [more(False), True])
 def test_only_the_head_changes(cautious):
     """As with a second optimizer for the head alone, whose bias stays with the rest."""
     rates = RATES | dict(cautious_weight_decay=cautious)

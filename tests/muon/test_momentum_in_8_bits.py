@@ -10,7 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import nnx_model, normal
+from helpers import few, more, nnx_model, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -69,7 +69,7 @@ def gradients(values, generator):
         yield jnp.asarray((left * gains) @ right.T, jnp.float32)
 
 
-@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("spectrum", few(SPECTRA, "rank 10"))
 def test_update_after_200_steps(spectrum):
     stream = gradients(SPECTRA[spectrum], np.random.default_rng(0))
     quick, whole = (
@@ -148,7 +148,7 @@ def naive_decode(codes, scales, view):
     return result
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("name", few(LEAVES, "heads", "odd"))
 def test_codes_are_what_the_formula_says(name):
     shape, numbers, _ = LEAVES[name]
     view = matrix_view(shape, numbers)
@@ -201,7 +201,9 @@ def walk(tx, steps, names=tuple(LEAVES), place=lambda tree: tree):
     return updates, state
 
 
-@pytest.mark.parametrize("nesterov, names", [(True, tuple(LEAVES)), (False, ("up",))])
+@pytest.mark.parametrize(
+    "nesterov, names", [more(True, tuple(LEAVES)), (False, ("up",))]
+)
 def test_every_layout_of_axes(nesterov, names):
     numbers = {name: NUMBERS[name] for name in names}
     options = dict(dimension_numbers=numbers, nesterov=nesterov)
@@ -212,7 +214,7 @@ def test_every_layout_of_axes(nesterov, names):
         assert state.mu[name].dtype == jnp.int8
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [more(AxisType.Auto), AxisType.Explicit])
 def test_on_a_mesh(kind, tmp_path):
     """As on one device but for the last code; and restored on another mesh."""
     names = ("up", "query", "experts", "odd")

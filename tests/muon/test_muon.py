@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import polynomial_of, ROOT
+from helpers import more, polynomial_of, ROOT
 
 import muonclip_jax as mc
 from muonclip_jax._newton_schulz import platforms
@@ -29,8 +29,8 @@ def every_speed_feature(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("momentum", ["nesterov", "heavyball"])
+@pytest.mark.parametrize("scale", [more("original"), "match_rms_adamw"])
+@pytest.mark.parametrize("momentum", ["nesterov", more("heavyball")])
 def test_follows_torch_with_every_speed_feature(scale, momentum, every_speed_feature):
     check_against_torch(scale, momentum, ns_method="gram")
 

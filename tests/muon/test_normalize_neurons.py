@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -194,7 +194,7 @@ MESH_NUMBERS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_on_a_mesh(layout, type_):
     whole, cut, shardings = on_mesh(layout, type_)
     tx = mc.normalize_neurons(dimension_numbers=MESH_NUMBERS)
@@ -226,7 +226,7 @@ def assert_vectors_only(text):
             assert entries <= 4 * 16 * 2, shapes
 
 
-@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_muon_on_a_mesh(type_):
     whole, cut, shardings = on_mesh("both", type_)
     options = dict(neuron_b2=0.9, dimension_numbers=MESH_NUMBERS)
@@ -247,7 +247,7 @@ def test_muon_on_a_mesh(type_):
         assert x.sharding.is_equivalent_to(expected, x.ndim)
 
 
-@pytest.mark.parametrize("type_", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_beside_metadata_of_axes(type_):
     """Flax lays what is in a param's box as the param: `v` is in none."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(type_,))

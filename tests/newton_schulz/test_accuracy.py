@@ -5,7 +5,15 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, normal, polynomial_of, UNSAFE_CANS
+from helpers import (
+    assert_close,
+    few,
+    matrix_of,
+    normal,
+    of_newton_schulz,
+    polynomial_of,
+    UNSAFE_CANS,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +61,7 @@ def error_of(spectrum, name, **options):
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", few(PRESETS, "keller", "polar_express"))
 def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spectrum):
     standard = error_of(spectrum, name, method="standard", dtype="bfloat16")
     assert error_of(spectrum, name, method="gram", dtype="bfloat16") < 2 * standard
@@ -61,7 +69,7 @@ def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spec
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", few(PRESETS, "keller", "polar_express"))
 def test_gram_in_float32_equals_standard(name, spectrum):
     """To 1e-5, or to what rounding does to the standard form of a steep schedule."""
     x = matrix_with(spectrum)
@@ -182,7 +190,7 @@ def test_aol_is_the_iteration_of_the_rescaled_matrix(shape):
     y = orthogonalized(x, "turbo_muon", preconditioning="aol")
     if wide is not x:
         y = y.swapaxes(-1, -2)
-    np.testing.assert_allclose(y, expected, atol=2e-6)
+    assert_close(y, expected, of_newton_schulz(30, mc.NS_COEFFS["turbo_muon"]))
 
 
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 12, 12)])
@@ -200,7 +208,7 @@ def test_equilibrated_is_the_iteration_of_even_rows_and_columns(shape):
         y = polynomial_of(even, mc.NS_COEFFS["keller"], norm=np.linalg.norm(even))
         results.append(y if wide is matrix else y.T)
     y = orthogonalized(x, "keller", preconditioning="equilibrated")
-    np.testing.assert_allclose(y, np.reshape(results, shape), atol=5e-6)
+    assert_close(y, np.reshape(results, shape), of_newton_schulz(30))
 
 
 def test_equilibrated_lifts_no_noise():

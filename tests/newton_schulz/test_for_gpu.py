@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, normal, polynomial_of
+from helpers import assert_close, few, matrix_of, more, normal, polynomial_of, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +40,7 @@ def relative_error(y, exact):
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", sorted(mc.NS_COEFFS))
+@pytest.mark.parametrize("name", few(sorted(mc.NS_COEFFS), "keller", "polar_express"))
 def test_float16_is_more_exact_than_bfloat16(name, spectrum, method):
     """Though every product is rounded before anything is added to it."""
     x = matrix_of(SPECTRA[spectrum], 96, 320)
@@ -69,7 +69,9 @@ def test_float16_is_more_exact_than_bfloat16(name, spectrum, method):
     ],
     ids=["entry", "row", "ones", "identity", "zero row", "one large row", "zeros"],
 )
-@pytest.mark.parametrize("name", ["keller", "deepseek_v4", "polar_express_6"])
+@pytest.mark.parametrize(
+    "name", ["keller", more("deepseek_v4"), more("polar_express_6")]
+)
 def test_float16_holds_what_is_far_from_even(x, name):
     exact = polynomial_of(x, mc.NS_COEFFS[name]) if x.any() else x
     assert np.abs(for_gpu(x, name, "gram") - exact).max() < 0.02
@@ -141,5 +143,7 @@ def test_triples_with_a_zero(triple, platform, method):
     x = matrix_of(np.linspace(1, 0.5, 12), 12, 30)
     both = jnp.float32(np.stack([x, np.zeros_like(x)]))
     (y,) = jax.jit(lambda x: solver.on(platform).orthogonalize(x))(both)
-    np.testing.assert_allclose(y[0], polynomial_of(x, schedule), atol=2e-5)
+    # The slopes of all three are at most two, here where singular values are under one.
+    share = tolerance(jnp.float32, size=30, slopes=(2.0, 2.0))
+    assert_close(y[0], polynomial_of(x, schedule), share)
     assert not y[1].any()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import matrix_of, polynomial_of
+from helpers import matrix_of, more, polynomial_of
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
@@ -72,13 +72,13 @@ def check(out, x, y, addend=None, scale=1.0, shift=0.0) -> None:
     np.testing.assert_array_equal(out, out.mT)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [more("float16"), "bfloat16"])
 def test_gram(dtype):
     x = normal(0, 2, 96, 128, dtype=dtype)
     check(interpreted(x, x), x, x)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", more("bfloat16")])
 def test_addend_with_factors_of_each_matrix(dtype):
     x = normal(0, 3, 64, 64, dtype=dtype)
     addend = normal(1, 3, 64, 64, dtype=dtype)
@@ -108,7 +108,9 @@ def test_lower_half_counts():
     check(interpreted(x, y), x, y)
 
 
-@pytest.mark.parametrize(("m", "n"), [(8, 8), (40, 72), (72, 40), (104, 64)])
+@pytest.mark.parametrize(
+    ("m", "n"), [more(8, 8), (40, 72), more(72, 40), more(104, 64)]
+)
 def test_ragged(m, n):
     x, addend = normal(0, 2, m, n), normal(1, 2, m, m)
     addend += addend.mT
@@ -196,7 +198,7 @@ def kernel_as_interpreted(monkeypatch):
 @pytest.mark.parametrize(
     "values",
     [
-        np.ones(32),
+        more(np.ones(32)),
         1 / np.arange(1, 33),
         pytest.param(np.geomspace(1, 1e-4, 32), marks=pytest.mark.slow),
         pytest.param(np.geomspace(1, 1e-8, 32), marks=pytest.mark.slow),

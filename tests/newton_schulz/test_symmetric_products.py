@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import more
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -156,7 +157,7 @@ def test_wants_one_dtype():
         product(normal(1, 8, 5), normal(1, 8, 5, dtype=jnp.float32))
 
 
-@pytest.mark.parametrize("shape", [(3, 70, 300), (1, 50, 128)])
+@pytest.mark.parametrize("shape", [more((3, 70, 300)), (1, 50, 128)])
 def test_simulated_memory_of_a_tpu(shape):
     """Two cores, copies as late as they may be, and NaN where nothing was written."""
     x, addend = normal(*shape), symmetric(shape[0], shape[1], seed=1)
@@ -181,7 +182,7 @@ def orthogonalized(solver, x):
     return y
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (2, 24, 80), (80, 24)])
+@pytest.mark.parametrize("shape", [(40, 40), more((2, 24, 80)), more((80, 24))])
 def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, shape):
     interpreted = functools.partial(tpu.symmetric_product, tile=TILE, interpret=True)
     monkeypatch.setattr(tpu, "symmetric_product", interpreted)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import more
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -181,7 +182,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [more(0), 1])
 @pytest.mark.parametrize("types", TYPES)
 def test_kernels_cut_along_any_axis(name, axis, types):
     """With statistics cut over heads, or not: as on one device."""

@@ -139,7 +139,7 @@ class _Product(Blocks):
             if self.interpret:  # which knows no transposed views
                 y = refs.y_smem.at[slot, :, mine]
             else:
-                y = plgpu.transpose_ref(refs.y_smem.at[slot, mine], (1, 0))
+                y = refs.y_smem.at[slot, mine].transpose((1, 0))
             plgpu.wgmma(total, refs.x_smem.at[slot], y)
             plgpu.wgmma_wait(1)  # for the step before: the tensor cores never idle
             pl.when(step > first)(lambda: release(step - 1))

@@ -17,7 +17,7 @@ def fill(straight, mirror, block: jax.Array, layout: plgpu.Layout | None) -> Non
         mirror[...] = block.T
     else:
         turned = plgpu.layout_cast(block, layout)
-        plgpu.transpose_ref(mirror, (1, 0))[...] = turned
+        mirror.transpose((1, 0))[...] = turned
     plgpu.commit_smem()
 
 
