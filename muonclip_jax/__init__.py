@@ -3,7 +3,6 @@
 The system: `muonclip`, with `multi_steps` for micro-batches.
 Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
 Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
-Rates for another width: `scale_to_width`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
 What a model means: `describe`, `flax_dimension_numbers`, `flax_attention_layers`, ...
 """
@@ -36,7 +35,6 @@ from ._muon.muon import muon as muon
 from ._muon.normalize_neurons import normalize_neurons as normalize_neurons
 from ._muon.normalize_neurons import NormalizeNeuronsState as NormalizeNeuronsState
 from ._muon.scale_by_muon import scale_by_muon as scale_by_muon
-from ._muon.scale_to_width import scale_to_width as scale_to_width
 from ._muon.weight_decay import (
     add_cautious_decayed_weights as add_cautious_decayed_weights,
 )

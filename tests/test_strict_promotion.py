@@ -175,11 +175,6 @@ CALLS = {
     "add_cautious_decayed_weights": [
         lambda: run(mc.add_cautious_decayed_weights(0.1), MATRICES)
     ],
-    "scale_to_width": [
-        lambda: run(
-            mc.muon(**mc.scale_to_width(64, tuned_at=16, learning_rate=1e-2)), PARAMS
-        )
-    ],
     "muonclip": [clipped(), clipped(threshold=100.0, alpha=0.3, per_head=True)],
     "qk_clip": [lambda: run(mc.qk_clip(), attention_stats=STATS)],
     "clip_qk": [lambda: mc.clip_qk(PARAMS, STATS)],

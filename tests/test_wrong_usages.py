@@ -147,20 +147,6 @@ ARGUMENTS = {
         step(mc.add_cautious_decayed_weights),
         {"weight_decay": RATE},
     ),
-    "scale_to_width": (
-        lambda **o: mc.scale_to_width(
-            **{"width": 64, "tuned_at": 16, "learning_rate": 0.1} | o
-        ),
-        {
-            "width": NUMBER,
-            "tuned_at": NUMBER,
-            "learning_rate": RATE,
-            "weight_decay": RATE,
-            "adam_learning_rate": RATE_OR_NONE,
-            "adam_weight_decay": RATE_OR_NONE,
-            "head_learning_rate": RATE_OR_NONE,
-        },
-    ),
     "newton_schulz": (
         lambda **o: mc.newton_schulz(**{"x": jnp.ones((3, 4))} | o),
         {

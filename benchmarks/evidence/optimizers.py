@@ -84,13 +84,25 @@ def make_optimizer(
         adam_weight_decay=at.adam_weight_decay,
     )
     if run.tuned_at is not None:
-        rates = mc.scale_to_width(run.width, tuned_at=run.tuned_at, **rates)
+        rates = _for_width(rates, run.tuned_at / run.width)
     beta = 0.95 if run.beta is None else run.beta
     return mc.muon(
         **rates,
         beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),
+    )
+
+
+def _for_width(rates: dict[str, Any], ratio: float) -> dict[str, Any]:
+    """The recipe of docs/tuning.md for a model that is `1 / ratio` times as wide."""
+    adam = rates["adam_learning_rate"] or rates["learning_rate"]
+    head = rates["head_learning_rate"] or adam
+    return rates | dict(
+        learning_rate=rates["learning_rate"] * ratio ** (1 / 3),
+        consistent_rms="mup",
+        adam_learning_rate=adam * ratio ** (1 / 2),
+        head_learning_rate=head * ratio,
     )
 
 

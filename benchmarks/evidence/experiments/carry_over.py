@@ -32,7 +32,7 @@ LARGER = {
     "width 256": dict(width=256, heads=16),
     "8 layers": dict(layers=8),
 }
-RECIPE, DEFAULT = "mc.scale_to_width", "0.2 sqrt(max(m, n)), all as it was"
+RECIPE, DEFAULT = "rates by width", "0.2 sqrt(max(m, n)), all as it was"
 ARMS: dict[str, dict[str, Any]] = {
     RECIPE: dict(tuned_at=SMALL["width"]),
     DEFAULT: {},
@@ -84,8 +84,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "tuned there again from where they are, by one seed; on a grid of factors of "
         "two, and of its root for the matrices' rate. "
         f"{SEEDS} other seeds, on other text than that of tuning. With "
-        "`mc.scale_to_width` the larger model's arguments follow from those of the "
-        "small one; the other arm keeps them as they are, with the default scaling, "
+        "the recipe of docs/tuning.md the larger model's arguments follow from those of "
+        "the small one; the other arm keeps them as they are, with the default scaling, "
         "and is held against the same best.",
         tables=[table(found)],
         parts={
