@@ -83,10 +83,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"of {len(TUNING_SEEDS[DEFAULT])} without, carried to the larger model, and "
         "tuned there again from where they are, by one seed; on a grid of factors of "
         "two, and of its root for the matrices' rate. "
-        f"{SEEDS} other seeds, on other text than that of tuning. With "
-        "the recipe of docs/tuning.md the larger model's arguments follow from those of "
-        "the small one; the other arm keeps them as they are, with the default scaling, "
-        "and is held against the same best.",
+        f"{SEEDS} other seeds, on other text than that of tuning. With the recipe of "
+        "docs/tuning.md the larger model's arguments follow from those of the small "
+        "one; the other arm keeps them as they are, with the default scaling, and is "
+        "held against the same best.",
         tables=[table(found)],
         parts={
             larger: [
