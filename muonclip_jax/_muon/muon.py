@@ -195,7 +195,7 @@ def muon(
     def update_fn(updates, state, params=None, **extra_args):
         leaves = read(updates)
         check_replicas(replicas, extra_args.get("attention_stats"))
-        updates = leaves.layout.mean(updates)
+        updates = leaves.layout.gradients(updates)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             directions, state = build(leaves).update(

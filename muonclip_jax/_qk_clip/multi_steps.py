@@ -9,7 +9,7 @@ import optax
 
 from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.placement import Shardings
-from .._layout.zeros import counts_replicated, replicated
+from .._layout.zeros import counts_replicated, replicated, zeros_like
 from .._model.attention_layers import Attention
 from .heads import HeadRow, Heads
 
@@ -98,7 +98,9 @@ def multi_steps(
         heads = Heads(layout, attention)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
         placement = layout.placement(layout.tree.leaves)
-        state = MultiStepsState(steps.init(params), replicated(nothing, placement))
+        (sums,) = zeros_like(params, layout, None)
+        first = steps.init(params)._replace(acc_grads=sums)
+        state = MultiStepsState(first, replicated(nothing, placement))
         return counts_replicated(state, placement)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
@@ -118,7 +120,11 @@ def multi_steps(
         has_functions = any(map(callable, jax.tree.leaves(extra_args)))
         update = steps.update if has_functions else compiled
         updates, after = update(
-            layout.mean(updates), state.steps, params, attention_stats=row, **extra_args
+            layout.gradients(updates),
+            state.steps,
+            params,
+            attention_stats=row,
+            **extra_args,
         )
         real = after.gradient_step != state.steps.gradient_step
         counted = after.mini_step != state.steps.mini_step
