@@ -37,6 +37,8 @@ UPDATES = ("jit", "ahead of time", "ahead of time", "eager")
 #: value, and its error, by at most 3.4445^2 = 12, and a float32 sum of 16 products is
 #: good to 16 * 2^-24 = 1e-6: 1.2e-5.
 BOUND = 1.2e-5
+#: A sum that cancels keeps the rounding of its terms, of which few exceed 4.
+CANCELED = 4 / 2**24
 #: Once momentum was rounded: the last bit may fall otherwise where a compiler fuses a
 #: product and a sum, or in 8 bits the last code of 127, and 12 times that is the bound.
 BOUNDS = {None: BOUND, "float32": BOUND, "bfloat16": 12 / 2**8, "int8": 12 / 127}
@@ -82,7 +84,7 @@ def draw(generator):
 def spec(generator, shape, sizes, kinds):
     """Each axis of the mesh cuts at most one axis, which it divides."""
     entries = [[] for _ in shape]
-    for name in generator.permutation(list(sizes)):
+    for name in generator.permutation(named(sizes, kinds)):
         fits = [
             i
             for i, size in enumerate(shape)
@@ -94,6 +96,13 @@ def spec(generator, shape, sizes, kinds):
     return P(*(tuple(e) if len(e) > 1 else e[0] if e else None for e in entries))
 
 
+def named(sizes, kinds):
+    """The axes that may cut. From specs on a mesh of several kinds JAX drops those of
+    one device, and takes exception to the difference: so with `optax.adam`.
+    """
+    return [n for n, size in sizes.items() if size > 1 or len(set(kinds)) == 1]
+
+
 def kinds_agree(names, sizes, kinds):
     """JAX wants one kind of mesh axis for each axis that is cut."""
     return len({kinds[list(sizes).index(name)] for name in names}) == 1
@@ -101,7 +110,7 @@ def kinds_agree(names, sizes, kinds):
 
 def experts(generator, sizes, kinds):
     """One expert a group of devices, which may share it, next to plain matrices."""
-    first, *rest = sizes
+    first, *rest = named(sizes, kinds)
     cut = rest[0] if rest and 16 % sizes[rest[0]] == 0 else None
     leaves = {"experts": ((sizes[first], 16, 8), P(first, cut))}
     for i in range(int(generator.integers(1, 3))):
@@ -288,9 +297,8 @@ def assert_close(found, expected, bound, name):
             continue
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         largest = np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max()
-        np.testing.assert_allclose(
-            x, y, rtol=0, atol=bound * largest, err_msg=name + str(path)
-        )
+        atol = bound * largest + CANCELED
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name + str(path))
 
 
 test_meshes = family(check, 500)
