@@ -5,10 +5,12 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 
 def manual_axes(x: Any) -> frozenset[str]:
@@ -50,20 +52,39 @@ def keep_sharding(x: jax.Array) -> jax.Array:
     momentum would be sharded as what is iterated, and state would move in the first
     step. JAX has no name for Shardy's barrier against that; its GSPMD has none.
     """
-    return _keep_sharding.bind(x)
+    return _barrier.bind(x, passes="FORWARD")
 
 
-_keep_sharding = Primitive("keep_sharding")
-_keep_sharding.def_impl(lambda x: x)
-_keep_sharding.def_abstract_eval(lambda x: x)
-batching.defvectorized(_keep_sharding)
+def impose_no_sharding(x: jax.Array) -> jax.Array:
+    """The same array, which does not change how later results are sharded.
+
+    State that gradients are added to stays where it was. How gradients are sharded may
+    well follow from it: they are reduced and scattered then, and not reduced.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if isinstance(x, Tracer) and mesh.empty:
+        mesh = jax.typeof(x).sharding.mesh
+    # Only of automatic axes the compiler chooses, and outside of `shard_map`.
+    kinds = set(mesh.axis_types) if isinstance(x, Tracer) else set()
+    is_open = AxisType.Auto in kinds and AxisType.Manual not in kinds
+    return _barrier.bind(x, passes="BACKWARD") if is_open else x
 
 
-def _lower_keep_sharding(context: Any, x: Any) -> list[Any]:
+_barrier = Primitive("sharding_barrier")
+_barrier.def_impl(lambda x, passes: x)
+_barrier.def_abstract_eval(lambda x, passes: x)
+batching.defvectorized(_barrier)
+ad.deflinear(_barrier, lambda cotangent, passes: [cotangent])
+
+_DIRECTIONS = {"FORWARD": 1, "BACKWARD": 2}  # sdy.PropagationDirection
+
+
+def _lower_barrier(context: Any, x: Any, passes: str) -> list[Any]:
     if not jax.config.jax_use_shardy_partitioner:
         return [x]
-    forward = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
-    return [sdy.PropagationBarrierOp(x, forward).result]
+    kind = ir.IntegerType.get_signless(32)
+    direction = ir.IntegerAttr.get(kind, _DIRECTIONS[passes])
+    return [sdy.PropagationBarrierOp(x, direction).result]
 
 
-mlir.register_lowering(_keep_sharding, _lower_keep_sharding)
+mlir.register_lowering(_barrier, _lower_barrier)

@@ -16,7 +16,7 @@ import jax
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._jax_versions import is_checked, manual_axes
+from .._jax_versions import impose_no_sharding, is_checked, manual_axes
 from .._parameters import paths
 from .._parameters.paths import is_masked, Path, PathedTree, show
 from .placement import (
@@ -49,23 +49,22 @@ class Layout(NamedTuple):
         """The mesh of arrays in the place of the leaves, as far as it is known."""
         return find_placement(self.tree.paths, arrays, self.given)
 
-    def mean(self, gradients: Any) -> Any:
-        """Gradients, averaged over the replicas; along axes that cut a leaf they are
-        those of other entries.
+    def gradients(self, gradients: Any) -> Any:
+        """Gradients as state takes them in, which stays sharded as it was: averaged
+        over the replicas. Along axes that cut a leaf they are those of other entries.
 
         Types that know that a gradient is the same along an axis are believed: it was
         averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
         """
+        gradients = jax.tree.map(impose_no_sharding, gradients)
         if not self.replicas:
             return gradients
-        checked = {axis for axis in self.replicas if is_checked((axis,))}
 
         def mean_of(gradient: Any, cut: PartitionSpec) -> Any:
-            along = set(self.replicas).difference(cut_axes(cut))
+            along = tuple(a for a in self.replicas if a not in cut_axes(cut))
 
             def mean(x: jax.Array) -> jax.Array:
-                same = checked - manual_axes(x)
-                over = tuple(a for a in self.replicas if a in along and a not in same)
+                over = differing(x, along)
                 return jax.lax.pmean(x, over) if over else x
 
             return jax.tree.map(mean, gradient)
@@ -160,6 +159,13 @@ def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
                 f"axis_name={axis!r} is no axis here: call the update inside "
                 "jax.pmap or jax.shard_map over it, or leave axis_name out"
             ) from error
+    manual = tuple(sorted(_mapped_axes()))
+    vmapped = [axis for axis in replicas if axis not in manual]
+    if vmapped and manual and is_checked(manual):
+        raise ValueError(
+            f"axis_name={vmapped} are axes of jax.vmap, over which JAX reduces nothing "
+            "inside a jax.shard_map that checks types: give it check_vma=False"
+        )
     known = getattr(attention_stats, "reduced_over", replicas)
     if missing := [axis for axis in replicas if axis not in known]:
         raise ValueError(
@@ -167,6 +173,12 @@ def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
             "to be averaged over it before they are accumulated. Give multi_steps the "
             "same: mc.multi_steps(tx, every_k, axis_name=...)"
         )
+
+
+def differing(x: jax.Array, along: Axes) -> Axes:
+    """Those of some axes along which an array may differ, for all that types know."""
+    own = manual_axes(x)
+    return tuple(axis for axis in along if axis in own or not is_checked((axis,)))
 
 
 def shared_axes(cuts: Cuts, replicas: Axes) -> Axes:

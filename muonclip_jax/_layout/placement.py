@@ -112,7 +112,7 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     if isinstance(x, Tracer):
         return False
     own_mesh, own = _of_array(x)
-    return own is not None and _same(own_mesh, mesh) and _entries(own) == _entries(spec)
+    return own is not None and _same(own_mesh, mesh) and _same_spec(own, spec, mesh)
 
 
 def _found(path: Path, leaf: Any, given: Any) -> tuple[Any, Any]:
@@ -170,7 +170,7 @@ def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
     """Raises if an array is known to be sharded otherwise than the user says."""
     (mesh, spec), (other, wanted) = own, given
     hidden = _automatic_axes(mesh) if isinstance(leaf, Tracer) else set()
-    same_spec = spec is None or _entries(spec) == _entries(wanted, hidden)
+    same_spec = spec is None or _same_spec(spec, wanted, other, hidden)
     if mesh is not None and not (_same(mesh, other) and same_spec):
         raise ValueError(
             f"shardings says {_show(other, wanted)} for '{show(path)}', which "
@@ -228,15 +228,19 @@ def _automatic_axes(mesh: Any) -> set[str]:
     return {name for name, type_ in types if type_ == AxisType.Auto}
 
 
-def _entries(
-    spec: PartitionSpec, hidden: Collection[str] = ()
-) -> list[tuple[str, ...]]:
-    entries = [
-        tuple(name for name in mesh_axes(entry) if name not in hidden) for entry in spec
-    ]
-    while entries and not entries[-1]:
-        entries.pop()
-    return entries
+def _same_spec(
+    spec: PartitionSpec, other: PartitionSpec, mesh: Any, hidden: Collection[str] = ()
+) -> bool:
+    """Whether two specs are one; an axis of one device cuts nothing."""
+    hidden = {*hidden, *(name for name, size in mesh.shape.items() if size == 1)}
+
+    def entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
+        found = [tuple(n for n in mesh_axes(e) if n not in hidden) for e in spec]
+        while found and not found[-1]:
+            found.pop()
+        return found
+
+    return entries(spec) == entries(other)
 
 
 def _show(mesh: Any, spec: PartitionSpec | None = None) -> str:

@@ -66,6 +66,10 @@ def zero_parts(
         sharded = _zeros(placement.mesh, tuple(specs[i] for i in moved), arrays)
         for i, x in zip(moved, sharded, strict=True):
             results[i] = x
+    for i, (x, (owner, part)) in enumerate(zip(owners, parts, strict=True)):
+        # Of automatic axes tracers say nothing.
+        if isinstance(x, Tracer) and layout.given[owner] is None:
+            results[i] = _sharded_as(x, results[i], part)
     # A tracer's mesh does not name its devices. A param does, but jit drops one that
     # nothing reads.
     kept = [x for x in owners if isinstance(x, Tracer)]
@@ -88,13 +92,13 @@ def replicated(state: Any, placement: Placement | None) -> Any:
     if placement is None:
         return state
     mesh, whole = placement.mesh, PartitionSpec()
-    is_automatic = set(mesh.axis_types) == {AxisType.Auto}
+    is_left_open = AxisType.Auto in mesh.axis_types
 
     def put(x: jax.Array) -> jax.Array:
         if isinstance(x, Tracer):
             # Explicit axes are in the type, which is replicated from the start.
             sharding = NamedSharding(mesh, whole)
-            return jax.lax.with_sharding_constraint(x, sharding) if is_automatic else x
+            return jax.lax.with_sharding_constraint(x, sharding) if is_left_open else x
         if not isinstance(mesh, Mesh) or is_sharded_as(x, mesh, whole):
             return x
         return jax.device_put(x, NamedSharding(mesh, whole))
@@ -121,6 +125,16 @@ def _zeros_like(x: Any, part: StatePart) -> jax.Array:
     if is_alone and jax.sharding.get_abstract_mesh().empty:
         return _on_its_device(x, part.dtype)
     return jnp.zeros_like(x, part.dtype)
+
+
+def _sharded_as(x: jax.Array, zeros: jax.Array, part: StatePart) -> jax.Array:
+    """The same zeros, which the compiler shards as `x`: only it knows how.
+
+    It sees a choice between the two, which is never that of `x`.
+    """
+    never = jax.lax.optimization_barrier(jnp.zeros((), bool))
+    x = jnp.sum(x, tuple(part.sizes), keepdims=True) if part.sizes else x
+    return jnp.where(never, x.astype(zeros.dtype), zeros)
 
 
 # One call of a compiled program, where `jnp.zeros_like` makes several of operations:

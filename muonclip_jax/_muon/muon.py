@@ -210,7 +210,7 @@ def muon(
         leaves = read(updates)
         check_replicas(replicas, extra_args.get("attention_stats"))
         leaves.check_like("params", params)
-        updates = leaves.layout.mean(updates)
+        updates = leaves.layout.gradients(updates)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             directions, state = build(leaves).update(

@@ -161,7 +161,7 @@ def scale_by_muon(
     def update_fn(updates, state, params=None, **extra_args):
         leaves = read(updates)
         check_replicas(replicas, extra_args.get("attention_stats"))
-        updates = leaves.layout.mean(updates)
+        updates = leaves.layout.gradients(updates)
         return direction(leaves).update(updates, state, params, **extra_args)
 
     return over_replicas(init_fn, update_fn, axis_name)

@@ -35,9 +35,9 @@ class BoundLayer:
         self.path = split(layer.path)
         self.threshold = layer.threshold
         # Heads that share a leaf can only be scaled together, as if they were one.
-        self._shared = any(leaf.axis is None for leaf in layer.leaves)
+        self.is_shared = any(leaf.axis is None for leaf in layer.leaves)
         self._stack = layer.query[0].stack(self._shape_of(layer.query[0]))
-        self._heads = 1 if self._shared else self._count(layer.query[0])
+        self._heads = 1 if self.is_shared else self._count(layer.query[0])
         if not self._fits():
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
@@ -56,22 +56,24 @@ class BoundLayer:
 
         Inside `jax.shard_map` it may be of all heads, or of those of this device.
         """
-        heads = statistic.shape[-1] if self._shared else self._heads
+        heads, row = self._heads, statistic
+        if self.is_shared:
+            heads, row = statistic.shape[-1], largest(statistic, -1)[..., None]
         expected = (*self._stack, heads)
         if statistic.shape == expected:
-            row = largest(statistic, -1)[..., None] if self._shared else statistic
             return row, PartitionSpec()
         leaf = self._layer.query[0]
         cut = self._cut_at[self._layer.path_of(leaf)]
         spec = leaf.row_spec(len(self._shape_of(leaf)), cut)
-        if spec is None:
+        counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec or ()]
+        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=False)]
+        if spec is None or any(rest for _, rest in parts):
             raise ValueError(
                 f"{sorted(cut_axes(cut))} cut '{show(self._layer.path_of(leaf))}' "
                 "across heads: inside jax.shard_map give the statistics "
                 f"'{show((*self.path, STATISTIC))}' of all heads, {expected}"
             )
-        counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec]
-        local = tuple(n // by for n, by in zip(expected, counts, strict=True))
+        local = tuple(n for n, _ in parts)
         if statistic.shape != local:
             here = f", or {local} for those of one device" if local != expected else ""
             raise ValueError(
@@ -79,7 +81,7 @@ class BoundLayer:
                 f"shape {statistic.shape}, which does not fit the heads of "
                 f"{self._leaves()}; expected is {expected}, (*stack, heads){here}"
             )
-        return statistic, spec
+        return row, spec
 
     def scales(
         self, by_query: jax.Array, by_key: jax.Array, by_both: jax.Array
@@ -103,7 +105,7 @@ class BoundLayer:
     @property
     def _keys_stay(self) -> bool:
         """Shared keys do, or heads under the threshold would shrink with the rest."""
-        return not self._shared and self._count(self._layer.key[0]) != self._heads
+        return not self.is_shared and self._count(self._layer.key[0]) != self._heads
 
     def _fits(self) -> bool:
         leaves, layer = self._layer.leaves, self._layer
@@ -113,8 +115,8 @@ class BoundLayer:
             return False
         queries = {self._count(leaf) for leaf in layer.query + layer.rotary_query}
         keys = {self._count(leaf) for leaf in layer.key}
-        if self._shared or len(queries) != 1 or len(keys) != 1:
-            return self._shared
+        if self.is_shared or len(queries) != 1 or len(keys) != 1:
+            return self.is_shared
         key_heads = keys.pop()
         return self._heads % key_heads == 0 if key_heads else not self._heads
 

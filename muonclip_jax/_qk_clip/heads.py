@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax_versions import manual_axes
-from .._layout.layout import Axes, cut_axes, Layout
+from .._layout.layout import Axes, cut_axes, differing, Layout, shared_axes
 from .._matrices.unstack import unstack
 from .._model.attention_layers import (
     Attention,
@@ -68,6 +68,7 @@ class Heads:
             check_none_overlooked(tree, layers)
         cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
         self._replicas = layout.replicas
+        self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
         self.layers = [
@@ -113,14 +114,15 @@ class Heads:
         """Checked, the maximum over replicas, and of whole layers, in one row.
 
         Heads of one device are not those of another: along axes that cut the
-        statistics there is no maximum.
+        statistics there is no maximum, unless the heads share a leaf and go by the
+        largest of all, whichever device has it.
         """
         self._check_matched(stats)
         checked = [layer.check(stats[layer.path]) for layer in self.layers]
-        over = [
-            tuple(axis for axis in self._replicas if axis not in cut_axes(spec))
-            for _, spec in checked
-        ]
+        over = []
+        for layer, (_, spec) in zip(self.layers, checked, strict=True):
+            axes = self._all_axes if layer.is_shared else self._replicas
+            over.append(tuple(axis for axis in axes if axis not in cut_axes(spec)))
         parts: list[Any] = [x for x, _ in checked]
         for axes in dict.fromkeys(over):
             # One collective for all layers that need the same.
@@ -183,7 +185,8 @@ class Heads:
 
 def maximum_over(row: jax.Array, axes: Axes) -> jax.Array:
     """The maximum over the replicas along mapped axes, in one collective."""
-    if not axes or not row.size:
+    axes = differing(row, axes) if row.size else ()
+    if not axes:
         return row
     # A NaN on one replica must reach all of them, and a maximum may drop it.
     return jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), axes)

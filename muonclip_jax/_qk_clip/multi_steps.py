@@ -9,7 +9,7 @@ import optax
 
 from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.placement import Shardings
-from .._layout.zeros import counts_replicated, replicated
+from .._layout.zeros import counts_replicated, replicated, zeros_like
 from .._model.attention_layers import Attention
 from .._options import flag, function_or_none, transformation, whole_number
 from .heads import HeadRow, Heads
@@ -103,7 +103,9 @@ def multi_steps(
         heads = Heads(layout, attention)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
         placement = layout.placement(layout.tree.leaves)
-        state = MultiStepsState(steps.init(params), replicated(nothing, placement))
+        (sums,) = zeros_like(params, layout, None)
+        first = steps.init(params)._replace(acc_grads=sums)
+        state = MultiStepsState(first, replicated(nothing, placement))
         return counts_replicated(state, placement)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
@@ -119,7 +121,7 @@ def multi_steps(
         row = HeadRow(running, heads.shapes, layout.replicas)
         # Not in the real step alone: what is accumulated would differ by replica, a
         # checkpoint would keep one replica's, and where one skips others would wait.
-        updates = layout.mean(updates)
+        updates = layout.gradients(updates)
         # Functions, such as a line search takes, pass through no `jit`.
         has_functions = any(map(callable, jax.tree.leaves(extra_args)))
         update = steps.update if has_functions else compiled

@@ -136,3 +136,23 @@ def test_shardings_that_can_be_called():
         ),
     )
     assert not misplaced(jax.jit(tx.init)(tree), shardings)
+
+
+@pytest.mark.parametrize("type_", [A, E])
+def test_an_axis_of_one_device_cuts_nothing(type_):
+    """JAX drops its name from what a program returns; that contradicts no sharding."""
+    mesh = jax.make_mesh((1, 4), ("one", "b"), axis_types=(type_,) * 2)
+    told = NamedSharding(mesh, P("one", "b"))
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    tx = mc.muon(1e-2, shardings=told, dimension_numbers=numbers, ns_steps=2)
+    matrix = jnp.arange(32.0).reshape(4, 8)
+    alone = mc.muon(1e-2, dimension_numbers=numbers, ns_steps=2)
+    expected, _ = alone.update(matrix, alone.init(matrix), matrix)
+    for spec in (P("one", "b"), P(None, "b")):
+        x = jax.device_put(matrix, NamedSharding(mesh, spec))
+        if type_ == E and spec != told.spec:
+            continue  # there it is another type
+        updates, _ = tx.update(x, tx.init(x), x)
+        assert jnp.allclose(updates, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="shardings says"):
+        tx.init(jax.device_put(matrix, NamedSharding(mesh, P("b"))))

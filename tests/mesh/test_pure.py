@@ -1,0 +1,249 @@
+"""`init` and `update` are pure: of their arguments alone, and of nothing seen before.
+
+A step returns the state sharded as `init` made it; the program of an update follows
+from the optimizer and the arguments, whatever other params it has seen.
+"""
+
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal, script_environment
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+HEADS = 4
+SHAPES = {
+    "attn": {
+        "query": {"kernel": (8, HEADS, 4), "bias": (HEADS, 4)},
+        "key": {"kernel": (8, HEADS, 4)},
+        "out": {"kernel": (HEADS, 4, 8)},
+    },
+    "mlp": {"up": {"kernel": (8, 16), "bias": (16,)}, "down": {"kernel": (16, 8)}},
+}
+
+
+def shapes(stack=()):
+    return jax.tree.map(
+        lambda shape: (*stack, *shape), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def tree(seed, stack=()):
+    leaves, treedef = jax.tree.flatten(
+        shapes(stack), is_leaf=lambda x: isinstance(x, tuple)
+    )
+    return treedef.unflatten(normal((seed, i), *s) for i, s in enumerate(leaves))
+
+
+def layout(heads, rows, stack=()):
+    """Specs: of heads and of the hidden axis, of the features, of a stack in front."""
+    return {
+        "attn": {
+            "query": {"kernel": P(*stack, rows, heads), "bias": P(*stack, heads)},
+            "key": {"kernel": P(*stack, rows, heads)},
+            "out": {"kernel": P(*stack, heads, None, rows)},
+        },
+        "mlp": {
+            "up": {"kernel": P(*stack, rows, heads), "bias": P(*stack, heads)},
+            "down": {"kernel": P(*stack, heads, rows)},
+        },
+    }
+
+
+LAYOUTS = {
+    "data parallel": ({"data": 8}, layout(None, None), ()),
+    "FSDP": ({"fsdp": 8}, layout(None, "fsdp"), ()),
+    "FSDP x tensor": ({"fsdp": 4, "tensor": 2}, layout("tensor", "fsdp"), ()),
+    "a stack": ({"layers": 2, "tensor": 4}, layout("tensor", None, ("layers",)), (2,)),
+}
+
+
+def mesh_of(sizes, kind=AxisType.Auto):
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
+    )
+
+
+def stats_of(params):
+    *stack, _, _, _ = params["attn"]["query"]["kernel"].shape
+    row = np.linspace(50, 300, HEADS, dtype=np.float32)
+    return {"attn": {"max_logits": np.broadcast_to(row, (*stack, HEADS))}}
+
+
+OPTIONS = {"ns_steps": 2}
+OPTIMIZERS = {
+    "muon": lambda **how: mc.muon(1e-2, **OPTIONS, **how),
+    "8 bits": lambda **how: mc.muon(1e-2, mu_dtype="int8", **OPTIONS, **how),
+    "neurons": lambda **how: mc.muon(1e-2, neuron_b2=0.9, **OPTIONS, **how),
+    "muonclip": lambda **how: mc.muonclip(1e-2, **OPTIONS, **how),
+    "multi_steps": lambda **how: mc.multi_steps(
+        mc.muonclip(1e-2, **OPTIONS, **how), 2, shardings=how["shardings"]
+    ),
+}
+
+
+def moved(before, after):
+    """The paths of what is sharded otherwise."""
+    return [
+        f"{jax.tree_util.keystr(path)}: {x.sharding} became {y.sharding}"
+        for (path, x), y in zip(
+            jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
+        )
+        if not x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    ]
+
+
+STEPS = [
+    (name, optimizer, is_told, init)
+    for name, optimizer in (
+        ("data parallel", "muonclip"),
+        ("FSDP", "muonclip"),
+        ("FSDP x tensor", "8 bits"),
+        ("FSDP x tensor", "neurons"),
+        ("FSDP x tensor", "multi_steps"),
+        ("a stack", "multi_steps"),
+    )
+    for is_told, init in ((False, "eager"), (True, "jit"))
+]
+# Nothing tells `init` how, but how the compiler shards the params.
+STEPS += [("FSDP x tensor", name, False, "jit") for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "is_told", "init"), STEPS)
+def test_a_step_returns_the_state_sharded_as_it_was(name, optimizer, is_told, init):
+    """So that one program does for all steps, compiled ahead of time or not.
+
+    Gradients may be sharded otherwise, as those of a replicated kernel are whose
+    inputs a mesh cuts.
+    """
+    sizes, specs, stack = LAYOUTS[name]
+    mesh = mesh_of(sizes)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    params = jax.device_put(tree(0, stack), placed)
+    other = NamedSharding(mesh, P(*[None] * len(stack), tuple(sizes)[-1]))
+    tx = OPTIMIZERS[optimizer](shardings=placed if is_told else None)
+    make = jax.jit(tx.init) if init == "jit" else tx.init
+
+    def step(params, state):
+        grads = jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), other), params
+        )
+        stats = {}
+        if optimizer in ("muonclip", "multi_steps"):
+            stats = {"attention_stats": stats_of(params)}
+        return tx.update(grads, state, params, **stats)
+
+    with jax.set_mesh(mesh):
+        states = [make(params)]
+        step = jax.jit(step).lower(params, states[0]).compile()
+        for _ in range(3):
+            _, state = step(params, states[-1])
+            states.append(state)
+    for state in states[1:]:
+        assert not moved(states[0], state)
+    matrices = optax.tree.get(states[0], "mu", filtering=in_muon)["mlp"]["up"]["kernel"]
+    of_param = placed["mlp"]["up"]["kernel"]
+    assert matrices.sharding.is_equivalent_to(of_param, matrices.ndim)
+
+
+def in_muon(path, value):
+    """The momentum of matrices, of which AdamW keeps some of its own."""
+    return "adamw" not in jax.tree_util.keystr(path)
+
+
+# Programs
+
+
+def program(tx, params, state, mesh):
+    """The text of an update, without what `init` returned."""
+
+    def update(grads, state, params):
+        return tx.update(grads, state, params, attention_stats=stats_of(params))
+
+    with jax.set_mesh(mesh):
+        return jax.jit(update).lower(params, state, params).as_text()
+
+
+def abstract(mesh, specs, stack=()):
+    return jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, spec)
+        ),
+        shapes(stack),
+        specs,
+        is_leaf=lambda x: isinstance(x, tuple) and not isinstance(x, P),
+    )
+
+
+def made(name, kind, is_told, seen=()):
+    """The program of one layout, after `init` and updates of others."""
+    sizes, specs, stack = LAYOUTS[name]
+    mesh = mesh_of(sizes, kind)
+    tx = mc.muonclip(1e-2, **OPTIONS, shardings=specs if is_told else None)
+    params = abstract(mesh, specs, stack)
+    # The state without `init`: by another optimizer's, as a restored one is.
+    with jax.set_mesh(mesh):
+        other = mc.muonclip(1e-2, **OPTIONS)
+        state = jax.eval_shape(other.init, params)
+        for placed in seen:
+            tx.update(placed, tx.init(placed), placed, attention_stats=stats_of(placed))
+    return program(tx, params, state, mesh)
+
+
+CASES = [
+    ("FSDP x tensor", AxisType.Auto, False),
+    ("FSDP x tensor", AxisType.Auto, True),
+    ("data parallel", AxisType.Explicit, False),
+]
+
+
+@functools.cache
+def digest(number):
+    return hashlib.sha256(made(*CASES[number]).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_an_update_remembers_no_params(number):
+    """Nor their shardings: of other shapes, on other meshes, on one device."""
+    name, kind, is_told = CASES[number]
+    seen = [tree(1)]
+    if not is_told:
+        seen.append(tree(2, (3,)))
+        mesh = mesh_of(LAYOUTS[name][0], kind)
+        for axis in mesh.axis_names:
+            seen.append(jax.device_put(tree(3, (8,)), NamedSharding(mesh, P(axis))))
+    before = made(name, kind, is_told)
+    assert made(name, kind, is_told, seen) == before
+    # A witness: a program does depend on what it is given.
+    assert made("FSDP", kind, is_told) != before
+
+
+def test_a_fresh_process_makes_the_same_programs():
+    script = (
+        "import test_pure\n"
+        "for i in range(len(test_pure.CASES)):\n"
+        "    print(test_pure.digest(i))"
+    )
+    paths = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    paths.append(os.environ.get("PYTHONPATH", ""))
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=script_environment() | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert found.stdout.split() == [digest(i) for i in range(len(CASES))]
