@@ -53,7 +53,7 @@ def draw(generator):
     for i in range(int(generator.integers(1, 4))):
         shape = pick(generator, *SHAPES)
         leaves[f"w{i}"] = shape, spec(generator, shape, sizes, kinds)
-    if chance(generator, 0.3):
+    if chance(generator, 0.3) and named(sizes, kinds):
         leaves |= experts(generator, sizes, kinds)
     is_clipped = chance(generator, 0.3)
     if is_clipped:
