@@ -80,8 +80,7 @@ def scale_by_muon(
         which that is cut, if there are enough matrices. Arrays outside `jit`, and
         explicit axes, say it themselves. Under `jit` with automatic axes nothing else
         does: left out, XLA chooses how matrices are sent to the devices that iterate
-        them, which is the same update with more traffic, and how momentum is sharded
-        that `init` makes under `jit`.
+        them, which is the same update with more traffic.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         whose replicas the batch is divided. They share out the matrices and gather the
         results, so that each iterates its part and all end with the same bits. The
