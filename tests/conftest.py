@@ -61,7 +61,12 @@ def fast_compilation():
     jax.config.update(name, before)
 
 
-@pytest.fixture(params=["plain", "FrozenDict", "Linen boxes", "NNX variables"])
+_MORE = [
+    pytest.param(x, marks=pytest.mark.more) for x in ("FrozenDict", "NNX variables")
+]
+
+
+@pytest.fixture(params=["plain", "Linen boxes", *_MORE])
 def every_container(request, monkeypatch):
     """Params in each of the containers that libraries hand over, for a whole file."""
     import containers

@@ -61,8 +61,11 @@ LONG = {
         "devices",
         "from_optax",
         "pmap",
+        "qk_clip",
         "quick_start_linen",
         "quick_start_nnx",
+        "speed",
+        "statistics",
         "troubleshooting",
     )
 }

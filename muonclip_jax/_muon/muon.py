@@ -236,10 +236,12 @@ def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         is_entry=lambda x: jax.tree_util.all_leaves([x]),
         expected="a bool",
     )
-    flags = zip(tree.paths, entries, strict=True)
+    # `None`, and what a mask around this hides, decays nothing.
     return tree.unflatten(
-        x is not None and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
-        for path, x in flags
+        x is not None
+        and not paths.is_masked(x)
+        and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
+        for path, x in zip(tree.paths, entries, strict=True)
     )
 
 

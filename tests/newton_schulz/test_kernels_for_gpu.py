@@ -199,7 +199,7 @@ def kernel_as_interpreted(monkeypatch):
     "values",
     [
         more(np.ones(32)),
-        1 / np.arange(1, 33),
+        pytest.param(1 / np.arange(1, 33), marks=pytest.mark.more),
         pytest.param(np.geomspace(1, 1e-4, 32), marks=pytest.mark.slow),
         pytest.param(np.geomspace(1, 1e-8, 32), marks=pytest.mark.slow),
         pytest.param(np.ones(1), marks=pytest.mark.slow),
@@ -259,6 +259,7 @@ def test_gpus_without_a_kernel_take_none(monkeypatch, major):
     assert not solver.strategy((2048, 4096), jnp.dtype("float16")).kernel
 
 
+@pytest.mark.more
 def test_an_update_by_kernels_lowers_without_hardware():
     params = {"w": jax.ShapeDtypeStruct((2048, 4096), jnp.float32)}
     tx = mc.muon(1e-3, ns_kernel="auto")

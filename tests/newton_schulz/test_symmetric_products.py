@@ -197,6 +197,7 @@ def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, shape):
     assert 0 < errors[1] < 2 * errors[0] < 0.2
 
 
+@pytest.mark.more
 def test_an_update_by_kernels_lowers_without_hardware():
     params = {"w": jax.ShapeDtypeStruct((2048, 4096), jnp.float32)}
     tx = mc.muon(1e-3, ns_kernel="pallas")
