@@ -1,5 +1,5 @@
 """QK-Clip: statistics of attention to scaled heads.
 
 In: params, updates, the largest logits of all heads. Out: clipped updates, a state.
-Imports `_model`, `_parameters` (paths), and `_matrices` to cut a row.
+Imports `_model`, `_layout`, `_parameters` (paths), and `_matrices` to cut a row.
 """

@@ -1,0 +1,112 @@
+"""Calls outside of `jit`: nothing compiles twice for the same shapes, nothing leaks."""
+
+import functools
+import gc
+import pathlib
+import resource
+
+import jax
+import optax
+import pytest
+from test_strict_promotion import CALLS, MATRICES, PARAMS, STATS
+
+import muonclip_jax as mc
+
+
+#: Updates of transformations that are made once, as a training loop makes them.
+MADE_ONCE = {
+    "muon": (mc.muon(1e-2), PARAMS, {}),
+    "muon, all options": (
+        mc.muon(1e-2, mu_dtype="int8", neuron_b2=0.9, cautious_weight_decay=True),
+        PARAMS,
+        {},
+    ),
+    "scale_by_muon": (mc.scale_by_muon(), MATRICES | {"c": None}, {}),
+    "normalize_neurons": (mc.normalize_neurons(), {"a": MATRICES["a"]}, {}),
+    "add_cautious_decayed_weights": (
+        mc.add_cautious_decayed_weights(0.1),
+        MATRICES,
+        {},
+    ),
+    "muonclip": (mc.muonclip(1e-2), PARAMS, {"attention_stats": STATS}),
+    "qk_clip": (
+        optax.chain(optax.sgd(0.1), mc.qk_clip()),
+        PARAMS,
+        {"attention_stats": STATS},
+    ),
+    "multi_steps": (
+        mc.multi_steps(mc.muonclip(1e-2), 2),
+        PARAMS,
+        {"attention_stats": STATS},
+    ),
+}
+#: Flax compiles for itself, and so does Pallas where it interprets a kernel; metrics
+#: and captured statistics of `CALLS` begin with a model or an optimizer of their own.
+BY_OTHERS = {
+    *("attention_fn", "splash_attention", "qk_clip_metrics"),
+    "captured_attention_stats",
+}
+compilations = []
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def _count(event, duration, **kwargs):
+    if "backend_compile" in event:
+        compilations.append(event)
+
+
+def updates(name):
+    tx, params, extra = MADE_ONCE[name]
+    state = tx.init(params)
+    return lambda: tx.update(params, state, params, **extra)
+
+
+def metrics():
+    tx = mc.muonclip(1e-2)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, attention_stats=STATS)
+    return functools.partial(mc.qk_clip_metrics, state, PARAMS)
+
+
+def calls():
+    for name in MADE_ONCE:
+        yield name, functools.partial(updates, name)
+    yield "qk_clip_metrics", metrics
+    for name, of_name in CALLS.items():
+        if name not in MADE_ONCE and name not in BY_OTHERS:
+            for i, call in enumerate(of_name):
+                yield f"{name}, {i}", lambda call=call: call
+
+
+ALL = dict(calls())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_second_call_compiles_nothing(name):
+    call = ALL[name]()
+    jax.block_until_ready(jax.tree.leaves(call()))
+    before = len(compilations)
+    for _ in range(2):
+        jax.block_until_ready(jax.tree.leaves(call()))
+    assert len(compilations) == before
+    assert before  # so that the listener is known to hear
+
+
+@pytest.mark.more
+def test_memory_stays_over_200_calls():
+    """A program that each call compiled took 2 MB and more of each."""
+    made = [make() for make in ALL.values()]
+    for calls in (3, 200):
+        before = resident()
+        for call in made:
+            for _ in range(calls):
+                jax.block_until_ready(jax.tree.leaves(call()))
+        gc.collect()
+    assert resident() - before < 100 * 2**20
+
+
+def resident() -> int:
+    """Bytes of memory in use, where Linux tells, or else the most so far."""
+    statm = pathlib.Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
