@@ -13,8 +13,8 @@ FIRST = int(os.environ.get("MUONCLIP_FUZZ_SEED", "0"))
 BLOCK = 20
 
 
-def family(check, cases):
-    """The test that calls `check(seed)` for so many seeds."""
+def family(check, cases, quick=0):
+    """The test that calls `check(seed)` for so many seeds, all but the first slow."""
 
     def test(seeds):
         for seed in seeds:
@@ -22,11 +22,17 @@ def family(check, cases):
 
     starts = range(FIRST, FIRST + cases, BLOCK)
     blocks = [range(start, min(start + BLOCK, FIRST + cases)) for start in starts]
-    names = [f"seeds {block[0]} to {block[-1]}" for block in blocks]
+    tests = [
+        pytest.param(
+            block,
+            id=f"seeds {block[0]} to {block[-1]}",
+            marks=pytest.mark.slow if block[-1] >= FIRST + quick else (),
+        )
+        for block in blocks
+    ]
     for mark in (
-        pytest.mark.slow,
         pytest.mark.usefixtures("fast_compilation"),
-        pytest.mark.parametrize("seeds", blocks, ids=names),
+        pytest.mark.parametrize("seeds", tests),
     ):
         test = mark(test)
     return test

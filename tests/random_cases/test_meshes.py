@@ -37,8 +37,9 @@ UPDATES = ("jit", "ahead of time", "ahead of time", "eager")
 #: value, and its error, by at most 3.4445^2 = 12, and a float32 sum of 16 products is
 #: good to 16 * 2^-24 = 1e-6: 1.2e-5.
 BOUND = 1.2e-5
-#: A sum that cancels keeps the rounding of its terms, of which few exceed 4.
-CANCELED = 4 / 2**24
+#: A sum that cancels keeps the rounding of its terms: gradients up to 4 in the state,
+#: and what AdamW made of them, a rate of 0.1 times about 1, in updates.
+ROUNDINGS = {None: 2**-24, "float32": 2**-24, "bfloat16": 2**-9, "int8": 2**-24}
 #: Once momentum was rounded: the last bit may fall otherwise where a compiler fuses a
 #: product and a sum, or in 8 bits the last code of 127, and 12 times that is the bound.
 BOUNDS = {None: BOUND, "float32": BOUND, "bfloat16": 12 / 2**8, "int8": 12 / 127}
@@ -281,13 +282,15 @@ def assert_alike(found, expected, dtype):
     (updates, states), (desired, desired_states) = found, expected
     # Momentum was nothing yet.
     first = BOUND if dtype == "int8" else BOUNDS[dtype]
+    floor = 0.2 * ROUNDINGS[dtype]
     for i, bound in enumerate([first] + [BOUNDS[dtype]] * (STEPS - 1)):
-        assert_close(updates[i], desired[i], bound, f"update {i}")
+        assert_close(updates[i], desired[i], bound, floor, f"update {i}")
     if dtype != "int8":  # codes on scales that differ by a bit
-        assert_close(states[-1], desired_states[-1], BOUNDS[dtype], "state")
+        floor = 4 * ROUNDINGS[dtype]
+        assert_close(states[-1], desired_states[-1], BOUNDS[dtype], floor, "state")
 
 
-def assert_close(found, expected, bound, name):
+def assert_close(found, expected, bound, floor, name):
     for (path, x), y in zip(
         jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):
@@ -297,8 +300,8 @@ def assert_close(found, expected, bound, name):
             continue
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         largest = np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max()
-        atol = bound * largest + CANCELED
+        atol = bound * largest + floor
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name + str(path))
 
 
-test_meshes = family(check, 500)
+test_meshes = family(check, 200, quick=40)
