@@ -62,11 +62,12 @@ def fast_compilation():
 
 
 _MORE = [
-    pytest.param(x, marks=pytest.mark.more) for x in ("FrozenDict", "NNX variables")
+    pytest.param(name, marks=pytest.mark.more)
+    for name in ("FrozenDict", "Linen boxes", "NNX variables")
 ]
 
 
-@pytest.fixture(params=["plain", "Linen boxes", *_MORE])
+@pytest.fixture(params=["plain", *_MORE])
 def every_container(request, monkeypatch):
     """Params in each of the containers that libraries hand over, for a whole file."""
     import containers

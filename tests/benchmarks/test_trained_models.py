@@ -98,6 +98,7 @@ def differentiated(fast_compilation):
     return params, others, *outputs, grads
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("optimizer", [more("adamw"), more("muon"), "muon, head apart"])
 @pytest.mark.parametrize("threshold", [more(math.inf), 0.01])
 def test_training_step_is_that_of_the_public_optimizer(

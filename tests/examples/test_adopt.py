@@ -64,6 +64,7 @@ def test_the_table_counts_the_lines():
     assert table == {name: changed(name) for name in NAMES}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(NAMES, "minigpt"))
 def test_before(name, monkeypatch, capsys):
     first, last = losses(ADOPT, name, monkeypatch, capsys, steps=2)

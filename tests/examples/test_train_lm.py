@@ -32,6 +32,7 @@ def comparison(tmp_path_factory, text):
     return out, result
 
 
+@pytest.mark.more
 def test_comparison_prints_a_table_and_draws(comparison):
     out, result = comparison
     for word in (

@@ -91,6 +91,7 @@ def test_no_device_ever_holds_the_whole_model(args, mesh):
         assert str([*whole]).replace(" ", "") not in program
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", ["fsdp"], indirect=True)
 def test_weights_travel_and_activations_stay(args, mesh):
     create, step = train_sharded.compile_for(mesh, args)

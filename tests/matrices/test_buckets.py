@@ -114,6 +114,7 @@ def test_no_stack_has_more_leaves_than_compilers_put_together_fast():
     np.testing.assert_allclose(np.stack(program(leaves)), exact, atol=2e-4)
 
 
+@pytest.mark.more
 @settings(max_examples=12, deadline=None)
 @given(
     kinds=st.lists(

@@ -112,7 +112,9 @@ def assert_close(actual, desired):
 
 
 @pytest.mark.parametrize("is_checked", [True, more(False)])
-@pytest.mark.parametrize("axis_name", [more(None), "data", ("data", "fsdp", "tensor")])
+@pytest.mark.parametrize(
+    "axis_name", [more(None), more("data"), ("data", "fsdp", "tensor")]
+)
 def test_same_as_on_one_device(axis_name, is_checked):
     tx = make(shardings=SPECS, axis_name=axis_name)
     assert_close(walk(*in_shard_map(tx, is_checked)), expected())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 FEATURES, HEADS, WIDTH = 6, 4, 3
 GAINS = ("query_ln", "key_ln")
-CHECKED = pytest.mark.parametrize("check", [True, False])
+CHECKED = pytest.mark.parametrize("check", [True, more(False)])
 
 
 def mesh_of(kind=AxisType.Auto, **sizes):

@@ -214,6 +214,7 @@ def test_every_layout_of_axes(nesterov, names):
         assert state.mu[name].dtype == jnp.int8
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", [more(AxisType.Auto), AxisType.Explicit])
 def test_on_a_mesh(kind, tmp_path):
     """As on one device but for the last code; and restored on another mesh."""

@@ -279,6 +279,7 @@ def test_beside_boxes_of_linen():
     assert jax.tree.leaves(updates)[0].shape == (8, 16)
 
 
+@pytest.mark.more
 def test_the_derivative_at_zero():
     params = {"w": normal(0, 4, 6)}
     tx = mc.muon(0.1, weight_decay=0.0, neuron_b2=0.9)

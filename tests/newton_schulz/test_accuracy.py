@@ -80,6 +80,7 @@ def test_gram_in_float32_equals_standard(name, spectrum):
     assert np.abs(gram - standard).max() < max(1e-5, 3 * own)
 
 
+@pytest.mark.more
 @settings(max_examples=20, deadline=None)
 @given(
     exponent=st.floats(0, 8),

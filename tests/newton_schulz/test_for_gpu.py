@@ -111,6 +111,7 @@ def test_what_is_not_finite_does_not_pass_for_a_result(bad):
     assert np.isnan(for_gpu(normal(0, 8, 20).at[2, 3].set(bad))).any()
 
 
+@pytest.mark.more
 @settings(max_examples=15, deadline=None)
 @given(
     a=st.floats(1, 4),

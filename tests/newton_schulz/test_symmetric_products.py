@@ -95,6 +95,7 @@ def test_float16_and_float32_operands():
     assert product(x, x).dtype == jnp.float16
 
 
+@pytest.mark.more
 @settings(max_examples=4, deadline=None)
 @given(
     count=st.integers(1, 3),
