@@ -48,6 +48,7 @@ def test_comparison_prints_a_table_and_draws(comparison):
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.more
 def test_every_optimizer_starts_alike_and_the_clip_fires(comparison):
     results = json.loads((comparison[0] / "results.json").read_text())
     assert set(results) == {"adamw", "muon", "muonclip"}
@@ -87,6 +88,7 @@ train_lm.main()
         assert [r[key] for r in resumed] == [r[key] for r in straight]
 
 
+@pytest.mark.more
 def test_resuming_with_other_settings_is_refused(comparison, text):
     arguments = [
         *SMALL,
