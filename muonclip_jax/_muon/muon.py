@@ -200,9 +200,9 @@ def muon(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)
-        state = build(leaves).init(params)
+        # Of all leaves, before `partition` hides those of one side from the other.
         placement = leaves.layout.placement(leaves.tree.leaves)
-        return counts_replicated(state, placement)
+        return counts_replicated(build(leaves).init(params), placement)
 
     def update_fn(updates, state, params=None, **extra_args):
         if not hasattr(state, "inner_states"):
