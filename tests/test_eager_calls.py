@@ -8,6 +8,7 @@ import resource
 import jax
 import optax
 import pytest
+from helpers import normal
 from test_strict_promotion import CALLS, MATRICES, PARAMS, STATS
 
 import muonclip_jax as mc
@@ -94,7 +95,15 @@ def test_a_second_call_compiles_nothing(name):
 @pytest.mark.more
 def test_memory_stays_over_200_calls():
     """A program that each call compiled took 2 MB and more of each."""
-    made = [make() for make in ALL.values()]
+    x = normal(0, 1, 9, 2, 4)
+    made = [ALL[name]() for name in (*MADE_ONCE, "qk_clip_metrics")]
+    made += [
+        lambda: mc.clip_qk(PARAMS, STATS),
+        lambda: mc.newton_schulz(MATRICES["c"]),
+        lambda: mc.max_logits(x, x),
+        lambda: mc.blockwise_attention(*[x] * 3, block_size=4),
+        lambda: mc.residual_attention(*[x] * 3),
+    ]
     for calls in (3, 200):
         before = resident()
         for call in made:
