@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -68,6 +69,15 @@ def impose_no_sharding(x: jax.Array) -> jax.Array:
     kinds = set(mesh.axis_types) if isinstance(x, Tracer) else set()
     is_open = AxisType.Auto in kinds and AxisType.Manual not in kinds
     return _barrier.bind(x, passes="BACKWARD") if is_open else x
+
+
+def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The same array, which the compiler shards as another: only it knows how.
+
+    It sees a choice between the two, which is never that of the other.
+    """
+    never = jax.lax.optimization_barrier(jnp.zeros((), bool))
+    return jnp.where(never, like.astype(x.dtype), x)
 
 
 _barrier = Primitive("sharding_barrier")

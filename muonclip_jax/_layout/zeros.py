@@ -16,6 +16,7 @@ from jax.sharding import (
 )
 from jax.typing import DTypeLike
 
+from .._jax_versions import sharded_like
 from .._parameters.paths import is_masked
 from .layout import Layout
 from .placement import is_sharded_as, Placement
@@ -69,7 +70,8 @@ def zero_parts(
     for i, (x, (owner, part)) in enumerate(zip(owners, parts, strict=True)):
         # Of automatic axes tracers say nothing.
         if isinstance(x, Tracer) and layout.given[owner] is None:
-            results[i] = _sharded_as(x, results[i], part)
+            like = jnp.sum(x, tuple(part.sizes), keepdims=True) if part.sizes else x
+            results[i] = sharded_like(results[i], like)
     # A tracer's mesh does not name its devices. A param does, but jit drops one that
     # nothing reads.
     kept = [x for x in owners if isinstance(x, Tracer)]
@@ -125,16 +127,6 @@ def _zeros_like(x: Any, part: StatePart) -> jax.Array:
     if is_alone and jax.sharding.get_abstract_mesh().empty:
         return _on_its_device(x, part.dtype)
     return jnp.zeros_like(x, part.dtype)
-
-
-def _sharded_as(x: jax.Array, zeros: jax.Array, part: StatePart) -> jax.Array:
-    """The same zeros, which the compiler shards as `x`: only it knows how.
-
-    It sees a choice between the two, which is never that of `x`.
-    """
-    never = jax.lax.optimization_barrier(jnp.zeros((), bool))
-    x = jnp.sum(x, tuple(part.sizes), keepdims=True) if part.sizes else x
-    return jnp.where(never, x.astype(zeros.dtype), zeros)
 
 
 # One call of a compiled program, where `jnp.zeros_like` makes several of operations:

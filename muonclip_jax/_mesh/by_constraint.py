@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._jax_versions import keep_sharding
+from .._jax_versions import keep_sharding, sharded_like
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
@@ -43,7 +43,7 @@ def orthogonalize_by_constraint(
     mesh: Mesh | AbstractMesh,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
-    leaves = [keep_sharding(x) for x in leaves]
+    given, leaves = leaves, [keep_sharding(x) for x in leaves]
     stacks = stacks_of(leaves, views, mesh.size)
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
     plan = divide_stacks(solver, stacks, mesh.size)
@@ -60,7 +60,7 @@ def orthogonalize_by_constraint(
     for each, matrices in zip(plan, iterated, strict=True):
         returned = _from_devices(matrices, each, mesh, axes)
         each.stack.scatter(returned, results, on_cpu=on_cpu)
-    return results
+    return [*map(sharded_like, results, given)]
 
 
 def stacks_of(
