@@ -4,6 +4,7 @@ Workers of pytest-xdist and scripts inherit both from the process that started t
 keep the programs from run to run, set `JAX_COMPILATION_CACHE_DIR` yourself.
 """
 
+import collections
 import functools
 import os
 import tempfile
@@ -23,6 +24,40 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_force_host_platform_device_count=8"
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
+def pytest_collection_modifyitems(items):
+    """Marks `more` what repeats values of parameters in another combination.
+
+    Of a product of parameters, `pytest` alone runs cases that have each value of each
+    parameter once; `.ci/run` runs them all.
+    """
+    products = collections.defaultdict(list)
+    for item in items:
+        marked = any(item.iter_markers("more")) or any(item.iter_markers("slow"))
+        if hasattr(item, "callspec") and not marked:
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        left = set().union(*map(values_of, cases))
+        while left:  # the usual greedy cover
+            best = max(cases, key=lambda case: len(left & values_of(case)))
+            left -= values_of(best)
+            cases.remove(best)
+        for case in cases:
+            case.add_marker(pytest.mark.more)
+
+
+def values_of(case) -> set:
+    """By `parametrize`, of one name or several that vary together, and by fixture."""
+    params = case.callspec.params
+    together = []
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        together.append([name.strip() for name in names])
+    together += [[name] for name in params.keys() - set().union(*together)]
+    return {(*names, *(id(params[name]) for name in names)) for names in together}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import clip_at_rest, normal
+from helpers import more, normal
 
 import muonclip_jax as mc
 
@@ -133,11 +133,9 @@ def captured():
 def preset(attention, params):
     """The clip of a layer whose params a preset describes."""
 
-    def call():
-        stats = {"attn": {"max_logits": jnp.asarray([50.0, 400.0])}}
-        return clip_at_rest(attention)({"attn": params}, stats, 60.0)
-
-    return [call]
+    tx = mc.qk_clip(60.0, attention=attention)
+    stats = {"attn": {"max_logits": jnp.asarray([50.0, 400.0])}}
+    return [lambda: run(tx, {"attn": params}, attention_stats=stats)]
 
 
 def newton_schulz(**options):
@@ -236,7 +234,12 @@ def test_every_public_function_is_called():
 
 
 @pytest.mark.parametrize(
-    "name, i", [(name, i) for name, calls in CALLS.items() for i in range(len(calls))]
+    "name, i",
+    [
+        more(name, i) if i > 1 else (name, i)
+        for name, calls in CALLS.items()
+        for i in range(len(calls))
+    ],
 )
 def test_nothing_is_promoted(name, i):
     """Where it is, tracing raises."""

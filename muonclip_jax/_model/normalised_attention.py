@@ -86,4 +86,5 @@ def _is_zero(leaf: Any) -> bool:
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         return False
     here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    return here and leaf.size > 0 and not np.any(leaf)
+    # As NumPy's: `np.any` calls `leaf.any()`, which JAX traces where `init` is traced.
+    return here and leaf.size > 0 and not np.any(np.asarray(leaf))

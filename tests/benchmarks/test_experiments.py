@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from evidence.plan import Plan
 from evidence.report import write_report
+from helpers import few
 from reproduce import EXPERIMENTS
 
 
@@ -117,7 +118,7 @@ class World:
 
 
 @pytest.mark.parametrize("good", [True, False])
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", few(EXPERIMENTS, *EXPERIMENTS[::3]))
 def test_verdict_is_that_of_the_world(name, good, tmp_path):
     module = importlib.import_module(f"evidence.experiments.{name}")
     plan = Plan(["code", "prose"] if good else ["code"], tmp_path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from corpus import Corpus
-from helpers import EXAMPLES, run_script
+from helpers import EXAMPLES, more, run_script
 
 
 SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--eval-every=4"]
@@ -125,7 +125,7 @@ def test_a_new_run_keeps_the_old_one(text, tmp_path):
 @pytest.mark.parametrize(
     "content, options, message",
     [
-        (None, [], "no such file"),
+        more(None, [], "no such file"),
         ("short", [], "too few for context 16"),
     ],
 )

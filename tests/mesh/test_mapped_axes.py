@@ -125,7 +125,13 @@ def clipped(params, specs, stats, cut, mesh, check, **options):
 
 @pytest.mark.parametrize(
     ("key_heads", "all_heads", "check"),
-    [(1, False, True), (2, True, True), (2, False, False), (4, False, True)],
+    [
+        (1, False, True),
+        (2, True, False),
+        more(2, True, True),
+        more(2, False, False),
+        more(4, False, True),
+    ],
 )
 def test_heads_cut_by_a_tensor_axis(key_heads, all_heads, check):
     """With one key head a group of queries, for which the devices have no block."""

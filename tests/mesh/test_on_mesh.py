@@ -219,10 +219,10 @@ def traffic(compiled):
     # Stacks of which devices hold blocks, and such as several devices hold alike: the
     # results of those go to all, cut as they are.
     [
-        ("fsdp", 3, 0),
+        more("fsdp", 3, 0),
         ("fsdp and tensor", 3, 0),
-        ("expert", 3, 1),
-        ("data", 0, 3),
+        more("expert", 3, 1),
+        more("data", 0, 3),
         ("stack", 1, 3),
     ],
 )

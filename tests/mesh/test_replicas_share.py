@@ -140,7 +140,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", few(OPTIONS, "neurons", "four steps"))
+@pytest.mark.parametrize("name", few(OPTIONS, "neurons"))
 def test_options(name):
     tx = make("data", **OPTIONS[name])
     step = jax.shard_map(step_of(tx), mesh=mesh_of(COUNT), in_specs=P(), out_specs=P())

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import more, normal
+from helpers import few, more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -193,7 +193,7 @@ MESH_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few(LAYOUTS, "both"))
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_on_a_mesh(layout, type_):
     whole, cut, shardings = on_mesh(layout, type_)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import PartitionSpec as P
 
 import muonclip_jax as mc
@@ -163,7 +163,7 @@ def by_one_device(gradients):
     ("name", "map_"),
     [
         ("its own axis", "pmap"),
-        ("told the axis", "shard_map"),
+        more("told the axis", "shard_map"),
         ("in a chain", "shard_map unchecked"),
     ],
 )

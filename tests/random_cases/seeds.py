@@ -10,11 +10,14 @@ import pytest
 
 
 FIRST = int(os.environ.get("MUONCLIP_FUZZ_SEED", "0"))
-BLOCK = 20
+BLOCK = 5
 
 
 def family(check, cases, quick=0):
-    """The test that calls `check(seed)` for so many seeds, all but the first slow."""
+    """The test that calls `check(seed)` for so many seeds, slow but for the first.
+
+    Of `quick` seeds `pytest` alone runs the first block, `.ci/run` all.
+    """
 
     def test(seeds):
         for seed in seeds:
@@ -26,7 +29,7 @@ def family(check, cases, quick=0):
         pytest.param(
             block,
             id=f"seeds {block[0]} to {block[-1]}",
-            marks=pytest.mark.slow if block[-1] >= FIRST + quick else (),
+            marks=mark_of(block[0] - FIRST, quick),
         )
         for block in blocks
     ]
@@ -36,6 +39,12 @@ def family(check, cases, quick=0):
     ):
         test = mark(test)
     return test
+
+
+def mark_of(start, quick):
+    if start >= quick:
+        return pytest.mark.slow
+    return pytest.mark.more if start else ()
 
 
 @contextlib.contextmanager
