@@ -26,7 +26,11 @@ more = functools.partial(pytest.param, marks=pytest.mark.more)
 def few(cases, *names) -> list:
     """All cases, of which `pytest` alone runs those that are named."""
     assert set(names) <= set(cases)
-    return [case if case in names else more(case) for case in cases]
+
+    def repeated(case):
+        return more(*(case if isinstance(case, tuple) else (case,)))
+
+    return [case if case in names else repeated(case) for case in cases]
 
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import more, normal
+from helpers import clip_at_rest, more, normal
 
 import muonclip_jax as mc
 
@@ -133,9 +133,13 @@ def captured():
 def preset(attention, params):
     """The clip of a layer whose params a preset describes."""
 
-    tx = mc.qk_clip(60.0, attention=attention)
+    tx, traced = mc.qk_clip(60.0, attention=attention), clip_at_rest(attention)
+    params = {"attn": params}
     stats = {"attn": {"max_logits": jnp.asarray([50.0, 400.0])}}
-    return [lambda: run(tx, {"attn": params}, attention_stats=stats)]
+    return [
+        lambda: run(tx, params, attention_stats=stats),
+        lambda: traced(params, stats, 60.0),
+    ]
 
 
 def newton_schulz(**options):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import few, more, normal, script_environment
+from helpers import few, normal, script_environment
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -130,10 +130,7 @@ ONCE = (  # each optimizer, each way of `init`
 )
 
 
-@pytest.mark.parametrize(
-    "name, optimizer, is_told, init",
-    [case if case in ONCE else more(*case) for case in STEPS],
-)
+@pytest.mark.parametrize("name, optimizer, is_told, init", few(STEPS, *ONCE))
 def test_a_step_returns_the_state_sharded_as_it_was(name, optimizer, is_told, init):
     """So that one program does for all steps, compiled ahead of time or not.
 

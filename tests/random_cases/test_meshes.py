@@ -304,4 +304,4 @@ def assert_close(found, expected, bound, floor, name):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name + str(path))
 
 
-test_meshes = family(check, 200, quick=20)
+test_meshes = family(check, 200, quick=40)
