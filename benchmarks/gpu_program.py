@@ -22,8 +22,7 @@ from hlo_program import (
     Instruction,
     Program,
 )
-
-from muonclip_jax._newton_schulz.kernels.triangles import Triangles
+from internals import hopper_kernel
 
 
 LAUNCH_SECONDS = 2e-6
@@ -131,7 +130,8 @@ def _gemm_flops(gemm: Instruction, operands: list[str]) -> float:
 def _symmetric_product_flops(operands: list[str]) -> float:
     """The first operands are the units of work and `x`."""
     (units, _), (count, m, n) = map(dimensions, operands[:2])
-    triangles = Triangles(count, m, TILE)
+    assert hopper_kernel is not None
+    triangles = hopper_kernel.Triangles(count, m, TILE)
     assert len(triangles.units) == units
     return 2.0 * count * m * m * n * triangles.computed
 

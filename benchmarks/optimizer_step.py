@@ -24,7 +24,6 @@ from pictures import picture
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 COLUMNS = {
@@ -34,7 +33,6 @@ COLUMNS = {
     "times faster": ".2f",
     "ours, share of peak": ".0%",
 }
-KELLER = mc.NS_COEFFS["keller"][0]
 COUNTS = (1, 2, 4, 8, 16, 32, 48)
 PRODUCTS, CHAIN = (1024, 2048, 4096), 4
 
@@ -105,30 +103,13 @@ def needed_flops(shapes: Shapes) -> float:
 
 
 def matrix_flops(shape: tuple[int, ...]) -> float:
-    if jax.default_backend() == "cpu":
-        return sum(pass_flops(shape, steps) for steps in passes(shape))
-    costs = iteration(shape, 5).cost_analysis()
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    program = jax.jit(mc.newton_schulz).lower(x).compile()
+    if jax.default_backend() == "cpu":  # where products are calls of a library
+        return hlo_costs(program.as_text() or "").flops
+    costs = program.cost_analysis()
     assert costs is not None
     return costs["flops"]
-
-
-def passes(shape: tuple[int, ...]) -> list[int]:
-    """The steps of each: on CPU they are a loop, in which a shorter one skips steps."""
-    solver = make_solver("keller", 5, "auto", None, "frobenius", "xla").on("cpu")
-    dtype = jnp.dtype("float32")
-    strategy = solver.strategy(tuple(sorted(shape)), dtype)
-    return [*map(len, solver.passes(strategy, dtype))]
-
-
-@functools.cache
-def pass_flops(shape: tuple[int, ...], steps: int) -> int:
-    return hlo_costs(iteration(shape, steps).as_text()).flops
-
-
-def iteration(shape: tuple[int, ...], steps: int) -> Any:
-    function = functools.partial(mc.newton_schulz, ns_steps=steps, ns_coeffs=KELLER)
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.jit(function).lower(x).compile()
 
 
 def against_torch(table: Table, layers: int, repeats: int) -> None:

@@ -9,92 +9,86 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from internals import (
+    divide_stacks,
+    groups_of,
+    matrix_view,
+    MatrixView,
+    plan_exchanges,
+    platform_named,
+    SharedStack,
+    solver,
+    stacks_of,
+)
 from models import Model
 from optax.contrib import MuonDimensionNumbers
 
-from muonclip_jax._matrices.view import matrix_view, MatrixView
-from muonclip_jax._mesh.by_constraint import divide_stacks, stacks_of
-from muonclip_jax._mesh.ownership import groups_of
-from muonclip_jax._mesh.shared_stacks import plan_exchanges, SharedStack
-from muonclip_jax._newton_schulz.batches import batch_size, size_in_turns
-from muonclip_jax._newton_schulz.make_solver import make_solver
-from muonclip_jax._newton_schulz.platforms import BATCH_ENTRIES, Platform, TURNS
-
-
-SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")
-
 
 def loops_of_devices(
-    model: Model, platform: Platform, ragged: bool, *, told: bool = True
+    model: Model, platform: str, *, told: bool = True
 ) -> list[dict[str, int]]:
     """Number of trips by name scope, for each kind of device that there is.
 
-    `told` is whether the update knows how the leaves are sharded, `ragged` whether
-    devices can send messages of unequal sizes.
+    `told` is whether the update knows how the leaves are sharded.
     """
-    trips = _trips(model, platform, ragged) if told else _trips_untold(model, platform)
+    trips = _trips(model, platform) if told else _trips_untold(model, platform)
     kinds = np.unique(np.stack([*trips.values()]), axis=1).T if trips else [[]]
     return [dict(zip(trips, map(int, kind), strict=True)) for kind in kinds]
 
 
-def even_flops(model: Model, platform: Platform, ragged: bool) -> float:
+def even_flops(model: Model, platform: str) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for stack, exchange in _plan(model, platform, ragged):
-        one = SOLVER.on(platform).cost(stack.shape, jnp.dtype(stack.dtype))
+    for stack, exchange in _plan(model, platform):
+        one = solver(platform).cost(stack.shape, jnp.dtype(stack.dtype))
         flops += 2.0 * one * int(exchange.owners.counts.sum())
     return flops / math.prod(model.mesh.values())
 
 
-def _trips(model: Model, platform: Platform, ragged: bool) -> dict[str, np.ndarray]:
+def _trips(model: Model, platform: str) -> dict[str, np.ndarray]:
     """Of the loops of each stack of which devices own different numbers, on each."""
     trips = {}
-    for i, shared in enumerate(_plan(model, platform, ragged)):
-        (stack, exchange), rest = shared, shared.rest(SOLVER.on(platform))
-        if exchange.is_even or not rest:
-            continue
-        counts = np.empty(math.prod(model.mesh.values()), int)
-        counts[groups_of(exchange.roles, model.mesh)] = exchange.owners.counts
-        (slots,) = rest
-        counts -= slots.start
-        shape = slots.length, *stack.shape
-        trips |= _loops(f"stack{i}", shape, counts, platform)
+    for i, (stack, exchange) in enumerate(_plan(model, platform)):
+        owners = exchange.owners
+        if not owners.are_even:
+            counts = np.empty(math.prod(model.mesh.values()), int)
+            counts[groups_of(exchange.roles, model.mesh)] = owners.counts
+            trips |= _loops(f"stack{i}", counts, owners.most, stack.shape, platform)
     return trips
 
 
-def _trips_untold(model: Model, platform: Platform) -> dict[str, np.ndarray]:
+def _trips_untold(model: Model, platform: str) -> dict[str, np.ndarray]:
     leaves, views = _leaves(model)
     devices = math.prod(model.mesh.values())
     stacks = stacks_of(leaves, views, devices)
-    plan = divide_stacks(SOLVER.on(platform), stacks, devices)
+    plan = divide_stacks(solver(platform), stacks, devices)
     trips = {}
     for i, (stack, share) in enumerate(plan):
-        shape = share.slots, *stack.shape
-        trips |= _loops(f"stack{i}", shape, share.counts, platform)
+        trips |= _loops(f"stack{i}", share.counts, share.slots, stack.shape, platform)
     return trips
 
 
 def _loops(
-    scope: str, shape: tuple[int, ...], counts: np.ndarray, platform: Platform
+    scope: str, counts: np.ndarray, slots: int, shape: tuple[int, int], platform: str
 ) -> dict[str, np.ndarray]:
-    """Trips by scope of the loops over so many matrices of a stack."""
-    limits = BATCH_ENTRIES[platform], TURNS[platform]
-    size, together = batch_size(shape, limits[0]), size_in_turns(shape, *limits)
-    if together == size:
-        return {scope: -(-counts // size)}
-    rest = -(-(counts % together) // size)
-    return {f"{scope}/in_turns": counts // together, scope: rest}
+    """Trips of the loops over so many matrices of a stack."""
+    turns, size = platform_named(platform).turns, solver(platform).batch_size(shape)
+    step = min(slots, turns if size == 1 else size)
+    if size > 1:
+        step = math.ceil(slots / math.ceil(slots / step))
+    if size > 1 or step == 1:
+        return {scope: -(-counts // step)}
+    return {f"{scope}/in_turns": counts // step, scope: counts % step}
 
 
-def _plan(model: Model, platform: Platform, ragged: bool) -> list[SharedStack]:
+def _plan(model: Model, platform: str) -> list[SharedStack]:
     leaves, views = _leaves(model)
     return plan_exchanges(
-        SOLVER.on(platform),
+        solver(platform),
         [leaf.dtype for leaf in leaves],
         views,
         [model.specs[name] for name in _names(model)],
         model.mesh,
-        ragged=ragged,
     )
 
 

@@ -34,8 +34,6 @@ from pictures import picture
 from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
 
-from muonclip_jax._mesh.on_mesh import is_ragged
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -187,15 +185,14 @@ def compile_update(
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
-    ragged = told and is_ragged(mesh)
     is_ours = implementation == "ours" and bool(model.specs)
-    loops = loops_of_devices(model, "tpu", ragged, told=told) if is_ours else [{}]
+    loops = loops_of_devices(model, "tpu", told=told) if is_ours else [{}]
     sides = sides_of(mesh)
     return Compiled(
         name,
         implementation,
         busiest([hlo_costs(text, trips, sides) for trips in loops]),
-        even_flops(model, "tpu", ragged) if is_ours else None,
+        even_flops(model, "tpu") if is_ours else None,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
         seconds,
@@ -203,14 +200,11 @@ def compile_update(
 
 
 def options_of(mesh: Mesh) -> dict[str, str] | None:
-    """Exchanges that the compiler may start before it waits for them.
-
-    On v5e it refuses them, like ragged ones.
-    """
-    if not is_ragged(mesh):
+    """Exchanges that the compiler may start before it waits for them: not on v5e."""
+    kind = mesh.devices.flat[0].device_kind
+    if not kind.startswith("TPU") or kind == "TPU v5 lite":
         return None
-    kinds = "all_to_all", "ragged_all_to_all"
-    return {f"xla_tpu_enable_async_{kind}": "true" for kind in kinds}
+    return {"xla_tpu_enable_async_all_to_all": "true"}
 
 
 def busiest(devices: list[Costs]) -> Costs:

@@ -12,10 +12,11 @@ from ._layout.placement import Shardings
 from ._model.attention_layers import Attention
 from ._model.per_head import muon_per_head
 from ._muon.muon import muon
-from ._muon.shape_scale import ShapeScale
+from ._muon.scale_by_muon import ShapeScale
 from ._newton_schulz.coefficients import Schedule, Triple
+from ._newton_schulz.platforms import Kernel
 from ._newton_schulz.precondition import Preconditioning
-from ._newton_schulz.solver import Kernel, Method
+from ._newton_schulz.solver import Method
 from ._parameters.dimension_numbers import DimensionNumbers
 from ._qk_clip.qk_clip import qk_clip
 

@@ -11,9 +11,9 @@ import flax.struct
 import jax
 from flax import nnx
 from flax.core import freeze, unfreeze
+from internals import paths
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
 
 
 def named_tuple(**fields):

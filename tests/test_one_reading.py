@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from internals import paths
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
 
 
 KERNEL = jnp.ones((8, 2, 4))

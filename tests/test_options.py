@@ -6,12 +6,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from internals import muon_module, muonclip_module, scale_module
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-import muonclip_jax._muon.muon as muon_module
-import muonclip_jax._muon.scale_by_muon as scale_module
-import muonclip_jax._muonclip as muonclip_module
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

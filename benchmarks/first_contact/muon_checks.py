@@ -14,13 +14,12 @@ import numpy as np
 import optax
 import spectra
 from accuracy import Case
+from internals import platform_named, solver
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 from .rounding import DTYPES, normal, own_dtype, platform, relative_error, units
 from .rows import Checks, Compared, Outcome, worst
@@ -174,10 +173,10 @@ def zeros_stay(width: int) -> Compared:
 
 
 def kernel_against_xla(ragged: int) -> Outcome:
-    rows = platforms.KERNEL_ROWS[platform()]
+    rows = platform_named(platform()).kernel_rows
     if math.isinf(rows):
         return "no kernel here"
-    x = normal(0, 2, rows + ragged, 2 * rows - ragged)
+    x = normal(0, 2, int(rows) + ragged, 2 * int(rows) - ragged)
     kernel, xla = (mc.newton_schulz(x, kernel=k) for k in ("pallas", "xla"))
     return Compared(relative_error(kernel, xla), units(8, own_dtype()))
 
@@ -216,5 +215,4 @@ def one_update(grads: Any, shardings: Any) -> Any:
 
 
 def wire_dtype() -> str:
-    solver = make_solver("keller", 5, "auto", None, "frobenius", "xla").on(platform())
-    return solver.wire_dtype(jnp.dtype("float32")).name
+    return solver(platform()).wire_dtype(jnp.dtype("float32")).name

@@ -1,18 +1,15 @@
 """Times that say how to set the package up: the size of a batch, and its kernels."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 from gpt2 import gradients, separate, stacked, updates_by
+from internals import Kernel, platform_named, platform_with
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.solver import Kernel
 
 from .rounding import normal, platform
 from .rows import Parts, Timed
@@ -24,7 +21,7 @@ KERNELS: dict[str, Kernel] = {"ours": "pallas", "xla": "xla"}
 
 def kernel_parts(times: Times) -> Parts:
     name = "pallas against xla"
-    if math.isinf(platforms.KERNEL_ROWS[platform()]):
+    if math.isinf(platform_named(platform()).kernel_rows):
         return {name: lambda: [Timed(f"{name}: no kernel here")]}
     by_rows = {
         f"{name}, {rows} rows": functools.partial(by_kernel, times, rows)
@@ -39,7 +36,7 @@ def by_kernel(times: Times, rows: int) -> Iterator[Timed]:
     x = normal(0, count, rows, 2 * rows)
     sides = {
         name: with_constant(
-            functools.partial(mc.newton_schulz, kernel=kernel), x, KERNEL_ROWS=1
+            functools.partial(mc.newton_schulz, kernel=kernel), x, kernel_rows=1
         )
         for name, kernel in KERNELS.items()
     }
@@ -59,18 +56,18 @@ def stage_by_kernel(times: Times) -> Iterator[Timed]:
 
 
 def by_batch(times: Times) -> Iterator[Timed]:
-    """The stacked stage by `BATCH_ENTRIES`; "ours" is what the package has there."""
+    """The stacked stage by `batch_entries`; "ours" is what the package has there."""
     stage = that_fits(times.sizes.stage)
     shapes = stage.shapes(stacked)
     tx, grads = directions(shapes)["ours"], gradients(shapes)
     arguments = (tx.update, grads, tx.init(grads))
-    usual = platforms.BATCH_ENTRIES[platform()]
-    sides = {"ours": with_constant(*arguments, BATCH_ENTRIES=usual)}
+    usual = platform_named(platform()).batch_entries
+    sides = {"ours": with_constant(*arguments, batch_entries=usual)}
     for share in times.sizes.batches:
         entries = int(share * usual)
         if entries >= math.prod(stage.shape):
             sides[power_of_2(entries)] = with_constant(
-                *arguments, BATCH_ENTRIES=entries
+                *arguments, batch_entries=entries
             )
     name = f"{stage.matrices} x {stage.shape}, stacked, batches of {power_of_2(usual)}"
     yield from times.against(name, sides)
@@ -83,19 +80,11 @@ def power_of_2(entries: float) -> str:
 def with_constant(
     function: Callable[..., Any], *arguments: Any, **constants: float
 ) -> Callable[[], Any]:
-    """A call with other constants of `platforms`, compiled when it runs first.
-
-    Caches of traces know nothing of these, so they are emptied before and after.
-    """
+    """A call with other constants of the platform, compiled when it runs first."""
 
     @functools.cache
     def program() -> Any:
-        with contextlib.ExitStack() as stack:
-            for name, value in constants.items():
-                by_platform = getattr(platforms, name)
-                stack.enter_context(mock.patch.dict(by_platform, {platform(): value}))
-            stack.callback(jax.clear_caches)
-            jax.clear_caches()
+        with platform_with(platform(), **constants):
             return jax.jit(function).lower(*arguments).compile()
 
     return lambda: program()(*arguments)

@@ -17,13 +17,13 @@ import optax
 from alternating import alternate, ratio, Sides
 from attention_statistics import Step
 from gpt2 import BLOCK, Layout, Shapes, updates, updates_by
+from internals import solver
 from language_model import Settings
 from models import KIMI_K2_STAGE, Stage
 from optax.contrib import MuonDimensionNumbers
 from optimizer_step import CHAIN, chain
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 from .rounding import normal, own_dtype, platform
 from .rows import first_line, Timed
@@ -72,9 +72,9 @@ COPIES = 8
 
 def newton_schulz_flops(shapes: Shapes) -> float:
     """Twice the multiplications; those of XLA's count differ between backends."""
-    solver = make_solver("keller", 5, "auto", None, "frobenius", "xla").on(platform())
+    ours = solver(platform())
     return sum(
-        2 * math.prod(stack) * solver.cost((min(m, n), max(m, n)), jnp.dtype("float32"))
+        2 * math.prod(stack) * ours.cost((min(m, n), max(m, n)), jnp.dtype("float32"))
         for *stack, m, n in shapes.values()
     )
 

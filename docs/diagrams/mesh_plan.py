@@ -7,16 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from internals import groups_of, matrix_view, plan_exchanges, SharedStack, solver
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._mesh.on_mesh import plan_exchanges, SharedStack
-from muonclip_jax._mesh.ownership import groups_of
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
-
-SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla").on("tpu")
+SOLVER = solver("tpu")
 AXES = MuonDimensionNumbers(-2, -1)
 Shape = tuple[int, int, int]  # (matrices, fan_in, fan_out)
 

@@ -1,9 +1,9 @@
 """The passes of five steps: each begins with X X^T and ends with a product with X."""
 
 from card import ACCENT, Card, COLOURS, GREY, PALE
+from internals import cut_into_passes
 
 from muonclip_jax import NS_COEFFS
-from muonclip_jax._newton_schulz.gram_restarts import cut_into_passes
 
 
 STEP, LEFT, TOP, ROW = 34, 212, 66, 58

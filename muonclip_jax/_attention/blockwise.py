@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._explicit_axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
 from .arguments import logit_inputs
 from .block_products import add, gather, product, put, weigh
 from .logits import Blocks, cut, LogitInputs, make_blocks
-from .mesh_axes import explicit_spec, layout_of, on_automatic_axes, vary_as
+from .mesh_axes import layout_of, vary_as
 
 
 def blockwise_attention(

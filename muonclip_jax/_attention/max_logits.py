@@ -6,10 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from .._explicit_axes import on_automatic_axes
 from .._model.statistics import largest
 from .arguments import logit_inputs
 from .logits import Blocks, LogitInputs, make_blocks
-from .mesh_axes import layout_of, on_automatic_axes, vary_as
+from .mesh_axes import layout_of, vary_as
 
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._explicit_axes import on_automatic_axes
 from .._model.statistics import largest
 from .._options import FINITE, flag, number
 from .arguments import broadcasting, fitting
-from .mesh_axes import layout_of, on_automatic_axes
+from .mesh_axes import layout_of
 from .windows import make_window
 
 

@@ -9,7 +9,7 @@ means, norms and statistics that mapped axes change ask here.
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from .placement import (
     find_placement,
     given_shardings,
     mesh_axes,
+    Place,
     Placement,
     Shardings,
 )
@@ -48,6 +49,30 @@ class Layout(NamedTuple):
     def placement(self, arrays: Sequence[Any]) -> Placement | None:
         """The mesh of arrays in the place of the leaves, as far as it is known."""
         return find_placement(self.tree.paths, arrays, self.given)
+
+    def places(
+        self, arrays: Sequence[Any], chosen: Sequence[bool]
+    ) -> Iterator[tuple[Place, list[int]]]:
+        """Where chosen arrays in the place of the leaves are, and which are there.
+
+        Of the leaves of one mesh some may be unknown.
+        """
+        seen = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+        if axes := shared_axes(self.cuts, self.replicas):
+            if seen:
+                cuts = tuple(self.cuts[i] for i in seen)
+                yield Place("manual", specs=cuts, axes=axes), seen
+            return
+        placement = self.placement(arrays)
+        if placement is None:
+            if seen:
+                yield Place("one device"), seen
+            return
+        mesh, specs = placement
+        if known := [i for i in seen if specs[i] is not None]:
+            yield Place("mesh", mesh, tuple(specs[i] for i in known)), known
+        if unknown := [i for i in seen if specs[i] is None]:
+            yield Place("unknown", mesh), unknown
 
     def gradients(self, gradients: Any) -> Any:
         """Gradients as state takes them in, which stays sharded as it was: averaged

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,21 @@ class Placement(NamedTuple):
 
     mesh: Mesh | AbstractMesh
     specs: tuple[PartitionSpec | None, ...]
+
+
+class Place(NamedTuple):
+    """Where some leaves are: what decides how they are orthogonalized.
+
+    - "one device": every matrix is at hand.
+    - "mesh": sharded on a `mesh` as `specs` say.
+    - "manual": blocks, which the mapped `axes` cut as `specs` say.
+    - "unknown": sharded on a `mesh`, as the compiler alone knows.
+    """
+
+    kind: Literal["one device", "mesh", "manual", "unknown"]
+    mesh: Any = None
+    specs: Any = ()
+    axes: tuple[Any, ...] = ()
 
 
 def find_placement(

@@ -36,17 +36,22 @@ class BlockLayout:
 
     @property
     def wide(self) -> "BlockLayout":
-        """The same, of which a tall matrix is joined to a wide one."""
+        """The same, with tall matrices turned when they are joined."""
         return dataclasses.replace(self, whole=self.whole.wide)
 
     def join(self, blocks: jax.Array) -> jax.Array:
-        """Blocks `(devices, fan_in, fan_out)` to a matrix."""
-        return self.whole.to_matrices(blocks.reshape(self.whole.shape))[0]
+        """Blocks `(matrices, devices, ...)` to matrices."""
+        return jax.vmap(
+            lambda x: self.whole.to_matrices(x.reshape(self.whole.shape))[0]
+        )(blocks)
 
-    def split(self, matrix: jax.Array) -> jax.Array:
+    def split(self, matrices: jax.Array) -> jax.Array:
         """The inverse of `join`."""
-        blocks = self.whole.from_matrices(matrix[None])
-        return blocks.reshape(self.devices, *self.block_shape)
+        return jax.vmap(
+            lambda x: self.whole.from_matrices(x[None]).reshape(
+                self.devices, *self.block_shape
+            )
+        )(matrices)
 
 
 def axis_roles(
@@ -71,12 +76,12 @@ def block_layout(
     by_axis, inner = _axes_of(view, spec, mesh), view.reduction + view.output
     sizes = tuple(mesh[name] for name in roles.sharded)
 
-    def behind_its_devices(axis: int) -> list[int]:
+    def after_its_devices(axis: int) -> list[int]:
         cuts = [roles.sharded.index(name) for name in by_axis[axis]]
         return [*cuts, len(sizes) + inner.index(axis)]
 
     reduction, output = (
-        tuple(i for axis in axes for i in behind_its_devices(axis))
+        tuple(i for axis in axes for i in after_its_devices(axis))
         for axes in (view.reduction, view.output)
     )
     block = tuple(local.shape[axis] for axis in inner)

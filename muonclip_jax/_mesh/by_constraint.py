@@ -18,8 +18,8 @@ from .._jax_versions import keep_sharding, sharded_like
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
-from .._newton_schulz.waiting import zero_after
-from .consecutive import assign_consecutive, Consecutive
+from .._newton_schulz.waiting import wait_for, zero_after
+from .ownership import assign_consecutive, Consecutive
 
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -56,7 +56,7 @@ def orthogonalize_by_constraint(
         check_vma=False,
     )(solver, [_to_devices(solver, leaves, each, mesh, axes) for each in plan])
     results = list(leaves)
-    on_cpu = solver.platform == "cpu"
+    on_cpu = solver.its_platform.name == "cpu"
     for each, matrices in zip(plan, iterated, strict=True):
         returned = _from_devices(matrices, each, mesh, axes)
         each.stack.scatter(returned, results, on_cpu=on_cpu)
@@ -151,6 +151,7 @@ def _iterate_own(
         # A name by which benchmarks know its loop.
         with jax.named_scope(f"stack{number}"):
             count = jnp.asarray(share.counts)[device]
-            mine, zero = solver.map_first(orthogonalize, mine, count, zero)
-        iterated.append(mine)
-    return [mine + zero.astype(mine.dtype) for mine in iterated]
+            mine = wait_for(zero, mine)
+            iterated.append(solver.map(orthogonalize, mine, count, mine.dtype))
+    zero = zero_after(iterated)
+    return [wait_for(zero, mine) for mine in iterated]

@@ -1,58 +1,38 @@
 """Orthogonalization by all devices of a mesh.
 
 Blocks of leaves -> whole matrices, each at the device that owns it -> iterated there ->
-blocks. Each stack needs two exchanges, and between them no device waits for another.
+blocks. Each stack needs two exchanges.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._jax_versions import is_checked, varying
 from .._layout.layout import Axes, Cuts
-from .._matrices.stacks import Stack
+from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
 from .._newton_schulz.waiting import wait_for, zero_after
-from .exchange import Exchange, Slots
-from .rounds import fetch_first, iterate_in_rounds
-from .shared_stacks import plan_exchanges, SharedStack
+from .block_layout import block_layout, local_view
+from .exchange import AllToAll, Exchange
+from .ownership import assign_owners, Work
 
 
-class Parcel(NamedTuple):
-    """Slots of a stack that travel and are iterated on their own."""
-
-    number: int  # of the stack
-    shared: SharedStack
-    slots: Slots
-
-    @property
-    def stack(self) -> Stack:
-        return self.shared.stack
-
-    @property
-    def exchange(self) -> Exchange:
-        return self.shared.exchange
-
-    def bring_back(self, matrices: jax.Array, returned: list[Any]) -> None:
-        """Adds them to what came back of all stacks."""
-        before = returned[self.number]
-        returned[self.number] = self.exchange.to_sources(matrices, self.slots, before)
+#: How many more slots matrices may take in stacks of one layout than in one of all.
+MOST_PADDING = 1.1
 
 
-#: Chips for which the compiler has exchanges of unequal sizes. For "TPU v5 lite" it has
-#: some, and refuses others.
-RAGGED_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")
+class SharedStack(NamedTuple):
+    """Matrices of one shape, dtype and axis roles; the parts are a device's blocks."""
 
-
-def is_ragged(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether devices of a mesh can send each other messages of unequal sizes."""
-    device = mesh.abstract_mesh.abstract_device
-    return device is not None and device.device_kind in RAGGED_KINDS
+    stack: Stack
+    exchange: Exchange
 
 
 def orthogonalize_on_mesh(
@@ -74,13 +54,8 @@ def orthogonalize_on_mesh(
                 "takes that axis away from the devices that share Muon's work: map "
                 "over an axis that is not sharded, or use jax.shard_map"
             ) from error
-        return orthogonalize_on_each_device(
-            solver,
-            leaves,
-            views=views,
-            mesh=mesh.shape,
-            specs=specs,
-            ragged=is_ragged(mesh),
+        return share_among_devices(
+            solver, leaves, views=views, mesh=mesh.shape, specs=specs
         )
 
     return jax.shard_map(
@@ -108,127 +83,138 @@ def orthogonalize_by_replicas(
     if is_checked(axes):
         leaves = [varying(x, axes) for x in leaves]
     sizes = {name: jax.lax.axis_size(name) for name in axes}
-    return orthogonalize_on_each_device(
-        solver, leaves, views=views, mesh=sizes, specs=cuts
-    )
+    return share_among_devices(solver, leaves, views=views, mesh=sizes, specs=cuts)
 
 
-def orthogonalize_on_each_device(
+def share_among_devices(
     solver: Solver,
     leaves: Sequence[jax.Array],
     *,
     views: Sequence[MatrixView],
     mesh: Mapping[Any, int],
     specs: Sequence[PartitionSpec],
-    ragged: bool = False,
 ) -> list[jax.Array]:
-    """What one device does: from its blocks of all leaves to the same, orthogonal.
+    """The work of one device: from its blocks of all leaves to the same, orthogonal.
 
-    `mesh` maps names of axes to sizes; `ragged` is whether its devices can send each
-    other messages of unequal sizes.
+    `mesh` maps names of axes to sizes.
     """
-    dtypes = [x.dtype for x in leaves]
-    shared = plan_exchanges(solver, dtypes, views, specs, mesh, ragged=ragged)
-    parcels = [
-        Parcel(number, each, slots)
-        for number, each in enumerate(shared)
-        for slots in each.rest(solver)
-    ]
-    blocks = _blocks(solver, shared, leaves)
-    returned = [
-        each.exchange.nothing_yet(of_stack)
-        for each, of_stack in zip(shared, blocks, strict=True)
-    ]
-    received = [x.exchange.to_owners(blocks[x.number], x.slots) for x in parcels]
-    if solver.platform == "gpu" and all(x.exchange.is_even for x in parcels):
-        _one_after_the_other(solver, parcels, received, returned)
-    else:
-        _all_at_once(solver, shared, parcels, blocks, received, returned)
+    plan = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
+    matrices = [_to_owners(solver, *shared, leaves) for shared in plan]
+    # Where devices have different numbers of matrices, none is iterated before all have
+    # arrived, and none returned before all are done: who waited in between for a device
+    # with more to do in the same stack would wait once for each stack, where the work
+    # is even over all of them alone.
+    counts = [exchange.count() for _, exchange in plan]
+    matrices = _together(matrices, counts)
+    for i, (stack, _) in enumerate(plan):
+        dtype = jnp.dtype(stack.dtype)
+
+        def orthogonalize(*batches: jax.Array, dtype: jnp.dtype = dtype):
+            # The dtype of the iteration follows from that of the leaf, not of the wire.
+            return solver.orthogonalize(*[x.astype(dtype) for x in batches])
+
+        # A name by which benchmarks know its loop.
+        with jax.named_scope(f"stack{i}"):
+            mine = matrices[i]
+            matrices[i] = solver.map(orthogonalize, mine, counts[i], mine.dtype)
+    matrices = _together(matrices, counts)
     results: list[Any] = list(leaves)
-    on_cpu = solver.platform == "cpu"
-    for (stack, exchange), back in zip(shared, returned, strict=True):
-        stack.scatter(exchange.to_blocks(back), results, on_cpu=on_cpu)
+    on_cpu = solver.its_platform.name == "cpu"
+    for (stack, exchange), mine in zip(plan, matrices, strict=True):
+        stack.scatter(exchange.to_blocks(mine), results, on_cpu=on_cpu)
     return results
 
 
-def _all_at_once(
-    solver: Solver,
-    shared: Sequence[SharedStack],
-    parcels: Sequence[Parcel],
-    blocks: Sequence[jax.Array],
-    received: Sequence[jax.Array],
-    returned: list[Any],
-) -> None:
-    """Iterates all parcels after the first exchange of all and before the second.
-
-    Between the two no device waits for another: one that has nothing in one stack
-    starts on what it has in the next. A barrier would not do, since compilers drop it
-    before they put operations in order. What returns after the rounds travels while
-    their results are used.
-    """
-    first = [fetch_first(solver, *each) for each in zip(shared, blocks, strict=True)]
-    zero = zero_after([*received, *itertools.chain(*first)])
-    iterated = []
-    for parcel, matrices in zip(parcels, received, strict=True):
-        # A name by which benchmarks know its loop.
-        with jax.named_scope(f"stack{parcel.number}"):
-            mine, zero = _iterate_own(solver, parcel, matrices, zero)
-        iterated.append(mine)
-    for number, each in enumerate(shared):
-        returned[number], zero = iterate_in_rounds(
-            solver, each, first[number], returned[number], zero
-        )
-    for parcel, mine in zip(parcels, iterated, strict=True):
-        parcel.bring_back(wait_for(zero, mine), returned)
-
-
-def _one_after_the_other(
-    solver: Solver,
-    parcels: Sequence[Parcel],
-    received: Sequence[jax.Array],
-    returned: list[Any],
-) -> None:
-    """A parcel begins when the one before is iterated, and ends when that is back.
-
-    So exchanges of its neighbours run beside it. It is for devices that have the same
-    number of matrices in each.
-    """
-    zero, last = jnp.int32(0), []
-    for parcel, matrices in zip(parcels, received, strict=True):
-        matrices = matrices + zero.astype(matrices.dtype)
-        mine, _ = _iterate_own(solver, parcel, matrices, zero)
-        mine = mine + zero_after(last).astype(mine.dtype)
-        zero = zero_after([mine])
-        parcel.bring_back(mine, returned)
-        last = returned[parcel.number][-1:]
-
-
-def _blocks(
-    solver: Solver, shared: Sequence[SharedStack], leaves: Sequence[jax.Array]
+def _together(
+    arrays: Sequence[jax.Array], counts: Sequence[jax.Array | None]
 ) -> list[jax.Array]:
-    """This device's blocks of the matrices of each stack, as they travel."""
-
-    def of_stack(stack: Stack, exchange: Exchange) -> jax.Array:
-        wire = solver.wire_dtype(jnp.dtype(stack.dtype))
-
-        def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:
-            matrices = view.to_matrices(leaf).astype(wire)
-            return matrices.reshape(-1, *exchange.block_shape)
-
-        return stack.gather(leaves, to_blocks, exchange.padding)
-
-    return [of_stack(*each) for each in shared]
+    """The arrays, of which those with a count are there once all with a count are."""
+    uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
+    zero = zero_after(uneven)
+    return [
+        x if count is None else wait_for(zero, x)
+        for x, count in zip(arrays, counts, strict=True)
+    ]
 
 
-def _iterate_own(
-    solver: Solver, parcel: Parcel, matrices: jax.Array, zero: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    def orthogonalize(*batches: jax.Array) -> list[jax.Array]:
-        # The dtype of the iteration follows from that of the leaf, not of the wire.
-        leaves = [x.astype(parcel.stack.dtype) for x in batches]
-        return [y.astype(matrices.dtype) for y in solver.orthogonalize(*leaves)]
+def plan_exchanges(
+    solver: Solver,
+    dtypes: Sequence[jnp.dtype],
+    views: Sequence[MatrixView],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[str, int],
+) -> list[SharedStack]:
+    """Matrices that share a stack, and who iterates them; the same on all devices."""
+    layouts = [block_layout(*each, mesh) for each in zip(views, specs, strict=True)]
+    parts = [
+        Part(i, local_view(*each, mesh))
+        for i, each in enumerate(zip(views, specs, strict=True))
+    ]
 
-    if not parcel.exchange.is_even:
-        count = parcel.exchange.count() - parcel.slots.start
-        return solver.map_first(orthogonalize, matrices, count, zero)
-    return solver.map(orthogonalize, matrices), zero
+    def stack_of(leaves: Sequence[int]) -> Stack:
+        dtype = jnp.dtype(dtypes[leaves[0]]).name
+        members = tuple(parts[i] for i in leaves)
+        return Stack(layouts[leaves[0]].shape, dtype, members)
+
+    def slots_of(groups: Sequence[Sequence[int]]) -> int:
+        roles = layouts[groups[0][0]].roles
+        devices = math.prod(mesh[name] for name in roles.replicated + roles.sharded)
+        return sum(math.ceil(stack_of(group).count / devices) for group in groups)
+
+    groups: list[list[int]] = []
+    everyone = range(len(layouts))
+    for group in _grouped(
+        everyone,
+        lambda i: (jnp.dtype(dtypes[i]), layouts[i].wide.shape, layouts[i].roles),
+    ):
+        # Leaves that the mesh cuts in one way are put together in one way, and iterated
+        # as they are, tall or wide. Others share a stack with them, turned, only where
+        # each stack by itself would be padded too much.
+        divided = _grouped(group, lambda i: layouts[i])
+        is_cut = bool(layouts[group[0]].roles.sharded)
+        if is_cut and slots_of(divided) <= MOST_PADDING * slots_of([group]):
+            groups += divided
+        else:
+            groups.append(group)
+            for i in group:
+                layouts[i] = layouts[i].wide
+    stacks = [stack_of(group) for group in groups]
+    works = [
+        Work(
+            stack.count,
+            solver.cost(stack.shape, jnp.dtype(stack.dtype)),
+            layouts[group[0]].roles,
+        )
+        for stack, group in zip(stacks, groups, strict=True)
+    ]
+    plan = []
+    for stack, group, work, owners in zip(
+        stacks, groups, works, assign_owners(works, mesh), strict=True
+    ):
+        different = list(dict.fromkeys(layouts[i] for i in group))
+        kinds = [
+            np.full(parts[i].view.count, different.index(layouts[i])) for i in group
+        ]
+        exchange = AllToAll(owners, work.roles, tuple(different), np.concatenate(kinds))
+        plan.append(SharedStack(stack, exchange))
+    return plan
+
+
+def _grouped(leaves: Iterable[int], kind: Callable[[int], Any]) -> list[list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i in leaves:
+        groups.setdefault(kind(i), []).append(i)
+    return list(groups.values())
+
+
+def _to_owners(
+    solver: Solver, stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array]
+) -> jax.Array:
+    """This device's blocks of the matrices of a stack, sent to those who own them."""
+    wire = solver.wire_dtype(jnp.dtype(stack.dtype))
+
+    def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:
+        matrices = view.to_matrices(leaf).astype(wire)
+        return matrices.reshape(-1, *exchange.block_shape)
+
+    return exchange.to_owners(stack.gather(leaves, to_blocks))

@@ -1,9 +1,14 @@
-"""Which device owns which matrix: work assigned by cost over the devices of a mesh."""
+"""Which device iterates which matrix: work shared out by cost over a mesh.
+
+Matrices are iterated whole. To cut one over devices would take an exchange for every
+product, where to send it to one takes two in all.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +20,7 @@ from .block_layout import AxisRoles
 #: padding.
 MOST_SLOTS = 2
 
-#: What the load of a device's neighbours counts against its own: it decides ties.
+#: The weight of the load of a device's neighbors against its own: it decides ties.
 TIE = 1e-6
 
 
@@ -30,30 +35,35 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Owners:
-    """Which devices iterate the matrices of a stack.
+    """The devices that iterate the matrices of a stack, each some in a row.
 
     Groups are along `roles.batch`, and in each of them copies along `roles.replicated`
     and devices along `roles.sharded`.
     """
 
-    counts: np.ndarray  # (groups, copies, devices): how many each has, in a row
+    counts: np.ndarray  # (groups, copies, devices): how many matrices each has
     order: np.ndarray  # (groups, copies * devices): whose come first, and whose next
 
     @functools.cached_property
     def most(self) -> int:
-        """Slots of each device."""
+        """Slots of each device: it has as many as the one with the most matrices."""
         return max(1, int(self.counts.max(initial=1)))
+
+    @property
+    def are_even(self) -> bool:
+        """Whether all devices have as many matrices."""
+        return bool((self.counts == self.most).all())
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
         """The first matrix of each, `(groups, copies, devices)`."""
-        in_order = np.take_along_axis(self._of_members(self.counts), self.order, 1)
-        starts = np.empty_like(in_order)
-        behind = np.cumsum(in_order, axis=1)
-        np.put_along_axis(starts, self.order, behind - in_order, axis=1)
+        counts = self.counts.reshape(len(self.counts), -1)
+        in_order = np.take_along_axis(counts, self.order, 1)
+        starts, ends = np.empty_like(counts), np.cumsum(in_order, axis=1)
+        np.put_along_axis(starts, self.order, ends - in_order, axis=1)
         return starts.reshape(self.counts.shape)
 
-    @functools.cached_property
+    @property
     def beyond(self) -> int:
         """How far the slots of some reach beyond the stack."""
         return int(self.starts.max(initial=0)) + self.most - int(self.counts[0].sum())
@@ -61,28 +71,26 @@ class Owners:
     @functools.cached_property
     def slots(self) -> np.ndarray:
         """The matrix in each slot, `(groups, copies, devices, slots)`, or another."""
-        last = self.counts[0].sum() - 1
+        last = max(0, int(self.counts[0].sum()) - 1)
         return np.minimum(self.starts[..., None] + np.arange(self.most), last)
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Of each matrix an index into all slots of its group, `(groups, matrices)`."""
+        """For each matrix, its slot index within its group, `(groups, matrices)`."""
         places = np.empty((len(self.order), self.counts[0].sum()), np.int32)
-        tables = map(self._of_members, (self.starts, self.counts))
+        tables = (x.reshape(len(x), -1) for x in (self.starts, self.counts))
         for of_group, *rows in zip(places, *tables, strict=True):
             for member, (start, count) in enumerate(zip(*rows, strict=True)):
                 slots = member * self.most + np.arange(count)
                 of_group[start : start + count] = slots
         return places
 
-    def _of_members(self, table: np.ndarray) -> np.ndarray:
-        return table.reshape(len(table), -1)
-
 
 def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
-    `mesh` maps names of axes to sizes.
+    No device then does more than one matrix above the mean, if all may take all
+    (Graham, 1969). `mesh` maps names of axes to sizes.
     """
     groups = [groups_of(work.roles, mesh) for work in works]
     loads = np.zeros(math.prod(mesh.values()))
@@ -104,10 +112,7 @@ def groups_of(roles: AxisRoles, mesh: Mapping[str, int]) -> np.ndarray:
 
 
 def _place(
-    work: Work,
-    groups: np.ndarray,
-    rest: Sequence[np.ndarray],
-    loads: np.ndarray,
+    work: Work, groups: np.ndarray, rest: Sequence[np.ndarray], loads: np.ndarray
 ) -> Owners:
     """Gives away the matrices of each group, and adds their cost to `loads`."""
     members = groups.reshape(len(groups), -1)
@@ -118,7 +123,8 @@ def _place(
         chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
         taken[everyone, chosen] += 1
         loads[members[everyone, chosen]] += work.cost
-    # Whoever has most comes last, so that others who take as many stay in the stack.
+    # Put the device with the most matrices last: slices of as many slots for the others
+    # then stay in bounds.
     busiest = members.shape[1] - 1 - taken[:, ::-1].argmax(axis=1)
     is_last = np.arange(members.shape[1]) == busiest[:, None]
     order = np.argsort(is_last, axis=1, kind="stable").astype(np.int32)
@@ -126,7 +132,7 @@ def _place(
 
 
 def _crowding(loads: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
-    """What the groups that a device is in for the rest of the work do on average.
+    """The mean load of the groups that a device is in for the rest of the work.
 
     Where they are many, an expensive matrix is to leave each of them a fair share.
     """
@@ -134,3 +140,48 @@ def _crowding(loads: np.ndarray, rest: Sequence[np.ndarray]) -> np.ndarray:
     for groups in rest:
         crowding[groups] += loads[groups].mean(axis=(1, 2), keepdims=True)
     return crowding
+
+
+class Consecutive(NamedTuple):
+    """The matrices of a stack in the slots of all devices, one device after another."""
+
+    first: int  # slot of the first matrix
+    counts: np.ndarray  # matrices of each device
+    slots: int  # of each device
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Empty slots before the matrices and after them."""
+        after = len(self.counts) * self.slots - self.first - int(self.counts.sum())
+        return self.first, after
+
+
+def assign_consecutive(
+    counts: Sequence[int], costs: Sequence[float], devices: int
+) -> list[Consecutive]:
+    """Gives each stack, that of the most expensive matrices first, to idle devices.
+
+    Matrices that stay in order reach their devices by padding. To take them in any
+    other order would be a gather, which XLA does not partition well.
+    """
+    loads, found = np.zeros(devices), {}
+    for i in sorted(range(len(counts)), key=lambda i: -costs[i]):
+        least = math.ceil(counts[i] / devices)
+        candidates = [
+            _where_least_busy(loads, counts[i], slots)
+            for slots in (least, MOST_SLOTS * least)
+        ]
+        all_loads = [loads + float(costs[i]) * chosen.counts for chosen in candidates]
+        best = int(np.argmin([x.max() for x in all_loads]))
+        found[i], loads = candidates[best], all_loads[best]
+    return [found[i] for i in range(len(counts))]
+
+
+def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Consecutive:
+    used = math.ceil(count / slots)
+    busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
+    start = int(np.argmin(busiest))
+    counts = np.zeros(len(loads), np.int32)
+    counts[start : start + used] = slots
+    counts[start + used - 1] = count - (used - 1) * slots
+    return Consecutive(start * slots, counts, slots)

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 
 from .._layout.zeros import StatePart
 from .._matrices.view import MatrixView
-from .._newton_schulz.explicit_axes import on_whole_leaves
-from .named_product import named_product, NamedAxes
 
 
 LARGEST = 127  # code
@@ -132,25 +130,40 @@ def _follow(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions
     """One step of subspace iteration."""
     m, p, q = _axes(view)
     start = _share(right.codes) + _pattern(right.codes, view)
-    image = _orthonormal(named_product((m, q), p, momentum, start), view)
+    image = _orthonormal(_product(f"{m},{q}->{p}", momentum, start), view)
     left = _vectors(image, view.reduction)
-    found = named_product((m, p), q, momentum, left.decode())
+    found = _product(f"{m},{p}->{q}", momentum, left.decode())
     return Directions(left, _vectors(found, view.output))
 
 
 def _sum(directions: Directions, view: MatrixView) -> jax.Array:
     m, p, q = _axes(view)
-    return named_product((p, q), m, *(x.decode() for x in directions))
+    return _product(f"{p},{q}->{m}", *(x.decode() for x in directions))
 
 
-def _axes(view: MatrixView) -> tuple[NamedAxes, NamedAxes, NamedAxes]:
-    """Those of a leaf, of its left and of its right directions, counted by z."""
+def _axes(view: MatrixView) -> tuple[str, str, str]:
+    """Letters for the axes of a leaf, of its left and its right directions.
+
+    A "z" counts directions, and a "." is an axis of size 1.
+    """
     letters = string.ascii_lowercase[: len(view.shape)]
 
-    def counted(first: int, *others: int) -> NamedAxes:
-        return NamedAxes(letters[:first] + "z" + letters[first + 1 :], others)
+    def counted(first: int, *others: int) -> str:
+        names = {first: "z", **dict.fromkeys(others, ".")}
+        return "".join(names.get(i, letter) for i, letter in enumerate(letters))
 
-    return NamedAxes(letters), counted(*view.output), counted(*view.reduction)
+    return letters, counted(*view.output), counted(*view.reduction)
+
+
+def _product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`jnp.einsum` in full precision, with "." for axes of size 1."""
+    inputs, output = formula.split("->")
+    arrays = [
+        jnp.squeeze(array, [i for i, name in enumerate(names) if name == "."])
+        for names, array in zip(inputs.split(","), (x, y), strict=True)
+    ]
+    result = jnp.einsum(formula.replace(".", ""), *arrays, precision="highest")
+    return jnp.expand_dims(result, [i for i, name in enumerate(output) if name == "."])
 
 
 def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
@@ -170,18 +183,14 @@ def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
     """Orthonormal columns of the same span, as far as float32 tells it."""
     _, p, _ = _axes(view)
     largest = jnp.max(jnp.abs(image), (*view.reduction, *view.output), keepdims=True)
-    y, other = _over(image, largest), NamedAxes(p.names.replace("z", "y"), p.gone)
-    stack = "".join(p.names[i] for i in view.batch)
-    gram = named_product((p, other), NamedAxes(stack + "zy"), y, y)
-    (inverse,) = on_whole_leaves(lambda grams: [_inverse_factor(*grams)], [gram])
-    return named_product((p, NamedAxes(stack + "yz")), other, y, inverse)
-
-
-def _inverse_factor(gram: jax.Array) -> jax.Array:
-    """The inverse of Cholesky's factor."""
+    y, other = _over(image, largest), p.replace("z", "y")
+    stack = "".join(p[i] for i in view.batch)
+    gram = _product(f"{p},{other}->{stack}zy", y, y)
     trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     one = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     ridged = gram + RIDGE * jnp.where(trace == 0, 1, trace) * one
-    return jax.scipy.linalg.solve_triangular(
+    # Columns times the inverse of Cholesky's factor of their Gram matrix.
+    inverse = jax.scipy.linalg.solve_triangular(
         jnp.linalg.cholesky(ridged), one, lower=True
     )
+    return _product(f"{p},{stack}yz->{other}", y, inverse)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._explicit_axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes
 from .._layout.zeros import StatePart, zero_parts, zeros_like
 from .._matrices.view import MatrixView
@@ -224,10 +225,20 @@ def _accumulate_in_8_bits(
     view: MatrixView,
 ) -> tuple[jax.Array, eight_bits.Scales, jax.Array]:
     """Codes and scales to keep, and the momentum to orthogonalize."""
-    beta, wide = jnp.asarray(beta, jnp.float32), gradient.astype(jnp.float32)
-    momentum = beta * eight_bits.decode(codes, scales, view) + wide
-    kept = eight_bits.encode(momentum, scales, view)
-    ahead = beta * momentum + wide if nesterov else momentum
-    # A sum of what fits into float16 need not fit.
-    dtype = jnp.float32 if gradient.dtype == jnp.float16 else gradient.dtype
-    return *kept, ahead.astype(dtype)
+
+    def accumulate(beta, codes, scales, gradient):
+        wide = gradient.astype(jnp.float32)
+        momentum = beta * eight_bits.decode(codes, scales, view) + wide
+        kept = eight_bits.encode(momentum, scales, view)
+        ahead = beta * momentum + wide if nesterov else momentum
+        # A sum of what fits into float16 need not fit.
+        dtype = jnp.float32 if gradient.dtype == jnp.float16 else gradient.dtype
+        return *kept, ahead.astype(dtype)
+
+    arguments = codes, scales, gradient
+    return on_automatic_axes(
+        accumulate,
+        jnp.asarray(beta, jnp.float32),
+        *arguments,
+        results=jax.tree.map(explicit_spec, arguments),
+    )

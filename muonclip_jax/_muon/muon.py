@@ -18,18 +18,17 @@ from .._layout.layout import axes, check_replicas, over_replicas
 from .._layout.placement import Shardings
 from .._layout.zeros import counts_replicated, zeros_like
 from .._newton_schulz.coefficients import Schedule, Triple
-from .._newton_schulz.make_solver import make_solver
+from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
-from .._newton_schulz.solver import Kernel, Method
+from .._newton_schulz.solver import make_solver, Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
-from .direction import muon_direction
 from .leaves import Leaves, NO_STATE, read_leaves
 from .momentum import is_8_bits, momentum_in
 from .normalize_neurons import neuron_normalization
-from .shape_scale import check_shape_scale, ShapeScale
+from .scale_by_muon import check_shape_scale, muon_direction, ShapeScale
 from .weight_decay import check_rates, decayed_weights
 
 

@@ -1,21 +1,20 @@
-"""Orthogonalizes leaves of matrices, wherever they are: four routes, one choice."""
+"""Orthogonalizes leaves of matrices, wherever they are: four ways, one choice."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from .._layout.layout import Cuts, on_whole_blocks, shared_axes
-from .._layout.placement import Placement
+from .._explicit_axes import explicit_spec, on_automatic_axes, on_whole_leaves
+from .._layout.layout import Layout, on_whole_blocks
+from .._layout.placement import Place
+from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
-from .._newton_schulz.explicit_axes import on_automatic_axes, on_whole_leaves
-from .._newton_schulz.on_its_platform import on_its_platform
+from .._newton_schulz.platforms import STACK_LEAVES
 from .._newton_schulz.solver import Solver
-from .one_device import orthogonalize_on_one_device
 
 
 #: From a solver and leaves to the leaves, orthogonal.
@@ -26,9 +25,7 @@ def orthogonalize(
     solver: Solver,
     leaves: Sequence[jax.Array],
     views: Sequence[MatrixView | None],
-    placement: Placement | None = None,
-    cuts: Cuts | None = None,
-    replicas: tuple[Any, ...] = (),
+    layout: Layout,
 ) -> list[jax.Array]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
@@ -37,63 +34,106 @@ def orthogonalize(
     blocks of leaves inside `jax.shard_map`. Results are float32 or wider.
     """
     results = list(leaves)
-    cuts = cuts or (PartitionSpec(),) * len(leaves)
-    specs = placement.specs if placement else [None] * len(leaves)
-    seen = [i for i, view in enumerate(views) if view]
-    for is_known in (True, False):
-        chosen = [i for i in seen if (specs[i] is not None) == is_known]
-        if not chosen:
-            continue
-        found = _orthogonalize(
+    for place, chosen in layout.places(leaves, [view is not None for view in views]):
+        found = _at_one_place(
             solver,
             [leaves[i] for i in chosen],
-            views=tuple(views[i] for i in chosen),
-            mesh=placement and placement.mesh,
-            specs=tuple(specs[i] for i in chosen) if is_known else None,
-            cuts=tuple(cuts[i] for i in chosen),
-            replicas=replicas,
+            tuple(views[i] for i in chosen),
+            place,
         )
         for i, result in zip(chosen, found, strict=True):
             results[i] = result
     return results
 
 
-@functools.partial(
-    jax.jit, static_argnames=("views", "mesh", "specs", "cuts", "replicas")
-)
-def _orthogonalize(solver, leaves, *, views, mesh, specs, cuts, replicas):
-    of_whole = functools.partial(orthogonalize_on_one_device, views=views)
-
+@functools.partial(jax.jit, static_argnames=("views", "place"))
+def _at_one_place(
+    solver: Solver,
+    leaves: list[jax.Array],
+    views: tuple[MatrixView, ...],
+    place: Place,
+) -> list[jax.Array]:
     def alone(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
         """Every device by itself, for leaves that explicit axes of a mesh may shard."""
-        return on_whole_leaves(functools.partial(of_whole, solver), leaves)
+        of_whole = functools.partial(on_one_device, solver, views=views)
+        return on_whole_leaves(of_whole, leaves)
 
-    if shared := shared_axes(cuts, replicas):
+    if place.kind == "one device":
+        route = alone
+    elif place.kind == "manual":
         # Devices that mapped axes tell apart: replicas, or holders of blocks.
         together = functools.partial(
-            orthogonalize_by_replicas, views=views, cuts=cuts, axes=shared
+            orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
         )
 
         def by_replicas(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
-            return on_automatic_axes(functools.partial(together, solver), leaves)
+            specs = [explicit_spec(x) for x in leaves]
+            return on_automatic_axes(together, solver, leaves, results=specs)
 
         route = _differentiable(
-            by_replicas, functools.partial(on_whole_blocks, alone, cuts)
+            by_replicas, functools.partial(on_whole_blocks, alone, place.specs)
         )
-    elif mesh is None:
-        route = alone
-    elif specs is None:
+    elif place.kind == "unknown":
         # Automatic axes, and nobody says how they shard the leaves.
         by_constraint = functools.partial(
-            orthogonalize_by_constraint, views=views, mesh=mesh
+            orthogonalize_by_constraint, views=views, mesh=place.mesh
         )
         route = _differentiable(by_constraint, alone)
     else:
         on_mesh = functools.partial(
-            orthogonalize_on_mesh, views=views, mesh=mesh, specs=specs
+            orthogonalize_on_mesh, views=views, mesh=place.mesh, specs=place.specs
         )
         route = _differentiable(on_mesh, alone)
-    return on_its_platform(route, solver, leaves)
+    return solver.on_its_platform(route, leaves)
+
+
+def on_one_device(
+    solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
+) -> list[jax.Array]:
+    """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
+    platform = solver.its_platform
+    # On TPU a tall matrix is iterated as it is: to turn it is a copy in float32.
+    views = views if platform.name == "tpu" else [view.wide for view in views]
+    results: list[Any] = list(leaves)
+    plan = plan_stacks(leaves, views, platform.stack_entries, STACK_LEAVES)
+    for stacks in _in_turns(solver, plan):
+        if _is_large(solver, stacks[0]):
+            # Batch by batch: a matrix goes through all of it in the caches, or at least
+            # no more of them are prepared than are iterated.
+            gathered = [
+                stack.gather(leaves, MatrixView.to_matrices) for stack in stacks
+            ]
+            iterated = [solver.map(solver.orthogonalize, x) for x in gathered]
+        else:
+            # Preparation fuses with what made the leaf.
+            prepare = functools.partial(_prepare, solver)
+            iterated = solver.iterate(
+                *[stack.gather(leaves, prepare) for stack in stacks]
+            )
+        for stack, matrices in zip(stacks, iterated, strict=True):
+            stack.scatter(matrices, results, on_cpu=platform.name == "cpu")
+    return results
+
+
+def _is_large(solver: Solver, stack: Stack) -> bool:
+    """Whether it is more than a batch."""
+    return stack.count > max(1, solver.batch_size(stack.shape))
+
+
+def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
+    """Stacks that are iterated together: those of one kind, if they are small."""
+    waiting: dict[Any, list[Stack]] = {}
+    for stack in plan:
+        kind = stack.shape, stack.dtype, _is_large(solver, stack)
+        waiting.setdefault(kind, []).append(stack)
+        if _is_large(solver, stack) or len(waiting[kind]) == solver.its_platform.turns:
+            yield waiting.pop(kind)
+    yield from waiting.values()
+
+
+@functools.partial(jax.jit, static_argnames="view")
+def _prepare(solver: Solver, view: MatrixView, leaf: jax.Array) -> jax.Array:
+    return solver.prepare(view.to_matrices(leaf))
 
 
 def _differentiable(route: Route, alone: Route) -> Route:

@@ -1,23 +1,29 @@
-"""Muon's direction as a transformation of its own."""
+"""Muon's direction: gradients to momentum, that orthogonalized, and scaled by shape."""
 
+import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from .._layout.layout import axes, check_replicas, over_replicas
 from .._layout.placement import Shardings
+from .._matrices.view import MatrixView
 from .._newton_schulz.coefficients import Schedule, Triple
-from .._newton_schulz.make_solver import make_solver
+from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
-from .._newton_schulz.solver import Kernel, Method
+from .._newton_schulz.solver import make_solver, Method, Solver
+from .._options import NOT_NEGATIVE, number
 from .._parameters.dimension_numbers import DimensionNumbers
-from .direction import muon_direction
-from .leaves import check_matrices_only, Leaves, read_leaves
-from .momentum import momentum_in
-from .shape_scale import check_shape_scale, ShapeScale
+from .leaves import check_directed, check_matrices_only, Leaves, NO_STATE, read_leaves
+from .momentum import Momentum, momentum_in, ScaleByMuonState
+from .orthogonalize import orthogonalize
+
+
+ShapeScale = float | jax.Array | Literal["mup"] | None
 
 
 def scale_by_muon(
@@ -164,3 +170,62 @@ def scale_by_muon(
         return direction(leaves).update(updates, state, params, **extra_args)
 
     return over_replicas(init_fn, update_fn, axis_name)
+
+
+def muon_direction(
+    leaves: Leaves,
+    momentum: Momentum,
+    solver: Solver,
+    *,
+    consistent_rms: ShapeScale,
+) -> optax.GradientTransformationExtraArgs:
+    """`scale_by_muon` for leaves that were read; those without a view pass."""
+    if depends_on_direction(consistent_rms):
+        check_directed(leaves)
+
+    def init_fn(params: optax.Params) -> Any:
+        return momentum.init(params, leaves)
+
+    def update_fn(updates, state: Any, params=None, **extra_args) -> tuple[Any, Any]:
+        del params, extra_args
+        if not isinstance(state, ScaleByMuonState):
+            raise ValueError(NO_STATE.format("scale_by_muon"))
+        leaves.check_like("state", state.mu)
+        tree, gradients = leaves.tree, leaves.tree.of(updates)
+        # A leaf without entries has nothing to orthogonalize and no scale.
+        views = [
+            view if view and math.prod(view.shape) else None for view in leaves.views
+        ]
+        ahead, state = momentum.update(state, leaves, views, gradients)
+        layout = leaves.layout
+        layout.check_types(ahead)
+        directions = orthogonalize(solver, ahead, views, layout)
+        scaled = [
+            scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
+            for d, view, g in zip(directions, views, gradients, strict=True)
+        ]
+        return tree.unflatten(scaled), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def check_shape_scale(consistent_rms: ShapeScale) -> None:
+    if not isinstance(consistent_rms, str) or consistent_rms != "mup":
+        number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
+
+
+def depends_on_direction(consistent_rms: ShapeScale) -> bool:
+    """Whether a matrix and its transpose get two scales."""
+    return consistent_rms is None or isinstance(consistent_rms, str)
+
+
+def scale_by_shape(
+    direction: jax.Array, view: MatrixView, consistent_rms: ShapeScale
+) -> jax.Array:
+    if consistent_rms is None:
+        scale = math.sqrt(max(1.0, view.fan_out / view.fan_in))
+    elif isinstance(consistent_rms, str):
+        scale = math.sqrt(view.fan_out / view.fan_in)
+    else:
+        scale = consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
+    return direction * jnp.asarray(scale, direction.dtype)

@@ -5,13 +5,12 @@ import math
 import jax
 from jax.typing import DTypeLike
 
+from .._explicit_axes import on_whole_matrices
 from .._options import array, is_float
 from .coefficients import Schedule, Triple
-from .explicit_axes import on_whole_matrices
-from .make_solver import make_solver
-from .on_its_platform import on_its_platform
+from .platforms import Kernel
 from .precondition import Preconditioning
-from .solver import Kernel, Method, Solver
+from .solver import make_solver, Method, Solver
 
 
 def newton_schulz(
@@ -102,12 +101,9 @@ def newton_schulz(
 def _newton_schulz(solver: Solver, x: jax.Array) -> jax.Array:
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     stack = wide.reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])
-    y = on_its_platform(_orthogonalize, solver, stack).reshape(wide.shape)
+    y = solver.on_its_platform(_orthogonalize, stack).reshape(wide.shape)
     return y if wide.shape == x.shape else y.mT
 
 
 def _orthogonalize(solver: Solver, stack: jax.Array) -> jax.Array:
-    def orthogonalize(*stacks: jax.Array) -> list[jax.Array]:
-        return [y.astype(stack.dtype) for y in solver.orthogonalize(*stacks)]
-
-    return solver.map(orthogonalize, stack)
+    return solver.map(solver.orthogonalize, stack, dtype=stack.dtype)

@@ -1,50 +1,187 @@
-"""What differs between platforms: dtypes and sizes, most of them measured."""
+"""The platforms that programs are compiled for, and what differs between them.
 
+A platform is one value; `PLATFORMS` has those that there are.
+"""
+
+import dataclasses
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend import backend
+
+from .precondition import Norm, norm_by_hypotenuses, norm_by_squares
+from .products import KernelProducts, Products, XlaProducts
 
 
-Platform = Literal["cpu", "gpu", "tpu"]
+Kernel = Literal["xla", "pallas", "auto"]
 
-#: The dtype that matrices of float32 or less are iterated in unless the user says
-#: otherwise: the fastest that the platform multiplies. Singular values stay below 2, so
-#: the range of float16 suffices, and it has eight times the precision of bfloat16.
-ITERATION_DTYPES = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
 
-#: Row blocks of Hermitian products on CPU, and the least rows of a block: below that
-#: the smaller products are slower by more than they save.
-BLOCKS, BLOCK_ROWS = 2, 128
+class ChooseKernel(Protocol):
+    """Finds the kernel for Hermitian products of matrices; `None` if XLA's are used."""
 
-#: The most entries of matrices that are iterated at once. An accelerator wants work for
-#: all its units, and no more: temporaries are several times a batch. One large matrix
-#: fills a CPU, and then stays in its caches.
-BATCH_ENTRIES = {"cpu": 2**14, "gpu": 2**27, "tpu": 10 * 2**20}
+    def __call__(
+        self, m: int, n: int, dtype: jnp.dtype, kernel: Kernel
+    ) -> Callable[..., jax.Array] | None: ...
 
-#: How many batches of matrices of one shape are iterated in turns. A TPU multiplies
-#: from fast memory, and fills it for one batch while it multiplies another.
-TURNS = {"cpu": 1, "gpu": 1, "tpu": 2}
 
-#: The most batches of a stack that are written out rather than made a loop.
-UNROLLED = {"cpu": 1, "gpu": 32, "tpu": 1}
+def _no_kernel(m: int, n: int, dtype: jnp.dtype, kernel: Kernel) -> None:
+    return None
 
-#: The most pieces of a stack that travel between devices one after the other, so that
-#: all but the first and the last do so while others are iterated, and the least entries
-#: of a piece: those that keep all units busy.
-PIECES = {"cpu": 1, "gpu": 6, "tpu": 1}
-PIECE_ENTRIES = 2**24
 
-#: The most entries of separate leaves that are put together. Compilers for accelerators
-#: keep such stacks whole; on CPU they cost little, and more of them compile longer.
-STACK_ENTRIES = {"cpu": math.inf, "gpu": 2**27, "tpu": 5 * 2**20}
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """Dtypes and sizes of one kind of device, most of them measured."""
+
+    name: str
+
+    #: The dtype that matrices of float32 or less are iterated in unless the user says
+    #: otherwise: the fastest that the platform multiplies.
+    iteration_dtype: str
+
+    #: The most entries of matrices that are iterated at once. An accelerator wants work
+    #: for all its units, and no more: temporaries are several times a batch.
+    batch_entries: int
+
+    #: The most entries of separate leaves that are put together. Compilers for
+    #: accelerators keep such stacks whole; on CPU they cost little, and more of them
+    #: compile longer.
+    stack_entries: float
+
+    #: How norms are formed.
+    norm: Norm
+
+    #: The least rows of each of two blocks of Hermitian products. Below that the
+    #: smaller products are slower by more than they save; accelerators have kernels.
+    block_rows: float = math.inf
+
+    #: How many stacks of one shape are iterated in turns.
+    turns: int = 1
+
+    #: Whether steps do better as a loop, where they are in float32 or wider.
+    loops: bool = False
+
+    #: Whether products of float32 keep all their bits unless told to.
+    multiplies_exactly: bool = False
+
+    #: The dtype in which libraries add to a product before they store it.
+    adds_in: str | None = None
+
+    choose_kernel: ChooseKernel = _no_kernel
+
+    #: The least rows from which a kernel is taken. Smaller matrices have few tiles
+    #: above the diagonal to save.
+    kernel_rows: float = math.inf
+
+    def products(
+        self, m: int, n: int, dtype: jnp.dtype, kernel: Kernel, *, exact: bool
+    ) -> Products:
+        """How to multiply for matrices of `(m, n)`, the short side first."""
+        options: Any = dict(adds_for_free=dtype.name == self.adds_in)
+        if kernel != "xla" and m >= self.kernel_rows:
+            symmetric_product = self.choose_kernel(m, n, dtype, kernel)
+            if symmetric_product is not None:
+                return KernelProducts(symmetric_product, dtype, **options)
+        return XlaProducts(dtype, exact=exact, block_rows=self.block_rows, **options)
+
 
 #: The most separate leaves that are put together: compilers take time that grows with
-#: the square of the number of arrays in one concatenation.
+#: the square of the number of arrays in one concatenation (3,336 in one took XLA 6.8 s,
+#: in groups of 64 0.9 s).
 STACK_LEAVES = 256
 
-#: The least rows from which a kernel for symmetric products is taken. Smaller ones have
-#: few tiles above the diagonal to save.
-KERNEL_ROWS = {"cpu": math.inf, "gpu": 2048, "tpu": 1024}
 
-#: What rows have to be a multiple of for `kernel="auto"` to take it on GPU: others
-#: leave tiles half empty.
-KERNEL_TILE = 128
+def _tpu_kernel(m: int, n: int, dtype: jnp.dtype, kernel: Kernel):
+    if jnp.finfo(dtype).bits != 16:
+        return None
+    # Pallas is slow to import, and most programs never ask for it.
+    from .kernels import tpu
+
+    return tpu.symmetric_product
+
+
+def _gpu_kernel(m: int, n: int, dtype: jnp.dtype, kernel: Kernel):
+    # Rows that are no multiple of a tile leave tiles half empty.
+    is_full = kernel == "pallas" or m % 128 == 0
+    # They are copied 16 bytes at a time.
+    is_aligned = m % 8 == 0 and n % 8 == 0
+    if dtype != jnp.float16 or not is_full or not is_aligned:
+        return None
+    # JAX 0.8 and 0.9 lack what the kernel is made of.
+    if jax.__version_info__ < (0, 10) or compute_capability() != HOPPER:
+        return None
+    from .kernels import hopper
+
+    return hopper.symmetric_product
+
+
+HOPPER = 9  # the major compute capability
+
+
+def compute_capability() -> int:
+    """The major compute capability of the GPUs to compile for; 0 of AMD's.
+
+    A program is compiled for the GPUs of this process; where there are none, as in
+    tests that only lower it, for Hopper.
+    """
+    device = backend.get_default_device()
+    if device.platform not in ("gpu", "cuda"):
+        return HOPPER
+    major, *_ = str(getattr(device, "compute_capability", "")).split(".")
+    return int(major) if major.isdigit() else 0
+
+
+#: One matrix at a time, unless it is tiny, goes through all steps in the caches.
+CPU = Platform(
+    name="cpu",
+    iteration_dtype="float32",
+    batch_entries=2**14,
+    stack_entries=math.inf,
+    norm=norm_by_squares,
+    block_rows=128,
+    loops=True,
+    multiplies_exactly=True,
+)
+
+#: Singular values stay below 2, so the range of float16 suffices, and it has eight
+#: times the precision of bfloat16.
+GPU = Platform(
+    name="gpu",
+    iteration_dtype="float16",
+    batch_entries=2**27,
+    stack_entries=2**27,
+    norm=norm_by_hypotenuses,
+    adds_in="float16",
+    choose_kernel=_gpu_kernel,
+    kernel_rows=2048,
+)
+
+TPU = Platform(
+    name="tpu",
+    iteration_dtype="bfloat16",
+    batch_entries=10 * 2**20,
+    turns=2,
+    stack_entries=5 * 2**20,
+    norm=norm_by_squares,
+    choose_kernel=_tpu_kernel,
+    kernel_rows=1024,
+)
+
+#: By the name that JAX gives them; the last is for all others.
+PLATFORMS = {"cpu": CPU, "tpu": TPU, "default": GPU}
+
+
+def on_its_platform(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `function(platform, *arguments)` with the platform of the program.
+
+    It need not be that of the default backend, so only the compiler knows it: what
+    follows is traced for each of them, as `jax.export` for several needs.
+    """
+
+    def on(platform: Platform) -> Callable[..., Any]:
+        return lambda *arguments: function(platform, *arguments)
+
+    branches = {name: on(platform) for name, platform in PLATFORMS.items()}
+    return jax.lax.platform_dependent(*arguments, **branches)

@@ -1,49 +1,45 @@
-"""What happens to a matrix before the first step: singular values into [0, 1]."""
+"""Matrices before the first step: singular values into [0, 1]."""
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .hermitian_blocks import is_tall
-from .norms import norm_by_hypotenuses, norm_by_squares, put_together, ScaledNorm
+from .products import adjoint, is_tall, widen
 
 
 Preconditioning = Literal["frobenius", "aol", "equilibrated"]
+
+#: From `(..., m, n)` to a power of two and the Frobenius norms of the matrices times
+#: that, as `(..., 1, 1)`. The square of 1e-30 or of 1e30 leaves float32, so that a sum
+#: of squares alone is not enough.
+Norm = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 #: A row or column with less than this share of the mean square is not lifted to the
 #: rest: what is a thousandth in size may be rounding errors.
 NOISE = 1e-6
 
 
-def precondition(
-    parts: Sequence[jax.Array], kind: Preconditioning, *, on_gpu: bool
-) -> jax.Array:
-    """Scales `(..., m, n)` in float32 or better.
-
-    Of several parts, `(count, m, n)` each, it makes one.
-    """
-    norm = norm_by_hypotenuses if on_gpu else norm_by_squares
-    dtype = np.promote_types(parts[0].dtype, jnp.float32)
-    y = _divide_by_norm(tuple(x.astype(dtype) for x in parts), norm)
+def precondition(x: jax.Array, kind: Preconditioning, norm: Norm) -> jax.Array:
+    """Scales `(..., m, n)` in float32 or wider."""
+    y = _divide_by_norm(widen(x), norm)
     if kind == "frobenius":
         return y
     wide = y.mT if is_tall(y) else y
     if kind == "equilibrated":
-        wide = _divide_by_norm((_equilibrated(wide),), norm)
+        wide = _divide_by_norm(_equilibrated(wide), norm)
     else:
         wide = _almost_orthogonal(wide)
     return wide.mT if is_tall(y) else wide
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _divide_by_norm(parts: tuple[jax.Array, ...], scaled_norm: ScaledNorm) -> jax.Array:
-    """Divides by the Frobenius norm, reading once."""
-    factor, norm = scaled_norm(parts)
-    y = put_together(parts) * factor
+def _divide_by_norm(x: jax.Array, scaled_norm: Norm) -> jax.Array:
+    factor, norm = scaled_norm(x)
+    y = x * factor
     # The norm is 0 where all of y is. A condition on it would be one more kernel for
     # every leaf on GPU.
     return jnp.where(y == 0, y, y / norm)
@@ -51,23 +47,78 @@ def _divide_by_norm(parts: tuple[jax.Array, ...], scaled_norm: ScaledNorm) -> ja
 
 @_divide_by_norm.defjvp
 def _divide_by_norm_jvp(scaled_norm, primals, tangents):
-    # By the rules for what is below, 0 would meet infinity in the sums that do not
-    # count. A zero matrix has no derivative; this gives it one of 0.
-    ((parts,), (dparts,)) = primals, tangents
-    x, dx = put_together(parts), put_together(dparts)
-    factor, norm = scaled_norm(parts)
+    # d(x / |x|) = (dx - y <y, dx>) / |x|, with y = x / |x|. By the rules for what is
+    # above, 0 would meet infinity in the sums that do not count. A zero matrix has no
+    # derivative; this gives it one of 0.
+    (x,), (dx,) = primals, tangents
+    factor, norm = scaled_norm(x)
     y = x * factor / jnp.where(norm > 0, norm, 1)
     dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
     along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
     return y, dy - y * along
 
 
+def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums squares as they are, of numbers shrunk and of numbers enlarged.
+
+    The sum that stayed in range counts.
+    """
+    exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
+    real = jnp.finfo(x.dtype).dtype
+    # Known to the compiler, it might square the factors first.
+    shrink, enlarge = jax.lax.optimization_barrier(
+        (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
+    )
+    total = _sum_of_squares(x)
+    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
+
+    def choose(large, usual, small):
+        return jnp.where(is_large, large, jnp.where(is_small, small, usual))
+
+    large, small = _sum_of_squares(x * shrink), _sum_of_squares(x * enlarge)
+    return choose(shrink, 1, enlarge), jnp.sqrt(choose(large, total, small))
+
+
+def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reduces by `sqrt(a^2 + b^2)`, which stays in range throughout.
+
+    It is one sum, which compilers for GPU form while they write what it is of; of three
+    they read that again. The root takes no time next to the memory there; a CPU takes
+    several times as long for it as for three sums of squares.
+    """
+    entries = math.prod(x.shape[-2:])
+    # The norm of all of them is finite where they are, rounded up or not.
+    factor = 2.0 ** -math.ceil(1 + math.log2(max(1, entries)) / 2)
+    norm = _hypotenuses(_hypotenuses(jnp.abs(x) * factor))[..., None, None]
+    # Compilers multiply by its reciprocal, which has to be in range too.
+    exponent = jnp.finfo(norm.dtype).maxexp // 2
+    is_large, is_small = norm > 2.0**exponent, norm < 2.0**-exponent
+    change = jnp.where(is_large, 2.0**-exponent, jnp.where(is_small, 2.0**exponent, 1))
+    change = change.astype(norm.dtype)
+    return factor * change, norm * change
+
+
+def _hypotenuses(x: jax.Array) -> jax.Array:
+    """Norms along the last axis."""
+
+    def hypotenuse(a: jax.Array, b: jax.Array) -> jax.Array:
+        large, small = jnp.maximum(a, b), jnp.minimum(a, b)
+        ratio = small / jnp.where(large > 0, large, 1)
+        return large * jnp.sqrt(1 + ratio * ratio)
+
+    return jax.lax.reduce(x, jnp.zeros((), x.dtype), hypotenuse, (x.ndim - 1,))
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
+
+
 def _almost_orthogonal(x: jax.Array) -> jax.Array:
-    """Divides row `i` by the root of the sum over `j` of `|X X^T|_ij`.
+    """Divides row `i` by the root of the sum over `j` of `|X X^H|_ij`.
 
     No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
     """
-    sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
+    sums = jnp.sum(jnp.abs(x @ adjoint(x)), axis=-1, keepdims=True)
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
 
 

@@ -3,42 +3,37 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
 
-from . import platforms
-from .batches import map_batches, map_first, most_matrices, OfBatches
-from .coefficients import is_stable, Schedule
-from .gram_restarts import cut_into_passes
-from .iterations import iterate
-from .loops import iterate_in_loops, iterate_traced
-from .platforms import Platform
+from .._options import choice, float_dtype
+from .coefficients import (
+    check_schedule,
+    is_stable,
+    resolve_schedule,
+    Schedule,
+    Triple,
+)
+from .platforms import Kernel, on_its_platform, Platform
+from .polar import METHODS, PolarMethod, run_in_loop, stored_size
 from .precondition import precondition, Preconditioning
-from .products import kernel_products, Products, round_to, xla_products
-from .steps import range_of
+from .products import round_to
 from .turns import take_turns
 
 
 Method = Literal["auto", "standard", "gram"]
-Kernel = Literal["xla", "pallas", "auto"]
 
 #: From this aspect ratio on `method="auto"` takes the Gram form. In multiplications of
 #: `m^3` a further step costs `2r + 1` in the standard form and 4 in the Gram form for
 #: an aspect ratio `r`: the break-even is 1.5 for any number of steps. In two blocks it
 #: is 1.29 on paper and was measured between 1.33 and 1.5.
 GRAM_ASPECT_RATIO = 1.5
-
-
-class Strategy(NamedTuple):
-    """Which form of the iteration, in how many row blocks, and whether by a kernel."""
-
-    gram: bool
-    blocks: int
-    kernel: bool
 
 
 @functools.partial(
@@ -52,154 +47,155 @@ class Strategy(NamedTuple):
 class Solver:
     """Newton-Schulz with all that the user chose, and the platform once it is known.
 
-    A pytree, so that it passes through `jit` and `shard_map` like any argument: static
+    A pytree, so that it goes through `jit` and `shard_map` like any argument: static
     but for a traced number of steps. Methods on arrays take and return `(..., m, n)`
-    and are traced once for all leaves and stacks of a shape. Kernels for GPU want the
-    short side first.
+    and are traced once for all leaves and stacks of a shape.
     """
 
     schedule: Schedule
-    method: Method
+    method: str
     dtype: jnp.dtype | None
     preconditioning: Preconditioning
     kernel: Kernel
     ns_steps: jax.Array | None = None  # only if traced
-    platform: Platform | Literal["not known yet"] = "not known yet"
+    platform: Platform | None = None  # None until it is known
+
+    def on_its_platform(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function(solver, *arguments)` with the solver of the platform."""
+
+        def on(platform: Platform, solver: Solver, *arguments: Any) -> Any:
+            return function(solver.on(platform), *arguments)
+
+        return on_its_platform(on, self, *arguments)
 
     def on(self, platform: Platform) -> "Solver":
         return dataclasses.replace(self, platform=platform)
+
+    @property
+    def its_platform(self) -> Platform:
+        assert self.platform is not None
+        return self.platform
 
     def orthogonalize(self, *stacks: jax.Array) -> list[jax.Array]:
         return self.iterate(*map(self.prepare, stacks))
 
     @jax.jit
-    def prepare(self, *parts: jax.Array) -> jax.Array:
-        """Singular values in [0, 1], in the dtype of the iteration and its size.
-
-        Of several parts of a stack it makes one.
-        """
-        dtype = self.iteration_dtype(parts[0].dtype)
-        size = range_of(dtype).first_size
-        on_gpu = self.platform == "gpu"
-        y = precondition(parts, self.preconditioning, on_gpu=on_gpu) / size
-        # On GPU rounding goes along with putting matrices together.
-        return y.astype(dtype) if on_gpu else round_to(y, dtype)
+    def prepare(self, x: jax.Array) -> jax.Array:
+        """Singular values in [0, 1], in the dtype of the iteration and its size."""
+        dtype = self.iteration_dtype(x.dtype)
+        y = precondition(x, self.preconditioning, self.its_platform.norm)
+        return round_to(y / stored_size(dtype), dtype)
 
     @jax.jit
-    def iterate(
-        self, *stacks: jax.Array, halfway: jax.Array | None = None
-    ) -> list[jax.Array]:
-        """Runs all steps on stacks of matrices of one shape, which take turns.
+    def iterate(self, *stacks: jax.Array) -> list[jax.Array]:
+        """Runs all steps on what is prepared, stacks of matrices of one shape in turns.
 
-        The last is not rounded to the dtype of the iteration where that costs nothing.
-        The later passes begin when the zero `halfway` is known.
+        Results are not rounded to the dtype of the iteration where that costs nothing.
         """
-        shape, dtype = tuple(sorted(stacks[0].shape[-2:])), stacks[0].dtype
-        strategy = self.strategy(shape, dtype)
-        options: Any = dict(
-            passes=self.passes(strategy, dtype),
-            products=self._products(strategy, dtype),
-            blocks=strategy.blocks,
-        )
+        (m, n), dtype = sorted(stacks[0].shape[-2:]), stacks[0].dtype
+        method = self.polar_method(m, n, dtype)
+        platform, is_wide = self.its_platform, jnp.finfo(dtype).bits > 16
 
         def usual(*stacks: jax.Array) -> list[jax.Array]:
-            if self._loops(dtype) and halfway is None:
-                return [iterate_in_loops(x, **options) for x in stacks]
-            return take_turns(iterate(x, **options, halfway=halfway) for x in stacks)
+            products = platform.products(m, n, dtype, self.kernel, exact=method.exact)
+            in_loop = platform.loops and is_wide
+            # A product with a batch axis of one is slower than one without.
+            matrices = [x[0] if x.ndim == 3 and len(x) == 1 else x for x in stacks]
+            done = take_turns(
+                [
+                    method.run(x, self.schedule, products, in_loop=in_loop)
+                    for x in matrices
+                ]
+            )
+            return [y.reshape(x.shape) for y, x in zip(done, stacks, strict=True)]
 
         if self.ns_steps is None:
             return usual(*stacks)
-        other = functools.partial(
-            iterate_traced,
-            schedule=self.schedule,
-            products=xla_products(dtype, exact=False),
-            blocks=strategy.blocks,
-            ns_steps=self.ns_steps,
-        )
+        products = platform.products(m, n, dtype, "xla", exact=False)
         return jax.lax.cond(
             self.ns_steps == len(self.schedule),
-            usual,
-            lambda *stacks: [*map(other, stacks)],
+            lambda steps, *stacks: usual(*stacks),
+            lambda steps, *stacks: [
+                run_in_loop(x, self.schedule, steps, products) for x in stacks
+            ],
+            self.ns_steps,
             *stacks,
         )
 
-    def map(self, function: OfBatches, stack: jax.Array) -> jax.Array:
-        """Applies a function of matrices to as many of a stack at once as do well."""
-        return map_batches(
-            function,
-            stack,
-            platforms.BATCH_ENTRIES[self.platform],
-            turns=self.turns,
-            most_unrolled=platforms.UNROLLED[self.platform],
-        )
+    def map(
+        self,
+        function: Callable[..., Sequence[jax.Array]],
+        stack: jax.Array,
+        count: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        """Applies a function of matrices to as many of a stack at once as do well.
 
-    def map_first(
-        self, function: OfBatches, stack: jax.Array, count: jax.Array, zero: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The same for the first `count`: begins when `zero` is known.
+        - `function`: from stacks, which it may take in turns, to as many.
+        - `count`: only the first ones, a number that may be known at run time alone;
+            what becomes of the rest is undefined.
+        - `dtype`: of the result, float32 or wider if None.
 
-        The zero that it returns is known when it is done.
+        Results take the places of what they were made of, so that there is one stack.
         """
-        most = platforms.BATCH_ENTRIES[self.platform]
-        return map_first(function, stack, most, count, zero, turns=self.turns)
+        slots, *shape = stack.shape
+        given, dtype = stack.dtype, dtype or np.promote_types(stack.dtype, jnp.float32)
+        turns, size = self.its_platform.turns, self.batch_size(shape)
+        if count is None and slots <= max(1, size // turns):
+            return function(stack)[0].astype(dtype)
+        # In a trip of the loop below a batch for each turn. Where the count is not
+        # known, that could be many more than it, and a batch is cut into turns.
+        step = turns * size if count is None or size == 1 else size
+        step = max(1, min(slots, step))
+        if size > 1:
+            # Trips as even as they can be: what pads the last is iterated for nothing.
+            step = max(1, math.ceil(slots / max(1, math.ceil(slots / step))))
+        padding = -slots % step if size > 1 else 0
+        results = jnp.pad(stack.astype(dtype), [(0, padding), (0, 0), (0, 0)])
 
-    def pieces(self, shape: tuple[int, int], count: int) -> int:
-        """In how many pieces so many matrices do well to travel."""
-        worthwhile = count * math.prod(shape) // platforms.PIECE_ENTRIES
-        return max(1, min(count, worthwhile, platforms.PIECES[self.platform]))
+        def replace(start: Any, results: jax.Array, count: int) -> jax.Array:
+            parts = np.array([len(x) for x in np.array_split(range(count), turns)])
+            parts = parts[parts > 0]
+            starts = [start + int(first) for first in np.cumsum(parts) - parts]
+            batches = [
+                jax.lax.dynamic_slice_in_dim(results, first, part).astype(given)
+                for first, part in zip(starts, parts, strict=True)
+            ]
+            for first, y in zip(starts, function(*batches), strict=True):
+                y = y.astype(dtype)
+                results = jax.lax.dynamic_update_slice_in_dim(results, y, first, 0)
+            return results
 
-    def batch_size(self, shape: tuple[int, int]) -> int:
-        """How many matrices are iterated at once where there are enough."""
-        return most_matrices(shape, platforms.BATCH_ENTRIES[self.platform])
+        def loop(start: Any, trips: Any, results: jax.Array, step: int) -> jax.Array:
+            return jax.lax.fori_loop(
+                0,
+                trips,
+                lambda i, results: replace(start + i * step, results, step),
+                results,
+            )
 
-    def is_large(self, shape: tuple[int, int], count: int) -> bool:
-        """Whether so many matrices are more than a batch."""
-        most = platforms.BATCH_ENTRIES[self.platform]
-        return count > 1 and count * math.prod(shape) > most
+        wanted: Any = slots if count is None else count
+        if size > 1 or step == 1:
+            return loop(0, (wanted + step - 1) // step, results, step)[:slots]
+        # Where a matrix is a batch, the last ones go alone.
+        trips = wanted // step
+        with jax.named_scope("in_turns"):
+            results = loop(0, trips, results, step)
+        return loop(trips * step, wanted - trips * step, results, 1)
 
-    @property
-    def turns(self) -> int:
-        """How many stacks of one shape do well to take turns."""
-        return platforms.TURNS[self.platform]
+    def batch_size(self, shape: tuple[int, ...] | list[int]) -> int:
+        """How many matrices of a shape are iterated at once where there are enough."""
+        return max(1, self.its_platform.batch_entries // max(1, math.prod(shape)))
 
-    @property
-    def most_stacked(self) -> tuple[float, int]:
-        """The most entries of separate leaves that are put together, and leaves."""
-        return platforms.STACK_ENTRIES[self.platform], platforms.STACK_LEAVES
-
-    def strategy(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Strategy:
-        """Chooses for `shape`, the short side first, and the dtype of the iteration."""
-        m, n = shape
-        on_cpu, is_short = self.platform == "cpu", jnp.finfo(dtype).bits == 16
-        # The Gram form needs exact products: elsewhere those of float32 are several
-        # times as slow as what the standard form makes do with.
-        pays = (on_cpu or is_short) and n >= GRAM_ASPECT_RATIO * m
-        can_split = on_cpu and m >= platforms.BLOCKS * platforms.BLOCK_ROWS
-        is_large = m >= platforms.KERNEL_ROWS[self.platform]
-        return Strategy(
-            gram=self.method == "gram" or (self.method == "auto" and pays),
-            blocks=platforms.BLOCKS if can_split else 1,
-            kernel=self.kernel != "xla" and is_large and self._has_kernel(shape, dtype),
-        )
-
-    def _loops(self, dtype: jnp.dtype) -> bool:
-        """Whether steps do better as a loop, which rounds the last one too."""
-        return self.platform == "cpu" and jnp.finfo(dtype).bits > 16
-
-    def _has_kernel(self, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-        if self.platform == "tpu":
-            return jnp.finfo(dtype).bits == 16
-        # Pallas is slow to import, and most programs never ask for it.
-        from .kernels import gpu
-
-        is_full = self.kernel == "pallas" or shape[0] % platforms.KERNEL_TILE == 0
-        return dtype == jnp.float16 and is_full and gpu.can_multiply(shape)
-
-    def passes(self, strategy: Strategy, dtype: jnp.dtype) -> Sequence[Schedule]:
-        """The standard form is that with a step a pass."""
-        if strategy.gram:
-            return cut_into_passes(self.schedule, dtype.name)
-        return [(triple,) for triple in self.schedule]
+    def polar_method(self, m: int, n: int, dtype: jnp.dtype) -> PolarMethod:
+        """The method for `(m, n)`, the short side first, iterated in a dtype."""
+        if self.method != "auto":
+            return METHODS[self.method]
+        # The Gram form needs exact products. On an accelerator those of float32 are
+        # several times as slow as what the standard form makes do with.
+        is_short = jnp.finfo(dtype).bits == 16
+        pays = self.its_platform.multiplies_exactly or is_short
+        return METHODS["gram" if pays and n >= GRAM_ASPECT_RATIO * m else "standard"]
 
     def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype to iterate matrices of `dtype` in."""
@@ -207,11 +203,11 @@ class Solver:
             return np.promote_types(self.dtype or dtype, jnp.complex64)
         if self.dtype is not None or dtype == jnp.float64:
             return self.dtype or dtype
-        fast = platforms.ITERATION_DTYPES[self.platform]
+        fast = self.its_platform.iteration_dtype
         return jnp.dtype(fast if is_stable(self.schedule, fast) else "float32")
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype in which matrices of `dtype` travel between devices.
+        """The dtype in which matrices of `dtype` are sent between devices.
 
         Not float16: the matrices have no norm yet.
         """
@@ -220,23 +216,32 @@ class Solver:
         return jnp.dtype(jnp.bfloat16) if is_short else iterated
 
     def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
-        """The multiplications that a matrix of `shape` takes.
+        """The multiplications that a matrix of `shape` takes."""
+        (m, n), dtype = sorted(shape), self.iteration_dtype(dtype)
+        method = self.polar_method(m, n, dtype)
+        return method.cost(m, n, self.schedule, dtype.name)
 
-        Products with the long side, and of the short one with itself, as `iterations`
-        has them.
-        """
-        m, n = sorted(shape)
-        dtype = self.iteration_dtype(dtype)
-        passes = self.passes(self.strategy((m, n), dtype), dtype)
-        return sum(2 * m * m * n + (4 * len(steps) - 3) * m**3 for steps in passes)
 
-    def _products(self, strategy: Strategy, dtype: jnp.dtype) -> Products:
-        fused = self.platform == "gpu" and dtype == jnp.float16
-        if not strategy.kernel:
-            # The Gram form squares the spectrum, and so needs all the bits there are.
-            return xla_products(dtype, exact=strategy.gram, fused=fused)
-        if self.platform == "tpu":
-            from .kernels import tpu as kernel
-        else:
-            from .kernels import gpu as kernel
-        return kernel_products(kernel.symmetric_product, dtype, fused=fused)
+def make_solver(
+    ns_coeffs: str | Triple | Schedule,
+    ns_steps: int | jax.Array,
+    method: Method,
+    dtype: DTypeLike | None,
+    preconditioning: Preconditioning,
+    kernel: Kernel,
+    *,
+    prefix: str = "",
+) -> Solver:
+    """From what the user asked for; `prefix` is that of the arguments.
+
+    **Raises:** `ValueError` for what cannot work.
+    """
+    choice(f"{prefix}method", method, ("auto", *METHODS))
+    choice("preconditioning", preconditioning, get_args(Preconditioning))
+    choice(f"{prefix}kernel", kernel, get_args(Kernel))
+    schedule = resolve_schedule(ns_coeffs, ns_steps)
+    iterated = float_dtype(f"{prefix}dtype", dtype)
+    if iterated is not None:
+        check_schedule(schedule, iterated.name)
+    steps = ns_steps if isinstance(ns_steps, Tracer) else None
+    return Solver(schedule, method, iterated, preconditioning, kernel, steps)

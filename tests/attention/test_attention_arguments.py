@@ -9,9 +9,9 @@ import pytest
 from attention_references import draw, naive_attention, slope
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from internals import max_logits_module as module
 
 import muonclip_jax as mc
-from muonclip_jax._attention import max_logits as module
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from attention_references import draw, naive_attention
 from helpers import few, more
+from internals import max_logits_module as module
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muonclip_jax as mc
-from muonclip_jax._attention import max_logits as module
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import inputs, linen_variables, more, normal
+from internals import splash_statistic as _statistic
 
 import muonclip_jax as mc
-from muonclip_jax._attention.splash import _statistic
 
 
 KERNELS = {

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import bernoulli, naive_logits, normal
+from internals import max_logits_module as module
 
 import muonclip_jax as mc
-from muonclip_jax._attention import max_logits as module
 
 
 @pytest.fixture

@@ -87,20 +87,20 @@ def test_how_often_each_device_runs_its_loops():
         {"x": 4},
     )
     # The one with three of the large ones does none of the small ones.
-    assert loops_of_devices(model, "tpu", False) == [
+    assert loops_of_devices(model, "tpu") == [
         {"stack0/in_turns": 1, "stack0": 0, "stack1": 1},
         {"stack0/in_turns": 1, "stack0": 1, "stack1": 0},
     ]
 
 
 def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie():
-    """Nine large matrices in order, and both small ones behind the last of them."""
+    """Nine large matrices in order, and both small ones after the last of them."""
     model = Model(
         {"large": (9, 128, 2**17), "small": (2, 16, 32)},
         {"large": P(None, "x"), "small": P(None, "x")},
         {"x": 4},
     )
-    assert loops_of_devices(model, "tpu", False, told=False) == [
+    assert loops_of_devices(model, "tpu", told=False) == [
         {"stack0/in_turns": 0, "stack0": 0, "stack1": 1},
         {"stack0/in_turns": 1, "stack0": 1, "stack1": 0},
     ]
@@ -108,7 +108,7 @@ def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie()
 
 def test_arithmetic_shared_out_evenly():
     standard = Model({"a": (5, 16, 16)}, {"a": P()}, {"x": 4})
-    assert even_flops(standard, "cpu", False) == 5 * STEPS * SQUARE_STEP / 4
+    assert even_flops(standard, "cpu") == 5 * STEPS * SQUARE_STEP / 4
 
 
 def test_arguments_are_placed():

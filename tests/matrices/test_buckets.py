@@ -11,15 +11,17 @@ import pytest
 from helpers import matrix_of, normal, polynomial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import (
+    matrix_view,
+    orthogonalized,
+    plan_stacks,
+    platform_with,
+    solver,
+    unstack,
+)
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._matrices.stacks import plan_stacks
-from muonclip_jax._matrices.unstack import unstack
-from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._muon.orthogonalize import orthogonalize
-from muonclip_jax._newton_schulz.batches import map_batches, map_first
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -31,7 +33,7 @@ LAYOUTS = [
     ((4, 6), PLAIN), ((6, 4), PLAIN), ((5, 5), PLAIN), ((4, 2, 3), FUSED),
     ((2, 4, 6), PLAIN), ((3, 6, 4), PLAIN), ((2, 6, 2, 2), FUSED), ((1, 6), PLAIN),
 ]  # fmt: skip
-SOLVER = make_solver("keller", 5, "auto", None, "frobenius", "xla")
+SOLVER = solver()
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
@@ -107,7 +109,7 @@ def test_no_stack_has_more_leaves_than_compilers_put_together_fast():
     generator = np.random.default_rng(0)
     leaves = [np.float32(generator.normal(size=(2, 3))) for _ in range(600)]
     views = [matrix_view((2, 3), PLAIN)] * 600
-    program = jax.jit(lambda leaves: orthogonalize(SOLVER, leaves, views))
+    program = jax.jit(lambda leaves: orthogonalized(SOLVER, leaves, views))
     stacks = re.findall(r"tensor<(\d+)x2x3xf32>", program.lower(leaves).as_text())
     assert max(map(int, stacks)) == 256
     exact = [polynomial_of(np.float64(x), mc.NS_COEFFS["keller"]) for x in leaves]
@@ -125,7 +127,7 @@ def test_no_stack_has_more_leaves_than_compilers_put_together_fast():
 def test_every_leaf_comes_out_as_it_would_alone(kinds, seed):
     leaves = [leaf_of(s, dtype, seed + i) for i, ((s, _), dtype) in enumerate(kinds)]
     views = [matrix_view(shape, numbers) for (shape, numbers), _ in kinds]
-    together = orthogonalize(SOLVER, leaves, views)
+    together = orthogonalized(SOLVER, leaves, views)
     for leaf, view, result in zip(leaves, views, together, strict=True):
         assert result.dtype == jnp.float32 and result.shape == leaf.shape
         matrices = np.asarray(view.to_matrices(np.asarray(leaf)), np.float64)
@@ -134,12 +136,11 @@ def test_every_leaf_comes_out_as_it_would_alone(kinds, seed):
         np.testing.assert_allclose(actual, np.stack(exact), atol=2e-4)
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 7])
-@pytest.mark.parametrize("chunk_size", [0, 24, 50, 96, 10**6])
+@pytest.mark.parametrize("slots", [0, 1, 4, 7])
+@pytest.mark.parametrize("entries", [0, 24, 50, 96, 10**6])
 @pytest.mark.parametrize("turns", [1, 2, 3])
-@pytest.mark.parametrize("most_unrolled", [1, 2])
-def test_chunks_do_not_change_the_result(count, chunk_size, turns, most_unrolled):
-    stack = normal(0, count, 4, 6, dtype=jnp.bfloat16)
+def test_batches_do_not_change_the_result(slots, entries, turns):
+    stack = normal(0, slots, 4, 6, dtype=jnp.bfloat16)
     batches = []
 
     def function(*xs):
@@ -148,18 +149,18 @@ def test_chunks_do_not_change_the_result(count, chunk_size, turns, most_unrolled
 
     (expected,) = function(stack)
     batches.clear()
-    result = map_batches(
-        function, stack, chunk_size, turns=turns, most_unrolled=most_unrolled
-    )
+    with platform_with("cpu", batch_entries=entries, turns=turns):
+        result = solver("cpu").map(function, stack)
     assert result.dtype == jnp.float32
     chex.assert_trees_all_close(result, expected, atol=1e-4)
-    assert max(map(max, batches)) * 24 <= max(chunk_size, 24)
-    assert max(map(len, batches)) <= max(turns, 1)
+    assert max(map(max, batches), default=0) * 24 <= max(entries, 24)
+    assert max(map(len, batches), default=0) <= turns
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
 @pytest.mark.parametrize("first", [0, 1, 3, 6, 7])
 def test_the_first_of_a_stack(first, turns):
+    """How many is known at run time alone, and so is how often the loop runs."""
     stack = normal(0, 7, 4, 6)
     exact = np.float64(stack) @ np.float64(stack).transpose(0, 2, 1) @ stack
 
@@ -167,12 +168,12 @@ def test_the_first_of_a_stack(first, turns):
         assert sum(map(len, xs)) <= 3
         return [x @ x.mT @ x for x in xs]
 
-    result, zero = jax.jit(
-        lambda stack, count: map_first(
-            function, stack, 72, count, jnp.int32(0), turns=turns
+    with platform_with("cpu", batch_entries=72, turns=turns):
+        its = solver("cpu")
+        result = jax.jit(lambda stack, count: its.map(function, stack, count))(
+            stack, first
         )
-    )(stack, first)
-    assert result.shape == stack.shape and zero == 0
+    assert result.shape == stack.shape
     np.testing.assert_allclose(result[:first], exact[:first], atol=1e-4)
 
 
@@ -213,7 +214,7 @@ def test_a_leaf_more_of_a_known_shape_adds_a_few_operations():
     def operations(layers):
         leaves = [jnp.zeros(s) for s in gpt2_shapes(layers).values()]
         views = [matrix_view(leaf.shape, PLAIN) for leaf in leaves]
-        program = jax.jit(lambda x: orthogonalize(SOLVER, x, views)).lower(leaves)
+        program = jax.jit(lambda x: orthogonalized(SOLVER, x, views)).lower(leaves)
         return program.as_text().count(" = ")
 
     one, two, three = (operations(layers) for layers in (2, 3, 4))
@@ -226,7 +227,7 @@ def test_under_jit_and_vmap():
     views = [matrix_view(shape, PLAIN) for shape in shapes]
 
     def function(leaves):
-        return orthogonalize(SOLVER, leaves, views)
+        return orthogonalized(SOLVER, leaves, views)
 
     batched = jax.jit(jax.vmap(function))(leaves)
     for i in range(3):
@@ -238,12 +239,12 @@ def test_leaves_without_matrices_pass_through():
     masked = optax.MaskedNode()
     leaves = [masked, jnp.ones((0, 4, 6)), jnp.ones((2, 4, 6))]
     views = [None, *(matrix_view(leaf.shape, PLAIN) for leaf in leaves[1:])]
-    results = orthogonalize(SOLVER, leaves, views)
+    results = orthogonalized(SOLVER, leaves, views)
     assert results[0] is masked and results[1].shape == (0, 4, 6)
     chex.assert_trees_all_close(results[2], mc.newton_schulz(leaves[2]), atol=1e-5)
-    (empty,) = orthogonalize(SOLVER, leaves[1:2], views[1:2])
+    (empty,) = orthogonalized(SOLVER, leaves[1:2], views[1:2])
     assert empty.shape == (0, 4, 6)
-    assert orthogonalize(SOLVER, [], []) == []
+    assert orthogonalized(SOLVER, [], []) == []
 
 
 def test_abstract_leaves_keep_their_shapes_and_dtypes():

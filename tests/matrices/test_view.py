@@ -4,9 +4,8 @@ import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import matrix_view
 from optax.contrib import MuonDimensionNumbers as Numbers
-
-from muonclip_jax._matrices.view import matrix_view
 
 
 @settings(max_examples=30, deadline=None)

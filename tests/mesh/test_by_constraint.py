@@ -11,20 +11,20 @@ from helpers import few, normal
 from hlo_costs import hlo_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import (
+    assign_consecutive,
+    divide_stacks,
+    matrix_view,
+    on_one_device,
+    orthogonalize_by_constraint,
+    solver,
+    stacks_of,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._mesh.by_constraint import (
-    divide_stacks,
-    orthogonalize_by_constraint,
-    stacks_of,
-)
-from muonclip_jax._mesh.consecutive import assign_consecutive
-from muonclip_jax._muon.one_device import orthogonalize_on_one_device
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -73,7 +73,7 @@ LAYOUTS = {
     ),
 }
 VIEWS = [matrix_view(shape, MuonDimensionNumbers(-2, -1)) for shape in SHAPES.values()]
-SOLVER = make_solver("keller", 2, "auto", None, "frobenius", "xla").on("cpu")
+SOLVER = solver("cpu", ns_steps=2)
 
 
 def make_mesh(axes, kind=AxisType.Auto):
@@ -103,16 +103,14 @@ def route_on(mesh):
 
 
 @functools.cache
-def on_one_device():
-    return orthogonalize_on_one_device(SOLVER, random_leaves(), views=VIEWS)
+def alone():
+    return on_one_device(SOLVER, random_leaves(), views=VIEWS)
 
 
 @pytest.mark.parametrize("layout", few(LAYOUTS, "three axes"))
 def test_same_as_on_one_device(layout):
     mesh, leaves = placed(layout)
-    chex.assert_trees_all_close(
-        route_on(mesh)(leaves), on_one_device(), rtol=1e-5, atol=1e-6
-    )
+    chex.assert_trees_all_close(route_on(mesh)(leaves), alone(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", few(LAYOUTS, "three axes", "experts"))

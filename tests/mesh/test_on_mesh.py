@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PLAIN = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 IN = MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
-# Three stacks: gate and down share one, cut along different sides.
+# Three shapes: gate and down have one, but a mesh cuts them along different sides.
 SHAPES = {
     "gate": (6, 16, 64),
     "down": (6, 64, 16),
@@ -219,9 +219,9 @@ def traffic(compiled):
     # Stacks of which devices hold blocks, and such as several devices hold alike: the
     # results of those go to all, cut as they are.
     [
-        more("fsdp", 3, 0),
-        ("fsdp and tensor", 3, 0),
-        more("expert", 3, 1),
+        more("fsdp", 4, 0),
+        ("fsdp and tensor", 4, 0),
+        more("expert", 4, 1),
         more("data", 0, 3),
         ("stack", 1, 3),
     ],
@@ -238,8 +238,8 @@ def test_no_device_waits_for_another_between_the_exchanges():
     sent = [i for i, line in enumerate(lines) if " all-to-all(" in line]
     loops = [i for i, line in enumerate(lines) if re.search(r"stack\d+/while\"", line)]
     loops = [i for i in loops if " while(" in lines[i]]
-    assert len(sent) == 6 and len(loops) == 3
-    assert sent[2] < min(loops) and max(loops) < sent[3]
+    assert len(sent) == 8 and len(loops) == 4
+    assert sent[3] < min(loops) and max(loops) < sent[4]
 
 
 def test_no_matrix_is_whole_on_the_wire():

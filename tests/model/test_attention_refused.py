@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from internals import paths
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
 
 
 def kernel(*shape, bias=None):

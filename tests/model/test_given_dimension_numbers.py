@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from internals import matrix_views, paths
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
-from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
 pytestmark = pytest.mark.usefixtures("every_container")

@@ -13,9 +13,9 @@ from flax import nnx
 from flax.core import freeze
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import paths
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
 
 
 # `value` is what NNX puts below its variables, and a name like any other.

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from attention_zoo import AT_1, FUSED, FusedAttention, GEMMA, LATENT, LatentAttention
 from helpers import inputs, linen_variables, normal
+from internals import paths
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
 
 
 pytestmark = pytest.mark.usefixtures("every_container")

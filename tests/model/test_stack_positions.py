@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import matrix_views, paths
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
-from muonclip_jax._parameters.dimension_numbers import matrix_views
 
 
 pytestmark = pytest.mark.usefixtures("every_container")

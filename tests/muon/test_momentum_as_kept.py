@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-
-from muonclip_jax._muon.momentum import _accumulate
+from internals import accumulate
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_ahead_is_made_of_rounded_momentum(dtype):
     m, g = normal(0, 64, 64, dtype=dtype), normal(1, 64, 64)
-    kept, ahead = jax.jit(lambda m, g: _accumulate(0.95, m, g, True))(m, g)
+    kept, ahead = jax.jit(lambda m, g: accumulate(0.95, m, g, True))(m, g)
     step = np.float32(g) / (32 if dtype == "float16" else 1)
     exact = np.asarray(np.float32(0.95) * np.float32(m) + step)
     rounded = np.asarray(exact.astype(kept.dtype), np.float32)
@@ -34,5 +33,5 @@ def test_ahead_is_made_of_rounded_momentum(dtype):
 )
 def test_how_compilers_are_kept_from_leaving_it_out(platform, word):
     x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
-    traced = jax.jit(lambda m, g: _accumulate(0.95, m, g, True)).trace(x, x)
+    traced = jax.jit(lambda m, g: accumulate(0.95, m, g, True)).trace(x, x)
     assert word in traced.lower(lowering_platforms=(platform,)).as_text()

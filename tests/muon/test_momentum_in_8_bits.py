@@ -13,13 +13,12 @@ from flax import nnx
 from helpers import few, more, nnx_model, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import eight_bits, matrix_view
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-from muonclip_jax._matrices.view import matrix_view
-from muonclip_jax._muon import eight_bits
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

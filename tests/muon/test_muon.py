@@ -10,23 +10,19 @@ import numpy as np
 import optax
 import pytest
 from helpers import more, polynomial_of, ROOT
+from internals import platform_with
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz import platforms
 
 
 DATA = ROOT / "tests/data"
 
 
 @pytest.fixture
-def every_speed_feature(monkeypatch):
-    """As for large matrices: row blocks, batches, and stacks of one leaf."""
-    monkeypatch.setattr(platforms, "BLOCK_ROWS", 2)
-    monkeypatch.setitem(platforms.BATCH_ENTRIES, "cpu", 1)
-    monkeypatch.setitem(platforms.STACK_ENTRIES, "cpu", 1)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+def every_speed_feature():
+    """As for large matrices: two blocks, batches, and stacks of one leaf."""
+    with platform_with("cpu", block_rows=2, batch_entries=1, stack_entries=1):
+        yield
 
 
 @pytest.mark.parametrize("scale", [more("original"), "match_rms_adamw"])

@@ -16,10 +16,9 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import cut_into_passes, METHODS, platform_named, solver
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.gram_restarts import cut_into_passes
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 SPECTRA = {
@@ -113,11 +112,6 @@ def test_passes_depend_on_the_schedule_and_the_dtype(name, dtype, lengths):
     assert sum(cut, ()) == mc.NS_COEFFS[name]
 
 
-def solver(platform, method="auto", dtype=None, coefficients="keller", kernel="xla"):
-    options = (coefficients, 5, method, dtype, "frobenius", kernel)
-    return make_solver(*options).on(platform)
-
-
 @pytest.mark.parametrize(
     "platform, dtype", [("cpu", "float32"), ("gpu", "float16"), ("tpu", "bfloat16")]
 )
@@ -134,7 +128,7 @@ def test_each_platform_iterates_in_the_dtype_it_multiplies_fastest(platform, dty
 
 def test_coefficients_that_only_float32_bears_are_iterated_in_it():
     for platform in ("cpu", "gpu", "tpu"):
-        unsafe = solver(platform, coefficients=UNSAFE_CANS)
+        unsafe = solver(platform, ns_coeffs=UNSAFE_CANS)
         assert unsafe.iteration_dtype(jnp.dtype("float32")) == jnp.float32
 
 
@@ -153,20 +147,22 @@ def test_coefficients_that_only_float32_bears_are_iterated_in_it():
     ],
 )
 def test_the_form_is_chosen_by_cost(platform, dtype, method, shape, gram):
-    strategy = solver(platform, method).strategy(shape, jnp.dtype(dtype))
-    assert strategy.gram == gram
+    chosen = solver(platform, method=method).polar_method(*shape, jnp.dtype(dtype))
+    assert chosen is METHODS["gram" if gram else "standard"]
 
 
 def test_kernels_are_taken_where_asked_for_from_a_size_on():
     """For GPU see `test_kernels_for_gpu.py`."""
-    bfloat16, float32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    asked, rows = solver("tpu", kernel="pallas"), 1024
-    assert asked.strategy((rows, rows), bfloat16).kernel
-    assert not asked.strategy((rows - 1, rows), bfloat16).kernel
-    assert not asked.strategy((rows, rows), float32).kernel
-    assert not solver("tpu").strategy((rows, rows), bfloat16).kernel
-    on_cpu = solver("cpu", kernel="pallas")
-    assert not on_cpu.strategy((4096, 4096), bfloat16).kernel
+
+    def is_taken(platform, rows, dtype="bfloat16", kernel="pallas"):
+        its = platform_named(platform).products
+        products = its(rows, rows, jnp.dtype(dtype), kernel, exact=False)
+        return hasattr(products, "kernel")
+
+    assert is_taken("tpu", 1024) and not is_taken("tpu", 1023)
+    assert not is_taken("tpu", 1024, "float32")
+    assert not is_taken("tpu", 1024, kernel="xla")
+    assert not is_taken("cpu", 4096)
 
 
 def test_bfloat16_input_loses_nothing_on_cpu():

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import UNSAFE_CANS
+from internals import check_schedule, resolve_schedule
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.coefficients import check_schedule, resolve_schedule
 
 
 # Output band over [1e-3, 1] from the published tables of each schedule.

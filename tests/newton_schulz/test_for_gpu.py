@@ -7,10 +7,9 @@ import pytest
 from helpers import assert_close, few, matrix_of, more, normal, polynomial_of, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import norm_by_hypotenuses, solver
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz.make_solver import make_solver
-from muonclip_jax._newton_schulz.norms import norm_by_hypotenuses
 
 
 SPECTRA = {
@@ -25,11 +24,10 @@ SPECTRA = {
 
 def for_gpu(x, name="keller", method="auto", **options):
     schedule = mc.NS_COEFFS[name] if isinstance(name, str) else name
-    solver = make_solver(
-        *(name, len(schedule), method, None),
-        *(options.get("preconditioning", "frobenius"), "xla"),
+    on_gpu = solver(
+        "gpu", ns_coeffs=name, ns_steps=len(schedule), method=method, **options
     )
-    (y,) = jax.jit(lambda x: solver.on("gpu").orthogonalize(x))(jnp.float32(x))
+    (y,) = jax.jit(on_gpu.orthogonalize)(jnp.float32(x))
     assert y.dtype == jnp.float32
     return np.asarray(y, np.float64)
 
@@ -90,9 +88,7 @@ def test_preconditioned_matrices_fit_float16(preconditioning):
 @pytest.mark.parametrize("shape", [(3, 5), (2, 40, 600), (1, 1, 1)])
 def test_norm_by_hypotenuses(shape, scale):
     x = np.float32(np.random.default_rng(0).uniform(0.5, 2, shape) * scale)
-    factor, norm = jax.jit(norm_by_hypotenuses)(
-        (x[:1], x[1:]) if x.shape[0] > 1 else (x,)
-    )
+    factor, norm = jax.jit(norm_by_hypotenuses)(x)
     expected = np.linalg.norm(np.float64(x), axis=(-2, -1), keepdims=True)
     np.testing.assert_allclose(np.float64(norm) / np.float64(factor), expected, 1e-5)
     np.testing.assert_array_equal(np.log2(factor), np.round(np.log2(factor)))
@@ -100,7 +96,7 @@ def test_norm_by_hypotenuses(shape, scale):
 
 def test_the_norm_of_many_of_the_largest_numbers_is_finite():
     x = jnp.full((64, 64), jnp.finfo("float32").max)
-    _, norm = norm_by_hypotenuses((x,))
+    _, norm = norm_by_hypotenuses(x)
     assert np.isfinite(norm)
     y = for_gpu(x, "polar_express")
     np.testing.assert_allclose(y, np.full((64, 64), 1 / 64), rtol=0.05)
@@ -123,7 +119,7 @@ def test_any_triple(a, c, method, steps):
     triple = (a, 1 - a - c, c)  # leaves 1 where it is
     schedule = (triple,) * steps
     try:
-        make_solver(schedule, steps, "gram", jnp.float16, "frobenius", "xla")
+        solver(ns_coeffs=schedule, ns_steps=steps, method="gram", dtype=jnp.float16)
     except ValueError:
         return  # unstable
     x = matrix_of(np.geomspace(1, 0.1, 20), 20, 60)
@@ -140,10 +136,12 @@ def test_any_triple(a, c, method, steps):
 def test_triples_with_a_zero(triple, platform, method):
     """Without a slope nothing of X is kept, and zeros stay zeros."""
     schedule = (triple,) * 2
-    solver = make_solver(schedule, 2, method, jnp.float32, "frobenius", "xla")
     x = matrix_of(np.linspace(1, 0.5, 12), 12, 30)
     both = jnp.float32(np.stack([x, np.zeros_like(x)]))
-    (y,) = jax.jit(lambda x: solver.on(platform).orthogonalize(x))(both)
+    there = solver(
+        platform, ns_coeffs=schedule, ns_steps=2, method=method, dtype=jnp.float32
+    )
+    (y,) = jax.jit(there.orthogonalize)(both)
     # The slopes of all three are at most two, here where singular values are under one.
     share = tolerance(jnp.float32, size=30, slopes=(2.0, 2.0))
     assert_close(y[0], polynomial_of(x, schedule), share)

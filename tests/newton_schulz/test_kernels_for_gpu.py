@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import matrix_of, more, polynomial_of
+from internals import hopper_kernel as hopper
+from internals import platform_named, platform_with, platforms, solver
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
@@ -17,10 +19,6 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.kernels import gpu, hopper
-from muonclip_jax._newton_schulz.kernels.triangles import Triangles
-from muonclip_jax._newton_schulz.make_solver import make_solver
 
 
 SMALL = dict(tile=32, block=(16, 16), depth=32, steps=2, sms=3)
@@ -150,7 +148,7 @@ def interpreted_array(x, scale):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("m", [8, 128, 136, 640, 2048, 5000])
 def test_each_tile_on_and_below_the_diagonal_is_computed_once(count, m):
-    triangles = Triangles(count, m, 128)
+    triangles = hopper.Triangles(count, m, 128)
     tiles = [
         (matrix, row, j)
         for matrix, row, column in triangles.units.tolist()
@@ -166,7 +164,7 @@ def test_each_tile_on_and_below_the_diagonal_is_computed_once(count, m):
 
 
 def test_half_the_arithmetic_and_half_units_at_the_end():
-    triangles = Triangles(4, 2048, 128)
+    triangles = hopper.Triangles(4, 2048, 128)
     assert triangles.computed == 136 / 256
     alone = triangles.units[:, 1] == triangles.units[:, 2]
     assert (np.diff(alone.astype(int)) >= 0).all() and alone.sum() == 4 * 8
@@ -186,13 +184,17 @@ def test_refuses():
         hopper.symmetric_product(x, x, block=(128, 32))
 
 
+def takes_kernel(kernel, m, n, dtype="float16", platform="gpu"):
+    its = platform_named(platform).products
+    return hasattr(its(m, n, jnp.dtype(dtype), kernel, exact=False), "kernel")
+
+
 def kernel_as_interpreted(monkeypatch):
     small = dict(tile=16, block=(16, 16), depth=32, steps=2, sms=2)
     of_gpu = functools.partial(
         hopper.symmetric_product, interpret=InterpretGPUParams(), **small
     )
-    monkeypatch.setattr(gpu, "symmetric_product", of_gpu)
-    monkeypatch.setitem(platforms.KERNEL_ROWS, "gpu", 16)
+    monkeypatch.setattr(hopper, "symmetric_product", of_gpu)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +217,10 @@ def test_the_iteration_by_kernels_is_as_exact_as_the_other_forms(monkeypatch, va
     kernel_as_interpreted(monkeypatch)
     x = matrix_of(values, 32, 96)
     exact = polynomial_of(x, mc.NS_COEFFS["keller"])
-    solver = make_solver("keller", 5, "gram", None, "frobenius", "pallas").on("gpu")
-    assert solver.strategy((32, 96), jnp.dtype("float16")).kernel
-    ((y,),) = solver.orthogonalize(jnp.float32(x)[None])
+    with platform_with("gpu", kernel_rows=16):
+        assert takes_kernel("pallas", 32, 96)
+        by_kernel = solver("gpu", method="gram", kernel="pallas")
+        ((y,),) = by_kernel.orthogonalize(jnp.float32(x)[None])
     short = mc.newton_schulz(jnp.float32(x), method="standard", dtype="bfloat16")
     bound = np.linalg.norm(np.float64(short) - exact)
     assert 0 < np.linalg.norm(np.float64(y) - exact) < 2 * bound
@@ -236,10 +239,9 @@ def test_the_iteration_by_kernels_is_as_exact_as_the_other_forms(monkeypatch, va
     ],
 )
 def test_which_shapes_take_the_kernel(kernel, shape, is_taken):
-    solver = make_solver("keller", 5, "auto", None, "frobenius", kernel).on("gpu")
-    assert solver.strategy(shape, jnp.dtype("float16")).kernel is is_taken
-    assert not solver.strategy(shape, jnp.dtype("bfloat16")).kernel
-    assert not solver.on("cpu").strategy(shape, jnp.dtype("float16")).kernel
+    assert takes_kernel(kernel, *shape) is is_taken
+    assert not takes_kernel(kernel, *shape, dtype="bfloat16")
+    assert not takes_kernel(kernel, *shape, platform="cpu")
 
 
 @pytest.mark.parametrize(
@@ -248,15 +250,14 @@ def test_which_shapes_take_the_kernel(kernel, shape, is_taken):
 )
 def test_capability(monkeypatch, platform, capability, major):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
-    monkeypatch.setattr(gpu.backend, "get_default_device", lambda: device)
-    assert gpu.capability() == major
+    monkeypatch.setattr(platforms.backend, "get_default_device", lambda: device)
+    assert platforms.compute_capability() == major
 
 
 @pytest.mark.parametrize("major", [0, 8, 10, 12])
 def test_gpus_without_a_kernel_take_none(monkeypatch, major):
-    monkeypatch.setattr(gpu, "capability", lambda: major)
-    solver = make_solver("keller", 5, "auto", None, "frobenius", "pallas").on("gpu")
-    assert not solver.strategy((2048, 4096), jnp.dtype("float16")).kernel
+    monkeypatch.setattr(platforms, "compute_capability", lambda: major)
+    assert not takes_kernel("pallas", 2048, 4096)
 
 
 @pytest.mark.more

@@ -10,14 +10,11 @@ import pytest
 from helpers import more
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import platform_with, solver
+from internals import tpu_kernel as tpu
 from jax.experimental.pallas import tpu as pltpu
 
 import muonclip_jax as mc
-from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.kernels import tpu
-from muonclip_jax._newton_schulz.kernels.tiles import lower_tiles
-from muonclip_jax._newton_schulz.make_solver import make_solver
-from muonclip_jax._newton_schulz.solver import Solver
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -113,7 +110,7 @@ def test_any_shape(count, m, n, seed):
 @given(m=st.integers(1, 300), edge=st.integers(1, 64))
 def test_lower_tiles_cover_the_lower_half_once(m, edge):
     covered = np.zeros((m, m), int)
-    for row, column in zip(*lower_tiles(m, edge), strict=True):
+    for row, column in zip(*tpu.lower_tiles(m, edge), strict=True):
         i, j = row * edge, column * edge
         covered[i : i + edge, j : j + edge] += 1
     assert np.all(covered <= 1)
@@ -177,24 +174,17 @@ def test_simulated_memory_of_a_tpu(shape):
     check(out, x, x, addend=addend)
 
 
-def orthogonalized(solver, x):
-    prepared = Solver.prepare.__wrapped__(solver, x)
-    (y,) = Solver.iterate.__wrapped__(solver, prepared)
-    return y
-
-
 @pytest.mark.parametrize("shape", [(40, 40), more((2, 24, 80)), more((80, 24))])
 def test_the_iteration_by_kernels_is_that_by_xla(monkeypatch, shape):
     interpreted = functools.partial(tpu.symmetric_product, tile=TILE, interpret=True)
     monkeypatch.setattr(tpu, "symmetric_product", interpreted)
-    monkeypatch.setitem(platforms.KERNEL_ROWS, "tpu", 16)
     x = normal(*shape, dtype=jnp.float32)
     exact = np.asarray(mc.newton_schulz(x, method="standard"), np.float64)
     errors = []
-    for kernel in ("xla", "pallas"):
-        solver = make_solver("keller", 5, "auto", "bfloat16", "frobenius", kernel)
-        y = jax.jit(orthogonalized)(solver.on("tpu"), x)
-        errors.append(np.linalg.norm(y - exact) / np.linalg.norm(exact))
+    with platform_with("tpu", kernel_rows=16):
+        for kernel in ("xla", "pallas"):
+            (y,) = solver("tpu", dtype="bfloat16", kernel=kernel).orthogonalize(x)
+            errors.append(np.linalg.norm(y - exact) / np.linalg.norm(exact))
     assert 0 < errors[1] < 2 * errors[0] < 0.2
 
 

@@ -7,9 +7,9 @@ import optax
 import pytest
 from flax import nnx
 from helpers import clip_at_rest, randomize
+from internals import gammas
 
 import muonclip_jax as mc
-from muonclip_jax._qk_clip.state import gammas
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -22,9 +22,9 @@ from helpers import (
     randomize,
     ScannedModel,
 )
+from internals import paths
 
 import muonclip_jax as mc
-from muonclip_jax._parameters import paths
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

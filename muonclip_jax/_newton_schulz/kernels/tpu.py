@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-
-from .tiles import lower_tiles, product_shape, tile_product
 
 
 _LANES = 128
@@ -53,7 +52,7 @@ def symmetric_product(
     - `tile`: edges of a tile and of a block of tiles. On TPU multiples of 128.
     - `interpret`: runs on any device, slowly, for tests; as for `pl.pallas_call`.
     """
-    out = product_shape(x, y, out_dtype)
+    out = _product_shape(x, y, out_dtype)
     tiling = _Tiling.choose(x.shape, tile, gram=y is x)
     operands = (x, y) if addend is None else (x, y, addend)
     call = pl.pallas_call(
@@ -210,7 +209,7 @@ def _product(tiling: _Tiling, step, x: jax.Array, y: jax.Array) -> jax.Array:
         # What is read beyond the matrix is anything, NaN included.
         inside = step * tiling.depth + _iota(x.shape, 1) < tiling.n
         x, y = (jnp.where(inside, z, jnp.zeros_like(z)) for z in (x, y))
-    return tile_product(x, y)
+    return _tile_product(x, y)
 
 
 def _lower(shape: tuple[int, ...]) -> jax.Array:
@@ -232,3 +231,26 @@ def _cost(tiling: _Tiling, operands, out) -> pl.CostEstimate:
         bytes_accessed=tiling.count * factor_bytes
         + sum(z.size * z.dtype.itemsize for z in (out, *operands[2:])),
     )
+
+
+def lower_tiles(m: int, edge: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows and columns of the tiles on and below the diagonal of `(m, m)`."""
+    rows, columns = np.tril_indices(-(-m // edge))
+    return rows.astype(np.int32), columns.astype(np.int32)
+
+
+def _product_shape(x: jax.Array, y: jax.Array, out_dtype) -> jax.ShapeDtypeStruct:
+    """That of `x @ y.mT`."""
+    if x.ndim != 3 or x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            "symmetric_product takes two stacks (count, m, n) of one shape and dtype, "
+            f"not {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}."
+        )
+    count, m, _ = x.shape
+    return jax.ShapeDtypeStruct((count, m, m), out_dtype or x.dtype)
+
+
+def _tile_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x @ y.T` in float32."""
+    contract_last = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, y, contract_last, preferred_element_type=jnp.float32)

@@ -1,0 +1,66 @@
+"""Functions of arrays that explicit axes of a mesh shard.
+
+With explicit axes every array has a sharding in its type, and what has none that is
+clear, such as a product along a sharded side, is an error. So the axes are made
+automatic around such a function, or its arrays are put together before it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def explicit_spec(x: Any) -> PartitionSpec:
+    """How explicit axes shard an array; None along all others."""
+    return jax.typeof(x).sharding.spec
+
+
+def on_automatic_axes(
+    function: Callable[..., Any], *arguments: Any, results: Any
+) -> Any:
+    """Leaves to XLA how to shard what is inside; `results` are the specs of those."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return function(*arguments)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
+    automatic = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=placed
+    )
+    return automatic(*arguments)
+
+
+def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
+    """Applies a function from leaves to as many to whole ones, and cuts the results."""
+    specs = [explicit_spec(x) for x in leaves]
+    results = function([_shard(x, PartitionSpec()) for x in leaves])
+    return [_shard(x, spec) for x, spec in zip(results, specs, strict=True)]
+
+
+def on_whole_matrices(
+    function: Callable[[Any, jax.Array], jax.Array], argument: Any, x: jax.Array
+) -> jax.Array:
+    """`function(argument, x)` for `(..., m, n)`; devices keep the stacks they have."""
+    spec, mesh = explicit_spec(x), jax.typeof(x).sharding.mesh
+    *stack, _, _ = [*spec, *[None] * (x.ndim - len(spec))]
+    cuts = PartitionSpec(*stack)
+    named = [axes if isinstance(axes, tuple) else (axes,) for axes in stack if axes]
+    if named:
+        function = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), cuts),
+            out_specs=cuts,
+            axis_names={name for names in named for name in names},
+            check_vma=False,
+        )
+    return _shard(function(argument, _shard(x, cuts)), spec)
+
+
+def _shard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    own = jax.typeof(x).sharding
+    if not any(own.spec) and not any(spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(own.mesh, spec))

@@ -1,0 +1,147 @@
+"""The private names that tests and benchmarks use: no other file of theirs has any."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+import muonclip_jax._attention.max_logits as max_logits_module
+import muonclip_jax._muon.muon as muon_module
+import muonclip_jax._muon.scale_by_muon as scale_module
+import muonclip_jax._muonclip as muonclip_module
+from muonclip_jax._attention.splash import _statistic as splash_statistic
+from muonclip_jax._layout.layout import read_layout
+from muonclip_jax._matrices.stacks import plan_stacks
+from muonclip_jax._matrices.unstack import unstack
+from muonclip_jax._matrices.view import matrix_view, MatrixView
+from muonclip_jax._mesh.block_layout import (
+    axis_roles,
+    AxisRoles,
+    block_layout,
+    local_view,
+)
+from muonclip_jax._mesh.by_constraint import (
+    divide_stacks,
+    orthogonalize_by_constraint,
+    stacks_of,
+)
+from muonclip_jax._mesh.on_mesh import (
+    orthogonalize_on_mesh,
+    plan_exchanges,
+    SharedStack,
+)
+from muonclip_jax._mesh.ownership import (
+    assign_consecutive,
+    assign_owners,
+    groups_of,
+    MOST_SLOTS,
+    Work,
+)
+from muonclip_jax._muon import eight_bits
+from muonclip_jax._muon.momentum import _accumulate as accumulate
+from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
+from muonclip_jax._newton_schulz import platforms
+from muonclip_jax._newton_schulz.coefficients import check_schedule, resolve_schedule
+from muonclip_jax._newton_schulz.kernels import tpu as tpu_kernel
+from muonclip_jax._newton_schulz.platforms import Kernel, Platform, PLATFORMS
+from muonclip_jax._newton_schulz.polar import cut_into_passes, METHODS
+from muonclip_jax._newton_schulz.precondition import norm_by_hypotenuses
+from muonclip_jax._newton_schulz.solver import make_solver, Solver
+from muonclip_jax._parameters import paths
+from muonclip_jax._parameters.dimension_numbers import matrix_views
+from muonclip_jax._qk_clip.state import gammas
+
+
+# JAX 0.8 and 0.9 lack what the kernel is made of.
+if jax.__version_info__ >= (0, 10):
+    from muonclip_jax._newton_schulz.kernels import hopper as hopper_kernel
+else:
+    hopper_kernel = None
+
+
+__all__ = [
+    "METHODS",
+    "MOST_SLOTS",
+    "AxisRoles",
+    "Kernel",
+    "MatrixView",
+    "Platform",
+    "SharedStack",
+    "Solver",
+    "Work",
+    "accumulate",
+    "assign_consecutive",
+    "assign_owners",
+    "axis_roles",
+    "block_layout",
+    "check_schedule",
+    "cut_into_passes",
+    "divide_stacks",
+    "eight_bits",
+    "gammas",
+    "groups_of",
+    "hopper_kernel",
+    "local_view",
+    "matrix_view",
+    "matrix_views",
+    "max_logits_module",
+    "muon_module",
+    "muonclip_module",
+    "norm_by_hypotenuses",
+    "on_one_device",
+    "orthogonalize",
+    "orthogonalize_by_constraint",
+    "orthogonalize_on_mesh",
+    "paths",
+    "plan_exchanges",
+    "plan_stacks",
+    "platforms",
+    "resolve_schedule",
+    "scale_module",
+    "splash_statistic",
+    "stacks_of",
+    "tpu_kernel",
+    "unstack",
+]
+
+
+def solver(
+    platform: str | None = None,
+    *,
+    ns_coeffs: Any = "keller",
+    ns_steps: int = 5,
+    method: Any = "auto",
+    dtype: Any = None,
+    preconditioning: Any = "frobenius",
+    kernel: Kernel = "xla",
+) -> Solver:
+    """One for a platform by its name: "cpu", "gpu" or "tpu"."""
+    made = make_solver(ns_coeffs, ns_steps, method, dtype, preconditioning, kernel)
+    return made.on(platform_named(platform)) if platform else made
+
+
+def platform_named(name: str) -> Platform:
+    return PLATFORMS.get(name, PLATFORMS["default"])
+
+
+@contextlib.contextmanager
+def platform_with(name: str, **values: Any) -> Iterator[Platform]:
+    """A platform that has other values: programs are compiled anew, for it."""
+    key = name if name in PLATFORMS else "default"
+    usual = PLATFORMS[key]
+    PLATFORMS[key] = dataclasses.replace(usual, **values)
+    jax.clear_caches()
+    try:
+        yield PLATFORMS[key]
+    finally:
+        PLATFORMS[key] = usual
+        jax.clear_caches()
+
+
+def orthogonalized(
+    solver: Solver, leaves: list[Any], views: list[MatrixView | None]
+) -> list[Any]:
+    """Leaves at one place, orthogonal."""
+    return orthogonalize(solver, leaves, views, read_layout(list(leaves)))
