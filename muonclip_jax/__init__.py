@@ -4,7 +4,7 @@ The system: `muonclip`, with `multi_steps` for micro-batches.
 Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
 Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
-What a model means: `describe`, `flax_dimension_numbers`, `flax_attention_layers`, ...
+What a model means: `describe`, `param_labels`, `flax_dimension_numbers`, ...
 """
 
 import importlib.metadata
@@ -45,6 +45,7 @@ from ._parameters.dimension_numbers import (
     flax_dimension_numbers as flax_dimension_numbers,
 )
 from ._parameters.dimension_numbers import matrix_mask as matrix_mask
+from ._parameters.dimension_numbers import param_labels as param_labels
 from ._qk_clip.metrics import qk_clip_metrics as qk_clip_metrics
 from ._qk_clip.multi_steps import multi_steps as multi_steps
 from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState

@@ -45,7 +45,6 @@ VALUES = {
     "adam_b2": 0.8,
     "adam_eps": 1e-2,
     "adam_weight_decay": 0.4,
-    "head_learning_rate": 0.2,
     "cautious_weight_decay": True,
     "neuron_b2": 0.8,
     "per_head": True,
@@ -145,7 +144,7 @@ ADAMW = {
     "mu_dtype": "mu_dtype",
 }
 #: Steps of their own, in tests of their own.
-STEPS = {"cautious_weight_decay", "head_learning_rate", "neuron_b2", "per_head"}
+STEPS = {"cautious_weight_decay", "neuron_b2", "per_head"}
 OWN = options_of(mc.muon).keys() - options_of(mc.scale_by_muon).keys() | {"mu_dtype"}
 OWN -= STEPS
 

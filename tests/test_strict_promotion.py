@@ -169,7 +169,7 @@ CALLS = {
         ),
         muon(mu_dtype="int8"),
         muon(neuron_b2=0.9, cautious_weight_decay=True),
-        muon(per_head=True, consistent_rms=None, head_learning_rate=1e-3),
+        muon(per_head=True, consistent_rms=None),
         lambda: run(optax.inject_hyperparams(mc.muon)(1e-2, beta=lambda count: 0.9)),
     ],
     "scale_by_muon": [lambda: run(mc.scale_by_muon(), MATRICES | {"c": None})],
@@ -228,6 +228,7 @@ CALLS = {
 #: These look at shapes and names alone.
 NO_ARITHMETIC = {
     *("describe", "flax_attention_layers", "flax_dimension_numbers", "matrix_mask"),
+    "param_labels",
     "per_head_dimension_numbers",
 }
 

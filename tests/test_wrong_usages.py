@@ -111,7 +111,6 @@ ADAMW = {
     "adam_b2": NUMBER,
     "adam_eps": NUMBER,
     "adam_weight_decay": RATE_OR_NONE,
-    "head_learning_rate": RATE_OR_NONE,
     "cautious_weight_decay": FLAG,
     "neuron_b2": NUMBER_OR_NONE,
     "per_head": FLAG,

@@ -80,29 +80,46 @@ def make_optimizer(
         learning_rate=at.learning_rate,
         weight_decay=at.weight_decay,
         adam_learning_rate=at.adam_learning_rate,
-        head_learning_rate=at.head_learning_rate,
         adam_weight_decay=at.adam_weight_decay,
     )
+    head = at.head_learning_rate
     if run.tuned_at is not None:
-        rates = _for_width(rates, run.tuned_at / run.width)
+        ratio = run.tuned_at / run.width
+        head = (head or at.adam_learning_rate or at.learning_rate) * ratio
+        rates = _for_width(rates, ratio)
     beta = 0.95 if run.beta is None else run.beta
-    return mc.muon(
+    muon = mc.muon(
         **rates,
         beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],
         **dict(run.muon),
     )
+    return muon if head is None else _with_head_apart(muon, head, at)
+
+
+def _with_head_apart(
+    muon: optax.GradientTransformationExtraArgs, rate: Any, at: Hyperparameters
+) -> optax.GradientTransformationExtraArgs:
+    """The recipe of docs/tuning.md."""
+    decay = at.weight_decay if at.adam_weight_decay is None else at.adam_weight_decay
+    adamw = optax.adamw(rate, 0.9, 0.95, weight_decay=decay)
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(
+            lambda label: "head" if label == "head" else "rest",
+            mc.param_labels(params),
+        )
+
+    return optax.partition({"rest": muon, "head": adamw}, labels)
 
 
 def _for_width(rates: dict[str, Any], ratio: float) -> dict[str, Any]:
     """The recipe of docs/tuning.md for a model that is `1 / ratio` times as wide."""
     adam = rates["adam_learning_rate"] or rates["learning_rate"]
-    head = rates["head_learning_rate"] or adam
     return rates | dict(
         learning_rate=rates["learning_rate"] * ratio ** (1 / 3),
         consistent_rms="mup",
         adam_learning_rate=adam * ratio ** (1 / 2),
-        head_learning_rate=head * ratio,
     )
 
 

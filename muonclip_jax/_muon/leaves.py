@@ -10,15 +10,7 @@ from .._layout.placement import Shardings
 from .._matrices.view import MatrixView
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
-from .._parameters.verdicts import are_output_heads, BEFORE_THE_MASK
-
-
-_NO_HEAD = (
-    "head_learning_rate was given, but no leaf that goes to AdamW is found to be an "
-    "output head; print(mc.describe(params)) shows why. Where the embedding writes the "
-    "output too, leave it out: head_learning_rate=None. A head that is not found gets "
-    "a rate of its own by optax.partition around mc.muon and optax.adamw"
-)
+from .._parameters.verdicts import BEFORE_THE_MASK
 
 
 #: Where the arguments of an update are in another order, too.
@@ -63,21 +55,6 @@ class Leaves(NamedTuple):
                     f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
                     f"but in the {name} it is {np.shape(leaf)}"
                 )
-
-    def output_heads(self) -> list[bool]:
-        """Whether each leaf is an output head, and no matrix.
-
-        **Raises:** `ValueError` where there is none.
-        """
-        heads = [
-            is_head and view is None
-            for is_head, view in zip(
-                are_output_heads(self.layout.whole), self.views, strict=True
-            )
-        ]
-        if not any(heads):
-            raise ValueError(_NO_HEAD)
-        return heads
 
 
 def read_leaves(

@@ -53,7 +53,6 @@ def muon(
     adam_b2: float | jax.Array = 0.95,
     adam_eps: float | jax.Array = 1e-8,
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
-    head_learning_rate: optax.ScalarOrSchedule | None = None,
     cautious_weight_decay: bool = False,
     neuron_b2: float | jax.Array | None = None,
     per_head: bool = False,
@@ -81,9 +80,6 @@ def muon(
     - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
     - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`, whose momentum has
         `mu_dtype` too, or with `"int8"` the params' dtype.
-    - `head_learning_rate`: that of the kernels that [`describe`][] calls output heads,
-        which AdamW trains like the rest; that of AdamW's side if `None`. A head wants
-        less the wider the model is, the embedding hardly does.
     - `cautious_weight_decay`: whether to decay only what the step makes smaller, for
         both, as [`add_cautious_decayed_weights`][] does.
     - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
@@ -94,8 +90,8 @@ def muon(
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
     **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head` beside
-    `dimension_numbers` that leave nothing open, for a `neuron_b2` outside [0, 1], for
-    `head_learning_rate` without an output head, and from an update without params.
+    `dimension_numbers` that leave nothing open, for a `neuron_b2` outside [0, 1], and
+    from an update without params.
 
     !!! example
 
@@ -123,7 +119,6 @@ def muon(
         weight_decay=weight_decay,
         adam_learning_rate=adam_learning_rate,
         adam_weight_decay=adam_weight_decay,
-        head_learning_rate=head_learning_rate,
     )
     number("adam_b1", adam_b1, BELOW_ONE)
     number("adam_b2", adam_b2, BELOW_ONE)
@@ -176,13 +171,6 @@ def muon(
             else []
         )
 
-        def adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-            return optax.chain(
-                _lying_as_params(adam, leaves, adam_mu_dtype),
-                decay(adam_weight_decay, decayed),
-                optax.scale_by_learning_rate(rate),
-            )
-
         groups: dict[Hashable, optax.GradientTransformation] = {
             "muon": optax.chain(
                 direction,
@@ -190,12 +178,14 @@ def muon(
                 decay(weight_decay, decayed),
                 optax.scale_by_learning_rate(learning_rate),
             ),
-            "adamw": adamw(adam_learning_rate),
+            "adamw": optax.chain(
+                _sharded_like_params(adam, leaves, adam_mu_dtype),
+                decay(adam_weight_decay, decayed),
+                optax.scale_by_learning_rate(adam_learning_rate),
+            ),
         }
-        if head_learning_rate is not None:
-            groups["head"] = adamw(head_learning_rate)
-        labels = _labels(leaves, with_heads=head_learning_rate is not None)
-        return optax.partition(groups, lambda _: labels)
+        labels = ["muon" if view else "adamw" for view in leaves.views]
+        return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)
@@ -244,7 +234,7 @@ def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
     )
 
 
-def _lying_as_params(
+def _sharded_like_params(
     adam: optax.GradientTransformation, leaves: Leaves, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
@@ -258,11 +248,3 @@ def _lying_as_params(
         return updates, after
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _labels(leaves: Leaves, *, with_heads: bool) -> Any:
-    labels = ["adamw" if view is None else "muon" for view in leaves.views]
-    if with_heads:
-        heads = zip(labels, leaves.output_heads(), strict=True)
-        labels = ["head" if is_head else label for label, is_head in heads]
-    return leaves.tree.unflatten(labels)

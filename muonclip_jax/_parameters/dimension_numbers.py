@@ -9,12 +9,12 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.view import matrix_view, MatrixView
 from .._options import flag
-from . import paths
+from . import names, paths
 from .broadcast import broadcast
 from .leaf_rules import EitherWay, Verdict
 from .patterns import is_patterns
 from .stack_axes import IN_FRONT, StackAxes
-from .verdicts import find_verdicts
+from .verdicts import find_evidence, find_verdicts
 
 
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
@@ -122,6 +122,69 @@ def matrix_mask(params: optax.Params) -> Any:
     """
     tree = paths.flatten(params)
     return tree.unflatten(v.numbers is not None for v in find_verdicts(tree))
+
+
+def param_labels(
+    params: optax.Params, *, dimension_numbers: DimensionNumbers | None = None
+) -> Any:
+    """Returns a tree of labels that say what each leaf is, for `optax.partition`.
+
+    | label | leaf |
+    |---|---|
+    | `"matrix"` | holds matrices; all else [`muon`][] sends to AdamW |
+    | `"embedding"` | is looked up |
+    | `"head"` | writes the output |
+    | `"router"` | picks experts, where `dimension_numbers` leaves it to AdamW |
+    | `"vector"` | norms, biases, gains, positions, and all else |
+
+    **Arguments:**
+
+    - `params`: as for [`flax_dimension_numbers`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
+
+    **Returns:** a tree like `params` of strings; hidden leaves stay hidden.
+
+    **Raises:** `ValueError` as [`flax_dimension_numbers`][] does.
+
+    !!! example "A learning rate of its own for the output head"
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> kernels = {"embed": (32, 8), "up": (8, 16), "lm_head": (8, 32)}
+        >>> params = {k: {"kernel": jnp.ones(shape)} for k, shape in kernels.items()}
+        >>> mc.param_labels(params)["lm_head"]
+        {'kernel': 'head'}
+        >>> def is_head(params):
+        ...     name = lambda label: "head" if label == "head" else "rest"
+        ...     return jax.tree.map(name, mc.param_labels(params))
+        >>> tx = optax.partition(
+        ...     {
+        ...         "rest": mc.muon(1e-2),
+        ...         "head": optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
+        ...     },
+        ...     is_head,
+        ... )
+    """
+    tree = paths.flatten(params)
+    verdicts = resolve_verdicts(dimension_numbers, tree)
+    labels = []
+    for path, leaf, given, evidence in zip(
+        *tree[:2], verdicts, find_evidence(tree), strict=True
+    ):
+        if paths.is_masked(leaf):
+            label = leaf
+        elif given.numbers is not None and not paths.is_masked(given.numbers):
+            label = "matrix"
+        elif evidence and evidence.is_head:
+            label = "head"
+        elif evidence and evidence.why == "embedding":
+            label = "embedding"
+        elif not names.is_vector(path) and {"router", "gate"}.intersection(path[-2:]):
+            label = "router"
+        else:
+            label = "vector"
+        labels.append(label)
+    return tree.unflatten(labels)
 
 
 def resolve_dimension_numbers(

@@ -49,19 +49,19 @@ def find_verdicts(
     return [found[i] for i in range(len(tree.paths))]
 
 
-def are_output_heads(tree: paths.PathedTree) -> list[bool]:
-    """Whether each leaf is an output head by the evidence, whatever is given."""
+def find_evidence(tree: paths.PathedTree) -> list[Verdict | None]:
+    """For each leaf what names and shapes say, whatever is given; `None` if nothing."""
     rules = _Rules(tree, per_head=False, stack_axes=IN_FRONT)
 
-    def is_head(path: paths.Path, leaf: Any) -> bool:
+    def evidence(path: paths.Path, leaf: Any) -> Verdict | None:
         if paths.is_masked(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return False
+            return None
         try:
-            return rules.verdict(path).is_head
+            return rules.verdict(path)
         except Ambiguous:
-            return False
+            return None
 
-    return list(map(is_head, tree.paths, tree.leaves))
+    return list(map(evidence, tree.paths, tree.leaves))
 
 
 def spelled_leaves(

@@ -98,6 +98,11 @@ def differentiated(fast_compilation):
     return params, others, *outputs, grads
 
 
+def head_or_rest(params):
+    labels = mc.param_labels(params)
+    return jax.tree.map(lambda x: "head" if x == "head" else "rest", labels)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("optimizer", [more("adamw"), more("muon"), "muon, head apart"])
 @pytest.mark.parametrize("threshold", [more(math.inf), 0.01])
@@ -110,8 +115,10 @@ def test_training_step_is_that_of_the_public_optimizer(
     if optimizer == "adamw":
         tx = optax.adamw(0.1, b2=0.95, weight_decay=0.3)
     else:
-        rates = dict(adam_learning_rate=0.02, head_learning_rate=head)
-        tx = mc.muon(0.1, **rates, weight_decay=0.3)
+        tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3)
+        if head is not None:
+            adamw = optax.adamw(head, b2=0.95, weight_decay=0.3)
+            tx = optax.partition({"rest": tx, "head": adamw}, head_or_rest)
     tx = optax.chain(tx, mc.qk_clip(threshold))
     update = jax.jit(tx.update)
     updates, _ = update(grads, tx.init(params), params, attention_stats=stats)

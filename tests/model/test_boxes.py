@@ -71,7 +71,6 @@ TRANSFORMATIONS = {
         1e-2,
         mu_dtype="int8",
         neuron_b2=0.9,
-        head_learning_rate=1e-3,
         weight_decay_mask={"embed": False, "block": True, "lm_head": True},
         dimension_numbers={"block/up/kernel": None},
     ),
@@ -128,7 +127,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("unboxed_after", [0, 2, 4])
 def test_a_train_state_boxed_and_unboxed_on_the_way(unboxed_after):
     model, tokens = Model(), jnp.arange(10).reshape(2, 5) % V
-    tx = mc.muonclip(1e-2, threshold=0.1, head_learning_rate=1e-3)
+    tx = mc.muonclip(1e-2, threshold=0.1)
 
     def create(unbox):
         params = model.init(jax.random.key(0), tokens)["params"]
