@@ -105,10 +105,12 @@ def on_one_device(
             ]
             iterated = [solver.map(solver.orthogonalize, x) for x in gathered]
         else:
-            # Preparation fuses with what made the leaf.
-            prepare = functools.partial(_prepare, solver)
+            # Preparation fuses with what made the leaves, and with a stack of them.
             iterated = solver.iterate(
-                *[stack.gather(leaves, prepare) for stack in stacks]
+                *[
+                    solver.prepare(*[v.to_matrices(leaves[i]) for i, v in stack.parts])
+                    for stack in stacks
+                ]
             )
         for stack, matrices in zip(stacks, iterated, strict=True):
             stack.scatter(matrices, results, on_cpu=platform.name == "cpu")
@@ -129,11 +131,6 @@ def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
         if _is_large(solver, stack) or len(waiting[kind]) == solver.its_platform.turns:
             yield waiting.pop(kind)
     yield from waiting.values()
-
-
-@functools.partial(jax.jit, static_argnames="view")
-def _prepare(solver: Solver, view: MatrixView, leaf: jax.Array) -> jax.Array:
-    return solver.prepare(view.to_matrices(leaf))
 
 
 def _differentiable(route: Route, alone: Route) -> Route:

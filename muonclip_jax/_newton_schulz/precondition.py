@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -23,22 +23,28 @@ Norm = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 NOISE = 1e-6
 
 
-def precondition(x: jax.Array, kind: Preconditioning, norm: Norm) -> jax.Array:
-    """Scales `(..., m, n)` in float32 or wider."""
-    y = _divide_by_norm(widen(x), norm)
+def precondition(
+    parts: Sequence[jax.Array], kind: Preconditioning, norm: Norm
+) -> jax.Array:
+    """Scales `(..., m, n)` in float32 or wider; of parts of a stack it makes one.
+
+    Norms are those of parts, so that a stack is formed but once, scaled: a GPU would
+    write it, and read it again for the norms.
+    """
+    y = _divide_by_norm(tuple(map(widen, parts)), norm)
     if kind == "frobenius":
         return y
     wide = y.mT if is_tall(y) else y
     if kind == "equilibrated":
-        wide = _divide_by_norm(_equilibrated(wide), norm)
+        wide = _divide_by_norm((_equilibrated(wide),), norm)
     else:
         wide = _almost_orthogonal(wide)
     return wide.mT if is_tall(y) else wide
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _divide_by_norm(x: jax.Array, scaled_norm: Norm) -> jax.Array:
-    factor, norm = scaled_norm(x)
+def _divide_by_norm(parts: tuple[jax.Array, ...], scaled_norm: Norm) -> jax.Array:
+    x, factor, norm = _with_norms(parts, scaled_norm)
     y = x * factor
     # The norm is 0 where all of y is. A condition on it would be one more kernel for
     # every leaf on GPU.
@@ -50,12 +56,24 @@ def _divide_by_norm_jvp(scaled_norm, primals, tangents):
     # d(x / |x|) = (dx - y <y, dx>) / |x|, with y = x / |x|. By the rules for what is
     # above, 0 would meet infinity in the sums that do not count. A zero matrix has no
     # derivative; this gives it one of 0.
-    (x,), (dx,) = primals, tangents
-    factor, norm = scaled_norm(x)
+    ((parts,), (dparts,)) = primals, tangents
+    (x, factor, norm), dx = _with_norms(parts, scaled_norm), put_together(dparts)
     y = x * factor / jnp.where(norm > 0, norm, 1)
     dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
     along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
     return y, dy - y * along
+
+
+def put_together(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _with_norms(
+    parts: Sequence[jax.Array], scaled_norm: Norm
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The stack of some parts, a factor for each of its matrices, and their norms."""
+    factors, norms = zip(*map(scaled_norm, parts), strict=True)
+    return put_together(parts), put_together(factors), put_together(norms)
 
 
 def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:

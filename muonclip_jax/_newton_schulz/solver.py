@@ -80,10 +80,13 @@ class Solver:
         return self.iterate(*map(self.prepare, stacks))
 
     @jax.jit
-    def prepare(self, x: jax.Array) -> jax.Array:
-        """Singular values in [0, 1], in the dtype of the iteration and its size."""
-        dtype = self.iteration_dtype(x.dtype)
-        y = precondition(x, self.preconditioning, self.its_platform.norm)
+    def prepare(self, *parts: jax.Array) -> jax.Array:
+        """Singular values in [0, 1], in the dtype of the iteration and its size.
+
+        Of parts of a stack it makes one.
+        """
+        dtype = self.iteration_dtype(parts[0].dtype)
+        y = precondition(parts, self.preconditioning, self.its_platform.norm)
         return round_to(y / stored_size(dtype), dtype)
 
     @jax.jit
