@@ -63,8 +63,8 @@ def describe(
     if params is None:
         raise ValueError("describe needs the params, got None")
     tree = paths.flatten(params)
-    told = muon_per_head(per_head, attention, dimension_numbers)
-    verdicts = resolve_verdicts(tree=tree, **told)
+    settings = muon_per_head(per_head, attention, dimension_numbers)
+    verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of([verdict.numbers for verdict in verdicts], tree)
     roles, refusal = _roles_or_refusal(attention, tree)
     rows = [_COLUMNS] + [

@@ -1,4 +1,4 @@
-"""What JAX calls differently in the versions that are supported, 0.8 to 0.12."""
+"""Names that differ between the versions of JAX that are supported, 0.8 to 0.12."""
 
 import inspect
 from collections.abc import Hashable
@@ -21,7 +21,7 @@ def manual_axes(x: Any) -> frozenset[str]:
 
 
 def is_checked(axes: tuple[Hashable, ...]) -> bool:
-    """Whether types tell what varies over axes: not in `pmap`, and not in `vmap`."""
+    """True if types tell what varies over axes: not in `pmap`, and not in `vmap`."""
     return bool(manual_axes(jax.lax.axis_index(axes)))
 
 

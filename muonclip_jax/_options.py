@@ -1,4 +1,4 @@
-"""What users hand over as numbers, flags, dtypes and choices: checked in their words.
+"""Checks of numbers, flags, dtypes and choices, in the words of the user.
 
 A number may be traced, as under `optax.inject_hyperparams`. Then only its type is known
 yet, and all that is checked.
@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 
 class Range(NamedTuple):
-    """What a number "must"."""
+    """A range of numbers, and what a number in it "must"."""
 
     must: str
     holds: Callable[[Any], Any]
@@ -106,7 +106,7 @@ def float_dtype(name: str, value: Any, also: str | None = None) -> Any:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether it is a real or complex float of 16 bits or more."""
+    """True for a real or complex float of 16 bits or more."""
     return jnp.issubdtype(dtype, np.inexact) and jnp.finfo(dtype).dtype.name in FLOATS
 
 

@@ -2,9 +2,9 @@
 
 Outside of `jax.shard_map` and `jax.pmap` every leaf is whole, and on a mesh it may be
 sharded (`Layout.placement`). Inside, a mapped axis does one of three things to a leaf:
-it cuts it, so that the leaf at hand is a block of the whole one (`cuts`, told by
-`shardings=`); it divides the batch, so that gradients and statistics differ along it
-but the leaf does not (`replicas`, told by `axis_name=`); or nothing. Masks, shapes,
+it cuts it, so that the leaf at hand is a block of the whole one (`cuts`, as
+`shardings=` says); it divides the batch, so that gradients and statistics differ along
+it but the leaf does not (`replicas`, those of `axis_name=`); or nothing. Masks, shapes,
 means, norms and statistics that mapped axes change ask here.
 """
 
@@ -108,14 +108,14 @@ class Layout(NamedTuple):
         for path, x, cut in zip(self.tree.paths, arrays, self.cuts, strict=True):
             if not isinstance(x, jax.Array):
                 continue
-            own, told = manual_axes(x), cut_axes(cut)
-            if differs := own.intersection(shared).difference(told):
+            own, given = manual_axes(x), cut_axes(cut)
+            if differs := own.intersection(shared).difference(given):
                 raise ValueError(
                     f"'{show(path)}' differs along {sorted(map(str, differs))}: say in "
                     "shardings how they cut it, or name them in axis_name, over which "
                     "gradients are averaged"
                 )
-            if whole := set(told).difference(own):
+            if whole := set(given).difference(own):
                 raise ValueError(
                     f"shardings says that {sorted(whole)} cut '{show(path)}', but it "
                     "is the same on all devices along them: give jax.shard_map the "
@@ -201,7 +201,7 @@ def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
 
 
 def differing(x: jax.Array, along: Axes) -> Axes:
-    """Those of some axes along which an array may differ, for all that types know."""
+    """The axes among `along` along which an array may differ, as far as types know."""
     own = manual_axes(x)
     return tuple(axis for axis in along if axis in own or not is_checked((axis,)))
 

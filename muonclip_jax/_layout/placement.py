@@ -90,7 +90,7 @@ class _Block:
 def given_shardings(
     shardings: Shardings | None, tree: PathedTree, *, of_blocks: bool = False
 ) -> list[Any]:
-    """What the user says of each leaf, whichever way it was given."""
+    """The entry of `shardings` for each leaf, whichever way it was given."""
     if shardings is None:
         return [None] * len(tree.leaves)
     if is_function(shardings) and not isinstance(shardings, PartitionSpec | Mesh):
@@ -115,7 +115,7 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
-    """Whether a spec cuts an array evenly."""
+    """True if a spec cuts an array evenly."""
     return all(
         size % math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) == 0
         for size, entry in zip(shape, spec, strict=False)
@@ -123,7 +123,7 @@ def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
 
 
 def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
-    """Whether an array is known to be sharded as `spec` says."""
+    """True if an array is known to be sharded as `spec` says."""
     if isinstance(x, Tracer):
         return False
     own_mesh, own = _of_array(x)
@@ -236,7 +236,7 @@ def _same(mesh: Any, other: Any) -> bool:
 
 
 def _automatic_axes(mesh: Any) -> set[str]:
-    """Those that tracers do not speak of."""
+    """The axes that the type of a tracer leaves out."""
     if mesh is None:
         return set()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -246,7 +246,7 @@ def _automatic_axes(mesh: Any) -> set[str]:
 def _same_spec(
     spec: PartitionSpec, other: PartitionSpec, mesh: Any, hidden: Collection[str] = ()
 ) -> bool:
-    """Whether two specs are one; an axis of one device cuts nothing."""
+    """True if two specs say the same; an axis of one device cuts nothing."""
     hidden = {*hidden, *(name for name, size in mesh.shape.items() if size == 1)}
 
     def entries(spec: PartitionSpec) -> list[tuple[str, ...]]:

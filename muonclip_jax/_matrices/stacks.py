@@ -1,4 +1,4 @@
-"""Which matrices of which leaves share a stack: a static plan, and how to follow it."""
+"""Matrices of leaves that share a stack: a static plan, and how to follow it."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape and dtype, those of each leaf behind those of another."""
+    """Matrices of one shape and dtype, those of each leaf after those of another."""
 
     shape: tuple[int, int]  # of a matrix
     dtype: str
@@ -36,12 +36,9 @@ class Stack:
         self,
         leaves: Sequence[Any],
         to_stack: Callable[[MatrixView, jax.Array], jax.Array],
-        padding: int = 0,
     ) -> jax.Array:
-        """Makes the stack of what `to_stack` makes of each leaf, and zeros behind."""
+        """Makes the stack of what `to_stack` makes of each leaf."""
         stacks = [to_stack(part.view, leaves[part.leaf]) for part in self.parts]
-        if padding:
-            stacks.append(jnp.zeros((padding, *stacks[0].shape[1:]), stacks[0].dtype))
         return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
 
     def scatter(self, stack: jax.Array, results: list[Any], *, on_cpu: bool) -> None:

@@ -12,7 +12,7 @@ from .._options import whole_number
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """How one leaf holds matrices: the axes of a stack of `(fan_in, fan_out)`."""
+    """The matrices of one leaf: the axes of a stack of `(fan_in, fan_out)`."""
 
     batch: tuple[int, ...]
     reduction: tuple[int, ...]

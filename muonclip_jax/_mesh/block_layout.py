@@ -1,4 +1,4 @@
-"""How a mesh cuts the matrices of a leaf, and how their blocks fit together again."""
+"""Blocks of matrices that a mesh cuts, and how they fit together again."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from .._matrices.view import MatrixView
 
 
 class AxisRoles(NamedTuple):
-    """What each axis of a mesh does to the matrices of a leaf."""
+    """The role of each axis of a mesh for the matrices of a leaf."""
 
     batch: tuple[str, ...]  # along these, devices hold different matrices
     replicated: tuple[str, ...]  # devices hold the same
@@ -22,7 +22,7 @@ class AxisRoles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:
-    """How the blocks of one matrix, as devices along `roles.sharded` hold them, fit."""
+    """The blocks of one matrix, as devices along `roles.sharded` hold them."""
 
     roles: AxisRoles
     devices: int

@@ -69,8 +69,8 @@ def stacks_of(
     devices: int,
 ) -> list[Stack]:
     """Apart are tall matrices, since often a mesh cuts all along one axis, and leaves
-    of many matrices, which may be cut along their stack: to put together what lies
-    differently, XLA would copy it to all devices.
+    of many matrices, which may be cut along their stack: to put together what is
+    sharded differently, XLA would copy it to all devices.
     """
     ordered = [_last_stack_first(view) for view in views]
     many = [i for i, view in enumerate(ordered) if view.count >= MANY * devices]
@@ -140,7 +140,7 @@ def _iterate_own(
     plan: Sequence[DividedStack],
     axes: tuple[str, ...],
 ) -> list[jax.Array]:
-    """What one device does in its slots; no device waits for another in between."""
+    """The work of one device, which waits for no other in between."""
     zero, iterated = zero_after(slots), []
     device = jax.lax.axis_index(axes)
     for number, ((stack, share), mine) in enumerate(zip(plan, slots, strict=True)):

@@ -25,12 +25,12 @@ class Exchange(Protocol):
 
     @property
     def roles(self) -> AxisRoles:
-        """What each axis of the mesh does to the matrices."""
+        """The role of each axis of the mesh."""
         ...
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """How blocks are sent, whatever part of the matrix they are."""
+        """The shape in which blocks are sent, whatever part of the matrix they are."""
         ...
 
     def to_owners(self, blocks: jax.Array) -> jax.Array:
@@ -44,7 +44,7 @@ class Exchange(Protocol):
         ...
 
     def count(self) -> jax.Array | None:
-        """How many matrices this device iterates, the first ones; None if all slots."""
+        """The number of matrices this device iterates, the first ones; None if all."""
         ...
 
 
@@ -78,6 +78,7 @@ class AllToAll:
             table = _at(owners.slots, group, copy)  # (devices, slots)
             sent = _take(blocks, table.reshape(-1))
             sent = sent.reshape(*table.shape, *self.block_shape)
+        # Of each slot the blocks from all devices are next to each other.
         received = jnp.moveaxis(self._all_to_all(sent), 1, 0)
         return self._by_kind([layout.join(received) for layout in self.layouts])
 
@@ -91,6 +92,8 @@ class AllToAll:
             ]
         )
         returned = self._all_to_all(jnp.moveaxis(split, 1, 0))
+        # Copies of a block are at several devices, but each matrix was iterated at one:
+        # copies hand their results to each other.
         if self.roles.replicated:
             returned = gather_everywhere(returned, self.roles.replicated)
         group, *_ = self._here()
@@ -111,7 +114,7 @@ class AllToAll:
 
     @property
     def _in_runs(self) -> bool:
-        """Whether blocks are copied owner by owner, and not one by one.
+        """True if blocks are copied owner by owner, and not one by one.
 
         Those of an owner are in a row. XLA's gather for TPU cuts them to fit its
         memory, which for Kimi K2 on 1,024 v5p takes 310 million cycles in place of 256.
@@ -132,9 +135,11 @@ class AllToAll:
         return jax.lax.all_to_all(blocks, self.roles.sharded, 0, 0, tiled=True)
 
     def _by_kind(self, results: list[jax.Array]) -> jax.Array:
-        """Of each slot the result for the layout that its matrix has."""
+        """Picks for each slot the result for the layout that its matrix has."""
         if len(results) == 1:
             return results[0]
+        # All are computed, and one is chosen. That is cheaper than a branch for each
+        # slot, which would be a loop, and what is computed is only moved.
         kinds = jnp.asarray(_at(self.kinds[self.owners.slots], *self._here()))
         chosen = results[0]
         for i, result in enumerate(results[1:], 1):

@@ -98,6 +98,8 @@ def share_among_devices(
 
     `mesh` maps names of axes to sizes.
     """
+    # Every process makes the same plan by itself: it follows from shapes, specs and
+    # costs alone, in an order that no hash decides.
     plan = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
     matrices = [_to_owners(solver, *shared, leaves) for shared in plan]
     # Where devices have different numbers of matrices, none is iterated before all have
@@ -156,6 +158,8 @@ def plan_exchanges(
         members = tuple(parts[i] for i in leaves)
         return Stack(layouts[leaves[0]].shape, dtype, members)
 
+    # All devices along these axes have as many slots as the one with the most matrices:
+    # what is exchanged is padded to that.
     def slots_of(groups: Sequence[Sequence[int]]) -> int:
         roles = layouts[groups[0][0]].roles
         devices = math.prod(mesh[name] for name in roles.replicated + roles.sharded)
@@ -211,6 +215,8 @@ def _to_owners(
     solver: Solver, stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array]
 ) -> jax.Array:
     """This device's blocks of the matrices of a stack, sent to those who own them."""
+    # What is iterated in half precision is sent in it, which halves the traffic. The
+    # iteration rounds the same numbers anyway, but for their norm.
     wire = solver.wire_dtype(jnp.dtype(stack.dtype))
 
     def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:

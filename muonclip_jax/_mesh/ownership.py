@@ -1,4 +1,4 @@
-"""Which device iterates which matrix: work shared out by cost over a mesh.
+"""The device that iterates each matrix: work shared out by cost over a mesh.
 
 Matrices are iterated whole. To cut one over devices would take an exchange for every
 product, where to send it to one takes two in all.
@@ -51,7 +51,7 @@ class Owners:
 
     @property
     def are_even(self) -> bool:
-        """Whether all devices have as many matrices."""
+        """True if all devices have as many matrices."""
         return bool((self.counts == self.most).all())
 
     @functools.cached_property
@@ -65,7 +65,7 @@ class Owners:
 
     @property
     def beyond(self) -> int:
-        """How far the slots of some reach beyond the stack."""
+        """The slots of some device that reach beyond the stack."""
         return int(self.starts.max(initial=0)) + self.most - int(self.counts[0].sum())
 
     @functools.cached_property
@@ -116,6 +116,8 @@ def _place(
 ) -> Owners:
     """Gives away the matrices of each group, and adds their cost to `loads`."""
     members = groups.reshape(len(groups), -1)
+    # Matrices of a stack cost the same, so only how many each device takes is decided
+    # here. All groups choose at once, each for itself.
     most = MOST_SLOTS * math.ceil(work.count / members.shape[1])
     taken, everyone = np.zeros_like(members), np.arange(len(members))
     for _ in range(work.count):
@@ -166,6 +168,8 @@ def assign_consecutive(
     """
     loads, found = np.zeros(devices), {}
     for i in sorted(range(len(counts)), key=lambda i: -costs[i]):
+        # Few devices with full slots, or more of them with half as many: the second is
+        # better where the first stacks have left some devices nothing to do.
         least = math.ceil(counts[i] / devices)
         candidates = [
             _where_least_busy(loads, counts[i], slots)

@@ -20,7 +20,7 @@ from .._matrices.view import MatrixView
 
 
 LARGEST = 127  # code
-OVERHEAD = 0.0595  # bytes an entry, beside its code
+OVERHEAD = 0.0595  # bytes an entry, next to its code
 MOST_DIRECTIONS = 32
 RIDGE = 1e-6  # float32 tells no smaller eigenvalues of a Gram matrix apart
 
@@ -55,14 +55,14 @@ class Scales(NamedTuple):
 
 
 def number_of_directions(view: MatrixView) -> int:
-    """As many as keep what is beside the codes within `OVERHEAD`."""
+    """As many as keep all that is not a code within `OVERHEAD`."""
     sides = view.fan_in + view.fan_out
     affordable = OVERHEAD * view.fan_in * view.fan_out / sides
     return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))  # 2 for the scales
 
 
 def layout(view: MatrixView) -> Any:
-    """Of the scales of a leaf what each is: a tree of parts of its state."""
+    """Describes the scale arrays of a leaf: a tree of parts of its state."""
     rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
     part: Any = StatePart
     scales = part(jnp.bfloat16, rows), part(jnp.bfloat16, columns)
@@ -104,7 +104,7 @@ def encode(
 
 
 def _share(code: jax.Array) -> jax.Array:
-    """Of the scale, in steps that are finer near zero."""
+    """The share of its scale that a code stands for, in steps finer near zero."""
     code = code.astype(jnp.float32)
     return code / (2 * LARGEST - jnp.abs(code))
 

@@ -1,4 +1,4 @@
-"""What a trace reads of a tree of leaves, once: paths, matrices, shardings."""
+"""A tree of leaves as a trace reads it, once: paths, matrices, shardings."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple

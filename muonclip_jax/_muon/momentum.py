@@ -54,7 +54,7 @@ _NO_FLOATS = (
 
 
 class Momentum(NamedTuple):
-    """How momentum is kept: an init/update pair, where the update returns leaves."""
+    """A way to keep momentum: an init/update pair whose update returns leaves."""
 
     init: Callable[[optax.Params, Leaves], ScaleByMuonState]
     # state, leaves, views, gradients -> momentum to orthogonalize, state

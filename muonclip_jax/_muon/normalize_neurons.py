@@ -35,7 +35,7 @@ class NormalizeNeuronsState(NamedTuple):
     """
 
     # By path, so that what a param's metadata say of its axes, in Flax's boxes, is not
-    # taken for what lies here.
+    # taken for what is here.
     v: dict[str, jax.Array]
 
 
@@ -55,7 +55,7 @@ def normalize_neurons(
     The mean is over the shorter side, so that there is one $v$ for each entry of the
     longer one: orthogonalization has made the others even already. Square matrices stay
     as they are. Every matrix keeps its Frobenius norm, so that a learning rate carries
-    over. It stands behind [`scale_by_muon`][], and reads the same axes; on a mesh no
+    over. It comes after [`scale_by_muon`][], and reads the same axes; on a mesh no
     more than a vector of each matrix is exchanged.
 
     **Arguments:**

@@ -58,6 +58,8 @@ def _at_one_place(
         of_whole = functools.partial(on_one_device, solver, views=views)
         return on_whole_leaves(of_whole, leaves)
 
+    # Derivatives go through the plain program on all four ways: exchanges and loops of
+    # a length known at run time have none.
     if place.kind == "one device":
         route = alone
     elif place.kind == "manual":
@@ -118,7 +120,7 @@ def on_one_device(
 
 
 def _is_large(solver: Solver, stack: Stack) -> bool:
-    """Whether it is more than a batch."""
+    """True for more matrices than are iterated at once."""
     return stack.count > max(1, solver.batch_size(stack.shape))
 
 
@@ -134,10 +136,7 @@ def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
 
 
 def _differentiable(route: Route, alone: Route) -> Route:
-    """`route` with the derivative of what one device does, which XLA partitions.
-
-    Exchanges and loops of a length known at run time have no derivative.
-    """
+    """`route` with the derivative of what one device does, which XLA partitions."""
     result = jax.custom_jvp(lambda solver, leaves: route(solver, leaves))
 
     @result.defjvp

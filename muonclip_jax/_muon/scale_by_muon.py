@@ -73,7 +73,7 @@ def scale_by_muon(
         float16 up to $\beta = 0.96$, and coarse for those below $10^{-4}$ (10 % at
         $10^{-5}$), where a loss that is scaled up helps. `"int8"` keeps it in at most
         1.06 bytes an entry, if a matrix is 68 x 68 or larger: a code for every entry,
-        on the scale of its row or its column, beside up to 32 of the largest
+        on the scale of its row or its column, next to up to 32 of the largest
         directions. `benchmarks/momentum_in_8_bits.py` measures how close that stays to
         float32.
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
@@ -215,7 +215,7 @@ def check_shape_scale(consistent_rms: ShapeScale) -> None:
 
 
 def depends_on_direction(consistent_rms: ShapeScale) -> bool:
-    """Whether a matrix and its transpose get two scales."""
+    """True if a matrix and its transpose get two scales."""
     return consistent_rms is None or isinstance(consistent_rms, str)
 
 

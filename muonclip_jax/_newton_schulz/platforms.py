@@ -63,7 +63,7 @@ class Platform:
     #: Whether steps do better as a loop, where they are in float32 or wider.
     loops: bool = False
 
-    #: Whether products of float32 keep all their bits unless told to.
+    #: Whether products of float32 keep all their bits by default.
     multiplies_exactly: bool = False
 
     #: The dtype in which libraries add to a product before they store it.
@@ -78,7 +78,7 @@ class Platform:
     def products(
         self, m: int, n: int, dtype: jnp.dtype, kernel: Kernel, *, exact: bool
     ) -> Products:
-        """How to multiply for matrices of `(m, n)`, the short side first."""
+        """The products for matrices of `(m, n)`, the short side first."""
         options: Any = dict(adds_for_free=dtype.name == self.adds_in)
         if kernel != "xla" and m >= self.kernel_rows:
             symmetric_product = self.choose_kernel(m, n, dtype, kernel)

@@ -150,6 +150,8 @@ def _run(
     x: jax.Array, passes: Sequence[Schedule], products: Products
 ) -> Iteration[jax.Array]:
     """All passes, written out: a compiler then knows every coefficient."""
+    # `most` bounds the size for all matrices, and is known when compiling; the size of
+    # each may depend on the mean of its diagonal.
     dtype, bounds = x.dtype, _range_of(x.dtype)
     size: Any = bounds.first_size
     most = bounds.first_size  # that the size can be

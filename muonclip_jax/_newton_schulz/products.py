@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 
 class Products(Protocol):
-    """How a platform multiplies in one dtype."""
+    """Products of one dtype on one platform."""
 
     #: Whether a library adds to a product before it stores that, in `dtype`: a sum
     #: without a coefficient on the product is then free, and any other costs a pass

@@ -114,6 +114,9 @@ class Solver:
 
         if self.ns_steps is None:
             return usual(*stacks)
+        # A traced number of steps, as under `optax.inject_hyperparams`, is nearly
+        # always that of the coefficients. It is asked at run time, so that it costs
+        # nothing then, and any other runs in a loop.
         products = platform.products(m, n, dtype, "xla", exact=False)
         return jax.lax.cond(
             self.ns_steps == len(self.schedule),
@@ -187,7 +190,7 @@ class Solver:
         return loop(trips * step, wanted - trips * step, results, 1)
 
     def batch_size(self, shape: tuple[int, ...] | list[int]) -> int:
-        """How many matrices of a shape are iterated at once where there are enough."""
+        """The matrices of a shape that are iterated at once where there are enough."""
         return max(1, self.its_platform.batch_entries // max(1, math.prod(shape)))
 
     def polar_method(self, m: int, n: int, dtype: jnp.dtype) -> PolarMethod:

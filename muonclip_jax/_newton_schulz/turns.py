@@ -22,7 +22,7 @@ def take_turns(iterations: Sequence[Iteration[_Result]]) -> list[_Result]:
     """Runs iterations of equal length, of which none goes on before all have stored.
 
     Left to itself, a compiler runs one after the other, or all at once in as much
-    memory; behind a barrier of what all store they keep step.
+    memory; after a barrier of what all store they keep step.
     """
     stored: list[Any] = [None] * len(iterations)  # what a generator starts with
     results: list[_Result] = []

@@ -111,7 +111,7 @@ def _check(x: jax.Array, y: jax.Array, addend: jax.Array | None) -> None:
 
 
 def _multiprocessors(otherwise: int) -> int:
-    """Of the default device, or `otherwise` if that is no GPU."""
+    """The number on the default device, or `otherwise` if that is no GPU."""
     return getattr(backend.get_default_device(), "core_count", None) or otherwise
 
 
@@ -142,7 +142,7 @@ class Triangles:
 
     @property
     def computed(self) -> float:
-        """Of the arithmetic of the whole products."""
+        """The share of the arithmetic of whole products."""
         _, row, column = self.units.T
         tiles = np.sum(np.minimum(row - column + 1, 2))
         return tiles * self.tile**2 / (self.count * self.m**2)

@@ -22,8 +22,9 @@ _VMEM_BYTES = 3 * 2**24  # three quarters of what the smallest chip has
 
 _BLOCK = 1024
 _TILES = (256, 512)
-#: What a tile costs beside its products, in entries. From compiled programs: the matrix
-#: units fill and drain in next to no time on a v5e, and for 2^15.5 entries on a v6e.
+#: What a tile costs on top of its products, in entries. From compiled programs: the
+#: matrix units fill and drain in next to no time on a v5e, and for 2^15.5 entries on a
+#: v6e.
 _TILE_OVERHEAD = 2**15
 
 
@@ -240,7 +241,7 @@ def lower_tiles(m: int, edge: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _product_shape(x: jax.Array, y: jax.Array, out_dtype) -> jax.ShapeDtypeStruct:
-    """That of `x @ y.mT`."""
+    """The shape and dtype of `x @ y.mT`."""
     if x.ndim != 3 or x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             "symmetric_product takes two stacks (count, m, n) of one shape and dtype, "
