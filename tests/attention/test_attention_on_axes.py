@@ -153,6 +153,7 @@ def test_vmap(kinds):
         same(run(*map(jax.device_put, ARRAYS, BATCH)))
 
 
+@pytest.mark.more
 def test_without_jit():
     with jax.disable_jit():
         same(grad(*ARRAYS))

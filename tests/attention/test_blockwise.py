@@ -118,6 +118,7 @@ def test_segments_equal_a_mask():
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.more
 @settings(max_examples=6, deadline=None)
 @given(
     st.integers(1, 40),

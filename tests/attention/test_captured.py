@@ -168,6 +168,7 @@ def test_clip_from_outside_lands_on_the_threshold():
     np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
 
 
+@pytest.mark.more
 def test_aux_of_a_loss_under_nnx_capture():
     model = NNXModel(nnx.Rngs(0))
 

@@ -46,6 +46,7 @@ def mesh_of(model):
     return Mesh(devices, tuple(model.mesh), axis_types=(AxisType.Auto,) * len(shape))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "flops"),
     [

@@ -45,6 +45,7 @@ def drawn_by(run):
     return drawn(lambda: Transformer(run, nnx.Rngs(0)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("sharing", ["head", "balanced"])
 def test_both_ways_to_share_bring_every_head_to_the_threshold(keys, sharing):

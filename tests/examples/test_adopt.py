@@ -71,6 +71,7 @@ def test_before(name, monkeypatch, capsys):
     assert 4 < first < 7 and 4 < last < 7  # log(256) is 5.5
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(NAMES, "minigpt"))
 def test_after(name, patched, monkeypatch, capsys):
     """Under a threshold that every head exceeds; the first step clips them all."""

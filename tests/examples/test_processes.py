@@ -129,6 +129,7 @@ def test_silence_of_another_host_is_noticed(script, timeout):
     assert_survivor_explains(survivor, 2 * timeout)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "target, end",
     [("die", "was killed by SIGKILL"), more("fail", "ended with exit code 1")],

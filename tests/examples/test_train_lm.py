@@ -122,6 +122,7 @@ def test_a_new_run_keeps_the_old_one(text, tmp_path):
     ).is_dir()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "content, options, message",
     [

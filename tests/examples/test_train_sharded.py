@@ -213,6 +213,7 @@ def test_flags_that_do_not_fit(monkeypatch, flags, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.more
 def test_error_is_one_line(command, tmp_path):
     flags = command(tmp_path / "run", "--simulate-devices=2", "--fsdp=3")
     result = subprocess.run(**flags, capture_output=True, text=True)

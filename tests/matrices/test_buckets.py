@@ -105,6 +105,7 @@ def test_stacks_of_several_leaves_stay_below_a_size():
     ]
 
 
+@pytest.mark.more
 def test_no_stack_has_more_leaves_than_compilers_put_together_fast():
     generator = np.random.default_rng(0)
     leaves = [np.float32(generator.normal(size=(2, 3))) for _ in range(600)]

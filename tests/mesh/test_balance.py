@@ -107,6 +107,7 @@ for work, owners in zip(works, assign_owners(works, mesh)):
 """
 
 
+@pytest.mark.more
 def test_the_same_on_every_process():
     """Each process plans by itself, and names hash otherwise in each."""
     plans = {

@@ -120,6 +120,7 @@ def test_same_as_on_one_device(axis_name, is_checked):
     assert_close(walk(*in_shard_map(tx, is_checked)), expected())
 
 
+@pytest.mark.more
 def test_neurons_are_normalised_over_all_blocks():
     options = dict(neuron_b2=0.9, cautious_weight_decay=True)
     tx = make(shardings=SPECS, axis_name="data", **options)

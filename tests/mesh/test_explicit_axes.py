@@ -89,6 +89,7 @@ def test_vmap_over_what_an_explicit_axis_shards_is_refused(spec):
             jax.jit(jax.vmap(lambda x: updated(tx, x)))(x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("types", [more((A, A)), (E, E)])
 @pytest.mark.parametrize("told", [True, more(False)])
 def test_gradients_through_an_update(types, told):

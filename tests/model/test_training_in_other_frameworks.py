@@ -252,6 +252,7 @@ def losses(model, tx):
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(MODELS, "Haiku"))
 @pytest.mark.parametrize("clips", [more(False), True])
 def test_losses_as_by_hand(name, clips):
