@@ -15,7 +15,6 @@ from internals import (
     matrix_view,
     MatrixView,
     plan_exchanges,
-    platform_named,
     SharedStack,
     solver,
     stacks_of,
@@ -72,11 +71,8 @@ def _loops(
     scope: str, counts: np.ndarray, slots: int, shape: tuple[int, int], platform: str
 ) -> dict[str, np.ndarray]:
     """Trips of the loops over so many matrices of a stack."""
-    turns, size = platform_named(platform).turns, solver(platform).batch_size(shape)
-    step = min(slots, turns if size == 1 else size)
-    if size > 1:
-        step = math.ceil(slots / math.ceil(slots / step))
-    if size > 1 or step == 1:
+    step, rest_alone = solver(platform).trip(slots, shape, is_known=False)
+    if not rest_alone:
         return {scope: -(-counts // step)}
     return {f"{scope}/in_turns": counts // step, scope: counts % step}
 

@@ -296,3 +296,14 @@ def largest(stats):
 
 def inputs(seed: int = 9, shape=(2, 6, 16)):
     return normal(seed, *shape)
+
+
+def head_apart(muon, rate, weight_decay):
+    """The recipe of docs/tuning.md: the output head by an AdamW of its own."""
+
+    def head_or_rest(params):
+        labels = mc.param_labels(params)
+        return jax.tree.map(lambda x: "head" if x == "head" else "rest", labels)
+
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=weight_decay)
+    return optax.partition({"rest": muon, "head": adamw}, head_or_rest)

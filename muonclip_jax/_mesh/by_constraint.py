@@ -18,7 +18,7 @@ from .._jax_versions import keep_sharding, sharded_like
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
-from .._newton_schulz.waiting import wait_for, zero_after
+from .on_mesh import iterate_share
 from .ownership import assign_consecutive, Consecutive
 
 
@@ -141,17 +141,6 @@ def _iterate_own(
     axes: tuple[str, ...],
 ) -> list[jax.Array]:
     """The work of one device, which waits for no other in between."""
-    zero, iterated = zero_after(slots), []
     device = jax.lax.axis_index(axes)
-    for number, ((stack, share), mine) in enumerate(zip(plan, slots, strict=True)):
-
-        def orthogonalize(*batches: jax.Array, dtype: str = stack.dtype):
-            return solver.orthogonalize(*[x.astype(dtype) for x in batches])
-
-        # A name by which benchmarks know its loop.
-        with jax.named_scope(f"stack{number}"):
-            count = jnp.asarray(share.counts)[device]
-            mine = wait_for(zero, mine)
-            iterated.append(solver.map(orthogonalize, mine, count, mine.dtype))
-    zero = zero_after(iterated)
-    return [wait_for(zero, mine) for mine in iterated]
+    counts = [jnp.asarray(share.counts)[device] for _, share in plan]
+    return iterate_share(solver, [stack for stack, _ in plan], slots, counts)

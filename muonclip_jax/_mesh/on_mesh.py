@@ -101,30 +101,44 @@ def share_among_devices(
     # Every process makes the same plan by itself: it follows from shapes, specs and
     # costs alone, in an order that no hash decides.
     plan = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
-    matrices = [_to_owners(solver, *shared, leaves) for shared in plan]
-    # Where devices have different numbers of matrices, none is iterated before all have
-    # arrived, and none returned before all are done: who waited in between for a device
-    # with more to do in the same stack would wait once for each stack, where the work
-    # is even over all of them alone.
-    counts = [exchange.count() for _, exchange in plan]
-    matrices = _together(matrices, counts)
-    for i, (stack, _) in enumerate(plan):
-        dtype = jnp.dtype(stack.dtype)
-
-        def orthogonalize(*batches: jax.Array, dtype: jnp.dtype = dtype):
-            # The dtype of the iteration follows from that of the leaf, not of the wire.
-            return solver.orthogonalize(*[x.astype(dtype) for x in batches])
-
-        # A name by which benchmarks know its loop.
-        with jax.named_scope(f"stack{i}"):
-            mine = matrices[i]
-            matrices[i] = solver.map(orthogonalize, mine, counts[i], mine.dtype)
-    matrices = _together(matrices, counts)
+    matrices = iterate_share(
+        solver,
+        [stack for stack, _ in plan],
+        [_to_owners(solver, *shared, leaves) for shared in plan],
+        [exchange.count() for _, exchange in plan],
+    )
     results: list[Any] = list(leaves)
     on_cpu = solver.its_platform.name == "cpu"
     for (stack, exchange), mine in zip(plan, matrices, strict=True):
         stack.scatter(exchange.to_blocks(mine), results, on_cpu=on_cpu)
     return results
+
+
+def iterate_share(
+    solver: Solver,
+    stacks: Sequence[Stack],
+    matrices: Sequence[jax.Array],
+    counts: Sequence[jax.Array | None],
+) -> list[jax.Array]:
+    """What one device iterates of each stack: the first `count` matrices, or all.
+
+    Where devices have different numbers of matrices, none is iterated before all have
+    arrived, and none returned before all are done: who waited in between for a device
+    with more to do in the same stack would wait once for each stack, where the work is
+    even over all of them alone.
+    """
+    iterated = []
+    arrived = _together(matrices, counts)
+    for i, (stack, mine, count) in enumerate(zip(stacks, arrived, counts, strict=True)):
+
+        def orthogonalize(*batches: jax.Array, dtype: str = stack.dtype):
+            # The dtype of the iteration follows from that of the leaf, not of the wire.
+            return solver.orthogonalize(*[x.astype(dtype) for x in batches])
+
+        # A name by which benchmarks know its loop.
+        with jax.named_scope(f"stack{i}"):
+            iterated.append(solver.map(orthogonalize, mine, count, mine.dtype))
+    return _together(iterated, counts)
 
 
 def _together(

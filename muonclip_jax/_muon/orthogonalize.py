@@ -121,7 +121,7 @@ def on_one_device(
 
 def _is_large(solver: Solver, stack: Stack) -> bool:
     """True for more matrices than are iterated at once."""
-    return stack.count > max(1, solver.batch_size(stack.shape))
+    return stack.count > solver.batch_size(stack.shape)
 
 
 def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:

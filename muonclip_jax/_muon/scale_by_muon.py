@@ -82,8 +82,8 @@ def scale_by_muon(
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
         params. Every device then gets its share of the matrices, whole, and returns
-        them orthogonalized: two exchanges for each shape, and on TPU for each way in
-        which that is cut, if there are enough matrices. Arrays outside `jit`, and
+        them orthogonalized: two exchanges for each shape, and for each way in which
+        that is cut, if there are enough matrices. Arrays outside `jit`, and
         explicit axes, say it themselves. Under `jit` with automatic axes nothing else
         does: left out, XLA chooses how matrices are sent to the devices that iterate
         them, which is the same update with more traffic.

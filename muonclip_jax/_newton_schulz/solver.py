@@ -149,14 +149,8 @@ class Solver:
         turns, size = self.its_platform.turns, self.batch_size(shape)
         if count is None and slots <= max(1, size // turns):
             return function(stack)[0].astype(dtype)
-        # In a trip of the loop below a batch for each turn. Where the count is not
-        # known, that could be many more than it, and a batch is cut into turns.
-        step = turns * size if count is None or size == 1 else size
-        step = max(1, min(slots, step))
-        if size > 1:
-            # Trips as even as they can be: what pads the last is iterated for nothing.
-            step = max(1, math.ceil(slots / max(1, math.ceil(slots / step))))
-        padding = -slots % step if size > 1 else 0
+        step, rest_alone = self.trip(slots, shape, is_known=count is None)
+        padding = 0 if rest_alone else -slots % step
         results = jnp.pad(stack.astype(dtype), [(0, padding), (0, 0), (0, 0)])
 
         def replace(start: Any, results: jax.Array, count: int) -> jax.Array:
@@ -181,15 +175,30 @@ class Solver:
             )
 
         wanted: Any = slots if count is None else count
-        if size > 1 or step == 1:
+        if not rest_alone:
             return loop(0, (wanted + step - 1) // step, results, step)[:slots]
-        # Where a matrix is a batch, the last ones go alone.
         trips = wanted // step
         with jax.named_scope("in_turns"):
             results = loop(0, trips, results, step)
         return loop(trips * step, wanted - trips * step, results, 1)
 
-    def batch_size(self, shape: tuple[int, ...] | list[int]) -> int:
+    def trip(
+        self, slots: int, shape: Sequence[int], *, is_known: bool
+    ) -> tuple[int, bool]:
+        """The matrices in a trip of the loop of `map`, and whether the last go alone.
+
+        `is_known` is whether it is known when compiling how many of the slots count.
+        """
+        turns, size = self.its_platform.turns, self.batch_size(shape)
+        # A batch for each turn. Where the count is not known that could be many more
+        # than it, and a batch is cut into turns, unless it is a single matrix.
+        step = min(slots, turns * size if is_known or size == 1 else size)
+        if size == 1:
+            return step, step > 1
+        # Trips as even as they can be: what pads the last is iterated for nothing.
+        return math.ceil(slots / math.ceil(slots / step)), False
+
+    def batch_size(self, shape: Sequence[int]) -> int:
         """The matrices of a shape that are iterated at once where there are enough."""
         return max(1, self.its_platform.batch_entries // max(1, math.prod(shape)))
 

@@ -167,10 +167,9 @@ def param_labels(
     """
     tree = paths.flatten(params)
     verdicts = resolve_verdicts(dimension_numbers, tree)
+    found = verdicts if dimension_numbers is None else find_evidence(tree)
     labels = []
-    for path, leaf, given, evidence in zip(
-        *tree[:2], verdicts, find_evidence(tree), strict=True
-    ):
+    for path, leaf, given, evidence in zip(*tree[:2], verdicts, found, strict=True):
         if paths.is_masked(leaf):
             label = leaf
         elif given.numbers is not None and not paths.is_masked(given.numbers):

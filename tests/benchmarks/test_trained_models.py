@@ -21,7 +21,7 @@ from evidence.optimizers import (
 from evidence.run import Run
 from evidence.training import BALANCE_RATE, Carry, mean_loss, program
 from flax import nnx
-from helpers import more, randomize
+from helpers import head_apart, more, randomize
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -99,11 +99,6 @@ def differentiated(fast_compilation):
     return params, others, *outputs, grads
 
 
-def head_or_rest(params):
-    labels = mc.param_labels(params)
-    return jax.tree.map(lambda x: "head" if x == "head" else "rest", labels)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("optimizer", [more("adamw"), more("muon"), "muon, head apart"])
 @pytest.mark.parametrize("threshold", [more(math.inf), 0.01])
@@ -118,8 +113,7 @@ def test_training_step_is_that_of_the_public_optimizer(
     else:
         tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3)
         if head is not None:
-            adamw = optax.adamw(head, b2=0.95, weight_decay=0.3)
-            tx = optax.partition({"rest": tx, "head": adamw}, head_or_rest)
+            tx = head_apart(tx, head, 0.3)
     tx = optax.chain(tx, mc.qk_clip(threshold))
     update = jax.jit(tx.update)
     updates, _ = update(grads, tx.init(params), params, attention_stats=stats)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import more, normal
+from helpers import head_apart, more, normal
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -22,19 +22,6 @@ PARAMS = {
 }
 GRADS = jax.tree.map(lambda x: normal(6, *x.shape), PARAMS)
 RATES = dict(learning_rate=0.1, adam_learning_rate=0.02)
-
-
-def head_apart(muon, rate, **options):
-    """The recipe of docs/tuning.md."""
-
-    def is_head(params):
-        return jax.tree.map(
-            lambda label: "head" if label == "head" else "rest",
-            mc.param_labels(params, **options),
-        )
-
-    adamw = optax.adamw(rate, 0.9, 0.95, weight_decay=0.1)
-    return optax.partition({"rest": muon, "head": adamw}, is_head)
 
 
 def updates_of(tx, params=PARAMS, grads=GRADS, steps=3):
@@ -107,7 +94,7 @@ def test_leaves_of_which_nothing_tells():
 def test_only_the_head_changes(cautious):
     """The trajectory of the rest is that without the recipe, and the head's AdamW's."""
     muon = mc.muon(**RATES, cautious_weight_decay=cautious)
-    actual = updates_of(head_apart(muon, 0.005))
+    actual = updates_of(head_apart(muon, 0.005, 0.1))
     kernel = PARAMS["lm_head"]["kernel"]
     adamw = optax.adamw(0.005, 0.9, 0.95, weight_decay=0.1)
     head = updates_of(adamw, kernel, GRADS["lm_head"]["kernel"])
@@ -125,7 +112,7 @@ def test_nnx():
 
     model = Model(nnx.Rngs(0))
     before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-    tx = head_apart(mc.muon(**RATES, weight_decay=0.0), 0.0)
+    tx = head_apart(mc.muon(**RATES, weight_decay=0.0), 0.0, 0.1)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, jax.tree.map(jnp.ones_like, before))
     after = nnx.state(model, nnx.Param)

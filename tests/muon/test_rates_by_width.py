@@ -3,24 +3,14 @@
 import math
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import head_apart, normal
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
-
-
-def head_apart(muon, rate):
-    def is_head(params):
-        labels = mc.param_labels(params)
-        return jax.tree.map(lambda x: "head" if x == "head" else "rest", labels)
-
-    adamw = optax.adamw(rate, b2=0.95, weight_decay=0.0)
-    return optax.partition({"rest": muon, "head": adamw}, is_head)
 
 
 def test_mup_is_the_root_of_fan_out_over_fan_in():
@@ -80,7 +70,7 @@ def test_steps_fall_with_the_width():
             consistent_rms="mup",
             weight_decay=0.0,
         )
-        tx = head_apart(muon, 0.1 * r)
+        tx = head_apart(muon, 0.1 * r, 0.0)
         return tx.update(params, tx.init(params), params)[0]
 
     small, large = first_step(4), first_step(256)
