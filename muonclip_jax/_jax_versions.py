@@ -74,10 +74,11 @@ def impose_no_sharding(x: jax.Array) -> jax.Array:
 def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """The same array, which the compiler shards as another: only it knows how.
 
-    It sees a choice between the two, which is never that of the other.
+    It sees a choice between the two, which is never that of the other. How the choice
+    is sharded must say nothing of the other, which may be state that is added to.
     """
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
-    return jnp.where(never, like.astype(x.dtype), x)
+    return jnp.where(never, keep_sharding(like.astype(x.dtype)), x)
 
 
 _barrier = Primitive("sharding_barrier")

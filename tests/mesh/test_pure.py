@@ -167,6 +167,32 @@ def test_a_step_returns_the_state_sharded_as_it_was(name, optimizer, is_told, in
     assert matrices.sharding.is_equivalent_to(of_param, matrices.ndim)
 
 
+#: Leaves that share a stack, each cut where the other is not.
+CUT_APART = {
+    "layers against rows and columns": (((2, 8, 8), P("c")), ((8, 8), P("a", "b"))),
+    "rows against both": (((8, 8), P("c")), ((8, 8), P("a", "b"))),
+    "two axes against three": (
+        ((8, 4, 4), P(("b", "a"))),
+        ((2, 4, 4), P("a", "b", "c")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT_APART)
+def test_the_state_of_one_leaf_takes_no_cut_of_another(name):
+    mesh = mesh_of({"a": 2, "b": 2, "c": 2})
+    params = {
+        f"w{i}": jax.device_put(normal(i, *shape), NamedSharding(mesh, spec))
+        for i, (shape, spec) in enumerate(CUT_APART[name])
+    }
+    matrices = optax.contrib.MuonDimensionNumbers(-2, -1)
+    tx = mc.muon(1e-2, **OPTIONS, dimension_numbers={"*": matrices})
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+        _, after = jax.jit(tx.update)(params, state, params)
+    assert not moved(state, after)
+
+
 def in_muon(path, value):
     """The momentum of matrices, of which AdamW keeps some of its own."""
     return "adamw" not in jax.tree_util.keystr(path)
