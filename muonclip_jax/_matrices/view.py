@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 from optax.contrib import MuonDimensionNumbers
@@ -23,15 +24,15 @@ class MatrixView:
 
     @property
     def count(self) -> int:
-        return self._size(self.batch)
+        return math.prod(self.shape[axis] for axis in self.batch)
 
     @property
     def fan_in(self) -> int:
-        return self._size(self.reduction)
+        return math.prod(self.shape[axis] for axis in self.reduction)
 
     @property
     def fan_out(self) -> int:
-        return self._size(self.output)
+        return math.prod(self.shape[axis] for axis in self.output)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -59,14 +60,21 @@ class MatrixView:
     def _order(self) -> tuple[int, ...]:
         return self.batch + self.reduction + self.output
 
-    def _size(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.shape[axis] for axis in axes)
-
 
 def matrix_view(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> MatrixView:
     """Reads dimension numbers against a shape; all axes they leave out are batch."""
-    reduction = _axes(numbers.reduction_axis, len(shape))
-    output = _axes(numbers.output_axis, len(shape))
+
+    def axes_of(given: Any) -> tuple[int, ...]:
+        given = tuple(given) if isinstance(given, Iterable) else (given,)
+        found = [whole_number("an axis", axis) for axis in given]
+        for axis in found:
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"axis {axis} is out of range for {len(shape)} dimensions"
+                )
+        return tuple(axis % len(shape) for axis in found)
+
+    reduction, output = axes_of(numbers.reduction_axis), axes_of(numbers.output_axis)
     named = reduction + output
     if not reduction or not output or len(set(named)) < len(named):
         raise ValueError(
@@ -74,12 +82,3 @@ def matrix_view(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> Matrix
         )
     batch = tuple(i for i in range(len(shape)) if i not in named)
     return MatrixView(batch, reduction, output, tuple(shape))
-
-
-def _axes(axes, ndim: int) -> tuple[int, ...]:
-    given = tuple(axes) if isinstance(axes, Iterable) else (axes,)
-    axes = [whole_number("an axis", axis) for axis in given]
-    for axis in axes:
-        if not -ndim <= axis < ndim:
-            raise ValueError(f"axis {axis} is out of range for {ndim} dimensions")
-    return tuple(axis % ndim for axis in axes)

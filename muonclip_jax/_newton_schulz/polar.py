@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from .coefficients import Schedule
 from .products import add, Products, round_to, widen
-from .turns import Iteration, take_turns
+from .order import Iteration, take_turns
 
 
 class PolarMethod(Protocol):
@@ -106,17 +106,6 @@ class Step(NamedTuple):
         a, b, c = triple
         return Step(a, 1.0, b, c) if a else Step(1.0, 0.0, b, c)
 
-    @staticmethod
-    def of_traced(triple: Any) -> "Step":
-        """A step without growth: of a loop it is not known how far it would grow."""
-        return Step(1.0, *triple)
-
-    def of_r(self, r: jax.Array, unit: Any, products: Products, *, wide: bool = False):
-        """z, of which `a` is no part."""
-        scale = self.square * unit**2 / self.growth
-        keep = self.linear * unit / self.growth
-        return products.multiply(r, r, r, scale=scale, keep=keep, wide=wide)
-
 
 class Range(NamedTuple):
     """The sizes with which a dtype holds X, `X X^H = unit r`, and products of r.
@@ -130,20 +119,17 @@ class Range(NamedTuple):
     unit: float = math.inf  # the largest for r
     unit_of_square: float = math.inf  # and for an r whose square is rounded too
 
-
-# float16 ends at 65,504 and is exact to 2^-11 down to 6e-5. With these sizes r^2 is at
-# most 15^4 = 50,625 in the first step, where singular values are up to 1, and
-# (2 * 7)^4 = 38,416 later, where they are up to 2.
-_RANGES = {"float16": Range(1 / 15, 1 / 7, unit=128.0, unit_of_square=8.0)}
-
-
-def stored_size(dtype: DTypeLike) -> float:
-    """The size by which X is divided when it is rounded to a dtype."""
-    return _range_of(dtype).first_size
-
-
-def _range_of(dtype: DTypeLike) -> Range:
-    return _RANGES.get(jnp.dtype(dtype).name, Range())
+    @staticmethod
+    def of(dtype: DTypeLike) -> "Range":
+        # bfloat16, float32 and float64 have exponents for all that there is to hold.
+        #
+        # float16 ends at 65,504. With these sizes r^2 is at most 15^4 = 50,625 in the
+        # first step, where singular values are up to 1, and (2 * 7)^4 = 38,416 later,
+        # where they are up to 2. Below 6e-5 it rounds to multiples of 2^-24, which for
+        # a unit of 128 are multiples of 2^-17 of R, and of R^2 for one of 8 of 2^-18:
+        # less than the 2^-12 by which an entry of 1 is rounded anyway.
+        is_half = jnp.dtype(dtype) == jnp.float16
+        return Range(1 / 15, 1 / 7, 128.0, 8.0) if is_half else Range()
 
 
 def _run(
@@ -152,19 +138,20 @@ def _run(
     """All passes, written out: a compiler then knows every coefficient."""
     # `most` bounds the size for all matrices, and is known when compiling; the size of
     # each may depend on the mean of its diagonal.
-    dtype, bounds = x.dtype, _range_of(x.dtype)
+    dtype, bounds = x.dtype, Range.of(x.dtype)
     size: Any = bounds.first_size
     most = bounds.first_size  # that the size can be
     for i, schedule in enumerate(passes):
         steps = [Step.of(triple) for triple in schedule]
-        underflows = (most * _growth_of(steps[:-1])) ** 2 > bounds.unit
+        before_last = math.prod(step.growth for step in steps[:-1])
+        underflows = (most * before_last) ** 2 > bounds.unit
         # Where sums cost a pass over memory anyway, a multiple of one is free.
         if i and (not products.adds_for_free or underflows):
             x = size / bounds.size * widen(x)
             size = most = bounds.size
         x = yield round_to(x, dtype)
         x, growth = yield from _pass(x, size, most, steps, products)
-        size, most = size * growth, most * _growth_of(steps)
+        size, most = size * growth, most * before_last * steps[-1].growth
     return size * widen(x)
 
 
@@ -175,7 +162,7 @@ def run_in_loop(
 
     Beyond the end of the schedule its last triple repeats.
     """
-    dtype, size = x.dtype, stored_size(x.dtype)
+    dtype, size = x.dtype, Range.of(x.dtype).first_size
     wide = np.promote_types(jnp.finfo(dtype).dtype, np.float32)
     table = np.asarray(schedule, wide)
 
@@ -184,7 +171,9 @@ def run_in_loop(
         # Equal triples are compiled in.
         is_one = (table == table[0]).all()
         triple = table[0] if is_one else jnp.asarray(table)[jnp.minimum(i, last)]
-        one = _pass(x, size, size, [Step.of_traced(triple)], products)
+        # Without growth: of a loop it is not known how far it would grow.
+        step = Step(1.0, *triple)
+        one = _pass(x, size, size, [step], products)
         ((x, _),) = take_turns([one])
         return round_to(x, dtype)
 
@@ -217,10 +206,19 @@ def _factor_of(
     r: jax.Array, unit: Any, most: float, steps: Sequence[Step], products: Products
 ) -> Iteration[Factor]:
     """The product of the steps' polynomials of `R = unit r`; unit is at most `most`."""
-    bounds = _range_of(r.dtype)
+    wide_from = Range.of(r.dtype).unit_of_square
     factor = None
     for i, step in enumerate(steps):
-        z = yield step.of_r(r, unit, products, wide=most > bounds.unit_of_square)
+        # growth z = linear R + square R^2, with R = unit r.
+        scale, keep = step.square * unit**2, step.linear * unit
+        z = yield products.multiply(
+            r,
+            r,
+            r,
+            scale=scale / step.growth,
+            keep=keep / step.growth,
+            wide=most > wide_from,
+        )
         if factor is None:
             factor = Factor(z, step.keep, step.growth)
         else:
@@ -265,11 +263,6 @@ def _mean(diagonal: jax.Array) -> jax.Array:
     return widen(diagonal).mean(axis=-1)[..., None, None]
 
 
-def _growth_of(steps: Sequence[Step]) -> float:
-    """The most by which the size of an X grows."""
-    return math.prod(step.growth for step in steps)
-
-
 #: The most that one pass may grow the rounding error of R = X X^H, in units of that of
 #: an entry of 1: the first pass, and a later one. The squares of the singular values of
 #: X add up to 1 before the first step, so that if many count each is far below 1, and
@@ -288,40 +281,35 @@ def cut_into_passes(schedule: Schedule, dtype: str) -> tuple[Schedule, ...]:
     In exact arithmetic that is one. But R is rounded as the square of X: where a step
     of slope `a` lifts the error of X by `a`, it lifts that of R by `a^2`.
     """
+    # The largest eigenvalue that R can have before each step: a sweep over singular
+    # values. Its error is as many units of rounding.
+    values, largest = np.linspace(0.0, 1.0, 4097), []
+    for a, b, c in schedule:
+        largest.append(float(np.max(values**2)))
+        values = a * values + b * values**3 + c * values**5
+
+    def error_growth(start: int, end: int) -> float:
+        """The error of R in the last step of a pass, for a singular value of 0.
+
+        There the derivative of the polynomial is its slope `a`, the most it is
+        anywhere, so that each step multiplies the error by `a^2` and rounds anew.
+        """
+        error = largest[start]
+        for (a, _, _), square in zip(
+            schedule[start : end - 1], largest[start + 1 : end], strict=True
+        ):
+            error = a * a * error + square
+        return error
+
+    # From the end, since what an early pass leaves wrong the later ones mend: each
+    # takes as many steps as it may, and the first takes what is left.
     first, later = MOST_ERROR_GROWTH.get(dtype, DEFAULT_ERROR_GROWTH)
-    largest = _largest_squares(schedule)
     cuts = [len(schedule)]
     while cuts[0] > 0:
         start, end = cuts[0] - 1, cuts[0]
-        while start:
-            most = first if start == 1 else later
-            if _error_growth(schedule, largest, start - 1, end) > most:
-                break
+        while start and error_growth(start - 1, end) <= (
+            first if start == 1 else later
+        ):
             start -= 1
         cuts.insert(0, start)
     return tuple(schedule[i:j] for i, j in itertools.pairwise(cuts))
-
-
-def _error_growth(
-    schedule: Schedule, largest: list[float], start: int, end: int
-) -> float:
-    """The error of R, for a singular value of 0, in the last step of a pass.
-
-    Each step multiplies the error by the square of its slope, the derivative of its
-    polynomial at 0, and rounds an R that is as large as `largest`.
-    """
-    error = largest[start]
-    for (a, _, _), square in zip(
-        schedule[start : end - 1], largest[start + 1 : end], strict=True
-    ):
-        error = a * a * error + square
-    return error
-
-
-def _largest_squares(schedule: Schedule) -> list[float]:
-    """The largest eigenvalue that R can have before each step."""
-    values, squares = np.linspace(0.0, 1.0, 4097), []
-    for a, b, c in schedule:
-        squares.append(float(np.max(values**2)))
-        values = a * values + b * values**3 + c * values**5
-    return squares

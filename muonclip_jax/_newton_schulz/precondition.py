@@ -81,20 +81,23 @@ def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The sum that stayed in range counts.
     """
+
+    def sum_of_squares(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
+
+    # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
+    # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
+    # are multiplied by 2^80: 2^-92.
     exponent = 5 * jnp.finfo(x.dtype).maxexp // 8
     real = jnp.finfo(x.dtype).dtype
     # Known to the compiler, it might square the factors first.
     shrink, enlarge = jax.lax.optimization_barrier(
         (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
     )
-    total = _sum_of_squares(x)
-    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
-
-    def choose(large, usual, small):
-        return jnp.where(is_large, large, jnp.where(is_small, small, usual))
-
-    large, small = _sum_of_squares(x * shrink), _sum_of_squares(x * enlarge)
-    return choose(shrink, 1, enlarge), jnp.sqrt(choose(large, total, small))
+    total, small, large = map(sum_of_squares, (x, x * enlarge, x * shrink))
+    is_out = [total > 2.0**exponent, total < 2.0**-exponent]
+    factor = jnp.select(is_out, [shrink, enlarge], jnp.ones((), real))
+    return factor, jnp.sqrt(jnp.select(is_out, [large, small], total))
 
 
 def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,31 +107,25 @@ def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     they read that again. The root takes no time next to the memory there; a CPU takes
     several times as long for it as for three sums of squares.
     """
-    entries = math.prod(x.shape[-2:])
-    # The norm of all of them is finite where they are, rounded up or not.
-    factor = 2.0 ** -math.ceil(1 + math.log2(max(1, entries)) / 2)
-    norm = _hypotenuses(_hypotenuses(jnp.abs(x) * factor))[..., None, None]
-    # Compilers multiply by its reciprocal, which has to be in range too.
-    exponent = jnp.finfo(norm.dtype).maxexp // 2
-    is_large, is_small = norm > 2.0**exponent, norm < 2.0**-exponent
-    change = jnp.where(is_large, 2.0**-exponent, jnp.where(is_small, 2.0**exponent, 1))
-    change = change.astype(norm.dtype)
-    return factor * change, norm * change
-
-
-def _hypotenuses(x: jax.Array) -> jax.Array:
-    """Norms along the last axis."""
 
     def hypotenuse(a: jax.Array, b: jax.Array) -> jax.Array:
         large, small = jnp.maximum(a, b), jnp.minimum(a, b)
         ratio = small / jnp.where(large > 0, large, 1)
         return large * jnp.sqrt(1 + ratio * ratio)
 
-    return jax.lax.reduce(x, jnp.zeros((), x.dtype), hypotenuse, (x.ndim - 1,))
+    def along_last(x: jax.Array) -> jax.Array:
+        return jax.lax.reduce(x, jnp.zeros((), x.dtype), hypotenuse, (x.ndim - 1,))
 
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
+    entries = math.prod(x.shape[-2:])
+    # The norm of all of them is finite where they are, rounded up or not.
+    factor = 2.0 ** -math.ceil(1 + math.log2(max(1, entries)) / 2)
+    norm = along_last(along_last(jnp.abs(x) * factor))[..., None, None]
+    # Compilers multiply by its reciprocal, which has to be in range too.
+    exponent = jnp.finfo(norm.dtype).maxexp // 2
+    is_out = [norm > 2.0**exponent, norm < 2.0**-exponent]
+    one = jnp.ones((), norm.dtype)
+    change = jnp.select(is_out, [one * 2.0**-exponent, one * 2.0**exponent], one)
+    return factor * change, norm * change
 
 
 def _almost_orthogonal(x: jax.Array) -> jax.Array:

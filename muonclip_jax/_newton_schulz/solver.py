@@ -20,11 +20,11 @@ from .coefficients import (
     Schedule,
     Triple,
 )
-from .platforms import Kernel, on_its_platform, Platform
-from .polar import METHODS, PolarMethod, run_in_loop, stored_size
+from .platforms import Kernel, Platform, PLATFORMS
+from .order import take_turns
+from .polar import METHODS, PolarMethod, Range, run_in_loop
 from .precondition import precondition, Preconditioning
 from .products import round_to
-from .turns import take_turns
 
 
 Method = Literal["auto", "standard", "gram"]
@@ -61,12 +61,17 @@ class Solver:
     platform: Platform | None = None  # None until it is known
 
     def on_its_platform(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `function(solver, *arguments)` with the solver of the platform."""
+        """Calls `function(solver, *arguments)` with the solver of the platform.
 
-        def on(platform: Platform, solver: Solver, *arguments: Any) -> Any:
-            return function(solver.on(platform), *arguments)
+        That need not be the platform of the default backend, so only the compiler knows
+        it: what follows is traced for each, as `jax.export` for several of them needs.
+        """
 
-        return on_its_platform(on, self, *arguments)
+        def branch(platform: Platform) -> Callable[..., Any]:
+            return lambda solver, *arguments: function(solver.on(platform), *arguments)
+
+        branches = {name: branch(platform) for name, platform in PLATFORMS.items()}
+        return jax.lax.platform_dependent(self, *arguments, **branches)
 
     def on(self, platform: Platform) -> "Solver":
         return dataclasses.replace(self, platform=platform)
@@ -87,7 +92,7 @@ class Solver:
         """
         dtype = self.iteration_dtype(parts[0].dtype)
         y = precondition(parts, self.preconditioning, self.its_platform.norm)
-        return round_to(y / stored_size(dtype), dtype)
+        return round_to(y / Range.of(dtype).first_size, dtype)
 
     @jax.jit
     def iterate(self, *stacks: jax.Array) -> list[jax.Array]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._jax_versions import manual_axes
 from .._layout.layout import Axes, cut_axes, differing, Layout, shared_axes
-from .._matrices.unstack import unstack
+from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     Attention,
     AttentionLayer,
@@ -225,5 +225,5 @@ def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _cut(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    parts = unstack(row, [math.prod(shape) for shape in shapes])
+    parts = unstack(row, tuple(math.prod(shape) for shape in shapes))
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -193,7 +193,7 @@ def test_unstack_of_many_leaves(most):
     """On CPU by starts from a loop that carries few numbers: XLA is slow with many."""
     counts = [int(x) for x in np.random.default_rng(most).integers(0, most + 1, 400)]
     stack = np.arange(3.0 * sum(counts)).reshape(-1, 3, 1)
-    program = jax.jit(lambda x: unstack(x, counts, on_cpu=True))
+    program = jax.jit(lambda x: unstack(x, tuple(counts), on_cpu=True))
     expected = np.split(stack, np.cumsum(counts)[:-1])
     chex.assert_trees_all_equal(list(program(stack)), expected)
     (call,) = program.trace(stack).jaxpr.eqns

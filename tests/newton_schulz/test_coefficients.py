@@ -15,6 +15,7 @@ BANDS = {
     "quintic": (0.47, 1.16),
     "polar_express": (0.84, 1.13),
     "polar_express_6": (0.99, 1.01),
+    "polar_express_8": (0.999, 1.001),
     "cans": (0.86, 1.13),
     "turbo_muon": (0.14, 1.06),
     "deepseek_v4": (0.99, 1.01),
