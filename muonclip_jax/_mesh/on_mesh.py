@@ -17,8 +17,8 @@ from .._jax_versions import is_checked, varying
 from .._layout.layout import Axes, Cuts
 from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
-from .._newton_schulz.solver import Solver
 from .._newton_schulz.order import wait_for, zero_after
+from .._newton_schulz.solver import Solver
 from .block_layout import block_layout, local_view
 from .exchange import AllToAll, Exchange
 from .ownership import assign_owners, Work

@@ -96,7 +96,7 @@ triple runs for any `ns_steps`, any other for its own number, which
 |---|---|---|
 | `"keller"` | any | Jordan et al., "Muon", 2024; Moonlight, Kimi K2, PyTorch |
 | `"quintic"` | 5 | You Jiacheng; `"dion"` in Optax |
-| `"polar_express"`, `"polar_express_6"`, `"polar_express_8"` | 5, 6, 8 | Amsel et al., arXiv:2505.16932 |
+| `"polar_express"`, ... `"_6"`, ... `"_8"` | 5, 6, 8 | Amsel et al., arXiv:2505.16932 |
 | `"cans"` | 5 | Grishina et al., arXiv:2506.10935, with the margin of Amsel et al. |
 | `"turbo_muon"` | 4 | Boissin et al., arXiv:2512.04632, for `preconditioning="aol"` |
 | `"deepseek_v4"` | 10 | DeepSeek-V4 technical report |
@@ -183,8 +183,8 @@ def _first_bad(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
     one unit of rounding beyond 1, where rounding may have pushed a singular value.
     """
     eps = float(jnp.finfo(dtype).eps)
-    # Small ones by their logarithm, since a schedule lifts each by a factor; from 0.5 on
-    # evenly, since polynomials overshoot there.
+    # Small ones by their logarithm, since a schedule lifts each by a factor; from 0.5
+    # on evenly, since polynomials overshoot there.
     start = np.concatenate(
         [np.geomspace(1e-3, 1, 4096), np.linspace(0.5, 1 + eps, 4096)]
     )

@@ -20,8 +20,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .coefficients import Schedule
-from .products import add, Products, round_to, widen
 from .order import Iteration, take_turns
+from .products import add, Products, round_to, widen
 
 
 class PolarMethod(Protocol):
