@@ -94,41 +94,35 @@ PARAMS = {
 }
 
 
-def direction_of(monkeypatch, module, make):
-    """What `module` makes Muon's direction of, and what it reads of the params."""
+def given_to(monkeypatch, module, make):
+    """What `module` makes Muon's direction of, and for which leaves."""
     with monkeypatch.context() as patch:
-        momentum = record(patch, module, "momentum_in")
-        received = record(patch, module, "muon_direction")
-        make().init(PARAMS)
-    leaves = received.pop("leaves")
-    layout = leaves.layout
-    read = {"views": leaves.views, "shardings": layout.given, "axes": layout.replicas}
-    return received | read | {"momentum": momentum}
+        direction = record(patch, module, "make_direction")
+        leaves = record(patch, module, "for_leaves")
+        make()
+    names = ("dimension_numbers", "shardings", "axis_name")
+    return direction | {name: leaves[name] for name in names}
 
 
 @pytest.mark.parametrize("name", options_of(mc.scale_by_muon))
 def test_muon_and_scale_by_muon_take_the_same_direction(monkeypatch, name):
-    monkeypatch.setattr(scale_module, "check_matrices_only", lambda *_: None)
-    default = direction_of(monkeypatch, muon_module, lambda: mc.muon(RATE))
+    default = given_to(monkeypatch, muon_module, lambda: mc.muon(RATE))
     changed = {name: VALUES[name]}
-    by_muon, alone = (
-        direction_of(monkeypatch, module, make)
-        for module, make in [
-            (muon_module, lambda: mc.muon(RATE, **changed)),
-            (scale_module, lambda: mc.scale_by_muon(**changed)),
-        ]
-    )
+    by_muon = given_to(monkeypatch, muon_module, lambda: mc.muon(RATE, **changed))
+    alone = given_to(monkeypatch, scale_module, lambda: mc.scale_by_muon(**changed))
     assert by_muon == alone != default
 
 
 @pytest.mark.parametrize("name", ["dimension_numbers", "shardings"])
-def test_muon_calls_functions_with_all_params(monkeypatch, name):
+def test_muon_calls_functions_with_all_params(name):
     seen = []
-    make = lambda: mc.muon(RATE, **{name: lambda p: seen.append(p) or VALUES[name]})  # noqa: E731
-    called = direction_of(monkeypatch, muon_module, make)
-    given = lambda: mc.muon(RATE, **{name: VALUES[name]})  # noqa: E731
-    assert called == direction_of(monkeypatch, muon_module, given)
+    called = mc.muon(RATE, **{name: lambda p: seen.append(p) or VALUES[name]})
+    given = mc.muon(RATE, **{name: VALUES[name]})
+    found, expected = called.init(PARAMS), given.init(PARAMS)
     assert seen == [PARAMS]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.sharding == y.sharding
 
 
 #: The options that `muon` sees to itself, in AdamW's names, and `mu_dtype` of both.

@@ -74,13 +74,16 @@ class Layout(NamedTuple):
         if unknown := [i for i in seen if specs[i] is None]:
             yield Place("unknown", mesh), unknown
 
-    def gradients(self, gradients: Any) -> Any:
+    def gradients(self, gradients: Any, attention_stats: Any = None) -> Any:
         """Gradients as state takes them in, which stays sharded as it was: averaged
         over the replicas. Along axes that cut a leaf they are those of other entries.
 
         Types that know that a gradient is the same along an axis are believed: it was
         averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
+
+        **Raises:** `ValueError` as `check_replicas` does.
         """
+        check_replicas(self.replicas, attention_stats)
         gradients = jax.tree.map(impose_no_sharding, gradients)
         if not self.replicas:
             return gradients

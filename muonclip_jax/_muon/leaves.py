@@ -1,23 +1,19 @@
 """A tree of leaves as a trace reads it, once: paths, matrices, shardings."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import optax
 
-from .._layout.layout import Layout, read_layout
+from .._layout.layout import axes, Layout, over_replicas, OverReplicas, read_layout
 from .._layout.placement import Shardings
+from .._layout.zeros import counts_replicated
 from .._matrices.view import MatrixView
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
 from .._parameters.verdicts import BEFORE_THE_MASK
-
-
-#: Where the arguments of an update are in another order, too.
-NO_STATE = (
-    "the state is not one that init of {} made: tx.update(grads, state, params), with "
-    "the state of the last update, or of tx.init(params)"
-)
 
 
 class Leaves(NamedTuple):
@@ -68,6 +64,57 @@ def read_leaves(
     layout = read_layout(tree, shardings, axis_name)
     views = matrix_views(dimension_numbers, layout.whole, per_head=per_head)
     return Leaves(layout, views)
+
+
+def for_leaves(
+    name: str,
+    build: Callable[[Leaves], optax.GradientTransformationExtraArgs],
+    state_type: type,
+    dimension_numbers: DimensionNumbers | None,
+    shardings: Shardings | None,
+    *,
+    axis_name: Hashable | None,
+    per_head: bool = False,
+) -> OverReplicas:
+    """The transformation `name`, which `build` makes for the leaves that it is given.
+
+    Axes, masks and shardings are read off the whole tree, here, before a mask or
+    `optax.partition` hides leaves: biases tell which axes of a general kernel are
+    inputs. `init` and `update` both read it, so that neither depends on the other, and
+    a state that was restored does without `init`. The state is a `state_type`.
+    """
+    axes(axis_name)  # raises at construction for what is none
+
+    def read(tree: Any) -> Leaves:
+        return read_leaves(
+            tree, dimension_numbers, shardings, axis_name=axis_name, per_head=per_head
+        )
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        leaves = read(params)
+        placement = leaves.layout.placement(leaves.tree.leaves)
+        return counts_replicated(build(leaves).init(params), placement)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if not isinstance(state, state_type):
+            # Where the arguments are in another order, too.
+            raise ValueError(
+                f"the state is not one that init of {name} made: tx.update(grads, "
+                "state, params), with the state of the last update, or of "
+                "tx.init(params)"
+            )
+        leaves = read(updates)
+        leaves.check_like("params", params)
+        gradients = leaves.layout.gradients(updates, extra_args.get("attention_stats"))
+        # optax's Adam mixes dtypes, so strict promotion would refuse it.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = build(leaves).update(
+                gradients, state, params, **extra_args
+            )
+        # optax's Adam answers bfloat16 gradients in mu_dtype.
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, gradients), state
+
+    return over_replicas(init_fn, update_fn, axis_name)
 
 
 def check_matrices_only(leaves: Leaves, name: str) -> None:

@@ -1,8 +1,8 @@
 """Muon for the matrices of a model, AdamW for the rest.
 
 gradients -> momentum -> matrices -> Newton-Schulz -> scale by shape -> neurons
-normalized, if asked for -> weight decay -> learning rate. `muon_direction` is the first
-four arrows.
+normalized, if asked for -> weight decay -> learning rate. `Direction` is the first four
+arrows.
 """
 
 import functools
@@ -14,21 +14,20 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._layout.layout import axes, check_replicas, over_replicas
 from .._layout.placement import Shardings
-from .._layout.zeros import counts_replicated, zeros_like
+from .._layout.zeros import zeros_like
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
-from .._newton_schulz.solver import make_solver, Method
+from .._newton_schulz.solver import Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
-from .leaves import Leaves, NO_STATE, read_leaves
-from .momentum import is_8_bits, momentum_in
+from .leaves import for_leaves, Leaves
+from .momentum import is_8_bits
 from .normalize_neurons import neuron_normalization
-from .scale_by_muon import check_shape_scale, muon_direction, ShapeScale
+from .scale_by_muon import make_direction, ShapeScale
 from .weight_decay import check_rates, decayed_weights
 
 
@@ -130,86 +129,55 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    solver = make_solver(
-        ns_coeffs,
-        ns_steps,
-        ns_method,
-        ns_dtype,
-        preconditioning,
-        ns_kernel,
-        prefix="ns_",
+    direction = make_direction(
+        beta=beta,
+        nesterov=nesterov,
+        ns_coeffs=ns_coeffs,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        ns_dtype=ns_dtype,
+        ns_kernel=ns_kernel,
+        preconditioning=preconditioning,
+        consistent_rms=consistent_rms,
+        mu_dtype=mu_dtype,
     )
-    check_shape_scale(consistent_rms)
-    momentum = momentum_in(mu_dtype, beta, nesterov)
-    replicas = axes(axis_name)
+    # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
-    decay = functools.partial(decayed_weights, is_cautious=cautious_weight_decay)
-
-    def read(tree: Any) -> Leaves:
-        # Biases tell which axes of a general kernel are inputs, so axes and masks are
-        # read off the whole tree, here, and not off what `partition` leaves in sight.
-        return read_leaves(
-            tree,
-            dimension_numbers,
-            shardings,
-            axis_name=axis_name,
-            per_head=per_head,
-        )
+    adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
-        decayed = _decay_mask(weight_decay_mask, leaves.layout.whole)
-        adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
-        direction = muon_direction(
-            leaves,
-            momentum,
-            solver,
-            consistent_rms=consistent_rms,
+        mask = _decay_mask(weight_decay_mask, leaves.layout.whole)
+        decay = functools.partial(
+            decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )
         normalization = (
-            [neuron_normalization(lambda _: leaves, b2=neuron_b2)]
-            if neuron_b2 is not None
-            else []
+            [neuron_normalization(leaves, neuron_b2)] if neuron_b2 is not None else []
         )
-
         groups: dict[Hashable, optax.GradientTransformation] = {
             "muon": optax.chain(
-                direction,
+                direction.of(leaves),
                 *normalization,
-                decay(weight_decay, decayed),
+                decay(weight_decay),
                 optax.scale_by_learning_rate(learning_rate),
             ),
             "adamw": optax.chain(
                 _sharded_like_params(adam, leaves, adam_mu_dtype),
-                decay(adam_weight_decay, decayed),
+                decay(adam_weight_decay),
                 optax.scale_by_learning_rate(adam_learning_rate),
             ),
         }
         labels = ["muon" if view else "adamw" for view in leaves.views]
         return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))
 
-    def init_fn(params: optax.Params) -> optax.OptState:
-        leaves = read(params)
-        # Of all leaves, before `partition` hides those of one side from the other.
-        placement = leaves.layout.placement(leaves.tree.leaves)
-        return counts_replicated(build(leaves).init(params), placement)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        if not hasattr(state, "inner_states"):
-            raise ValueError(NO_STATE.format("muon"))
-        leaves = read(updates)
-        check_replicas(replicas, extra_args.get("attention_stats"))
-        leaves.check_like("params", params)
-        updates = leaves.layout.gradients(updates)
-        # optax's Adam mixes dtypes, so strict promotion would refuse it.
-        with jax.numpy_dtype_promotion("standard"):
-            directions, state = build(leaves).update(
-                updates, state, params, **extra_args
-            )
-        # optax's Adam answers bfloat16 gradients in mu_dtype.
-        cast = jax.tree.map(lambda d, g: d.astype(g.dtype), directions, updates)
-        return cast, state
-
-    return over_replicas(init_fn, update_fn, axis_name)
+    return for_leaves(
+        "muon",
+        build,
+        optax.transforms.PartitionState,
+        dimension_numbers,
+        shardings,
+        axis_name=axis_name,
+        per_head=per_head,
+    )
 
 
 def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:

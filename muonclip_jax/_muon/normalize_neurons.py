@@ -1,7 +1,6 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -94,19 +93,22 @@ def normalize_neurons(
         check_matrices_only(leaves, "normalize_neurons")
         return leaves
 
-    return neuron_normalization(read, b2=b2, eps=eps)
+    def init_fn(params: optax.Params) -> optax.OptState:
+        return neuron_normalization(read(params), b2, eps).init(params)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        normalization = neuron_normalization(read(updates), b2, eps)
+        return normalization.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def neuron_normalization(
-    read: Callable[[Any], Leaves],
-    *,
-    b2: float | jax.Array,
-    eps: float | jax.Array = 1e-10,
+    leaves: Leaves, b2: float | jax.Array, eps: float | jax.Array = 1e-10
 ) -> optax.GradientTransformationExtraArgs:
-    """`normalize_neurons` for leaves that `read` has read; others pass."""
+    """`normalize_neurons` for leaves; those without a view pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
-        leaves = read(params)
         axes = {i: _short_axes(view) for i, view in enumerate(leaves.views)}
         parts = [
             (i, StatePart(jnp.float32, dict.fromkeys(short, 1)))
@@ -119,7 +121,6 @@ def neuron_normalization(
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        leaves = read(updates)
         tree, results, v = leaves.tree, leaves.tree.of(updates), {}
         pairs = zip(leaves.views, leaves.layout.cuts, strict=True)
         for i, (view, cut) in enumerate(pairs):

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._layout.layout import axes, check_replicas, over_replicas
 from .._layout.placement import Shardings
 from .._matrices.view import MatrixView
 from .._newton_schulz.coefficients import Schedule, Triple
@@ -18,7 +17,7 @@ from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import make_solver, Method, Solver
 from .._options import NOT_NEGATIVE, number
 from .._parameters.dimension_numbers import DimensionNumbers
-from .leaves import check_directed, check_matrices_only, Leaves, NO_STATE, read_leaves
+from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
 from .momentum import Momentum, momentum_in, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
@@ -134,6 +133,52 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
+    direction = make_direction(
+        beta=beta,
+        nesterov=nesterov,
+        ns_coeffs=ns_coeffs,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        ns_dtype=ns_dtype,
+        ns_kernel=ns_kernel,
+        preconditioning=preconditioning,
+        consistent_rms=consistent_rms,
+        mu_dtype=mu_dtype,
+    )
+
+    def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+        check_matrices_only(leaves, "scale_by_muon")
+        return direction.of(leaves)
+
+    return for_leaves(
+        "scale_by_muon",
+        build,
+        ScaleByMuonState,
+        dimension_numbers,
+        shardings,
+        axis_name=axis_name,
+    )
+
+
+def make_direction(
+    *,
+    beta: float | jax.Array,
+    nesterov: bool,
+    ns_coeffs: str | Triple | Schedule,
+    ns_steps: int | jax.Array,
+    ns_method: Method,
+    ns_dtype: DTypeLike | None,
+    ns_kernel: Kernel,
+    preconditioning: Preconditioning,
+    consistent_rms: ShapeScale,
+    mu_dtype: DTypeLike | None,
+) -> "Direction":
+    """Muon's direction of the options that `scale_by_muon` and `muon` share.
+
+    **Raises:** `ValueError` for what cannot work, naming the argument.
+    """
+    if not isinstance(consistent_rms, str) or consistent_rms != "mup":
+        number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
     solver = make_solver(
         ns_coeffs,
         ns_steps,
@@ -143,89 +188,55 @@ def scale_by_muon(
         ns_kernel,
         prefix="ns_",
     )
-    check_shape_scale(consistent_rms)
-    momentum = momentum_in(mu_dtype, beta, nesterov)
-    replicas = axes(axis_name)
-
-    def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, dimension_numbers, shardings, axis_name=axis_name)
-        check_matrices_only(leaves, "scale_by_muon")
-        return leaves
-
-    def direction(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
-        return muon_direction(
-            leaves,
-            momentum,
-            solver,
-            consistent_rms=consistent_rms,
-        )
-
-    def init_fn(params: optax.Params) -> Any:
-        return direction(read(params)).init(params)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        leaves = read(updates)
-        check_replicas(replicas, extra_args.get("attention_stats"))
-        updates = leaves.layout.gradients(updates)
-        return direction(leaves).update(updates, state, params, **extra_args)
-
-    return over_replicas(init_fn, update_fn, axis_name)
+    return Direction(momentum_in(mu_dtype, beta, nesterov), solver, consistent_rms)
 
 
-def muon_direction(
-    leaves: Leaves,
-    momentum: Momentum,
-    solver: Solver,
-    *,
-    consistent_rms: ShapeScale,
-) -> optax.GradientTransformationExtraArgs:
-    """`scale_by_muon` for leaves that were read; those without a view pass."""
-    if depends_on_direction(consistent_rms):
-        check_directed(leaves)
+class Direction(NamedTuple):
+    """Muon's direction: momentum, orthogonalized, scaled by shape."""
 
-    def init_fn(params: optax.Params) -> Any:
-        return momentum.init(params, leaves)
+    momentum: Momentum
+    solver: Solver
+    consistent_rms: ShapeScale
 
-    def update_fn(updates, state: Any, params=None, **extra_args) -> tuple[Any, Any]:
-        del params, extra_args
-        if not isinstance(state, ScaleByMuonState):
-            raise ValueError(NO_STATE.format("scale_by_muon"))
-        leaves.check_like("state", state.mu)
-        tree, gradients = leaves.tree, leaves.tree.of(updates)
-        # A leaf without entries has nothing to orthogonalize and no scale.
-        views = [
-            view if view and math.prod(view.shape) else None for view in leaves.views
-        ]
-        ahead, state = momentum.update(state, leaves, views, gradients)
-        layout = leaves.layout
-        layout.check_types(ahead)
-        directions = orthogonalize(solver, ahead, views, layout)
-        scaled = [
-            scale_by_shape(d, view, consistent_rms).astype(g.dtype) if view else d
-            for d, view, g in zip(directions, views, gradients, strict=True)
-        ]
-        return tree.unflatten(scaled), state
+    def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+        """The transformation of leaves; those without a view pass through."""
+        if self.consistent_rms is None or isinstance(self.consistent_rms, str):
+            # A matrix and its transpose get two scales.
+            check_directed(leaves)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+        def init_fn(params: optax.Params) -> Any:
+            return self.momentum.init(params, leaves)
 
+        def update_fn(updates, state: Any, params=None, **extra_args):
+            del params, extra_args
+            leaves.check_like("state", state.mu)
+            tree, gradients = leaves.tree, leaves.tree.of(updates)
+            # A leaf without entries has nothing to orthogonalize and no scale.
+            views = [
+                view if view and math.prod(view.shape) else None
+                for view in leaves.views
+            ]
+            ahead, state = self.momentum.update(state, leaves, views, gradients)
+            leaves.layout.check_types(ahead)
+            directions = orthogonalize(self.solver, ahead, views, leaves.layout)
+            scaled = [
+                self._scale(d, view).astype(g.dtype) if view else d
+                for d, view, g in zip(directions, views, gradients, strict=True)
+            ]
+            return tree.unflatten(scaled), state
 
-def check_shape_scale(consistent_rms: ShapeScale) -> None:
-    if not isinstance(consistent_rms, str) or consistent_rms != "mup":
-        number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
-
-def depends_on_direction(consistent_rms: ShapeScale) -> bool:
-    """True if a matrix and its transpose get two scales."""
-    return consistent_rms is None or isinstance(consistent_rms, str)
-
-
-def scale_by_shape(
-    direction: jax.Array, view: MatrixView, consistent_rms: ShapeScale
-) -> jax.Array:
-    if consistent_rms is None:
-        scale = math.sqrt(max(1.0, view.fan_out / view.fan_in))
-    elif isinstance(consistent_rms, str):
-        scale = math.sqrt(view.fan_out / view.fan_in)
-    else:
-        scale = consistent_rms * math.sqrt(max(view.fan_in, view.fan_out))
-    return direction * jnp.asarray(scale, direction.dtype)
+    def _scale(self, direction: jax.Array, view: MatrixView) -> jax.Array:
+        # An orthogonal (m, n) has min(m, n) singular values of 1, so its entries have a
+        # root mean square of 1 / sqrt(max(m, n)), which the first scale takes out. The
+        # others are spectral: they bound what a step does to activations whose entries
+        # have a root mean square of 1 (arXiv:2310.17813, condition 1).
+        fan_in, fan_out = view.matrix_shape
+        if self.consistent_rms is None:
+            scale = math.sqrt(max(1.0, fan_out / fan_in))
+        elif isinstance(self.consistent_rms, str):
+            scale = math.sqrt(fan_out / fan_in)
+        else:
+            scale = self.consistent_rms * math.sqrt(max(fan_in, fan_out))
+        return direction * jnp.asarray(scale, direction.dtype)

@@ -95,9 +95,10 @@ def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
     )
     total, small, large = map(sum_of_squares, (x, x * enlarge, x * shrink))
-    is_out = [total > 2.0**exponent, total < 2.0**-exponent]
-    factor = jnp.select(is_out, [shrink, enlarge], jnp.ones((), real))
-    return factor, jnp.sqrt(jnp.select(is_out, [large, small], total))
+    is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
+    factor = jnp.where(is_large, shrink, jnp.where(is_small, enlarge, 1))
+    counts = jnp.where(is_large, large, jnp.where(is_small, small, total))
+    return factor, jnp.sqrt(counts)
 
 
 def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,9 +123,9 @@ def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     norm = along_last(along_last(jnp.abs(x) * factor))[..., None, None]
     # Compilers multiply by its reciprocal, which has to be in range too.
     exponent = jnp.finfo(norm.dtype).maxexp // 2
-    is_out = [norm > 2.0**exponent, norm < 2.0**-exponent]
-    one = jnp.ones((), norm.dtype)
-    change = jnp.select(is_out, [one * 2.0**-exponent, one * 2.0**exponent], one)
+    is_large, is_small = norm > 2.0**exponent, norm < 2.0**-exponent
+    change = jnp.where(is_large, 2.0**-exponent, jnp.where(is_small, 2.0**exponent, 1))
+    change = change.astype(norm.dtype)
     return factor * change, norm * change
 
 
