@@ -26,6 +26,7 @@ from muonclip_jax._mesh.by_constraint import (
     orthogonalize_by_constraint,
     stacks_of,
 )
+from muonclip_jax._mesh.exchange import Exchange, EXCHANGES
 from muonclip_jax._mesh.on_mesh import (
     orthogonalize_on_mesh,
     plan_exchanges,
@@ -61,9 +62,11 @@ else:
 
 
 __all__ = [
+    "EXCHANGES",
     "METHODS",
     "MOST_SLOTS",
     "AxisRoles",
+    "Exchange",
     "Kernel",
     "MatrixView",
     "Platform",

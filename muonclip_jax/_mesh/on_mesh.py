@@ -20,7 +20,7 @@ from .._matrices.view import MatrixView
 from .._newton_schulz.order import wait_for, zero_after
 from .._newton_schulz.solver import Solver
 from .block_layout import block_layout, local_view
-from .exchange import AllToAll, Exchange
+from .exchange import Exchange, EXCHANGES
 from .ownership import assign_owners, Work
 
 
@@ -213,7 +213,8 @@ def plan_exchanges(
         kinds = [
             np.full(parts[i].view.count, different.index(layouts[i])) for i in group
         ]
-        exchange = AllToAll(owners, work.roles, tuple(different), np.concatenate(kinds))
+        kind = next(each for each in EXCHANGES if each.serves(owners, work.roles))
+        exchange = kind(owners, work.roles, tuple(different), np.concatenate(kinds))
         plan.append(SharedStack(stack, exchange))
     return plan
 
