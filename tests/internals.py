@@ -44,7 +44,6 @@ from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
 from muonclip_jax._newton_schulz import platforms
 from muonclip_jax._newton_schulz.coefficients import check_schedule, resolve_schedule
-from muonclip_jax._newton_schulz.kernels import tpu as tpu_kernel
 from muonclip_jax._newton_schulz.platforms import Kernel, Platform, PLATFORMS
 from muonclip_jax._newton_schulz.polar import cut_into_passes, METHODS
 from muonclip_jax._newton_schulz.precondition import norm_by_hypotenuses
@@ -56,7 +55,7 @@ from muonclip_jax._qk_clip.state import gammas
 
 # JAX 0.8 and 0.9 lack what the kernel is made of.
 if jax.__version_info__ >= (0, 10):
-    from muonclip_jax._newton_schulz.kernels import hopper as hopper_kernel
+    from muonclip_jax._newton_schulz import hopper as hopper_kernel
 else:
     hopper_kernel = None
 
@@ -104,7 +103,6 @@ __all__ = [
     "scale_module",
     "splash_statistic",
     "stacks_of",
-    "tpu_kernel",
     "unstack",
 ]
 

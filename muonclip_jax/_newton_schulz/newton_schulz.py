@@ -60,11 +60,11 @@ def newton_schulz(
         no longer the polar factor of `x` itself. `"equilibrated"` gives all rows one
         norm and then all columns (MuonEq evens out rows): the polar factor of that.
     - `kernel`: `"xla"` for products by XLA and its libraries, `"pallas"` for kernels
-        of this package, which compute half of those known to be symmetric: on TPU in
-        float16 or bfloat16 from 1,024 rows on, on Hopper (JAX 0.10 or newer) in float16
-        from 2,048 rows on, if rows and columns are multiples of 8. What has no kernel
-        is XLA's. `"auto"` takes them where they fill their tiles: on GPU for rows that
-        are a multiple of 128. None has run: all have been compiled and interpreted.
+        of this package, which compute half of those known to be symmetric: on Hopper
+        (JAX 0.10 or newer) in float16 from 2,048 rows on, if rows and columns are
+        multiples of 8. What has no kernel is XLA's. `"auto"` takes them where they fill
+        their tiles: for rows that are a multiple of 128. They have been compiled and
+        interpreted, and have not run.
 
     **Returns:** an array of the shape and dtype of `x`.
 

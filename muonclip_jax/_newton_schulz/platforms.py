@@ -93,15 +93,6 @@ class Platform:
 STACK_LEAVES = 256
 
 
-def _tpu_kernel(m: int, n: int, dtype: jnp.dtype, kernel: Kernel):
-    if jnp.finfo(dtype).bits != 16:
-        return None
-    # Pallas is slow to import, and most programs never ask for it.
-    from .kernels import tpu
-
-    return tpu.symmetric_product
-
-
 def _gpu_kernel(m: int, n: int, dtype: jnp.dtype, kernel: Kernel):
     # Rows that are no multiple of a tile leave tiles half empty.
     is_full = kernel == "pallas" or m % 128 == 0
@@ -112,7 +103,8 @@ def _gpu_kernel(m: int, n: int, dtype: jnp.dtype, kernel: Kernel):
     # JAX 0.8 and 0.9 lack what the kernel is made of.
     if jax.__version_info__ < (0, 10) or compute_capability() != HOPPER:
         return None
-    from .kernels import hopper
+    # Pallas is slow to import, and most programs never ask for it.
+    from . import hopper
 
     return hopper.symmetric_product
 
@@ -172,8 +164,6 @@ TPU = Platform(
     turns=2,
     stack_entries=5 * 2**20,
     norm=norm_by_squares,
-    choose_kernel=_tpu_kernel,
-    kernel_rows=1024,
 )
 
 #: By the name that JAX gives them; the last is for all others.

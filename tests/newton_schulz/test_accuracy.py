@@ -151,18 +151,15 @@ def test_the_form_is_chosen_by_cost(platform, dtype, method, shape, gram):
     assert chosen is METHODS["gram" if gram else "standard"]
 
 
-def test_kernels_are_taken_where_asked_for_from_a_size_on():
-    """For GPU see `test_kernels_for_gpu.py`."""
+def test_only_gpus_have_kernels():
+    """Which, see `test_kernels_for_gpu.py`."""
 
     def is_taken(platform, rows, dtype="bfloat16", kernel="pallas"):
         its = platform_named(platform).products
         products = its(rows, rows, jnp.dtype(dtype), kernel, exact=False)
         return hasattr(products, "kernel")
 
-    assert is_taken("tpu", 1024) and not is_taken("tpu", 1023)
-    assert not is_taken("tpu", 1024, "float32")
-    assert not is_taken("tpu", 1024, kernel="xla")
-    assert not is_taken("cpu", 4096)
+    assert not is_taken("tpu", 4096) and not is_taken("cpu", 4096)
 
 
 def test_bfloat16_input_loses_nothing_on_cpu():

@@ -1,1 +1,0 @@
-"""Symmetric products at half the arithmetic: Pallas kernels for GPU and TPU."""
