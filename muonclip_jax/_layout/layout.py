@@ -58,6 +58,8 @@ class Layout(NamedTuple):
         Of the leaves of one mesh some may be unknown.
         """
         seen = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+        # Inside `shard_map` or `pmap` a leaf is what this device holds, whatever mesh
+        # is set around: the mapped axes alone say what others hold.
         if axes := shared_axes(self.cuts, self.replicas):
             if seen:
                 cuts = tuple(self.cuts[i] for i in seen)
@@ -69,6 +71,9 @@ class Layout(NamedTuple):
                 yield Place("one device"), seen
             return
         mesh, specs = placement
+        # Two places of one mesh: what is known is exchanged by a plan, in fewer bytes
+        # than what XLA makes of constraints, and one leaf that nobody spoke of must not
+        # cost the others that.
         if known := [i for i in seen if specs[i] is not None]:
             yield Place("mesh", mesh, tuple(specs[i] for i in known)), known
         if unknown := [i for i in seen if specs[i] is None]:
@@ -84,11 +89,17 @@ class Layout(NamedTuple):
         **Raises:** `ValueError` as `check_replicas` does.
         """
         check_replicas(self.replicas, attention_stats)
+        # Momentum is a sum of itself and a gradient, and XLA shards a sum as one of its
+        # terms. Without this a gradient that was left sharded otherwise would move the
+        # state in the first step.
         gradients = jax.tree.map(impose_no_sharding, gradients)
         if not self.replicas:
             return gradients
 
         def mean_of(gradient: Any, cut: PartitionSpec) -> Any:
+            # An axis may be both, as with FSDP, which divides the batch and cuts the
+            # leaves: along it the gradients of a block have been reduced and scattered
+            # by the user, and what other devices have are other entries.
             along = tuple(a for a in self.replicas if a not in cut_axes(cut))
 
             def mean(x: jax.Array) -> jax.Array:
@@ -105,6 +116,10 @@ class Layout(NamedTuple):
 
         `arrays` are in the place of the leaves, and have been averaged.
         """
+        # With `check_vma` the type of an array says along which axes it may differ.
+        # Work is shared along these axes in the belief that leaves are the same, or cut
+        # as was said; where the belief is wrong every device would return another
+        # update, silently.
         shared = shared_axes(self.cuts, self.replicas)
         if not shared or not is_checked(shared):
             return
@@ -188,12 +203,17 @@ def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
                 "jax.pmap or jax.shard_map over it, or leave axis_name out"
             ) from error
     manual = tuple(sorted(_mapped_axes()))
+    # An axis of `vmap` has a name and a size, as those of `shard_map` have, but no
+    # devices: collectives over it are sums over a batch axis.
     vmapped = [axis for axis in replicas if axis not in manual]
     if vmapped and manual and is_checked(manual):
         raise ValueError(
             f"axis_name={vmapped} are axes of jax.vmap, over which JAX reduces nothing "
             "inside a jax.shard_map that checks types: give it check_vma=False"
         )
+    # `multi_steps` accumulates gradients before the transformation inside it sees them.
+    # A mean over replicas that only that one takes would come too late: each replica
+    # has accumulated its own, and skipped steps by itself.
     known = getattr(attention_stats, "reduced_over", replicas)
     if missing := [axis for axis in replicas if axis not in known]:
         raise ValueError(
@@ -239,7 +259,10 @@ def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
     """This device's block of a whole leaf, or of what broadcasts to one."""
     for axis, entry in enumerate(cut):
         names = mesh_axes(entry)
+        # What broadcasts along an axis is whole already.
         if names and x.shape[axis] > 1:
+            # Of several axes in one entry the first is the major one, in `axis_index`
+            # of a tuple as in a `PartitionSpec`.
             size = x.shape[axis] // jax.lax.axis_size(names)
             start = jax.lax.axis_index(names) * size
             x = jax.lax.dynamic_slice_in_dim(x, start, size, axis)

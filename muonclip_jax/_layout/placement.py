@@ -63,6 +63,7 @@ def find_placement(
     _check_one_mesh(meshes)
     # One that names its devices, if there is one.
     mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
+    # One device has all matrices at hand, and the program without a mesh is shorter.
     if mesh.size == 1 or AxisType.Manual in mesh.axis_types:
         return None
     return Placement(mesh, tuple(spec for _, spec in found))
@@ -161,6 +162,8 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     sharding = getattr(own, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None, None
+    # The spec in the type of a tracer leaves out automatic axes: an empty one does not
+    # say that the leaf is replicated.
     if isinstance(leaf, Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding.mesh, None
     return sharding.mesh, sharding.spec
@@ -184,6 +187,8 @@ def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
 def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
     """Raises if an array is known to be sharded otherwise than the user says."""
     (mesh, spec), (other, wanted) = own, given
+    # Of a tracer on a mesh of both kinds of axes only the explicit ones can be
+    # compared.
     hidden = _automatic_axes(mesh) if isinstance(leaf, Tracer) else set()
     same_spec = spec is None or _same_spec(spec, wanted, other, hidden)
     if mesh is not None and not (_same(mesh, other) and same_spec):
@@ -228,6 +233,8 @@ def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None
 
 
 def _same(mesh: Any, other: Any) -> bool:
+    # Two meshes of the same devices in the same order are one, whatever their axes are
+    # (automatic, explicit): `jax.set_mesh` and `NamedSharding` often have their own.
     if isinstance(mesh, Mesh) and isinstance(other, Mesh):
         return mesh.shape_tuple == other.shape_tuple and mesh.devices.tolist() == (
             other.devices.tolist()

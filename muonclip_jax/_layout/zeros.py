@@ -56,6 +56,8 @@ def zero_parts(
     ]
     if placement is None:
         return results
+    # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
+    # another shape, and what a tracer made, have to be put where they belong.
     specs = [_whole_along(placement.specs[i], part.sizes) for i, part in parts]
     moved = [
         i
@@ -93,6 +95,8 @@ def replicated(state: Any, placement: Placement | None) -> Any:
     """
     if placement is None:
         return state
+    # Rows of statistics are some numbers for each head: to replicate them costs
+    # nothing, and masks and metrics read them on every device.
     mesh, whole = placement.mesh, PartitionSpec()
     is_left_open = AxisType.Auto in mesh.axis_types
 

@@ -60,6 +60,8 @@ def axis_roles(
     """`mesh` maps names of axes to sizes."""
     by_axis = _axes_of(view, spec, mesh)
     batch = {name for axis in view.batch for name in by_axis[axis]}
+    # An axis that cuts a stack gives each device whole matrices, or blocks of them, of
+    # its own: nothing is exchanged along it.
     sharded = {name for axes in by_axis for name in axes} - batch
     names = [name for name, size in mesh.items() if size > 1]
     return AxisRoles(
@@ -76,6 +78,9 @@ def block_layout(
     by_axis, inner = _axes_of(view, spec, mesh), view.reduction + view.output
     sizes = tuple(mesh[name] for name in roles.sharded)
 
+    # Blocks arrive as an array of an axis for each mesh axis and then the axes of a
+    # block. An axis of the matrix is the mesh axes that cut it, the major one first,
+    # and then its own of the block: next to each other they are it again.
     def after_its_devices(axis: int) -> list[int]:
         cuts = [roles.sharded.index(name) for name in by_axis[axis]]
         return [*cuts, len(sizes) + inner.index(axis)]

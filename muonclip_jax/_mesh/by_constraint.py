@@ -48,6 +48,8 @@ def orthogonalize_by_constraint(
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
     plan = divide_stacks(solver, stacks, mesh.size)
     by_device = PartitionSpec(axes)
+    # Each device iterates what a constraint has put there. `check_vma` would have to
+    # know that a loop with a count of its own differs along all axes.
     iterated = jax.shard_map(
         functools.partial(_iterate_own, plan=plan, axes=axes),
         mesh=mesh,

@@ -86,6 +86,8 @@ class AllToAll(Exchange):
             cut = functools.partial(jax.lax.dynamic_slice_in_dim, blocks)
             sent = jnp.stack([cut(start, owners.most) for start in starts])
         else:
+            # For each device the matrices of its slots, so that what is taken is in the
+            # order in which `all_to_all` sends it.
             table = entry_at(owners.slots, group, copy)  # (devices, slots)
             sent = _take(blocks, table.reshape(-1))
             sent = sent.reshape(*table.shape, *self.block_shape)

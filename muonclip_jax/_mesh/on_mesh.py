@@ -80,6 +80,8 @@ def orthogonalize_by_replicas(
     By devices that `pmap`, `shard_map` and `vmap` tell apart: each iterates its share
     of the matrices, and one gather for each stack hands out all.
     """
+    # What the loop over a share iterates differs from device to device, while the
+    # leaves are the same on all: types have to know before they meet.
     if is_checked(axes):
         leaves = [varying(x, axes) for x in leaves]
     sizes = {name: jax.lax.axis_size(name) for name in axes}
@@ -146,6 +148,8 @@ def _together(
 ) -> list[jax.Array]:
     """The arrays, of which those with a count are there once all with a count are."""
     uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
+    # Only arrays with a count wait: of the others every device has as many, and none is
+    # late.
     zero = zero_after(uneven)
     return [
         x if count is None else wait_for(zero, x)
@@ -189,6 +193,8 @@ def plan_exchanges(
         # as they are, tall or wide. Others share a stack with them, turned, only where
         # each stack by itself would be padded too much.
         divided = _grouped(group, lambda i: layouts[i])
+        # Where the mesh cuts no matrix a device has all of it, and to turn it there is
+        # free.
         is_cut = bool(layouts[group[0]].roles.sharded)
         if is_cut and slots_of(divided) <= MOST_PADDING * slots_of([group]):
             groups += divided

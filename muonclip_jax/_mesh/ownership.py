@@ -93,6 +93,9 @@ def assign_owners(works: Sequence[Work], mesh: Mapping[str, int]) -> list[Owners
     (Graham, 1969). `mesh` maps names of axes to sizes.
     """
     groups = [groups_of(work.roles, mesh) for work in works]
+    # Longest processing time first (Graham, "Bounds on multiprocessing timing
+    # anomalies", 1969): at most 4/3 of the optimum where all devices may take all, and
+    # next to it with the many matrices of a model.
     loads = np.zeros(math.prod(mesh.values()))
     order = sorted(range(len(works)), key=lambda i: -works[i].cost)
     owners = {}
@@ -121,6 +124,8 @@ def _place(
     most = MOST_SLOTS * math.ceil(work.count / members.shape[1])
     taken, everyone = np.zeros_like(members), np.arange(len(members))
     for _ in range(work.count):
+        # Of devices with equal loads the one whose neighbors are idle: what comes later
+        # may be for its group alone, and is then shared out evenly.
         busy = (loads + TIE * _crowding(loads, rest))[members]
         chosen = np.argmin(np.where(taken < most, busy, np.inf), axis=1)
         taken[everyone, chosen] += 1
@@ -182,10 +187,13 @@ def assign_consecutive(
 
 
 def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Consecutive:
+    # Devices with full slots in a row, of which the busiest counts: all of them are
+    # done when it is.
     used = math.ceil(count / slots)
     busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
     start = int(np.argmin(busiest))
     counts = np.zeros(len(loads), np.int32)
     counts[start : start + used] = slots
+    # The last one has what is left.
     counts[start + used - 1] = count - (used - 1) * slots
     return Consecutive(start * slots, counts, slots)

@@ -20,9 +20,13 @@ from .._matrices.view import MatrixView
 
 
 LARGEST = 127  # code
-OVERHEAD = 0.0595  # bytes an entry, next to its code
+#: Bytes an entry, next to its code: with it momentum takes at most 1.06. A matrix of
+#: 68 x 68 affords its scales, one of 101 x 101 the first direction, 768 x 768 twenty.
+OVERHEAD = 0.0595
+#: The time of a step of subspace iteration grows with them.
 MOST_DIRECTIONS = 32
-RIDGE = 1e-6  # float32 tells no smaller eigenvalues of a Gram matrix apart
+#: float32 tells no smaller eigenvalues of a Gram matrix apart.
+RIDGE = 1e-6
 
 
 class Vectors(NamedTuple):
@@ -56,9 +60,11 @@ class Scales(NamedTuple):
 
 def number_of_directions(view: MatrixView) -> int:
     """As many as keep all that is not a code within `OVERHEAD`."""
+    # A direction is a byte for every row and every column; the scales of rows and of
+    # columns, in bfloat16, are as much as two directions.
     sides = view.fan_in + view.fan_out
     affordable = OVERHEAD * view.fan_in * view.fan_out / sides
-    return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))  # 2 for the scales
+    return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))
 
 
 def layout(view: MatrixView) -> Any:
@@ -94,6 +100,8 @@ def encode(
     if last.directions is not None:
         directions = _follow(momentum, last.directions.right, view)
         rest = momentum - _sum(directions, view)
+    # The smaller of the scales of its row and its column bounds an entry: a large entry
+    # then costs the others of its row their precision only in its own column.
     size = jnp.abs(rest)
     # A maximum may pass over what is not a number; a sum does not.
     nothing = 0 * jnp.sum(size, view.output, keepdims=True)
@@ -105,6 +113,8 @@ def encode(
 
 def _share(code: jax.Array) -> jax.Array:
     """The share of its scale that a code stands for, in steps finer near zero."""
+    # The step at a share s is (1 + s)^2 / 254: of the entries of a row of momentum most
+    # are a small share of the largest, and have steps of half the size there.
     code = code.astype(jnp.float32)
     return code / (2 * LARGEST - jnp.abs(code))
 
@@ -128,6 +138,9 @@ def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _follow(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions:
     """One step of subspace iteration."""
+    # Momentum changes little from step to step, so the directions of the last one are
+    # next to those of this one, and one product there and back with it follows them
+    # (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4, from a good start).
     m, p, q = _axes(view)
     start = _share(right.codes) + _pattern(right.codes, view)
     image = _orthonormal(_product(f"{m},{q}->{p}", momentum, start), view)
@@ -173,6 +186,8 @@ def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
 
 def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
     """A little of every direction, by which new ones are noticed."""
+    # Cosines of different frequencies are nearly orthogonal to each other and to what is
+    # there, cost no random numbers, and are the same on all devices and in every run.
     along = [jax.lax.broadcasted_iota(jnp.float32, like.shape, i) for i in view.output]
     place = sum(x * math.sqrt(2 + n) for n, x in enumerate(along))
     count = jax.lax.broadcasted_iota(jnp.float32, like.shape, view.reduction[0])

@@ -109,6 +109,7 @@ def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
     def update(state, leaves, views, gradients):
         _check_same_kind(state, has_scales=True)
         _check_whole(leaves)
+        # Scales are by path, since leaves without a matrix have none.
         codes, momentum = leaves.tree.of(state.mu), list(gradients)
         scales: dict[str, eight_bits.Scales] = {}
         for i, view in enumerate(views):
@@ -184,11 +185,16 @@ def _accumulate(
     beta: ArrayLike, momentum: jax.Array, gradient: jax.Array, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The momentum to keep and the one to orthogonalize."""
+    # A sum, as in Keller Jordan's code, and no average: what is orthogonalized has no
+    # scale, so `M = beta M + (1 - beta) G` has the same direction. Sums are float32 or
+    # wider: in bfloat16 they would lose gradients of less than 2^-9 of the momentum.
     dtype = momentum.dtype
     wide = np.promote_types(np.promote_types(dtype, jnp.float32), gradient.dtype)
     beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
     if dtype == jnp.float16:
         gradient = gradient / FLOAT16_UNIT
+    # The gradient is added to what is kept, as it was rounded: the update then depends
+    # on the state alone, and a run that is resumed goes on as if it had not stopped.
     kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)
@@ -206,6 +212,8 @@ def _as_kept(x: jax.Array, dtype: DTypeLike) -> jax.Array:
             rounded = jax.lax.optimization_barrier(rounded)
         return rounded.astype(x.dtype)
 
+    # bfloat16 has the exponents of float32, so that fewer bits of the mantissa are all
+    # that rounding is.
     def at_once(x: jax.Array) -> jax.Array:
         # A TPU then reads the gradient once. A GPU would store what is ahead, too.
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -226,6 +234,8 @@ def _accumulate_in_8_bits(
 ) -> tuple[jax.Array, eight_bits.Scales, jax.Array]:
     """Codes and scales to keep, and the momentum to orthogonalize."""
 
+    # On automatic axes, since XLA can shard all of this as the leaf is: maxima along
+    # rows and columns, and products with some vectors.
     def accumulate(beta, codes, scales, gradient):
         wide = gradient.astype(jnp.float32)
         momentum = beta * eight_bits.decode(codes, scales, view) + wide

@@ -143,13 +143,18 @@ def muon(
     )
     # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
+    # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+        # The mask is read of the whole tree, for the same reason as the axes are, and
+        # as a tree of bools, which both groups below see through their own masks.
         mask = _decay_mask(weight_decay_mask, leaves.layout.whole)
         decay = functools.partial(
             decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )
+        # After the direction and before decay: what it evens out is the update, and the
+        # decay of a weight is no part of it (arXiv:2510.05491, Algorithm 1).
         normalization = (
             [neuron_normalization(leaves, neuron_b2)] if neuron_b2 is not None else []
         )
@@ -166,6 +171,8 @@ def muon(
                 optax.scale_by_learning_rate(adam_learning_rate),
             ),
         }
+        # As a function, since a tree that is given to `partition` may not have other
+        # containers than the params, which boxes and NNX's states are.
         labels = ["muon" if view else "adamw" for view in leaves.views]
         return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))
 
@@ -206,6 +213,7 @@ def _sharded_like_params(
     adam: optax.GradientTransformation, leaves: Leaves, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
+        # Under `jit` zeros depend on no param, and would be replicated.
         mu, nu = zeros_like(params, leaves.layout, mu_dtype, None)
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 

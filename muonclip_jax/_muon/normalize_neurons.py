@@ -148,10 +148,14 @@ def _normalize(
     long = view.output if short == view.reduction else view.reduction
     wide = o.astype(np.promote_types(o.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(jnp.abs(wide)), short, keepdims=True)
+    # Of blocks of equal size the mean of means is the mean.
     mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
     v = b2 * v + (1 - b2) * mean.astype(v.dtype)
     divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
+    # With v for each entry of the long side, |o|^2 is the sum over that side of the short
+    # side's size times `mean`, and |o'|^2 the same of `mean / v`: their ratio is that of
+    # the sums below.
     # The norm after follows from the vectors, so that none is taken of the matrix.
     sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
     before, after = jax.lax.psum(sums, cut_axes(cut, long))

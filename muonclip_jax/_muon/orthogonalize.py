@@ -33,6 +33,8 @@ def orthogonalize(
     devices share the work, and so do replicas along mapped axes and devices that hold
     blocks of leaves inside `jax.shard_map`. Results are float32 or wider.
     """
+    # One program for each place, compiled under `jit` of its own: an eager update, and
+    # the same leaves in another transformation, find it again.
     results = list(leaves)
     for place, chosen in layout.places(leaves, [view is not None for view in views]):
         found = _at_one_place(
@@ -55,6 +57,7 @@ def _at_one_place(
 ) -> list[jax.Array]:
     def alone(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
         """Every device by itself, for leaves that explicit axes of a mesh may shard."""
+        # With automatic axes, or none, this changes nothing.
         of_whole = functools.partial(on_one_device, solver, views=views)
         return on_whole_leaves(of_whole, leaves)
 
@@ -126,6 +129,8 @@ def _is_large(solver: Solver, stack: Stack) -> bool:
 
 def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
     """Stacks that are iterated together: those of one kind, if they are small."""
+    # On TPU two, which take turns at the matrix units; elsewhere each goes alone. A
+    # large one goes alone in any case: its batches take turns with each other.
     waiting: dict[Any, list[Stack]] = {}
     for stack in plan:
         kind = stack.shape, stack.dtype, _is_large(solver, stack)
@@ -139,6 +144,8 @@ def _differentiable(route: Route, alone: Route) -> Route:
     """`route` with the derivative of what one device does, which XLA partitions."""
     result = jax.custom_jvp(lambda solver, leaves: route(solver, leaves))
 
+    # A forward rule serves both modes: what is linear in the tangents is transposed by
+    # JAX. Where nothing is differentiated it costs nothing.
     @result.defjvp
     def derivative(primals, tangents):
         solver, leaves = primals

@@ -71,11 +71,14 @@ def decayed_weights(
         if callable(weight_decay):
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
+        # No multiplication, so that an infinite weight does not make the update NaN, and
+        # a step without decay costs nothing.
         if isinstance(rate, int | float) and rate == 0:
             return updates, state
         return jax.tree.map(lambda u, w: decay(u, w, rate), updates, params), state
 
     def decay(update: jax.Array, weight: jax.Array, rate: Any) -> jax.Array:
+        # A mask and not a factor: where signs differ the update stays to the bit.
         decayed = update + rate * weight
         if not is_cautious:
             return decayed
