@@ -186,8 +186,8 @@ def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
 
 def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
     """A little of every direction, by which new ones are noticed."""
-    # Cosines of different frequencies are nearly orthogonal to each other and to what is
-    # there, cost no random numbers, and are the same on all devices and in every run.
+    # Cosines of different frequencies are nearly orthogonal to each other and to what
+    # is there, and are the same on all devices and in every run.
     along = [jax.lax.broadcasted_iota(jnp.float32, like.shape, i) for i in view.output]
     place = sum(x * math.sqrt(2 + n) for n, x in enumerate(along))
     count = jax.lax.broadcasted_iota(jnp.float32, like.shape, view.reduction[0])

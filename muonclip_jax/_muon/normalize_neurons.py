@@ -153,10 +153,9 @@ def _normalize(
     b2 = jnp.asarray(b2, v.dtype)
     v = b2 * v + (1 - b2) * mean.astype(v.dtype)
     divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
-    # With v for each entry of the long side, |o|^2 is the sum over that side of the short
-    # side's size times `mean`, and |o'|^2 the same of `mean / v`: their ratio is that of
-    # the sums below.
-    # The norm after follows from the vectors, so that none is taken of the matrix.
+    # |o|^2 is the sum over the long side of `mean`, times the size of the short one, and
+    # |o'|^2 that of `mean / v`: norms follow from vectors, and none is taken of the
+    # matrix.
     sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
     before, after = jax.lax.psum(sums, cut_axes(cut, long))
     is_zero = before == 0  # and then has no derivative

@@ -71,8 +71,8 @@ def decayed_weights(
         if callable(weight_decay):
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
-        # No multiplication, so that an infinite weight does not make the update NaN, and
-        # a step without decay costs nothing.
+        # No multiplication, so that an infinite weight does not make the update NaN,
+        # and a step without decay costs nothing.
         if isinstance(rate, int | float) and rate == 0:
             return updates, state
         return jax.tree.map(lambda u, w: decay(u, w, rate), updates, params), state
