@@ -153,8 +153,8 @@ def _normalize(
     b2 = jnp.asarray(b2, v.dtype)
     v = b2 * v + (1 - b2) * mean.astype(v.dtype)
     divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
-    # |o|^2 is the sum over the long side of `mean`, times the size of the short one, and
-    # |o'|^2 that of `mean / v`: norms follow from vectors, and none is taken of the
+    # |o|^2 is the sum over the long side of `mean`, times the size of the short one,
+    # and |o'|^2 that of `mean / v`: norms follow from vectors, and none is taken of the
     # matrix.
     sums = [jnp.sum(x, long, keepdims=True) for x in (mean, mean / divisor)]
     before, after = jax.lax.psum(sums, cut_axes(cut, long))
