@@ -17,11 +17,6 @@ from .max_logits import max_logits, max_logits_at_once
 #: Query, key, value and options to output and statistic.
 AttentionKernel = Callable[..., tuple[jax.Array, jax.Array]]
 
-_NOT_IN_A_KERNEL = (
-    "kernel= computes attention by itself: dropout and the einsums of the layer do not "
-    "reach it. Leave them out of the layer, or kernel="
-)
-
 
 def attention_fn(
     query: jax.Array,
@@ -46,11 +41,9 @@ def attention_fn(
 
     Give it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
     `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which is
-    what hands `module` over; without it this is Flax's attention and nothing more. The
+    how Flax passes `module`; without it this is Flax's attention and nothing more. The
     statistic, `(heads,)` float32 as from [`max_logits`][], goes to the `intermediates`
     of Linen or to `nnx.Intermediate`; calls of a layer used twice combine by maximum.
-
-    Linen passes only the arguments it finds in this signature, so they are spelled out.
 
     **Arguments:**
 
@@ -60,7 +53,7 @@ def attention_fn(
         [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
         `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
         `precision` and `force_fp32_for_softmax` do not reach it.
-    - all others: what Flax hands over; query `(batch..., length, heads, head_dim)`,
+    - all others: as Flax passes them; query `(batch..., length, heads, head_dim)`,
         key and value `(batch..., key_length, key_heads, head_dim)`.
 
     **Returns:** the output of attention, `(batch..., length, heads, head_dim)`, in the
@@ -81,13 +74,19 @@ def attention_fn(
         ... )
         >>> recorded["intermediates"]["max_logits"].shape
         (2,)
+
+    ??? cite "References"
+
+        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
     function_or_none("kernel", kernel)
     if kernel is not None:
-        if qk_attn_weights_einsum or attn_weights_value_einsum:
-            raise ValueError(_NOT_IN_A_KERNEL)
-        if dropout_rate > 0 and not deterministic:
-            raise ValueError(_NOT_IN_A_KERNEL)
+        einsums = qk_attn_weights_einsum or attn_weights_value_einsum
+        if einsums or (dropout_rate > 0 and not deterministic):
+            raise ValueError(
+                "kernel= computes attention by itself: dropout and the einsums of the "
+                "layer do not reach it. Leave them out of the layer, or kernel="
+            )
         arrays = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
         options: dict[str, Any] = {} if bias is None else dict(bias=bias)
         if mask is not None:
@@ -114,6 +113,7 @@ def attention_fn(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
+    # Linen passes only arguments that it finds in a signature: hence no **options.
     # NNX's attention (Flax 0.12) drops the precision on its way to jax.nn, has the
     # softmax in float32 for float64 too, and wants full masks for several batch axes.
     # Linen's does none of that, but forms all logits itself.

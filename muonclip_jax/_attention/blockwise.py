@@ -1,7 +1,6 @@
 """Attention and its largest logits in one pass, in memory linear in the length.
 
-The running softmax of Milakov and Gimelshein (arXiv:1805.02867) over blocks of keys;
-the gradient recomputes the blocks (FlashAttention, arXiv:2205.14135).
+A running softmax over blocks of keys; the gradient recomputes the blocks.
 """
 
 import functools
@@ -75,6 +74,11 @@ def blockwise_attention(
         >>> attention_fn = functools.partial(
         ...     mc.attention_fn, kernel=mc.blockwise_attention
         ... )
+
+    ??? cite "References"
+
+        Milakov and Gimelshein, "Online normalizer calculation for softmax",
+        arXiv:1805.02867; Dao et al., "FlashAttention", arXiv:2205.14135.
     """
     inputs, (value,) = logit_inputs(
         query, key, [value], bias, mask, query_segment_ids, key_segment_ids, scale

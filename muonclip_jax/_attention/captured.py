@@ -31,8 +31,8 @@ def captured_attention_stats(
 ) -> dict[str, Any]:
     r"""Attention statistics from the outputs of query and key projections.
 
-    For models whose attention cannot take [`attention_fn`][]. Linen hands the outputs
-    over with `capture_intermediates=True, mutable=["intermediates"]`, NNX with
+    For models whose attention cannot use [`attention_fn`][]. Linen returns the outputs
+    with `capture_intermediates=True, mutable=["intermediates"]`, NNX with
     `nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)`. Take the
     statistics in the same `jit`, which drops the outputs that nothing reads.
 

@@ -204,7 +204,7 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
     if query_ids is None and key_ids is None:
         return None, None
     if query_ids is None:
-        raise ValueError("key_segment_ids need query_segment_ids next to them")
+        raise ValueError("key_segment_ids need query_segment_ids beside them")
     whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
     key_ids = query_ids if key_ids is None else key_ids
     *batch, _, length, key_length = shape
@@ -269,7 +269,7 @@ def vary_as(tree: Any, like: Any) -> Any:
 def result_specs(
     query: jax.Array,
 ) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """How explicit axes shard output, log-sum-exp and statistic: as the query."""
+    """Specs of output, log-sum-exp and statistic on explicit axes: the query's."""
     *batch, length, heads, _ = explicit_spec(query)
     return (
         PartitionSpec(*batch, length, heads, None),

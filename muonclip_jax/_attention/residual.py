@@ -55,6 +55,10 @@ def residual_attention(
         >>> output, bound = mc.residual_attention(x, x, x)
         >>> bound  # the largest logits are 2, and log(3) is 1.1
         Array([3.0986125, 3.0986125], dtype=float32)
+
+    ??? cite "References"
+
+        Dao, "FlashAttention-2", arXiv:2307.08691, section 3.1.1, for the log-sum-exp.
     """
     number("scale", scale, FINITE, "None")
     is_causal = flag("is_causal", is_causal)

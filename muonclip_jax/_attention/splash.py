@@ -37,10 +37,10 @@ def splash_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Splash attention on TPU, and the largest logits that it keeps for its gradient.
 
-    The statistic costs nothing in training: the kernel forms the row maxima anyway
-    (FlashAttention, arXiv:2205.14135).
-    Needs `tokamax` (`pip install 'muonclip_jax[tokamax]'`). Under `jit` with sharded
-    arrays wrap the call in `jax.shard_map(..., check_vma=False)`, as any Pallas kernel.
+    The statistic, as [`max_logits`][] defines it, costs nothing in training: the kernel
+    forms the row maxima anyway. Needs tokamax (`pip install 'muonclip_jax[tokamax]'`).
+    Under `jit` with sharded arrays wrap the call in `jax.shard_map(...,
+    check_vma=False)`, as any Pallas kernel.
 
     **Arguments:**
 
@@ -68,6 +68,11 @@ def splash_attention(
         >>> import muonclip_jax as mc
         >>> kernel = functools.partial(mc.splash_attention, is_causal=True)
         >>> attention_fn = functools.partial(mc.attention_fn, kernel=kernel)
+
+    ??? cite "References"
+
+        Dao et al., "FlashAttention", arXiv:2205.14135, of which splash attention is a
+        form for TPU and sparse masks.
     """
     if logits_soft_cap is not None:
         raise ValueError(
@@ -86,13 +91,15 @@ def splash_attention(
     if any(manual_axes(x) or jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
         raise ValueError(
             "splash_attention is a Pallas kernel, whose results have no type that says "
-            "how a mesh shards them: call it in jax.shard_map(..., check_vma=False)"
+            "how they lie on a mesh: call it in jax.shard_map(..., check_vma=False)"
         )
     window = make_window(is_causal, local_window_size)
     block_size = whole_number("block_size", block_size, 1)
     ids = segments(query_segment_ids, key_segment_ids, shape)
     length, batch = query.shape[-3], query.shape[:-1]
-    band = _Band((_padded(length), _padded(key.shape[-3])), key.shape[-3], *window)
+    padded = _padded(length), _padded(key.shape[-3])
+    before, after = (max(padded) if side is None else side for side in window)
+    band = _Band(padded, key.shape[-3], before, after)
     splash = _tokamax()
     rows, columns = (_largest_block(size, block_size) for size in band.shape)
     # Forward and both halves of the gradient in the same blocks: any other field of
@@ -115,8 +122,8 @@ def splash_attention(
         for x in (scaled, key, value)
     ]
     if ids[0] is not None:
-        padded = (_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids)
-        arguments.append(splash.SegmentIds(*padded))
+        rows_of_ids = (_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids)
+        arguments.append(splash.SegmentIds(*rows_of_ids))
     output, residuals = jax.vmap(kernel)(*arguments)
     seen = jnp.asarray(band.rows_that_see(length))
     # A maximum may lose a NaN, but the sum does not.
@@ -159,8 +166,8 @@ class _Band:
 
     shape: tuple[int, int]  # padded
     keys: int  # those that are no padding
-    before: int | None
-    after: int | None
+    before: int
+    after: int
 
     # Tokamax asks a mask for `shape`, `q_sequence`, `mask_function` and slices.
     @property
@@ -175,9 +182,10 @@ class _Band:
 
     def visible(self, rows: Any, columns: Any) -> Any:
         mask = (columns < self.keys) & (rows >= 0)
-        if self.before is not None:
+        # The kernel compares in every tile: not what always holds.
+        if self.before < self.shape[0]:
             mask = mask & (rows - columns <= self.before)
-        if self.after is not None:
+        if self.after < self.shape[1]:
             mask = mask & (columns - rows <= self.after)
         return mask
 
@@ -191,20 +199,15 @@ class _Band:
     def is_full(self) -> bool:
         """True where nothing is hidden, for which splash has no computed mask."""
         rows, columns = self.shape
-        return (
-            self.keys == columns
-            and (self.before is None or self.before >= rows - 1)
-            and (self.after is None or self.after >= columns - 1)
-        )
+        reaches_all = self.before >= rows - 1 and self.after >= columns - 1
+        return self.keys == columns and reaches_all
 
     def rows_that_see(self, queries: int) -> np.ndarray:
         """True for each query that sees a key; the kernel skips the others' blocks."""
         i = np.arange(queries)
-        first = 0 * i if self.before is None else np.maximum(i - self.before, 0)
-        last = np.full_like(i, self.keys - 1)
-        if self.after is not None:
-            last = np.minimum(last, i + self.after)
-        return first <= last
+        return np.maximum(i - self.before, 0) <= np.minimum(
+            i + self.after, self.keys - 1
+        )
 
 
 def _pad(x: jax.Array, axis: int) -> jax.Array:

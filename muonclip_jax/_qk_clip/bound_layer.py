@@ -46,11 +46,7 @@ class BoundLayer:
                 "features, heads, head_dim) with key heads that divide the query's; "
                 "describe other layouts in attention="
             )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`(*stack, heads)`"""
-        return (*self._stack, self._heads or 0)
+        self.shape: tuple[int, ...] = (*self._stack, self._heads)
 
     def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
         """The statistic of the heads as they can be scaled, and how it is cut.

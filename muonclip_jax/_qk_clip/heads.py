@@ -47,7 +47,7 @@ _HOW_TO_RECORD = (
 )
 @dataclasses.dataclass(frozen=True)
 class HeadRow:
-    """Statistics that have been read, as `multi_steps` hands them to `qk_clip`.
+    """Statistics that have been read, as `multi_steps` gives them to `qk_clip`.
 
     A pytree, since they pass through the `jit` and the condition of `optax.MultiSteps`.
     """
@@ -83,14 +83,8 @@ class Heads:
             for layer in layers
             if _is_shown(layer, leaf_at)
         ]
-
-    @property
-    def shapes(self) -> tuple[tuple[Path, tuple[int, ...]], ...]:
-        return tuple((layer.path, layer.shape) for layer in self.layers)
-
-    @property
-    def count(self) -> int:
-        return sum(math.prod(layer.shape) for layer in self.layers)
+        self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
+        self.count = sum(math.prod(shape) for _, shape in self.shapes)
 
     def read(self, attention_stats: Any) -> jax.Array:
         """The statistic of all heads, `(all heads,)` float32, over all replicas.

@@ -14,13 +14,6 @@ from .multi_steps import MultiStepsState
 from .qk_clip import QKClipState
 
 
-_LAST_MICRO_BATCH = (
-    "qk_clip inside optax.MultiSteps sees the statistics of the last micro-batch alone "
-    "and clips too little, unless you combine them yourself "
-    "(mc.combine_attention_stats). mc.multi_steps does it for you"
-)
-
-
 def qk_clip_metrics(
     opt_state: Any, params: optax.Params, *, attention: Attention | None = None
 ) -> dict[str, Any]:
@@ -36,7 +29,8 @@ def qk_clip_metrics(
     - `"max_logit"`, `"num_clipped"`, `"num_nonfinite"`: of the last step, as in
         [`QKClipState`][];
     - `"clipped_fraction"`, `"ever_clipped_fraction"`: the share of all heads that was
-        clipped in the last step, and in any step so far (12.7 % in Kimi K2);
+        clipped in the last step, and in any step so far (12.7 % in Kimi K2,
+        arXiv:2507.20534, appendix D);
     - `"layers"`: by the path of each attention layer, a dict of arrays
         `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone)
         and `"steps_since_clip"` (-1 if it never was clipped).
@@ -99,7 +93,12 @@ def _find(opt_state: Any) -> QKClipState:
     steps = _instances(opt_state, (MultiStepsState, optax.MultiStepsState))
     plain = [x for x in steps if isinstance(x, optax.MultiStepsState)]
     if _instances(plain, QKClipState):
-        warnings.warn(_LAST_MICRO_BATCH, stacklevel=3)
+        warnings.warn(
+            "qk_clip inside optax.MultiSteps sees the statistics of the last "
+            "micro-batch alone and clips too little, unless you combine them yourself "
+            "(mc.combine_attention_stats). mc.multi_steps does it for you",
+            stacklevel=3,
+        )
     # An `nnx.Optimizer` holds variables in place of arrays, which are no tuples.
     return jax.tree.map(
         jnp.asarray, found[0], is_leaf=lambda x: not isinstance(x, tuple)

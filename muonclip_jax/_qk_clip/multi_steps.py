@@ -53,7 +53,7 @@ def multi_steps(
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
     Every micro-batch has its own `attention_stats`; the real step clips once, by their
-    maximum. (`optax.MultiSteps` alone hands `qk_clip` the statistics of the last
+    maximum. (`optax.MultiSteps` alone gives `qk_clip` the statistics of the last
     micro-batch, without an error: heads that grew in the others are clipped too
     little.) Micro-batches that `should_skip_update_fn` rejects do not count.
 

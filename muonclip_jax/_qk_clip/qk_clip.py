@@ -110,7 +110,7 @@ def qk_clip(
     `<module path>/max_logits` of shape `(heads,)` or `(*stack, heads)` for every
     attention layer, as [`attention_fn`][] sows it. Pass `{}` for a model without
     attention. State: [`QKClipState`][]. Under gradient accumulation use
-    [`multi_steps`][]: `optax.MultiSteps` hands over the statistics of the last
+    [`multi_steps`][]: `optax.MultiSteps` passes on the statistics of the last
     micro-batch alone, and heads that grew in the others are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
