@@ -13,8 +13,8 @@ from .._explicit_axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
 from .._options import whole_number
 from .logits import (
+    block_of,
     Blocks,
-    cut,
     grouped,
     logit_inputs,
     LogitInputs,
@@ -164,9 +164,10 @@ def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
         jnp.zeros((*batch, heads, queries), inputs.scale.dtype),
         jnp.full(heads, -jnp.inf, inputs.scale.dtype),
     )
-    done = vary_as(nothing, inputs)
-    done = jax.lax.fori_loop(0, blocks.count(queries), attend, done)
-    return done[0], done[1], done[2].astype(jnp.float32)
+    output, log_total, statistic = jax.lax.fori_loop(
+        0, blocks.count(queries), attend, vary_as(nothing, inputs)
+    )
+    return output, log_total, statistic.astype(jnp.float32)
 
 
 def _attend_row(
@@ -183,7 +184,7 @@ def _attend_row(
 
     def fold(j: jax.Array, running: _Softmax) -> _Softmax:
         logits = blocks.logits(inputs, i, j)
-        values = cut(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
+        values = block_of(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
         highest = jnp.maximum(running.largest, logits.max(-1, initial=-jnp.inf))
         # A row that has seen nothing yet has no finite maximum to take off: -inf less
         # -inf would be NaN.
@@ -231,7 +232,7 @@ def _gradient(
 
     def fold_row(i: jax.Array, grads):
         start = i * size
-        rows = functools.partial(cut, start=start, length=length, size=size)
+        rows = functools.partial(block_of, start=start, length=length, size=size)
         d_rows, means = rows(d_output, axis=-3), rows(mean, axis=-1)
         # The last block is moved in, onto queries that are done: no weight for them.
         is_done = rows(inputs.query_positions, axis=-1) < start
@@ -242,18 +243,18 @@ def _gradient(
             d_query, d_key, d_value, d_bias = grads
             key_start = j * size
             block = inputs.block(start, key_start, size)
-            values = cut(value, key_start, value.shape[-3], size, axis=-3)
+            values = block_of(value, key_start, value.shape[-3], size, axis=-3)
             weights = jnp.exp(blocks.logits(inputs, i, j) - logs[..., None])
             d_weights = product(d_rows, values, weights.dtype)
             d_logits = weights * (d_weights - means[..., None])
             if block.bias is not None:
                 part = _sum_to(d_logits, block.bias.shape)
                 d_bias = _add(d_bias, part, {-2: start, -1: key_start})
-            d_rows_of_query = jnp.swapaxes(_weigh(d_logits, block.key), -3, -2)
+            d_queries = jnp.swapaxes(_weigh(d_logits, block.key), -3, -2)
             d_keys = _gather(d_logits, block.query, key_heads)
             d_values = _gather(weights, d_rows, key_heads)
             return (
-                _add(d_query, d_rows_of_query, {-3: start}),
+                _add(d_query, d_queries, {-3: start}),
                 _add(d_key, d_keys, {-3: key_start}),
                 _add(d_value, d_values, {-3: key_start}),
                 d_bias,
@@ -264,10 +265,9 @@ def _gradient(
     # In the dtype of the logits: a row of d_key is a sum over all blocks of queries.
     arrays = (inputs.query, inputs.key, value, inputs.bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
-    grads = vary_as(zeros, inputs)
-    grads = jax.lax.fori_loop(0, blocks.count(length), fold_row, grads)
+    grads = jax.lax.fori_loop(0, blocks.count(length), fold_row, vary_as(zeros, inputs))
     # So far without the scale: one product with a row in place of one with its logits.
-    # By Euler's theorem the logits' own gradient by the scale is sum(d_query * query).
+    # Its own gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
     d_query, d_key, d_value, d_bias = grads
     d_scale = jnp.sum(d_query * inputs.query.astype(dtype))
     grads = (inputs.scale * d_query, inputs.scale * d_key, d_value, d_bias)
@@ -302,8 +302,8 @@ def _gather(weights: jax.Array, rows: jax.Array, key_heads: int) -> jax.Array:
 
 def _add(target: jax.Array, block: jax.Array, starts: dict[int, Any]) -> jax.Array:
     """Adds a block that begins at `starts`, by axis."""
-    # JAX moves a block in that would not fit: at the end, where `cut` did so, too, and
-    # along an axis of a bias that only broadcasts.
+    # JAX moves a block in that would not fit: at the end, where `block_of` did so, too,
+    # and along an axis of a bias that only broadcasts.
     indices = [starts.get(axis, 0) for axis in range(-target.ndim, 0)]
     old = jax.lax.dynamic_slice(target, indices, block.shape)
     return jax.lax.dynamic_update_slice(target, old + block, indices)

@@ -41,8 +41,9 @@ class LogitInputs(NamedTuple):
 
     def block(self, i: jax.Array, j: jax.Array, size: int) -> "LogitInputs":
         """The inputs from query `i` and key `j` on; at the ends blocks are moved in."""
-        rows = functools.partial(cut, start=i, length=self.query.shape[-3], size=size)
-        columns = functools.partial(cut, start=j, length=self.key.shape[-3], size=size)
+        queries, keys = self.query.shape[-3], self.key.shape[-3]
+        rows = functools.partial(block_of, start=i, length=queries, size=size)
+        columns = functools.partial(block_of, start=j, length=keys, size=size)
         return LogitInputs(
             rows(self.query, axis=-3),
             columns(self.key, axis=-3),
@@ -58,8 +59,8 @@ class LogitInputs(NamedTuple):
     def logits(self, window: Window) -> jax.Array:
         """The input of the softmax, `(batch..., heads, length, key_length)`.
 
-        Positional embeddings are in query and key by now, and no soft cap is applied:
-        QK-Clip bounds what scaling the weights can reach (arXiv:2507.20534, 2.1).
+        Positional embeddings are in query and key by now, and there is no soft cap:
+        before one, logits grow all the same (arXiv:2507.20534, section 2.1).
         """
         # Scaled after the product: in bfloat16 a scaled query would be rounded again.
         logits = product(self.query, self.key, self.scale.dtype) * self.scale
@@ -87,7 +88,7 @@ class LogitInputs(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Visibility that is known at compile time, and the cut of the logits in blocks."""
+    """The window, known at compile time, and the size of the blocks of logits."""
 
     window: Window
     size: int
@@ -302,7 +303,7 @@ def grouped(x: jax.Array, key_heads: int, *, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
 
 
-def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:
+def block_of(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:
     """One block along an axis; an axis that only broadcasts stays."""
     if x is None or x.ndim < -axis or x.shape[axis] != length or length <= size:
         return x

@@ -20,7 +20,8 @@ from .logits import (
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an
 # attention that forms them anyway. Beyond, blocks of its root are folded one by one.
-# Either way no more than 2**20 logits of a head, 4 MiB in float32, exist at a time.
+# Either way at most 2**20 logits, 4 MiB in float32, of each head and example exist at a
+# time.
 _PAIRS_AT_ONCE = 1 << 20
 _BLOCK = 1 << 10
 

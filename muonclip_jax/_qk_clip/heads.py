@@ -1,4 +1,4 @@
-"""The heads of all attention layers in one row: read, cut by layer, spread on leaves.
+"""The heads of all attention layers in one row: read, divided by layer, scaled.
 
 statistics -> row -> gamma -> one row per layer -> one scale per leaf.
 
@@ -57,7 +57,7 @@ class HeadRow:
     reduced_over: Axes  # the replicas of which they are the maximum
 
     def by_layer(self) -> dict[Path, jax.Array]:
-        parts = _cut(self.logits, [shape for _, shape in self.shapes])
+        parts = _divide(self.logits, [shape for _, shape in self.shapes])
         return {path: x for (path, _), x in zip(self.shapes, parts, strict=True)}
 
 
@@ -136,7 +136,7 @@ class Heads:
                 # A NaN on one replica has to be seen by all of them, and a maximum over
                 # devices may drop it. Infinite, it is left alone and counted the same.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
-            for i, part in zip(alike, _cut(row, shapes), strict=True):
+            for i, part in zip(alike, _divide(row, shapes), strict=True):
                 parts[i] = gather(part, checked[i][1])
         return _to_row(parts)
 
@@ -150,9 +150,9 @@ class Heads:
                 "heads: its in_specs and out_specs are PartitionSpec()"
             )
 
-    def cut(self, row: jax.Array) -> list[jax.Array]:
-        """One array `(*stack, heads)` for each layer."""
-        return _cut(row, [layer.shape for layer in self.layers])
+    def by_layer(self, row: jax.Array) -> list[jax.Array]:
+        """An array `(*stack, heads)` for each layer."""
+        return _divide(row, [shape for _, shape in self.shapes])
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
         """The threshold of each head, or one; `at` is a schedule's value at this step.
@@ -180,10 +180,11 @@ class Heads:
 
     def scales(self, gamma: jax.Array, alpha: Any) -> dict[Path, jax.Array]:
         """The scale of each leaf, in an array that broadcasts to it."""
-        # A logit is bilinear in the weights of query and key, biases included: scaled
-        # by these two, whatever alpha, it is scaled by gamma, and S becomes tau.
+        # A logit is bilinear in the weights of query and key, biases included. By the
+        # first two it is scaled by their product: gamma for any alpha, since the powers
+        # add up to 1, and S becomes gamma * S = tau.
         shares = gamma**alpha, gamma ** (1 - alpha), gamma
-        by_layer = zip(*(self.cut(share) for share in shares), strict=True)
+        by_layer = zip(*(self.by_layer(share) for share in shares), strict=True)
         scales: dict[Path, jax.Array] = {}
         for layer, factors in zip(self.layers, by_layer, strict=True):
             scales |= layer.scales(*factors)
@@ -229,6 +230,6 @@ def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.zeros(0, jnp.float32), *flat])
 
 
-def _cut(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def _divide(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     parts = unstack(row, [math.prod(shape) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -69,7 +69,7 @@ def qk_clip_metrics(
     # `step` counts updates, so that the last one had the number before it.
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
     rows = dict(max_logits=state.max_logits, gamma=state.gamma, steps_since_clip=since)
-    by_layer = {name: heads.cut(row) for name, row in rows.items()}
+    by_layer = {name: heads.by_layer(row) for name, row in rows.items()}
     count = max(1, state.gamma.size)
     return {
         "max_logit": state.max_logit,

@@ -108,7 +108,8 @@ def multi_steps(
         heads = Heads(layout, attention)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
         placement = layout.placement(layout.tree.leaves)
-        # Optax's own zeros would be on one device where the params are sharded.
+        # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
+        # they are sharded.
         (sums,) = zeros_like(params, layout, None)
         first = steps.init(params)._replace(acc_grads=sums)
         state = MultiStepsState(first, replicated(nothing, placement))

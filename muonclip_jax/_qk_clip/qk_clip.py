@@ -29,7 +29,7 @@ from .heads import Heads
 
 
 class QKClipState(NamedTuple):
-    """State of [`qk_clip`][]: its last step, to log by `optax.tree.get`.
+    """State of [`qk_clip`][], with the heads of the last step, for `optax.tree.get`.
 
     The heads of all layers are in one row, which keeps the structure of the state the
     same for every model; [`qk_clip_metrics`][] gives them back by layer. On a mesh and
@@ -268,8 +268,8 @@ def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
     """
     threshold = jnp.asarray(threshold, jnp.float32)
     # An infinite S would make gamma 0, and the head would be dead for good; a NaN would
-    # spread to all its weights. Both come from a forward pass that overflowed, which
-    # says nothing of the size of the weights, so they are counted and left alone.
+    # spread to all its weights. Both tell of a forward pass that overflowed and not of
+    # how large the weights are, so such heads are counted and left alone.
     over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
     # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need
     # not be 1, and a head under the threshold keeps its bits by an exact 1 only.
