@@ -51,7 +51,7 @@ from ._qk_clip.multi_steps import multi_steps as multi_steps
 from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState
 from ._qk_clip.qk_clip import clip_qk as clip_qk
 from ._qk_clip.qk_clip import qk_clip as qk_clip
-from ._qk_clip.state import QKClipState as QKClipState
+from ._qk_clip.qk_clip import QKClipState as QKClipState
 
 
 __version__ = importlib.metadata.version("muonclip_jax")

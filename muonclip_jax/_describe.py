@@ -1,13 +1,10 @@
-"""A table of what the optimizer makes of a model."""
-
-from collections.abc import Sequence
+"""A table of a model's leaves: their matrices, optimizer and role in attention."""
 
 import optax
 
 from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
-from ._model.attention_layers import Attention, AttentionLayer, resolve_attention, ROLES
-from ._model.head_leaf import HeadLeaf
+from ._model.attention_layers import Attention, resolve_attention, ROLES
 from ._model.per_head import muon_per_head
 from ._options import flag
 from ._parameters import paths
@@ -30,13 +27,13 @@ def describe(
 
     Matrices are given as count x fan-in x fan-out. "why" is what decided the optimizer,
     with a question mark where the evidence is weak. "attention" is the leaf's role for
-    QK-Clip. Where QK-Clip cannot act on the attention of stock Flax, the table is that
-    for [`muon`][], and below it stands why.
+    QK-Clip. Where QK-Clip cannot act on the attention of stock Flax, the table is the
+    one for [`muon`][], with the reason below it.
 
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][].
-    - `dimension_numbers`, `attention`, `per_head`: what [`muonclip`][] will be given.
+    - `dimension_numbers`, `attention`, `per_head`: as for [`muonclip`][].
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
         together, as count x short side x long side and the dtype of the params.
 
@@ -77,6 +74,7 @@ def describe(
         for row in rows
     ]
     if flag("stacks", stacks):
+        # As on CPU and GPU, which turn tall matrices and stack them with wide ones.
         wide = [view and view.wide for view in views]
         plan = [str(stack) for stack in plan_stacks(tree.leaves, wide)]
         table += ["", "orthogonalized together:", *(plan or ["nothing"])]
@@ -88,41 +86,38 @@ def _row(
 ) -> tuple[str, ...]:
     if paths.is_masked(leaf):
         return (paths.show(path), "masked", "-", "-", "-", "-")
-    shape = tuple(leaf.shape)
-    heads = " + ".join(_heads(role, part, shape) for role, part in roles.get(path, ()))
+    shape, parts = tuple(leaf.shape), []
+    for role, part in roles.get(path, ()):
+        # A leaf that all heads share has no count; one that does not fit has none yet,
+        # and QK-Clip's `init` says why.
+        count = "all" if part.axis is None else part.heads(shape)
+        parts.append(f"{role}, {'no' if count is None else count} heads")
     return (
         paths.show(path),
         str(shape),
         f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-",
         "muon" if view else "adamw",
         verdict.why + ("" if verdict.is_sure else "?"),
-        heads or "-",
+        " + ".join(parts) or "-",
     )
-
-
-def _heads(role: str, leaf: HeadLeaf, shape: tuple[int, ...]) -> str:
-    if leaf.axis is None:
-        return f"{role}, all heads"
-    heads = leaf.heads(shape)
-    return f"{role}, {'no' if heads is None else heads} heads"
 
 
 def _roles_or_refusal(
     attention: Attention | None, tree: paths.PathedTree
 ) -> tuple[dict[paths.Path, list], str]:
+    """The roles of each leaf that carries heads, by path, or why there are none."""
     try:
-        return _roles(resolve_attention(attention, tree)), ""
+        layers = resolve_attention(attention, tree)
     except ValueError as error:
+        # A wrong `attention=` is the caller's mistake. Attention that was only looked
+        # for is no reason to withhold the table, which helps to describe it.
         if attention is not None:
             raise
         return {}, str(error)
-
-
-def _roles(layers: Sequence[AttentionLayer]) -> dict[paths.Path, list]:
-    """Maps the path of each leaf that carries heads to its roles."""
     roles: dict[paths.Path, list] = {}
     for layer in layers:
         for role in ROLES:
+            # A fused kernel has several roles, each with a part of it.
             for leaf in getattr(layer, role):
                 roles.setdefault(layer.path_of(leaf), []).append((role, leaf))
-    return roles
+    return roles, ""

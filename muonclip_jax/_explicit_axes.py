@@ -1,8 +1,8 @@
 """Functions of arrays that explicit axes of a mesh shard.
 
-With explicit axes every array has a sharding in its type, and what has none that is
-clear, such as a product along a sharded side, is an error. So the axes are made
-automatic around such a function, or its arrays are put together before it.
+With explicit axes every array has a sharding in its type, and a result without an
+obvious one, such as that of a product along a sharded side, is an error. So the axes
+are made automatic around such a function, or its arrays are gathered before it.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def explicit_spec(x: Any) -> PartitionSpec:
-    """How explicit axes shard an array; None along all others."""
+    """The spec of an array by explicit axes; None along all others."""
     return jax.typeof(x).sharding.spec
 
 
 def on_automatic_axes(
     function: Callable[..., Any], *arguments: Any, results: Any
 ) -> Any:
-    """Leaves to XLA how to shard what is inside; `results` are the specs of those."""
+    """`function(*arguments)`, sharded inside by XLA; `results` are its specs."""
+    # Some arguments may have no mesh: a traced scale, positions made by an arange.
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
         return function(*arguments)
+    # Specs alone would be looked up in the mesh that is set, and none need be.
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
     automatic = jax.sharding.auto_axes(
         function, axes=mesh.explicit_axes, out_sharding=placed
@@ -33,7 +35,7 @@ def on_automatic_axes(
 
 
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
-    """Applies a function from leaves to as many to whole ones, and cuts the results."""
+    """`function(leaves)` of whole leaves, by every device; results sharded as those."""
     specs = [explicit_spec(x) for x in leaves]
     results = function([_shard(x, PartitionSpec()) for x in leaves])
     return [_shard(x, spec) for x, spec in zip(results, specs, strict=True)]
@@ -42,10 +44,15 @@ def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
 def on_whole_matrices(
     function: Callable[[Any, jax.Array], jax.Array], argument: Any, x: jax.Array
 ) -> jax.Array:
-    """`function(argument, x)` for `(..., m, n)`; devices keep the stacks they have."""
+    """`function(argument, x)` for `(..., m, n)`; devices keep the stacks they have.
+
+    Matrices of a stack need nothing of each other, so only their own axes are gathered.
+    """
     spec, mesh = explicit_spec(x), jax.typeof(x).sharding.mesh
     *stack, _, _ = [*spec, *[None] * (x.ndim - len(spec))]
     cuts = PartitionSpec(*stack)
+    # In shard_map a device works on its part of the stack. On automatic axes XLA would
+    # gather it where a loop over batches slices the axis of the stack.
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in stack if axes]
     if named:
         function = jax.shard_map(
@@ -54,13 +61,14 @@ def on_whole_matrices(
             in_specs=(PartitionSpec(), cuts),
             out_specs=cuts,
             axis_names={name for names in named for name in names},
-            check_vma=False,
+            check_vma=False,  # not every kernel inside says what its results vary over
         )
     return _shard(function(argument, _shard(x, cuts)), spec)
 
 
 def _shard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     own = jax.typeof(x).sharding
+    # Without explicit axes there may be no mesh at all to name.
     if not any(own.spec) and not any(spec):
         return x
     return jax.sharding.reshard(x, NamedSharding(own.mesh, spec))

@@ -36,14 +36,16 @@ def varying(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
     return lax.pvary(x, missing)
 
 
-def gather_everywhere(x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
+def gather_everywhere(
+    x: jax.Array, axes: tuple[Hashable, ...], **options: Any
+) -> jax.Array:
     """`jax.lax.all_gather` whose result types, if checked, know to be the same."""
     lax: Any = jax.lax
     if not is_checked(axes):
-        return lax.all_gather(x, axes)
+        return lax.all_gather(x, axes, **options)
     if "to" in inspect.signature(lax.all_gather).parameters:
-        return lax.all_gather(x, axes, to="invarying")
-    return lax.all_gather_invariant(x, axes)
+        return lax.all_gather(x, axes, to="invarying", **options)
+    return lax.all_gather_invariant(x, axes, **options)
 
 
 def keep_sharding(x: jax.Array) -> jax.Array:

@@ -84,8 +84,11 @@ def muonclip(
     ??? cite "References"
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
-        (which takes `nesterov=False`).
+        (which has `nesterov=False`).
     """
+    # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
+    # algorithm 1): it has to see the update with learning rate and weight decay in it.
+    # Before the learning rate it would scale a direction, not a weight.
     tx = optax.chain(
         muon(
             learning_rate,
@@ -110,6 +113,8 @@ def muonclip(
             neuron_b2=neuron_b2,
             shardings=shardings,
             axis_name=axis_name,
+            # One description of the layers serves both, so that the heads that QK-Clip
+            # scales are those that Newton-Schulz sees by themselves.
             **muon_per_head(per_head, attention, dimension_numbers),
         ),
         qk_clip(
@@ -120,4 +125,5 @@ def muonclip(
             axis_name=axis_name,
         ),
     )
+    # So that `multi_steps` finds the axis: a chain is two functions, which hide it.
     return over_replicas(tx.init, tx.update, axis_name)

@@ -1,7 +1,7 @@
 """Checks of numbers, flags, dtypes and choices, in the words of the user.
 
-A number may be traced, as under `optax.inject_hyperparams`. Then only its type is known
-yet, and all that is checked.
+A number may be traced, as under `optax.inject_hyperparams`: then its type alone is
+known, and checked. Messages name the argument, what it may be and what was given.
 """
 
 import math
@@ -17,10 +17,10 @@ from jax.core import Tracer
 
 
 class Range(NamedTuple):
-    """A range of numbers, and what a number in it "must"."""
+    """A range of numbers, and the words for it after "must"."""
 
     must: str
-    holds: Callable[[Any], Any]
+    holds: Callable[[Any], Any]  # elementwise, False for NaN
 
 
 FINITE = Range("be finite", np.isfinite)
@@ -29,43 +29,50 @@ NOT_NEGATIVE = Range("be finite and not negative", lambda x: (x >= 0) & (x < mat
 SHARE = Range("lie in [0, 1]", lambda x: (x >= 0) & (x <= 1))
 BELOW_ONE = Range("lie in [0, 1)", lambda x: (x >= 0) & (x < 1))
 
+# Not those of 8 bits, which are formats to store and to multiply, not to add in.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def number(name: str, value: Any, within: Range, *others: str) -> None:
     """Raises `ValueError` for what is no real number, and for one out of range.
 
-    `others` are what it may be besides: "an array", "a schedule", "None".
+    `others` are further kinds that it may be: "an array", "a schedule", "None".
     """
     if (value is None and "None" in others) or (
         callable(value) and "a schedule" in others
     ):
         return
     kinds = " or ".join(("a number", *others))
+    # Schedules are the likely mistake where optax has them for some arguments only.
     if callable(value):
         raise ValueError(
             f"{name} must be {kinds}, got {shown(value)}; it takes no schedule, but "
             f"changes by optax.inject_hyperparams(...)(..., {name}=schedule)"
         )
-    if not _is_real(value):
+    # By type: a bool is an int to Python, and a string of digits converts, but neither
+    # was meant as a number.
+    dtype = getattr(value, "dtype", type(value))
+    is_number = hasattr(value, "dtype") or dtype in (int, float)
+    if not is_number or not any(
+        jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer)
+    ):
         raise ValueError(f"{name} must be {kinds}, got {shown(value)}")
     if np.ndim(value) and "an array" not in others:
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
     if not isinstance(value, Tracer):
+        # On the host: jnp would run a program, under `jit` a part of the caller's.
         known = np.asarray(value, np.float64)
         if not np.all(within.holds(known)):
             raise ValueError(f"{name} must {within.must}, got {value}")
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """As an integer.
-
-    **Raises:** `ValueError` for what is none, or too small, or traced.
-    """
+    """The value as an integer; `ValueError` for no integer, one too small or traced."""
     kind = "a whole number" if least is None else f"a whole number from {least} on"
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError  # though it has an index
+        # NumPy's integers and scalars of JAX have one, floats such as 5.0 have none.
         found = operator.index(value)
     except TypeError:
         known = ", known when tracing" if isinstance(value, Tracer) else ""
@@ -76,7 +83,8 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """As a bool; `ValueError` for what is none."""
+    """The value as a bool; `ValueError` for what is none."""
+    # By type: an argument in the wrong place, or the string "False", has a truth value.
     if isinstance(value, bool | np.bool_):
         return bool(value)
     known = ", known when tracing" if isinstance(value, Tracer) else ""
@@ -90,7 +98,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def float_dtype(name: str, value: Any, also: str | None = None) -> Any:
-    """As a dtype of 16 bits or more; `None` stays."""
+    """The value as a dtype of 16 bits or more, or `also`; `None` stays."""
     if value is None:
         return None
     try:
@@ -111,7 +119,7 @@ def is_float(dtype: Any) -> bool:
 
 
 def array(name: str, value: Any, *, real: bool = False) -> jax.Array:
-    """As an array of numbers or bools; `ValueError` for what is none."""
+    """The value as an array of numbers or bools; `ValueError` for what is none."""
     try:
         x = jnp.asarray(value)
     except (TypeError, ValueError):
@@ -137,16 +145,10 @@ def transformation(name: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """As messages write it, in short."""
+    """The value as messages write it, in short."""
+    # The repr of an array is lines of numbers, that of a tracer names JAX's internals.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of {value.dtype} {tuple(value.shape)}"
     if callable(value):
         return f"the function {getattr(value, '__qualname__', repr(value))}"
     return reprlib.repr(value)
-
-
-def _is_real(value: Any) -> bool:
-    dtype = getattr(value, "dtype", type(value))
-    if dtype not in (int, float) and not hasattr(value, "dtype"):
-        return False
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer))

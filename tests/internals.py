@@ -50,7 +50,7 @@ from muonclip_jax._newton_schulz.precondition import norm_by_hypotenuses
 from muonclip_jax._newton_schulz.solver import make_solver, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import matrix_views
-from muonclip_jax._qk_clip.state import gammas
+from muonclip_jax._qk_clip.qk_clip import gammas
 
 
 # JAX 0.8 and 0.9 lack what the kernel is made of.

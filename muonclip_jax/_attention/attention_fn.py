@@ -1,6 +1,6 @@
 """Attention that records its largest logits, for Linen and NNX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,11 +16,6 @@ from .max_logits import max_logits, max_logits_at_once
 
 #: Query, key, value and options to output and statistic.
 AttentionKernel = Callable[..., tuple[jax.Array, jax.Array]]
-
-_NOT_IN_A_KERNEL = (
-    "kernel= computes attention by itself: dropout and the einsums of the layer do not "
-    "reach it. Leave them out of the layer, or kernel="
-)
 
 
 def attention_fn(
@@ -42,15 +37,13 @@ def attention_fn(
     is_causal: bool = False,
     kernel: AttentionKernel | None = None,
 ) -> jax.Array:
-    """Flax attention that also sows `max_logits` beside its `query` and `key`.
+    """Flax attention that also sows `max_logits` next to its `query` and `key`.
 
     Give it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
     `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which is
-    what hands `module` over; without it this is Flax's attention and nothing more. The
+    how Flax passes `module`; without it this is Flax's attention and nothing more. The
     statistic, `(heads,)` float32 as from [`max_logits`][], goes to the `intermediates`
     of Linen or to `nnx.Intermediate`; calls of a layer used twice combine by maximum.
-
-    Linen passes only the arguments it finds in this signature, so they are spelled out.
 
     **Arguments:**
 
@@ -60,7 +53,7 @@ def attention_fn(
         [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
         `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
         `precision` and `force_fp32_for_softmax` do not reach it.
-    - all others: what Flax hands over; query `(batch..., length, heads, head_dim)`,
+    - all others: as Flax passes them; query `(batch..., length, heads, head_dim)`,
         key and value `(batch..., key_length, key_heads, head_dim)`.
 
     **Returns:** the output of attention, `(batch..., length, heads, head_dim)`, in the
@@ -81,15 +74,30 @@ def attention_fn(
         ... )
         >>> recorded["intermediates"]["max_logits"].shape
         (2,)
+
+    ??? cite "References"
+
+        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
     function_or_none("kernel", kernel)
     if kernel is not None:
-        if qk_attn_weights_einsum or attn_weights_value_einsum:
-            raise ValueError(_NOT_IN_A_KERNEL)
-        if dropout_rate > 0 and not deterministic:
-            raise ValueError(_NOT_IN_A_KERNEL)
+        einsums = qk_attn_weights_einsum or attn_weights_value_einsum
+        if einsums or (dropout_rate > 0 and not deterministic):
+            raise ValueError(
+                "kernel= computes attention by itself: dropout and the einsums of the "
+                "layer do not reach it. Leave them out of the layer, or kernel="
+            )
         arrays = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
-        return _by_kernel(kernel, arrays, bias, mask, is_causal, module)
+        options: dict[str, Any] = {} if bias is None else dict(bias=bias)
+        if mask is not None:
+            options["mask"] = jnp.asarray(mask, bool)  # Flax makes them of numbers
+        if is_causal:
+            # Only then: a kernel that has no such argument works without.
+            options["is_causal"] = is_causal
+        output, statistic = kernel(*arrays, **options)
+        if module is not None:
+            _sow(module, statistic)
+        return output
     common: dict[str, Any] = dict(
         bias=bias,
         mask=mask,
@@ -105,21 +113,33 @@ def attention_fn(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
-    # NNX's attention drops the precision, takes the softmax in float32 and wants full
-    # masks for several batch axes.
+    # Linen passes only arguments that it finds in a signature: hence no **options.
+    # NNX's attention (Flax 0.12) drops the precision on its way to jax.nn, has the
+    # softmax in float32 for float64 too, and wants full masks for several batch axes.
+    # Linen's does none of that, but forms all logits itself.
     is_double = jnp.result_type(query if dtype is None else dtype) == jnp.float64
     by_linen = precision is not None or query.ndim > 4 or is_double
     by_linen = by_linen or any(of_linen.values())
     if module is not None:
-        # Where Flax calls jax.nn, the logits of both are the same to XLA.
+        # The same logits a second time, but not to XLA: where Flax calls jax.nn, whose
+        # einsum ours repeats, it computes the product once for both.
         by_jax = not by_linen and dropout_rate == 0
         largest: Callable = max_logits_at_once if by_jax else max_logits
         masks = {name: _of_rank(query.ndim, common[name]) for name in ("bias", "mask")}
         _sow(module, largest(query, key, **masks, is_causal=is_causal))
     if by_linen:
-        key, value, common["mask"] = _for_linen(query, key, value, mask, is_causal)
+        # Linen's attention has no shared keys and no causal masks.
+        group = query.shape[-2] // key.shape[-2]
+        if group > 1:
+            key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
+        if is_causal:
+            causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+            causal = causal[(None,) * (query.ndim - causal.ndim)]
+            mask = causal if mask is None else jnp.logical_and(mask, causal)
+        common["mask"] = mask
         return nn.dot_product_attention(query, key, value, **common, **of_linen)
-    # Of short dtypes jax.nn takes the softmax in float32.
+    # For short dtypes jax.nn computes the softmax in float32, which mixes dtypes: under
+    # strict promotion of the caller that would be an error.
     with jax.numpy_dtype_promotion("standard"):
         return nnx.dot_product_attention(
             query, key, value, **common, is_causal=is_causal
@@ -127,49 +147,15 @@ def attention_fn(
 
 
 def _of_rank(rank: int, x: jax.Array | None) -> jax.Array | None:
-    """Without the leading axes of size one that `jax.nn` wants of a mask or bias."""
+    """A mask or bias without the leading axes of size one that `jax.nn` wants."""
     if x is None or set(x.shape[: max(x.ndim - rank, 0)]) != {1}:
         return x
     return x.reshape(x.shape[-rank:])
 
 
-def _for_linen(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None,
-    is_causal: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Key, value and mask: Linen's attention has no causal masks and no shared keys."""
-    group = query.shape[-2] // key.shape[-2]
-    if group > 1:
-        key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
-    if is_causal:
-        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
-        causal = causal[(None,) * (query.ndim - causal.ndim)]
-        mask = causal if mask is None else jnp.logical_and(mask, causal)
-    return key, value, mask
-
-
-def _by_kernel(
-    kernel: AttentionKernel,
-    arrays: Sequence[jax.Array],
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    is_causal: bool,
-    module: nn.Module | nnx.Module | None,
-) -> jax.Array:
-    if mask is not None:
-        mask = jnp.asarray(mask, bool)  # Flax makes them of numbers
-    options = dict(bias=bias, mask=mask, is_causal=is_causal or None)
-    given = {name: option for name, option in options.items() if option is not None}
-    output, statistic = kernel(*arrays, **given)
-    if module is not None:
-        _sow(module, statistic)
-    return output
-
-
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
+    # A plain sow appends to a tuple. By maximum, a layer that is called twice has one
+    # statistic, of the shape that nn.scan and nn.remat stack.
     fold: dict[str, Any] = dict(reduce_fn=jnp.maximum, init_fn=lambda: -jnp.inf)
     if isinstance(module, nnx.Module):
         # Outside nnx.capture the value stays on the module, and the maximum with

@@ -1,7 +1,6 @@
 """Attention and its largest logits in one pass, in memory linear in the length.
 
-The running softmax of Milakov and Gimelshein (arXiv:1805.02867) over blocks of keys;
-the gradient recomputes the blocks (FlashAttention, arXiv:2205.14135).
+A running softmax over blocks of keys; the gradient recomputes the blocks.
 """
 
 import functools
@@ -12,10 +11,18 @@ import jax.numpy as jnp
 
 from .._explicit_axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
-from .arguments import logit_inputs
-from .block_products import add, gather, product, put, weigh
-from .logits import Blocks, cut, LogitInputs, make_blocks
-from .mesh_axes import layout_of, vary_as
+from .._options import whole_number
+from .logits import (
+    block_of,
+    Blocks,
+    grouped,
+    logit_inputs,
+    LogitInputs,
+    make_window,
+    product,
+    result_specs,
+    vary_as,
+)
 
 
 def blockwise_attention(
@@ -67,40 +74,46 @@ def blockwise_attention(
         >>> attention_fn = functools.partial(
         ...     mc.attention_fn, kernel=mc.blockwise_attention
         ... )
+
+    ??? cite "References"
+
+        Milakov and Gimelshein, "Online normalizer calculation for softmax",
+        arXiv:1805.02867; Dao et al., "FlashAttention", arXiv:2205.14135.
     """
     inputs, (value,) = logit_inputs(
         query, key, [value], bias, mask, query_segment_ids, key_segment_ids, scale
     )
-    blocks = make_blocks(is_causal, local_window_size, block_size)
-    results: Any = _attend(blocks, inputs, value)
+    window = make_window(is_causal, local_window_size)
+    blocks = Blocks(window, whole_number("block_size", block_size, 1))
+    results: Any = _attend_compiled(blocks, inputs, value)
     return results[0], jax.lax.stop_gradient(results[1])
 
 
-# Compiled, since an eager call of a loop over new functions would compile it again.
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
-    return _attend_once(blocks, inputs, value)
-
-
+# The derivative is written by hand, since JAX differentiates no loop of a traced number
+# of trips, and skipping what a causal mask hides needs one. Loops over all blocks under
+# `jax.checkpoint` were measured to be 3 to 5 times slower: they go back through the
+# running rows, where the saved sum of a row gives the weights of any block at once.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_once(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
+def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
     return _attend_forward(blocks, inputs, value)[0]
 
 
+# Forward and gradient enter automatic axes each by itself, not both inside of one: what
+# is saved between them is then sharded as the caller's arrays.
 def _attend_forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
     forward = functools.partial(_forward, blocks)
-    output, log_total, largest = on_automatic_axes(
-        forward, inputs, value, results=tuple(layout_of(inputs.query))
+    output, log_total, statistic = on_automatic_axes(
+        forward, inputs, value, results=result_specs(inputs.query)
     )
-    return (output, largest), (inputs, value, output, log_total)
+    return (output, statistic), (inputs, value, output, log_total)
 
 
 def _attend_backward(blocks: Blocks, residuals, cotangents):
     inputs, value, *_ = residuals
-    gradient = functools.partial(_gradient, blocks)
     arrays = (inputs.query, inputs.key, value, inputs.bias, inputs.scale)
+    # The statistic is behind a stop_gradient: its cotangent, the second, is zero.
     d_query, d_key, d_value, d_bias, d_scale = on_automatic_axes(
-        gradient,
+        functools.partial(_gradient, blocks),
         *residuals,
         cotangents[0],
         results=jax.tree.map(explicit_spec, arrays),
@@ -108,7 +121,10 @@ def _attend_backward(blocks: Blocks, residuals, cotangents):
     return LogitInputs(d_query, d_key, d_bias, *[None] * 5, d_scale), d_value  # pyright: ignore
 
 
-_attend_once.defvjp(_attend_forward, _attend_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
+
+# Compiled, since an eager call of a loop over new functions would compile it again.
+_attend_compiled = jax.jit(_attend, static_argnums=0)
 
 
 class _Softmax(NamedTuple):
@@ -122,20 +138,24 @@ class _Softmax(NamedTuple):
 def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
     """Returns the output, the logarithm of the softmax's sum and the statistic."""
     *batch, queries, heads, _ = inputs.query.shape
+    put = jax.lax.dynamic_update_slice_in_dim
 
+    # The last block is moved in, onto queries that are done: they get the same again.
     def attend(i: jax.Array, done):
         output, log_total, statistic = done
         row = _attend_row(blocks, inputs, value, i)
         seen = row.total > 0
         block = row.output / jnp.where(seen, row.total, 1)[..., None]
-        # Infinite where nothing is seen: the gradient's weights are then zero.
+        # One array in place of maximum and sum (FlashAttention-2, arXiv:2307.08691,
+        # 3.1.1). Infinite where nothing is seen: the gradient's weights are then zero.
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
         # A maximum over keys may lose a NaN, but the sum over them does not.
         rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.largest)
+        block = jnp.swapaxes(block, -3, -2).astype(output.dtype)
         return (
-            put(output, jnp.swapaxes(block, -3, -2), {-3: i * blocks.size}),
-            put(log_total, logs, {-1: i * blocks.size}),
+            put(output, block, i * blocks.size, -3),
+            put(log_total, logs, i * blocks.size, -1),
             jnp.maximum(statistic, largest(rows, others)),
         )
 
@@ -144,29 +164,37 @@ def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
         jnp.zeros((*batch, heads, queries), inputs.scale.dtype),
         jnp.full(heads, -jnp.inf, inputs.scale.dtype),
     )
-    done = vary_as(nothing, inputs)
-    done = jax.lax.fori_loop(0, blocks.count(queries), attend, done)
-    return done[0], done[1], done[2].astype(jnp.float32)
+    output, log_total, statistic = jax.lax.fori_loop(
+        0, blocks.count(queries), attend, vary_as(nothing, inputs)
+    )
+    return output, log_total, statistic.astype(jnp.float32)
 
 
 def _attend_row(
     blocks: Blocks, inputs: LogitInputs, value: jax.Array, i: jax.Array
 ) -> _Softmax:
-    """The softmax of a block of queries over all the keys that they see."""
+    """The softmax of a block of queries over all the keys that they see.
+
+    With the maximum `m` and the sum `l` of the keys so far, a block with maximum `m'`
+    and sum `l'` (of exponentials from their own maximum) makes them `max(m, m')` and
+    `exp(m - max) l + exp(m' - max) l'` (arXiv:1805.02867, section 3.1); the output has
+    the sum's recurrence. The maximum is the statistic: it costs nothing here.
+    """
     *batch, queries, heads, _ = inputs.query.shape
 
     def fold(j: jax.Array, running: _Softmax) -> _Softmax:
         logits = blocks.logits(inputs, i, j)
-        values = cut(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
+        values = block_of(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
         highest = jnp.maximum(running.largest, logits.max(-1, initial=-jnp.inf))
-        # A row that has seen nothing yet has no finite maximum to take off.
+        # A row that has seen nothing yet has no finite maximum to take off: -inf less
+        # -inf would be NaN.
         shift = jnp.where(jnp.isfinite(highest), highest, 0)
         weights = jnp.exp(logits - shift[..., None])
         decay = jnp.exp(running.largest - shift)
         return _Softmax(
             highest,
             decay * running.total + weights.sum(-1),
-            decay[..., None] * running.output + weigh(weights, values),
+            decay[..., None] * running.output + _weigh(weights, values),
         )
 
     shape, dtype = (*batch, heads, min(queries, blocks.size)), inputs.scale.dtype
@@ -179,22 +207,6 @@ def _attend_row(
     return jax.lax.fori_loop(*seen, fold, vary_as(nothing, inputs))
 
 
-class _Rows(NamedTuple):
-    """What the gradient needs of the queries, all of them or a block."""
-
-    d_output: jax.Array  # (batch..., length, heads, value_dim)
-    mean: jax.Array  # (batch..., heads, length); of the weights' gradients
-    log_total: jax.Array  # (batch..., heads, length); of the softmax
-
-    def block(self, start: jax.Array, size: int) -> "_Rows":
-        length = self.mean.shape[-1]
-        return _Rows(
-            cut(self.d_output, start, length, size, axis=-3),
-            cut(self.mean, start, length, size, axis=-1),
-            cut(self.log_total, start, length, size, axis=-1),
-        )
-
-
 def _gradient(
     blocks: Blocks,
     inputs: LogitInputs,
@@ -203,59 +215,102 @@ def _gradient(
     log_total: jax.Array,
     d_output: jax.Array,
 ) -> tuple[Any, ...]:
-    """Returns the gradients of query, key, value, bias and scale."""
-    dtype = inputs.scale.dtype
+    """Returns the gradients of query, key, value, bias and scale.
+
+    For weights `P = exp(S - log_total)` and the output `O = P V`,
+
+        dV = P^T dO,   dP = dO V^T,   dS = P * (dP - mean),   mean = rowsum(dO * O)
+
+    (arXiv:2205.14135, appendix B.2), block by block: `mean`, which is the sum of
+    `P * dP` over all keys, is known before the first block.
+    """
+    dtype, size = inputs.scale.dtype, blocks.size
+    length, key_heads = inputs.query.shape[-3], value.shape[-2]
     mean = jnp.sum(d_output.astype(dtype) * output.astype(dtype), axis=-1)
-    rows = _Rows(d_output.astype(value.dtype), jnp.swapaxes(mean, -2, -1), log_total)
+    mean = jnp.swapaxes(mean, -2, -1)
+    d_output = d_output.astype(value.dtype)
 
     def fold_row(i: jax.Array, grads):
-        row = rows.block(i * blocks.size, blocks.size)
+        start = i * size
+        rows = functools.partial(block_of, start=start, length=length, size=size)
+        d_rows, means = rows(d_output, axis=-3), rows(mean, axis=-1)
         # The last block is moved in, onto queries that are done: no weight for them.
-        start, length = i * blocks.size, mean.shape[-2]
-        positions = cut(inputs.query_positions, start, length, blocks.size, axis=-1)
-        is_done = jnp.broadcast_to(positions < start, row.log_total.shape)
-        logs = jnp.where(is_done, jnp.inf, row.log_total)
-        row = row._replace(log_total=logs)
+        is_done = rows(inputs.query_positions, axis=-1) < start
+        logs = rows(log_total, axis=-1)
+        logs = jnp.where(jnp.broadcast_to(is_done, logs.shape), jnp.inf, logs)
 
         def fold(j: jax.Array, grads):
-            return _add_block(blocks, inputs, value, row, i, j, grads)
+            d_query, d_key, d_value, d_bias = grads
+            key_start = j * size
+            block = inputs.block(start, key_start, size)
+            values = block_of(value, key_start, value.shape[-3], size, axis=-3)
+            weights = jnp.exp(blocks.logits(inputs, i, j) - logs[..., None])
+            d_weights = product(d_rows, values, weights.dtype)
+            d_logits = weights * (d_weights - means[..., None])
+            if block.bias is not None:
+                part = _sum_to(d_logits, block.bias.shape)
+                d_bias = _add(d_bias, part, {-2: start, -1: key_start})
+            d_queries = jnp.swapaxes(_weigh(d_logits, block.key), -3, -2)
+            d_keys = _gather(d_logits, block.query, key_heads)
+            d_values = _gather(weights, d_rows, key_heads)
+            return (
+                _add(d_query, d_queries, {-3: start}),
+                _add(d_key, d_keys, {-3: key_start}),
+                _add(d_value, d_values, {-3: key_start}),
+                d_bias,
+            )
 
         return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, grads)
 
+    # In the dtype of the logits: a row of d_key is a sum over all blocks of queries.
     arrays = (inputs.query, inputs.key, value, inputs.bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
-    grads = vary_as(zeros, inputs)
-    grads = jax.lax.fori_loop(0, blocks.count(mean.shape[-2]), fold_row, grads)
+    grads = jax.lax.fori_loop(0, blocks.count(length), fold_row, vary_as(zeros, inputs))
     # So far without the scale: one product with a row in place of one with its logits.
+    # Its own gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
     d_query, d_key, d_value, d_bias = grads
     d_scale = jnp.sum(d_query * inputs.query.astype(dtype))
     grads = (inputs.scale * d_query, inputs.scale * d_key, d_value, d_bias)
     return *jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays), d_scale
 
 
-def _add_block(blocks: Blocks, inputs: LogitInputs, value, row: _Rows, i, j, grads):
-    """Adds what one block contributes to the gradients of query, key, value, bias."""
-    i_start, j_start = i * blocks.size, j * blocks.size
-    block = inputs.block(i_start, j_start, blocks.size)
-    values = cut(value, j_start, value.shape[-3], blocks.size, axis=-3)
-    weights = jnp.exp(blocks.logits(inputs, i, j) - row.log_total[..., None])
-    d_weights = product(row.d_output, values, weights.dtype)
-    d_logits = weights * (d_weights - row.mean[..., None])
-    key_heads = value.shape[-2]
-    d_query, d_key, d_value, d_bias = grads
-    if block.bias is not None:
-        part = _sum_to(d_logits, block.bias.shape)
-        d_bias = add(d_bias, part, {-2: i_start, -1: j_start})
-    return (
-        add(d_query, jnp.swapaxes(weigh(d_logits, block.key), -3, -2), {-3: i_start}),
-        add(d_key, gather(d_logits, block.query, key_heads), {-3: j_start}),
-        add(d_value, gather(weights, row.d_output, key_heads), {-3: j_start}),
-        d_bias,
+# Both products below round the weights to the dtype of what they weigh, as fused
+# kernels do: matrix units are fast where both factors are bfloat16. Sums stay wide.
+def _weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """`(batch..., heads, length, dim)`: the values of the keys, by their weights."""
+    summed = jnp.einsum(
+        "...kgts,...skh->...kgth",
+        grouped(weights, values.shape[-2], axis=-3).astype(values.dtype),
+        values,
+        preferred_element_type=weights.dtype,
+    )
+    return summed.reshape(*weights.shape[:-1], values.shape[-1])
+
+
+def _gather(weights: jax.Array, rows: jax.Array, key_heads: int) -> jax.Array:
+    """`(batch..., key_length, key_heads, dim)`: the rows of the queries, by weight.
+
+    Summed over the query heads that share a key (`g`), as its gradient is.
+    """
+    return jnp.einsum(
+        "...kgts,...tkgh->...skh",
+        grouped(weights, key_heads, axis=-3).astype(rows.dtype),
+        grouped(rows, key_heads, axis=-2),
+        preferred_element_type=weights.dtype,
     )
 
 
+def _add(target: jax.Array, block: jax.Array, starts: dict[int, Any]) -> jax.Array:
+    """Adds a block that begins at `starts`, by axis."""
+    # JAX moves a block in that would not fit: at the end, where `block_of` did so, too,
+    # and along an axis of a bias that only broadcasts.
+    indices = [starts.get(axis, 0) for axis in range(-target.ndim, 0)]
+    old = jax.lax.dynamic_slice(target, indices, block.shape)
+    return jax.lax.dynamic_update_slice(target, old + block, indices)
+
+
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Undoes broadcasting from `shape`."""
+    """The transpose of broadcasting from `shape`."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     spread = tuple(axis for axis, size in enumerate(shape) if size == 1)
     return x.sum(spread, keepdims=True)

@@ -16,8 +16,6 @@ from .max_logits import max_logits
 #: Query and key as projected to query and key as they enter the product.
 Transform = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
-_CALL = "__call__"
-
 
 def captured_attention_stats(
     captured: Any,
@@ -33,8 +31,8 @@ def captured_attention_stats(
 ) -> dict[str, Any]:
     r"""Attention statistics from the outputs of query and key projections.
 
-    For models whose attention cannot take [`attention_fn`][]. Linen hands the outputs
-    over with `capture_intermediates=True, mutable=["intermediates"]`, NNX with
+    For models whose attention cannot use [`attention_fn`][]. Linen returns the outputs
+    with `capture_intermediates=True, mutable=["intermediates"]`, NNX with
     `nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)`. Take the
     statistics in the same `jit`, which drops the outputs that nothing reads.
 
@@ -84,53 +82,55 @@ def captured_attention_stats(
         head_dim = whole_number("head_dim", head_dim, 1)
     largest = functools.partial(max_logits, scale=scale, is_causal=is_causal, **options)
 
-    def of_call(query: jax.Array, key: jax.Array) -> jax.Array:
-        pair = _with_heads(query, head_dim), _with_heads(key, head_dim)
-        return largest(*(transform(*pair) if transform else pair))
+    def of_call(*outputs: jax.Array) -> jax.Array:
+        query, key = (_with_heads(x, head_dim) for x in outputs)
+        return largest(*(transform(query, key) if transform else (query, key)))
 
     of_layer = jax.vmap(of_call) if stacked else of_call
     stats: dict[str, Any] = {}
     for module, calls in _calls_by_layer(captured, query, key).items():
-        found = functools.reduce(jnp.maximum, (of_layer(*call) for call in calls))
-        _put(stats, module, {STATISTIC: found})
+        # The mirror of the modules that `attention_fn` would have sown.
+        entry = stats
+        for name in module:
+            entry = entry.setdefault(name, {})
+        found = (of_layer(*call) for call in calls)
+        entry[STATISTIC] = functools.reduce(jnp.maximum, found)
     return stats
 
 
 def _calls_by_layer(
     captured: Any, query: str | None, key: str | None
 ) -> dict[paths.Path, list[tuple[jax.Array, jax.Array]]]:
-    outputs = _outputs(captured)
-    layers: dict[paths.Path, dict[str, paths.Path]] = {}
-    for path in outputs:
-        role = _role(path[-1], {"query": query, "key": key}) if path else None
-        if role and layers.setdefault(path[:-1], {}).setdefault(role, path) != path:
-            both = paths.show_all([layers[path[:-1]][role], path])
-            raise ValueError(f"{both} may both be the {role}: name one by {role}=")
-    calls = {
-        module: _pairs(x["query"], x["key"], outputs)
-        for module, x in layers.items()
-        if len(x) == 2
-    }
-    if not calls:
-        raise ValueError(_nothing(outputs, query, key))
-    return calls
-
-
-def _outputs(captured: Any) -> dict[paths.Path, list[jax.Array]]:
-    """The outputs of each module that is called, in order."""
+    """The outputs of query and key in each call of each module that has both."""
     tree = paths.flatten(captured)
     outputs: dict[paths.Path, list[jax.Array]] = {}
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        if path[-2:-1] == (_CALL,) and path[-1].isdigit():
+        # `<module>/__call__/<number of the call>`, in order.
+        if path[-2:-1] == ("__call__",) and path[-1].isdigit():
             outputs.setdefault(path[:-2], []).append(leaf)
-    return outputs
-
-
-def _role(name: str, given: Mapping[str, str | None]) -> str | None:
-    for role, own in given.items():
-        if name == own or (own is None and names.projection(name) == role):
-            return role
-    return None
+    layers: dict[paths.Path, dict[str, paths.Path]] = {}
+    for path in filter(None, outputs):
+        for role, given in (("query", query), ("key", key)):
+            usual = given is None and names.projection(path[-1]) == role
+            if not usual and path[-1] != given:
+                continue
+            if layers.setdefault(path[:-1], {}).setdefault(role, path) != path:
+                both = paths.show_all([layers[path[:-1]][role], path])
+                raise ValueError(f"{both} may both be the {role}: name one by {role}=")
+            break
+    pairs = [(module, x) for module, x in layers.items() if len(x) == 2]
+    if not pairs:
+        wanted = (
+            f"{query or 'a query (q_proj, ...)'} and {key or 'a key (k_proj, ...)'}"
+        )
+        seen = paths.show_all(list(outputs)[:20]) or "none"
+        raise ValueError(
+            f"no module has outputs of both {wanted}. Outputs seen: {seen}. Run Linen "
+            'with capture_intermediates=True and mutable=["intermediates"], or NNX '
+            "under nnx.capture(model, nnx.Intermediate, "
+            "method_outputs=nnx.Intermediate)"
+        )
+    return {module: _pairs(x["query"], x["key"], outputs) for module, x in pairs}
 
 
 def _pairs(
@@ -143,6 +143,7 @@ def _pairs(
             f"'{paths.show(key)}' {len(keys)} times, so that their outputs do not pair"
         )
     for q, k in zip(queries, keys, strict=True):
+        # They would broadcast, and a key with its value would count as two keys.
         if jnp.ndim(q) != jnp.ndim(k):
             raise ValueError(
                 f"the outputs of '{paths.show(query)}' {q.shape} and "
@@ -161,21 +162,3 @@ def _with_heads(x: jax.Array, head_dim: int | None) -> jax.Array:
             f"an output {x.shape} does not divide into heads of head_dim={head_dim}"
         )
     return x.reshape(*x.shape[:-1], -1, head_dim)
-
-
-def _put(tree: dict[str, Any], module: paths.Path, entry: dict[str, Any]) -> None:
-    for name in module:
-        tree = tree.setdefault(name, {})
-    tree.update(entry)
-
-
-def _nothing(
-    outputs: Mapping[paths.Path, Any], query: str | None, key: str | None
-) -> str:
-    wanted = f"{query or 'a query (q_proj, ...)'} and {key or 'a key (k_proj, ...)'}"
-    seen = paths.show_all(list(outputs)[:20]) or "none"
-    return (
-        f"no module has outputs of both {wanted}. Outputs seen: {seen}. Run Linen with "
-        'capture_intermediates=True and mutable=["intermediates"], or NNX under '
-        "nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)"
-    )

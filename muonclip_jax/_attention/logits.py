@@ -1,15 +1,29 @@
-"""What enters the softmax: queries and keys, their mask, and logits by block."""
+"""The logits as they enter the softmax: checked arguments, visibility, blocks.
+
+Every kernel of this package starts here: `fitting` checks shapes, `logit_inputs` adds
+all that decides who sees whom, and `Blocks` forms the logits a block at a time.
+"""
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
-from .._options import whole_number
-from .block_products import product
-from .windows import make_window, Window
+from .._explicit_axes import explicit_spec
+from .._jax_versions import manual_axes, varying
+from .._options import array, FINITE, flag, FLOATS, number, whole_number
+
+
+#: How many keys a query sees before and after itself; `None` for all.
+Window = tuple[int | None, int | None]
+
+# More keys than there are, yet sums with a position stay inside of 32-bit integers.
+_ALL = 1 << 30
 
 
 class LogitInputs(NamedTuple):
@@ -17,18 +31,19 @@ class LogitInputs(NamedTuple):
 
     query: jax.Array  # (batch..., length, heads, head_dim)
     key: jax.Array  # (batch..., key_length, key_heads, head_dim)
-    bias: jax.Array | None
-    mask: jax.Array | None
-    query_segments: jax.Array | None
-    key_segments: jax.Array | None
-    query_positions: jax.Array
-    key_positions: jax.Array
+    bias: jax.Array | None  # broadcasts to (batch..., heads, length, key_length)
+    mask: jax.Array | None  # likewise
+    query_segments: jax.Array | None  # (batch..., length)
+    key_segments: jax.Array | None  # (batch..., key_length)
+    query_positions: jax.Array  # (length,), which a block cannot know by itself
+    key_positions: jax.Array  # (key_length,)
     scale: jax.Array  # in the dtype of the logits
 
     def block(self, i: jax.Array, j: jax.Array, size: int) -> "LogitInputs":
         """The inputs from query `i` and key `j` on; at the ends blocks are moved in."""
-        rows = functools.partial(cut, start=i, length=self.query.shape[-3], size=size)
-        columns = functools.partial(cut, start=j, length=self.key.shape[-3], size=size)
+        queries, keys = self.query.shape[-3], self.key.shape[-3]
+        rows = functools.partial(block_of, start=i, length=queries, size=size)
+        columns = functools.partial(block_of, start=j, length=keys, size=size)
         return LogitInputs(
             rows(self.query, axis=-3),
             columns(self.key, axis=-3),
@@ -42,33 +57,38 @@ class LogitInputs(NamedTuple):
         )
 
     def logits(self, window: Window) -> jax.Array:
-        """What enters the softmax, `(batch..., heads, length, key_length)`."""
+        """The input of the softmax, `(batch..., heads, length, key_length)`.
+
+        Positional embeddings are in query and key by now, and there is no soft cap:
+        before one, logits grow all the same (arXiv:2507.20534, section 2.1).
+        """
+        # Scaled after the product: in bfloat16 a scaled query would be rounded again.
         logits = product(self.query, self.key, self.scale.dtype) * self.scale
         if self.bias is not None:
             bias = self.bias.astype(logits.dtype)
             logits = logits + jnp.broadcast_to(bias, logits.shape)
-        for visible in self._visible(window):
-            visible = jnp.broadcast_to(visible, logits.shape)
-            logits = jnp.where(visible, logits, -jnp.inf)
-        return logits
-
-    def _visible(self, window: Window) -> Iterator[jax.Array]:
-        """Masks, each broadcast against `(batch..., heads, length, key_length)`."""
-        if self.mask is not None:
-            yield self.mask
+        visible = [] if self.mask is None else [self.mask]
+        # The window is compared here and not made a mask by the caller, who would have
+        # to hold length x key_length of it.
         ahead = self.key_positions[None, :] - self.query_positions[:, None]
         before, after = window
         if before is not None:
-            yield ahead >= -before
+            visible.append(ahead >= -before)
         if after is not None:
-            yield ahead <= after
+            visible.append(ahead <= after)
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
-            yield same[..., None, :, :]
+            visible.append(same[..., None, :, :])
+        # Not by a large negative number, as in jax.nn: it would be the largest logit of
+        # a head that sees nothing.
+        for shown in visible:
+            shown = jnp.broadcast_to(shown, logits.shape)
+            logits = jnp.where(shown, logits, -jnp.inf)
+        return logits
 
 
 class Blocks(NamedTuple):
-    """What is known of the logits at compile time, and how they are cut into blocks."""
+    """The window, known at compile time, and the size of the blocks of logits."""
 
     window: Window
     size: int
@@ -77,7 +97,7 @@ class Blocks(NamedTuple):
         return -(-length // self.size)
 
     def logits(self, inputs: LogitInputs, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Those of a block, every key in one block only.
+        """The logits of a block, every key in one block only.
 
         The last block is moved in to fit, onto keys that the one before it has.
         """
@@ -87,9 +107,14 @@ class Blocks(NamedTuple):
         return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
     def seen_by(self, inputs: LogitInputs, i: jax.Array) -> tuple[Any, Any]:
-        """The range of the key blocks that block `i` of the queries sees."""
+        """The range of the key blocks that block `i` of the queries sees.
+
+        It halves the work of a causal mask. Arrays as masks are not looked into: what
+        they hide is known only at run time.
+        """
         queries, keys = inputs.query.shape[-3], inputs.key.shape[-3]
         rows = min(queries, self.size)
+        # Of the last block, which is moved in, the first query is an earlier one.
         start = jnp.minimum(i * self.size, queries - rows)
         before, after = self.window
         first, last = 0, self.count(keys)
@@ -100,13 +125,188 @@ class Blocks(NamedTuple):
         return first, last
 
 
-def make_blocks(is_causal: bool, local_window_size: Any, size: Any) -> Blocks:
-    window = make_window(is_causal, local_window_size)
-    return Blocks(window, whole_number("block_size", size, 1))
+def logit_inputs(
+    query: jax.Array,
+    key: jax.Array,
+    values: Sequence[jax.Array],
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    query_segment_ids: jax.Array | None,
+    key_segment_ids: jax.Array | None,
+    scale: float | jax.Array | None,
+) -> tuple[LogitInputs, list[jax.Array]]:
+    """The inputs and the values, of one batch; `ValueError` where they do not fit."""
+    shape, (query, key, *values) = fitting(query, key, *values)
+    # Logits in float32 whatever the dtypes, as in jax.nn. In bfloat16, of 8 bits, a
+    # logit near 100 would be rounded by up to 0.25, and its exponential by a quarter.
+    is_double = any(x.dtype == jnp.float64 for x in (query, key, *values))
+    dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
+    inputs = LogitInputs(
+        query,
+        key,
+        broadcasting("bias", bias, shape),
+        broadcasting("mask", mask, shape, bool),
+        *segments(query_segment_ids, key_segment_ids, shape),
+        jnp.arange(shape[-2]),
+        jnp.arange(shape[-1]),
+        scalar(scale, query.shape[-1], dtype),
+    )
+    return vary_as((inputs, values), (inputs, values))
 
 
-def cut(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:
+def fitting(
+    query: jax.Array, key: jax.Array, *values: jax.Array
+) -> tuple[tuple[int, ...], list[jax.Array]]:
+    """The logits' `(batch..., heads, length, key_length)`, and all with that batch."""
+    given = zip(("query", "key", "value"), (query, key, *values), strict=False)
+    named = [(name, array(name, x)) for name, x in given]
+    arrays = [x for _, x in named]
+    query, key = arrays[:2]
+    shapes = ", ".join(f"{name} {x.shape}" for name, x in named)
+    if min(x.ndim for x in arrays) < 3:
+        raise ValueError(f"{shapes}: each needs axes (batch..., length, heads, dim)")
+    if not all(x.dtype.name in FLOATS for x in arrays):
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in named)
+        raise ValueError(f"{dtypes}: each needs a floating-point dtype")
+    *_, length, heads, depth = query.shape
+    *_, key_length, key_heads, key_depth = key.shape
+    divides = heads % key_heads == 0 if key_heads else heads == 0
+    if depth != key_depth or not divides:
+        raise ValueError(
+            f"query {query.shape} and key {key.shape} do not fit: key heads must "
+            "divide query heads and both need the same head_dim"
+        )
+    for value in arrays[2:]:
+        if value.shape[-3:-1] != key.shape[-3:-1]:
+            raise ValueError(f"key {key.shape} and value {value.shape} do not fit")
+    try:
+        batch = np.broadcast_shapes(*(x.shape[:-3] for x in arrays))
+    except ValueError:
+        raise ValueError(f"{shapes}: their batch axes do not fit") from None
+    spread = [jnp.broadcast_to(x, (*batch, *x.shape[-3:])) for x in arrays]
+    return (*batch, heads, length, key_length), spread
+
+
+def broadcasting(name: str, x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """An array that broadcasts to the logits, left as small as it is."""
+    if x is None:
+        return None
+    x = jnp.asarray(array(name, x, real=True), dtype)
+    if not _broadcasts(x.shape, shape):
+        raise ValueError(
+            f"{name} {x.shape} does not broadcast to the logits {shape}, "
+            "(batch..., heads, length, key_length)"
+        )
+    return x
+
+
+def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Segment ids of queries and of keys, `(batch..., length)` each."""
+    if query_ids is None and key_ids is None:
+        return None, None
+    if query_ids is None:
+        raise ValueError("key_segment_ids need query_segment_ids beside them")
+    whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
+    key_ids = query_ids if key_ids is None else key_ids
+    *batch, _, length, key_length = shape
+    checked = []
+    for name, ids, size in (
+        ("query_segment_ids", query_ids, length),
+        (whose, key_ids, key_length),
+    ):
+        ids, rows = array(name, ids, real=True), (*batch, size)
+        if not _broadcasts(ids.shape, rows):
+            raise ValueError(
+                f"{name} {ids.shape} do not broadcast to {rows}, as the logits "
+                f"{shape} (batch..., heads, length, key_length) need them"
+            )
+        checked.append(jnp.broadcast_to(ids, rows))
+    return tuple(checked)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        # Equal, since (3, 1) and (1, 4) broadcast, but to something larger than either.
+        return np.broadcast_shapes(shape, to) == tuple(to)
+    except ValueError:
+        return False
+
+
+def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
+    """The scale of the logits, one over the root of `head_dim` by default."""
+    if scale is None:
+        scale = 1 / math.sqrt(max(head_dim, 1))
+    number("scale", scale, FINITE)
+    return jnp.asarray(scale, dtype)
+
+
+def make_window(is_causal: bool, local: Any) -> Window:
+    """A window from one number for both sides, or a pair; any integers will do."""
+    pair = tuple(local) if np.iterable(local) else (local, local)
+    if len(pair) != 2:
+        raise ValueError(f"local_window_size is one number or a pair, not {local}")
+    before, after = pair
+    after = 0 if flag("is_causal", is_causal) else after
+    before, after = (
+        min(max(whole_number("local_window_size", keys), -_ALL), _ALL)
+        if keys is not None
+        else None
+        for keys in (before, after)
+    )
+    return before, after
+
+
+def vary_as(tree: Any, like: Any) -> Any:
+    """The same arrays, typed as varying wherever an array of `like` varies.
+
+    Under `jax.shard_map` a loop carries arrays of one type, so that zeros have to be
+    typed as what is added to them. Transposed, this sums over the devices the gradient
+    of what was the same on all of them.
+    """
+    axes = {axis for x in jax.tree.leaves(like) for axis in manual_axes(x)}
+    return jax.tree.map(lambda x: varying(x, tuple(sorted(axes))), tree)
+
+
+def result_specs(
+    query: jax.Array,
+) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """Specs of output, log-sum-exp and statistic on explicit axes: the query's."""
+    *batch, length, heads, _ = explicit_spec(query)
+    return (
+        PartitionSpec(*batch, length, heads, None),
+        PartitionSpec(*batch, heads, length),
+        PartitionSpec(heads),
+    )
+
+
+def product(query: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:
+    """All inner products, `(batch..., heads, length, key_length)` of the dtype."""
+    if query.dtype != key.dtype:
+        query, key = query.astype(dtype), key.astype(dtype)
+    # Spelled as in jax.nn.dot_product_attention, so that XLA's common subexpression
+    # elimination computes the product once for Flax's attention and the statistic.
+    # A plain einsum over (key_heads, group) is another program to it.
+    einsum = functools.partial(
+        jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=dtype
+    )
+    by_key = grouped(query, key.shape[-2], axis=-2)
+    logits = jax.vmap(lambda q: einsum(q, key), in_axes=-2, out_axes=-3)(by_key)
+    return logits.reshape(*query.shape[:-3], query.shape[-2], *logits.shape[-2:])
+
+
+def grouped(x: jax.Array, key_heads: int, *, axis: int) -> jax.Array:
+    """Query heads as `(key_heads, query heads that share one)`.
+
+    Repeating the keys instead would cost as much memory as full multi-head attention.
+    """
+    groups = (key_heads, x.shape[axis] // max(key_heads, 1))
+    return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
+
+
+def block_of(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:
     """One block along an axis; an axis that only broadcasts stays."""
     if x is None or x.ndim < -axis or x.shape[axis] != length or length <= size:
         return x
+    # A slice that would end beyond the array is moved in by JAX: no padding, and every
+    # block has one shape. Who uses it has to know which rows come twice.
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis % x.ndim)

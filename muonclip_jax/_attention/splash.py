@@ -1,7 +1,6 @@
 """Attention and its largest logits from tokamax's splash kernel on TPU."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,12 +10,14 @@ import numpy as np
 from .._jax_versions import manual_axes
 from .._model.statistics import largest
 from .._options import whole_number
-from .arguments import fitting, scalar, segments
-from .windows import make_window
+from .logits import fitting, make_window, scalar, segments
 
 
-_LANES = 128
-_NOTHING = -1e37  # where nothing is seen the kernel writes about -1e38
+_LANES = 128  # of a TPU's vector registers, of which blocks and lengths are multiples
+
+# Where nothing is seen the kernel writes its DEFAULT_MASK_VALUE, -0.7 times the largest
+# float32 (-2.4e38), over log2(e) with use_base2_exp. No logit comes near.
+_NOTHING = -1e37
 
 
 def splash_attention(
@@ -36,9 +37,10 @@ def splash_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Splash attention on TPU, and the largest logits that it keeps for its gradient.
 
-    The statistic costs nothing in training: the kernel forms the row maxima anyway.
-    Needs `tokamax` (`pip install 'muonclip_jax[tokamax]'`). Under `jit` with sharded
-    arrays wrap the call in `jax.shard_map(..., check_vma=False)`, as any Pallas kernel.
+    The statistic, as [`max_logits`][] defines it, costs nothing in training: the kernel
+    forms the row maxima anyway. Needs tokamax (`pip install 'muonclip_jax[tokamax]'`).
+    Under `jit` with sharded arrays wrap the call in `jax.shard_map(...,
+    check_vma=False)`, as any Pallas kernel.
 
     **Arguments:**
 
@@ -66,6 +68,11 @@ def splash_attention(
         >>> import muonclip_jax as mc
         >>> kernel = functools.partial(mc.splash_attention, is_causal=True)
         >>> attention_fn = functools.partial(mc.attention_fn, kernel=kernel)
+
+    ??? cite "References"
+
+        Dao et al., "FlashAttention", arXiv:2205.14135, of which splash attention is a
+        form for TPU and sparse masks.
     """
     if logits_soft_cap is not None:
         raise ValueError(
@@ -75,27 +82,6 @@ def splash_attention(
         )
     shape, arrays = fitting(query, key, value)
     query, key, value = arrays
-    _check(*arrays)
-    window = make_window(is_causal, local_window_size)
-    block_size = whole_number("block_size", block_size, 1)
-    ids = segments(query_segment_ids, key_segment_ids, shape)
-    shape = _padded(query.shape[-3]), _padded(key.shape[-3])
-    band = _Band(shape, key.shape[-3], *window)
-    kernel = _make_kernel(band, block_size, config | {"interpret": interpret})
-    factor = scalar(scale, query.shape[-1], jnp.float32)
-    scaled = (query.astype(jnp.float32) * factor).astype(query.dtype)
-    arguments = [_to_kernel(x) for x in (scaled, key, value)]
-    if ids[0] is not None:
-        arguments.append(_segments(ids))
-    output, residuals = jax.vmap(kernel)(*arguments)
-    seen = jnp.asarray(band.rows_that_see(query.shape[-3]))
-    # A maximum may lose a NaN, but the sum does not.
-    is_nan = jnp.isnan(residuals["logsumexp"])
-    maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
-    return _from_kernel(output, seen, query.shape[:-1]), _statistic(maxima, seen)
-
-
-def _check(*arrays: jax.Array) -> None:
     if any(0 in x.shape or x.dtype == jnp.float64 for x in arrays):
         given = ", ".join(f"{x.dtype} {x.shape}" for x in arrays)
         raise ValueError(
@@ -107,37 +93,55 @@ def _check(*arrays: jax.Array) -> None:
             "splash_attention is a Pallas kernel, whose results have no type that says "
             "how they lie on a mesh: call it in jax.shard_map(..., check_vma=False)"
         )
-
-
-def _make_kernel(band: "_Band", block_size: int, config: dict[str, Any]) -> Any:
+    window = make_window(is_causal, local_window_size)
+    block_size = whole_number("block_size", block_size, 1)
+    ids = segments(query_segment_ids, key_segment_ids, shape)
+    length, batch = query.shape[-3], query.shape[:-1]
+    padded = _padded(length), _padded(key.shape[-3])
+    before, after = (max(padded) if side is None else side for side in window)
+    band = _Band(padded, key.shape[-3], before, after)
     splash = _tokamax()
-    rows, columns = (_largest_block(length, block_size) for length in band.shape)
+    rows, columns = (_largest_block(size, block_size) for size in band.shape)
+    # Forward and both halves of the gradient in the same blocks: any other field of
+    # tokamax's config is for the caller to tune.
     blocks = dict(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns
     )
-    return splash.make_splash_mha(
+    kernel = splash.make_splash_mha(
         splash.mask_lib.FullMask(band.shape) if band.is_full else band,
-        config=splash.SplashConfig(**blocks | config),
+        config=splash.SplashConfig(**blocks | config | {"interpret": interpret}),
         save_residuals=True,
         q_seq_shards=1,
     )
+    # The kernel knows no scale: the query has to bring it.
+    factor = scalar(scale, query.shape[-1], jnp.float32)
+    scaled = (query.astype(jnp.float32) * factor).astype(query.dtype)
+    # From (batch..., length, heads, dim) to (batch, heads, padded length, dim).
+    arguments = [
+        _pad(jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2), -2)
+        for x in (scaled, key, value)
+    ]
+    if ids[0] is not None:
+        rows_of_ids = (_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids)
+        arguments.append(splash.SegmentIds(*rows_of_ids))
+    output, residuals = jax.vmap(kernel)(*arguments)
+    seen = jnp.asarray(band.rows_that_see(length))
+    # A maximum may lose a NaN, but the sum does not.
+    is_nan = jnp.isnan(residuals["logsumexp"])
+    maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
+    # Rows that see no key are left unwritten, which may be anything, NaN included.
+    output = jnp.swapaxes(output[:, :, :length], 1, 2)
+    output = jnp.where(seen[None, :, None, None], output, 0)
+    return output.reshape(*batch, output.shape[-1]), _statistic(maxima, seen)
 
 
 def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:
-    """From `(batch, heads, padded length)` to `(heads,)`."""
+    """The `(heads,)` maxima of `(batch, heads, padded length)`."""
     maxima = row_maxima[..., : seen.size]
+    # Segments hide all keys from a row of a batch where the band shows some.
     is_hidden = ~seen[None, None] | (maxima <= _NOTHING)
     maxima = jnp.where(is_hidden, -jnp.inf, maxima)
     return jax.lax.stop_gradient(largest(maxima, (0, 2)))
-
-
-def _from_kernel(x: jax.Array, seen: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    x = jnp.swapaxes(x[:, :, : seen.size], 1, 2)
-    return jnp.where(seen[None, :, None, None], x, 0).reshape(*shape, x.shape[-1])
-
-
-def _segments(ids: Sequence[jax.Array]) -> Any:
-    return _tokamax().SegmentIds(*(_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids))
 
 
 def _tokamax() -> Any:
@@ -157,27 +161,31 @@ def _tokamax() -> Any:
 class _Band:
     """The keys that each query sees, as a mask that splash computes in its kernel.
 
-    Its attributes without underscore beyond the fields are those that tokamax asks for.
+    A table of booleans would be an array of length x key_length on the host.
     """
 
     shape: tuple[int, int]  # padded
     keys: int  # those that are no padding
-    before: int | None
-    after: int | None
+    before: int
+    after: int
 
+    # Tokamax asks a mask for `shape`, `q_sequence`, `mask_function` and slices.
     @property
     def q_sequence(self) -> np.ndarray:
         return np.arange(self.shape[0], dtype=np.int32)
 
     @property
     def mask_function(self):
-        return self.visible  # of equal bands equal, so that jit finds it again
+        # Bound methods of equal bands are equal, so that jit finds its program again; a
+        # function made here would compile one in each call.
+        return self.visible
 
     def visible(self, rows: Any, columns: Any) -> Any:
         mask = (columns < self.keys) & (rows >= 0)
-        if self.before is not None:
+        # The kernel compares in every tile: not what always holds.
+        if self.before < self.shape[0]:
             mask = mask & (rows - columns <= self.before)
-        if self.after is not None:
+        if self.after < self.shape[1]:
             mask = mask & (columns - rows <= self.after)
         return mask
 
@@ -189,27 +197,17 @@ class _Band:
 
     @property
     def is_full(self) -> bool:
-        """Splash takes no computed mask that hides nothing."""
+        """True where nothing is hidden, for which splash has no computed mask."""
         rows, columns = self.shape
-        return (
-            self.keys == columns
-            and (self.before is None or self.before >= rows - 1)
-            and (self.after is None or self.after >= columns - 1)
-        )
+        reaches_all = self.before >= rows - 1 and self.after >= columns - 1
+        return self.keys == columns and reaches_all
 
     def rows_that_see(self, queries: int) -> np.ndarray:
-        """Whether each query sees any key; the kernel leaves the others unwritten."""
+        """True for each query that sees a key; the kernel skips the others' blocks."""
         i = np.arange(queries)
-        first = 0 * i if self.before is None else np.maximum(i - self.before, 0)
-        last = np.full_like(i, self.keys - 1)
-        if self.after is not None:
-            last = np.minimum(last, i + self.after)
-        return first <= last
-
-
-def _to_kernel(x: jax.Array) -> jax.Array:
-    """`(batch..., length, heads, dim)` to `(batch, heads, padded length, dim)`."""
-    return _pad(jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2), -2)
+        return np.maximum(i - self.before, 0) <= np.minimum(
+            i + self.after, self.keys - 1
+        )
 
 
 def _pad(x: jax.Array, axis: int) -> jax.Array:
@@ -223,5 +221,6 @@ def _padded(length: int) -> int:
 
 
 def _largest_block(length: int, limit: int) -> int:
+    # Of those that divide the length, as the kernel wants it: 640 at most 512 is 128.
     blocks = range(_LANES, min(length, max(limit, _LANES)) + 1, _LANES)
     return max(block for block in blocks if length % block == 0)

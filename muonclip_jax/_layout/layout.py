@@ -16,7 +16,12 @@ import jax
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._jax_versions import impose_no_sharding, is_checked, manual_axes
+from .._jax_versions import (
+    gather_everywhere,
+    impose_no_sharding,
+    is_checked,
+    manual_axes,
+)
 from .._parameters import paths
 from .._parameters.paths import is_masked, Path, PathedTree, show
 from .placement import (
@@ -248,10 +253,10 @@ def cut_axes(
 
 
 def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """The whole leaf, on every device, of its blocks."""
+    """The whole leaf, or row of heads, on every device, of its blocks."""
     for axis, entry in enumerate(cut):
         if names := mesh_axes(entry):
-            x = jax.lax.all_gather(x, names, axis=axis, tiled=True)
+            x = gather_everywhere(x, names, axis=axis, tiled=True)
     return x
 
 

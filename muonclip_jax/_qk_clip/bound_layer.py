@@ -1,11 +1,10 @@
-"""An attention layer bound to its leaves: which heads it has, and what scales them."""
+"""An attention layer bound to its leaves: its heads, and the scale of each leaf."""
 
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from .._jax_versions import gather_everywhere
 from .._layout.layout import cut_axes, own_block
 from .._layout.placement import mesh_axes
 from .._model.attention_layers import AttentionLayer
@@ -15,7 +14,7 @@ from .._parameters.paths import Path, show, show_module, split
 
 
 class BoundLayer:
-    """Which heads a layer has, as they can be scaled, and how.
+    """The heads of a layer as they can be scaled, and the scales of its leaves.
 
     Shapes are those of the whole leaves, which mapped axes may cut: whether query heads
     share a key shows in the whole layer alone.
@@ -39,22 +38,22 @@ class BoundLayer:
         self._stack = layer.query[0].stack(self._shape_of(layer.query[0]))
         self._heads = 1 if self.is_shared else self._count(layer.query[0])
         if not self._fits():
+            # Flax kernels are named, since another layout (features last, say) is the
+            # likely cause: the numbers of heads then disagree.
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
                 f"together: {self._leaves()}. Expected are Flax kernels (*stack, "
                 "features, heads, head_dim) with key heads that divide the query's; "
                 "describe other layouts in attention="
             )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`(*stack, heads)`"""
-        return (*self._stack, self._heads or 0)
+        self.shape: tuple[int, ...] = (*self._stack, self._heads)
 
     def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
         """The statistic of the heads as they can be scaled, and how it is cut.
 
-        Inside `jax.shard_map` it may be of all heads, or of those of this device.
+        Inside `jax.shard_map` it may be of all heads, or of those of this device. The
+        shape tells which: it is that of the whole layer, or what the spec of the query
+        makes of it.
         """
         heads, row = self._heads, statistic
         if self.is_shared:
@@ -67,6 +66,8 @@ class BoundLayer:
         spec = leaf.row_spec(len(self._shape_of(leaf)), cut)
         counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec or ()]
         parts = [divmod(n, by) for n, by in zip(expected, counts, strict=False)]
+        # Blocks that end within a head, or have heads from several places (those of a
+        # split axis), have no statistic of their own.
         if spec is None or any(rest for _, rest in parts):
             raise ValueError(
                 f"{sorted(cut_axes(cut))} cut '{show(self._layer.path_of(leaf))}' "
@@ -89,23 +90,26 @@ class BoundLayer:
         """One scale per leaf; several parts of a fused leaf multiply into one.
 
         A query and its key share `gamma` as `by_query` and `by_key`; a query whose key
-        stays as it is takes `by_both`, the whole of it.
+        stays as it is is scaled `by_both`, the whole of it.
         """
         layer, scales = self._layer, {}
         roles = [(layer.query, by_query), (layer.key, by_key)]
-        if self._keys_stay:
+        # In grouped-query attention several query heads share a key, of which the paper
+        # says nothing. Scaled for the largest of them, the key would shrink the logits
+        # of the others, too. So it stays, as the paper's shared rotary key does, and
+        # each query alone brings its logits to the threshold.
+        if not self.is_shared and self._count(layer.key[0]) != self._heads:
             roles = [(layer.query, by_both)]
+        # The logits of latent attention are q_c k_c + q_r k_r. The rotary key k_r is
+        # one for all heads and stays, so that q_r needs the whole gamma for its part of
+        # the sum to shrink as the other does (arXiv:2507.20534, algorithm 1).
         for leaves, factors in [*roles, (layer.rotary_query, by_both)]:
             for leaf in leaves:
                 path = layer.path_of(leaf)
                 scale = leaf.scale(self._shape_of(leaf), factors)
                 scales[path] = scales[path] * scale if path in scales else scale
+        # Made for whole leaves, since only these know which head an entry belongs to.
         return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
-
-    @property
-    def _keys_stay(self) -> bool:
-        """Shared keys do, or heads under the threshold would shrink with the rest."""
-        return not self.is_shared and self._count(self._layer.key[0]) != self._heads
 
     def _fits(self) -> bool:
         leaves, layer = self._layer.leaves, self._layer
@@ -115,9 +119,11 @@ class BoundLayer:
             return False
         queries = {self._count(leaf) for leaf in layer.query + layer.rotary_query}
         keys = {self._count(leaf) for leaf in layer.key}
-        if self.is_shared or len(queries) != 1 or len(keys) != 1:
-            return self.is_shared
-        key_heads = keys.pop()
+        if self.is_shared:
+            return True
+        if len(queries) != 1 or len(keys) != 1:
+            return False
+        (key_heads,) = keys
         return self._heads % key_heads == 0 if key_heads else not self._heads
 
     def _count(self, leaf: HeadLeaf) -> Any:
@@ -129,13 +135,3 @@ class BoundLayer:
     def _leaves(self) -> str:
         leaves = {self._layer.path_of(x): self._shape_of(x) for x in self._layer.leaves}
         return ", ".join(f"'{show(path)}' {shape}" for path, shape in leaves.items())
-
-
-def gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The whole row, the same on all devices, of blocks that a spec cuts."""
-    for axis, entry in enumerate(spec):
-        if names := mesh_axes(entry):
-            blocks = jax.numpy.moveaxis(gather_everywhere(x, names), 0, axis)
-            shape = [*x.shape[:axis], -1, *x.shape[axis + 1 :]]
-            x = blocks.reshape(shape)
-    return x

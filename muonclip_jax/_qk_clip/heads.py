@@ -1,6 +1,9 @@
-"""The heads of all attention layers in one row: read, cut by layer, spread on leaves.
+"""The heads of all attention layers in one row: read, divided by layer, scaled.
 
 statistics -> row -> gamma -> one row per layer -> one scale per leaf.
+
+One row, since it needs one collective and one state of the same structure for every
+model, where an array for each layer would need as many as there are layers.
 """
 
 import dataclasses
@@ -13,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax_versions import manual_axes
-from .._layout.layout import Axes, cut_axes, differing, Layout, shared_axes
+from .._layout.layout import Axes, cut_axes, differing, gather, Layout, shared_axes
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     Attention,
@@ -24,8 +27,9 @@ from .._model.attention_layers import (
 from .._model.head_leaf import everywhere
 from .._model.named_attention import check_none_overlooked
 from .._model.statistics import read_attention_stats, STATISTIC
+from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split
-from .bound_layer import BoundLayer, gathered
+from .bound_layer import BoundLayer
 
 
 _HOW_TO_RECORD = (
@@ -43,14 +47,17 @@ _HOW_TO_RECORD = (
 )
 @dataclasses.dataclass(frozen=True)
 class HeadRow:
-    """Statistics that have been read: what `multi_steps` hands to `qk_clip`."""
+    """Statistics that have been read, as `multi_steps` gives them to `qk_clip`.
+
+    A pytree, since they pass through the `jit` and the condition of `optax.MultiSteps`.
+    """
 
     logits: jax.Array  # (all heads,)
     shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
     reduced_over: Axes  # the replicas of which they are the maximum
 
     def by_layer(self) -> dict[Path, jax.Array]:
-        parts = _cut(self.logits, [shape for _, shape in self.shapes])
+        parts = _divide(self.logits, [shape for _, shape in self.shapes])
         return {path: x for (path, _), x in zip(self.shapes, parts, strict=True)}
 
 
@@ -76,14 +83,8 @@ class Heads:
             for layer in layers
             if _is_shown(layer, leaf_at)
         ]
-
-    @property
-    def shapes(self) -> tuple[tuple[Path, tuple[int, ...]], ...]:
-        return tuple((layer.path, layer.shape) for layer in self.layers)
-
-    @property
-    def count(self) -> int:
-        return sum(math.prod(layer.shape) for layer in self.layers)
+        self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
+        self.count = sum(math.prod(shape) for _, shape in self.shapes)
 
     def read(self, attention_stats: Any) -> jax.Array:
         """The statistic of all heads, `(all heads,)` float32, over all replicas.
@@ -100,8 +101,11 @@ class Heads:
         if isinstance(attention_stats, HeadRow):
             if attention_stats.shapes == self.shapes:
                 return attention_stats.logits
+            # A mask around qk_clip hides layers that multi_steps has.
             return self._whole_row(attention_stats.by_layer())
         row = self._whole_row(read_attention_stats(attention_stats))
+        # State is the same on all devices: one that is not would be refused by the
+        # out_specs of shard_map, far from here.
         if along := manual_axes(row):
             raise ValueError(
                 f"the attention_stats differ along {sorted(along)}: name the axes over "
@@ -111,14 +115,12 @@ class Heads:
         return row
 
     def _whole_row(self, stats: dict[Path, jax.Array]) -> jax.Array:
-        """Checked, the maximum over replicas, and of whole layers, in one row.
-
-        Heads of one device are not those of another: along axes that cut the
-        statistics there is no maximum, unless the heads share a leaf and go by the
-        largest of all, whichever device has it.
-        """
+        """The statistics, checked, as one row: the maximum over replicas, all heads."""
         self._check_matched(stats)
         checked = [layer.check(stats[layer.path]) for layer in self.layers]
+        # Heads of one device are not those of another: along axes that cut the
+        # statistics there is no maximum, unless the heads share a leaf and go by the
+        # largest of all, whichever device has it.
         over = []
         for layer, (_, spec) in zip(self.layers, checked, strict=True):
             axes = self._all_axes if layer.is_shared else self._replicas
@@ -128,9 +130,14 @@ class Heads:
             # One collective for all layers that need the same.
             alike = [i for i, of_layer in enumerate(over) if of_layer == axes]
             shapes = [parts[i].shape for i in alike]
-            row = maximum_over(_to_row([parts[i] for i in alike]), axes)
-            for i, part in zip(alike, _cut(row, shapes), strict=True):
-                parts[i] = gathered(part, checked[i][1])
+            row = _to_row([parts[i] for i in alike])
+            # Axes along which types know the row to be the same need no collective.
+            if differ := differing(row, axes) if row.size else ():
+                # A NaN on one replica has to be seen by all of them, and a maximum over
+                # devices may drop it. Infinite, it is left alone and counted the same.
+                row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
+            for i, part in zip(alike, _divide(row, shapes), strict=True):
+                parts[i] = gather(part, checked[i][1])
         return _to_row(parts)
 
     def check_state(self, row: jax.Array) -> None:
@@ -143,21 +150,41 @@ class Heads:
                 "heads: its in_specs and out_specs are PartitionSpec()"
             )
 
-    def cut(self, row: jax.Array) -> list[jax.Array]:
-        """One array `(*stack, heads)` for each layer."""
-        return _cut(row, [layer.shape for layer in self.layers])
+    def by_layer(self, row: jax.Array) -> list[jax.Array]:
+        """An array `(*stack, heads)` for each layer."""
+        return _divide(row, [shape for _, shape in self.shapes])
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
-        """That of each head, or of all; `at` gives a schedule's value at this step."""
+        """The threshold of each head, or one; `at` is a schedule's value at this step.
+
+        A layer of a stack may have a number for each of its layers.
+        """
         common = jnp.asarray(at(default), jnp.float32)
         if not common.ndim and all(layer.threshold is None for layer in self.layers):
             return common
-        return _to_row([_threshold(layer, default, at) for layer in self.layers])
+        rows = []
+        for layer in self.layers:
+            name, own = f"layer '{show_module(layer.path)}'", layer.threshold
+            if own is not None:
+                number(f"threshold of {name}", own, POSITIVE, "an array", "a schedule")
+            threshold = jnp.asarray(at(default if own is None else own), jnp.float32)
+            stack = layer.shape[:-1]
+            if threshold.shape not in ((), stack):
+                raise ValueError(
+                    f"threshold of shape {threshold.shape} does not fit the {name}: "
+                    "expected is one number"
+                    + (f", or one for each of its layers, {stack}" if stack else "")
+                )
+            rows.append(jnp.broadcast_to(threshold[..., None], layer.shape))
+        return _to_row(rows)
 
     def scales(self, gamma: jax.Array, alpha: Any) -> dict[Path, jax.Array]:
-        """What to multiply each leaf by."""
+        """The scale of each leaf, in an array that broadcasts to it."""
+        # A logit is bilinear in the weights of query and key, biases included. By the
+        # first two it is scaled by their product: gamma for any alpha, since the powers
+        # add up to 1, and S becomes gamma * S = tau.
         shares = gamma**alpha, gamma ** (1 - alpha), gamma
-        by_layer = zip(*(self.cut(share) for share in shares), strict=True)
+        by_layer = zip(*(self.by_layer(share) for share in shares), strict=True)
         scales: dict[Path, jax.Array] = {}
         for layer, factors in zip(self.layers, by_layer, strict=True):
             scales |= layer.scales(*factors)
@@ -183,17 +210,8 @@ class Heads:
             )
 
 
-def maximum_over(row: jax.Array, axes: Axes) -> jax.Array:
-    """The maximum over the replicas along mapped axes, in one collective."""
-    axes = differing(row, axes) if row.size else ()
-    if not axes:
-        return row
-    # A NaN on one replica must reach all of them, and a maximum may drop it.
-    return jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), axes)
-
-
 def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
-    """Whether a layer is to be clipped; `optax.masked` may hide it, but only whole."""
+    """True for a layer to be clipped; `optax.masked` may hide one, but only whole."""
     own = [layer.path_of(leaf) for leaf in layer.leaves]
     hidden = [path for path in own if is_masked(leaf_at[path])]
     if hidden and len(hidden) < len(own):
@@ -205,25 +223,13 @@ def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
     return not hidden
 
 
-def _threshold(layer: BoundLayer, default: Any, at: Callable[[Any], Any]) -> jax.Array:
-    """`(*stack, heads)`, from a number or from one for each layer of the stack."""
-    own = default if layer.threshold is None else layer.threshold
-    threshold = jnp.asarray(at(own), jnp.float32)
-    *stack, _ = layer.shape
-    if threshold.shape not in ((), tuple(stack)):
-        raise ValueError(
-            f"threshold of shape {threshold.shape} does not fit the layer "
-            f"'{show_module(layer.path)}': expected is one number"
-            + (f", or one for each of its layers, {tuple(stack)}" if stack else "")
-        )
-    return jnp.broadcast_to(threshold[..., None], layer.shape)
-
-
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
+    # Explicit axes that shard heads differently cannot be concatenated: on every device
+    # first. The empty array is for models without attention.
     flat = [everywhere(x).ravel().astype(jnp.float32) for x in arrays]
     return jnp.concatenate([jnp.zeros(0, jnp.float32), *flat])
 
 
-def _cut(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def _divide(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     parts = unstack(row, tuple(math.prod(shape) for shape in shapes))
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""What QK-Clip saw and did, by layer, to log."""
+"""Metrics of QK-Clip by layer, to log."""
 
 import warnings
 from typing import Any
@@ -11,20 +11,13 @@ from .._layout.layout import read_layout
 from .._model.attention_layers import Attention
 from .heads import Heads
 from .multi_steps import MultiStepsState
-from .state import QKClipState
-
-
-_LAST_MICRO_BATCH = (
-    "qk_clip inside optax.MultiSteps sees the statistics of the last micro-batch alone "
-    "and clips too little, unless you combine them yourself "
-    "(mc.combine_attention_stats). mc.multi_steps does it for you"
-)
+from .qk_clip import QKClipState
 
 
 def qk_clip_metrics(
     opt_state: Any, params: optax.Params, *, attention: Attention | None = None
 ) -> dict[str, Any]:
-    """What QK-Clip saw and did, as a pytree to log; works under `jit`.
+    """The last step of QK-Clip, as a pytree to log; works under `jit`.
 
     **Arguments:**
 
@@ -36,7 +29,8 @@ def qk_clip_metrics(
     - `"max_logit"`, `"num_clipped"`, `"num_nonfinite"`: of the last step, as in
         [`QKClipState`][];
     - `"clipped_fraction"`, `"ever_clipped_fraction"`: the share of all heads that was
-        clipped in the last step, and in any step so far (12.7 % in Kimi K2);
+        clipped in the last step, and in any step so far (12.7 % in Kimi K2,
+        arXiv:2507.20534, appendix D);
     - `"layers"`: by the path of each attention layer, a dict of arrays
         `(*stack, heads)`: `"max_logits"`, `"gamma"` (1 where the head was left alone)
         and `"steps_since_clip"` (-1 if it never was clipped).
@@ -72,13 +66,10 @@ def qk_clip_metrics(
             f"the optimizer state holds {state.gamma.size} heads, the params "
             f"{heads.count}; hand over the params and attention= of its init"
         )
+    # `step` counts updates, so that the last one had the number before it.
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
-    rows = dict(
-        max_logits=state.max_logits,
-        gamma=state.gamma,
-        steps_since_clip=since,
-    )
-    by_layer = {name: heads.cut(row) for name, row in rows.items()}
+    rows = dict(max_logits=state.max_logits, gamma=state.gamma, steps_since_clip=since)
+    by_layer = {name: heads.by_layer(row) for name, row in rows.items()}
     count = max(1, state.gamma.size)
     return {
         "max_logit": state.max_logit,
@@ -97,12 +88,18 @@ def _find(opt_state: Any) -> QKClipState:
     found = _instances(opt_state, QKClipState)
     if len(found) != 1:
         raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
-    # Those inside a state of ours are not looked into.
+    # `is_leaf` stops at the first of either kind: an optax state inside of ours, which
+    # has combined the statistics, is not found.
     steps = _instances(opt_state, (MultiStepsState, optax.MultiStepsState))
     plain = [x for x in steps if isinstance(x, optax.MultiStepsState)]
     if _instances(plain, QKClipState):
-        warnings.warn(_LAST_MICRO_BATCH, stacklevel=3)
-    # An `nnx.Optimizer` holds variables in place of arrays.
+        warnings.warn(
+            "qk_clip inside optax.MultiSteps sees the statistics of the last "
+            "micro-batch alone and clips too little, unless you combine them yourself "
+            "(mc.combine_attention_stats). mc.multi_steps does it for you",
+            stacklevel=3,
+        )
+    # An `nnx.Optimizer` holds variables in place of arrays, which are no tuples.
     return jax.tree.map(
         jnp.asarray, found[0], is_leaf=lambda x: not isinstance(x, tuple)
     )

@@ -1,4 +1,9 @@
-"""Micro-batches: gradients are averaged, the statistics of the heads maximised."""
+"""Micro-batches: gradients are averaged, the statistics of the heads maximized.
+
+The paper's S is the largest logit of the batch of a step (arXiv:2507.20534, section
+2.1), which micro-batches are parts of. A sum or mean over them, as for gradients, would
+make gamma too small by their number, or miss a head that grew in one of them.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -18,7 +23,7 @@ from .heads import HeadRow, Heads
 class MultiStepsState(NamedTuple):
     """State of [`multi_steps`][].
 
-    - `steps`: that of `optax.MultiSteps`, with the optimizer's inside.
+    - `steps`: the state of `optax.MultiSteps`, with the optimizer's inside.
     - `running`: float32, `(all heads,)`; the largest logits since the last real step,
         `-inf` right after one.
 
@@ -47,17 +52,17 @@ def multi_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
-    Every micro-batch brings its own `attention_stats`; the real step clips once, by
-    their maximum. (`optax.MultiSteps` alone hands `qk_clip` the statistics of the last
-    micro-batch, and says nothing: heads that grew in the others are clipped too
+    Every micro-batch has its own `attention_stats`; the real step clips once, by their
+    maximum. (`optax.MultiSteps` alone gives `qk_clip` the statistics of the last
+    micro-batch, without an error: heads that grew in the others are clipped too
     little.) Micro-batches that `should_skip_update_fn` rejects do not count.
 
     **Arguments:**
 
     - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
         `optax.MultiSteps`.
-    - `attention`: what `opt` was given.
-    - `shardings`, `axis_name`: what `opt` was given; the `axis_name` of [`muonclip`][],
+    - `attention`: as given to `opt`.
+    - `shardings`, `axis_name`: as given to `opt`; the `axis_name` of [`muonclip`][],
         [`muon`][] and [`qk_clip`][] need not be repeated unless they are in a chain.
         Gradients are averaged over the replicas before they are accumulated, so that
         all replicas keep the same.
@@ -103,6 +108,8 @@ def multi_steps(
         heads = Heads(layout, attention)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
         placement = layout.placement(layout.tree.leaves)
+        # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
+        # they are sharded.
         (sums,) = zeros_like(params, layout, None)
         first = steps.init(params)._replace(acc_grads=sums)
         state = MultiStepsState(first, replicated(nothing, placement))
@@ -119,10 +126,11 @@ def multi_steps(
         heads.check_state(state.running)
         running = jnp.maximum(state.running, heads.read(attention_stats))
         row = HeadRow(running, heads.shapes, layout.replicas)
-        # Not in the real step alone: what is accumulated would differ by replica, a
-        # checkpoint would keep one replica's, and where one skips others would wait.
+        # Averaged in every micro-batch, not in the real step alone: sums would differ
+        # by replica, a checkpoint would keep one replica's, and where one skips a
+        # micro-batch the others would wait in the collective of the real step.
         updates = layout.gradients(updates)
-        # Functions, such as a line search takes, pass through no `jit`.
+        # Functions, such as those of a line search, are no arguments of a `jit`.
         has_functions = any(map(callable, jax.tree.leaves(extra_args)))
         update = steps.update if has_functions else compiled
         # optax divides by an integer, so strict promotion would refuse it.
@@ -130,6 +138,8 @@ def multi_steps(
             updates, after = update(
                 updates, state.steps, params, attention_stats=row, **extra_args
             )
+        # Optax does not say what it did with the micro-batch, but counts: `mini_step`
+        # stays where one is skipped, and starts again after a real step.
         real = after.gradient_step != state.steps.gradient_step
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)

@@ -2,17 +2,18 @@
 
 statistics, attention layers -> gamma per head -> scale per leaf -> params or updates.
 
-What is made explicit where the paper (arXiv:2507.20534, section 2.1) is silent:
-biases scale with their kernel; a key shared by several query heads is left alone, as
-the paper leaves the shared rotary key, and the query takes the whole gamma; a head
-without a finite statistic is left alone.
+Explicit here, where the paper (arXiv:2507.20534, section 2.1) is silent: biases scale
+with their kernel; a key shared by several query heads is left alone, as the paper
+leaves the shared rotary key, and the query gets the whole gamma; a head without a
+finite statistic is left alone.
 """
 
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -23,10 +24,41 @@ from .._layout.zeros import replicated
 from .._model.attention_layers import Attention
 from .._model.statistics import read_attention_stats
 from .._options import number, POSITIVE, SHARE
-from .._parameters.paths import show_all, show_module
+from .._parameters.paths import show_all
 from .heads import Heads
-from .state import first_state, gammas, next_state, QKClipState
-from .weights import scale_update, scale_weight
+
+
+class QKClipState(NamedTuple):
+    """State of [`qk_clip`][], with the heads of the last step, for `optax.tree.get`.
+
+    The heads of all layers are in one row, which keeps the structure of the state the
+    same for every model; [`qk_clip_metrics`][] gives them back by layer. On a mesh and
+    inside `jax.shard_map` every device has the whole row.
+
+    - `step`: int32, `()`; updates so far, for schedules.
+    - `max_logit`: float32, `()`; the largest finite $S$, `-inf` if there is none.
+    - `num_clipped`: int32, `()`; heads that were scaled.
+    - `num_nonfinite`: int32, `()`; heads whose $S$ is infinite or NaN.
+    - `max_logits`: float32, `(all heads,)`; $S$.
+    - `gamma`: float32, `(all heads,)`; 1 where the head was left alone.
+    - `last_clip`: int32, `(all heads,)`; step of the last clip, -1 if there was none.
+
+    !!! example
+
+        >>> import jax.numpy as jnp, optax
+        >>> import muonclip_jax as mc
+        >>> state = mc.qk_clip().init({"w": jnp.ones((2, 3))})
+        >>> int(optax.tree.get(state, "num_clipped"))
+        0
+    """
+
+    step: jax.Array
+    max_logit: jax.Array
+    num_clipped: jax.Array
+    num_nonfinite: jax.Array
+    max_logits: jax.Array
+    gamma: jax.Array
+    last_clip: jax.Array
 
 
 def qk_clip(
@@ -37,7 +69,7 @@ def qk_clip(
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""QK-Clip as the last transformation of a chain, behind any optimizer.
+    r"""QK-Clip as the last transformation of a chain, after any optimizer.
 
     For every head whose largest logit $S$ of this step's batch exceeds $\tau$,
 
@@ -55,7 +87,7 @@ def qk_clip(
 
     Wrappers that choose between the updates they were given and the optimizer's, such
     as `optax.apply_if_finite`, want both in one dtype: for bfloat16 and float16
-    gradients they go around what is in front,
+    gradients they go around all that is in front of it,
     `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`.
 
     **Arguments:**
@@ -78,12 +110,12 @@ def qk_clip(
     `<module path>/max_logits` of shape `(heads,)` or `(*stack, heads)` for every
     attention layer, as [`attention_fn`][] sows it. Pass `{}` for a model without
     attention. State: [`QKClipState`][]. Under gradient accumulation use
-    [`multi_steps`][]: `optax.MultiSteps` hands over the statistics of the last
+    [`multi_steps`][]: `optax.MultiSteps` passes on the statistics of the last
     micro-batch alone, and heads that grew in the others are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
     [0, 1], or an alpha of more numbers than one; at `init` for thresholds that do not
-    fit the layers, for QK-normalised attention, and without `attention` for query and
+    fit the layers, for QK-normalized attention, and without `attention` for query and
     key under other names than Flax's (`q_proj`, `wq`, ...); at the first update, naming
     the paths, for missing params or statistics and for statistics that do not fit.
 
@@ -113,9 +145,25 @@ def qk_clip(
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
         heads = Heads(layout, attention)
-        _check_first(_thresholds(heads, threshold, step=0))
-        placement = layout.placement(layout.tree.leaves)
-        return replicated(first_state(heads.count), placement)
+        first = heads.thresholds(threshold, functools.partial(_at, step=0))
+        # A schedule of a warm-up begins at 0. Traced, it has no value to look at yet.
+        if not isinstance(first, Tracer) and not np.all(np.asarray(first) > 0):
+            raise ValueError(
+                "threshold must be positive, but its schedule begins at "
+                f"{np.min(first):g}, which would scale query and key to zero"
+            )
+        state = QKClipState(
+            step=jnp.zeros((), jnp.int32),
+            max_logit=jnp.full((), -jnp.inf, jnp.float32),
+            num_clipped=jnp.zeros((), jnp.int32),
+            num_nonfinite=jnp.zeros((), jnp.int32),
+            max_logits=jnp.full(heads.count, -jnp.inf, jnp.float32),
+            gamma=jnp.ones(heads.count, jnp.float32),
+            last_clip=jnp.full(heads.count, -1, jnp.int32),
+        )
+        # Here and after each step, or the first step would change how state is sharded:
+        # `jit` would compile twice, and a program compiled ahead would refuse it.
+        return replicated(state, layout.placement(layout.tree.leaves))
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -127,18 +175,29 @@ def qk_clip(
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, attention)
         heads.check_state(state.gamma)
-        logits, step = heads.read(attention_stats), state.step
+        at = functools.partial(_at, step=state.step)
         placement = layout.placement(layout.tree.leaves)
-        logits = replicated(logits, placement)
-        gamma = gammas(logits, _thresholds(heads, threshold, step))
-        scale_at = heads.scales(gamma, _at(alpha, step))
+        # The compiler would shard the row as the heads are, and all after it.
+        logits = replicated(heads.read(attention_stats), placement)
+        gamma = gammas(logits, heads.thresholds(threshold, at))
+        scale_at = heads.scales(gamma, at(alpha))
         tree = layout.tree
-        clipped = [
-            scale_update(u, p, scale_at[path]) if path in scale_at else u
+        scaled = [
+            _scale_update(u, p, scale_at[path]) if path in scale_at else u
             for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
         ]
-        state = replicated(next_state(state, logits, gamma), placement)
-        return tree.unflatten(clipped), state
+        finite, clipped = jnp.isfinite(logits), gamma < 1
+        state = QKClipState(
+            step=jnp.asarray(optax.safe_increment(state.step)),
+            max_logit=jnp.max(logits, initial=-jnp.inf, where=finite),
+            # Under `jax_enable_x64` a sum of int32 is int64, another state than before.
+            num_clipped=jnp.sum(clipped, dtype=jnp.int32),
+            num_nonfinite=jnp.sum(~finite, dtype=jnp.int32),
+            max_logits=logits,
+            gamma=gamma,
+            last_clip=jnp.where(clipped, state.step, state.last_clip),
+        )
+        return tree.unflatten(scaled), replicated(state, placement)
 
     return over_replicas(init_fn, update_fn, axis_name)
 
@@ -193,31 +252,56 @@ def clip_qk(
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
     heads = Heads(layout, attention)
-    logits = heads.read(attention_stats)
-    gamma = gammas(logits, _thresholds(heads, threshold))
+    gamma = gammas(heads.read(attention_stats), heads.thresholds(threshold, _at))
     scale_at = heads.scales(gamma, _at(alpha))
-    clipped = [
-        scale_weight(p, scale_at[path]) if path in scale_at else p
+    scaled = [
+        _scale_weight(p, scale_at[path]) if path in scale_at else p
         for path, p in zip(*layout.tree[:2], strict=True)
     ]
-    return layout.tree.unflatten(clipped)
+    return layout.tree.unflatten(scaled)
 
 
-def _thresholds(heads: Heads, threshold: Any, step: Any = None) -> jax.Array:
-    for layer in heads.layers:
-        name = f"threshold of layer '{show_module(layer.path)}'"
-        if layer.threshold is not None:
-            number(name, layer.threshold, POSITIVE, "an array", "a schedule")
-    return heads.thresholds(threshold, functools.partial(_at, step=step))
+def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
+    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
+
+    A schedule may fall to 0 or below, which no scaling reaches: nothing is clipped.
+    """
+    threshold = jnp.asarray(threshold, jnp.float32)
+    # An infinite S would make gamma 0, and the head would be dead for good; a NaN would
+    # spread to all its weights. Both tell of a forward pass that overflowed and not of
+    # how large the weights are, so such heads are counted and left alone.
+    over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
+    # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need
+    # not be 1, and a head under the threshold keeps its bits by an exact 1 only.
+    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
 
 
-def _check_first(thresholds: jax.Array) -> None:
-    """Raises for schedules that begin at 0, as those of a warm-up do."""
-    if not isinstance(thresholds, Tracer) and not np.all(np.asarray(thresholds) > 0):
-        raise ValueError(
-            "threshold must be positive, but its schedule begins at "
-            f"{np.min(thresholds):g}, which would scale query and key to zero"
-        )
+def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
+    """The scaled weight; entries whose scale is 1 keep their bits."""
+    wide, scale = np.promote_types(param.dtype, jnp.float32), _sharded_as(param, scale)
+    scaled = (param.astype(wide) * scale.astype(wide)).astype(param.dtype)
+    return jnp.where(scale == 1, param, scaled)
+
+
+def _scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
+    """The update after which `param` is `scale * (param + update)`, rounded once."""
+    # Float32 at least: in bfloat16, the difference between a weight and a smaller one
+    # is rounded to more than the smaller one's last place. Of 10,000 clipped weights
+    # 2,226 were wrong by an update in bfloat16, none by one in float32.
+    wide = np.promote_types(np.promote_types(param.dtype, jnp.float32), update.dtype)
+    old, step = param.astype(wide), update.astype(wide)
+    scale = _sharded_as(param, scale)
+    # The target is rounded before the old weight is taken off: old + (target - old) is
+    # then the target itself once `optax.apply_updates` has rounded the sum.
+    target = ((old + step) * scale.astype(wide)).astype(param.dtype)
+    return jnp.where(scale == 1, step, target.astype(wide) - old)
+
+
+def _sharded_as(param: jax.Array, scale: jax.Array) -> jax.Array:
+    """On explicit axes of a mesh, arrays of one shape join only if sharded alike."""
+    spec = jax.typeof(param).sharding.spec
+    is_cut = scale.shape == param.shape and any(spec)
+    return jax.sharding.reshard(scale, spec) if is_cut else scale
 
 
 def _at(value: Any, step: Any = None) -> Any:

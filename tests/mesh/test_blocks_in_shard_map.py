@@ -196,7 +196,9 @@ def test_work_is_shared_and_blocks_travel_twice():
     assert "all-reduce" not in text
 
 
-def test_the_derivative_is_that_of_whole_leaves():
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_the_derivative_is_that_of_whole_leaves(way, check):
     names = ["up0", "both", "whole"]
     params = {name: PARAMS[name] for name in names}
     specs = {name: SPECS[name] for name in names}
@@ -207,6 +209,8 @@ def test_the_derivative_is_that_of_whole_leaves():
         def update(grads):
             return tx.update(grads, tx.init(grads))[0]
 
+        if way == "backward":
+            return jax.vjp(update, grads)[1](tangents)[0]
         return jax.jvp(update, (grads,), (tangents,))[1]
 
     tangents = {k: normal((9, i), *params[k].shape) for i, k in enumerate(names)}
@@ -215,7 +219,7 @@ def test_the_derivative_is_that_of_whole_leaves():
         mesh=mesh(),
         in_specs=(specs, specs),
         out_specs=specs,
-        check_vma=False,
+        check_vma=check,
     )
     desired = directions(alone, params, tangents)
     assert_close(jax.jit(mapped)(params, tangents), desired)
