@@ -233,6 +233,21 @@ def test_two_exchanges_for_each_stack(layout, all_to_all, all_gather):
     assert counts == {kind: pair for kind, pair in expected.items() if pair[0]}
 
 
+@pytest.mark.parametrize("count, exchanges", [(8, 2), (9, 1), (16, 2)])
+def test_a_large_leaf_that_all_devices_share_is_sent_by_itself(count, exchanges):
+    """A stack of two would have to be whole before any of it is sent."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    placed = NamedSharding(mesh, P(None, "fsdp"))
+    leaf = jax.ShapeDtypeStruct((count, 4096, 4096), jnp.float32, sharding=placed)
+    params = {"gate": leaf, "up": leaf}
+    tx = mc.scale_by_muon(
+        dimension_numbers=dict.fromkeys(params, PLAIN), shardings=placed
+    )
+    state = jax.eval_shape(tx.init, params)
+    text = jax.jit(tx.update).lower(params, state).as_text()
+    assert text.count("stablehlo.all_to_all") == 2 * exchanges
+
+
 def test_no_device_waits_for_another_between_the_exchanges():
     lines = compiled_update("fsdp").as_text().splitlines()
     sent = [i for i, line in enumerate(lines) if " all-to-all(" in line]
