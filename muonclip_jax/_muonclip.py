@@ -8,7 +8,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ._layout.layout import over_replicas
-from ._layout.placement import Shardings
+from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
 from ._model.per_head import muon_per_head
 from ._muon.muon import muon

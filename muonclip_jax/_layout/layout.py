@@ -1,7 +1,7 @@
 """Where the leaves of a tree are, read once a trace.
 
 Outside of `jax.shard_map` and `jax.pmap` every leaf is whole, and on a mesh it may be
-sharded (`Layout.placement`). Inside, a mapped axis does one of three things to a leaf:
+sharded (`Layout.mesh_specs`). Inside, a mapped axis does one of three things to a leaf:
 it cuts it, so that the leaf at hand is a block of the whole one (`cuts`, as
 `shardings=` says); it divides the batch, so that gradients and statistics differ along
 it but the leaf does not (`replicas`, those of `axis_name=`); or nothing. Masks, shapes,
@@ -24,13 +24,13 @@ from .._jax_versions import (
 )
 from .._parameters import paths
 from .._parameters.paths import is_masked, Path, PathedTree, show
-from .placement import (
+from .shardings import (
     check_spec,
-    find_placement,
+    find_mesh_specs,
     given_shardings,
     mesh_axes,
+    MeshSpecs,
     Place,
-    Placement,
     Shardings,
 )
 
@@ -51,9 +51,9 @@ class Layout(NamedTuple):
     cuts: Cuts
     replicas: Axes  # those of `axis_name=`
 
-    def placement(self, arrays: Sequence[Any]) -> Placement | None:
+    def mesh_specs(self, arrays: Sequence[Any]) -> MeshSpecs | None:
         """The mesh of arrays in the place of the leaves, as far as it is known."""
-        return find_placement(self.tree.paths, arrays, self.given)
+        return find_mesh_specs(self.tree.paths, arrays, self.given)
 
     def places(
         self, arrays: Sequence[Any], chosen: Sequence[bool]
@@ -70,12 +70,12 @@ class Layout(NamedTuple):
                 cuts = tuple(self.cuts[i] for i in seen)
                 yield Place("manual", specs=cuts, axes=axes), seen
             return
-        placement = self.placement(arrays)
-        if placement is None:
+        mesh_specs = self.mesh_specs(arrays)
+        if mesh_specs is None:
             if seen:
                 yield Place("one device"), seen
             return
-        mesh, specs = placement
+        mesh, specs = mesh_specs
         # Two places of one mesh: what is known is exchanged by a plan, in fewer bytes
         # than what XLA makes of constraints, and one leaf that nobody spoke of must not
         # cost the others that.

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from .._jax_versions import sharded_like
 from .._parameters.paths import is_masked
 from .layout import Layout
-from .placement import is_sharded_as, Placement
+from .shardings import is_sharded_as, MeshSpecs
 
 
 class StatePart(NamedTuple):
@@ -48,25 +48,25 @@ def zero_parts(
     Under `jit` nothing else tells the compiler how: zeros depend on no parameter.
     """
     leaves = layout.tree.of(params)
-    placement = layout.placement(leaves)
+    mesh_specs = layout.mesh_specs(leaves)
     owners = [leaves[i] for i, _ in parts]
     results = [
         x if is_masked(x) else _zeros_like(x, part)
         for x, (_, part) in zip(owners, parts, strict=True)
     ]
-    if placement is None:
+    if mesh_specs is None:
         return results
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
     # another shape, and what a tracer made, have to be put where they belong.
-    specs = [_whole_along(placement.specs[i], part.sizes) for i, part in parts]
+    specs = [_whole_along(mesh_specs.specs[i], part.sizes) for i, part in parts]
     moved = [
         i
         for i, (x, spec) in enumerate(zip(results, specs, strict=True))
-        if spec is not None and not is_sharded_as(x, placement.mesh, spec)
+        if spec is not None and not is_sharded_as(x, mesh_specs.mesh, spec)
     ]
     if moved:
         arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
-        sharded = _zeros(placement.mesh, tuple(specs[i] for i in moved), arrays)
+        sharded = _zeros(mesh_specs.mesh, tuple(specs[i] for i in moved), arrays)
         for i, x in zip(moved, sharded, strict=True):
             results[i] = x
     for i, (x, (owner, part)) in enumerate(zip(owners, parts, strict=True)):
@@ -80,12 +80,14 @@ def zero_parts(
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
 
 
-def counts_replicated(state: Any, placement: Placement | None) -> Any:
+def counts_replicated(state: Any, mesh_specs: MeshSpecs | None) -> Any:
     """A state whose numbers, such as counts of steps, are on the mesh of the params."""
-    return jax.tree.map(lambda x: x if jnp.ndim(x) else replicated(x, placement), state)
+    return jax.tree.map(
+        lambda x: x if jnp.ndim(x) else replicated(x, mesh_specs), state
+    )
 
 
-def replicated(state: Any, placement: Placement | None) -> Any:
+def replicated(state: Any, mesh_specs: MeshSpecs | None) -> Any:
     """A state's counts and rows, whole on all devices of the mesh of the params.
 
     A step returns counts so. Made on one device they would change their sharding in the
@@ -93,11 +95,11 @@ def replicated(state: Any, placement: Placement | None) -> Any:
     refuse the state that it returned. Rows of statistics the compiler would shard as
     the heads are.
     """
-    if placement is None:
+    if mesh_specs is None:
         return state
     # Rows of statistics are some numbers for each head: to replicate them costs
     # nothing, and masks and metrics read them on every device.
-    mesh, whole = placement.mesh, PartitionSpec()
+    mesh, whole = mesh_specs.mesh, PartitionSpec()
     is_left_open = AxisType.Auto in mesh.axis_types
 
     def put(x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from .._layout.placement import mesh_axes
+from .._layout.shardings import mesh_axes
 from .._matrices.view import MatrixView
 
 

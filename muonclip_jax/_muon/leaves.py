@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from .._layout.layout import axes, Layout, over_replicas, OverReplicas, read_layout
-from .._layout.placement import Shardings
+from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated
 from .._matrices.view import MatrixView
 from .._parameters import paths
@@ -92,8 +92,8 @@ def for_leaves(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)
-        placement = leaves.layout.placement(leaves.tree.leaves)
-        return counts_replicated(build(leaves).init(params), placement)
+        mesh_specs = leaves.layout.mesh_specs(leaves.tree.leaves)
+        return counts_replicated(build(leaves).init(params), mesh_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
         if not isinstance(state, state_type):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._layout.placement import Shardings
+from .._layout.shardings import Shardings
 from .._layout.zeros import zeros_like
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel

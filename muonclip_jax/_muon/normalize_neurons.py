@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._layout.layout import cut_axes
-from .._layout.placement import Shardings
+from .._layout.shardings import Shardings
 from .._layout.zeros import StatePart, zero_parts
 from .._matrices.view import MatrixView
 from .._options import NOT_NEGATIVE, number, SHARE

@@ -8,7 +8,7 @@ import jax
 
 from .._explicit_axes import explicit_spec, on_automatic_axes, on_whole_leaves
 from .._layout.layout import Layout, on_whole_blocks
-from .._layout.placement import Place
+from .._layout.shardings import Place
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._mesh.by_constraint import orthogonalize_by_constraint

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .._layout.placement import Shardings
+from .._layout.shardings import Shardings
 from .._matrices.view import MatrixView
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel

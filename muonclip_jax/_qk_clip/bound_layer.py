@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._layout.layout import cut_axes, own_block
-from .._layout.placement import mesh_axes
+from .._layout.shardings import mesh_axes
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
 from .._model.statistics import largest, STATISTIC

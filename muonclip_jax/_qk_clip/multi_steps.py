@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from .._layout.layout import check_replicas, OverReplicas, read_layout
-from .._layout.placement import Shardings
+from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated, replicated, zeros_like
 from .._model.attention_layers import Attention
 from .._options import flag, function_or_none, transformation, whole_number
@@ -107,13 +107,13 @@ def multi_steps(
         layout = read_layout(params, shardings, axis_name)
         heads = Heads(layout, attention)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
-        placement = layout.placement(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs(layout.tree.leaves)
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
         # they are sharded.
         (sums,) = zeros_like(params, layout, None)
         first = steps.init(params)._replace(acc_grads=sums)
-        state = MultiStepsState(first, replicated(nothing, placement))
-        return counts_replicated(state, placement)
+        state = MultiStepsState(first, replicated(nothing, mesh_specs))
+        return counts_replicated(state, mesh_specs)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         if params is None:
@@ -144,7 +144,7 @@ def multi_steps(
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)
         running = jnp.where(real, -jnp.inf, running)
-        placement = layout.placement(layout.tree.leaves)
-        return updates, MultiStepsState(after, replicated(running, placement))
+        mesh_specs = layout.mesh_specs(layout.tree.leaves)
+        return updates, MultiStepsState(after, replicated(running, mesh_specs))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -19,7 +19,7 @@ import optax
 from jax.core import Tracer
 
 from .._layout.layout import check_replicas, over_replicas, read_layout
-from .._layout.placement import Shardings
+from .._layout.shardings import Shardings
 from .._layout.zeros import replicated
 from .._model.attention_layers import Attention
 from .._model.statistics import read_attention_stats
@@ -163,7 +163,7 @@ def qk_clip(
         )
         # Here and after each step, or the first step would change how state is sharded:
         # `jit` would compile twice, and a program compiled ahead would refuse it.
-        return replicated(state, layout.placement(layout.tree.leaves))
+        return replicated(state, layout.mesh_specs(layout.tree.leaves))
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -176,9 +176,9 @@ def qk_clip(
         heads = Heads(layout, attention)
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
-        placement = layout.placement(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs(layout.tree.leaves)
         # The compiler would shard the row as the heads are, and all after it.
-        logits = replicated(heads.read(attention_stats), placement)
+        logits = replicated(heads.read(attention_stats), mesh_specs)
         gamma = gammas(logits, heads.thresholds(threshold, at))
         scale_at = heads.scales(gamma, at(alpha))
         tree = layout.tree
@@ -197,7 +197,7 @@ def qk_clip(
             gamma=gamma,
             last_clip=jnp.where(clipped, state.step, state.last_clip),
         )
-        return tree.unflatten(scaled), replicated(state, placement)
+        return tree.unflatten(scaled), replicated(state, mesh_specs)
 
     return over_replicas(init_fn, update_fn, axis_name)
 

@@ -17,7 +17,7 @@ from .._parameters.paths import is_function, is_masked, Path, PathedTree, show
 Shardings = Any | Callable[[Any], Any]
 
 
-class Placement(NamedTuple):
+class MeshSpecs(NamedTuple):
     """A mesh, and for every leaf its spec; `None` where nobody said."""
 
     mesh: Mesh | AbstractMesh
@@ -39,9 +39,9 @@ class Place(NamedTuple):
     axes: tuple[Any, ...] = ()
 
 
-def find_placement(
+def find_mesh_specs(
     paths: Sequence[Path], leaves: Sequence[Any], given: Sequence[Any]
-) -> Placement | None:
+) -> MeshSpecs | None:
     """The mesh of leaves and their specs; `None` if on none, or on one of one device.
 
     What the user gave counts; else what arrays and, with explicit axes, tracers say.
@@ -66,7 +66,7 @@ def find_placement(
     # One device has all matrices at hand, and the program without a mesh is shorter.
     if mesh.size == 1 or AxisType.Manual in mesh.axis_types:
         return None
-    return Placement(mesh, tuple(spec for _, spec in found))
+    return MeshSpecs(mesh, tuple(spec for _, spec in found))
 
 
 class _Block:
