@@ -1,29 +1,43 @@
-"""The way of the data through an update, and the folders of the package it passes."""
+"""The way of the data through an update, drawn from one.
 
+An update is walked through, on one device and on a mesh, and each box shows the folder
+of the function that does what it says. A function that no update enters is an error.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 from card import ACCENT, Card, GREY, PALE
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import muonclip_jax as mc
 
 
 WIDTH, HEIGHT, LEFT, PITCH = 124, 46, 24, 150
 ROWS = {"one": 100, "main": 131, "mesh": 162, "adam": 254, "clip": 340, "out": 414}
 
-#: Column, row, what happens, and the folder where it does.
+#: Column, row, what happens, and the functions that do it; "optax" does the rest.
 BOXES = {
-    "gradients": (0, "main", "gradients", ""),
-    "momentum": (1, "main", "momentum", "_muon"),
-    "matrices": (2, "main", "matrices", "_parameters"),
-    "one": (3, "one", "stacks by shape", "_matrices"),
-    "mesh": (3, "mesh", "to the owners", "_mesh"),
-    "solver": (4, "main", "Newton-Schulz", "_newton_schulz"),
-    "scale": (5, "main", "scale by shape", "_muon"),
-    "adam": (1, "adam", "Adam", "optax"),
-    "rate": (5, "adam", "decay, rate", "_muon, optax"),
-    "activations": (0, "clip", "activations", ""),
-    "attention": (1, "clip", "largest logits", "_attention"),
-    "row": (2, "clip", "row of heads", "_qk_clip"),
-    "gamma": (3, "clip", "gamma", "_qk_clip"),
-    "scales": (4, "clip", "a scale per leaf", "_qk_clip, _model"),
-    "clip": (5, "clip", "QK-Clip", "_qk_clip"),
-    "updates": (5, "out", "updates", ""),
+    "gradients": (0, "main", "gradients", ()),
+    "momentum": (1, "main", "momentum", ("_accumulate",)),
+    "matrices": (2, "main", "matrices", ("matrix_views",)),
+    "one": (3, "one", "stacks by shape", ("plan_stacks",)),
+    "mesh": (3, "mesh", "to the owners", ("AllToAll.to_owners",)),
+    "solver": (4, "main", "Newton-Schulz", ("Solver.iterate",)),
+    "scale": (5, "main", "scale by shape", ("Direction._scale",)),
+    "adam": (1, "adam", "Adam", ("optax",)),
+    "rate": (5, "adam", "decay, rate", ("decayed_weights", "optax")),
+    "activations": (0, "clip", "activations", ()),
+    "attention": (1, "clip", "largest logits", ("max_logits",)),
+    "row": (2, "clip", "row of heads", ("Heads.read",)),
+    "gamma": (3, "clip", "gamma", ("gammas",)),
+    "scales": (4, "clip", "a scale per leaf", ("Heads.scales", "HeadLeaf.scale")),
+    "clip": (5, "clip", "QK-Clip", ("_scale_update",)),
+    "updates": (5, "out", "updates", ()),
 }
 ACROSS = [
     *[("gradients", "momentum"), ("momentum", "matrices"), ("solver", "scale")],
@@ -37,8 +51,10 @@ def update_card() -> Card:
     title = "One update, and where its parts are"
     card = Card(2 * LEFT + 5 * PITCH + WIDTH, ROWS["out"] + 48, title)
     card.text(LEFT, 26, title, size=16, anchor="start", bold=True)
-    for column, row, words, folder in BOXES.values():
-        _draw_box(card, _left(column), ROWS[row], words, folder)
+    folders = folders_entered()
+    for column, row, words, functions in BOXES.values():
+        found = dict.fromkeys(folders[name] for name in functions)
+        _draw_box(card, _left(column), ROWS[row], words, ", ".join(found))
     for start, end in ACROSS:
         card.arrow(_right_of(start), _y(start), _left_of(end), _y(end))
     for start, end in DOWN:
@@ -46,6 +62,47 @@ def update_card() -> Card:
         card.arrow(x, _y(start) + HEIGHT / 2, x, _y(end) - HEIGHT / 2)
     _draw_forks(card)
     return card
+
+
+@functools.cache
+def folders_entered() -> dict[str, str]:
+    """The folder of each function that an update enters; "optax" is its own."""
+    kernel = jnp.ones((16, 4, 4))
+    params = {"attn": {name: {"kernel": kernel} for name in ("query", "key")}}
+    activations = jnp.ones((1, 5, 4, 4))
+    tx = mc.muonclip(1e-3)
+    state = tx.init(params)
+
+    def on_one_device() -> None:
+        stats = {"attn": {"max_logits": mc.max_logits(activations, activations)}}
+        tx.update(params, state, params, attention_stats=stats)
+
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = NamedSharding(mesh, PartitionSpec("data"))
+    leaf = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=sharded)
+    shared = mc.muon(1e-3, shardings=sharded)
+
+    def on_a_mesh() -> None:
+        jax.eval_shape(shared.update, leaf, jax.eval_shape(shared.init, leaf), leaf)
+
+    return {"optax": "optax", **_entered(on_one_device), **_entered(on_a_mesh)}
+
+
+def _entered(run: Callable[[], None]) -> dict[str, str]:
+    root, found = os.path.dirname(mc.__file__), {}
+
+    def note(frame, event, argument) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root):
+            inside = os.path.relpath(code.co_filename, root)
+            found[code.co_qualname] = os.path.dirname(inside)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
 
 
 def _draw_box(card: Card, x: float, y: float, words: str, folder: str) -> None:
