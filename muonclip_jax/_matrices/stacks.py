@@ -42,13 +42,29 @@ class Stack:
         stacks = [to_stack(part.view, leaves[part.leaf]) for part in self.parts]
         return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
 
-    def scatter(self, stack: jax.Array, results: list[Any], *, on_cpu: bool) -> None:
-        """Puts the leaves into `results`: float32 or wider, whatever the stack is."""
+    def scatter(
+        self,
+        stack: jax.Array,
+        results: list[Any],
+        *,
+        on_cpu: bool,
+        store_from: float = math.inf,
+    ) -> None:
+        """Puts the leaves into `results`: float32 or wider, whatever the stack is.
+
+        A leaf of `store_from` entries or more is stored in its own shape first. XLA for
+        TPU moves a reshape after what is elementwise, and would store an update in
+        float32 once as it was sent and once as the leaf is: of Mixtral's update on 64
+        v5p that is 1.3 of 3.9 GB of temporaries. Smaller leaves take 3 % longer for it.
+        """
         dtype = np.promote_types(jnp.dtype(self.dtype), jnp.float32)
         counts = tuple(part.view.count for part in self.parts)
         pieces = unstack(stack, counts, on_cpu)
         for part, matrices in zip(self.parts, pieces, strict=True):
-            results[part.leaf] = part.view.from_matrices(matrices).astype(dtype)
+            leaf = part.view.from_matrices(matrices)
+            if leaf.size >= store_from:
+                leaf = jax.lax.optimization_barrier(leaf)
+            results[part.leaf] = leaf.astype(dtype)
 
     def __str__(self) -> str:
         m, n = self.shape
