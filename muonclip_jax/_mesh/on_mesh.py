@@ -28,9 +28,10 @@ from .ownership import assign_owners, Work
 MOST_PADDING = 1.1
 
 #: From how many entries on each device on a leaf is stored as soon as it is back, and
-#: exchanged by itself, if that pads nothing. A stack of several leaves has to be whole before any of it is sent; with one
-#: stack for each leaf of experts, of 0.47 GB on each device, Mixtral's update takes 0.5
-#: GB less on 64 v5p by the compiler's estimate, for as many bytes sent.
+#: exchanged by itself, if that pads nothing. A stack of several leaves has to be whole
+#: before any of it is sent; with one stack for each leaf of experts, of 0.47 GB on each
+#: device, Mixtral's update takes 0.5 GB less on 64 v5p by the compiler's estimate, for
+#: as many bytes sent.
 LARGE_SHARE = 2**24
 
 
