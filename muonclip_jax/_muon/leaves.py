@@ -9,8 +9,11 @@ from .._layout.layout import Layout, read_layout
 from .._layout.placement import Shardings
 from .._matrices.view import MatrixView
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
-from .._parameters.verdicts import BEFORE_THE_MASK
+from .._parameters.dimension_numbers import (
+    BEFORE_THE_MASK,
+    DimensionNumbers,
+    matrix_views,
+)
 
 
 #: Where the arguments of an update are in another order, too.

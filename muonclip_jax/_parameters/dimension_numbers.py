@@ -9,13 +9,14 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.view import matrix_view, MatrixView
 from .._options import flag
-from . import names, paths
-from .broadcast import broadcast
-from .leaf_rules import EitherWay, Verdict
-from .patterns import is_patterns
-from .stack_axes import IN_FRONT, StackAxes
-from .verdicts import find_evidence, find_verdicts
+from . import paths
+from .given import AUTOMATIC, broadcast, by_pattern, is_patterns, write_patterns
+from .reading import EitherWay, Reading, Verdict
+from .stacks import IN_FRONT, StackAxes
 
+
+#: What to say to a transformation that sees but a part of the params.
+BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
 #: from patterns of paths, or a function that makes one of these from the parameters.
@@ -93,12 +94,8 @@ def flax_dimension_numbers(
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = paths.flatten(params)
-    found = find_verdicts(
-        tree,
-        per_head=flag("per_head", per_head),
-        stack_axes=stack_axes,
-        patterns=dimension_numbers,
-    )
+    reading = Reading(tree, stack_axes).verdicts(flag("per_head", per_head))
+    found = _decided(tree, reading, dimension_numbers)
     return tree.unflatten(verdict.numbers for verdict in found)
 
 
@@ -121,7 +118,7 @@ def matrix_mask(params: optax.Params) -> Any:
         {'up': {'bias': False, 'kernel': True}}
     """
     tree = paths.flatten(params)
-    return tree.unflatten(v.numbers is not None for v in find_verdicts(tree))
+    return tree.unflatten(v.numbers is not None for v in resolve_verdicts(None, tree))
 
 
 def param_labels(
@@ -166,24 +163,14 @@ def param_labels(
         ... )
     """
     tree = paths.flatten(params)
-    verdicts = resolve_verdicts(dimension_numbers, tree)
-    found = verdicts if dimension_numbers is None else find_evidence(tree)
-    labels = []
-    for path, leaf, given, evidence in zip(*tree[:2], verdicts, found, strict=True):
-        if paths.is_masked(leaf):
-            label = leaf
-        elif given.numbers is not None and not paths.is_masked(given.numbers):
-            label = "matrix"
-        elif evidence and evidence.is_head:
-            label = "head"
-        elif evidence and evidence.why == "embedding":
-            label = "embedding"
-        elif not names.is_vector(path) and {"router", "gate"}.intersection(path[-2:]):
-            label = "router"
-        else:
-            label = "vector"
-        labels.append(label)
-    return tree.unflatten(labels)
+    reading = Reading(tree).verdicts()
+    verdicts = resolve_verdicts(dimension_numbers, tree, reading=reading)
+    return tree.unflatten(
+        "matrix"
+        if given.numbers is not None and not paths.is_masked(given.numbers)
+        else reading[path].label
+        for path, given in zip(tree.paths, verdicts, strict=True)
+    )
 
 
 def resolve_dimension_numbers(
@@ -202,15 +189,14 @@ def resolve_verdicts(
     tree: paths.PathedTree,
     *,
     per_head: bool = False,
+    reading: Mapping[paths.Path, Verdict] | None = None,
 ) -> list[Verdict]:
     """The verdict on each leaf, whichever way its numbers were given."""
-    if dimension_numbers is None:
-        return find_verdicts(tree, per_head=per_head)
     given: Any = dimension_numbers
-    if paths.is_function(given):
+    if given is not None and paths.is_function(given):
         given = given(tree.whole())
-    if is_patterns(given, tree):
-        return find_verdicts(tree, per_head=per_head, patterns=given)
+    if given is None or is_patterns(given, tree):
+        return _decided(tree, reading or Reading(tree).verdicts(per_head), given)
     if per_head:
         raise ValueError(
             "per_head=True has no say beside dimension_numbers for all leaves: make "
@@ -226,6 +212,59 @@ def resolve_verdicts(
         "patterns, such as 'mlp*' in place of 'mlp'",
     )
     return [Verdict(entry, "given") for entry in entries]
+
+
+def _decided(
+    tree: paths.PathedTree,
+    reading: Mapping[paths.Path, Verdict],
+    patterns: Mapping[str, Any] | None,
+) -> list[Verdict]:
+    """The verdict on each leaf: what a pattern says, or else the evidence in the tree.
+
+    **Raises:** `ValueError` that lists the leaves of which neither tells.
+    """
+    given = by_pattern(patterns, tree.paths) if patterns else {}
+    found = {
+        path: Verdict(given[path], "given")
+        if given.get(path, AUTOMATIC) != AUTOMATIC and verdict.why != "hidden"
+        else verdict
+        for path, verdict in reading.items()
+    }
+    guesses = {path: x.numbers for path, x in found.items() if x.is_open}
+    if not guesses:
+        return list(found.values())
+    leaf_at = tree.by_path()
+    lines = {
+        path: f"{paths.show(path)} {tuple(leaf.shape)}"
+        for path, leaf in leaf_at.items()
+        if not paths.is_masked(leaf)
+    }
+    unsure = [
+        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
+        for path, x in found.items()
+        if not x.is_sure
+    ]
+    mask = (
+        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
+        "Or say it here:"
+    )
+    raise ValueError(
+        "\n".join(
+            [
+                "cannot tell which axes of these leaves form matrices:",
+                *(f"  {lines[path]}" for path in guesses),
+                *([mask] if leaf_at.hidden else []),
+                "Say it by dimension_numbers. This mapping is a guess to check: "
+                "reduction axes, then output axes; all other axes are a stack of "
+                "matrices; None is AdamW. Leaves that no pattern matches are found as "
+                "before:",
+                "",
+                "from optax.contrib import MuonDimensionNumbers",
+                f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
+                *(["", "Decided with little evidence:", *unsure] if unsure else []),
+            ]
+        )
+    )
 
 
 def matrix_views(

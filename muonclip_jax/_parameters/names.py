@@ -1,4 +1,7 @@
-"""What the names of leaves and modules say, however a framework spells them."""
+"""Names in use, as data: what the words of a path say of a leaf.
+
+Every table says whose names it holds. Functions read a path once, word by word.
+"""
 
 import functools
 import re
@@ -6,32 +9,73 @@ import re
 from .paths import Path
 
 
-_KERNELS = {"kernel", "w", "weight"}
-_VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
+# Flax; Haiku and simply; Equinox, Haliax and PyTorch; AlphaFold and penzai.
+KERNELS = {"kernel", "w", "weight", "weights"}
+# Flax, Haiku ("offset"), Keras ("gamma"), FermiNet's envelopes ("sigma", "pi").
+_VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain", "sigma", "pi"}
 _NORMS = {"ln", "bn", "gn", "rms"}
-_EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
+_GAINS = {"scale", "scales", "gain", "gains"}
+_TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
+# GPT-2 in HuggingFace and papers; short forms name a table if nothing else follows.
+_TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
 _SHORT = {"emb", "embd"}
-_TABLES = {"wte", "wpe", "wtoken", "wpos", "tok"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
-_TOKENS = {"token", "tokens"}
-_LEARNED = {"latents", "prompt", "prompts", "prototypes"}
+# Perceiver, prompt tuning, DINO, Wav2Vec2 and VQ-VAE: learned, and looked up or added.
+_LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe"}
 _LEARNED |= {"codebook", "codebooks", "codevectors"}
+_TOKENS = {"token", "tokens"}
+# What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-_GAINS = {"scale", "scales", "gain", "gains"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
+_HEADS |= {"logit", "logits"}
 
-_TAKES_FEATURES = {"up", "gate", "fc", "wi", "attn", "mlp", "ffn", "ff", "hidden"}
-_TAKES_FEATURES |= {"in", "kv", "qkv", "qk"}
-
-#: Modules of attention, by what Flax calls them.
-_PROJECTIONS = {
-    "query": {"query", "q", "wq", "qproj", "queryproj", "qprojection", "toq"},
-    "key": {"key", "k", "wk", "kproj", "keyproj", "kprojection", "tok"},
-    "value": {"value", "v", "wv", "vproj", "valueproj", "vprojection", "tov"},
-    "out": {"out", "o", "wo", "oproj", "outproj", "outputproj", "attnoutproj", "toout"},
+#: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
+_ROLES = {
+    "query": "query q wq qproj queryproj qprojection toq queryw",
+    "key": "key k wk kproj keyproj kprojection tok keyw",
+    "value": "value v wv vproj valueproj vprojection tov valuew",
+    "out": "out o wo oproj outproj outputproj attnoutproj toout outputw",
 }
-_ROLE_OF = {name: role for role, names in _PROJECTIONS.items() for name in names}
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+# Outputs of attention in penzai and praxis: common words, so only if nothing else is.
+OUT_IN_ATTENTION = ("output", "post", "proj")
+
+#: The kernels of one attention, a letter for each axis; one letter is one size.
+#: D, C, R, S are features or ranks that come in (of the query, of what is attended to,
+#: of latents), M = N * V is flat, N = K * G heads are in groups. L and digits stack.
+LAYOUTS: tuple[dict[str, str], ...] = (
+    # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
+    dict(query="DNH", key="CKH", value="CKV", out="NVD"),
+    dict(query="DNH", key="CKH", value="CKV", out="MD"),  # DeepSeek's flat output
+    dict(query="DNH", key="CKH", value="CKV", out="DNV"),  # praxis, simply
+    dict(query="DKGH", key="DKH", value="DKV", out="KGVD"),  # penzai
+    dict(query="DKGH", key="DKH", value="DKV", out="NVD"),  # Levanter
+    # Latent attention in MaxText, with a low-rank query and without.
+    dict(wq_b="RNH", wkv_b="SNW", out="NVD"),
+    dict(wq_b="RNH", wkv_b="SNW", out="MD"),
+    dict(query="DNH", wkv_b="SNW", out="NVD"),
+    # `nn.scan` over plain kernels, and over kernels with heads.
+    dict(query="LDQ", key="LCP", value="LCU", out="LOD"),
+    dict(query="LDNH", key="LCKH", value="LCKV", out="LNVD"),
+    dict(query="LDNH", key="LCKH", value="LCKV", out="LMD"),
+    dict(wq_b="LRNH", wkv_b="LSNW", out="LMD"),
+    dict(wq_b="LRNH", wkv_b="LSNW", out="LNVD"),
+    # Gemma's einsums; `gating_einsum` is stored both ways round.
+    dict(q_einsum="NDH", kv_einsum="2KDH", attn_vec_einsum="NHD"),
+    dict(q_einsum="NDH", k_einsum="KDH", v_einsum="KDH", attn_vec_einsum="NHD"),
+    dict(qkv_einsum="3NDH", attn_vec_einsum="NHD"),
+    dict(gating_einsum="2DF", linear="FD"),
+    dict(gating_einsum="2FD", linear="FD"),
+    # Factors of LoRA in Flax and qwix: `(in..., rank)` and `(rank, out...)`.
+    dict(lora_a="DR", lora_b="RNH"),
+    dict(lora_a="NVR", lora_b="RD"),
+)
+#: The letters of the outputs, or of the inputs, where they are not all but D, C, R, S.
+OUTPUTS = {"out": "D", "attn_vec_einsum": "D", "linear": "D", "lora_a": "R"}
+INPUTS = {"lora_b": "R"}
+#: Roles whose outputs have heads, which `per_head` cuts.
+WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -41,147 +85,102 @@ def words(name: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in found)
 
 
-def is_kernel(path: Path) -> bool:
-    return path[-1:] != () and path[-1] in _KERNELS
-
-
-def is_bias(path: Path) -> bool:
-    """Whether a leaf is a bias, as the last word of its name says: `q_bias`."""
-    return path[-1:] != () and words(path[-1])[-1:] == ("bias",)
-
-
-def is_norm(path: Path) -> bool:
-    """Whether a leaf is the gain or the shift of a norm."""
-    return _is_norm(path[-2:])
-
-
 @functools.lru_cache(maxsize=4096)
-def _is_norm(path: Path) -> bool:
-    if path[-1:] and path[-1] in _VECTORS:
-        return True
-    is_part = path[-1:] != () and path[-1] in ("w", "weight", "bias", "b")
-    module = words("/".join(path[-2:-1]))
-    return is_part and not _names_layer(module) and any(map(_names_norm, module))
+def kind(path: Path) -> str:
+    """Returns what a leaf of any shape is by its name and its module's, `""` if open.
 
-
-def is_gain(path: Path) -> bool:
-    """Whether a leaf multiplies features, as the last word of its name says.
-
-    Of several layers, as `layer_scale`, it has two axes.
+    One of `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`,
+    `"positions or tokens"`.
     """
-    return path[-1:] != () and not _GAINS.isdisjoint(words(path[-1])[-1:])
-
-
-def is_vector(path: Path) -> bool:
-    return is_bias(path) or is_norm(path)
-
-
-def is_embedding(path: Path) -> bool:
-    """Whether a leaf, or the module that holds it, is a table of embeddings.
-
-    The word has to end the name, or begin it (`embed_tokens`): `embeddings_project` is
-    no table. What Flax calls a kernel is one only if its module is called so.
-    """
-    return _is_embedding(path[-2:])
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_embedding(path: Path) -> bool:
-    leaf, module = words(path[-1]) if path else (), words("/".join(path[-2:-1]))
-    if "W_E" in path[-2:]:  # as papers on interpretability write it
-        return True
-    if path[-1:] and path[-1] in _KERNELS:
-        at_end = module[-1:] and (module[-1] in _EMBEDDINGS | _TABLES)
-        return bool(at_end or (path[-1] != "kernel" and _names_table(module)))
-    ends = {*leaf[-1:], *leaf[:1]} - {word for word in leaf if _names_layer(leaf)}
-    return bool(ends & (_EMBEDDINGS | _TABLES | _SHORT)) or _names_table(leaf)
-
-
-def _names_table(module: tuple[str, ...]) -> bool:
-    """Whether a module is named as a table of embeddings otherwise than in Flax.
-
-    `emb` alone, but not `time_emb`, which is often a layer behind an embedding.
-    """
-    of_tokens = bool(set(module[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
-    is_short = bool(set(module[-1:]) & _SHORT)
-    is_plain = module[-1:] in (("table",), ("matrix",), ("lookup",))
-    return (
-        (module[:1] == ("embed",) and not _names_layer(module))
-        or module == ("shared",)  # by encoder and decoder, as in T5 and BART
-        or module[-1:] in (("codebook",), ("codebooks",))
-        or (is_short and (of_tokens or len(module) == 1))
-        or (is_plain and of_tokens)
+    name, module_name = "/".join(path[-1:]), "/".join(path[-2:-1])
+    own, module = words(name), words(module_name)
+    is_kernel, ends = name in KERNELS, {*own[-1:]}
+    is_layer = not _LAYERS.isdisjoint(module[-1:] if is_kernel else own[-1:])
+    if "bias" in ends:
+        return "bias"
+    names_norm = any(w in _NORMS or w.endswith(("norm", "normalization")) for w in module)
+    is_part = name in KERNELS | {"b"} and name != "kernel"
+    if name in _VECTORS or (is_part and names_norm and _LAYERS.isdisjoint(module[-1:])):
+        return "norm"
+    if ends & _GAINS:  # of several layers, `layer_scale` has two axes
+        return "gain"
+    # A word has to end a table's name or begin it: `embeddings_project` is none. What
+    # Flax calls a kernel is one only if its module is called so.
+    table = module if is_kernel else own
+    of_tokens = bool(set(table[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
+    is_table = (
+        (table[:1] == ("embed",) and not is_layer)
+        or table == ("shared",)  # by encoder and decoder, as in T5 and BART
+        or table[-1:] in (("codebook",), ("codebooks",))
+        # `emb` alone, but not `time_emb`, which is often a layer after an embedding.
+        or (table[-1:] in (("emb",), ("embd",)) and (of_tokens or len(table) == 1))
+        or (table[-1:] in (("table",), ("matrix",), ("lookup",)) and of_tokens)
     )
+    if is_kernel:
+        is_table = (is_table and name != "kernel") or not _TABLES.isdisjoint(table[-1:])
+    elif not is_layer:
+        is_table |= not (_TABLES | _SHORT).isdisjoint({*own[-1:], *own[:1]})
+    if is_table or "W_E" in path[-2:]:  # papers on interpretability
+        return "embedding"
+    if "log" in ends:
+        return "logarithms"
+    if is_kernel:
+        # A bias of pairs of positions is no layer, though T5 in PyTorch calls it weight.
+        is_of_pairs = module[-1:] == ("bias",) and not _RELATIVE.isdisjoint(module)
+        is_position = not _POSITIONS.isdisjoint(module[:1]) and not is_layer
+        is_position = name != "kernel" and (is_of_pairs or is_position)
+    else:
+        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own) or bool(ends & _LEARNED)
+    return "positions or tokens" if is_position else ""
 
 
-def is_position_or_token(path: Path) -> bool:
-    """Whether a leaf is a table of positions, or learned tokens."""
-    own = words(path[-1]) if path else ()
-    if path[-1:] == ("kernel",):
-        return False
-    if path[-1:] and path[-1] in _KERNELS:
-        module = words("/".join(path[-2:-1]))
-        is_of_pairs = module[-1:] == ("bias",) and bool(set(module) & _RELATIVE)
-        is_table = bool(set(module[:1]) & _POSITIONS) and not _names_layer(module)
-        return is_of_pairs or is_table
-    return bool(set(own) & (_POSITIONS | _TOKENS) or set(own[-1:]) & _LEARNED)
+#: Layers that say nothing of what they are for.
+UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
+# First words of a block's layers, which give features to the next one.
+_TAKES = {"up", "gate", "wi", "attn", "mlp", "ffn", "ff", "hidden", "in", "kv", "qkv"}
+
+
+def takes_features(name: str) -> bool:
+    """Checks whether a module is called as one in a block, and so no head."""
+    role, own = projection(name), words(name)
+    if role and name != "value":
+        return role != "out"
+    is_last = not {"down", "out"}.isdisjoint(own) or name in ("fc2", "wo")
+    return not is_last and not (_TAKES | {"qk"}).isdisjoint(own)
 
 
 def says_position(path: Path) -> bool:
-    """Whether a table is of positions or segments, and not of a vocabulary."""
+    """Checks whether a table is of positions or segments, and not of a vocabulary."""
     own = {word for name in path[-2:] for word in words(name)}
     return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
 
 
-def without_number(name: str) -> str:
-    """`hidden_` for `hidden_2`, one of several modules."""
-    return name.rstrip("0123456789")
-
-
 def is_head(name: str) -> bool:
-    """Whether a module is named as an output head: `lm_head`, not `head_conv`."""
+    """Checks whether a module is named as an output head: `lm_head`, not `head_conv`."""
     own = words(name)
     if not own or own[0] == "pre":
         return False
-    return (
-        name == "W_U"
-        or own[-1] in _HEADS
-        or any(word.startswith("logit") for word in own)
-    )
+    return name == "W_U" or own[-1] in _HEADS or not {"logit", "logits"}.isdisjoint(own)
 
 
 @functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str | None:
-    """What Flax calls a module of attention: `query`, `key`, `value`, `out`."""
+    """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))
 
 
-def writes_features(name: str) -> bool | None:
-    """Whether a module gives features of the model, or takes them; `None` if open."""
-    role = projection(name)
-    if role and name != "value":
-        return role == "out"
-    own = set(words(name))
-    if own & {"down", "out"} or name in ("fc2", "wo"):
-        return True
-    if own & _TAKES_FEATURES:
-        return False
-    return True if "proj" in own else None
+def has_word(name: str, *beginnings: str) -> bool:
+    """Checks whether a run of letters in a name begins so: `conv2_d`, `Conv_0`."""
+    runs = re.split(r"[^a-z]+", name.lower())
+    return any(letters.startswith(beginnings) for letters in runs)
 
 
-def has_word(path: Path, *beginnings: str) -> bool:
-    """Whether a run of letters in some names begins so."""
-    return any(
-        letters.startswith(beginnings)
-        for name in path
-        for letters in re.split(r"[^a-z]+", name.lower())
-    )
-
-
-def _names_layer(module: tuple[str, ...]) -> bool:
-    """Whether a module is named as a layer, whatever it is of: `pos_proj`."""
-    return bool(set(module[-1:]) & _LAYERS)
-
-
-def _names_norm(word: str) -> bool:
-    return word in _NORMS or word.endswith(("norm", "normalization"))
+def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
+    """The other factor of LoRA by its name, and whether this one takes the inputs."""
+    for depth in range(max(0, len(path) - 2), len(path)):
+        found = re.fullmatch(r"(.*lora_?)([abAB])", path[depth])
+        if found:
+            beginning, letter = found.groups()
+            other = chr(ord(letter) ^ 3)  # a for b, B for A
+            return (*path[:depth], beginning + other, *path[depth + 1 :]), letter in "aA"
+    return None
