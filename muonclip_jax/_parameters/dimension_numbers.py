@@ -1,7 +1,7 @@
 """Which leaves of a parameter tree are matrices, and along which axes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -190,13 +190,18 @@ def resolve_verdicts(
     *,
     per_head: bool = False,
     reading: Mapping[paths.Path, Verdict] | None = None,
+    described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
-    """The verdict on each leaf, whichever way its numbers were given."""
+    """The verdict on each leaf, whichever way its numbers were given.
+
+    Leaves that are `described` otherwise may be left open.
+    """
     given: Any = dimension_numbers
-    if given is not None and paths.is_function(given):
-        given = given(tree.whole())
-    if given is None or is_patterns(given, tree):
-        return _decided(tree, reading or Reading(tree).verdicts(per_head), given)
+    is_function = given is not None and paths.is_function(given)
+    given = given(tree.whole()) if is_function else given
+    if dimension_numbers is None or is_patterns(given, tree):
+        reading = reading or Reading(tree).verdicts(per_head)
+        return _decided(tree, reading, given, described)
     if per_head:
         raise ValueError(
             "per_head=True has no say beside dimension_numbers for all leaves: make "
@@ -218,6 +223,7 @@ def _decided(
     tree: paths.PathedTree,
     reading: Mapping[paths.Path, Verdict],
     patterns: Mapping[str, Any] | None,
+    described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
     """The verdict on each leaf: what a pattern says, or else the evidence in the tree.
 
@@ -230,7 +236,11 @@ def _decided(
         else verdict
         for path, verdict in reading.items()
     }
-    guesses = {path: x.numbers for path, x in found.items() if x.is_open}
+    guesses = {
+        path: x.numbers
+        for path, x in found.items()
+        if x.is_open and path not in described
+    }
     if not guesses:
         return list(found.values())
     leaf_at = tree.by_path()

@@ -30,7 +30,9 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
     return is_written_so or len(others) == len(entries)
 
 
-def by_pattern(patterns: Mapping[str, Any], tree_paths: Sequence[Path]) -> dict[Path, Any]:
+def by_pattern(
+    patterns: Mapping[str, Any], tree_paths: Sequence[Path]
+) -> dict[Path, Any]:
     """The entry of each path that a pattern matches, of the longest if several do.
 
     A pattern matches a path or the beginning of one, a module; `*` stands for slashes

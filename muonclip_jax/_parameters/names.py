@@ -11,8 +11,8 @@ from .paths import Path
 
 # Flax; Haiku and simply; Equinox, Haliax and PyTorch; AlphaFold and penzai.
 KERNELS = {"kernel", "w", "weight", "weights"}
-# Flax, Haiku ("offset"), Keras ("gamma"), FermiNet's envelopes ("sigma", "pi").
-_VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain", "sigma", "pi"}
+# Flax, Haiku ("offset"), Keras ("gamma").
+_VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
@@ -43,24 +43,25 @@ OUT_IN_ATTENTION = ("output", "post", "proj")
 
 #: The kernels of one attention, a letter for each axis; one letter is one size.
 #: D, C, R, S are features or ranks that come in (of the query, of what is attended to,
-#: of latents), M = N * V is flat, N = K * G heads are in groups. L and digits stack.
+#: of latents), E what goes out; M = N * V is flat, N = K * G heads are in groups. L and
+#: digits stack.
 LAYOUTS: tuple[dict[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
-    dict(query="DNH", key="CKH", value="CKV", out="NVD"),
-    dict(query="DNH", key="CKH", value="CKV", out="MD"),  # DeepSeek's flat output
-    dict(query="DNH", key="CKH", value="CKV", out="DNV"),  # praxis, simply
-    dict(query="DKGH", key="DKH", value="DKV", out="KGVD"),  # penzai
-    dict(query="DKGH", key="DKH", value="DKV", out="NVD"),  # Levanter
+    dict(query="DNH", key="CKH", value="CKV", out="NVE"),
+    dict(query="DNH", key="CKH", value="CKV", out="ME"),  # DeepSeek's flat output
+    dict(query="DNH", key="CKH", value="CKV", out="ENV"),  # praxis, simply
+    dict(query="DKGH", key="DKH", value="DKV", out="KGVE"),  # penzai
+    dict(query="DKGH", key="DKH", value="DKV", out="NVE"),  # Levanter
     # Latent attention in MaxText, with a low-rank query and without.
-    dict(wq_b="RNH", wkv_b="SNW", out="NVD"),
-    dict(wq_b="RNH", wkv_b="SNW", out="MD"),
-    dict(query="DNH", wkv_b="SNW", out="NVD"),
+    dict(wq_b="RNH", wkv_b="SNW", out="NVE"),
+    dict(wq_b="RNH", wkv_b="SNW", out="ME"),
+    dict(query="DNH", wkv_b="SNW", out="NVE"),
     # `nn.scan` over plain kernels, and over kernels with heads.
-    dict(query="LDQ", key="LCP", value="LCU", out="LOD"),
-    dict(query="LDNH", key="LCKH", value="LCKV", out="LNVD"),
-    dict(query="LDNH", key="LCKH", value="LCKV", out="LMD"),
-    dict(wq_b="LRNH", wkv_b="LSNW", out="LMD"),
-    dict(wq_b="LRNH", wkv_b="LSNW", out="LNVD"),
+    dict(query="LDQ", key="LDP", value="LDU", out="LQE"),
+    dict(query="LDNH", key="LDKH", value="LDKV", out="LNVE"),
+    dict(query="LDNH", key="LDKH", value="LDKV", out="LME"),
+    dict(wq_b="LRNH", wkv_b="LSNW", out="LME"),
+    dict(wq_b="LRNH", wkv_b="LSNW", out="LNVE"),
     # Gemma's einsums; `gating_einsum` is stored both ways round.
     dict(q_einsum="NDH", kv_einsum="2KDH", attn_vec_einsum="NHD"),
     dict(q_einsum="NDH", k_einsum="KDH", v_einsum="KDH", attn_vec_einsum="NHD"),
@@ -72,7 +73,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     dict(lora_a="NVR", lora_b="RD"),
 )
 #: The letters of the outputs, or of the inputs, where they are not all but D, C, R, S.
-OUTPUTS = {"out": "D", "attn_vec_einsum": "D", "linear": "D", "lora_a": "R"}
+OUTPUTS = {"out": "E", "attn_vec_einsum": "D", "linear": "D", "lora_a": "R"}
 INPUTS = {"lora_b": "R"}
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
@@ -98,7 +99,9 @@ def kind(path: Path) -> str:
     is_layer = not _LAYERS.isdisjoint(module[-1:] if is_kernel else own[-1:])
     if "bias" in ends:
         return "bias"
-    names_norm = any(w in _NORMS or w.endswith(("norm", "normalization")) for w in module)
+    names_norm = any(
+        w in _NORMS or w.endswith(("norm", "normalization")) for w in module
+    )
     is_part = name in KERNELS | {"b"} and name != "kernel"
     if name in _VECTORS or (is_part and names_norm and _LAYERS.isdisjoint(module[-1:])):
         return "norm"
@@ -130,7 +133,9 @@ def kind(path: Path) -> str:
         is_position = not _POSITIONS.isdisjoint(module[:1]) and not is_layer
         is_position = name != "kernel" and (is_of_pairs or is_position)
     else:
-        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own) or bool(ends & _LEARNED)
+        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own) or bool(
+            ends & _LEARNED
+        )
     return "positions or tokens" if is_position else ""
 
 
@@ -182,5 +187,9 @@ def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
         if found:
             beginning, letter = found.groups()
             other = chr(ord(letter) ^ 3)  # a for b, B for A
-            return (*path[:depth], beginning + other, *path[depth + 1 :]), letter in "aA"
+            return (
+                *path[:depth],
+                beginning + other,
+                *path[depth + 1 :],
+            ), letter in "aA"
     return None

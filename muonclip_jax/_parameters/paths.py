@@ -204,8 +204,11 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     # penzai it holds a named array, in one more box.
     if _name(key) != "value":
         return False
-    return is_array and bool(about) and not issubclass(kind, Mapping) or (
-        not is_array and _is_box(child, is_leaf)
+    return (
+        is_array
+        and bool(about)
+        and not issubclass(kind, Mapping)
+        or (not is_array and _is_box(child, is_leaf))
     )
 
 

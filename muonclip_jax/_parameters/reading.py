@@ -9,7 +9,7 @@ all. A leaf that no rule decides is open, and the caller asks.
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -85,14 +85,20 @@ def _write(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
             bias = layers.get((*beside, "bias" if last == "weight" else "b"), ())
             is_norm = names.kind(path) == "norm" and not 0 < len(bias) < len(shape)
             plain = "scale" if is_norm else "kernel"
-        elif end == "w" and ((*beside, f"{stem}_b") in layers or names.projection(stem)):
+        elif end == "w" and (
+            (*beside, f"{stem}_b") in layers or names.projection(stem)
+        ):
             module, plain = [*module, stem], "kernel"  # AlphaFold
         elif end == "b" and (*beside, f"{stem}_w") in layers:
             module, plain = [*module, stem], "bias"
-        elif stem in ("kernel", "bias") and {
-            (*beside, f"kernel_{end}"),
-            (*beside, f"bias_{end}"),
-        } <= layers.keys():
+        elif (
+            stem in ("kernel", "bias")
+            and {
+                (*beside, f"kernel_{end}"),
+                (*beside, f"bias_{end}"),
+            }
+            <= layers.keys()
+        ):
             module, plain = [*module, end], stem  # Dopamine's noisy layers
         elif last in ("0", "1") and (*beside, "2") not in layers:
             # A pair of arrays whose second is a bias: stax, and lists written by hand.
@@ -151,7 +157,10 @@ class Reading:
             is_kernel, is_weight = path[-1:] == ("kernel",), "weight" in own[-2:]
             bias, module = biases.get(path[:-1], ()), "".join(path[-2:-1])
             is_open = (
-                is_kernel and is_weight and len(shape) > 2 and not bias
+                is_kernel
+                and is_weight
+                and len(shape) > 2
+                and not bias
                 and module not in names.WITH_HEADS | {"out"}
                 and not names.has_word(module, "conv")
             )
@@ -207,12 +216,19 @@ class Reading:
                 pairs = [(layout[role], shape) for role, shape in shapes.items()]
                 for role, path in members.items():
                     # A bias has the outputs of its kernel, and its layers.
-                    bias, letters = self.shapes.get((*path[:-1], "bias")), layout[role]
+                    beside = (*path[:-1], "bias") if path[-1] == "kernel" else ()
+                    bias, letters = self.shapes.get(beside), layout[role]
                     inputs, _ = _sides(role, letters)
-                    left = (x for i, x in enumerate(letters) if i - len(letters) not in inputs)
+                    left = (
+                        x
+                        for i, x in enumerate(letters)
+                        if i - len(letters) not in inputs
+                    )
                     pairs += [("".join(left), bias)] if bias else []
                 sizes: dict[str, int] = {}
-                fits = all(len(letters) == len(shape) for letters, shape in pairs) and all(
+                fits = all(
+                    len(letters) == len(shape) for letters, shape in pairs
+                ) and all(
                     sizes.setdefault(x, int(x) if x.isdigit() else size) == size
                     for letters, shape in pairs
                     for x, size in zip(letters, shape, strict=True)
@@ -239,7 +255,9 @@ class Reading:
 
     def has_heads(self, module: Path) -> bool | None:
         """Whether the projections of a module have an axis of heads; `None` if open."""
-        kernels = [(*module, role, "kernel") for role in ("query", "wq_b", "key", "value")]
+        kernels = [
+            (*module, role, "kernel") for role in ("query", "wq_b", "key", "value")
+        ]
         path = next((path for path in kernels if self.shapes.get(path)), None)
         if path is None or len(self.shapes[path]) < 3:
             return False
@@ -250,17 +268,19 @@ class Reading:
     def _routers(self) -> dict[Path, tuple[Path, Shape]]:
         """By the path of each router: where its experts are, and its shape."""
         found = {}
-        experts = {
-            path[:depth]
-            for path, shape in self.shapes.items()
-            for depth, name in enumerate(path)
-            if "expert" in name.lower() or len(shape) > 2
-        }
+        # How many experts are below each module; 0 for such as have a number each.
+        experts: dict[Path, set[int]] = {}
+        for path, shape in self.shapes.items():
+            for depth, name in enumerate(path):
+                if name == "experts" or len(shape) > 2:
+                    count = shape[-3] if len(shape) > 2 else 0
+                    experts.setdefault(path[:depth], set()).add(count)
         for leaf in self.leaves.values():
             at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
             last = names.words("".join(leaf.path[at : at + 1]))[-1:]
-            is_gate = last == ("gate",) and leaf.path[:at] in experts
-            is_gate &= len(leaf.shape) == 2 and leaf.shape[1:] < leaf.shape
+            is_gate = last == ("gate",) and not experts.get(
+                leaf.path[:at], set()
+            ).isdisjoint({0, *leaf.shape})
             if len(leaf.shape) == 2 and (last == ("router",) or is_gate):
                 found[leaf.own] = leaf.path[:at], leaf.shape
         return found
@@ -311,13 +331,17 @@ class Reading:
         kind = kinds[0] or (kinds[1] if "." in "".join(own[-1:]) else "")
         is_layer = is_kernel and has_bias
         if kind == "logarithms" or (kind in _TABLES and not is_layer):
-            return Verdict(None, kind, label="embedding" if kind == "embedding" else "vector")
+            return Verdict(
+                None, kind, label="embedding" if kind == "embedding" else "vector"
+            )
         # Of two axes it may be the block of a matrix that `shard_map` cuts.
         if rank > 2 and sum(size != 1 for size in shape) == 1 and not is_kernel:
             return Verdict(None, "vector")
         if "vocab" in axis_names:
             is_table = axis_names.index("vocab") - len(axis_names) == leaf.axes[0]
-            why, label = ("embedding",) * 2 if is_table else ("output head: axis", "head")
+            why, label = (
+                ("embedding",) * 2 if is_table else ("output head: axis", "head")
+            )
             return Verdict(None, why, label=label)
         own_name = () if path[-1:] and path[-1] in names.KERNELS else path[-1:]
         if any(map(names.is_head, (module, *own_name))):
@@ -337,6 +361,16 @@ class Reading:
             is_sure = is_kernel and (has_bias or bool(module and not module.isdigit()))
             numbers = leaf.numbers((-2,), (-1,))
             # Biases tell which way round weights are, those of others, too.
+            # Under a name that says nothing, two gains for each of many features, or
+            # many for two, are as likely: FermiNet's `sigma`, a pooling query.
+            is_factor = names.low_rank_partner(path) is not None
+            if (
+                not is_kernel
+                and not is_factor
+                and 8 * min(shape) <= max(shape)
+                and min(shape) < 3
+            ):
+                return self._open(leaf)
             hides = own[-1:] == ("weight",) or (has_bias and not bias)
             if hides and not self.is_whole:
                 numbers = EitherWay(*numbers)
@@ -346,11 +380,16 @@ class Reading:
         role, letters = self.layouts.get(path, ("", []))
         has_heads = role in names.WITH_HEADS
         # Norms, which the mask hides, would show a stack.
-        hides = has_heads and rank > 3 and not self.is_whole and "L" not in "".join(letters)
+        hides = (
+            has_heads and rank > 3 and not self.is_whole and "L" not in "".join(letters)
+        )
         if len(letters) == 1 and not hides:
             sides = _sides(role, letters[0])
             sides = (sides[0], sides[1][-1:]) if per_head and has_heads else sides
-            return Verdict(leaf.numbers(*sides), "attention" if has_heads or role == "out" else "pair")
+            return Verdict(
+                leaf.numbers(*sides),
+                "attention" if has_heads or role == "out" else "pair",
+            )
         if letters or hides:
             return self._open(leaf)
         for place, (features, experts) in self._routers.values():
@@ -371,7 +410,8 @@ class Reading:
             return Verdict(None, "depthwise convolution", is_sure=False)
 
         # A bias has one entry per output, which tells input axes from output axes.
-        bias = without_ones(bias) if own[-1:] == ("weight",) else bias
+        is_padded = own[-1:] == ("weight",) or len(bias) >= rank
+        bias = without_ones(bias) if is_padded else bias
         for n in range(1, len(bias) + 1):
             stack = len(bias) - n
             if stack + n < rank and bias == shape[:stack] + shape[-n:]:
@@ -440,12 +480,15 @@ class Reading:
             sides = (sides,) if isinstance(sides, int) else sides
             full = self.stacks.shape(own)
             sizes = [full[i] for i in sides]
-            is_window = names.has_word("".join(leaf.path[-2:-1]), "conv") and len(sizes) > 1
+            is_window = (
+                names.has_word("".join(leaf.path[-2:-1]), "conv") and len(sizes) > 1
+            )
             if is_window:
                 channels = sizes[0] if leaf.is_turned else sizes[-1]
                 taken |= {channels} if channels > _COLORS else set()
             else:
-                taken |= {math.prod(sizes), *(sizes if len(sizes) > 1 else ())}
+                taken |= {math.prod(sizes)}
+                taken |= set(sizes) if verdict.why != "attention" else set()
         taken -= {1}
         # Numbered modules that have a twin: the same leaves of the same shapes.
         twins: dict[object, list[Path]] = {}
@@ -453,31 +496,52 @@ class Reading:
             alike = module[:-1], module[-1].rstrip("0123456789"), frozenset(entries)
             twins.setdefault(alike, []).append(module)
         blocks = {x for alike in twins.values() if len(alike) > 1 for x in alike}
-        runs: dict[object, list[Leaf]] = {}
-        for leaf in kernels.values():
-            name = leaf.path[-2]
-            runs.setdefault((leaf.path[:-2], name.rstrip("0123456789")), []).append(leaf)
+        runs = _by(
+            lambda x: (x.path[:-2], x.path[-2].rstrip("0123456789")), kernels.values()
+        )
         last = {max(run, key=_in_order).own for run in runs.values() if len(run) > 1}
-
-        has_head = any(v.label == "head" for v in verdicts.values())
-        sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]}
+        is_last = {
+            max(unnamed, key=_in_order).own
+            for beside in _by(lambda x: x.path[:-2], kernels.values()).values()
+            if (unnamed := [x for x in beside if names.UNNAMED.fullmatch(x.path[-2])])
+        }
+        in_block = {
+            own
+            for own, leaf in kernels.items()
+            if leaf.is_stacked
+            or any(leaf.path[:n] in blocks for n in range(len(leaf.path) - 1))
+        }
+        # With as many outputs as there are tokens: the last one next to the table, or
+        # at the root, else those that no layer takes.
+        of_vocabulary: list[Path] = []
+        if not any(verdict.label == "head" for verdict in verdicts.values()):
+            sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]} - hidden
+            of_vocabulary = [
+                own
+                for own in is_last
+                if any(
+                    table.shape[::-1] == kernels[own].shape
+                    and kernels[own].path[:-2] in ((), table.path[:-2])
+                    for table in tables
+                )
+            ] or [
+                x for x in kernels if x not in in_block and kernels[x].shape[1] in sizes
+            ]
         found: dict[Path, Verdict] = {}
         for own, leaf in kernels.items():
             path, (features, outputs) = leaf.path, leaf.shape
             module, name, parent = path[:-1], path[-2], path[:-2]
-            is_in_block = leaf.is_stacked or any(path[:n] in blocks for n in range(len(module)))
             has_bias = (*module, "bias") in self.shapes
+            is_in_block = own in in_block
             beside = [x.shape for x in kernels.values() if x.path[:-2] == parent]
-            unnamed = names.UNNAMED.fullmatch(name) and not is_in_block
-            if not has_head and not is_in_block and outputs in sizes - hidden:
-                found[own] = _head("as large as the vocabulary")
-            elif not has_head and unnamed and leaf.shape in [
-                x.shape[::-1] for x in tables if x.path[:-2] == parent or not parent
-            ] and own == max((x for x in kernels.values() if x.path[:-2] == parent and names.UNNAMED.fullmatch(x.path[-2])), key=_in_order).own:
+            if own in of_vocabulary:
                 found[own] = _head("as large as the vocabulary")
             elif outputs in taken or self.has_attention(parent):
                 continue
-            elif any(not {"lstm", "gru", "rnn"}.isdisjoint(names.words(x)[-1:]) for x in path[:-1]):
+            elif any(
+                not {"lstm", "gru", "rnn"}.isdisjoint(names.words(x)[-1:])
+                for x in path[:-1]
+            ):
                 continue
             elif names.takes_features(name) and own not in last:
                 continue
@@ -489,10 +553,45 @@ class Reading:
                 is_gated = any((2 * a, b) == (outputs, features) for a, b in beside)
                 if not is_parts and not is_gated:
                     found[own] = _head("nothing takes its outputs")
+        # Next to the whole model, one layer of any name often is the head, though as many
+        # features are taken elsewhere: nothing tells.
+        at_root = [x for x in kernels.values() if len(x.path) == 2]
+        if len(at_root) == 1 < len(kernels) and not tables and not found:
+            leaf = at_root[0]
+            if leaf.own in is_last and not any(
+                v.label == "head" for v in verdicts.values()
+            ):
+                found[leaf.own] = self._open(leaf)
+        # What is called a head of one part may write the width of another: openpi.
+        for own, verdict in verdicts.items():
+            leaf = self.leaves[own]
+            parent = leaf.path[:-2]
+            if verdict.label == "head" and leaf.path[-2:-1] == ("head",) and parent[1:]:
+                gains = {
+                    x.shape[-1]
+                    for x in self.leaves.values()
+                    if verdicts[x.own].why in ("vector", "norm") and x.shape
+                    if names.kind(x.path) == "norm" and x.path[: len(parent)] != parent
+                }
+                if leaf.shape[-1] in gains:
+                    found[own] = self._open(leaf)
         return found
 
     def has_attention(self, module: Path) -> bool:
-        return any((*module, role, "kernel") in self.shapes for role in ("query", "key", "wkv_b"))
+        return any(
+            (*module, role, "kernel") in self.shapes
+            for role in ("query", "key", "wkv_b")
+        )
+
+
+def _by(
+    key: Callable[[Leaf], object], leaves: Iterable[Leaf]
+) -> dict[object, list[Leaf]]:
+    """Leaves by what they have in common."""
+    found: dict[object, list[Leaf]] = {}
+    for leaf in leaves:
+        found.setdefault(key(leaf), []).append(leaf)
+    return found
 
 
 _TABLES = ("embedding", "positions or tokens")
@@ -505,8 +604,15 @@ def _head(why: str) -> Verdict:
 def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Input and output axes of a kernel in a layout, from the end."""
     outputs = names.OUTPUTS.get(role)
-    free = [i - len(letters) for i, x in enumerate(letters) if x != "L" and not x.isdigit()]
-    is_output = [letters[i] in outputs if outputs else letters[i] not in names.INPUTS.get(role, "DCRS") for i in free]
+    free = [
+        i - len(letters) for i, x in enumerate(letters) if x != "L" and not x.isdigit()
+    ]
+    is_output = [
+        letters[i] in outputs
+        if outputs
+        else letters[i] not in names.INPUTS.get(role, "DCRS")
+        for i in free
+    ]
     inner = tuple(i for i, out in zip(free, is_output, strict=True) if not out)
     return inner, tuple(i for i, out in zip(free, is_output, strict=True) if out)
 

@@ -69,7 +69,11 @@ class ModuleStacks:
         axis_names: Mapping[Path, tuple[str, ...]] = MappingProxyType({}),
     ):
         given = {split(module): axis for module, axis in stack_axes.items()}
-        starts = {path[:n] for path in leaf_at for n in range(len(path) + 1)} if given else set()
+        starts = (
+            {path[:n] for path in leaf_at for n in range(len(path) + 1)}
+            if given
+            else set()
+        )
         absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
         if absent and leaf_at:
             raise ValueError(
@@ -83,7 +87,9 @@ class ModuleStacks:
         self._axes: dict[Path, int] = {}
         strays, open_shapes = [], {}
         for path, shape in self._shapes.items():
-            around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
+            around = [
+                given[path[:n]] for n in range(len(path) + 1) if path[:n] in given
+            ]
             named = [i for i, x in enumerate(axis_names.get(path, ())) if x in _STACKED]
             if around:
                 # A number for each layer has one axis, wherever the others have theirs.
@@ -149,7 +155,9 @@ def _place(
         for p in inside
         if kinds[p] == "norm"
         # A weight with more axes than its bias is a layer, whatever its module's name.
-        and not (p[-1] in names.KERNELS and 0 < len(biases.get(p[:-1], ())) < len(shapes[p]))
+        and not (
+            p[-1] in names.KERNELS and 0 < len(biases.get(p[:-1], ())) < len(shapes[p])
+        )
     ]
     places: Iterable[int] = (0, 1, -1)
     if not vectors:
@@ -170,7 +178,9 @@ def _place(
     fits, features = [], {}
     for axis in places:
         stacks = [stack_at(axis, len(shapes[p]), depth) for p in inside]
-        stacks = [s or Stack(0, len(shapes[p])) for s, p in zip(stacks, inside, strict=True)]
+        stacks = [
+            s or Stack(0, len(shapes[p])) for s, p in zip(stacks, inside, strict=True)
+        ]
         sizes = {s.sizes(shapes[p]) for s, p in zip(stacks, inside, strict=True)}
         if len(sizes) == 1 and len(next(iter(sizes))) == depth:
             fits.append(axis)
