@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from .._options import shown
 from .._parameters import names, paths
 from .._parameters.reading import Reading
-from .._parameters.stacks import IN_FRONT, ModuleStacks, StackAxes
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 from .qk_norms import QKNorms
 
@@ -174,22 +174,28 @@ def checked(
 
 
 def as_found(
-    layers: Sequence[AttentionLayer], stacks: ModuleStacks, leaf_at: paths.LeafAt
+    layers: Sequence[AttentionLayer], reading: Reading
 ) -> list[AttentionLayer]:
     """Tells every leaf where its stack is, and adds the factors of LoRA.
 
     **Raises:** `ValueError` for projections of which other leaves are a part.
     """
-    told = [_told_stacks(layer, stacks) for layer in layers]
-    beside = _beside_kernels(told, leaf_at)
-    return [_with_factors(layer, beside, leaf_at) for layer in told]
-
-
-def _told_stacks(layer: AttentionLayer, stacks: ModuleStacks) -> AttentionLayer:
-    def told(leaf: HeadLeaf) -> HeadLeaf:
-        return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)))
-
-    return layer._replace(**{r: tuple(map(told, getattr(layer, r))) for r in ROLES})
+    placed = [
+        layer._replace(
+            **{
+                role: tuple(
+                    x._replace(stack_axis=reading.stacks[layer.path_of(x)].start)
+                    if layer.path_of(x) in reading.stacks
+                    else x
+                    for x in getattr(layer, role)
+                )
+                for role in ROLES
+            }
+        )
+        for layer in layers
+    ]
+    beside = _beside_kernels(placed, reading.leaf_at)
+    return [_with_factors(layer, beside, reading.leaf_at) for layer in placed]
 
 
 def _beside_kernels(
@@ -360,7 +366,7 @@ def _flax_layers(
         for module in leaf_at.modules_with(("query", "kernel"))
         if _is_attention(module, leaf_at)
     ]
-    return as_found(layers, reading.stacks, leaf_at)
+    return as_found(layers, reading)
 
 
 def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:
@@ -373,7 +379,7 @@ def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:
 
 def _flax_layer(module: paths.Path, reading: Reading) -> AttentionLayer:
     kernels = ((*module, name, "kernel") for name in ("query", "key"))
-    is_plain = any(map(reading.stacks.shape, kernels))
+    is_plain = any(map(reading.shape, kernels))
     is_plain &= reading.has_heads(module) is False
 
     def leaves(projection: str) -> tuple[HeadLeaf, ...]:
@@ -381,7 +387,7 @@ def _flax_layer(module: paths.Path, reading: Reading) -> AttentionLayer:
             # A plain kernel lacks the axis of heads, which QK-Clip refuses.
             HeadLeaf(
                 f"{projection}/{name}",
-                len(reading.stacks.shape(path)) + 1 if is_plain else ndim,
+                len(reading.shape(path)) + 1 if is_plain else ndim,
             )
             for name, ndim in (("kernel", 3), ("bias", 2))
             if (path := (*module, projection, name)) in reading.leaf_at

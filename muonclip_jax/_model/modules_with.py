@@ -38,7 +38,7 @@ class Module(NamedTuple):
         return self.leaf_at[*self.path, *paths.split(name)]
 
     def shape(self, name: str) -> Shape:
-        return self.reading.stacks.layer((*self.path, *paths.split(name)))
+        return self.reading.layer((*self.path, *paths.split(name)))
 
 
 def projection(name: str, module: Module, **where: Any) -> tuple[HeadLeaf, ...]:
@@ -98,7 +98,7 @@ def finder(
         if not modules and leaf_at and not leaf_at.hidden:
             raise ValueError(_nothing_found(markers[0], leaf_at))
         layers = [layer(Module(path, reading)) for path in modules]
-        return checked(as_found(layers, reading.stacks, leaf_at), leaf_at)
+        return checked(as_found(layers, reading), leaf_at)
 
     return find
 

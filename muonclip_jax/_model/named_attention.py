@@ -63,7 +63,7 @@ def named_attention(
                 "name in use (query, q, q_proj, query_proj, wq, q_einsum, ...); "
                 "describe it by mc.AttentionLayer with mc.HeadLeaf"
             )
-        return checked(as_found(layers, reading.stacks, leaf_at), leaf_at)
+        return checked(as_found(layers, reading), leaf_at)
 
     return find
 
@@ -204,10 +204,10 @@ class _Leaves:
         self, module: paths.Path, role: str, kernel: HeadLeaf
     ) -> tuple[HeadLeaf, ...]:
         own = self._own.get((*module, role, "bias")) or self._bias_beside(module, role)
-        shape = self._reading.stacks.layer(own) if own else ()
+        shape = self._reading.layer(own) if own else ()
         if not own or not shape:
             return ()
-        kernel_shape = self._reading.stacks.layer(self._own[*module, role, "kernel"])
+        kernel_shape = self._reading.layer(self._own[*module, role, "kernel"])
         heads = kernel.heads(kernel_shape) or 1
         path = "/".join(own[len(module) :])
         if len(shape) > 1:

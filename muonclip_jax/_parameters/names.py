@@ -28,7 +28,7 @@ _TOKENS = {"token", "tokens"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
-_HEADS |= {"logit", "logits"}
+_LOGITS = {"logit", "logits"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
 _ROLES = {
@@ -91,7 +91,7 @@ def kind(path: Path) -> str:
     """Returns what a leaf of any shape is by its name and its module's, `""` if open.
 
     One of `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`,
-    `"positions or tokens"`.
+    `"positions or tokens"`, `"head"`.
     """
     name, module_name = "/".join(path[-1:]), "/".join(path[-2:-1])
     own, module = words(name), words(module_name)
@@ -136,8 +136,21 @@ def kind(path: Path) -> str:
         is_position = not (_POSITIONS | _TOKENS).isdisjoint(own) or bool(
             ends & _LEARNED
         )
-    return "positions or tokens" if is_position else ""
+    if is_position:
+        return "positions or tokens"
+    # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
+    is_head = any(
+        x[:1] != ("pre",)
+        and (not _HEADS.isdisjoint(x[-1:]) or not _LOGITS.isdisjoint(x))
+        for x in ((module,) if is_kernel else (module, own))
+    )
+    return "head" if is_head or "W_U" in path[-2:] else ""
 
+
+CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
+#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
+STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
+STACKED |= {"exp", "expert", "experts", "dense_layers", "moe_layers"}
 
 #: Layers that say nothing of what they are for.
 UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
@@ -160,24 +173,10 @@ def says_position(path: Path) -> bool:
     return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
 
 
-def is_head(name: str) -> bool:
-    """Checks whether a module is named as an output head: `lm_head`, not `head_conv`."""
-    own = words(name)
-    if not own or own[0] == "pre":
-        return False
-    return name == "W_U" or own[-1] in _HEADS or not {"logit", "logits"}.isdisjoint(own)
-
-
 @functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str | None:
     """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))
-
-
-def has_word(name: str, *beginnings: str) -> bool:
-    """Checks whether a run of letters in a name begins so: `conv2_d`, `Conv_0`."""
-    runs = re.split(r"[^a-z]+", name.lower())
-    return any(letters.startswith(beginnings) for letters in runs)
 
 
 def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
