@@ -75,7 +75,7 @@ def _has_head_axis(module: Module, name: str, head: int) -> bool:
     kernel, bias = module.shape(f"{name}/kernel"), module.shape(f"{name}/bias")
     if bias:
         return bias != kernel[:-2] + kernel[-1:]
-    if module.reading.has_heads(module.path):
+    if len(kernel) == 3 and module.reading.has_heads(module.path):
         return True
     # A single head, and no fewer layers than features: hardly a stack.
     return kernel[-1] <= head and kernel[0] >= kernel[-2]

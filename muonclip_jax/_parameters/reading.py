@@ -346,7 +346,8 @@ class Reading:
             is_factor = names.low_rank_partner(path) is not None
             is_narrow = min(shape) < 3 and 8 * min(shape) <= max(shape)
             if is_narrow and not is_kernel and not is_factor:
-                return self._open(leaf)
+                is_row = min(shape) == 1
+                return Verdict(None, "vector") if is_row else self._open(leaf)
             why = "outputs first" if leaf.is_turned else "inputs, outputs"
             # The number of a layer says nothing, and a gain over two axes may be one.
             is_sure = is_kernel and (has_bias or bool(module and not module.isdigit()))
@@ -497,10 +498,8 @@ class Reading:
             is_last = len(run) > 1 and run[-1] == name  # Brax: `hidden_4`
             in_attention = (*parent, "key", "kernel") in self.shapes
             # Fused projections and gates are taken apart: parts are taken.
-            is_parts = any(
-                outputs % n == 0 and outputs // n in taken for n in (2, 3, 4)
-            )
-            is_parts &= bool(parent)
+            parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
+            is_parts = parent and (outputs % features == 0 or taken & parts)
             if outputs in taken - {1} or in_attention or leaf.own in found:
                 continue
             if names.takes_features(name) and not is_last:
