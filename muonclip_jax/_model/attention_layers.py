@@ -363,10 +363,21 @@ def _flax_layers(
     leaf_at = reading.leaf_at
     layers = [
         _flax_layer(module, reading)
-        for module in leaf_at.modules_with(("query", "kernel"))
+        for module in modules_with(("query", "kernel"), leaf_at)
         if _is_attention(module, leaf_at)
     ]
     return as_found(layers, reading)
+
+
+def modules_with(mark: paths.Path, leaf_at: paths.LeafAt) -> list[paths.Path]:
+    """The modules that hold a path `mark`, or the part of it that is in sight."""
+    modules = [
+        path[:-n]
+        for path in leaf_at
+        for n in range(1, len(mark) + 1)
+        if path[-n:] == mark[:n] and (n == len(mark) or path in leaf_at.hidden)
+    ]
+    return list(dict.fromkeys(modules))
 
 
 def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:

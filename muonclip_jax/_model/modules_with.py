@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from .._parameters import paths
 from .._parameters.reading import is_turned_by_bias, Reading
 from .._parameters.stacks import Shape, StackAxes
-from .attention_layers import as_found, AttentionLayer, checked, Finder
+from .attention_layers import as_found, AttentionLayer, checked, Finder, modules_with
 from .head_leaf import HeadLeaf
 
 
@@ -92,7 +92,7 @@ def finder(
     def find(params: Any) -> list[AttentionLayer]:
         reading = Reading(paths.flatten(params), stack_axes)
         leaf_at = reading.leaf_at
-        marked = (leaf_at.modules_with(paths.split(name)) for name in markers)
+        marked = (modules_with(paths.split(name), leaf_at) for name in markers)
         modules = list(dict.fromkeys(module for each in marked for module in each))
         # A mask may hide them all.
         if not modules and leaf_at and not leaf_at.hidden:

@@ -43,14 +43,15 @@ def flax_dimension_numbers(
     - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
 
     A stack of layers is an axis that all leaves of a module share, its norms among
-    them, in front or behind the first axis; a stack of experts is known by name. Every
-    matrix of a stack is orthogonalized by itself.
+    them, in front, after the first axis or last; so is an axis that the params name
+    `layers` (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). A stack of
+    experts is known by its router. Every matrix of a stack is orthogonalized by itself.
 
-    Embeddings, positions, learned tokens, norms, biases and all leaves of rank 0 and 1
-    in one layer are `None`, for AdamW. So is the output head: a kernel named so
-    (`head`, `lm_head`, `logits`, ...), one with as many outputs as the embedding has
-    entries, or one with a bias whose outputs nothing in the tree takes. Under an
-    unknown name, a leaf of rank 2 is a matrix. [`describe`][] says why.
+    Embeddings, positions, norms, biases, routers and all leaves of rank 0 and 1 in one
+    layer are `None`, for AdamW. So is the output head: a kernel named so (`head`,
+    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
+    one with a bias whose outputs nothing in the tree takes. Under an unknown name, a
+    leaf of rank 2 is a matrix. [`describe`][] says why.
 
     **Arguments:**
 
@@ -58,10 +59,10 @@ def flax_dimension_numbers(
         pytree of arrays or `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are
         left hidden.
     - `per_head`: whether every head of a query, key or value projection is a matrix of
-        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5, and not one
-        column block of a larger one. For `dimension_numbers`:
-        `functools.partial(mc.flax_dimension_numbers, per_head=True)`. For layers that
-        `attention=` describes see [`per_head_dimension_numbers`][].
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. For
+        `dimension_numbers`: `functools.partial(mc.flax_dimension_numbers,
+        per_head=True)`. For layers that `attention=` describes see
+        [`per_head_dimension_numbers`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
         `nnx.vmap` stacks, where the leaves do not show it, such as
         `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
@@ -72,12 +73,9 @@ def flax_dimension_numbers(
 
     **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
 
-    **Raises:** `ValueError` for leaves whose axes names and shapes do not determine,
-    with their paths and a mapping to paste as `dimension_numbers`: rank 3 or more under
-    an unknown name, kernels of rank 4 or more that neither bias nor name explain,
-    kernels of rank 3 beside leaves that show no stack, query, key and value that may be
-    a stack of plain kernels; and for patterns that match nothing and a `stack_axes`
-    that a leaf lacks.
+    **Raises:** `ValueError` for leaves that names and shapes leave open, with their
+    paths and a mapping to paste as `dimension_numbers`; and for patterns that match
+    nothing and a `stack_axes` that a leaf lacks.
 
     !!! example
 
@@ -131,7 +129,7 @@ def param_labels(
     | `"matrix"` | holds matrices; all else [`muon`][] sends to AdamW |
     | `"embedding"` | is looked up |
     | `"head"` | writes the output |
-    | `"router"` | picks experts, where `dimension_numbers` leaves it to AdamW |
+    | `"router"` | picks experts |
     | `"vector"` | norms, biases, gains, positions, and all else |
 
     **Arguments:**
@@ -171,17 +169,6 @@ def param_labels(
         else reading[path].label
         for path, given in zip(tree.paths, verdicts, strict=True)
     )
-
-
-def resolve_dimension_numbers(
-    dimension_numbers: DimensionNumbers | None,
-    tree: paths.PathedTree,
-    *,
-    per_head: bool = False,
-) -> list[MuonDimensionNumbers | None]:
-    """Those of each leaf, whichever way they were given."""
-    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
-    return [verdict.numbers for verdict in verdicts]
 
 
 def resolve_verdicts(
@@ -243,38 +230,31 @@ def _decided(
     }
     if not guesses:
         return list(found.values())
-    leaf_at = tree.by_path()
-    lines = {
-        path: f"{paths.show(path)} {tuple(leaf.shape)}"
-        for path, leaf in leaf_at.items()
-        if not paths.is_masked(leaf)
-    }
+    shapes = zip(tree.paths, tree.leaves, strict=True)
+    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
+    is_masked = any(map(paths.is_masked, tree.leaves))
+    mask = (
+        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
+        "Or say it here:"
+    )
     unsure = [
         f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
         for path, x in found.items()
         if not x.is_sure
     ]
-    mask = (
-        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
-        "Or say it here:"
-    )
-    raise ValueError(
-        "\n".join(
-            [
-                "cannot tell which axes of these leaves form matrices:",
-                *(f"  {lines[path]}" for path in guesses),
-                *([mask] if leaf_at.hidden else []),
-                "Say it by dimension_numbers. This mapping is a guess to check: "
-                "reduction axes, then output axes; all other axes are a stack of "
-                "matrices; None is AdamW. Leaves that no pattern matches are found as "
-                "before:",
-                "",
-                "from optax.contrib import MuonDimensionNumbers",
-                f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
-                *(["", "Decided with little evidence:", *unsure] if unsure else []),
-            ]
-        )
-    )
+    message = [
+        "cannot tell which axes of these leaves form matrices:",
+        *(f"  {lines[path]}" for path in guesses),
+        *([mask] if is_masked else []),
+        "Say it by dimension_numbers. This mapping is a guess to check: reduction "
+        "axes, then output axes; all other axes are a stack of matrices; None is "
+        "AdamW. Leaves that no pattern matches are found as before:",
+        "",
+        "from optax.contrib import MuonDimensionNumbers",
+        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
+        *(["", "Decided with little evidence:", *unsure] if unsure else []),
+    ]
+    raise ValueError("\n".join(message))
 
 
 def matrix_views(
@@ -284,25 +264,26 @@ def matrix_views(
     per_head: bool = False,
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    numbers = resolve_dimension_numbers(dimension_numbers, tree, per_head=per_head)
-    return views_of(numbers, tree)
+    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
+    return views_of([verdict.numbers for verdict in verdicts], tree)
 
 
 def views_of(
-    numbers: Sequence[MuonDimensionNumbers | None], tree: paths.PathedTree
+    all_numbers: Sequence[MuonDimensionNumbers | None], tree: paths.PathedTree
 ) -> list[MatrixView | None]:
-    return [_view(*entry) for entry in zip(*tree[:2], numbers, strict=True)]
-
-
-def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None:
-    if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
-        return None
-    try:
-        view = matrix_view(tuple(leaf.shape), numbers)
-    except ValueError as error:
-        raise ValueError(
-            f"dimension_numbers for '{paths.show(path)}' with shape "
-            f"{tuple(leaf.shape)}: {error}"
-        ) from None
-    is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
-    return dataclasses.replace(view, is_directed=is_directed)
+    """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
+    views: list[MatrixView | None] = []
+    for path, leaf, numbers in zip(*tree[:2], all_numbers, strict=True):
+        if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
+            views.append(None)
+            continue
+        try:
+            view = matrix_view(tuple(leaf.shape), numbers)
+        except ValueError as error:
+            raise ValueError(
+                f"dimension_numbers for '{paths.show(path)}' with shape "
+                f"{tuple(leaf.shape)}: {error}"
+            ) from None
+        is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
+        views.append(dataclasses.replace(view, is_directed=is_directed))
+    return views

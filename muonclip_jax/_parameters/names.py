@@ -22,7 +22,7 @@ _SHORT = {"emb", "embd"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO, Wav2Vec2 and VQ-VAE: learned, and looked up or added.
-_LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe"}
+_LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
 _LEARNED |= {"codebook", "codebooks", "codevectors"}
 _TOKENS = {"token", "tokens"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
@@ -45,7 +45,12 @@ OUT_IN_ATTENTION = ("output", "post", "proj")
 #: D, C, R, S are features or ranks that come in (of the query, of what is attended to,
 #: of latents), E what goes out; M = N * V is flat, N = K * G heads are in groups. L and
 #: digits stack.
+HEADS_IN_FRONT = (
+    # TransformerLens and others, never Flax: it looks like a stack of plain kernels.
+    dict(query="NDH", key="KDH", value="KDV", out="NVE"),
+)
 LAYOUTS: tuple[dict[str, str], ...] = (
+    *HEADS_IN_FRONT,
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="DNH", key="CKH", value="CKV", out="NVE"),
     dict(query="DNH", key="CKH", value="CKV", out="ME"),  # DeepSeek's flat output
@@ -125,7 +130,7 @@ def kind(path: Path) -> str:
         is_table |= not (_TABLES | _SHORT).isdisjoint({*own[-1:], *own[:1]})
     if is_table or "W_E" in path[-2:]:  # papers on interpretability
         return "embedding"
-    if "log" in ends:
+    if "log" in {*own[:1], *ends}:
         return "logarithms"
     if is_kernel:
         # A bias of pairs of positions is no layer, though T5 in PyTorch calls it weight.

@@ -43,17 +43,6 @@ class LeafAt(dict[Path, Any]):
             return False
         return any(path[:n] in self.hidden for n in range(len(path) + 1))
 
-    def modules_with(self, mark: Path) -> list[Path]:
-        """The modules that hold a path `mark`, or the part of it that is in sight."""
-        lengths = range(1, len(mark) + 1)
-        modules = [
-            path[:-n]
-            for path in self
-            for n in lengths
-            if path[-n:] == mark[:n] and (n == len(mark) or path in self.hidden)
-        ]
-        return list(dict.fromkeys(modules))
-
 
 class PathedTree(NamedTuple):
     """The leaves of a pytree next to their paths, and the way back."""
@@ -82,7 +71,13 @@ class PathedTree(NamedTuple):
         **Raises:** `ValueError`, naming the paths, for leaves that are no arrays.
         """
         leaf_at = LeafAt(self.paths, self.leaves)
-        others = [p for p, x in leaf_at.items() if not is_array(x) and not is_masked(x)]
+        # Abstract arrays have a shape and a dtype, too.
+        arrays = (hasattr(x, "shape") and hasattr(x, "dtype") for x in self.leaves)
+        others = [
+            path
+            for path, is_array in zip(self.paths, arrays, strict=True)
+            if not is_array and not is_masked(leaf_at[path])
+        ]
         if others:
             raise ValueError(
                 f"no arrays: {show_all(others)}. Params hold arrays alone: write a "
@@ -90,11 +85,6 @@ class PathedTree(NamedTuple):
                 "eqx.filter(model, eqx.is_inexact_array)"
             )
         return leaf_at
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a dtype, as abstract arrays do, too."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_masked(leaf: Any) -> bool:
@@ -128,7 +118,9 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
         around = [keys[:i] for i in range(len(keys)) if keys[:i] in boxes]
         if around:
             keys = tuple(k for i, k in enumerate(keys) if keys[:i] not in boxes)
-        path = tuple(part for key in keys for part in split(_name(key)))
+        path = tuple(
+            x for key in keys for x in _name(key).split("/") if x or _name(key)
+        )
         while path and path[0] in _COLLECTIONS:
             path = path[1:]
         paths.append(path)

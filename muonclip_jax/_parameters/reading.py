@@ -173,6 +173,11 @@ class Reading:
                 own, path, shape, axes, bool(by), is_open, is_stacked
             )
         self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
+        self._widths = {
+            leaf.shape[0]
+            for leaf in self.leaves.values()
+            if len(leaf.shape) == 1 and names.kind(leaf.path) == "norm"
+        }
         # A mask of matrices hides vectors, and heads next to them.
         hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
         self.is_whole = not any(names.kind(path) in ("bias", "norm") for path in hidden)
@@ -192,7 +197,7 @@ class Reading:
         Several if layouts fit that take the kernel apart differently; none if none fits.
         """
         known = {role for layout in names.LAYOUTS for role in layout}
-        modules: dict[tuple[Path, str], dict[str, Path]] = {}
+        modules: dict[tuple[Path, str, bool], dict[str, Path]] = {}
         for leaf in self.leaves.values():
             at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
             name, suffix = "".join(leaf.path[at : at + 1]), ""
@@ -201,14 +206,17 @@ class Reading:
             elif name[-7:] in ("_lora_a", "_lora_b"):
                 name, suffix = name[-6:], name[:-6]  # qwix
             if name in known and leaf.shape:
-                modules.setdefault((leaf.path[:at], suffix), {})[name] = leaf.path
+                of_flax = leaf.own[-1:] == ("kernel",)
+                key = leaf.path[:at], suffix, of_flax
+                modules.setdefault(key, {})[name] = leaf.path
         found: dict[Path, tuple[str, list[str]]] = {}
-        for members in modules.values():
+        for (_, _, of_flax), members in modules.items():
             shapes = {role: self.shapes[path] for role, path in members.items()}
             fitting: list[dict[str, str]] = []
             likely: list[dict[str, str]] = []
             for layout in names.LAYOUTS if max(map(len, shapes.values())) > 2 else ():
-                if not shapes.keys() <= layout.keys():
+                is_ours = layout not in names.HEADS_IN_FRONT or not of_flax
+                if not shapes.keys() <= layout.keys() or not is_ours:
                     continue
                 pairs = [(layout[role], shape) for role, shape in shapes.items()]
                 for role, path in members.items():
@@ -229,13 +237,12 @@ class Reading:
                 for whole, *parts in ("MNV", "NKG"):
                     if fits and {whole, *parts} <= size.keys():
                         fits = size[whole] == math.prod(size[x] for x in parts)
-                heads = size.get("N", 0)
-                if not fits or heads % max(1, size.get("K", 1)):
+                if not fits:
                     continue
                 fitting.append(layout)
                 # Features as many as heads hold would be a coincidence in a stack; and
                 # in Flax a query without a value has heads.
-                features = size.get("D", 0)
+                features, heads = size.get("D", 0), size.get("N", 0)
                 is_likely = features == heads * size.get("H", 0)
                 is_likely |= "value" not in shapes and features >= heads
                 if is_likely and "L" not in "".join(layout.values()):
@@ -343,9 +350,10 @@ class Reading:
                 return Verdict(None, "depthwise convolution", is_sure=False)
             # Under a name that says nothing, two gains for each of many features, or
             # many for two, are as likely: FermiNet's `sigma`, a pooling query.
-            is_factor = names.low_rank_partner(path) is not None
+            # So is one of a norm's size: a vector in heads, as RWKV's bonus.
             is_narrow = min(shape) < 3 and 8 * min(shape) <= max(shape)
-            if is_narrow and not is_kernel and not is_factor:
+            is_small = is_narrow or math.prod(shape) in self._widths
+            if is_small and not is_kernel and not names.low_rank_partner(path):
                 is_row = min(shape) == 1
                 return Verdict(None, "vector") if is_row else self._open(leaf)
             why = "outputs first" if leaf.is_turned else "inputs, outputs"
@@ -392,11 +400,15 @@ class Reading:
         # A bias has one entry per output, which tells input axes from output axes.
         is_padded = own[-1:] == ("weight",) or len(bias) >= rank
         bias = without_ones(bias) if is_padded else bias
-        for n in range(1, len(bias) + 1):
-            stack = len(bias) - n
-            if stack + n < rank and bias == shape[:stack] + shape[-n:]:
-                inputs, outputs = range(stack - rank, -n), range(-n, 0)
-                return Verdict(leaf.numbers(inputs, outputs), "bias tells")
+        fitting = [
+            leaf.numbers(range(len(bias) - n - rank, -n), range(-n, 0))
+            for n in range(1, len(bias) + 1)
+            if len(bias) < rank and bias == shape[: len(bias) - n] + shape[-n:]
+        ]
+        # Both ends may be the outputs: NetKet keeps them in front. Flax's Conv does not.
+        is_either = bias == shape[: len(bias)] and not is_conv and not leaf.is_turned
+        if len(fitting) == 1 and not is_either:
+            return Verdict(fitting[0], "bias tells")
         if bias or leaf.is_open:
             return self._open(leaf)
         # A hidden bias could have told scanned convolutions from those of more axes.
@@ -457,30 +469,23 @@ class Reading:
             if not names.says_position(own)
         ]
         beside: dict[Path, list[Leaf]] = {}
-        for leaf in sorted(kernels, key=_in_order):
+        kernels.sort(key=_in_order)
+        for leaf in kernels:
             beside.setdefault(leaf.path[:-2], []).append(leaf)
         found: dict[Path, Verdict] = {}
 
         # With as many outputs as there are tokens: the last layer next to the table, or
         # at the root, else those that no layer takes.
+        last: list[Leaf] = []
         if "head" not in labels.values():
-            last = [
-                unnamed[-1]
-                for layers in beside.values()
-                if (
-                    unnamed := [
-                        x for x in layers if names.UNNAMED.fullmatch(x.path[-2])
-                    ]
-                )
-            ]
+            unnamed = [x for x in kernels if names.UNNAMED.fullmatch(x.path[-2])]
+            last = list({x.path[:-2]: x for x in unnamed}.values())
             sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]} - taken
-            of_vocabulary = [
-                leaf
-                for leaf in last
-                for table in tables
-                if table.shape[::-1] == leaf.shape
-                if leaf.path[:-2] in ((), table.path[:-2])
-            ] or [x for x in kernels if x.shape[1] in sizes and alike[_twin(x)] < 2]
+            turned = {(x.path[:-2], x.shape[::-1]) for x in tables}
+            turned |= {((), shape) for _, shape in turned}
+            of_vocabulary = [x for x in last if (x.path[:-2], x.shape) in turned] or [
+                x for x in kernels if x.shape[1] in sizes and alike[_twin(x)] < 2
+            ]
             why = "output head: as large as the vocabulary"
             head = Verdict(None, why, is_sure=False, label="head")
             found = {leaf.own: head for leaf in of_vocabulary if not leaf.is_stacked}
@@ -510,26 +515,19 @@ class Reading:
             if outputs == 1 or (has_bias and is_alone and is_network and not is_parts):
                 found[leaf.own] = head
 
-        # Next to the whole model, one layer of any name often is the head, though as many
-        # features are taken elsewhere: nothing tells.
-        at_root = beside.get((), [])
-        if len(at_root) == 1 < len(kernels) and not tables and not found:
-            name = at_root[0].path[-2]
-            if "head" not in labels.values() and names.UNNAMED.fullmatch(name):
-                found[at_root[0].own] = self._open(at_root[0])
-        # What is called the head of one part may write the width of another: openpi.
-        for own, leaf in self.leaves.items():
-            part = leaf.path[:-2]
-            if labels[own] == "head" and leaf.path[-2:-1] == ("head",) and part[1:]:
-                widths = {
-                    x.shape[-1]
-                    for x in self.leaves.values()
-                    if x.path[: len(part)] != part and len(x.shape) == 1
-                    if names.kind(x.path) == "norm"
-                }
-                if leaf.shape[-1] in widths:
-                    found[own] = self._open(leaf)
-        return found
+        # Nothing tells of one layer of any name next to the whole model, though as many
+        # features are taken elsewhere, nor of what is called a head and writes features
+        # that another part takes: the pictures' of PaliGemma.
+        at_root = [x for x in last if not x.path[:-2]]
+        is_headless = not found and not tables and len(beside.get((), ())) == 1
+        unsure = at_root if is_headless and len(kernels) > 1 else []
+        unsure += [
+            leaf
+            for own, leaf in self.leaves.items()
+            if labels[own] == "head" and leaf.path[1:-2] and leaf.path[-2] == "head"
+            if leaf.shape[-1] in taken
+        ]
+        return found | {leaf.own: self._open(leaf) for leaf in unsure}
 
 
 def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
