@@ -184,8 +184,8 @@ def resolve_verdicts(
     Leaves that are `described` otherwise may be left open.
     """
     given: Any = dimension_numbers
-    is_function = given is not None and paths.is_function(given)
-    given = given(tree.whole()) if is_function else given
+    if paths.is_function(given):
+        given = given(tree.whole())
     if dimension_numbers is None or is_patterns(given, tree):
         reading = reading or Reading(tree).verdicts(per_head)
         return _decided(tree, reading, given, described)
@@ -226,7 +226,7 @@ def _decided(
     guesses = {
         path: x.numbers
         for path, x in found.items()
-        if x.is_open and path not in described
+        if x.is_open and x.numbers and path not in described
     }
     if not guesses:
         return list(found.values())

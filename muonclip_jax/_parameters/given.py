@@ -1,4 +1,4 @@
-"""Settings that the user gives for parameters: patterns of paths, trees and prefixes."""
+"""Settings for parameters as users give them: patterns of paths, trees, prefixes."""
 
 import fnmatch
 import re

@@ -124,7 +124,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
         while path and path[0] in _COLLECTIONS:
             path = path[1:]
         paths.append(path)
-        axis_names |= {path: boxes[at] for at in around if boxes[at]}
+        named = [boxes[at] for at in around if boxes[at]]
+        axis_names |= {path: named[-1]} if named else {}
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ValueError(
@@ -196,12 +197,9 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     # penzai it holds a named array, in one more box.
     if _name(key) != "value":
         return False
-    return (
-        is_array
-        and bool(about)
-        and not issubclass(kind, Mapping)
-        or (not is_array and _is_box(child, is_leaf))
-    )
+    if is_array:
+        return bool(about) and not issubclass(kind, Mapping)
+    return _is_box(child, is_leaf)
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def _write(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
         # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
         *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
         stem, _, end = last.rpartition("_")
-        noisy = {own[:-1] + (f"{x}_{end}",) for x in ("kernel", "bias")}
+        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
         if last == "b" and (*own[:-1], "w") in layers:
             last = "bias"
         elif last in ("w", "weight", "weights") and (
@@ -113,10 +113,10 @@ def _write(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
             role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
             found = Counter(roles[path[:depth]].values())
             # No second module may be called the same; a bare array needs an output.
-            if role and found[role] == 1 and found["query"] and found["key"]:
-                if rest or found["out"]:
-                    written[own] = (*path[:depth], role, *(rest or ("kernel",)))
-                    break
+            in_attention = role and found[role] == 1 and found["query"] and found["key"]
+            if in_attention and (rest or found["out"]):
+                written[own] = (*path[:depth], role, *(rest or ("kernel",)))
+                break
     return written
 
 
@@ -194,7 +194,7 @@ class Reading:
     def layouts(self) -> dict[Path, tuple[str, list[str]]]:
         """The role of every kernel that a layout may name, and the letters that fit it.
 
-        Several if layouts fit that take the kernel apart differently; none if none fits.
+        Several if layouts fit that take the kernel apart differently.
         """
         known = {role for layout in names.LAYOUTS for role in layout}
         modules: dict[tuple[Path, str, bool], dict[str, Path]] = {}

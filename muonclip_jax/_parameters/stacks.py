@@ -1,8 +1,8 @@
 """Layers stacked in one leaf: where, and what is left of the leaf in one layer.
 
-They are where `stack_axes` or the leaf's axis names say. Else vectors give them away: in
-one layer a norm has one axis. Where every leaf under a module has the same sizes at the
-same place, and its norms have just those axes more, they are a stack: in front, as
+They are where `stack_axes` or the leaf's axis names say. Else vectors give them away:
+in one layer a norm has one axis. Where every leaf under a module has the same sizes at
+the same place, and its norms have just those axes more, they are a stack: in front, as
 Flax, Haiku and Haliax put it, after the first axis, as MaxText does, or at the end.
 """
 

@@ -46,7 +46,8 @@ def test_an_output_with_as_many_layers_tells_a_stack(name, count):
     "block",
     [
         {"attn": three(12, 8, 16), "ln": norm(12, 8)},
-        {"attn": {"inner": three(12, 8, 16)}, "ln": norm(12, 8), "up": kernel(12, 8, 9)},
+        {"attn": {"inner": three(12, 8, 16)}, "ln": norm(12, 8), "up": kernel(12, 8, 4)}
+        | {"down": kernel(12, 4, 8)},
         three(12, 8, 16) | {"ln": norm(12, 8)},
         three(12, 8, 16)
         | {"proj": {**kernel(12, 16, 8), "bias": norm(12, 8)["scale"]}},
