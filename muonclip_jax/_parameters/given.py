@@ -16,7 +16,7 @@ AUTOMATIC = "auto"
 
 
 def is_patterns(entries: Any, tree: PathedTree) -> bool:
-    """Tells a mapping of patterns from a tree, or a prefix of one, with params' keys."""
+    """Distinguishes patterns from a tree, or a prefix of one, with params' keys."""
     if not isinstance(entries, Mapping) or not entries:
         return False
     if not all(isinstance(key, str) for key in entries):

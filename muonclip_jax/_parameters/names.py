@@ -104,11 +104,10 @@ def kind(path: Path) -> str:
     is_layer = not _LAYERS.isdisjoint(module[-1:] if is_kernel else own[-1:])
     if "bias" in ends:
         return "bias"
-    names_norm = any(
-        w in _NORMS or w.endswith(("norm", "normalization")) for w in module
-    )
-    is_part = name in KERNELS | {"b"} and name != "kernel"
-    if name in _VECTORS or (is_part and names_norm and _LAYERS.isdisjoint(module[-1:])):
+    ends_norm = (x.endswith(("norm", "normalization")) for x in module)
+    is_norm = any(ends_norm) or not _NORMS.isdisjoint(module)
+    is_norm &= name in (KERNELS - {"kernel"} | {"b"})
+    if name in _VECTORS or (is_norm and _LAYERS.isdisjoint(module[-1:])):
         return "norm"
     if ends & _GAINS:  # of several layers, `layer_scale` has two axes
         return "gain"
@@ -133,14 +132,13 @@ def kind(path: Path) -> str:
     if "log" in {*own[:1], *ends}:
         return "logarithms"
     if is_kernel:
-        # A bias of pairs of positions is no layer, though T5 in PyTorch calls it weight.
+        # A bias of pairs of positions, which T5 in PyTorch calls weight, is no layer.
         is_of_pairs = module[-1:] == ("bias",) and not _RELATIVE.isdisjoint(module)
         is_position = not _POSITIONS.isdisjoint(module[:1]) and not is_layer
         is_position = name != "kernel" and (is_of_pairs or is_position)
     else:
-        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own) or bool(
-            ends & _LEARNED
-        )
+        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own)
+        is_position |= bool(ends & _LEARNED)
     if is_position:
         return "positions or tokens"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
@@ -191,9 +189,6 @@ def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
         if found:
             beginning, letter = found.groups()
             other = chr(ord(letter) ^ 3)  # a for b, B for A
-            return (
-                *path[:depth],
-                beginning + other,
-                *path[depth + 1 :],
-            ), letter in "aA"
+            partner = (*path[:depth], beginning + other, *path[depth + 1 :])
+            return partner, letter in "aA"
     return None

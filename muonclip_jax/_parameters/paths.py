@@ -118,9 +118,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
         around = [keys[:i] for i in range(len(keys)) if keys[:i] in boxes]
         if around:
             keys = tuple(k for i, k in enumerate(keys) if keys[:i] not in boxes)
-        path = tuple(
-            x for key in keys for x in _name(key).split("/") if x or _name(key)
-        )
+        path = tuple(part for key in keys for part in split(_name(key)))
         while path and path[0] in _COLLECTIONS:
             path = path[1:]
         paths.append(path)
@@ -129,8 +127,9 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ValueError(
-            f"several leaves have the path {show_all(twice)}. Rules, patterns and state "
-            "go by path, in which a slash in a key divides as a module does: rename one"
+            f"several leaves have the path {show_all(twice)}. Rules, patterns and "
+            "state go by path, in which a slash in a key divides as a module does: "
+            "rename one"
         )
     return PathedTree(
         tuple(paths), tuple(leaf for _, leaf in pairs), treedef, axis_names

@@ -351,8 +351,8 @@ class Reading:
             # Under a name that says nothing, two gains for each of many features, or
             # many for two, are as likely: FermiNet's `sigma`, a pooling query.
             # So is one of a norm's size: a vector in heads, as RWKV's bonus.
-            is_narrow = min(shape) < 3 and 8 * min(shape) <= max(shape)
-            is_small = is_narrow or math.prod(shape) in self._widths
+            is_small = min(shape) < 3 and 8 * min(shape) <= max(shape)
+            is_small |= math.prod(shape) in self._widths
             if is_small and not is_kernel and not names.low_rank_partner(path):
                 is_row = min(shape) == 1
                 return Verdict(None, "vector") if is_row else self._open(leaf)
@@ -405,7 +405,7 @@ class Reading:
             for n in range(1, len(bias) + 1)
             if len(bias) < rank and bias == shape[: len(bias) - n] + shape[-n:]
         ]
-        # Both ends may be the outputs: NetKet keeps them in front. Flax's Conv does not.
+        # Both ends may be the outputs: NetKet keeps them in front. Conv does not.
         is_either = bias == shape[: len(bias)] and not is_conv and not leaf.is_turned
         if len(fitting) == 1 and not is_either:
             return Verdict(fitting[0], "bias tells")
