@@ -71,13 +71,7 @@ class PathedTree(NamedTuple):
         **Raises:** `ValueError`, naming the paths, for leaves that are no arrays.
         """
         leaf_at = LeafAt(self.paths, self.leaves)
-        # Abstract arrays have a shape and a dtype, too.
-        arrays = (hasattr(x, "shape") and hasattr(x, "dtype") for x in self.leaves)
-        others = [
-            path
-            for path, is_array in zip(self.paths, arrays, strict=True)
-            if not is_array and not is_masked(leaf_at[path])
-        ]
+        others = [p for p, x in leaf_at.items() if not is_array(x) and not is_masked(x)]
         if others:
             raise ValueError(
                 f"no arrays: {show_all(others)}. Params hold arrays alone: write a "
@@ -85,6 +79,11 @@ class PathedTree(NamedTuple):
                 "eqx.filter(model, eqx.is_inexact_array)"
             )
         return leaf_at
+
+
+def is_array(leaf: Any) -> bool:
+    """Checks for a shape and a dtype, which abstract arrays have, too."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_masked(leaf: Any) -> bool:
