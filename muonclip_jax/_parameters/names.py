@@ -138,7 +138,7 @@ def kind(path: Path) -> str:
         is_position = name != "kernel" and (is_of_pairs or is_position)
     else:
         is_position = not (_POSITIONS | _TOKENS).isdisjoint(own)
-        is_position |= bool(ends & _LEARNED)
+        is_position |= bool(ends & _LEARNED or {*own} & {"learned", "pooling"})
     if is_position:
         return "positions or tokens"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.

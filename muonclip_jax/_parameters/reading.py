@@ -336,7 +336,6 @@ class Reading:
             return Verdict(None, kind, label=kind if kind == "embedding" else "vector")
         if kind == "logarithms":
             return Verdict(None, kind)
-        # Of two axes it may be the block of a matrix that `shard_map` cuts.
         if rank > 2 and sum(size != 1 for size in shape) == 1 and not is_kernel:
             return Verdict(None, "vector")
         if "head" in (kind, kind_written):
@@ -351,11 +350,11 @@ class Reading:
             # Under a name that says nothing, two gains for each of many features, or
             # many for two, are as likely: FermiNet's `sigma`, a pooling query.
             # So is one of a norm's size: a vector in heads, as RWKV's bonus.
-            is_small = min(shape) < 3 and 8 * min(shape) <= max(shape)
-            is_small |= math.prod(shape) in self._widths
+            # One row alone may be the block of a matrix that `shard_map` cuts.
+            is_small = min(shape) == 2 and max(shape) >= 16
+            is_small |= min(shape) > 1 and math.prod(shape) in self._widths
             if is_small and not is_kernel and not names.low_rank_partner(path):
-                is_row = min(shape) == 1
-                return Verdict(None, "vector") if is_row else self._open(leaf)
+                return self._open(leaf)
             why = "outputs first" if leaf.is_turned else "inputs, outputs"
             # The number of a layer says nothing, and a gain over two axes may be one.
             is_sure = is_kernel and (has_bias or bool(module and not module.isdigit()))
