@@ -5,8 +5,10 @@ Every table says whose names it holds. Functions read a path once, word by word.
 
 import functools
 import re
+from collections import Counter
+from collections.abc import Mapping
 
-from .paths import Path
+from .paths import Path, Shape
 
 
 # Flax; Haiku and simply; Equinox, Haliax and PyTorch; AlphaFold and penzai.
@@ -109,7 +111,8 @@ def kind(path: Path) -> str:
     is_norm &= name in (KERNELS - {"kernel"} | {"b"})
     if name in _VECTORS or (is_norm and _LAYERS.isdisjoint(module[-1:])):
         return "norm"
-    if ends & _GAINS:  # of several layers, `layer_scale` has two axes
+    # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
+    if ends & _GAINS or (not is_kernel and "shift" in own):
         return "gain"
     # A word has to end a table's name or begin it: `embeddings_project` is none. What
     # Flax calls a kernel is one only if its module is called so.
@@ -129,7 +132,7 @@ def kind(path: Path) -> str:
         is_table |= not (_TABLES | _SHORT).isdisjoint({*own[-1:], *own[:1]})
     if is_table or "W_E" in path[-2:]:  # papers on interpretability
         return "embedding"
-    if "log" in {*own[:1], *ends}:
+    if {"log", "logs"} & {*own[:1], *ends}:
         return "logarithms"
     if is_kernel:
         # A bias of pairs of positions, which T5 in PyTorch calls weight, is no layer.
@@ -157,17 +160,6 @@ STACKED |= {"exp", "expert", "experts", "dense_layers", "moe_layers"}
 
 #: Layers that say nothing of what they are for.
 UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
-# First words of a block's layers, which give features to the next one.
-_TAKES = {"up", "gate", "wi", "attn", "mlp", "ffn", "ff", "hidden", "in", "kv", "qkv"}
-
-
-def takes_features(name: str) -> bool:
-    """Checks whether a module is called as one in a block, and so no head."""
-    role, own = projection(name), words(name)
-    if role and name != "value":
-        return role != "out"
-    is_last = not {"down", "out"}.isdisjoint(own) or name in ("fc2", "wo")
-    return not is_last and not (_TAKES | {"qk"}).isdisjoint(own)
 
 
 def says_position(path: Path) -> bool:
@@ -192,3 +184,58 @@ def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
             partner = (*path[:depth], beginning + other, *path[depth + 1 :])
             return partner, letter in "aA"
     return None
+
+
+def without_ones(bias: Shape) -> Shape:
+    """A bias as Flax has it: `(out, 1, 1)` in Equinox, `(1, 1, 1, out)` in stax."""
+    return tuple(size for size in bias if size != 1) or bias[:1]
+
+
+def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
+    """The path of every leaf in Flax's words."""
+    written: dict[Path, Path] = {}
+    for own, shape in layers.items():
+        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
+        *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
+        stem, _, end = last.rpartition("_")
+        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
+        if last == "b" and (*own[:-1], "w") in layers:
+            last = "bias"
+        elif last in ("w", "weight", "weights") and (
+            module or (last == "weight" and ("bias",) in layers)
+        ):
+            # A weight with more axes than its bias is a layer, whatever its name.
+            bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
+            is_norm = kind(own) == "norm" and not 0 < len(bias) < len(shape)
+            last = "scale" if is_norm else "kernel"
+        elif end == "w" and ((*own[:-1], f"{stem}_b") in layers or projection(stem)):
+            module, last = [*module, stem], "kernel"  # AlphaFold
+        elif end == "b" and (*own[:-1], f"{stem}_w") in layers:
+            module, last = [*module, stem], "bias"
+        elif stem in ("kernel", "bias") and noisy <= layers.keys():
+            module, last = [*module, end], stem  # Dopamine's noisy layers
+        elif last in ("0", "1") and (*own[:-1], "2") not in layers:
+            # A pair of arrays whose second is a bias: stax, and lists written by hand.
+            kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
+            if len(kernel) > 1 and without_ones(bias) in (kernel[-1:], kernel[:1]):
+                last = "kernel" if last == "0" else "bias"
+        written[own] = (*module, last) if own else own
+    roles: dict[Path, dict[str, str]] = {}
+    for path in written.values():
+        for depth in range(len(path)):
+            role = projection(path[depth]) or ""
+            roles.setdefault(path[:depth], {})[path[depth]] = role
+    for below in roles.values():
+        if {"query", "key"} <= set(below.values()) and "out" not in below.values():
+            others = [name for name in below if name in OUT_IN_ATTENTION]
+            below |= dict.fromkeys(others[:1], "out")
+    for own, path in written.items():
+        for depth in range(max(len(path) - 2, 0), len(path)):
+            role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
+            found = Counter(roles[path[:depth]].values())
+            # No second module may be called the same; a bare array needs an output.
+            in_attention = role and found[role] == 1 and found["query"] and found["key"]
+            if in_attention and (rest or found["out"]):
+                written[own] = (*path[:depth], role, *(rest or ("kernel",)))
+                break
+    return written

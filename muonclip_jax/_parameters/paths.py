@@ -11,6 +11,7 @@ import optax
 
 
 Path = tuple[str, ...]
+Shape = tuple[int, ...]
 
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
-from .paths import is_masked, Path, PathedTree
-from .stacks import find_stacks, IN_FRONT, Shape, StackAxes, without_ones
+from .names import without_ones
+from .paths import is_masked, Path, PathedTree, Shape
+from .stacks import find_stacks, IN_FRONT, StackAxes
 
 
 _WINDOW = 8  # of a convolution over time, at most
@@ -68,58 +69,6 @@ def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
     return first if first != last else None
 
 
-def _write(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
-    """The path of every leaf in Flax's words."""
-    written: dict[Path, Path] = {}
-    for own, shape in layers.items():
-        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
-        *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
-        stem, _, end = last.rpartition("_")
-        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
-        if last == "b" and (*own[:-1], "w") in layers:
-            last = "bias"
-        elif last in ("w", "weight", "weights") and (
-            module or (last == "weight" and ("bias",) in layers)
-        ):
-            # A weight with more axes than its bias is a layer, whatever its name.
-            bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
-            is_norm = names.kind(own) == "norm" and not 0 < len(bias) < len(shape)
-            last = "scale" if is_norm else "kernel"
-        elif end == "w" and (
-            (*own[:-1], f"{stem}_b") in layers or names.projection(stem)
-        ):
-            module, last = [*module, stem], "kernel"  # AlphaFold
-        elif end == "b" and (*own[:-1], f"{stem}_w") in layers:
-            module, last = [*module, stem], "bias"
-        elif stem in ("kernel", "bias") and noisy <= layers.keys():
-            module, last = [*module, end], stem  # Dopamine's noisy layers
-        elif last in ("0", "1") and (*own[:-1], "2") not in layers:
-            # A pair of arrays whose second is a bias: stax, and lists written by hand.
-            kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
-            if len(kernel) > 1 and without_ones(bias) in (kernel[-1:], kernel[:1]):
-                last = "kernel" if last == "0" else "bias"
-        written[own] = (*module, last) if own else own
-    roles: dict[Path, dict[str, str]] = {}
-    for path in written.values():
-        for depth in range(len(path)):
-            role = names.projection(path[depth]) or ""
-            roles.setdefault(path[:depth], {})[path[depth]] = role
-    for below in roles.values():
-        if {"query", "key"} <= set(below.values()) and "out" not in below.values():
-            others = [name for name in below if name in names.OUT_IN_ATTENTION]
-            below |= dict.fromkeys(others[:1], "out")
-    for own, path in written.items():
-        for depth in range(max(len(path) - 2, 0), len(path)):
-            role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
-            found = Counter(roles[path[:depth]].values())
-            # No second module may be called the same; a bare array needs an output.
-            in_attention = role and found[role] == 1 and found["query"] and found["key"]
-            if in_attention and (rest or found["out"]):
-                written[own] = (*path[:depth], role, *(rest or ("kernel",)))
-                break
-    return written
-
-
 class Reading:
     """The leaves of a tree in Flax's words, and what each is."""
 
@@ -131,7 +80,7 @@ class Reading:
             for path, leaf in self.leaf_at.items()
         }
         layers = {path: self.stacks[path].layer(x) for path, x in self._shape.items()}
-        written = _write(layers)
+        written = names.in_flax(layers)
         biases = {
             path[:-1]: layers[own]
             for own, path in written.items()
@@ -416,8 +365,6 @@ class Reading:
             return Verdict(leaf.numbers(range(-rank, -1), (-1,)), "convolution")
         if set(shape[:-2]) == {1}:
             return Verdict(leaf.numbers((-2,), (-1,)), "one layer")
-        if "experts" in path[:-1] and self.is_whole:
-            return Verdict(leaf.numbers((-2,), (-1,)), "experts, by name")
         return self._open(leaf)
 
     def _open(self, leaf: Leaf) -> Verdict:
@@ -467,17 +414,14 @@ class Reading:
             if labels[own] == "embedding" and len(leaf.shape) == 2
             if not names.says_position(own)
         ]
-        beside: dict[Path, list[Leaf]] = {}
-        kernels.sort(key=_in_order)
-        for leaf in kernels:
-            beside.setdefault(leaf.path[:-2], []).append(leaf)
         found: dict[Path, Verdict] = {}
 
         # With as many outputs as there are tokens: the last layer next to the table, or
         # at the root, else those that no layer takes.
         last: list[Leaf] = []
         if "head" not in labels.values():
-            unnamed = [x for x in kernels if names.UNNAMED.fullmatch(x.path[-2])]
+            in_order = sorted(kernels, key=_in_order)
+            unnamed = [x for x in in_order if names.UNNAMED.fullmatch(x.path[-2])]
             last = list({x.path[:-2]: x for x in unnamed}.values())
             sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]} - taken
             turned = {(x.path[:-2], x.shape[::-1]) for x in tables}
@@ -494,20 +438,13 @@ class Reading:
         n_matrices = sum(x.numbers is not None for x in verdicts.values())
         has_windows = any(len(x.shape) > 3 for x in self.leaves.values())
         for leaf in kernels:
-            *parent, name, _ = leaf.path
-            features, outputs = leaf.shape
-            layers = [x.path[-2] for x in beside[leaf.path[:-2]]]
-            stem = name.rstrip("0123456789")
-            run = [x for x in layers if stem != name and x.rstrip("0123456789") == stem]
-            is_last = len(run) > 1 and run[-1] == name  # Brax: `hidden_4`
+            (features, outputs), parent = leaf.shape, leaf.path[:-2]
             in_attention = (*parent, "key", "kernel") in self.shapes
+            if outputs in taken - {1} or in_attention or leaf.own in found:
+                continue
             # Fused projections and gates are taken apart: parts are taken.
             parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
             is_parts = parent and (outputs % features == 0 or taken & parts)
-            if outputs in taken - {1} or in_attention or leaf.own in found:
-                continue
-            if names.takes_features(name) and not is_last:
-                continue
             has_bias = (*leaf.path[:-1], "bias") in self.shapes
             is_alone = alike[_twin(leaf)] < 2 and not leaf.is_stacked
             is_network = n_matrices > (1 if has_windows else 2)
@@ -517,9 +454,9 @@ class Reading:
         # Nothing tells of one layer of any name next to the whole model, though as many
         # features are taken elsewhere, nor of what is called a head and writes features
         # that another part takes: the pictures' of PaliGemma.
-        at_root = [x for x in last if not x.path[:-2]]
-        is_headless = not found and not tables and len(beside.get((), ())) == 1
-        unsure = at_root if is_headless and len(kernels) > 1 else []
+        is_one = sum(len(x.path) == 2 for x in kernels) == 1 < len(kernels)
+        is_headless = is_one and not found and not tables
+        unsure = [x for x in last if len(x.path) == 2 and is_headless]
         unsure += [
             leaf
             for own, leaf in self.leaves.items()

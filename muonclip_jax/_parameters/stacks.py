@@ -11,10 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from . import names
-from .paths import is_masked, LeafAt, Path, show, show_all, split
+from .names import without_ones
+from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
 
-
-Shape = tuple[int, ...]
 
 #: The axis of the layers in the leaves of a module that is stacked, by its path.
 StackAxes = Mapping[str, int]
@@ -44,11 +43,6 @@ def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
     """A stack that begins at an axis or, from the end, ends there, if it can."""
     start = axis if axis >= 0 else axis + rank + 1 - depth
     return Stack(start, depth) if 0 <= start <= rank - depth else None
-
-
-def without_ones(bias: Shape) -> Shape:
-    """A bias as Flax has it: `(out, 1, 1)` in Equinox, `(1, 1, 1, out)` in stax."""
-    return tuple(size for size in bias if size != 1) or bias[:1]
 
 
 def find_stacks(
