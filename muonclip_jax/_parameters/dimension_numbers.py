@@ -1,4 +1,4 @@
-"""Which leaves of a parameter tree are matrices, and along which axes."""
+"""Dimension numbers of a parameter tree: found, given by the user, or asked about."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,6 +46,8 @@ def flax_dimension_numbers(
     them, in front, after the first axis or last; so is an axis that the params name
     `layers` (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). A stack of
     experts is known by its router. Every matrix of a stack is orthogonalized by itself.
+    Where an update comes without the names, as from `nnx.Optimizer`, hand over the tree
+    that this returns, and not the function.
 
     Embeddings, positions, norms, biases, routers and all leaves of rank 0 and 1 in one
     layer are `None`, for AdamW. So is the output head: a kernel named so (`head`,

@@ -39,7 +39,7 @@ class LeafAt(dict[Path, Any]):
         return super().__contains__(path) or self.hides(path)
 
     def hides(self, path: Any) -> bool:
-        """Whether a mask hides what is at a path, alone or with what holds it."""
+        """Checks whether a mask hides a path, alone or with what holds it."""
         if not self.hidden:
             return False
         return any(path[:n] in self.hidden for n in range(len(path) + 1))
@@ -88,12 +88,12 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_masked(leaf: Any) -> bool:
-    """Whether `optax.masked` hides this leaf from the transformation."""
+    """Checks whether `optax.masked` hides this leaf from the transformation."""
     return isinstance(leaf, optax.MaskedNode)
 
 
 def is_function(x: Any) -> bool:
-    """Whether to call it on the params; a module of NNX may be callable and a tree."""
+    """Checks whether to call it on the params: a module of NNX is callable and a tree."""
     is_leaf = jax.tree_util.all_leaves([x]) or isinstance(x, functools.partial)
     return callable(x) and is_leaf
 

@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
 
 
 def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
-    """Whether outputs come first, as a bias says, which has just those."""
+    """Compares a kernel with its bias: `True` if the outputs come first."""
     if 1 < len(bias) == len(shape) - 1 and bias == shape[:1] + (1,) * (len(bias) - 1):
         return True  # PyTorch's convolution, of as many inputs as outputs, too
     bias = without_ones(bias)
@@ -202,7 +202,7 @@ class Reading:
         return found
 
     def has_heads(self, module: Path) -> bool | None:
-        """Whether the projections of a module have an axis of heads; `None` if open."""
+        """Looks for an axis of heads in the projections of a module; `None` if open."""
         for role in ("query", "wq_b", "key", "value"):
             path = (*module, role, "kernel")
             if self.shapes.get(path):
@@ -232,7 +232,7 @@ class Reading:
         return found
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
-        """What every leaf is, by its own path."""
+        """Returns the verdict on every leaf, by its own path."""
         found = {}
         for own, leaf in self.leaves.items():
             array = self.leaf_at[own]
@@ -359,7 +359,7 @@ class Reading:
             return Verdict(fitting[0], "bias tells")
         if bias or leaf.is_open:
             return self._open(leaf)
-        # A hidden bias could have told scanned convolutions from those of more axes.
+        # A hidden bias would distinguish scanned convolutions from those of more axes.
         is_told = rank < 4 or (rank == 4 and shape[0] == shape[1])
         if is_conv and (is_told or self.is_whole or not has_bias):
             return Verdict(leaf.numbers(range(-rank, -1), (-1,)), "convolution")
@@ -368,7 +368,7 @@ class Reading:
         return self._open(leaf)
 
     def _open(self, leaf: Leaf) -> Verdict:
-        """What a leaf may be, to be checked by the user."""
+        """A guess to be checked by the user."""
         rank, name = len(leaf.shape), "".join(leaf.path[-2:-1])
         inputs, outputs = tuple(range(-rank, -1)), (-1,)
         if rank == 3 and name in names.WITH_HEADS:
@@ -388,7 +388,7 @@ class Reading:
         outputs are the input of no other leaf. Layers of repeated blocks are none.
         """
         kernels: list[Leaf] = []
-        taken, alike = set(), Counter()
+        taken, unfolded, alike = set(), set(), Counter()
         for own, verdict in verdicts.items():
             leaf, full = self.leaves[own], self._shape[own]
             alike[_twin(leaf)] += 1
@@ -399,6 +399,8 @@ class Reading:
                     # Neither the window nor the colors of a picture are features.
                     channels = leaf.shape[0 if leaf.is_turned else -2]
                     taken |= {channels} if channels > _COLORS else set()
+                    is_transposed = "transpose" in leaf.path[-2].lower()
+                    unfolded |= {channels} if is_transposed else set()
                 else:
                     taken |= {math.prod(inputs)}
                 if len(leaf.shape) == 2 and leaf.path[-1:] == ("kernel",):
@@ -449,7 +451,9 @@ class Reading:
             is_alone = alike[_twin(leaf)] < 2 and not leaf.is_stacked
             is_network = n_matrices > (1 if has_windows else 2)
             if outputs == 1 or (has_bias and is_alone and is_network and not is_parts):
-                found[leaf.own] = head
+                # A decoder of pictures may unfold them to a first transposed window.
+                is_unfolded = any(outputs % size == 0 for size in unfolded)
+                found[leaf.own] = self._open(leaf) if is_unfolded else head
 
         # Nothing tells of one layer of any name next to the whole model, though as many
         # features are taken elsewhere, nor of what is called a head and writes features
@@ -483,7 +487,7 @@ def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _twin(leaf: Leaf) -> tuple[Path, Shape]:
-    """What a leaf has in common with the same one of other numbered blocks."""
+    """A key that a leaf shares with the same one of other numbered blocks."""
     modules = (re.sub(r"\d+$", "#", name) for name in leaf.path[:-2])
     return (*modules, *leaf.path[-2:]), leaf.shape
 
