@@ -93,7 +93,7 @@ def is_masked(leaf: Any) -> bool:
 
 
 def is_function(x: Any) -> bool:
-    """Checks whether to call it on the params: a module of NNX is callable and a tree."""
+    """Checks whether to call it on the params; a callable NNX module is a tree."""
     is_leaf = jax.tree_util.all_leaves([x]) or isinstance(x, functools.partial)
     return callable(x) and is_leaf
 

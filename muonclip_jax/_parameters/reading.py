@@ -388,10 +388,9 @@ class Reading:
         outputs are the input of no other leaf. Layers of repeated blocks are none.
         """
         kernels: list[Leaf] = []
-        taken, unfolded, alike = set(), set(), Counter()
+        taken, unfolded = set(), set()
         for own, verdict in verdicts.items():
             leaf, full = self.leaves[own], self._shape[own]
-            alike[_twin(leaf)] += 1
             if verdict.numbers is not None:
                 axes = verdict.numbers.reduction_axis
                 inputs = [full[i] for i in ((axes,) if isinstance(axes, int) else axes)]
@@ -409,6 +408,9 @@ class Reading:
                 taken |= {leaf.shape[0]}
             elif leaf.shape and names.kind(leaf.path) in ("norm", "embedding"):
                 taken |= {leaf.shape[-1]}
+        if not kernels:
+            return {}
+        alike = Counter(map(_twin, self.leaves.values()))
         labels = {own: verdict.label for own, verdict in verdicts.items()}
         tables = [
             leaf
