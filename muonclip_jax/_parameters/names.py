@@ -26,7 +26,7 @@ _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO, Wav2Vec2 and VQ-VAE: learned, and looked up or added.
 _LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
 _LEARNED |= {"codebook", "codebooks", "codevectors"}
-_TOKENS = {"token", "tokens"}
+_TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}

@@ -301,7 +301,7 @@ class Reading:
             # So is one of a norm's size: a vector in heads, as RWKV's bonus.
             # One row alone may be the block of a matrix that `shard_map` cuts.
             is_small = min(shape) == 2 and max(shape) >= 16
-            is_small |= min(shape) > 1 and math.prod(shape) in self._widths
+            is_small |= math.prod(shape) in self._widths
             if is_small and not is_kernel and not names.low_rank_partner(path):
                 return self._open(leaf)
             why = "outputs first" if leaf.is_turned else "inputs, outputs"
