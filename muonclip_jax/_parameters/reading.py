@@ -224,11 +224,12 @@ class Reading:
                     experts.setdefault(path[:depth], set()).add(count)
         found = {}
         for own, path, shape, *_ in self.leaves.values():
-            at = len(path) - 1 - (path[-1:] == ("kernel",))
-            last = names.words("".join(path[at : at + 1]))[-1:]
-            is_gate = last == ("gate",) and {0, *shape} & experts.get(path[:at], set())
-            if len(shape) == 2 and (last == ("router",) or is_gate):
-                found[own] = path[:at], shape
+            for at in range(len(path) if len(shape) == 2 else 0):
+                last = names.words(path[at])[-1:]
+                is_gate = last == ("gate",) and at > len(path) - 3
+                is_gate = is_gate and {0, *shape} & experts.get(path[:at], set())
+                if last == ("router",) or is_gate:
+                    found[own] = path[:at], shape
         return found
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
