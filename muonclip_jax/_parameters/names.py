@@ -158,6 +158,8 @@ CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
 STACKED |= {"exp", "expert", "experts", "dense_layers", "moe_layers"}
 
+#: Words of layers in a block, which others follow though a part of a model lacks them.
+IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.
 UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
 

@@ -444,8 +444,9 @@ class Reading:
         has_windows = any(len(x.shape) > 3 for x in self.leaves.values())
         for leaf in kernels:
             (features, outputs), parent = leaf.shape, leaf.path[:-2]
-            in_attention = (*parent, "key", "kernel") in self.shapes
-            if outputs in taken - {1} or in_attention or leaf.own in found:
+            is_inside = (*parent, "key", "kernel") in self.shapes
+            is_inside |= not names.IN_BLOCK.isdisjoint(names.words(leaf.path[-2]))
+            if outputs in taken - {1} or is_inside or leaf.own in found:
                 continue
             # Fused projections and gates are taken apart: parts are taken.
             parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
