@@ -86,10 +86,13 @@ class Reading:
             for own, path in written.items()
             if names.kind(path) == "bias"
         }
+        weights = {
+            x for x in written if {"weight"} & {*".".join(x[-2:]).split(".")[-2:]}
+        }
         votes = [
             is_turned_by_bias(layers[own], biases.get(path[:-1], ()))
             for own, path in written.items()
-            if "weight" in own[-2:] and path[-1:] == ("kernel",)
+            if own in weights and path[-1:] == ("kernel",)
         ]
         # What is called a weight has its outputs first in Equinox and Haliax.
         weights_turned = votes.count(True) >= votes.count(False)
@@ -97,7 +100,7 @@ class Reading:
         for own, path in written.items():
             shape, rank = layers[own], len(self._shape[own])
             axes = tuple(i - rank for i in self.stacks[own].layer(tuple(range(rank))))
-            is_kernel, is_weight = path[-1:] == ("kernel",), "weight" in own[-2:]
+            is_kernel, is_weight = path[-1:] == ("kernel",), own in weights
             bias, module = biases.get(path[:-1], ()), "".join(path[-2:-1])
             in_attention = module in ("query", "key", "value", "out")
             is_open = is_kernel and is_weight and len(shape) > 2 and not bias
