@@ -156,7 +156,8 @@ def kind(path: Path) -> str:
 CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 #: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
 STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
-STACKED |= {"exp", "expert", "experts", "dense_layers", "moe_layers"}
+STACKED |= {"dense_layers", "moe_layers"}
+EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
 IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}

@@ -70,7 +70,9 @@ def find_stacks(
         shape = tuple(leaf.shape)
         around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
         named = [
-            i for i, x in enumerate(axis_names.get(path, ())) if x in names.STACKED
+            i
+            for i, x in enumerate(axis_names.get(path, ()))
+            if x in names.STACKED or (x in names.EXPERTS and i < len(shape) - 1)
         ]
         if around:
             # A number for each layer has one axis, wherever the others have theirs.

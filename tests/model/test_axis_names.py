@@ -62,7 +62,8 @@ def params_in(wrap):
         "table": {"rows": wrap(jnp.ones((50, 8)), ("vocab", "embed"))},
         "blocks": {"up": {"kernel": wrap(jnp.ones((8, 3, 16)), LAYERS)}},
         "last": {"kernel": wrap(jnp.ones((8, 50)), HEAD)},
-        "experts_up": wrap(jnp.ones((4, 8, 16)), ("exp", "embed", "mlp")),
+        "moe": {"router": {"kernel": wrap(jnp.ones((8, 4)), ("embed", "exp"))}},
+        "experts_up": wrap(jnp.ones((4, 7, 16)), ("exp", "embed", "mlp")),
     }
 
 
@@ -71,7 +72,8 @@ def test_stacks_and_the_vocabulary(kind):
     text = mc.describe(params_in(WRAP[kind]), attention=[])
     rows = {line.split()[0]: line for line in text.splitlines()}
     assert "3 x 8 x 16" in rows["blocks/up/kernel"]
-    assert "4 x 8 x 16" in rows["experts_up"]
+    assert "4 x 7 x 16" in rows["experts_up"]
+    assert rows["moe/router/kernel"].split("adamw")[1].split()[0] == "router"
     assert "embedding" in rows["table/rows"] and "head" in rows["last/kernel"]
 
 
