@@ -165,6 +165,7 @@ class Reading:
         for (_, _, of_flax), members in modules.items():
             shapes = {role: self.shapes[path] for role, path in members.items()}
             fitting: list[dict[str, str]] = []
+            of_width: list[dict[str, str]] = []
             likely: list[dict[str, str]] = []
             for layout in names.LAYOUTS if max(map(len, shapes.values())) > 2 else ():
                 is_ours = layout not in names.HEADS_IN_FRONT or not of_flax
@@ -192,15 +193,19 @@ class Reading:
                 if not fits:
                     continue
                 fitting.append(layout)
+                # Most outputs are as wide as what came in.
+                features, heads = size.get("D", 0), size.get("N", 0)
+                if size.get("E", features) != features:
+                    continue
+                of_width.append(layout)
                 # Features as many as heads hold would be a coincidence in a stack; and
                 # in Flax a query without a value has heads.
-                features, heads = size.get("D", 0), size.get("N", 0)
                 is_likely = features == heads * size.get("H", 0)
                 is_likely |= "value" not in shapes and features >= heads
                 if is_likely and "L" not in "".join(layout.values()):
                     likely.append(layout)
             for role, path in members.items():
-                letters = [layout[role] for layout in likely or fitting]
+                letters = [layout[role] for layout in likely or of_width or fitting]
                 found[path] = role, list({_sides(role, x): x for x in letters}.values())
         return found
 

@@ -65,6 +65,7 @@ def test_whatever_else_is_scanned_tells_a_stack(block):
         (three(16, 4, 8) | {"out": kernel(4, 8, 16)}, {(1, 16, 32)}),
         (three(16, 4, 8) | {"o_proj": kernel(4, 8, 16)}, {(1, 16, 32)}),
         (three(16, 4, 8) | {"o_proj": kernel(32, 16)}, {(1, 16, 32)}),
+        ({"query": kernel(8, 4, 4), "out": kernel(4, 4, 8)}, {(1, 8, 16)}),
         (three(16, 4, 8, kv=(16, 2, 8)), {(1, 16, 32), (1, 16, 16)}),
         (three(16, 4, 8, kv=(12, 4, 8)), {(1, 16, 32), (1, 12, 32)}),
         (three(32, 4, 8), {(1, 32, 32)}),
