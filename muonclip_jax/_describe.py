@@ -9,7 +9,7 @@ from ._model.per_head import muon_per_head
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
-from ._parameters.leaf_rules import Verdict
+from ._parameters.reading import Verdict
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")

@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._parameters.broadcast import broadcast
+from .._parameters.given import broadcast
 from .._parameters.paths import is_function, is_masked, Path, PathedTree, show
 
 

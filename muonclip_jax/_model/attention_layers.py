@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 from .._options import shown
 from .._parameters import names, paths
-from .._parameters.attention_shapes import AttentionShapes
-from .._parameters.module_stacks import ModuleStacks
-from .._parameters.shapes_together import low_rank_partner
-from .._parameters.stack_axes import IN_FRONT, StackAxes
+from .._parameters.reading import Reading
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 from .qk_norms import QKNorms
 
@@ -176,22 +174,28 @@ def checked(
 
 
 def as_found(
-    layers: Sequence[AttentionLayer], stacks: ModuleStacks, leaf_at: paths.LeafAt
+    layers: Sequence[AttentionLayer], reading: Reading
 ) -> list[AttentionLayer]:
     """Tells every leaf where its stack is, and adds the factors of LoRA.
 
     **Raises:** `ValueError` for projections of which other leaves are a part.
     """
-    told = [_told_stacks(layer, stacks) for layer in layers]
-    beside = _beside_kernels(told, leaf_at)
-    return [_with_factors(layer, beside, leaf_at) for layer in told]
-
-
-def _told_stacks(layer: AttentionLayer, stacks: ModuleStacks) -> AttentionLayer:
-    def told(leaf: HeadLeaf) -> HeadLeaf:
-        return leaf._replace(stack_axis=stacks.axis_of(layer.path_of(leaf)))
-
-    return layer._replace(**{r: tuple(map(told, getattr(layer, r))) for r in ROLES})
+    placed = [
+        layer._replace(
+            **{
+                role: tuple(
+                    x._replace(stack_axis=reading.stacks[layer.path_of(x)].start)
+                    if layer.path_of(x) in reading.stacks
+                    else x
+                    for x in getattr(layer, role)
+                )
+                for role in ROLES
+            }
+        )
+        for layer in layers
+    ]
+    beside = _beside_kernels(placed, reading.leaf_at)
+    return [_with_factors(layer, beside, reading.leaf_at) for layer in placed]
 
 
 def _beside_kernels(
@@ -214,7 +218,7 @@ def _beside_kernels(
             kernels = [
                 start[:i] + start[i + 1 :]
                 for start in starts
-                if names.is_kernel(start)
+                if start[-1] in names.KERNELS
                 for i in range(len(start) - 2)
             ]
             around = [start for start in starts if start in modules]
@@ -263,7 +267,7 @@ def _factors(
     path: paths.Path, leaf_at: paths.LeafAt
 ) -> tuple[paths.Path, paths.Path] | None:
     """The two factors of LoRA of which a leaf is one, inputs first."""
-    found = low_rank_partner(path)
+    found = names.low_rank_partner(path)
     if found is None or found[0] not in leaf_at:
         return None
     partner, is_first = found
@@ -355,15 +359,25 @@ def _named_norms(found: Iterable[str]) -> str:
 def _flax_layers(
     tree: paths.PathedTree, stack_axes: StackAxes = IN_FRONT
 ) -> list[AttentionLayer]:
-    leaf_at = tree.by_path()
-    stacks = ModuleStacks(stack_axes, leaf_at)
-    shapes = AttentionShapes(leaf_at, stacks.layer)
+    reading = Reading(tree, stack_axes)
+    leaf_at = reading.leaf_at
     layers = [
-        _flax_layer(module, leaf_at, stacks, shapes.is_plain(module))
-        for module in leaf_at.modules_with(("query", "kernel"))
+        _flax_layer(module, reading)
+        for module in modules_with(("query", "kernel"), leaf_at)
         if _is_attention(module, leaf_at)
     ]
-    return as_found(layers, stacks, leaf_at)
+    return as_found(layers, reading)
+
+
+def modules_with(mark: paths.Path, leaf_at: paths.LeafAt) -> list[paths.Path]:
+    """The modules that hold a path `mark`, or the part of it that is in sight."""
+    modules = [
+        path[:-n]
+        for path in leaf_at
+        for n in range(1, len(mark) + 1)
+        if path[-n:] == mark[:n] and (n == len(mark) or path in leaf_at.hidden)
+    ]
+    return list(dict.fromkeys(modules))
 
 
 def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:
@@ -374,18 +388,20 @@ def _is_attention(module: paths.Path, leaf_at: paths.LeafAt) -> bool:
     return leaf_at.get(query) is not None or paths.is_masked(leaf_at[key])
 
 
-def _flax_layer(
-    module: paths.Path, leaf_at: paths.LeafAt, stacks: ModuleStacks, is_plain: bool
-) -> AttentionLayer:
+def _flax_layer(module: paths.Path, reading: Reading) -> AttentionLayer:
+    kernels = ((*module, name, "kernel") for name in ("query", "key"))
+    is_plain = any(map(reading.shape, kernels))
+    is_plain &= reading.has_heads(module) is False
+
     def leaves(projection: str) -> tuple[HeadLeaf, ...]:
         return tuple(
             # A plain kernel lacks the axis of heads, which QK-Clip refuses.
             HeadLeaf(
                 f"{projection}/{name}",
-                len(stacks.shape(path)) + 1 if is_plain else ndim,
+                len(reading.shape(path)) + 1 if is_plain else ndim,
             )
             for name, ndim in (("kernel", 3), ("bias", 2))
-            if (path := (*module, projection, name)) in leaf_at
+            if (path := (*module, projection, name)) in reading.leaf_at
         )
 
     return AttentionLayer("/".join(module), leaves("query"), leaves("key"))

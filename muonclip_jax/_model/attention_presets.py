@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .._options import whole_number
 from .._parameters.paths import show_module
-from .._parameters.stack_axes import IN_FRONT, StackAxes
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .attention_layers import AttentionLayer
 from .head_leaf import HeadLeaf
 from .modules_with import check_flat, Finder, finder, Module, projection

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._parameters.stack_axes import Shape, Stack, stack_at
+from .._parameters.stacks import Shape, Stack, stack_at
 
 
 class HeadLeaf(NamedTuple):

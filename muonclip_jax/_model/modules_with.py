@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .._parameters import paths
-from .._parameters.attention_shapes import Neighbours, Projections
-from .._parameters.module_stacks import ModuleStacks
-from .._parameters.spelled import is_turned_by_bias
-from .._parameters.stack_axes import Shape, StackAxes
-from .attention_layers import as_found, AttentionLayer, checked, Finder
+from .._parameters.reading import is_turned_by_bias, Reading
+from .._parameters.stacks import Shape, StackAxes
+from .attention_layers import as_found, AttentionLayer, checked, Finder, modules_with
 from .head_leaf import HeadLeaf
 
 
@@ -20,9 +18,11 @@ class Module(NamedTuple):
     """A module that holds a marker, and the shapes of one layer of the model."""
 
     path: paths.Path
-    leaf_at: paths.LeafAt
-    stacks: ModuleStacks
-    neighbours: Neighbours
+    reading: Reading
+
+    @property
+    def leaf_at(self) -> paths.LeafAt:
+        return self.reading.leaf_at
 
     def __str__(self) -> str:
         return "/".join(self.path)
@@ -38,7 +38,7 @@ class Module(NamedTuple):
         return self.leaf_at[*self.path, *paths.split(name)]
 
     def shape(self, name: str) -> Shape:
-        return self.stacks.layer((*self.path, *paths.split(name)))
+        return self.reading.layer((*self.path, *paths.split(name)))
 
 
 def projection(name: str, module: Module, **where: Any) -> tuple[HeadLeaf, ...]:
@@ -75,11 +75,8 @@ def _has_head_axis(module: Module, name: str, head: int) -> bool:
     kernel, bias = module.shape(f"{name}/kernel"), module.shape(f"{name}/bias")
     if bias:
         return bias != kernel[:-2] + kernel[-1:]
-    kernels, vectors = module.neighbours.below(module.path)
-    if Projections(kernel).by_kernels(kernels):
+    if len(kernel) == 3 and module.reading.has_heads(module.path):
         return True
-    if any(vector[:-1] == kernel[:-2] for vector in vectors):
-        return False
     # A single head, and no fewer layers than features: hardly a stack.
     return kernel[-1] <= head and kernel[0] >= kernel[-2]
 
@@ -93,18 +90,15 @@ def finder(
     markers = [marker] if isinstance(marker, str) else list(marker)
 
     def find(params: Any) -> list[AttentionLayer]:
-        tree = paths.flatten(params)
-        leaf_at = tree.by_path()
-        stacks = ModuleStacks(stack_axes, leaf_at)
-        marked = (leaf_at.modules_with(paths.split(name)) for name in markers)
+        reading = Reading(paths.flatten(params), stack_axes)
+        leaf_at = reading.leaf_at
+        marked = (modules_with(paths.split(name), leaf_at) for name in markers)
         modules = list(dict.fromkeys(module for each in marked for module in each))
         # A mask may hide them all.
         if not modules and leaf_at and not leaf_at.hidden:
             raise ValueError(_nothing_found(markers[0], leaf_at))
-        neighbours = Neighbours(leaf_at, stacks.layer)
-        found = [Module(path, leaf_at, stacks, neighbours) for path in modules]
-        layers = [layer(module) for module in found]
-        return checked(as_found(layers, stacks, leaf_at), leaf_at)
+        layers = [layer(Module(path, reading)) for path in modules]
+        return checked(as_found(layers, reading), leaf_at)
 
     return find
 

@@ -1,16 +1,12 @@
 """Attention under the names in use, in whichever layout its shapes show."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from .._options import whole_number
 from .._parameters import names, paths
-from .._parameters.attention_shapes import AttentionShapes
-from .._parameters.module_stacks import ModuleStacks
-from .._parameters.shapes_together import low_rank_partner
-from .._parameters.spelled import Spelled
-from .._parameters.stack_axes import IN_FRONT, StackAxes
-from .._parameters.verdicts import spelled_leaves
+from .._parameters.reading import Reading
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .attention_layers import as_found, AttentionLayer, checked
 from .head_leaf import HeadLeaf
 from .modules_with import Finder
@@ -57,10 +53,8 @@ def named_attention(
         whole_number("head_dim", head_dim, 1)
 
     def find(params: Any) -> list[AttentionLayer]:
-        tree = paths.flatten(params)
-        leaf_at = tree.by_path()
-        stacks = ModuleStacks(stack_axes, leaf_at)
-        leaves = _Leaves(spelled_leaves(stacks, leaf_at), stacks, head_dim)
+        reading = Reading(paths.flatten(params), stack_axes)
+        leaf_at, leaves = reading.leaf_at, _Leaves(reading, head_dim)
         layers = [leaves.layer(module) for module in leaves.modules()]
         layers += [leaves.einsum_layer(module) for module in leaves.einsum_modules()]
         if not layers and leaf_at and not leaf_at.hidden:
@@ -69,7 +63,7 @@ def named_attention(
                 "name in use (query, q, q_proj, query_proj, wq, q_einsum, ...); "
                 "describe it by mc.AttentionLayer with mc.HeadLeaf"
             )
-        return checked(as_found(layers, stacks, leaf_at), leaf_at)
+        return checked(as_found(layers, reading), leaf_at)
 
     return find
 
@@ -78,9 +72,8 @@ def check_none_overlooked(
     tree: paths.PathedTree, layers: Sequence[AttentionLayer]
 ) -> None:
     """Raises for attention that only its names show, where Flax's are looked for."""
-    leaf_at = tree.by_path()
-    stacks = ModuleStacks(IN_FRONT, leaf_at)
-    found = _Leaves(spelled_leaves(stacks, leaf_at), stacks, head_dim=None)
+    reading = Reading(tree)
+    leaf_at, found = reading.leaf_at, _Leaves(reading, head_dim=None)
     known = {paths.split(layer.path) for layer in layers}
     overlooked = [
         query
@@ -110,7 +103,7 @@ def check_none_overlooked(
 
 def _is_query_factor(path: paths.Path, known: Collection[paths.Path]) -> bool:
     """Whether a leaf is a factor of LoRA for the query of a layer that is not known."""
-    return low_rank_partner(path) is not None and any(
+    return names.low_rank_partner(path) is not None and any(
         names.projection(path[n]) == "query" and path[:n] not in known
         for n in range(max(0, len(path) - 3), len(path) - 1)
     )
@@ -119,16 +112,9 @@ def _is_query_factor(path: paths.Path, known: Collection[paths.Path]) -> bool:
 class _Leaves:
     """The leaves of a model by what Flax would call them."""
 
-    def __init__(
-        self,
-        spelled: Mapping[paths.Path, Spelled],
-        stacks: ModuleStacks,
-        head_dim: int | None,
-    ):
-        self._own = {leaf.path: own for own, leaf in spelled.items()}
-        self._spelled, self._stacks, self._head_dim = spelled, stacks, head_dim
-        shapes = {leaf.path: leaf.shape for leaf in spelled.values()}
-        self._shapes = AttentionShapes(shapes, lambda path: shapes.get(path, ()))
+    def __init__(self, reading: Reading, head_dim: int | None):
+        self._own = {leaf.path: own for own, leaf in reading.leaves.items()}
+        self._reading, self._head_dim = reading, head_dim
 
     def modules(self) -> list[paths.Path]:
         return [
@@ -175,10 +161,10 @@ class _Leaves:
 
     def _projection(self, module: paths.Path, role: str) -> tuple[HeadLeaf, ...]:
         own = self._own[*module, role, "kernel"]
-        leaf = self._spelled[own]
+        leaf = self._reading.leaves[own]
         if not leaf.shape:  # hidden
             return (HeadLeaf("/".join(own[len(module) :]), 3),)
-        has_heads = len(leaf.shape) > 2 and self._shapes.has_heads(module)
+        has_heads = len(leaf.shape) > 2 and self._reading.has_heads(module)
         if len(leaf.shape) > 2 and has_heads is None:
             raise ValueError(
                 f"'{paths.show(own)}' {leaf.shape} may have heads or be a stack of "
@@ -218,10 +204,10 @@ class _Leaves:
         self, module: paths.Path, role: str, kernel: HeadLeaf
     ) -> tuple[HeadLeaf, ...]:
         own = self._own.get((*module, role, "bias")) or self._bias_beside(module, role)
-        shape = self._stacks.layer(own) if own else ()
+        shape = self._reading.layer(own) if own else ()
         if not own or not shape:
             return ()
-        kernel_shape = self._stacks.layer(self._own[*module, role, "kernel"])
+        kernel_shape = self._reading.layer(self._own[*module, role, "kernel"])
         heads = kernel.heads(kernel_shape) or 1
         path = "/".join(own[len(module) :])
         if len(shape) > 1:

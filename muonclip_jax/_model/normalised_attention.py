@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._parameters.stack_axes import IN_FRONT, StackAxes
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .attention_layers import AttentionLayer
 from .head_leaf import HeadLeaf
 from .modules_with import Finder, finder, Module

@@ -8,7 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._options import flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, resolve_dimension_numbers
+from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
 from .attention_layers import Attention, resolve_attention
 from .head_leaf import HeadLeaf
 
@@ -56,15 +56,19 @@ def per_head_dimension_numbers(
     def find(params: optax.Params) -> Any:
         tree = paths.flatten(params)
         leaf_at = tree.by_path()
-        resolved = resolve_dimension_numbers(dimension_numbers, tree)
-        numbers: dict[paths.Path, Any] = dict(zip(tree.paths, resolved, strict=True))
-        for layer in resolve_attention(attention, tree):
-            for leaf in layer.leaves:
-                path = layer.path_of(leaf)
-                if paths.is_masked(leaf_at[path]):
-                    continue
-                if numbers[path] is not None:
-                    numbers[path] = _per_head(leaf, path, len(leaf_at[path].shape))
+        described = {
+            layer.path_of(leaf): leaf
+            for layer in resolve_attention(attention, tree)
+            for leaf in layer.leaves
+        }
+        resolved = resolve_verdicts(dimension_numbers, tree, described=described)
+        numbers: dict[paths.Path, Any] = {
+            path: verdict.numbers
+            for path, verdict in zip(tree.paths, resolved, strict=True)
+        }
+        for path, leaf in described.items():
+            if not paths.is_masked(leaf_at[path]) and numbers[path] is not None:
+                numbers[path] = _per_head(leaf, path, len(leaf_at[path].shape))
         return tree.unflatten(numbers.values())
 
     return find

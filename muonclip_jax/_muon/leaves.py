@@ -12,8 +12,11 @@ from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated
 from .._matrices.view import MatrixView
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, matrix_views
-from .._parameters.verdicts import BEFORE_THE_MASK
+from .._parameters.dimension_numbers import (
+    BEFORE_THE_MASK,
+    DimensionNumbers,
+    matrix_views,
+)
 
 
 class Leaves(NamedTuple):

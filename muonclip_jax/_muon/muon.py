@@ -22,8 +22,8 @@ from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
-from .._parameters.broadcast import broadcast
 from .._parameters.dimension_numbers import DimensionNumbers
+from .._parameters.given import broadcast
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits
 from .normalize_neurons import neuron_normalization

@@ -1,4 +1,4 @@
-"""What each leaf of a parameter tree is: paths, names, shapes, and what they tell.
+"""Leaves of a parameter tree read by their paths, shapes and axis names.
 
 In: a tree of params. Out: dimension numbers. On the way: paths, one layer of each
 stack, Flax's words and order of axes, one verdict by the first rule that applies.

@@ -1,7 +1,7 @@
-"""Which leaves of a parameter tree are matrices, and along which axes."""
+"""Dimension numbers of a parameter tree: found, given by the user, or asked about."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -9,13 +9,14 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.view import matrix_view, MatrixView
 from .._options import flag
-from . import names, paths
-from .broadcast import broadcast
-from .leaf_rules import EitherWay, Verdict
-from .patterns import is_patterns
-from .stack_axes import IN_FRONT, StackAxes
-from .verdicts import find_evidence, find_verdicts
+from . import paths
+from .given import AUTOMATIC, broadcast, by_pattern, is_patterns, write_patterns
+from .reading import EitherWay, Reading, Verdict
+from .stacks import IN_FRONT, StackAxes
 
+
+#: What to say to a transformation that sees but a part of the params.
+BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
 #: from patterns of paths, or a function that makes one of these from the parameters.
@@ -42,14 +43,17 @@ def flax_dimension_numbers(
     - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
 
     A stack of layers is an axis that all leaves of a module share, its norms among
-    them, in front or behind the first axis; a stack of experts is known by name. Every
-    matrix of a stack is orthogonalized by itself.
+    them, in front, after the first axis or last; so is an axis that the params name
+    `layers` (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). A stack of
+    experts is known by its router. Every matrix of a stack is orthogonalized by itself.
+    Where an update comes without the names, as from `nnx.Optimizer`, hand over the tree
+    that this returns, and not the function.
 
-    Embeddings, positions, learned tokens, norms, biases and all leaves of rank 0 and 1
-    in one layer are `None`, for AdamW. So is the output head: a kernel named so
-    (`head`, `lm_head`, `logits`, ...), one with as many outputs as the embedding has
-    entries, or one with a bias whose outputs nothing in the tree takes. Under an
-    unknown name, a leaf of rank 2 is a matrix. [`describe`][] says why.
+    Embeddings, positions, norms, biases, routers and all leaves of rank 0 and 1 in one
+    layer are `None`, for AdamW. So is the output head: a kernel named so (`head`,
+    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
+    one with a bias whose outputs nothing in the tree takes. Under an unknown name, a
+    leaf of rank 2 is a matrix. [`describe`][] says why.
 
     **Arguments:**
 
@@ -57,10 +61,10 @@ def flax_dimension_numbers(
         pytree of arrays or `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are
         left hidden.
     - `per_head`: whether every head of a query, key or value projection is a matrix of
-        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5, and not one
-        column block of a larger one. For `dimension_numbers`:
-        `functools.partial(mc.flax_dimension_numbers, per_head=True)`. For layers that
-        `attention=` describes see [`per_head_dimension_numbers`][].
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. For
+        `dimension_numbers`: `functools.partial(mc.flax_dimension_numbers,
+        per_head=True)`. For layers that `attention=` describes see
+        [`per_head_dimension_numbers`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
         `nnx.vmap` stacks, where the leaves do not show it, such as
         `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
@@ -71,12 +75,9 @@ def flax_dimension_numbers(
 
     **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
 
-    **Raises:** `ValueError` for leaves whose axes names and shapes do not determine,
-    with their paths and a mapping to paste as `dimension_numbers`: rank 3 or more under
-    an unknown name, kernels of rank 4 or more that neither bias nor name explain,
-    kernels of rank 3 beside leaves that show no stack, query, key and value that may be
-    a stack of plain kernels; and for patterns that match nothing and a `stack_axes`
-    that a leaf lacks.
+    **Raises:** `ValueError` for leaves that names and shapes leave open, with their
+    paths and a mapping to paste as `dimension_numbers`; and for patterns that match
+    nothing and a `stack_axes` that a leaf lacks.
 
     !!! example
 
@@ -93,12 +94,8 @@ def flax_dimension_numbers(
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = paths.flatten(params)
-    found = find_verdicts(
-        tree,
-        per_head=flag("per_head", per_head),
-        stack_axes=stack_axes,
-        patterns=dimension_numbers,
-    )
+    reading = Reading(tree, stack_axes).verdicts(flag("per_head", per_head))
+    found = _decided(tree, reading, dimension_numbers)
     return tree.unflatten(verdict.numbers for verdict in found)
 
 
@@ -121,7 +118,7 @@ def matrix_mask(params: optax.Params) -> Any:
         {'up': {'bias': False, 'kernel': True}}
     """
     tree = paths.flatten(params)
-    return tree.unflatten(v.numbers is not None for v in find_verdicts(tree))
+    return tree.unflatten(v.numbers is not None for v in resolve_verdicts(None, tree))
 
 
 def param_labels(
@@ -134,7 +131,7 @@ def param_labels(
     | `"matrix"` | holds matrices; all else [`muon`][] sends to AdamW |
     | `"embedding"` | is looked up |
     | `"head"` | writes the output |
-    | `"router"` | picks experts, where `dimension_numbers` leaves it to AdamW |
+    | `"router"` | picks experts |
     | `"vector"` | norms, biases, gains, positions, and all else |
 
     **Arguments:**
@@ -166,35 +163,14 @@ def param_labels(
         ... )
     """
     tree = paths.flatten(params)
-    verdicts = resolve_verdicts(dimension_numbers, tree)
-    found = verdicts if dimension_numbers is None else find_evidence(tree)
-    labels = []
-    for path, leaf, given, evidence in zip(*tree[:2], verdicts, found, strict=True):
-        if paths.is_masked(leaf):
-            label = leaf
-        elif given.numbers is not None and not paths.is_masked(given.numbers):
-            label = "matrix"
-        elif evidence and evidence.is_head:
-            label = "head"
-        elif evidence and evidence.why == "embedding":
-            label = "embedding"
-        elif not names.is_vector(path) and {"router", "gate"}.intersection(path[-2:]):
-            label = "router"
-        else:
-            label = "vector"
-        labels.append(label)
-    return tree.unflatten(labels)
-
-
-def resolve_dimension_numbers(
-    dimension_numbers: DimensionNumbers | None,
-    tree: paths.PathedTree,
-    *,
-    per_head: bool = False,
-) -> list[MuonDimensionNumbers | None]:
-    """Those of each leaf, whichever way they were given."""
-    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
-    return [verdict.numbers for verdict in verdicts]
+    reading = Reading(tree).verdicts()
+    verdicts = resolve_verdicts(dimension_numbers, tree, reading=reading)
+    return tree.unflatten(
+        "matrix"
+        if given.numbers is not None and not paths.is_masked(given.numbers)
+        else reading[path].label
+        for path, given in zip(tree.paths, verdicts, strict=True)
+    )
 
 
 def resolve_verdicts(
@@ -202,15 +178,19 @@ def resolve_verdicts(
     tree: paths.PathedTree,
     *,
     per_head: bool = False,
+    reading: Mapping[paths.Path, Verdict] | None = None,
+    described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
-    """The verdict on each leaf, whichever way its numbers were given."""
-    if dimension_numbers is None:
-        return find_verdicts(tree, per_head=per_head)
+    """The verdict on each leaf, whichever way its numbers were given.
+
+    Leaves that are `described` otherwise may be left open.
+    """
     given: Any = dimension_numbers
     if paths.is_function(given):
         given = given(tree.whole())
-    if is_patterns(given, tree):
-        return find_verdicts(tree, per_head=per_head, patterns=given)
+    if dimension_numbers is None or is_patterns(given, tree):
+        reading = reading or Reading(tree).verdicts(per_head)
+        return _decided(tree, reading, given, described)
     if per_head:
         raise ValueError(
             "per_head=True has no say beside dimension_numbers for all leaves: make "
@@ -228,6 +208,57 @@ def resolve_verdicts(
     return [Verdict(entry, "given") for entry in entries]
 
 
+def _decided(
+    tree: paths.PathedTree,
+    reading: Mapping[paths.Path, Verdict],
+    patterns: Mapping[str, Any] | None,
+    described: Collection[paths.Path] = (),
+) -> list[Verdict]:
+    """The verdict on each leaf: what a pattern says, or else the evidence in the tree.
+
+    **Raises:** `ValueError` that lists the leaves of which neither tells.
+    """
+    given = by_pattern(patterns, tree.paths) if patterns else {}
+    found = {
+        path: Verdict(given[path], "given")
+        if given.get(path, AUTOMATIC) != AUTOMATIC and verdict.why != "hidden"
+        else verdict
+        for path, verdict in reading.items()
+    }
+    guesses = {
+        path: x.numbers
+        for path, x in found.items()
+        if x.is_open and x.numbers and path not in described
+    }
+    if not guesses:
+        return list(found.values())
+    shapes = zip(tree.paths, tree.leaves, strict=True)
+    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
+    is_masked = any(map(paths.is_masked, tree.leaves))
+    mask = (
+        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
+        "Or say it here:"
+    )
+    unsure = [
+        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
+        for path, x in found.items()
+        if not x.is_sure
+    ]
+    message = [
+        "cannot tell which axes of these leaves form matrices:",
+        *(f"  {lines[path]}" for path in guesses),
+        *([mask] if is_masked else []),
+        "Say it by dimension_numbers. This mapping is a guess to check: reduction "
+        "axes, then output axes; all other axes are a stack of matrices; None is "
+        "AdamW. Leaves that no pattern matches are found as before:",
+        "",
+        "from optax.contrib import MuonDimensionNumbers",
+        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
+        *(["", "Decided with little evidence:", *unsure] if unsure else []),
+    ]
+    raise ValueError("\n".join(message))
+
+
 def matrix_views(
     dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
@@ -235,25 +266,26 @@ def matrix_views(
     per_head: bool = False,
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    numbers = resolve_dimension_numbers(dimension_numbers, tree, per_head=per_head)
-    return views_of(numbers, tree)
+    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
+    return views_of([verdict.numbers for verdict in verdicts], tree)
 
 
 def views_of(
-    numbers: Sequence[MuonDimensionNumbers | None], tree: paths.PathedTree
+    all_numbers: Sequence[MuonDimensionNumbers | None], tree: paths.PathedTree
 ) -> list[MatrixView | None]:
-    return [_view(*entry) for entry in zip(*tree[:2], numbers, strict=True)]
-
-
-def _view(path, leaf, numbers: MuonDimensionNumbers | None) -> MatrixView | None:
-    if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
-        return None
-    try:
-        view = matrix_view(tuple(leaf.shape), numbers)
-    except ValueError as error:
-        raise ValueError(
-            f"dimension_numbers for '{paths.show(path)}' with shape "
-            f"{tuple(leaf.shape)}: {error}"
-        ) from None
-    is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
-    return dataclasses.replace(view, is_directed=is_directed)
+    """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
+    views: list[MatrixView | None] = []
+    for path, leaf, numbers in zip(*tree[:2], all_numbers, strict=True):
+        if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
+            views.append(None)
+            continue
+        try:
+            view = matrix_view(tuple(leaf.shape), numbers)
+        except ValueError as error:
+            raise ValueError(
+                f"dimension_numbers for '{paths.show(path)}' with shape "
+                f"{tuple(leaf.shape)}: {error}"
+            ) from None
+        is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
+        views.append(dataclasses.replace(view, is_directed=is_directed))
+    return views

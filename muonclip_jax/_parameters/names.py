@@ -1,37 +1,89 @@
-"""What the names of leaves and modules say, however a framework spells them."""
+"""Names in use, as data: what the words of a path say of a leaf.
+
+Every table says whose names it holds. Functions read a path once, word by word.
+"""
 
 import functools
 import re
+from collections import Counter
+from collections.abc import Mapping
 
-from .paths import Path
+from .paths import Path, Shape
 
 
-_KERNELS = {"kernel", "w", "weight"}
+# Flax; Haiku and simply; Equinox, Haliax and PyTorch; AlphaFold and penzai.
+KERNELS = {"kernel", "w", "weight", "weights"}
+# Flax, Haiku ("offset"), Keras ("gamma").
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
-_EMBEDDINGS = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
+_GAINS = {"scale", "scales", "gain", "gains"}
+_TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
+# GPT-2 in HuggingFace and papers; short forms name a table if nothing else follows.
+_TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
 _SHORT = {"emb", "embd"}
-_TABLES = {"wte", "wpe", "wtoken", "wpos", "tok"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
-_TOKENS = {"token", "tokens"}
-_LEARNED = {"latents", "prompt", "prompts", "prototypes"}
+# Perceiver, prompt tuning, DINO, Wav2Vec2 and VQ-VAE: learned, and looked up or added.
+_LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
 _LEARNED |= {"codebook", "codebooks", "codevectors"}
+_TOKENS = {"token", "tokens", "cls", "register", "registers"}
+# What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-_GAINS = {"scale", "scales", "gain", "gains"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
+_LOGITS = {"logit", "logits"}
 
-_TAKES_FEATURES = {"up", "gate", "fc", "wi", "attn", "mlp", "ffn", "ff", "hidden"}
-_TAKES_FEATURES |= {"in", "kv", "qkv", "qk"}
-
-#: Modules of attention, by what Flax calls them.
-_PROJECTIONS = {
-    "query": {"query", "q", "wq", "qproj", "queryproj", "qprojection", "toq"},
-    "key": {"key", "k", "wk", "kproj", "keyproj", "kprojection", "tok"},
-    "value": {"value", "v", "wv", "vproj", "valueproj", "vprojection", "tov"},
-    "out": {"out", "o", "wo", "oproj", "outproj", "outputproj", "attnoutproj", "toout"},
+#: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
+_ROLES = {
+    "query": "query q wq qproj queryproj qprojection toq queryw",
+    "key": "key k wk kproj keyproj kprojection tok keyw",
+    "value": "value v wv vproj valueproj vprojection tov valuew",
+    "out": "out o wo oproj outproj outputproj attnoutproj toout outputw",
 }
-_ROLE_OF = {name: role for role, names in _PROJECTIONS.items() for name in names}
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+# Outputs of attention in penzai and praxis: common words, so only if nothing else is.
+OUT_IN_ATTENTION = ("output", "post", "proj")
+
+#: The kernels of one attention, a letter for each axis; one letter is one size.
+#: D, C, R, S are features or ranks that come in (of the query, of what is attended to,
+#: of latents), E what goes out; M = N * V is flat, N = K * G heads are in groups. L and
+#: digits stack.
+HEADS_IN_FRONT = (
+    # TransformerLens and others, never Flax: it looks like a stack of plain kernels.
+    dict(query="NDH", key="KDH", value="KDV", out="NVE"),
+)
+LAYOUTS: tuple[dict[str, str], ...] = (
+    *HEADS_IN_FRONT,
+    # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
+    dict(query="DNH", key="CKH", value="CKV", out="NVE"),
+    dict(query="DNH", key="CKH", value="CKV", out="ME"),  # DeepSeek's flat output
+    dict(query="DNH", key="CKH", value="CKV", out="ENV"),  # praxis, simply
+    dict(query="DKGH", key="DKH", value="DKV", out="KGVE"),  # penzai
+    dict(query="DKGH", key="DKH", value="DKV", out="NVE"),  # Levanter
+    # Latent attention in MaxText, with a low-rank query and without.
+    dict(wq_b="RNH", wkv_b="SNW", out="NVE"),
+    dict(wq_b="RNH", wkv_b="SNW", out="ME"),
+    dict(query="DNH", wkv_b="SNW", out="NVE"),
+    # `nn.scan` over plain kernels, and over kernels with heads.
+    dict(query="LDQ", key="LDP", value="LDU", out="LQE"),
+    dict(query="LDNH", key="LDKH", value="LDKV", out="LNVE"),
+    dict(query="LDNH", key="LDKH", value="LDKV", out="LME"),
+    dict(wq_b="LRNH", wkv_b="LSNW", out="LME"),
+    dict(wq_b="LRNH", wkv_b="LSNW", out="LNVE"),
+    # Gemma's einsums; `gating_einsum` is stored both ways round.
+    dict(q_einsum="NDH", kv_einsum="2KDH", attn_vec_einsum="NHD"),
+    dict(q_einsum="NDH", k_einsum="KDH", v_einsum="KDH", attn_vec_einsum="NHD"),
+    dict(qkv_einsum="3NDH", attn_vec_einsum="NHD"),
+    dict(gating_einsum="2DF", linear="FD"),
+    dict(gating_einsum="2FD", linear="FD"),
+    # Factors of LoRA in Flax and qwix: `(in..., rank)` and `(rank, out...)`.
+    dict(lora_a="DR", lora_b="RNH"),
+    dict(lora_a="NVR", lora_b="RD"),
+)
+#: The letters of the outputs, or of the inputs, where they are not all but D, C, R, S.
+OUTPUTS = {"out": "E", "attn_vec_einsum": "D", "linear": "D", "lora_a": "R"}
+INPUTS = {"lora_b": "R"}
+#: Roles whose outputs have heads, which `per_head` cuts.
+WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -41,147 +93,152 @@ def words(name: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in found)
 
 
-def is_kernel(path: Path) -> bool:
-    return path[-1:] != () and path[-1] in _KERNELS
-
-
-def is_bias(path: Path) -> bool:
-    """Whether a leaf is a bias, as the last word of its name says: `q_bias`."""
-    return path[-1:] != () and words(path[-1])[-1:] == ("bias",)
-
-
-def is_norm(path: Path) -> bool:
-    """Whether a leaf is the gain or the shift of a norm."""
-    return _is_norm(path[-2:])
-
-
 @functools.lru_cache(maxsize=4096)
-def _is_norm(path: Path) -> bool:
-    if path[-1:] and path[-1] in _VECTORS:
-        return True
-    is_part = path[-1:] != () and path[-1] in ("w", "weight", "bias", "b")
-    module = words("/".join(path[-2:-1]))
-    return is_part and not _names_layer(module) and any(map(_names_norm, module))
+def kind(path: Path) -> str:
+    """Returns what a leaf of any shape is by its name and its module's, `""` if open.
 
-
-def is_gain(path: Path) -> bool:
-    """Whether a leaf multiplies features, as the last word of its name says.
-
-    Of several layers, as `layer_scale`, it has two axes.
+    One of `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`,
+    `"positions or tokens"`, `"head"`.
     """
-    return path[-1:] != () and not _GAINS.isdisjoint(words(path[-1])[-1:])
-
-
-def is_vector(path: Path) -> bool:
-    return is_bias(path) or is_norm(path)
-
-
-def is_embedding(path: Path) -> bool:
-    """Whether a leaf, or the module that holds it, is a table of embeddings.
-
-    The word has to end the name, or begin it (`embed_tokens`): `embeddings_project` is
-    no table. What Flax calls a kernel is one only if its module is called so.
-    """
-    return _is_embedding(path[-2:])
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_embedding(path: Path) -> bool:
-    leaf, module = words(path[-1]) if path else (), words("/".join(path[-2:-1]))
-    if "W_E" in path[-2:]:  # as papers on interpretability write it
-        return True
-    if path[-1:] and path[-1] in _KERNELS:
-        at_end = module[-1:] and (module[-1] in _EMBEDDINGS | _TABLES)
-        return bool(at_end or (path[-1] != "kernel" and _names_table(module)))
-    ends = {*leaf[-1:], *leaf[:1]} - {word for word in leaf if _names_layer(leaf)}
-    return bool(ends & (_EMBEDDINGS | _TABLES | _SHORT)) or _names_table(leaf)
-
-
-def _names_table(module: tuple[str, ...]) -> bool:
-    """Whether a module is named as a table of embeddings otherwise than in Flax.
-
-    `emb` alone, but not `time_emb`, which is often a layer behind an embedding.
-    """
-    of_tokens = bool(set(module[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
-    is_short = bool(set(module[-1:]) & _SHORT)
-    is_plain = module[-1:] in (("table",), ("matrix",), ("lookup",))
-    return (
-        (module[:1] == ("embed",) and not _names_layer(module))
-        or module == ("shared",)  # by encoder and decoder, as in T5 and BART
-        or module[-1:] in (("codebook",), ("codebooks",))
-        or (is_short and (of_tokens or len(module) == 1))
-        or (is_plain and of_tokens)
+    name, module_name = "/".join(path[-1:]), "/".join(path[-2:-1])
+    own, module = words(name), words(module_name)
+    is_kernel, ends = name in KERNELS, {*own[-1:]}
+    is_layer = not _LAYERS.isdisjoint(module[-1:] if is_kernel else own[-1:])
+    if "bias" in ends:
+        return "bias"
+    ends_norm = (x.endswith(("norm", "normalization")) for x in module)
+    is_norm = any(ends_norm) or not _NORMS.isdisjoint(module)
+    is_norm &= name in (KERNELS - {"kernel"} | {"b"})
+    if name in _VECTORS or (is_norm and _LAYERS.isdisjoint(module[-1:])):
+        return "norm"
+    # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
+    if ends & _GAINS or (not is_kernel and "shift" in own):
+        return "gain"
+    # A word has to end a table's name or begin it: `embeddings_project` is none. What
+    # Flax calls a kernel is one only if its module is called so.
+    table = module if is_kernel else own
+    of_tokens = bool(set(table[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
+    is_table = (
+        (table[:1] == ("embed",) and not is_layer)
+        or table == ("shared",)  # by encoder and decoder, as in T5 and BART
+        or table[-1:] in (("codebook",), ("codebooks",))
+        # `emb` alone, but not `time_emb`, which is often a layer after an embedding.
+        or (table[-1:] in (("emb",), ("embd",)) and (of_tokens or len(table) == 1))
+        or (table[-1:] in (("table",), ("matrix",), ("lookup",)) and of_tokens)
     )
+    if is_kernel:
+        is_table = (is_table and name != "kernel") or not _TABLES.isdisjoint(table[-1:])
+    elif not is_layer:
+        is_table |= not (_TABLES | _SHORT).isdisjoint({*own[-1:], *own[:1]})
+    if is_table or "W_E" in path[-2:]:  # papers on interpretability
+        return "embedding"
+    if {"log", "logs"} & {*own[:1], *ends}:
+        return "logarithms"
+    if is_kernel:
+        # A bias of pairs of positions, which T5 in PyTorch calls weight, is no layer.
+        is_of_pairs = module[-1:] == ("bias",) and not _RELATIVE.isdisjoint(module)
+        is_position = not _POSITIONS.isdisjoint(module[:1]) and not is_layer
+        is_position = name != "kernel" and (is_of_pairs or is_position)
+    else:
+        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own)
+        is_position |= bool(ends & _LEARNED or {*own} & {"learned", "pooling"})
+    if is_position:
+        return "positions or tokens"
+    # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
+    is_head = any(
+        x[:1] != ("pre",)
+        and (not _HEADS.isdisjoint(x[-1:]) or not _LOGITS.isdisjoint(x))
+        for x in ((module,) if is_kernel else (module, own))
+    )
+    return "head" if is_head or "W_U" in path[-2:] else ""
 
 
-def is_position_or_token(path: Path) -> bool:
-    """Whether a leaf is a table of positions, or learned tokens."""
-    own = words(path[-1]) if path else ()
-    if path[-1:] == ("kernel",):
-        return False
-    if path[-1:] and path[-1] in _KERNELS:
-        module = words("/".join(path[-2:-1]))
-        is_of_pairs = module[-1:] == ("bias",) and bool(set(module) & _RELATIVE)
-        is_table = bool(set(module[:1]) & _POSITIONS) and not _names_layer(module)
-        return is_of_pairs or is_table
-    return bool(set(own) & (_POSITIONS | _TOKENS) or set(own[-1:]) & _LEARNED)
+CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
+#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
+STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
+STACKED |= {"dense_layers", "moe_layers"}
+EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
+
+#: Words of layers in a block, which others follow though a part of a model lacks them.
+IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}
+#: Layers that say nothing of what they are for.
+UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
 
 
 def says_position(path: Path) -> bool:
-    """Whether a table is of positions or segments, and not of a vocabulary."""
+    """Checks whether a table is of positions or segments, and not of a vocabulary."""
     own = {word for name in path[-2:] for word in words(name)}
     return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
 
 
-def without_number(name: str) -> str:
-    """`hidden_` for `hidden_2`, one of several modules."""
-    return name.rstrip("0123456789")
-
-
-def is_head(name: str) -> bool:
-    """Whether a module is named as an output head: `lm_head`, not `head_conv`."""
-    own = words(name)
-    if not own or own[0] == "pre":
-        return False
-    return (
-        name == "W_U"
-        or own[-1] in _HEADS
-        or any(word.startswith("logit") for word in own)
-    )
-
-
 @functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str | None:
-    """What Flax calls a module of attention: `query`, `key`, `value`, `out`."""
+    """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))
 
 
-def writes_features(name: str) -> bool | None:
-    """Whether a module gives features of the model, or takes them; `None` if open."""
-    role = projection(name)
-    if role and name != "value":
-        return role == "out"
-    own = set(words(name))
-    if own & {"down", "out"} or name in ("fc2", "wo"):
-        return True
-    if own & _TAKES_FEATURES:
-        return False
-    return True if "proj" in own else None
+def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
+    """The other factor of LoRA by its name, and whether this one takes the inputs."""
+    for depth in range(max(0, len(path) - 2), len(path)):
+        found = re.fullmatch(r"(.*lora_?)([abAB])", path[depth])
+        if found:
+            beginning, letter = found.groups()
+            other = chr(ord(letter) ^ 3)  # a for b, B for A
+            partner = (*path[:depth], beginning + other, *path[depth + 1 :])
+            return partner, letter in "aA"
+    return None
 
 
-def has_word(path: Path, *beginnings: str) -> bool:
-    """Whether a run of letters in some names begins so."""
-    return any(
-        letters.startswith(beginnings)
-        for name in path
-        for letters in re.split(r"[^a-z]+", name.lower())
-    )
+def without_ones(bias: Shape) -> Shape:
+    """A bias as Flax has it: `(out, 1, 1)` in Equinox, `(1, 1, 1, out)` in stax."""
+    return tuple(size for size in bias if size != 1) or bias[:1]
 
 
-def _names_layer(module: tuple[str, ...]) -> bool:
-    """Whether a module is named as a layer, whatever it is of: `pos_proj`."""
-    return bool(set(module[-1:]) & _LAYERS)
-
-
-def _names_norm(word: str) -> bool:
-    return word in _NORMS or word.endswith(("norm", "normalization"))
+def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
+    """The path of every leaf in Flax's words."""
+    written: dict[Path, Path] = {}
+    for own, shape in layers.items():
+        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
+        *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
+        stem, _, end = last.rpartition("_")
+        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
+        if last == "b" and (*own[:-1], "w") in layers:
+            last = "bias"
+        elif last in ("w", "weight", "weights") and (
+            module or (last == "weight" and ("bias",) in layers)
+        ):
+            # A weight with more axes than its bias is a layer, whatever its name.
+            bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
+            is_norm = kind(own) == "norm" and not 0 < len(bias) < len(shape)
+            last = "scale" if is_norm else "kernel"
+        elif end == "w" and ((*own[:-1], f"{stem}_b") in layers or projection(stem)):
+            module, last = [*module, stem], "kernel"  # AlphaFold
+        elif end == "b" and (*own[:-1], f"{stem}_w") in layers:
+            module, last = [*module, stem], "bias"
+        elif stem in ("kernel", "bias") and noisy <= layers.keys():
+            module, last = [*module, end], stem  # Dopamine's noisy layers
+        elif last in ("0", "1") and (*own[:-1], "2") not in layers:
+            # A pair of arrays whose second is a bias: stax, and lists written by hand.
+            kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
+            if len(kernel) > 1 and without_ones(bias) in (kernel[-1:], kernel[:1]):
+                last = "kernel" if last == "0" else "bias"
+        written[own] = (*module, last) if own else own
+    roles: dict[Path, dict[str, str]] = {}
+    for path in written.values():
+        for depth in range(len(path)):
+            role = projection(path[depth]) or ""
+            roles.setdefault(path[:depth], {})[path[depth]] = role
+    for below in roles.values():
+        if {"query", "key"} <= set(below.values()) and "out" not in below.values():
+            others = [name for name in below if name in OUT_IN_ATTENTION]
+            below |= dict.fromkeys(others[:1], "out")
+    for own, path in written.items():
+        for depth in range(max(len(path) - 2, 0), len(path)):
+            role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
+            found = Counter(roles[path[:depth]].values())
+            # No second module may be called the same; a bare array needs an output.
+            in_attention = role and found[role] == 1 and found["query"] and found["key"]
+            if in_attention and (rest or found["out"]):
+                written[own] = (*path[:depth], role, *(rest or ("kernel",)))
+                break
+    return written

@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,14 @@ import optax
 
 
 Path = tuple[str, ...]
+Shape = tuple[int, ...]
 
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
+
+# Keys of the one array in a box: Flax ("value"), Haliax, penzai.
+_ARRAYS = {"array", "data_array"}
+_IN_BOX = _ARRAYS | {"value"}
 
 _Keys = tuple[Any, ...]
 
@@ -33,29 +39,19 @@ class LeafAt(dict[Path, Any]):
         return super().__contains__(path) or self.hides(path)
 
     def hides(self, path: Any) -> bool:
-        """Whether a mask hides what is at a path, alone or with what holds it."""
+        """Checks whether a mask hides a path, alone or with what holds it."""
         if not self.hidden:
             return False
         return any(path[:n] in self.hidden for n in range(len(path) + 1))
 
-    def modules_with(self, mark: Path) -> list[Path]:
-        """The modules that hold a path `mark`, or the part of it that is in sight."""
-        lengths = range(1, len(mark) + 1)
-        modules = [
-            path[:-n]
-            for path in self
-            for n in lengths
-            if path[-n:] == mark[:n] and (n == len(mark) or path in self.hidden)
-        ]
-        return list(dict.fromkeys(modules))
-
 
 class PathedTree(NamedTuple):
-    """The leaves of a pytree beside their paths, and the way back."""
+    """The leaves of a pytree next to their paths, and the way back."""
 
     paths: tuple[Path, ...]
     leaves: tuple[Any, ...]
     treedef: Any
+    axis_names: Mapping[Path, tuple[str, ...]] = MappingProxyType({})
 
     def unflatten(self, entries: Iterable[Any]) -> Any:
         """Returns the tree with other leaves; what a mask hides stays hidden."""
@@ -87,17 +83,17 @@ class PathedTree(NamedTuple):
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a dtype, as abstract arrays do, too."""
+    """Checks for a shape and a dtype, which abstract arrays have, too."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_masked(leaf: Any) -> bool:
-    """Whether `optax.masked` hides this leaf from the transformation."""
+    """Checks whether `optax.masked` hides this leaf from the transformation."""
     return isinstance(leaf, optax.MaskedNode)
 
 
 def is_function(x: Any) -> bool:
-    """Whether to call it on the params; a module of NNX may be callable and a tree."""
+    """Checks whether to call it on the params; a callable NNX module is a tree."""
     is_leaf = jax.tree_util.all_leaves([x]) or isinstance(x, functools.partial)
     return callable(x) and is_leaf
 
@@ -105,15 +101,39 @@ def is_function(x: Any) -> bool:
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree:
     """Flattens a tree, keeping masked leaves in sight as `optax.MaskedNode`.
 
+    Nodes that wrap one array, of whichever library, are no part of a name: a tree is
+    often unboxed on the way, as `nnx.Optimizer` and Linen's `nn.unbox` do.
+
     **Raises:** `ValueError` for leaves whose paths are spelled the same.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    may_have_boxes = any(_may_be_in_box(key) for keys, _ in pairs for key in keys)
-    boxes = _boxes(tree, is_leaf) if may_have_boxes else frozenset()
-    paths = tuple(_read_keys(keys, boxes) for keys, _ in pairs)
-    if len(set(paths)) < len(paths):
-        raise ValueError(_of_the_same_name(paths))
-    return PathedTree(paths, tuple(leaf for _, leaf in pairs), treedef)
+    may_have_boxes = any(
+        isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) in _IN_BOX
+        for keys, _ in pairs
+        for key in keys
+    )
+    boxes = dict(_boxes(tree, (), is_leaf)) if may_have_boxes else {}
+    paths, axis_names = [], {}
+    for keys, _ in pairs:
+        around = [keys[:i] for i in range(len(keys)) if keys[:i] in boxes]
+        if around:
+            keys = tuple(k for i, k in enumerate(keys) if keys[:i] not in boxes)
+        path = tuple(part for key in keys for part in split(_name(key)))
+        while path and path[0] in _COLLECTIONS:
+            path = path[1:]
+        paths.append(path)
+        named = [boxes[at] for at in around if boxes[at]]
+        axis_names |= {path: named[-1]} if named else {}
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"several leaves have the path {show_all(twice)}. Rules, patterns and "
+            "state go by path, in which a slash in a key divides as a module does: "
+            "rename one"
+        )
+    return PathedTree(
+        tuple(paths), tuple(leaf for _, leaf in pairs), treedef, axis_names
+    )
 
 
 def show(path: Path) -> str:
@@ -139,57 +159,29 @@ def split(path: str) -> Path:
     return tuple(path.split("/")) if path else ()
 
 
-def _of_the_same_name(paths: Iterable[Path]) -> str:
-    found = [path for path, count in Counter(paths).items() if count > 1]
-    return (
-        f"several leaves have the path {show_all(found)}. Rules, patterns and state go "
-        "by path, in which a slash in a key divides as a module does: rename one"
-    )
+def _boxes(
+    tree: Any, keys: _Keys, is_leaf: Callable[[Any], bool]
+) -> Iterator[tuple[_Keys, tuple[str, ...]]]:
+    """Yields where nodes wrap one array, and how they name its axes."""
 
+    def is_end(x: Any) -> bool:
+        return x is not tree and (is_leaf(x) or _is_box(x, is_leaf))
 
-def _read_keys(keys: _Keys, boxes: frozenset[_Keys]) -> Path:
-    if boxes:
-        keys = tuple(key for i, key in enumerate(keys) if keys[:i] not in boxes)
-    path = tuple(part for key in keys for part in split(_name(key)))
-    while path and path[0] in _COLLECTIONS:
-        path = path[1:]
-    return path
-
-
-def _boxes(tree: Any, is_leaf: Callable[[Any], bool]) -> frozenset[_Keys]:
-    """Where nodes wrap one array, of whichever library; they are no part of a name.
-
-    A tree is often unboxed on the way: `nnx.Optimizer` hands over plain dicts during
-    the update, Linen's users call `nn.unbox`.
-    """
-
-    def found(node: Any, keys: _Keys) -> Iterator[_Keys]:
-        def is_end(x: Any) -> bool:
-            return x is not node and (is_leaf(x) or _is_box(x, is_leaf))
-
-        if _is_box(node, is_leaf):
-            yield keys
-        for below, x in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_end)[0]:
-            if below and not is_leaf(x):
-                yield from found(x, keys + below)
-
-    return frozenset(found(tree, ()))
-
-
-def _may_be_in_box(key: Any) -> bool:
-    return isinstance(key, jax.tree_util.FlattenedIndexKey) or (
-        _name(key) in ("value", "array")
-    )
+    if _is_box(tree, is_leaf):
+        yield keys, _axis_names(tree)
+    for below, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)[0]:
+        if below and not is_leaf(x):
+            yield from _boxes(x, keys + below, is_leaf)
 
 
 def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
-    """Whether a node wraps one array: boxes of Flax, named arrays of Haliax, and such.
+    """Checks for one array in a node: boxes of Flax, named arrays of Haliax, and such.
 
-    What the array is called in it says nothing, and the rest is about the array.
+    The array's own name there says nothing, and the rest is about the array.
     """
-    told = _is_box_of_flax(type(node))
-    if told is not None or isinstance(node, tuple | list):
-        return bool(told)
+    of_flax = _is_box_of_flax(type(node))
+    if of_flax is not None or isinstance(node, tuple | list):
+        return bool(of_flax)
     children, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
@@ -198,27 +190,44 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
         return False
     ((key,), child), (kind, about) = children[0], data
     is_array = is_leaf(child) or jax.tree_util.all_leaves([child])
-    if isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) == "array":
+    if isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) in _ARRAYS:
         return is_array or _is_box(child, is_leaf)
-    # A module may hold nothing but its `value`; a box says something about it.
-    is_value = _name(key) == "value" and bool(about) and is_array
-    return is_value and not issubclass(kind, Mapping)
+    # A module may hold nothing but its `value`; a box says something about it. In
+    # penzai it holds a named array, in one more box.
+    if _name(key) != "value":
+        return False
+    if is_array:
+        return bool(about) and not issubclass(kind, Mapping)
+    return _is_box(child, is_leaf)
 
 
 @functools.cache
 def _is_box_of_flax(kind: type) -> bool | None:
-    """Whether it is a variable of NNX or a box of Linen, told without importing Flax.
+    """Checks for a variable of NNX or a box of Linen, without importing Flax.
 
     They may hold a tree, too. `None` for what is not Flax's.
     """
-    names = {base.__name__ for base in kind.__mro__ if _is_of(base, "flax")}
+    names = {x.__name__ for x in kind.__mro__ if f"{x.__module__}.".startswith("flax.")}
     if names & {"Variable", "AxisMetadata"}:
         return True
-    return False if any(_is_of(base, "flax.nnx") for base in kind.__mro__) else None
+    is_nnx = any(f"{x.__module__}.".startswith("flax.nnx.") for x in kind.__mro__)
+    return False if is_nnx else None
 
 
-def _is_of(kind: type, package: str) -> bool:
-    return f"{kind.__module__}.".startswith(f"{package}.")
+def _axis_names(box: Any) -> tuple[str, ...]:
+    """The names of the axes that a box gives its array, `()` if it has none.
+
+    Linen's `LogicallyPartitioned` has `names`, Haliax `axes` of a name and a size,
+    penzai `named_axes`; NNX keeps `out_sharding`, once `sharding`, in its metadata.
+    """
+    about = box.get_metadata() if hasattr(box, "get_metadata") else {}
+    about = about if isinstance(about, Mapping) else {}
+    found = about.get("out_sharding") or about.get("sharding") or ()
+    for attribute in ("names", "axes", "named_axes") if not about else ():
+        found = found or getattr(box, attribute, ())
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        return ()
+    return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in found)
 
 
 def _name(key: Any) -> str:

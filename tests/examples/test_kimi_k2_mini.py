@@ -162,7 +162,7 @@ def test_every_leaf_is_a_matrix_or_not_as_it_should():
         "mlp/experts/up/kernel": "8 x 16 x 8 muon",
         "mlp/experts/down/kernel": "8 x 8 x 16 muon",
         "mlp/shared/down/kernel": "1 x 8 x 16 muon",
-        "mlp/router/scores/kernel": "1 x 16 x 8 muon",
+        "mlp/router/scores/kernel": "(16, 8) - adamw router",
         "attention/kv_norm/scale": "(8,) - adamw",
     }
     for leaf, row in expected.items():

@@ -110,14 +110,18 @@ class ScannedBlock(nn.Module):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_scanned_layers_are_stacks(masked):
+    """Norms show the stack; where a mask hides them, plain kernels are asked about."""
     scanned = nn.scan(
         ScannedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
     )(name="layers")
     params = linen_params(scanned, jnp.zeros((2, 6, 16)), None)
     if masked:  # as scale_by_muon sees it under optax.masked
         mask = mc.matrix_mask(params)
+        whole = mc.flax_dimension_numbers(params)
         params = jax.tree.map(lambda m, p: p if m else optax.MaskedNode(), mask, params)
-    found = table(params)
+        with pytest.raises(ValueError, match="(?s)Dense_0/kernel.*A mask hides"):
+            mc.flax_dimension_numbers(params)
+    found = table(params, dimension_numbers=whole) if masked else table(params)
     assert {path: m for path, m in found.items() if m} == {
         **{
             f"MultiHeadDotProductAttention_0/{name}/kernel": (3, 16, 16)
@@ -139,12 +143,16 @@ def test_nnx_vmapped_stack():
     assert found["query/bias"] is None
 
 
-def test_experts_and_scanned_experts_are_stacks():
-    params = {
-        "experts": {"kernel": jnp.ones((8, 16, 32))},
-        "moe": {"kernel": jnp.ones((2, 8, 16, 32))},
+def test_experts_are_known_by_their_router():
+    experts = {"wi": jnp.ones((8, 16, 32)), "wo": jnp.ones((8, 32, 16))}
+    router = {"router": {"kernel": jnp.ones((16, 8))}}
+    assert table({"moe": experts | router}) == {
+        "moe/wi": (8, 16, 32),
+        "moe/wo": (8, 32, 16),
+        "moe/router/kernel": None,
     }
-    assert table(params) == {"experts/kernel": (8, 16, 32), "moe/kernel": (16, 16, 32)}
+    with pytest.raises(ValueError, match=r"moe/wi \(8, 16, 32\)"):
+        table({"moe": experts})
 
 
 def test_scanned_plain_dense_named_like_attention_is_a_stack():
@@ -366,11 +374,12 @@ def test_a_general_kernel_without_bias_is_no_stack_by_its_name(module):
         mc.matrix_mask({"block": params})
 
 
-def test_layers_without_bias_are_a_stack_by_their_name():
+def test_layers_without_bias_are_no_stack_by_their_name():
+    """DenseGeneral has such kernels, too."""
     shapes = {"dense_0": (10, 8, 32), "dense_1": (10, 32, 32)}
     params = {
         name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}
         for name, shape in shapes.items()
     }
-    found = mc.flax_dimension_numbers({"mlp": params})["mlp"]
-    assert all(found[name]["kernel"].output_axis == -1 for name in shapes)
+    with pytest.raises(ValueError, match="(?s)mlp/dense_0/kernel.*mlp/dense_1"):
+        mc.flax_dimension_numbers({"mlp": params})

@@ -65,6 +65,23 @@ def test_a_gain_for_each_head_beside_its_projection_makes_no_stack():
     assert (numbers.reduction_axis, numbers.output_axis) == (-3, (-2, -1))
 
 
+def test_a_path_of_pytorch_in_one_name_is_read_like_one_in_modules():
+    shapes = {"up": linear(96, 24), "down": linear(24, 96), "norm": {"weight": (24,)}}
+    flat = {f"net.0.{m}.{n}": x for m, leaf in shapes.items() for n, x in leaf.items()}
+    found = table(abstract(flat))
+    assert found["net.0.up.weight"] == (1, 24, 96)
+    assert found["net.0.norm.weight"] is None
+
+
+def test_features_unfolded_to_a_picture_are_no_head_without_a_question():
+    """As in a DCGAN: nothing but a reshape says who takes 7 x 7 x 64 of them."""
+    shapes = {f"Dense_{i}": x for i, x in enumerate(dense((20, 48), (48, 3136)))}
+    windows = dense((4, 4, 64, 32), (4, 4, 32, 3))
+    shapes |= {f"ConvTranspose_{i}": x for i, x in enumerate(windows)}
+    with pytest.raises(ValueError, match="Dense_1/kernel"):
+        mc.matrix_mask(abstract(shapes))
+
+
 def test_a_depthwise_convolution_over_time_is_no_matrix():
     """As in RecurrentGemma: (window, channels)."""
     shapes = {"conv_1d": {"w": (4, 256), "b": (256,)}, "up": {"w": (256, 64)}}

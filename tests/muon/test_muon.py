@@ -161,7 +161,8 @@ def test_per_head_matrices():
 
 def test_matrices_of_a_stack_do_not_mix():
     stack = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 9)), jnp.float32)
-    tx = mc.scale_by_muon()
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
+    tx = mc.scale_by_muon(dimension_numbers=numbers)
     whole, _ = tx.update({"kernel": stack}, tx.init({"kernel": stack}))
     for i in range(3):
         one, _ = tx.update({"kernel": stack[i]}, tx.init({"kernel": stack[i]}))

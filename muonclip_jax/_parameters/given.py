@@ -1,0 +1,152 @@
+"""Settings for parameters as users give them: patterns of paths, trees, prefixes."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from optax.contrib import MuonDimensionNumbers
+
+from . import paths
+from .paths import Path, PathedTree, show
+
+
+#: What a rule says of a leaf that is to be found automatically after all.
+AUTOMATIC = "auto"
+
+
+def is_patterns(entries: Any, tree: PathedTree) -> bool:
+    """Distinguishes patterns from a tree, or a prefix of one, with params' keys."""
+    if not isinstance(entries, Mapping) or not entries:
+        return False
+    if not all(isinstance(key, str) for key in entries):
+        return False
+    params = tree.whole()
+    keys = (
+        set(params) if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
+    )
+    others = [key for key in entries if key not in keys]
+    is_written_so = any(re.search(r"[*?\[/]", key) for key in others)
+    return is_written_so or len(others) == len(entries)
+
+
+def by_pattern(
+    patterns: Mapping[str, Any], tree_paths: Sequence[Path]
+) -> dict[Path, Any]:
+    """The entry of each path that a pattern matches, of the longest if several do.
+
+    A pattern matches a path or the beginning of one, a module; `*` stands for slashes
+    too. A name as it is written matches itself, brackets and all.
+
+    **Raises:** `ValueError` for entries of another kind, and for patterns that match
+    nothing.
+    """
+    for pattern, entry in patterns.items():
+        known = entry is None or isinstance(entry, MuonDimensionNumbers)
+        if not known and not (isinstance(entry, str) and entry == AUTOMATIC):
+            raise ValueError(
+                f"dimension_numbers of '{pattern}' is {entry!r}; expected is "
+                "optax.contrib.MuonDimensionNumbers, None for AdamW, or 'auto'"
+            )
+    found: dict[Path, Any] = {}
+    used: set[str] = set()
+    for path in tree_paths:
+        starts = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
+        hits = [
+            pattern
+            for pattern in patterns
+            if any(x == pattern or fnmatch.fnmatchcase(x, pattern) for x in starts)
+        ]
+        used.update(hits)
+        if hits:
+            found[path] = patterns[max(hits, key=len)]
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        example = show(next(iter([*found, *tree_paths]), ()))
+        raise ValueError(
+            "dimension_numbers: no parameter matches "
+            f"{', '.join(map(repr, unused))}. Patterns are of whole paths, such as "
+            f"{example!r}; '*' stands for any letters, slashes too"
+        )
+    return found
+
+
+def write_patterns(
+    guesses: Mapping[Path, MuonDimensionNumbers], tree_paths: Iterable[Path]
+) -> str:
+    """Python code of a mapping that gives these leaves, and no other, their numbers.
+
+    A star stands for the number of a module, where all that it matches are alike.
+    """
+
+    def escape(name: str) -> str:
+        return re.sub(r"([*?\[])", r"[\1]", name)
+
+    def pattern(path: Path) -> str:
+        *modules, leaf = map(escape, path)
+        return "/".join([*(re.sub(r"\d+$", "*", name) for name in modules), leaf])
+
+    groups: dict[str, set[Any]] = {}
+    for path, guess in guesses.items():
+        groups.setdefault(pattern(path), set()).add(guess)
+    others = ["/".join(path) for path in tree_paths if path not in guesses]
+    mixed = {x for x, y in groups.items() if len(y) > 1 or fnmatch.filter(others, x)}
+    entries = {
+        escape("/".join(path)) if pattern(path) in mixed else pattern(path): guess
+        for path, guess in guesses.items()
+    }
+    lines = [
+        f'    "{key}": MuonDimensionNumbers({x.reduction_axis}, {x.output_axis}),'
+        for key, x in entries.items()
+    ]
+    return "\n".join(["{", *lines, "}"])
+
+
+def broadcast(
+    prefix: Any,
+    tree: PathedTree,
+    *,
+    name: str,
+    is_entry: Callable[[Any], bool],
+    expected: str,
+    remedy: str = "",
+) -> list[Any]:
+    """Gives every leaf the entry whose path begins its own.
+
+    Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
+    `update` plain dicts. The rest is for the messages: what the user calls the tree,
+    what an entry may be besides `None`, and what to do about entries that are missing.
+    """
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or paths.is_masked(x) or is_entry(x)
+
+    spec = paths.flatten(prefix, is_leaf=is_leaf)
+    entries = dict(zip(spec.paths, spec.leaves, strict=True))
+    for path, entry in entries.items():
+        if not is_leaf(entry):
+            raise ValueError(
+                f"{name} at '{show(path)}' is {entry!r}; it must be {expected} or None"
+            )
+    leaf_at = tree.by_path()
+    used, found, missing = set(), [], []
+    for path in tree.paths:
+        starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
+        used.update(starts)
+        found.append(entries[starts[-1]] if starts else None)
+        # A mask may hide a module as one, and its entries are then below.
+        missing += [] if starts or leaf_at.hides(path) else [path]
+    if missing:
+        raise ValueError(f"{name} has no entry for {paths.show_all(missing)}{remedy}")
+    # A `None` may also be a parameter that is absent, such as the bias of a layer
+    # without one.
+    unused = [
+        path
+        for path, entry in entries.items()
+        if entry is not None and path not in used and not leaf_at.hides(path)
+    ]
+    if tree.paths and unused:
+        raise ValueError(
+            f"{name} names {paths.show_all(unused)}, but no parameter has such a path"
+        )
+    return found

@@ -1,0 +1,514 @@
+"""Every leaf read by its name, its shape and what is next to it: a matrix or not.
+
+Leaves are first written as Flax would have them, one layer of each stack: Haiku calls a
+kernel `w`, Equinox and Haliax `weight` and keep it as `(out, in)`, others call the
+projections of attention `q_proj` or `wq`. Read like this, one list of rules serves them
+all. A leaf that no rule decides is open, and the caller asks.
+"""
+
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from optax.contrib import MuonDimensionNumbers
+
+from . import names
+from .names import without_ones
+from .paths import is_masked, Path, PathedTree, Shape
+from .stacks import find_stacks, IN_FRONT, StackAxes
+
+
+_WINDOW = 8  # of a convolution over time, at most
+_PATCH = 16  # of any convolution, at most
+_COLORS = 4  # at most, with transparency
+
+
+class EitherWay(MuonDimensionNumbers):
+    """Dimension numbers of either direction: a mask hides the bias that would tell."""
+
+
+class Verdict(NamedTuple):
+    """A leaf's dimension numbers, `None` for AdamW, and what says so."""
+
+    numbers: MuonDimensionNumbers | None
+    why: str
+    is_sure: bool = True
+    label: str = "vector"  # of what goes to AdamW
+    is_open: bool = False  # nothing decides; the numbers are what they may be
+
+
+class Leaf(NamedTuple):
+    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
+
+    own: Path
+    path: Path
+    shape: Shape
+    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    is_turned: bool = False  # the leaf has its outputs first
+    is_open: bool = False  # nothing tells which of its axes are outputs
+    is_stacked: bool = False
+
+    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
+        """Dimension numbers of the leaf, from axes of the shape."""
+        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
+        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
+
+
+def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
+    """Compares a kernel with its bias: `True` if the outputs come first."""
+    if 1 < len(bias) == len(shape) - 1 and bias == shape[:1] + (1,) * (len(bias) - 1):
+        return True  # PyTorch's convolution, of as many inputs as outputs, too
+    bias = without_ones(bias)
+    if not bias or len(bias) >= len(shape):
+        return None
+    first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+    return first if first != last else None
+
+
+class Reading:
+    """The leaves of a tree in Flax's words, and what each is."""
+
+    def __init__(self, tree: PathedTree, stack_axes: StackAxes = IN_FRONT):
+        self.axis_names, self.leaf_at = tree.axis_names, tree.by_path()
+        self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
+        self._shape = {
+            path: () if is_masked(leaf) else tuple(leaf.shape)
+            for path, leaf in self.leaf_at.items()
+        }
+        layers = {path: self.stacks[path].layer(x) for path, x in self._shape.items()}
+        written = names.in_flax(layers)
+        biases = {
+            path[:-1]: layers[own]
+            for own, path in written.items()
+            if names.kind(path) == "bias"
+        }
+        weights = {
+            x for x in written if {"weight"} & {*".".join(x[-2:]).split(".")[-2:]}
+        }
+        votes = [
+            is_turned_by_bias(layers[own], biases.get(path[:-1], ()))
+            for own, path in written.items()
+            if own in weights and path[-1:] == ("kernel",)
+        ]
+        # What is called a weight has its outputs first in Equinox and Haliax.
+        weights_turned = votes.count(True) >= votes.count(False)
+        self.leaves: dict[Path, Leaf] = {}
+        for own, path in written.items():
+            shape, rank = layers[own], len(self._shape[own])
+            axes = tuple(i - rank for i in self.stacks[own].layer(tuple(range(rank))))
+            is_kernel, is_weight = path[-1:] == ("kernel",), own in weights
+            bias, module = biases.get(path[:-1], ()), "".join(path[-2:-1])
+            in_attention = module in ("query", "key", "value", "out")
+            is_open = is_kernel and is_weight and len(shape) > 2 and not bias
+            is_open &= not (in_attention or names.CONVOLUTION.search(module))
+            # Kernels of rank 2 may be turned, too: HuggingFace's GPT-2, and those of
+            # recurrent cells in Equinox.
+            is_cell = own[-1:] != () and own[-1].startswith(("weight_", "w_"))
+            may_turn = is_weight or own[-1:] == ("0",)
+            may_turn |= len(shape) == 2 and (is_kernel or is_cell)
+            by = 0
+            if len(shape) > 1 and may_turn and len(without_ones(bias)) < len(shape):
+                vote = is_turned_by_bias(shape, bias)
+                if vote:
+                    by = len(without_ones(bias))
+                elif vote is None and is_kernel and is_weight and not is_open:
+                    turns = weights_turned and names.kind(own) != "embedding"
+                    by = len(shape) - 1 if in_attention and module != "out" else 1
+                    by *= turns
+            shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+            is_stacked = self.stacks[own].depth > 0
+            self.leaves[own] = Leaf(
+                own, path, shape, axes, bool(by), is_open, is_stacked
+            )
+        self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
+        self._widths = {
+            leaf.shape[0]
+            for leaf in self.leaves.values()
+            if len(leaf.shape) == 1 and names.kind(leaf.path) == "norm"
+        }
+        # A mask of matrices hides vectors, and heads next to them.
+        hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
+        self.is_whole = not any(names.kind(path) in ("bias", "norm") for path in hidden)
+
+    def shape(self, path: Path) -> Shape:
+        """The shape of the leaf at a path, `()` if there is none in sight."""
+        return self._shape.get(path, ())
+
+    def layer(self, path: Path) -> Shape:
+        """The shape of the leaf at a path in one layer, `()` if there is none."""
+        return self.stacks[path].layer(self._shape[path]) if path in self._shape else ()
+
+    @functools.cached_property
+    def layouts(self) -> dict[Path, tuple[str, list[str]]]:
+        """The role of every kernel that a layout may name, and the letters that fit it.
+
+        Several if layouts fit that take the kernel apart differently.
+        """
+        known = {role for layout in names.LAYOUTS for role in layout}
+        modules: dict[tuple[Path, str, bool], dict[str, Path]] = {}
+        for leaf in self.leaves.values():
+            at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
+            name, suffix = "".join(leaf.path[at : at + 1]), ""
+            if name[-2:-1] == "_" and name[:-2] in known:
+                name, suffix = name[:-2], name[-2:]  # pi0's second expert
+            elif name[-7:] in ("_lora_a", "_lora_b"):
+                name, suffix = name[-6:], name[:-6]  # qwix
+            if name in known and leaf.shape:
+                of_flax = leaf.own[-1:] == ("kernel",)
+                key = leaf.path[:at], suffix, of_flax
+                modules.setdefault(key, {})[name] = leaf.path
+        found: dict[Path, tuple[str, list[str]]] = {}
+        for (_, _, of_flax), members in modules.items():
+            shapes = {role: self.shapes[path] for role, path in members.items()}
+            fitting: list[dict[str, str]] = []
+            of_width: list[dict[str, str]] = []
+            likely: list[dict[str, str]] = []
+            for layout in names.LAYOUTS if max(map(len, shapes.values())) > 2 else ():
+                is_ours = layout not in names.HEADS_IN_FRONT or not of_flax
+                if not shapes.keys() <= layout.keys() or not is_ours:
+                    continue
+                pairs = [(layout[role], shape) for role, shape in shapes.items()]
+                for role, path in members.items():
+                    # A bias has the outputs of its kernel, and its layers.
+                    bias = self.shapes.get((*path[:-1], "bias"))
+                    if bias and path[-1] == "kernel":
+                        inputs, _ = _sides(role, layout[role])
+                        rank = len(layout[role])
+                        outputs = [i for i in range(-rank, 0) if i not in inputs]
+                        pairs += [("".join(layout[role][i] for i in outputs), bias)]
+                size: dict[str, int] = {}
+                fits = all(len(letters) == len(shape) for letters, shape in pairs)
+                fits = fits and all(
+                    size.setdefault(x, int(x) if x.isdigit() else n) == n
+                    for letters, shape in pairs
+                    for x, n in zip(letters, shape, strict=True)
+                )
+                for whole, *parts in ("MNV", "NKG"):
+                    if fits and {whole, *parts} <= size.keys():
+                        fits = size[whole] == math.prod(size[x] for x in parts)
+                if not fits:
+                    continue
+                fitting.append(layout)
+                # Most outputs are as wide as what came in.
+                features, heads = size.get("D", 0), size.get("N", 0)
+                if size.get("E", features) != features:
+                    continue
+                of_width.append(layout)
+                # Features as many as heads hold would be a coincidence in a stack; and
+                # in Flax a query without a value has heads.
+                is_likely = features == heads * size.get("H", 0)
+                is_likely |= "value" not in shapes and features >= heads
+                if is_likely and "L" not in "".join(layout.values()):
+                    likely.append(layout)
+            for role, path in members.items():
+                letters = [layout[role] for layout in likely or of_width or fitting]
+                found[path] = role, list({_sides(role, x): x for x in letters}.values())
+        return found
+
+    def has_heads(self, module: Path) -> bool | None:
+        """Looks for an axis of heads in the projections of a module; `None` if open."""
+        for role in ("query", "wq_b", "key", "value"):
+            path = (*module, role, "kernel")
+            if self.shapes.get(path):
+                _, letters = self.layouts.get(path, ("", []))
+                if len(self.shapes[path]) < 3:
+                    return False
+                return bool({*"NK"} & {*letters[0]}) if len(letters) == 1 else None
+        return False
+
+    @functools.cached_property
+    def _routers(self) -> dict[Path, tuple[Path, Shape]]:
+        """Where the experts of each router are, and its shape, by its path."""
+        # How many experts are below each module; 0 for such as have a number each.
+        experts: dict[Path, set[int]] = {}
+        for path, shape in self.shapes.items():
+            for depth, name in enumerate(path):
+                if name == "experts" or len(shape) > 2:
+                    count = shape[-3] if len(shape) > 2 else 0
+                    experts.setdefault(path[:depth], set()).add(count)
+        found = {}
+        for own, path, shape, *_ in self.leaves.values():
+            for at in range(len(path) if len(shape) == 2 else 0):
+                last = names.words(path[at])[-1:]
+                is_gate = last == ("gate",) and at > len(path) - 3
+                is_gate = is_gate and {0, *shape} & experts.get(path[:at], set())
+                if last == ("router",) or is_gate:
+                    found[own] = path[:at], shape
+        return found
+
+    def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
+        """Returns the verdict on every leaf, by its own path."""
+        found = {}
+        for own, leaf in self.leaves.items():
+            array = self.leaf_at[own]
+            if is_masked(array):
+                found[own] = Verdict(None, "hidden")
+            elif not jnp.issubdtype(array.dtype, jnp.inexact):
+                found[own] = Verdict(None, "no floats")
+            else:
+                found[own] = self._verdict(leaf, per_head)
+        if self.is_whole:
+            found |= self._unnamed_heads(found)
+        for own, verdict in found.items():
+            stack = self.stacks[own]
+            if stack.depth and verdict.numbers is not None and not verdict.is_open:
+                sizes = " x ".join(map(str, stack.sizes(self._shape[own])))
+                why = f"{verdict.why}; stack of {sizes} at axis {stack.start}"
+                found[own] = verdict._replace(why=why)
+        return found
+
+    def _verdict(self, leaf: Leaf, per_head: bool) -> Verdict:
+        """The rules on one leaf, in their order; heads without a name come after."""
+        own, path, shape, rank = leaf.own, leaf.path, leaf.shape, len(leaf.shape)
+        is_kernel, module = path[-1:] == ("kernel",), "".join(path[-2:-1])
+        bias = self.shapes.get((*path[:-1], "bias"), ())
+        has_bias = (*path[:-1], "bias") in self.shapes
+        kind, kind_written = names.kind(own), names.kind(path)
+
+        # Vectors, whatever the rank: what is added or multiplied.
+        if rank < 2:
+            return Verdict(None, "vector")
+        if 0 in shape:
+            return Verdict(None, "empty")
+        if "bias" in (kind, kind_written):
+            return Verdict(None, "bias")
+        # A shift of the same shape makes a gain of it, whatever its name.
+        is_gain = path[-1:] and path[-1] in names.KERNELS and shape == bias
+        if kind_written == "norm" or kind == "gain" or is_gain:
+            return Verdict(None, "norm")
+
+        # Tables: what is looked up. With a bias it is a layer, such as patches.
+        if "." in "".join(own[-1:]):
+            kind = kind_written
+        axis_names = self.axis_names.get(own, ())
+        if "vocab" in axis_names:
+            first = axis_names.index("vocab") - len(axis_names) == leaf.axes[0]
+            kind = "embedding" if first else "head"
+        if kind in ("embedding", "positions or tokens") and not (
+            is_kernel and has_bias
+        ):
+            return Verdict(None, kind, label=kind if kind == "embedding" else "vector")
+        if kind == "logarithms":
+            return Verdict(None, kind)
+        if rank > 2 and sum(size != 1 for size in shape) == 1 and not is_kernel:
+            return Verdict(None, "vector")
+        if "head" in (kind, kind_written):
+            return Verdict(None, "output head: named so", label="head")
+        if own in self._routers:
+            return Verdict(None, "router", label="router")
+
+        if rank == 2:
+            if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
+                # RecurrentGemma: (window, channels)
+                return Verdict(None, "depthwise convolution", is_sure=False)
+            # Under a name that says nothing, two gains for each of many features, or
+            # many for two, are as likely: FermiNet's `sigma`, a pooling query.
+            # So is one of a norm's size: a vector in heads, as RWKV's bonus.
+            # One row alone may be the block of a matrix that `shard_map` cuts.
+            is_small = min(shape) == 2 and max(shape) >= 16
+            is_small |= math.prod(shape) in self._widths
+            if is_small and not is_kernel and not names.low_rank_partner(path):
+                return self._open(leaf)
+            why = "outputs first" if leaf.is_turned else "inputs, outputs"
+            # The number of a layer says nothing, and a gain over two axes may be one.
+            is_sure = is_kernel and (has_bias or bool(module and not module.isdigit()))
+            numbers = leaf.numbers((-2,), (-1,))
+            # Biases tell which way round weights are, those of others, too.
+            hides = own[-1:] == ("weight",) or (has_bias and not bias)
+            if hides and not self.is_whole:
+                numbers = EitherWay(*numbers)
+            return Verdict(numbers, why, is_sure)
+        if not self.is_whole and own[-1:] == ("weight",):
+            return self._open(leaf)
+
+        # Kernels of attention, of pairs, of experts: their shapes together tell.
+        role, letters = self.layouts.get(path, ("", []))
+        has_heads = role in names.WITH_HEADS
+        # Norms, which the mask hides, would show a stack.
+        hides = has_heads and rank > 3 and not self.is_whole
+        if len(letters) == 1 and not (hides and "L" not in letters[0]):
+            sides = _sides(role, letters[0])
+            sides = (sides[0], sides[1][-1:]) if per_head and has_heads else sides
+            why = "attention" if has_heads or role == "out" else "shapes together"
+            return Verdict(leaf.numbers(*sides), why)
+        if letters or hides:
+            return self._open(leaf)
+        for place, (features, experts) in self._routers.values():
+            is_inside = path[: len(place)] == place and not leaf.is_open
+            if is_inside and shape[-3] == experts and features in shape[-2:]:
+                return Verdict(leaf.numbers((-2,), (-1,)), "experts of a router")
+        if not is_kernel:
+            return self._open(leaf)
+
+        # Windows: one with one input for each output, depthwise, is no matrix.
+        is_conv = bool(names.CONVOLUTION.search(module))
+        inner, window = shape[-2], shape[:-2]
+        if leaf.is_turned:  # its outputs were in front, then its inputs
+            inner, window = shape[0], shape[1:-1]
+        is_window = is_conv or without_ones(bias) == shape[-1:]
+        is_window |= len(window) > 1 and len(set(window)) == 1
+        if inner == 1 and is_window and set(window) != {1} and not leaf.is_open:
+            return Verdict(None, "depthwise convolution", is_sure=False)
+
+        # A bias has one entry per output, which tells input axes from output axes.
+        is_padded = own[-1:] == ("weight",) or len(bias) >= rank
+        bias = without_ones(bias) if is_padded else bias
+        fitting = [
+            leaf.numbers(range(len(bias) - n - rank, -n), range(-n, 0))
+            for n in range(1, len(bias) + 1)
+            if len(bias) < rank and bias == shape[: len(bias) - n] + shape[-n:]
+        ]
+        # Both ends may be the outputs: NetKet keeps them in front. Conv does not.
+        is_either = bias == shape[: len(bias)] and not is_conv and not leaf.is_turned
+        if len(fitting) == 1 and not is_either:
+            return Verdict(fitting[0], "bias tells")
+        if bias or leaf.is_open:
+            return self._open(leaf)
+        # A hidden bias would distinguish scanned convolutions from those of more axes.
+        is_told = rank < 4 or (rank == 4 and shape[0] == shape[1])
+        if is_conv and (is_told or self.is_whole or not has_bias):
+            return Verdict(leaf.numbers(range(-rank, -1), (-1,)), "convolution")
+        if set(shape[:-2]) == {1}:
+            return Verdict(leaf.numbers((-2,), (-1,)), "one layer")
+        return self._open(leaf)
+
+    def _open(self, leaf: Leaf) -> Verdict:
+        """A guess to be checked by the user."""
+        rank, name = len(leaf.shape), "".join(leaf.path[-2:-1])
+        inputs, outputs = tuple(range(-rank, -1)), (-1,)
+        if rank == 3 and name in names.WITH_HEADS:
+            inputs, outputs = (-3,), (-2, -1)
+        elif leaf.is_open and max(leaf.shape[2:]) <= _PATCH:  # as PyTorch has it
+            inputs, outputs = tuple(i + 1 for i in inputs), inputs[:1]
+        elif not (rank == 3 and name == "out") and (
+            rank < 4 or len(set(leaf.shape[:-2])) > 1
+        ):
+            inputs = (-2,)
+        return Verdict(leaf.numbers(inputs, outputs), "open", is_open=True)
+
+    def _unnamed_heads(self, verdicts: Mapping[Path, Verdict]) -> dict[Path, Verdict]:
+        """The kernels that write the output though they are not called a head.
+
+        They have the size of the vocabulary, or nothing takes what they give: their
+        outputs are the input of no other leaf. Layers of repeated blocks are none.
+        """
+        kernels: list[Leaf] = []
+        taken, unfolded = set(), set()
+        for own, verdict in verdicts.items():
+            leaf, full = self.leaves[own], self._shape[own]
+            if verdict.numbers is not None:
+                axes = verdict.numbers.reduction_axis
+                inputs = [full[i] for i in ((axes,) if isinstance(axes, int) else axes)]
+                if names.CONVOLUTION.search("".join(leaf.path[-2:-1])) and inputs[1:]:
+                    # Neither the window nor the colors of a picture are features.
+                    channels = leaf.shape[0 if leaf.is_turned else -2]
+                    taken |= {channels} if channels > _COLORS else set()
+                    is_transposed = "transpose" in leaf.path[-2].lower()
+                    unfolded |= {channels} if is_transposed else set()
+                else:
+                    taken |= {math.prod(inputs)}
+                if len(leaf.shape) == 2 and leaf.path[-1:] == ("kernel",):
+                    kernels += [leaf] if leaf.path[1:] and not verdict.is_open else []
+            elif verdict.label == "head" and leaf.shape:
+                taken |= {leaf.shape[0]}
+            elif leaf.shape and names.kind(leaf.path) in ("norm", "embedding"):
+                taken |= {leaf.shape[-1]}
+        if not kernels:
+            return {}
+        alike = Counter(map(_twin, self.leaves.values()))
+        labels = {own: verdict.label for own, verdict in verdicts.items()}
+        tables = [
+            leaf
+            for own, leaf in self.leaves.items()
+            if labels[own] == "embedding" and len(leaf.shape) == 2
+            if not names.says_position(own)
+        ]
+        found: dict[Path, Verdict] = {}
+
+        # With as many outputs as there are tokens: the last layer next to the table, or
+        # at the root, else those that no layer takes.
+        last: list[Leaf] = []
+        if "head" not in labels.values():
+            in_order = sorted(kernels, key=_in_order)
+            unnamed = [x for x in in_order if names.UNNAMED.fullmatch(x.path[-2])]
+            last = list({x.path[:-2]: x for x in unnamed}.values())
+            sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]} - taken
+            turned = {(x.path[:-2], x.shape[::-1]) for x in tables}
+            turned |= {((), shape) for _, shape in turned}
+            of_vocabulary = [x for x in last if (x.path[:-2], x.shape) in turned] or [
+                x for x in kernels if x.shape[1] in sizes and alike[_twin(x)] < 2
+            ]
+            why = "output head: as large as the vocabulary"
+            head = Verdict(None, why, is_sure=False, label="head")
+            found = {leaf.own: head for leaf in of_vocabulary if not leaf.is_stacked}
+
+        why = "output head: nothing takes its outputs"
+        head = Verdict(None, why, is_sure=False, label="head")
+        n_matrices = sum(x.numbers is not None for x in verdicts.values())
+        has_windows = any(len(x.shape) > 3 for x in self.leaves.values())
+        for leaf in kernels:
+            (features, outputs), parent = leaf.shape, leaf.path[:-2]
+            is_inside = (*parent, "key", "kernel") in self.shapes
+            is_inside |= not names.IN_BLOCK.isdisjoint(names.words(leaf.path[-2]))
+            if outputs in taken - {1} or is_inside or leaf.own in found:
+                continue
+            # Fused projections and gates are taken apart: parts are taken.
+            parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
+            is_parts = parent and (outputs % features == 0 or taken & parts)
+            has_bias = (*leaf.path[:-1], "bias") in self.shapes
+            is_alone = alike[_twin(leaf)] < 2 and not leaf.is_stacked
+            is_network = n_matrices > (1 if has_windows else 2)
+            if outputs == 1 or (has_bias and is_alone and is_network and not is_parts):
+                # A decoder of pictures may unfold them to a first transposed window.
+                is_unfolded = any(outputs % size == 0 for size in unfolded)
+                found[leaf.own] = self._open(leaf) if is_unfolded else head
+
+        # Nothing tells of one layer of any name next to the whole model, though as many
+        # features are taken elsewhere, nor of what is called a head and writes features
+        # that another part takes: the pictures' of PaliGemma.
+        is_one = sum(len(x.path) == 2 for x in kernels) == 1 < len(kernels)
+        is_headless = is_one and not found and not tables
+        unsure = [x for x in last if len(x.path) == 2 and is_headless]
+        unsure += [
+            leaf
+            for own, leaf in self.leaves.items()
+            if labels[own] == "head" and leaf.path[1:-2] and leaf.path[-2] == "head"
+            if leaf.shape[-1] in taken
+        ]
+        return found | {leaf.own: self._open(leaf) for leaf in unsure}
+
+
+def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Input and output axes of a kernel in a layout, from the end."""
+    free = [
+        (i - len(letters), letter)
+        for i, letter in enumerate(letters)
+        if letter != "L" and not letter.isdigit()
+    ]
+    outputs = names.OUTPUTS.get(role) or {x for _, x in free} - {
+        *names.INPUTS.get(role, "DCRS")
+    }
+    return (
+        tuple(i for i, letter in free if letter not in outputs),
+        tuple(i for i, letter in free if letter in outputs),
+    )
+
+
+def _twin(leaf: Leaf) -> tuple[Path, Shape]:
+    """A key that a leaf shares with the same one of other numbered blocks."""
+    modules = (re.sub(r"\d+$", "#", name) for name in leaf.path[:-2])
+    return (*modules, *leaf.path[-2:]), leaf.shape
+
+
+def _in_order(leaf: Leaf) -> list[tuple[float, str]]:
+    """`Dense_10` after `Dense_9`, `linear` before `linear_1`, `out` at the end."""
+    numbers = [re.sub(r"\D", "", name) for name in leaf.path]
+    ends = [math.inf if name in ("out", "output") else 0.0 for name in leaf.path]
+    return [
+        (float(number or end), name)
+        for number, end, name in zip(numbers, ends, leaf.path, strict=True)
+    ]

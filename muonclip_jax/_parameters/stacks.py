@@ -1,0 +1,147 @@
+"""Layers stacked in one leaf: where, and what is left of the leaf in one layer.
+
+They are where `stack_axes` or the leaf's axis names say. Else vectors give them away:
+in one layer a norm has one axis. Where every leaf under a module has the same sizes at
+the same place, and its norms have just those axes more, they are a stack: in front, as
+Flax, Haiku and Haliax put it, after the first axis, as MaxText does, or at the end.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from . import names
+from .names import without_ones
+from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
+
+
+#: The axis of the layers in the leaves of a module that is stacked, by its path.
+StackAxes = Mapping[str, int]
+IN_FRONT: StackAxes = MappingProxyType({})
+
+
+class Stack(NamedTuple):
+    """The axes of a stack in a leaf: `depth` of them, from `start` on."""
+
+    start: int
+    depth: int
+
+    def sizes(self, shape: Shape) -> Shape:
+        return shape[self.start : self.start + self.depth]
+
+    def layer(self, shape: Shape) -> Shape:
+        """The shape of the leaf in one layer."""
+        return shape[: self.start] + shape[self.start + self.depth :]
+
+    def axis(self, axis: int, rank: int) -> int:
+        """Where an axis of one layer is in the leaf of this rank; both from the end."""
+        index = axis + rank - self.depth
+        return axis if index >= self.start else axis - self.depth
+
+
+def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
+    """A stack that begins at an axis or, from the end, ends there, if it can."""
+    start = axis if axis >= 0 else axis + rank + 1 - depth
+    return Stack(start, depth) if 0 <= start <= rank - depth else None
+
+
+def find_stacks(
+    leaf_at: LeafAt,
+    stack_axes: StackAxes,
+    axis_names: Mapping[Path, tuple[str, ...]],
+) -> dict[Path, Stack]:
+    """The stack of each leaf.
+
+    **Raises:** `ValueError` for modules in `stack_axes` that the params lack, and for
+    leaves that lack the axis.
+    """
+    given = {split(module): axis for module, axis in stack_axes.items()}
+    starts = {path[:n] for path in leaf_at for n in range(len(path) + 1)}
+    absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
+    if absent and leaf_at:
+        raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
+    found: dict[Path, Stack] = dict.fromkeys(leaf_at, Stack(0, 0))
+    members: dict[Path, list[Path]] = {}
+    shapes: dict[Path, Shape] = {}
+    strays = []
+    for path, leaf in leaf_at.items():
+        if is_masked(leaf):
+            continue
+        shape = tuple(leaf.shape)
+        around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
+        named = [
+            i
+            for i, x in enumerate(axis_names.get(path, ()))
+            if x in names.STACKED or (x in names.EXPERTS and i < len(shape) - 1)
+        ]
+        if around:
+            # A number for each layer has one axis, wherever the others have theirs.
+            axis = around[-1] if len(shape) > 1 else 0
+            stack = stack_at(axis, len(shape), min(1, len(shape)))
+            found[path] = stack or Stack(0, 0)
+            strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
+        elif named and named[-1] - named[0] == len(named) - 1:
+            found[path] = Stack(named[0], len(named))
+        else:
+            shapes[path] = shape
+            for depth in range(len(path)):
+                members.setdefault(path[:depth], []).append(path)
+    if strays:
+        raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
+    seen: set[Path] = set()  # the outermost of nested stacks holds them all
+    for module in sorted(members, key=len):
+        inside = members[module]
+        if inside[0] not in seen and (place := _place(module, inside, shapes)):
+            seen.update(inside)
+            for path in inside:
+                rank = len(shapes[path])
+                found[path] = stack_at(place[0], rank, min(place[1], rank)) or Stack(
+                    0, rank
+                )
+    return found
+
+
+def _place(
+    module: Path, inside: list[Path], shapes: Mapping[Path, Shape]
+) -> tuple[int, int] | None:
+    """Axis and depth of a stack that all leaves under a module share."""
+    kinds = {p: names.kind(p) for p in inside}
+    biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
+    # A weight with more axes than its bias is a layer, whatever its module's name.
+    layers = {p for p in inside if 0 < len(biases.get(p[:-1], ())) < len(shapes[p])}
+    kernels = [p for p in inside if p[-1] in names.KERNELS and kinds[p] != "norm"]
+    vectors = [
+        shapes[p]
+        for p in inside
+        if kinds[p] == "norm" and not (p in layers and p[-1] in names.KERNELS)
+    ]
+    places: Iterable[int] = (0, 1, -1)
+    if not vectors:
+        # A bias may have an axis of heads, which a kernel has after its first. Only one
+        # that is not just the last axes of its kernel is of a stack.
+        own = {p: biases[p[:-1]] for p in kernels if p[:-1] in biases}
+        own = {p: without_ones(x) if p[-1] == "weight" else x for p, x in own.items()}
+        if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
+            vectors, places = list(own.values()), (0,)
+    depth = min(map(len, vectors), default=0) - 1
+    if depth < 1 or not (kernels or any(len(shapes[p]) > depth + 1 for p in inside)):
+        return None
+    # A gain for each output of the one kernel next to it, as of each head, is no stack.
+    if len(kernels) == 1 and all(x == shapes[kernels[0]][-len(x) :] for x in vectors):
+        return None
+    fits: dict[int, set[int]] = {}  # the features of one layer, by the axis
+    for axis in places:
+        of_rank = {len(shapes[p]) for p in inside}
+        at = {n: stack_at(axis, n, depth) or Stack(0, n) for n in of_rank}
+        sizes = {at[len(shapes[p])].sizes(shapes[p]) for p in inside}
+        if len(sizes) == 1 and len(next(iter(sizes))) == depth:
+            fits[axis] = {n for x in vectors for n in at[len(x)].layer(x)}
+    # Where layers and features are both shared, features are known outside.
+    known = {
+        x[-1]
+        for p, x in (shapes.items() if len(fits) > 1 else ())
+        if p[: len(module)] != module and x
+        if names.kind(p) == "embedding" or (len(x) == 1 and names.kind(p) == "norm")
+    }
+    inner = [axis for axis, features in fits.items() if features <= known]
+    return ([*inner, *fits][0], depth) if fits else None
