@@ -101,8 +101,8 @@ def on_one_device(
     views = views if platform.name == "tpu" else [view.wide for view in views]
     results: list[Any] = list(leaves)
     plan = plan_stacks(leaves, views, platform.stack_entries, STACK_LEAVES)
-    for stacks in _in_turns(solver, plan):
-        if _is_large(solver, stacks[0]):
+    for stacks, are_large in _in_turns(solver, plan):
+        if are_large:
             # Batch by batch: a matrix goes through all of it in the caches, or at least
             # no more of them are prepared than are iterated.
             gathered = [
@@ -122,22 +122,24 @@ def on_one_device(
     return results
 
 
-def _is_large(solver: Solver, stack: Stack) -> bool:
-    """True for more matrices than are iterated at once."""
-    return stack.count > solver.batch_size(stack.shape)
+def _in_turns(
+    solver: Solver, plan: Sequence[Stack]
+) -> Iterator[tuple[list[Stack], bool]]:
+    """Stacks that are iterated together, and whether they are large.
 
-
-def _in_turns(solver: Solver, plan: Sequence[Stack]) -> Iterator[list[Stack]]:
-    """Stacks that are iterated together: those of one kind, if they are small."""
+    Large is what has more matrices than are iterated at once.
+    """
     # On TPU two, which take turns at the matrix units; elsewhere each goes alone. A
     # large one goes alone in any case: its batches take turns with each other.
     waiting: dict[Any, list[Stack]] = {}
     for stack in plan:
-        kind = stack.shape, stack.dtype, _is_large(solver, stack)
+        is_large = stack.count > solver.batch_size(stack.shape)
+        kind = stack.shape, stack.dtype, is_large
         waiting.setdefault(kind, []).append(stack)
-        if _is_large(solver, stack) or len(waiting[kind]) == solver.its_platform.turns:
-            yield waiting.pop(kind)
-    yield from waiting.values()
+        if is_large or len(waiting[kind]) == solver.its_platform.turns:
+            yield waiting.pop(kind), is_large
+    for stacks in waiting.values():
+        yield stacks, False
 
 
 def _differentiable(route: Route, alone: Route) -> Route:

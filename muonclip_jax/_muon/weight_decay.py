@@ -49,6 +49,7 @@ def add_cautious_decayed_weights(
 
         Chen et al., "Cautious Weight Decay", arXiv:2510.12402, Algorithm 1.
     """
+    check_rates(weight_decay=weight_decay)
     return decayed_weights(weight_decay, mask, is_cautious=True)
 
 
@@ -56,7 +57,6 @@ def decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask, *, is_cautious: bool
 ) -> optax.GradientTransformation:
     """Plain or cautious. That of Optax 0.2.6 does not count the steps of a schedule."""
-    check_rates(weight_decay=weight_decay)
 
     def init_fn(params: optax.Params) -> Any:
         del params

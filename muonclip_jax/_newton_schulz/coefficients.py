@@ -164,20 +164,16 @@ def _named_or_given(ns_coeffs, ns_steps: int | None) -> Schedule:
 
 def check_schedule(schedule: Schedule, dtype: str) -> None:
     """Raises unless the schedule maps (0, 1] to finite, positive, bounded values."""
-    if (bad := _first_bad(schedule, dtype)) is not None:
+    if (bad := find_unstable(schedule, dtype)) is not None:
         raise ValueError(
             f"unstable ns_coeffs in {dtype}: after {len(schedule)} steps a singular "
             f"value of {bad[0]:.4g} becomes {bad[1]:.4g}, outside (0, 2]: {schedule}"
         )
 
 
-def is_stable(schedule: Schedule, dtype: str) -> bool:
-    return _first_bad(schedule, dtype) is None
-
-
 @functools.lru_cache(maxsize=256)
-def _first_bad(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
-    """A singular value that leaves (0, 2], and where it goes.
+def find_unstable(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
+    """A singular value that leaves (0, 2], and where it goes; None if all stay.
 
     The sweep rounds to `dtype` after every step, as the iteration does, and goes
     one unit of rounding beyond 1, where rounding may have pushed a singular value.

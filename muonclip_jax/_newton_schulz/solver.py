@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from .._options import choice, float_dtype
 from .coefficients import (
     check_schedule,
-    is_stable,
+    find_unstable,
     resolve_schedule,
     Schedule,
     Triple,
@@ -224,7 +224,8 @@ class Solver:
         if self.dtype is not None or dtype == jnp.float64:
             return self.dtype or dtype
         fast = self.its_platform.iteration_dtype
-        return jnp.dtype(fast if is_stable(self.schedule, fast) else "float32")
+        is_stable = find_unstable(self.schedule, fast) is None
+        return jnp.dtype(fast if is_stable else "float32")
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype in which matrices of `dtype` are sent between devices.
