@@ -9,13 +9,11 @@ from helpers import script_environment
 
 COUNT = """
 import os, sys
-import jax.numpy as jnp
+import jax, jax.numpy as jnp
 import muonclip_jax as mc
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-root = os.path.dirname(mc.__file__)
-params = {"w": jnp.ones((24, 64))}
-tx = mc.muon(1e-3)
-state, entered = tx.init(params), set()
+root, entered = os.path.dirname(mc.__file__), set()
 
 
 def note(frame, event, argument):
@@ -25,22 +23,47 @@ def note(frame, event, argument):
         entered.add((code.co_filename, code.co_qualname))
 
 
-sys.setprofile(note)
-tx.update(params, state, params)
-sys.setprofile(None)
-print(len(entered), len({file for file, _ in entered}))
+def count(update, *arguments):
+    sys.setprofile(note)
+    update(*arguments)
+    sys.setprofile(None)
+    print(len(entered), len({file for file, _ in entered}))
 """
 
-#: Functions and files of an eager update of one leaf on one CPU device.
-MOST = 150, 28
+ONE_DEVICE = """
+params = {"w": jnp.ones((24, 64))}
+tx = mc.muon(1e-3)
+count(tx.update, params, tx.init(params), params)
+"""
+
+MESH = """
+mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+sharded = NamedSharding(mesh, PartitionSpec("data"))
+params = {"w": jax.ShapeDtypeStruct((24, 64), jnp.float32, sharding=sharded)}
+tx = mc.muon(1e-3, shardings=sharded)
+state = jax.eval_shape(tx.init, params)
+count(jax.eval_shape, tx.update, params, state, params)
+"""
 
 
 @pytest.mark.more
-def test_functions_that_one_update_enters():
+@pytest.mark.parametrize(
+    "update, functions, files",
+    [
+        # An eager update of one leaf on one CPU device, and one that is traced with
+        # shardings given. Both reached when written: to go beyond is to add a concept.
+        pytest.param(ONE_DEVICE, 130, 25, id="one device"),
+        pytest.param(MESH, 185, 29, id="a mesh"),
+    ],
+)
+def test_functions_that_one_update_enters(update, functions, files):
     """In a process of its own: what a cache holds is not entered."""
-    program = [sys.executable, "-c", COUNT]
     printed = subprocess.run(
-        program, env=script_environment(), check=True, capture_output=True, text=True
+        [sys.executable, "-c", COUNT + update],
+        env=script_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
-    functions, files = map(int, printed.split())
-    assert 0 < functions <= MOST[0] and 0 < files <= MOST[1]
+    entered = tuple(map(int, printed.split()))
+    assert entered > (0, 0) and entered[0] <= functions and entered[1] <= files
