@@ -25,10 +25,7 @@ from hlo_program import (
 
 
 #: A send goes to another slice of a TPU.
-KINDS = (
-    "ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|"
-    "collective-permute|send"
-)
+KINDS = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute|send"
 
 
 #: What one link of a TPU v5p carries in a cycle, each way: 100 GB/s at 1.75 GHz.
@@ -39,10 +36,9 @@ LINK = 57
 class Traffic:
     """How often collectives of one kind run, and how often of these in loops.
 
-    The bytes are the larger of what goes into and what comes out of one device, or for
-    a ragged exchange, whose sizes are data, the most that one can send. Those that
-    travel while something else runs, between the start and the end of a collective in
-    the schedule, are hidden, and the others exposed.
+    The bytes are the larger of what goes into and what comes out of one device. Those
+    that are sent while something else runs, between the start and the end of a
+    collective in the schedule, are hidden, and the others exposed.
     """
 
     count: int = 0
@@ -225,9 +221,6 @@ def _traffic(instruction: Instruction, operands: list[str]) -> dict[str, Traffic
     results = [bytes_of(part) for part in _parts(instruction.shape)]
     # A start has inputs and outputs among its results: ((inputs), (outputs), context).
     out = max(results) if found[2] else sum(results)
-    if found[1] == "ragged-all-to-all":
-        # It leaves out of one array and arrives in another: the smaller one is a bound.
-        return {found[1]: Traffic(1, min(map(bytes_of, operands[:2])))}
     return {found[1]: Traffic(1, max(out, sum(map(bytes_of, operands))))}
 
 

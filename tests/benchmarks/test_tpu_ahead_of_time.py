@@ -237,7 +237,7 @@ tpu_ahead_of_time.main()
     ("chosen", "collectives"),
     [
         ([], "none"),
-        (["--model", "cut", "none"], "4 ragged-all-to-all"),
+        (["--model", "cut", "none"], "4 all-to-all"),
         (["--model", "cut", "none", "--without-shardings"], "4 all-to-all"),
     ],
 )
