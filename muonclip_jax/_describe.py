@@ -5,10 +5,12 @@ import optax
 from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
 from ._model.attention_layers import Attention, resolve_attention, ROLES
+from ._model.model import attention_of
 from ._model.per_head import muon_per_head
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
+from ._parameters.given import Model, numbers_of
 from ._parameters.reading import Verdict
 
 
@@ -18,6 +20,7 @@ _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
 def describe(
     params: optax.Params,
     *,
+    model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
     per_head: bool = False,
@@ -33,7 +36,7 @@ def describe(
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][].
-    - `dimension_numbers`, `attention`, `per_head`: as for [`muonclip`][].
+    - `model`, `dimension_numbers`, `attention`, `per_head`: as for [`muonclip`][].
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
         together, as count x short side x long side and the dtype of the params.
 
@@ -60,7 +63,9 @@ def describe(
     if params is None:
         raise ValueError("describe needs the params, got None")
     tree = paths.flatten(params)
-    settings = muon_per_head(per_head, attention, dimension_numbers)
+    attention = attention_of(model, attention)
+    numbers = numbers_of(model, dimension_numbers)
+    settings = muon_per_head(per_head, attention, numbers)
     verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of([verdict.numbers for verdict in verdicts], tree)
     roles, refusal = _roles_or_refusal(attention, tree)

@@ -18,6 +18,7 @@ from ._newton_schulz.platforms import Kernel
 from ._newton_schulz.precondition import Preconditioning
 from ._newton_schulz.solver import Method
 from ._parameters.dimension_numbers import DimensionNumbers
+from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
 
 
@@ -26,6 +27,7 @@ def muonclip(
     *,
     threshold: optax.ScalarOrSchedule = 100.0,
     alpha: optax.ScalarOrSchedule = 0.5,
+    model: Model | None = None,
     attention: Attention | None = None,
     beta: float | jax.Array = 0.95,
     nesterov: bool = True,
@@ -56,6 +58,7 @@ def muonclip(
     **Arguments:**
 
     - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
+    - `model`: as for [`muon`][] and for [`qk_clip`][].
     - `shardings`, `axis_name`: as for [`muon`][] and for [`qk_clip`][].
     - `per_head`: as for [`muon`][], of the layers that `attention` describes, if it
         does ([`per_head_dimension_numbers`][]); an error for kernels without an axis of
@@ -104,6 +107,7 @@ def muonclip(
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,
             mu_dtype=mu_dtype,
+            model=model,
             adam_learning_rate=adam_learning_rate,
             adam_b1=adam_b1,
             adam_b2=adam_b2,
@@ -120,6 +124,7 @@ def muonclip(
         qk_clip(
             threshold,
             alpha=alpha,
+            model=model,
             attention=attention,
             shardings=shardings,
             axis_name=axis_name,

@@ -1,6 +1,7 @@
 """Every option goes where it is meant to; none is dropped or takes another's place."""
 
 import inspect
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,10 +17,24 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 LAYER = mc.AttentionLayer("", (mc.HeadLeaf("w", 2),), (mc.HeadLeaf("v", 2),))
+
+
+class Read(NamedTuple):
+    """What a reading of the params below would say."""
+
+    dimension_numbers: Any
+    labels: Any
+    attention: tuple = (LAYER,)
+    unknown: tuple = ()
+    refused: tuple = ()
+
+
 NUMBERS = {"w": MuonDimensionNumbers(1, 0), "v": None, "b": None}
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 EVERYWHERE = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
 SPECS = dict.fromkeys(NUMBERS, EVERYWHERE)
+
+READ = Read(NUMBERS, {"w": "matrix", "v": "head", "b": "vector"})
 
 #: For every option of `muonclip` a value that is not its default.
 VALUES = {
@@ -27,6 +42,7 @@ VALUES = {
     "threshold": 7.0,
     "alpha": 0.25,
     "attention": [LAYER],
+    "model": READ,
     "beta": 0.5,
     "nesterov": False,
     "ns_coeffs": "polar_express",
@@ -83,7 +99,7 @@ def test_muonclip_hands_every_option_on(monkeypatch, name):
     mc.muonclip(**{"learning_rate": RATE, name: VALUES[name]})
     assert muon | clip == expected
     both = muon.keys() & clip.keys()
-    assert both == {"axis_name", "shardings"}
+    assert both == {"axis_name", "shardings", "model"}
     assert all(muon[name] == clip[name] for name in both)
 
 

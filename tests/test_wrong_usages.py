@@ -100,6 +100,7 @@ MUON = {
     "preconditioning": CHOICE,
     "consistent_rms": NUMBER_OR_NONE,
     "mu_dtype": DTYPE,
+    "model": TREE_OR_NONE,
     "dimension_numbers": TREE_OR_NONE,
 }
 ADAMW = {
@@ -115,7 +116,8 @@ ADAMW = {
     "neuron_b2": NUMBER_OR_NONE,
     "per_head": FLAG,
 }
-CLIP = {"threshold": SCHEDULE, "alpha": SCHEDULE, "attention": TREE_OR_NONE}
+CLIP = {"threshold": SCHEDULE, "alpha": SCHEDULE, "model": TREE_OR_NONE}
+CLIP["attention"] = TREE_OR_NONE
 LOGITS = {
     "query": ARRAY,
     "key": ARRAY,
@@ -140,7 +142,8 @@ ARGUMENTS = {
     ),
     "normalize_neurons": (
         lambda **o: update(mc.normalize_neurons(**o), *[{"w": jnp.ones((3, 4))}] * 2),
-        {"b2": NUMBER, "eps": NUMBER, "dimension_numbers": TREE_OR_NONE},
+        {"b2": NUMBER, "eps": NUMBER}
+        | {x: MUON[x] for x in ("model", "dimension_numbers")},
     ),
     "add_cautious_decayed_weights": (
         step(mc.add_cautious_decayed_weights),
@@ -163,7 +166,11 @@ ARGUMENTS = {
     "clip_qk": (lambda **o: mc.clip_qk(PARAMS, STATS, **o), CLIP),
     "qk_clip_metrics": (
         lambda **o: mc.qk_clip_metrics(mc.qk_clip().init(PARAMS), PARAMS, **o),
-        {"attention": TREE_OR_NONE},
+        {"attention": TREE_OR_NONE, "model": TREE_OR_NONE},
+    ),
+    "param_labels": (
+        lambda **o: mc.param_labels(PARAMS, **o),
+        {"model": TREE_OR_NONE},
     ),
     "multi_steps": (
         step(
@@ -177,6 +184,7 @@ ARGUMENTS = {
             "use_grad_mean": FLAG,
             "should_skip_update_fn": FUNCTION_OR_NONE,
             "attention": TREE_OR_NONE,
+            "model": TREE_OR_NONE,
         },
     ),
     "max_logits": (
@@ -221,6 +229,7 @@ ARGUMENTS = {
         lambda **o: mc.describe(PARAMS, **o),
         {
             "attention": TREE_OR_NONE,
+            "model": TREE_OR_NONE,
             "dimension_numbers": TREE_OR_NONE,
             "per_head": FLAG,
             "stacks": FLAG,

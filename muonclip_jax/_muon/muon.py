@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from .._layout.shardings import Shardings
 from .._layout.zeros import zeros_like
+from .._model.per_head import per_head_dimension_numbers
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
@@ -23,7 +24,7 @@ from .._newton_schulz.solver import Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
-from .._parameters.given import broadcast
+from .._parameters.given import broadcast, Model, numbers_of
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits
 from .normalize_neurons import neuron_normalization
@@ -46,6 +47,7 @@ def muon(
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: DTypeLike | None = None,
+    model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float | jax.Array = 0.9,
@@ -71,7 +73,7 @@ def muon(
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `dimension_numbers`, `shardings`, `axis_name`: as for
+        `model`, `dimension_numbers`, `shardings`, `axis_name`: as for
         [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
@@ -84,7 +86,8 @@ def muon(
     - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
         (NorMuon); `None` leaves that out.
     - `per_head`: whether every head of a query, key or value that names and shapes show
-        is a matrix of its own, as for [`flax_dimension_numbers`][].
+        (with a `model`, of a query or key that it shows) is a matrix of its own, as for
+        [`flax_dimension_numbers`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
@@ -141,6 +144,13 @@ def muon(
         consistent_rms=consistent_rms,
         mu_dtype=mu_dtype,
     )
+    numbers = numbers_of(model, dimension_numbers)
+    if per_head and model is not None:
+        # Which of the axes are heads, names know of stock layers and a reading of all.
+        numbers = per_head_dimension_numbers(
+            list(model.attention), dimension_numbers=numbers
+        )
+        per_head = False
     # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
@@ -180,7 +190,7 @@ def muon(
         "muon",
         build,
         optax.transforms.PartitionState,
-        dimension_numbers,
+        numbers,
         shardings,
         axis_name=axis_name,
         per_head=per_head,

@@ -16,6 +16,7 @@ from .._matrices.view import MatrixView
 from .._options import NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
+from .._parameters.given import Model, numbers_of
 from .leaves import check_matrices_only, Leaves, read_leaves
 
 
@@ -42,6 +43,7 @@ def normalize_neurons(
     b2: float | jax.Array = 0.95,
     *,
     eps: float | jax.Array = 1e-10,
+    model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -61,7 +63,7 @@ def normalize_neurons(
 
     - `b2`: decay of the mean square.
     - `eps`: the least mean square.
-    - `dimension_numbers`: as for [`scale_by_muon`][].
+    - `model`, `dimension_numbers`: as for [`scale_by_muon`][].
     - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
@@ -87,9 +89,10 @@ def normalize_neurons(
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
+    numbers = numbers_of(model, dimension_numbers)
 
     def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, dimension_numbers, shardings)
+        leaves = read_leaves(tree, numbers, shardings)
         check_matrices_only(leaves, "normalize_neurons")
         return leaves
 

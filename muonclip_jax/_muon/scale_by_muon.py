@@ -17,6 +17,7 @@ from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import make_solver, Method, Solver
 from .._options import NOT_NEGATIVE, number
 from .._parameters.dimension_numbers import DimensionNumbers
+from .._parameters.given import Model, numbers_of
 from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
 from .momentum import Momentum, momentum_in, ScaleByMuonState
 from .orthogonalize import orthogonalize
@@ -37,6 +38,7 @@ def scale_by_muon(
     preconditioning: Preconditioning = "frobenius",
     consistent_rms: ShapeScale = 0.2,
     mu_dtype: DTypeLike | None = None,
+    model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -75,9 +77,11 @@ def scale_by_muon(
         on the scale of its row or its column, next to up to 32 of the largest
         directions. `benchmarks/momentum_in_8_bits.py` measures how close that stays to
         float32.
+    - `model`: what [`read_model`][] returns: which leaves are matrices, and along which
+        axes. Leaves of which it tells nothing are found by their names.
     - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
-        of one, or a function of the params. By default
-        [`flax_dimension_numbers`][].
+        of one, a mapping from patterns of paths, or a function of the params. It
+        overrides `model`; by default [`flax_dimension_numbers`][].
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
         params. Every device then gets its share of the matrices, whole, and returns
@@ -154,7 +158,7 @@ def scale_by_muon(
         "scale_by_muon",
         build,
         ScaleByMuonState,
-        dimension_numbers,
+        numbers_of(model, dimension_numbers),
         shardings,
         axis_name=axis_name,
     )

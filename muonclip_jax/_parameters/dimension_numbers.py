@@ -10,7 +10,16 @@ from optax.contrib import MuonDimensionNumbers
 from .._matrices.view import matrix_view, MatrixView
 from .._options import flag
 from . import paths
-from .given import AUTOMATIC, broadcast, by_pattern, is_patterns, write_patterns
+from .given import (
+    AUTOMATIC,
+    broadcast,
+    by_pattern,
+    is_patterns,
+    Model,
+    numbers_of,
+    OfModel,
+    write_patterns,
+)
 from .reading import EitherWay, Reading, Verdict
 from .stacks import IN_FRONT, StackAxes
 
@@ -122,7 +131,10 @@ def matrix_mask(params: optax.Params) -> Any:
 
 
 def param_labels(
-    params: optax.Params, *, dimension_numbers: DimensionNumbers | None = None
+    params: optax.Params,
+    *,
+    model: Model | None = None,
+    dimension_numbers: DimensionNumbers | None = None,
 ) -> Any:
     """Returns a tree of labels that say what each leaf is, for `optax.partition`.
 
@@ -137,7 +149,7 @@ def param_labels(
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][].
-    - `dimension_numbers`: as for [`scale_by_muon`][].
+    - `model`, `dimension_numbers`: as for [`scale_by_muon`][].
 
     **Returns:** a tree like `params` of strings; hidden leaves stay hidden.
 
@@ -163,8 +175,9 @@ def param_labels(
         ... )
     """
     tree = paths.flatten(params)
-    reading = Reading(tree).verdicts()
-    verdicts = resolve_verdicts(dimension_numbers, tree, reading=reading)
+    numbers = numbers_of(model, dimension_numbers)
+    reading = Reading(tree).verdicts() if model is None else _read(model, tree)
+    verdicts = resolve_verdicts(numbers, tree, reading=reading)
     return tree.unflatten(
         "matrix"
         if given.numbers is not None and not paths.is_masked(given.numbers)
@@ -186,9 +199,11 @@ def resolve_verdicts(
     Leaves that are `described` otherwise may be left open.
     """
     given: Any = dimension_numbers
+    if isinstance(given, OfModel):
+        reading, given = reading or _read(given.model, tree), given.others
     if paths.is_function(given):
         given = given(tree.whole())
-    if dimension_numbers is None or is_patterns(given, tree):
+    if given is None or is_patterns(given, tree):
         reading = reading or Reading(tree).verdicts(per_head)
         return _decided(tree, reading, given, described)
     if per_head:
@@ -206,6 +221,44 @@ def resolve_verdicts(
         "patterns, such as 'mlp*' in place of 'mlp'",
     )
     return [Verdict(entry, "given") for entry in entries]
+
+
+def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
+    """The verdict on each leaf by a model's reading; by its name where that says none.
+
+    By path, since a mask hides leaves, and NNX's optimizer gives plain dicts.
+
+    **Raises:** `ValueError` for leaves that the reading does not have.
+    """
+
+    def by_path(of_leaves: Any) -> dict[paths.Path, Any]:
+        is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
+        flat = paths.flatten(of_leaves, is_leaf=is_leaf)
+        return dict(zip(flat.paths, flat.leaves, strict=True))
+
+    numbers, labels = by_path(model.dimension_numbers), by_path(model.labels)
+    leaf_at, unknown = tree.by_path(), set(model.unknown)
+    by_name = Reading(tree).verdicts() if unknown else {}
+    missing = [
+        path
+        for path, leaf in leaf_at.items()
+        if path not in labels and not paths.is_masked(leaf)
+    ]
+    if missing:
+        raise ValueError(
+            f"model= was read from other params: it has no {paths.show_all(missing)}. "
+            "Give read_model the params that the optimizer gets"
+        )
+    found: dict[paths.Path, Verdict] = {}
+    for path, leaf in leaf_at.items():
+        if paths.is_masked(leaf):
+            found[path] = Verdict(None, "hidden")
+        elif paths.show(path) in unknown:
+            verdict = by_name[path]
+            found[path] = verdict._replace(why=f"not read: {verdict.why}")
+        else:
+            found[path] = Verdict(numbers[path], "read", label=labels[path])
+    return found
 
 
 def _decided(
@@ -248,7 +301,8 @@ def _decided(
         "cannot tell which axes of these leaves form matrices:",
         *(f"  {lines[path]}" for path in guesses),
         *([mask] if is_masked else []),
-        "Say it by dimension_numbers. This mapping is a guess to check: reduction "
+        "The model's own function tells: model=mc.read_model(loss, params, *batch).",
+        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
         "axes, then output axes; all other axes are a stack of matrices; None is "
         "AdamW. Leaves that no pattern matches are found as before:",
         "",

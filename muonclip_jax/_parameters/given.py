@@ -1,9 +1,9 @@
-"""Settings for parameters as users give them: patterns of paths, trees, prefixes."""
+"""Settings for parameters as users give them: patterns, trees, prefixes, a reading."""
 
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -13,6 +13,43 @@ from .paths import Path, PathedTree, show
 
 #: What a rule says of a leaf that is to be found automatically after all.
 AUTOMATIC = "auto"
+
+
+class Model(Protocol):
+    """What is known of a model by its trace: [`ModelReading`][] is one."""
+
+    @property
+    def dimension_numbers(self) -> Any: ...
+    @property
+    def labels(self) -> Any: ...
+    @property
+    def attention(self) -> Sequence[Any]: ...
+    @property
+    def unknown(self) -> Sequence[str]: ...
+    @property
+    def refused(self) -> Sequence[str]: ...
+
+
+class OfModel(NamedTuple):
+    """Dimension numbers of a model's reading, and those that override them."""
+
+    model: Model
+    others: Any
+
+
+def numbers_of(model: Model | None, dimension_numbers: Any) -> Any:
+    """`dimension_numbers` as one value: where there is a model, of it first.
+
+    **Raises:** `ValueError` for a model that is no reading.
+    """
+    if model is None:
+        return dimension_numbers
+    if not all(hasattr(model, x) for x in ("dimension_numbers", "labels", "unknown")):
+        raise ValueError(
+            f"model must be what mc.read_model(loss, params, *batch) returns, got a "
+            f"{type(model).__name__}"
+        )
+    return OfModel(model, dimension_numbers)
 
 
 def is_patterns(entries: Any, tree: PathedTree) -> bool:

@@ -9,20 +9,27 @@ import optax
 
 from .._layout.layout import read_layout
 from .._model.attention_layers import Attention
+from .._model.model import attention_of
+from .._parameters.given import Model
 from .heads import Heads
 from .multi_steps import MultiStepsState
 from .qk_clip import QKClipState
 
 
 def qk_clip_metrics(
-    opt_state: Any, params: optax.Params, *, attention: Attention | None = None
+    opt_state: Any,
+    params: optax.Params,
+    *,
+    model: Model | None = None,
+    attention: Attention | None = None,
 ) -> dict[str, Any]:
     """The last step of QK-Clip, as a pytree to log; works under `jit`.
 
     **Arguments:**
 
     - `opt_state`: of an optimizer with [`qk_clip`][] in it, however deeply wrapped.
-    - `params`, `attention`: as the optimizer has them; `params` may be abstract.
+    - `params`, `model`, `attention`: as the optimizer has them. Params may be
+        abstract.
 
     **Returns:** a dict with
 
@@ -60,7 +67,10 @@ def qk_clip_metrics(
         >>> float(metrics["ever_clipped_fraction"])
         0.5
     """
-    state, heads = _find(opt_state), Heads(read_layout(params), attention)
+    state, heads = (
+        _find(opt_state),
+        Heads(read_layout(params), attention_of(model, attention)),
+    )
     if heads.count != state.gamma.size:
         raise ValueError(
             f"the optimizer state holds {state.gamma.size} heads, the params "

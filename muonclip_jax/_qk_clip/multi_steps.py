@@ -16,7 +16,9 @@ from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated, replicated, zeros_like
 from .._model.attention_layers import Attention
+from .._model.model import attention_of
 from .._options import flag, function_or_none, transformation, whole_number
+from .._parameters.given import Model
 from .heads import HeadRow, Heads
 
 
@@ -46,6 +48,7 @@ def multi_steps(
     use_grad_mean: bool = True,
     should_skip_update_fn: Callable[..., Any] | None = None,
     *,
+    model: Model | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -61,7 +64,7 @@ def multi_steps(
 
     - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
         `optax.MultiSteps`.
-    - `attention`: as given to `opt`.
+    - `model`, `attention`: as given to `opt`.
     - `shardings`, `axis_name`: as given to `opt`; the `axis_name` of [`muonclip`][],
         [`muon`][] and [`qk_clip`][] need not be repeated unless they are in a chain.
         Gradients are averaged over the replicas before they are accumulated, so that
@@ -88,6 +91,7 @@ def multi_steps(
         Array([1. , 0.5], dtype=float32)
     """
     transformation("opt", opt)
+    layers = attention_of(model, attention)
     function_or_none("should_skip_update_fn", should_skip_update_fn)
     if not callable(every_k_schedule):
         every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
@@ -105,7 +109,7 @@ def multi_steps(
 
     def init_fn(params: optax.Params) -> MultiStepsState:
         layout = read_layout(params, shardings, axis_name)
-        heads = Heads(layout, attention)
+        heads = Heads(layout, layers)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
         mesh_specs = layout.mesh_specs(layout.tree.leaves)
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
@@ -122,7 +126,7 @@ def multi_steps(
             )
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas)
-        heads = Heads(layout, attention)
+        heads = Heads(layout, layers)
         heads.check_state(state.running)
         running = jnp.maximum(state.running, heads.read(attention_stats))
         row = HeadRow(running, heads.shapes, layout.replicas)

@@ -22,8 +22,10 @@ from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import replicated
 from .._model.attention_layers import Attention
+from .._model.model import attention_of
 from .._model.statistics import read_attention_stats
 from .._options import number, POSITIVE, SHARE
+from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads
 
@@ -65,6 +67,7 @@ def qk_clip(
     threshold: optax.ScalarOrSchedule = 100.0,
     *,
     alpha: optax.ScalarOrSchedule = 0.5,
+    model: Model | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -95,9 +98,10 @@ def qk_clip(
     - `threshold`: $\tau$, in logits, or a schedule of it; `float("inf")` watches the
         logits and clips nothing.
     - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
+    - `model`: what [`read_model`][] returns, whose attention layers are meant.
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
-        returns one. Left out, it is [`flax_attention_layers`][], which finds the
-        attention of stock Flax.
+        returns one; it overrides `model`. Without either it is
+        [`flax_attention_layers`][], which finds the attention of stock Flax.
     - `shardings`: as for [`muon`][]; needed inside a `jax.shard_map` whose axes cut
         query and key. The layer's statistics may then be of all heads or of those of
         the device, and the state is of all heads on every device.
@@ -141,10 +145,11 @@ def qk_clip(
     """
     number("threshold", threshold, POSITIVE, "an array", "a schedule")
     number("alpha", alpha, SHARE, "a schedule")
+    layers = attention_of(model, attention)
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
-        heads = Heads(layout, attention)
+        heads = Heads(layout, layers)
         first = heads.thresholds(threshold, functools.partial(_at, step=0))
         # A schedule of a warm-up begins at 0. Traced, it has no value to look at yet.
         if not isinstance(first, Tracer) and not np.all(np.asarray(first) > 0):
@@ -173,7 +178,7 @@ def qk_clip(
             )
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
-        heads = Heads(layout, attention)
+        heads = Heads(layout, layers)
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
         mesh_specs = layout.mesh_specs(layout.tree.leaves)
@@ -208,6 +213,7 @@ def clip_qk(
     threshold: float | jax.Array = 100.0,
     *,
     alpha: float | jax.Array = 0.5,
+    model: Model | None = None,
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
@@ -221,7 +227,7 @@ def clip_qk(
     - `params`: after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
     - `threshold`, `alpha`: as for [`qk_clip`][], but numbers and no schedules.
-    - `attention`, `shardings`, `axis_name`: as for [`qk_clip`][].
+    - `model`, `attention`, `shardings`, `axis_name`: as for [`qk_clip`][].
 
     **Returns:** params of the same structure, shapes and dtypes. Leaves of heads at or
     under the threshold keep their values bit for bit.
@@ -251,7 +257,7 @@ def clip_qk(
         )
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
-    heads = Heads(layout, attention)
+    heads = Heads(layout, attention_of(model, attention))
     gamma = gammas(heads.read(attention_stats), heads.thresholds(threshold, _at))
     scale_at = heads.scales(gamma, _at(alpha))
     scaled = [
