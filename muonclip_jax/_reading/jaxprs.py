@@ -1,0 +1,152 @@
+"""What the format of a jaxpr says, for all versions of JAX that are supported.
+
+No other module of this wing knows where an equation keeps the jaxprs that it runs, or
+how it tells the line of code that it comes from.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import source_info_util
+from jax.extend.core import Literal
+
+
+# Under these keys an equation keeps the one jaxpr that it runs once, on its last inputs
+# if it has more of them than the jaxpr. Known: jit, pjit, closed_call, core_call,
+# remat2, checkpoint, custom_jvp_call, custom_vjp_call, custom_vmap_call, shard_map.
+_RUN_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+
+#: Run code that is no jaxpr on the arrays, or one on their blocks.
+OPAQUE = frozenset(
+    "pallas_call custom_partitioning ffi_call custom_call pure_callback io_callback "
+    "run_state core_map tpu_custom_call triton_kernel_call run_scoped linear_call "
+    "custom_lin xla_pmap custom_linear_solve".split()
+)
+
+# Code between a user's line and JAX: frameworks, not models.
+_FRAMEWORKS = re.compile(
+    r"[/\\](jax|jaxlib|flax|haiku|equinox|jaxtyping|einops|optax|chex|haliax|penzai|"
+    r"keras|functools|contextlib|muonclip_jax[/\\]_\w+)([/\\]|\.py)"
+)
+
+
+class Inner(NamedTuple):
+    """A jaxpr that an equation runs, with the values that it closes over."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+
+class Loop(NamedTuple):
+    """A `scan` or a `while`: inputs are `consts`, then `carry`, then what it takes."""
+
+    body: Inner
+    consts: int
+    carry: int
+    length: int | None
+
+
+def inner(closed: Any) -> Inner:
+    """A jaxpr, open or closed, taken apart."""
+    return Inner(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()))
+
+
+def called(eqn: Any) -> Inner | None:
+    """The jaxpr that an equation runs once; `None` if it is no such call."""
+    if eqn.primitive.name in OPAQUE:
+        return None
+    for key in _RUN_ONCE:
+        if hasattr(eqn.params.get(key), "eqns") or hasattr(
+            getattr(eqn.params.get(key), "jaxpr", None), "eqns"
+        ):
+            return inner(eqn.params[key])
+    return None
+
+
+def scanned(eqn: Any) -> Loop:
+    params = eqn.params
+    if "ft_in" in params:  # from JAX 0.12 on: a tree of consts, carry and what is taken
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        consts, carry = params["num_consts"], params["num_carry"]
+    return Loop(inner(params["jaxpr"]), consts, carry, params["length"])
+
+
+def repeated(eqn: Any) -> tuple[Inner, Loop]:
+    """The condition and the body of a `while`, whose inputs begin behind the first's."""
+    params = eqn.params
+    body, consts = inner(params["body_jaxpr"]), params["body_nconsts"]
+    carry = len(body.jaxpr.invars) - consts
+    return inner(params["cond_jaxpr"]), Loop(body, consts, carry, None)
+
+
+def branches(eqn: Any) -> list[Inner]:
+    return [inner(branch) for branch in eqn.params["branches"]]
+
+
+def live(jaxpr: Any) -> list[tuple[int, Any]]:
+    """The equations that outputs depend on, with their places among all of them."""
+    wanted, kept = {id(v) for v in jaxpr.outvars}, []
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if any(id(v) in wanted for v in eqn.outvars):
+            wanted.update(id(v) for v in eqn.invars)
+            kept.append((i, eqn))
+    return kept[::-1]
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable; a token or a reference has none to speak of."""
+    return tuple(map(int, getattr(atom.aval, "shape", ())))
+
+
+class Cut(NamedTuple):
+    """A dimension that axes of a mesh divide among devices."""
+
+    dim: int
+    names: tuple[str, ...]
+    count: int
+
+
+def mesh_cuts(eqn: Any, specs: str, i: int) -> list[Cut]:
+    """How `shard_map` cuts its i-th input (`"in"`) or output (`"out"`)."""
+    sizes = eqn.params["mesh"].shape
+    cuts = []
+    for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        count = math.prod(sizes[name] for name in names)
+        if count > 1:
+            cuts.append(Cut(dim, names, count))
+    return cuts
+
+
+def line(eqn: Any) -> str:
+    """The file and line of the model that an equation comes from, or `"?"`.
+
+    The innermost frame that is of no framework; where all are, the innermost of those
+    that JAX takes for a user's.
+    """
+    frames: Iterable[Any] = source_info_util.user_frames(eqn.source_info.traceback)
+    first = None
+    for frame in frames:
+        first = first or frame
+        if not _FRAMEWORKS.search(frame.file_name):
+            return _written(frame)
+    return _written(first) if first else "?"
+
+
+def _written(frame: Any) -> str:
+    *_, name = frame.file_name.replace("\\", "/").rsplit("/", 2)[-2:]
+    return f"{name}:{frame.start_line}"
+
+
+def trace(fun: Any, *args: Any) -> tuple[Inner, Any]:
+    """The jaxpr of a function of arrays and shapes, and the shapes that it returns."""
+    closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return inner(closed), out

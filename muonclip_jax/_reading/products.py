@@ -1,0 +1,411 @@
+"""Products, lookups and loops: the primitives in which parameters show what they are."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from . import jaxprs, pieces
+from .jaxprs import shape_of
+from .pieces import Shape
+from .rules import _moved, _weigh
+from .values import Factor, Kind, mixed, multiplied, nonlinear, Source, Term, Value
+from .walk import Fed, Logits, rule, Use, Walk
+
+
+# Factors of a term that are kept behind a product; a clip scales the last.
+_LAST = 4
+
+
+class Side(NamedTuple):
+    """One operand of a product.
+
+    **Arguments:**
+
+    - `value`, `shape`: of the operand.
+    - `to`: the dimension of the result that each of its own becomes; `None` for those
+        that are summed over.
+    - `stack`: dimensions of matrices that have nothing to do with one another.
+    """
+
+    value: Value
+    shape: Shape
+    to: tuple[int | None, ...]
+    stack: frozenset[int] = frozenset()
+
+
+@rule("dot_general")
+def dot_general(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    (ca, cb), (ba, bb) = eqn.params["dimension_numbers"]
+    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    free_a = [i for i in range(len(a)) if i not in ca and i not in ba]
+    free_b = [i for i in range(len(b)) if i not in cb and i not in bb]
+    order_a, order_b = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
+    sides = (
+        Side(values[0], a, _places(order_a, len(a)), frozenset(ba)),
+        Side(values[1], b, _places(order_b, len(b)), frozenset(bb)),
+    )
+    pairs = tuple(zip(ca, cb, strict=True))
+    return product(walk, eqn, sides, pairs)
+
+
+@rule("ragged_dot_general", "ragged_dot")
+def ragged_dot(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """Rows of the left side go to the matrix of their group on the right."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
+    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    groups = list(numbers.rhs_group_dimensions)
+    if not groups:  # a gradient's mode
+        return walk.unknown(eqn, values)
+    free_a = [i for i in range(len(a)) if i not in ca and i not in ba]
+    free_b = [i for i in range(len(b)) if i not in (*cb, *bb, *groups)]
+    order_a, order_b = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
+    sides = (
+        Side(values[0], a, _places(order_a, len(a)), frozenset(ba)),
+        Side(values[1], b, _places(order_b, len(b)), frozenset((*bb, *groups))),
+    )
+    return product(walk, eqn, sides, ())
+
+
+@rule("conv_general_dilated")
+def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    numbers = eqn.params["dimension_numbers"]
+    groups = eqn.params["feature_group_count"]
+    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    batch, feature, *spatial = numbers.lhs_spec
+    out_batch, out_feature, *out_spatial = numbers.out_spec
+    out, inp, *_ = numbers.rhs_spec
+    to_a: list[int | None] = [None] * len(a)
+    to_a[batch] = out_batch
+    if groups > 1:
+        to_a[feature] = out_feature
+    shape = shape_of(eqn.outvars[0])
+    # Along the window entries mix, and their number may change.
+    image = values[0].mapped(
+        lambda p: pieces.stretched(p, [*spatial, feature] if groups > 1 else spatial, a)
+    )
+    to_b: list[int | None] = [None] * len(b)
+    to_b[out] = out_feature
+    if groups > 1 and shape[out_feature] != a[feature]:
+        to_a[feature] = None
+    kind = "depthwise" if groups > 1 and b[inp] == 1 else "contracted"
+    sides = (Side(image, a, tuple(to_a)), Side(values[1], b, tuple(to_b)))
+    if image.kind == Kind.PARAMETER and values[1].kind == Kind.CONSTANT:
+        kind = "elementwise"  # a fixed filter of a parameter
+    return product(walk, eqn, sides, (), kind)
+
+
+def product(
+    walk: Walk,
+    eqn: Any,
+    sides: tuple[Side, Side],
+    pairs: Sequence[tuple[int, int]],
+    kind: str = "contracted",
+) -> Value:
+    """A sum of products of entries: an activation's with its weight, or of any two."""
+    shape = shape_of(eqn.outvars[0])
+    is_parameter = [s.value.kind == Kind.PARAMETER for s in sides]
+    if all(is_parameter):
+        tokens = [_is_tokens(s.value) for s in sides]
+        if not any(tokens):
+            return _of_parameters(walk, eqn, sides, shape)
+        sides = tuple(
+            s._replace(value=walk.as_activation(s.value, eqn)) if is_token else s
+            for s, is_token in zip(sides, tokens, strict=True)
+        )
+        is_parameter = [not is_token for is_token in tokens]
+    if not any(is_parameter):
+        return _of_activations(walk, eqn, sides, shape, pairs)
+    at = is_parameter.index(True)
+    weight, other = sides[at], sides[1 - at]
+    if other.value.is_onehot:
+        roles = [
+            (axis, "entry") for f in weight.value.factors() for axis in _summed(f, weight)
+        ]
+        for index in sorted({f.source.index for f in weight.value.factors()}):
+            walk.note(Use("looked up", index, tuple(roles), 0, eqn))
+        event, ends = walk.event, 0
+        walk.past_of[event] = other.value.past | event
+    else:
+        event = ends = walk.event
+        walk.past_of[event] = other.value.past | event
+        _note_weight(walk, eqn, weight, kind, event)
+        walk.note(Fed(event, other.value.past))
+    x = _to(other, shape)
+    if len(x.terms) > _LAST:
+        x = dataclasses.replace(x, terms=((),))
+    terms = multiplied(walk.met(_to(weight, shape)), x)
+    terms = tuple(_last(term) for term in terms)
+    past = other.value.past | event
+    return Value(Kind.ACTIVATION, terms, past, other.value.recent | event, ends)
+
+
+def _of_parameters(
+    walk: Walk, eqn: Any, sides: tuple[Side, Side], shape: Shape
+) -> Value:
+    """Two parameters make one of low rank, which is the weight of what follows."""
+    for side in sides:
+        for f in side.value.factors():
+            roles = [(axis, "rank") for axis in _summed(f, side)]
+            free = "input" if side is sides[0] else "output"
+            # Where nothing else tells: inputs are the first factor's, as in x @ (A @ B).
+            roles += [(axis, f"{free}?") for axis in _kept(f, side)]
+            walk.note(Use("factor", f.source.index, tuple(roles), 0, eqn))
+    a, b = (_to(side, shape) for side in sides)
+    out = mixed((a, b), multiplied(a, b))
+    return dataclasses.replace(out, is_pair=True, is_spread=False)
+
+
+def _of_activations(
+    walk: Walk,
+    eqn: Any,
+    sides: tuple[Side, Side],
+    shape: Shape,
+    pairs: Sequence[tuple[int, int]],
+) -> Value:
+    """Two activations: these may be the logits of attention, or what they weigh."""
+    a, b = (s.value for s in sides)
+    _weigh(walk, a, b)
+    one, two = (_to(side, shape) for side in sides)
+    ends = a.ends | b.ends
+    if not (a.is_deep and b.is_deep and pairs):
+        out = mixed((one, two), multiplied(one, two))
+        return dataclasses.replace(out, ends=ends, gates=0)
+    event = walk.event
+    summed = tuple(sides[0].shape[i] for i, _ in pairs)
+    full = (*shape, *summed)
+
+    def spread(side: Side, places: list[int]) -> Value:
+        """In the dimensions of the result and, behind them, those summed over."""
+        to = list(side.to)
+        for j, i in enumerate(places):
+            to[i] = len(shape) + j
+        return side.value.mapped(lambda p: pieces.moved(p, to, full))
+
+    terms = tuple(
+        spread(side, [pair[i] for pair in pairs]).terms for i, side in enumerate(sides)
+    )
+    free = tuple(
+        frozenset(
+            at
+            for i, at in enumerate(side.to)
+            if at is not None and i not in side.stack
+        )
+        for side in sides
+    )
+    index = walk.product_of(
+        Logits(walk.address, eqn, terms, shape, summed, free)  # type: ignore[arg-type]
+    )
+    factor = Factor(Source("logits", index), event, pieces.whole(shape))
+    walk.past_of[event] = a.past | b.past | event
+    past, recent = a.past | b.past | event, a.recent | b.recent | event
+    return Value(Kind.ACTIVATION, ((factor,),), past, recent, ends)
+
+
+def _note_weight(walk: Walk, eqn: Any, side: Side, kind: str, event: int) -> None:
+    """What the axes of each parameter are in the weight of a product."""
+    for term in side.value.terms:
+        for f in term:
+            roles: list[tuple[int, str]] = []
+            for piece in f.pieces:
+                for d in piece.digits:
+                    if d.axis is None or d.dim is None:
+                        continue
+                    if d.dim < 0 or d.dim in side.stack:
+                        roles.append((d.axis, "stack"))
+                    elif side.to[d.dim] is None:
+                        roles.append((d.axis, "input"))
+                    else:
+                        roles.append((d.axis, "output"))
+            said = {role for _, role in roles}
+            # A gain of the weight: what has not both sides, unless a part of a product.
+            is_alone = len(term) == 1 or side.value.is_pair
+            is_weight = is_alone or {"input", "output"} <= said
+            walk.note(
+                Use(
+                    kind if is_weight else "elementwise",
+                    f.source.index,
+                    tuple(dict.fromkeys(roles)),
+                    event,
+                    eqn,
+                )
+            )
+
+
+def _to(side: Side, shape: Shape) -> Value:
+    return side.value.mapped(lambda p: pieces.moved(p, side.to, shape))
+
+
+def _last(term: Term) -> Term:
+    """The latest factors; of weights and logits that a product took nothing remains."""
+    return tuple(f for f in term if f.source.kind != "weights")[-_LAST:]
+
+
+def _summed(factor: Factor, side: Side) -> list[int]:
+    gone = {i for i, to in enumerate(side.to) if to is None}
+    found = {d.axis for p in factor.pieces for d in p.digits if d.dim in gone}
+    return sorted(axis for axis in found if axis is not None)
+
+
+def _kept(factor: Factor, side: Side) -> list[int]:
+    every = {axis for p in factor.pieces for axis in p.axes}
+    return sorted(every - set(_summed(factor, side)))
+
+
+def _is_tokens(value: Value) -> bool:
+    """Whether a parameter that meets another is an activation, and not its factor."""
+    return value.is_spread or any(not f.is_linear for f in value.factors())
+
+
+def _places(order: list[Any], rank: int) -> tuple[int | None, ...]:
+    return tuple(order.index(i) if i in order else None for i in range(rank))
+
+
+# Lookups.
+
+
+@rule("gather")
+def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    value, index = values
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [i for i in range(len(old)) if i not in gone]
+    to: list[int | None] = [None] * len(old)
+    for i, at in zip(kept, numbers.offset_dims, strict=True):
+        to[i] = at if sizes[i] == old[i] else None
+    out = value.mapped(lambda p: pieces.moved(p, to, new))
+    if value.kind != Kind.PARAMETER:
+        return dataclasses.replace(mixed((out, index), out.terms), is_onehot=False)
+    by = {i for i, at in enumerate(to) if at is None and old[i] > 1}
+    wide = max(
+        (len(set().union(*(p.axes for p in f.pieces))) for f in out.factors()),
+        default=0,
+    )
+    if wide < 2:
+        for f in value.factors():
+            roles = {
+                (d.axis, "entry")
+                for p in f.pieces
+                for d in p.digits
+                if d.dim in by and d.axis is not None
+            }
+            walk.note(Use("looked up", f.source.index, tuple(sorted(roles)), 0, eqn))
+        met = walk.met(out)
+        return dataclasses.replace(met, past=met.past | index.past)
+    spread = len(numbers.offset_dims) < len(new)
+    return dataclasses.replace(out, past=index.past, is_spread=spread)
+
+
+# Loops and branches.
+
+
+@rule("scan")
+def scan(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """Each trip takes a part of what is stacked: of parameters, a layer's."""
+    body, consts, carry, length = jaxprs.scanned(eqn)
+    loop = walk.loop()
+    taken = [
+        v.mapped(lambda p: pieces.in_loop(p, loop)) for v in values[consts + carry :]
+    ]
+    given = values[:consts], values[consts : consts + carry]
+    handed, stacked = walk.repeat(body, loop, *given, taken)
+    return handed + [
+        v.mapped(lambda p: pieces.out_of_loop(p, loop, length or 0)) for v in stacked
+    ]
+
+
+@rule("while")
+def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    condition, (body, consts, carry, _) = jaxprs.repeated(eqn)
+    first = len(values) - consts - carry
+    given = values[first : first + consts], values[first + consts :]
+    handed, _ = walk.repeat(body, walk.loop(), *given)
+    walk.run(condition, [*values[:first], *handed], branch=1)
+    return handed
+
+
+@rule("cond")
+def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    index, *args = values
+    outs = [
+        walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))
+    ]
+    joined = [walk.either(out, eqn) for out in zip(*outs, strict=True)]
+    return [
+        dataclasses.replace(v, past=v.past | index.past) if v.kind == 2 else v
+        for v in joined
+    ]
+
+
+@rule("all_gather", "all_gather_invariant", "all_to_all", "psum_scatter", "reduce_scatter")
+def collective(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """What devices exchange: where it lies afterwards is not followed."""
+    outs = []
+    for value, atom in zip(values, eqn.outvars, strict=True):
+        shape = shape_of(atom)
+        rank = len(value.terms[0][0].pieces[0].start) if value.factors() else 0
+        to: list[int | None] = [None] * rank
+        outs.append(value.mapped(lambda p, to=to, s=shape: pieces.moved(p, to, s)))
+    return outs
+
+
+@rule("shard_map")
+def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """Every device has its block, as every trip of a loop has its part.
+
+    A dimension that mesh axes cut into m blocks of n is reshaped to (m, n), the first
+    of which is the device's; behind, blocks are put together again.
+    """
+    body = jaxprs.called(eqn)
+    assert body is not None
+    inside = []
+    for i, (value, atom) in enumerate(zip(values, eqn.invars, strict=True)):
+        shape = shape_of(atom)
+        for cut in jaxprs.mesh_cuts(eqn, "in", i):
+            value, shape = _block_of(walk, value, shape, cut)
+        inside.append(value)
+    outs = walk.run(body, inside)
+    for i, (value, atom) in enumerate(zip(outs, body.jaxpr.outvars, strict=True)):
+        shape = shape_of(atom)
+        for cut in jaxprs.mesh_cuts(eqn, "out", i):
+            value, shape = _blocks_joined(walk, value, shape, cut)
+        for loop in walk.loops_here:
+            value = value.mapped(lambda p, loop=loop: pieces.without_loop(p, loop))
+        outs[i] = value
+    return outs
+
+
+def _block_of(walk: Walk, value: Value, shape: Shape, cut: jaxprs.Cut):
+    dim, names, count = cut
+    loop, block = walk.loop(names), shape[dim] // count
+    split = (*shape[:dim], count, block, *shape[dim + 1 :])
+    local = (*shape[:dim], block, *shape[dim + 1 :])
+    to = [0 if j == dim else j + (j < dim) for j in range(len(split))]
+
+    def part(p: pieces.Pieces) -> pieces.Pieces:
+        p = pieces.moved(pieces.reshaped(p, shape, split), to, (count, *local))
+        return pieces.in_loop(p, loop)
+
+    return value.mapped(part), local
+
+
+def _blocks_joined(walk: Walk, value: Value, local: Shape, cut: jaxprs.Cut):
+    dim, names, count = cut
+    loop = walk.loop(names)
+    split = (*local[:dim], count, *local[dim:])
+    shape = (*local[:dim], count * local[dim], *local[dim + 1 :])
+    to = [dim, *[j + (j >= dim) for j in range(len(local))]]
+
+    def put(p: pieces.Pieces) -> pieces.Pieces:
+        p = pieces.moved(pieces.out_of_loop(p, loop, count), to, split)
+        return pieces.reshaped(p, split, shape)
+
+    return value.mapped(put), shape
+
+
+@rule("reduce_window_max", "reduce_window_min", "select_and_gather_add", "custom_lin_")
+def pooled(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    if values[0].kind == Kind.PARAMETER:
+        return walk.unknown(eqn, values)
+    return mixed(values, nonlinear(values))
