@@ -43,6 +43,7 @@ class Layer:
     - `refusal`: why no parameter scales the logits; empty if some do.
     - `line`: file and line of the product.
     - `softmax`: where the logits enter it.
+    - `axes`: of parameters, along which heads lie, scaled or not.
     """
 
     query: tuple[Part, ...]
@@ -53,6 +54,7 @@ class Layer:
     refusal: str
     line: str
     softmax: Softmax
+    axes: frozenset[tuple[int, int]]
 
 
 def attention_layers(walk: Walk) -> list[Layer]:
@@ -77,7 +79,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
     key: list[Part] = []
     whole: list[Part] = []
     shared: list[Part] = []
-    refusals, counts = [], set()
+    refusals, counts, axes = [], set(), set()
     line = jaxprs.line(walk.logits[factors[0].source.index].eqn)
     for f in factors:
         logits = walk.logits[f.source.index]
@@ -91,6 +93,15 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
         )
         sizes = tuple(logits.shape[i] for i in heads)
         counts.add(math.prod(sizes))
+        axes |= {
+            (g.source.index, d.axis)
+            for side in sides
+            for term in side
+            for g in term
+            for p in g.pieces
+            for d in p.digits
+            if g.source.kind == "parameter" and d.dim in heads and d.axis is not None
+        }
         for region in _regions(logits, sides[1], heads, sizes):
             q = _parts(sides[0], region, logits, heads, sizes)
             k = _parts(sides[1], region, logits, heads, sizes)
@@ -119,6 +130,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
         refusals[0] if refusals else "",
         line,
         note,
+        frozenset(axes),
     )
 
 
@@ -201,7 +213,7 @@ def _regions(
     dim, extent = len(logits.shape), logits.summed[0]
     spans: dict[tuple, list[int]] = {}
     for term in key:
-        parameters = [f for f in term if f.source.kind == "parameter"]
+        parameters = [f for f in term if f.source.kind == "parameter" and f.is_linear]
         for f in parameters[-1:]:
             for p in f.pieces:
                 low, high = _span(p, dim)
@@ -246,7 +258,7 @@ def _parts(
                 covers(f.pieces, heads, sizes),
             )
             for f in inside or ()
-            if f.source.kind == "parameter"
+            if f.source.kind == "parameter" and f.is_linear
         ]
         if not parts:
             return None

@@ -8,12 +8,8 @@ from . import jaxprs, pieces
 from .jaxprs import shape_of
 from .pieces import Shape
 from .rules import _moved, _weigh
-from .values import Factor, Kind, mixed, multiplied, nonlinear, Source, Term, Value
-from .walk import Fed, Logits, rule, Use, Walk
-
-
-# Factors of a term that are kept behind a product; a clip scales the last.
-_LAST = 4
+from .values import Factor, Kind, mixed, multiplied, nonlinear, Source, summed, Value
+from .walk import Fed, Logits, rule, Stacked, Use, Walk
 
 
 class Side(NamedTuple):
@@ -131,11 +127,15 @@ def product(
         walk.past_of[event] = other.value.past | event
         _note_weight(walk, eqn, weight, kind, event)
         walk.note(Fed(event, other.value.past))
+    _note_stacked(walk, other)
     x = _to(other, shape)
-    if len(x.terms) > _LAST:
-        x = dataclasses.replace(x, terms=((),))
+    # Axes are known up to the next weight: its outputs are new.
+    linear = (
+        tuple(f for f in term if f.is_linear and f.source.kind != "weights")
+        for term in x.terms
+    )
+    x = dataclasses.replace(x, terms=summed(linear))
     terms = multiplied(walk.met(_to(weight, shape)), x)
-    terms = tuple(_last(term) for term in terms)
     past = other.value.past | event
     return Value(Kind.ACTIVATION, terms, past, other.value.recent | event, ends)
 
@@ -172,8 +172,8 @@ def _of_activations(
         out = mixed((one, two), multiplied(one, two))
         return dataclasses.replace(out, ends=ends, gates=0)
     event = walk.event
-    summed = tuple(sides[0].shape[i] for i, _ in pairs)
-    full = (*shape, *summed)
+    over = tuple(sides[0].shape[i] for i, _ in pairs)
+    full = (*shape, *over)
 
     def spread(side: Side, places: list[int]) -> Value:
         """In the dimensions of the result and, behind them, those summed over."""
@@ -194,7 +194,7 @@ def _of_activations(
         for side in sides
     )
     index = walk.product_of(
-        Logits(walk.address, eqn, terms, shape, summed, free)  # type: ignore[arg-type]
+        Logits(walk.address, eqn, terms, shape, over, free)  # type: ignore[arg-type]
     )
     factor = Factor(Source("logits", index), event, pieces.whole(shape))
     walk.past_of[event] = a.past | b.past | event
@@ -232,13 +232,23 @@ def _note_weight(walk: Walk, eqn: Any, side: Side, kind: str, event: int) -> Non
             )
 
 
+def _note_stacked(walk: Walk, side: Side) -> None:
+    """What of an activation's making goes to different matrices: outputs of experts."""
+    if not side.stack:
+        return
+    for f in side.value.factors():
+        along: dict[int, set[int]] = {}
+        for p in f.pieces:
+            for d in p.digits:
+                if d.axis is not None and d.dim is not None and d.dim >= 0:
+                    along.setdefault(d.axis, set()).add(d.dim)
+        for axis, dims in along.items():
+            if dims <= side.stack:
+                walk.note(Stacked(f.source.index, axis))
+
+
 def _to(side: Side, shape: Shape) -> Value:
     return side.value.mapped(lambda p: pieces.moved(p, side.to, shape))
-
-
-def _last(term: Term) -> Term:
-    """The latest factors; of weights and logits that a product took nothing remains."""
-    return tuple(f for f in term if f.source.kind != "weights")[-_LAST:]
 
 
 def _summed(factor: Factor, side: Side) -> list[int]:

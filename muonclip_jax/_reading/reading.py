@@ -49,7 +49,9 @@ def read_model(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any):
     shapes = [tuple(leaves[i].shape) for i in arrays]
     floats = [jnp.issubdtype(leaves[i].dtype, jnp.inexact) for i in arrays]
     walk, outs = walked(inner, shapes, floats)
-    found = verdicts(walk, outs, floats)
+    layers = attention_layers(walk)
+    heads_at = {at for layer in layers for at in layer.axes}
+    found = verdicts(walk, outs, floats, heads_at)
     by_leaf: list[Any] = [None] * len(leaves)
     labels: list[Any] = ["vector"] * len(leaves)
     for i, v in zip(arrays, found, strict=True):
@@ -58,5 +60,5 @@ def read_model(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any):
         tree.unflatten(by_leaf), tree.unflatten(labels), (), tree.paths, tuple(shapes), tuple(found)
     )
     object.__setattr__(r, "walk", walk)
-    object.__setattr__(r, "layers", named_layers(attention_layers(walk), [tree.paths[i] for i in arrays], shapes))
+    object.__setattr__(r, "layers", named_layers(layers, [tree.paths[i] for i in arrays], shapes))
     return r

@@ -383,7 +383,9 @@ def _behind(walk: Walk, value: Value) -> int:
 
 def _known_behind(value: Value, what: str, kinds: dict[str, str]) -> Value:
     """A function of logits that attention takes, which are followed behind it too."""
-    factors = [f for term in value.terms for f in term if f.source.kind in kinds]
+    factors = [
+        f for t in value.terms for f in t if f.source.kind in kinds and f.is_linear
+    ]
     terms: Terms = tuple(
         (Factor(Source(what, f.source.index), f.event, f.pieces),) for f in factors
     )
@@ -394,7 +396,8 @@ def _soft(walk: Walk, eqn: Any, value: Value, kinds: tuple[str, ...]) -> None:
     """Notes what a softmax may be, of logits or of a product with a parameter."""
     axes, shape = tuple(eqn.params["axes"]), shape_of(eqn.invars[0])
     terms = tuple(
-        tuple(f for f in term if f.source.kind in kinds) for term in value.terms
+        tuple(f for f in term if f.source.kind in kinds and f.is_linear)
+        for term in value.terms
     )
     if any(terms):
         walk.note(Softmax(walk.address, eqn, terms, shape, axes))

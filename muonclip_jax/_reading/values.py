@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from . import pieces as pieces_
@@ -38,8 +38,9 @@ class Factor(NamedTuple):
     - `event`: where it met an activation, as a bit; 0 before. What was made behind that
         place has the bit in `Value.recent`.
     - `pieces`: where its entries lie in the array.
-    - `is_linear`: `False` for a parameter that something nonlinear took before any
-        activation met it: where its axes lie is known still.
+    - `is_linear`: `False` behind something nonlinear, such as the division of a norm.
+        Where its axes lie is known still: heads are told apart by the kernel's outputs
+        though only a gain behind the norm can scale them.
     """
 
     source: Source
@@ -48,8 +49,8 @@ class Factor(NamedTuple):
     is_linear: bool = True
 
 
-#: A product: doubling the entries of any one of its factors doubles it. Without a
-#: factor it is what no parameter scales.
+#: A product: doubling the entries of any one of its linear factors doubles it. Without
+#: such a factor it is what no parameter scales.
 Term = tuple[Factor, ...]
 
 #: A sum of them, with none equal to zero. To double it, one factor of each must double.
@@ -60,6 +61,9 @@ UNSCALED: Terms = ((),)
 # Sums of more products than these are followed no further. A clip needs one factor for
 # each summand: a projection, its bias, an adapter's product, for each of few sources.
 _MOST_TERMS = 12
+
+# Factors of a term that are followed; a clip scales the last that tells heads apart.
+_MOST_FACTORS = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,26 +146,41 @@ def mixed(values: Iterable[Value], terms: Terms) -> Value:
 
 
 def summed(terms: Iterable[Term]) -> Terms:
-    """A sum, with the terms of the same factors as one."""
+    """A sum, with the terms of the same factors as one, and so all without any."""
+    terms = list(dict.fromkeys(terms))
+    if len(terms) == 1:
+        return tuple(terms)
     found: dict[tuple, list[Term]] = {}
+    others: list[Term] = []
     for term in terms:
-        found.setdefault(tuple((f.source, f.event) for f in term), []).append(term)
+        key = tuple((f.source, f.event, f.is_linear) for f in term)
+        if any(f.is_linear for f in term) and len(found) <= _MOST_TERMS:
+            found.setdefault(key, []).append(term)
+        else:
+            others.append(term)
     if len(found) > _MOST_TERMS:
-        return UNSCALED
-    return tuple(
+        return (unscaled(terms),)
+    scaled = [
         alike[0]
         if len(alike) == 1
         else tuple(
-            Factor(
-                same[0].source,
-                same[0].event,
-                pieces_.joined(*(f.pieces for f in same)),
-                all(f.is_linear for f in same),
-            )
+            same[0]._replace(pieces=pieces_.joined(*(f.pieces for f in same)))
             for same in zip(*alike, strict=True)
         )
         for alike in found.values()
-    )
+    ]
+    return (*scaled, unscaled(others)) if others else tuple(scaled)
+
+
+def unscaled(terms: Iterable[Term]) -> Term:
+    """What remains of terms where nothing scales them: where axes lie."""
+    factors = (f._replace(is_linear=False) for term in terms for f in term)
+    return product_of(f for f in factors if f.source.kind == "parameter")
+
+
+def nonlinear(values: Iterable[Value]) -> Terms:
+    """A nonlinear function of values."""
+    return (unscaled(term for v in values for term in v.terms),)
 
 
 def multiplied(a: Value, b: Value) -> Terms:
@@ -174,42 +193,36 @@ def multiplied(a: Value, b: Value) -> Terms:
     one, two = a.terms, b.terms
     if len(one) * len(two) > _MOST_TERMS:
         # The side with fewer summands is what a clip would scale.
-        one, two = (one, two) if len(one) < len(two) else (two, one)
-        two, (a, b) = UNSCALED, ((a, b) if one is a.terms else (b, a))
+        if len(one) < len(two):
+            two = (unscaled(two),)
+        else:
+            one = (unscaled(one),)
 
-    def kept(term: Term, other: Value) -> Term:
-        sources, factors = other.sources, []
+    def kept(term: Term, other: Value) -> Iterator[Factor]:
+        sources = other.sources
         for f in term:
             if f.source.kind == "weights":
-                factors.append(f)  # softmax divides them by their own sum
-            elif f.event:
-                if not other.recent & f.event:
-                    factors.append(f)
+                yield f  # softmax divides them by their own sum
+            elif other.recent & f.event if f.event else f.source in sources:
+                yield f._replace(is_linear=False)
             else:
-                is_linear = f.is_linear and f.source not in sources
-                factors.append(f._replace(is_linear=is_linear))
-        return tuple(factors)
+                yield f
 
     return summed(
-        tuple(
-            sorted(
-                {(f.source, f.event): f for f in (*kept(x, b), *kept(y, a))}.values(),
-                key=lambda f: (f.event, f.source),
-            )
-        )
-        for x, y in itertools.product(one, two)
+        product_of((*kept(x, b), *kept(y, a))) for x, y in itertools.product(one, two)
     )
 
 
-def nonlinear(values: Iterable[Value]) -> Terms:
-    """What remains of terms behind a nonlinear function: of parameters, their axes."""
-    values = list(values)
-    if any(v.kind == Kind.ACTIVATION for v in values):
-        return UNSCALED
-    factors = {
-        (f.source, f.event): f._replace(is_linear=False)
-        for v in values
-        for term in v.terms
-        for f in term
-    }
-    return (tuple(factors.values()),)
+def product_of(factors: Iterable[Factor]) -> Term:
+    """A term in its only order, by event, with each factor once."""
+    found: dict[tuple[Source, int], Factor] = {}
+    for f in factors:
+        same = found.get((f.source, f.event))
+        if same:
+            f = f._replace(
+                pieces=pieces_.joined(same.pieces, f.pieces),
+                is_linear=same.is_linear and f.is_linear,
+            )
+        found[f.source, f.event] = f
+    ordered = sorted(found.values(), key=lambda f: (f.event, f.source))
+    return tuple(ordered[-_MOST_FACTORS:])

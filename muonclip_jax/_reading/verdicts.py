@@ -1,14 +1,14 @@
 """What each parameter is, by the uses that a walk noted."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
 from . import jaxprs
 from .pieces import Shape
-from .walk import Chosen, Fed, Use, Walk
+from .walk import Chosen, Fed, Stacked, Use, Walk
 
 
 class Verdict(NamedTuple):
@@ -30,9 +30,18 @@ class Verdict(NamedTuple):
     is_known: bool = True
 
 
-def verdicts(walk: Walk, outs: Sequence[Any], is_float: Sequence[bool]) -> list[Verdict]:
-    """One for each parameter."""
+def verdicts(
+    walk: Walk,
+    outs: Sequence[Any],
+    is_float: Sequence[bool],
+    heads_at: Set[tuple[int, int]],
+) -> list[Verdict]:
+    """One for each parameter; heads of attention lie along the axes `heads_at`."""
     fed = chosen = 0
+    # Heads are cut apart as experts are, but of one matrix.
+    experts = {
+        (n.index, n.axis) for n in walk.notes if isinstance(n, Stacked)
+    } - heads_at
     uses: list[list[Use]] = [[] for _ in walk.shapes]
     for note in walk.notes:
         if isinstance(note, Use):
@@ -48,14 +57,16 @@ def verdicts(walk: Walk, outs: Sequence[Any], is_float: Sequence[bool]) -> list[
     # activations go is no router unless something comes of it.
     heads, routers = heads & ~fed, chosen & fed
     return [
-        _verdict(found, shape, heads, routers)
-        if floats
+        _verdict(uses[i], shape, heads, routers, {a for j, a in experts if j == i})
+        if is_float[i]
         else Verdict("vector", None, "no floats", "")
-        for found, shape, floats in zip(uses, walk.shapes, is_float, strict=True)
+        for i, shape in enumerate(walk.shapes)
     ]
 
 
-def _verdict(uses: list[Use], shape: Shape, heads: int, routers: int) -> Verdict:
+def _verdict(
+    uses: list[Use], shape: Shape, heads: int, routers: int, experts: Set[int]
+) -> Verdict:
     if not uses:
         return Verdict("vector", None, "not used", "", is_known=False)
     of: dict[str, Use] = {}
@@ -75,7 +86,7 @@ def _verdict(uses: list[Use], shape: Shape, heads: int, routers: int) -> Verdict
                 return said("vector", kind)
         what = f"unknown: {of['unknown'].eqn.primitive.name}"
         return said("vector", "unknown", what, is_known=False)
-    inputs, outputs = _axes(weights, shape)
+    inputs, outputs = _axes(weights, shape, experts)
     kind = weights[0].kind
     if not inputs or not any(shape[axis] > 1 for axis in outputs):
         return said("vector", kind, "one output" if inputs else "elementwise")
@@ -92,7 +103,9 @@ def _verdict(uses: list[Use], shape: Shape, heads: int, routers: int) -> Verdict
     return Verdict("matrix", numbers, words, jaxprs.line(eqn))
 
 
-def _axes(uses: list[Use], shape: Shape) -> tuple[list[int], list[int]]:
+def _axes(
+    uses: list[Use], shape: Shape, experts: Set[int]
+) -> tuple[list[int], list[int]]:
     """The axes that are inputs, and those that are outputs; all others are a stack."""
     votes: list[Counter[str]] = [Counter() for _ in shape]
     for use in uses:
@@ -117,6 +130,8 @@ def _axes(uses: list[Use], shape: Shape) -> tuple[list[int], list[int]]:
             roles[i] = missing
     inputs = [i for i, role in enumerate(roles) if role == "input"]
     outputs = [i for i, role in enumerate(roles) if role == "output"]
+    # Of more than one axis, or there would be no output left.
+    outputs = [i for i in outputs if i not in experts] or outputs
     if not inputs:  # a number of inputs that is one has no digits, but it is there
         inputs = [i for i, n in enumerate(shape) if n == 1 and not votes[i]][:1]
     return inputs, outputs

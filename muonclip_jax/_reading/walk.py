@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from . import jaxprs, pieces
 from .pieces import Shape
-from .values import CONSTANT, DATA, Kind, mixed, parameter, summed, Terms, Value, ZERO
+from .values import CONSTANT, DATA, Kind, mixed, parameter, product_of, summed, Terms, UNSCALED, Value, ZERO
 
 
 #: Where an equation is: its place in the jaxpr, and so on for those inside of it.
@@ -52,6 +52,13 @@ class Weighted(NamedTuple):
     """The softmax of these logits weighs other activations: it is attention."""
 
     logits: int
+
+
+class Stacked(NamedTuple):
+    """An axis of a parameter's outputs whose entries go to matrices of their own."""
+
+    index: int
+    axis: int
 
 
 class Hidden(NamedTuple):
@@ -161,8 +168,6 @@ class Walk:
         self.past_of.setdefault(event, event)
         terms = tuple(
             tuple(f if f.event else f._replace(event=event) for f in term)
-            if all(f.is_linear for f in term)
-            else ()
             for term in value.terms
         )
         return Value(
@@ -255,7 +260,7 @@ class Walk:
         if sum(v.is_deep for v in values) > 1:
             self.note(Hidden(eqn))
         values = [self.met(v) if v.kind == Kind.PARAMETER else v for v in values]
-        return mixed(values, ((),))
+        return mixed(values, UNSCALED)
 
 
 def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
@@ -318,7 +323,7 @@ def _handed_on(value: Value, event: int) -> Value:
     if value.kind != Kind.ACTIVATION:
         return value
     terms = summed(
-        tuple({f.source: f._replace(event=event) for f in term}.values())
+        product_of(f._replace(event=event) for f in term if f.is_linear)
         for term in value.terms
     )
     return dataclasses.replace(value, terms=terms, recent=event)
