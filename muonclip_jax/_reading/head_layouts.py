@@ -53,8 +53,7 @@ def head_leaf(
     if digits is None:
         return None
     stack = sorted(
-        {d.axis for p in pieces for d in p.digits if (d.dim or 0) < 0}
-        - {None}  # type: ignore[arg-type]
+        {d.axis for p in pieces for d in p.digits if (d.dim or 0) < 0} - {None}  # type: ignore[arg-type]
     )
     if stack and stack != list(range(stack[0], stack[0] + len(stack))):
         return None
@@ -70,9 +69,7 @@ def head_leaf(
         for j in range(len(axis.sizes) if axis else 0):
             ends[i, j] = position
             position += 1
-    heads = tuple(
-        ends[i, j] for i, axis in enumerate(cut) if axis for j in axis.heads
-    )
+    heads = tuple(ends[i, j] for i, axis in enumerate(cut) if axis for j in axis.heads)
     parts = [
         (ends[i, j], where)
         for i, axis in enumerate(cut)

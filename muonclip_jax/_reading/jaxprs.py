@@ -146,7 +146,6 @@ def _written(frame: Any) -> str:
     return f"{name}:{frame.start_line}"
 
 
-def trace(fun: Any, *args: Any) -> tuple[Inner, Any]:
-    """The jaxpr of a function of arrays and shapes, and the shapes that it returns."""
-    closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return inner(closed), out
+def trace(fun: Any, *args: Any) -> Inner:
+    """The jaxpr of a function of arrays and shapes."""
+    return inner(jax.make_jaxpr(fun)(*args))

@@ -139,9 +139,7 @@ def _alike(q: Sequence[Part], k: Sequence[Part]) -> bool:
 
     A key for several heads each, as grouped queries have it, is neither.
     """
-    return all(p.is_own for p in (*q, *k)) or not any(
-        _told_apart(p) for p in (*q, *k)
-    )
+    return all(p.is_own for p in (*q, *k)) or not any(_told_apart(p) for p in (*q, *k))
 
 
 def _told_apart(part: Part) -> bool:

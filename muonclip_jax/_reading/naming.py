@@ -47,9 +47,7 @@ def named_layers(
         parts = tuple(_identity(parts) for parts in own[:4])
         key = (*parts, layer.line if layer.refusal else "")
         groups.setdefault(key, []).append(layer)
-    found = [
-        (_module(group[0], leaf_paths), tuple(group)) for group in groups.values()
-    ]
+    found = [(_module(group[0], leaf_paths), tuple(group)) for group in groups.values()]
     modules = [module for module, _ in found]
     return [
         _named(module, group, leaf_paths, shapes, modules.count(module) > 1)
@@ -63,7 +61,14 @@ def _identity(parts: Sequence[Part]) -> tuple:
         (
             p.index,
             frozenset(
-                (q.offset, tuple((d.axis, d.stride, d.size) for d in q.digits if d.axis is not None and d.dim in p.dims))
+                (
+                    q.offset,
+                    tuple(
+                        (d.axis, d.stride, d.size)
+                        for d in q.digits
+                        if d.axis is not None and d.dim in p.dims
+                    ),
+                )
                 for q in p.pieces
             ),
         )
@@ -122,5 +127,7 @@ def _named(
         why = "its heads lie in a leaf as HeadLeaf cannot say"
         return NamedLayer(module, None, why, layer.heads, group)
     kind = AbsoluteLayer if is_crowded else AttentionLayer
-    told = kind(paths.show(module) if module else "", tuple(query), tuple(key), tuple(whole))  # type: ignore[arg-type]
+    told = kind(
+        paths.show(module) if module else "", tuple(query), tuple(key), tuple(whole)
+    )  # type: ignore[arg-type]
     return NamedLayer(module, told, "", layer.heads, group)

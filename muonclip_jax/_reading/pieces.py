@@ -87,9 +87,7 @@ def moved(pieces: Pieces, to: Sequence[int | None], shape: Shape) -> Pieces:
     `to` says where each dimension goes; along dimensions of `shape` that none goes to
     the array is the same everywhere.
     """
-    new = [
-        Digit(n, i, 1) for i, n in enumerate(shape) if i not in to and n > 1
-    ]
+    new = [Digit(n, i, 1) for i, n in enumerate(shape) if i not in to and n > 1]
 
     def of(piece: Piece) -> Piece:
         start = [0] * len(shape)

@@ -116,7 +116,9 @@ def product(
     weight, other = sides[at], sides[1 - at]
     if other.value.is_onehot:
         roles = [
-            (axis, "entry") for f in weight.value.factors() for axis in _summed(f, weight)
+            (axis, "entry")
+            for f in weight.value.factors()
+            for axis in _summed(f, weight)
         ]
         for index in sorted({f.source.index for f in weight.value.factors()}):
             walk.note(Use("looked up", index, tuple(roles), 0, eqn))
@@ -187,9 +189,7 @@ def _of_activations(
     )
     free = tuple(
         frozenset(
-            at
-            for i, at in enumerate(side.to)
-            if at is not None and i not in side.stack
+            at for i, at in enumerate(side.to) if at is not None and i not in side.stack
         )
         for side in sides
     )
@@ -279,6 +279,13 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     value, index = values
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    for i in numbers.start_index_map if index.number is not None else ():
+        if sizes[i] < old[i]:
+            at = min(index.number, old[i] - sizes[i])
+            value = value.mapped(
+                lambda p, i=i, at=at: pieces.sliced(p, i, at, sizes[i], 1, old[i])
+            )
+            old = (*old[:i], sizes[i], *old[i + 1 :])
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [i for i in range(len(old)) if i not in gone]
     to: list[int | None] = [None] * len(old)
@@ -338,9 +345,7 @@ def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
 @rule("cond")
 def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     index, *args = values
-    outs = [
-        walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))
-    ]
+    outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
     joined = [walk.either(out, eqn) for out in zip(*outs, strict=True)]
     return [
         dataclasses.replace(v, past=v.past | index.past) if v.kind == 2 else v
@@ -348,7 +353,9 @@ def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     ]
 
 
-@rule("all_gather", "all_gather_invariant", "all_to_all", "psum_scatter", "reduce_scatter")
+@rule(
+    "all_gather", "all_gather_invariant", "all_to_all", "psum_scatter", "reduce_scatter"
+)
 def collective(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """What devices exchange: where it lies afterwards is not followed."""
     outs = []

@@ -1,6 +1,7 @@
 """What each primitive makes of the values that it takes."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -72,6 +73,17 @@ def broadcast_in_dim(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return values[0].mapped(spread, is_spread=values[0].is_spread or is_spread)
 
 
+@rule("tile")
+def tile(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    old, reps = shape_of(eqn.invars[0]), tuple(eqn.params["reps"])
+    apart = tuple(itertools.chain(*zip(reps, old, strict=True)))
+    new, to = shape_of(eqn.outvars[0]), range(1, len(apart), 2)
+    return values[0].mapped(
+        lambda p: pieces.reshaped(pieces.moved(p, list(to), apart), apart, new),
+        is_spread=True,
+    )
+
+
 @rule("slice")
 def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     start, new = list(map(int, eqn.params["start_indices"])), shape_of(eqn.outvars[0])
@@ -99,6 +111,12 @@ def split(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
         outs.append(_without_empty(part))
         at += size
     return outs
+
+
+@rule("unstack")
+def unstack(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    axis, shape = eqn.params["axis"], shape_of(eqn.invars[0])
+    return [_entry(values[0], axis, at, shape) for at in range(shape[axis])]
 
 
 @rule("rev")
@@ -133,13 +151,16 @@ def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 # Several operands of one shape.
 
 
-@rule("add", "sub", "add_any", "max", "min", "select_n", "clamp", "complex", "nextafter")
+@rule(
+    "add", "sub", "add_any", "max", "min", "select_n", "clamp", "complex", "nextafter"
+)
 def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A sum, or a choice between entries: twice the operands make twice the result.
 
     The greater of two, or one that a mask picks, is as linear as a sum for factors
     above zero, and QK-Clip's are.
     """
+    deep = [v for v in values if v.is_deep]
     values = _of_one_shape(walk, eqn, values)
     operands = values[1:] if eqn.primitive.name == "select_n" else values
     terms = summed(term for v in operands for term in v.terms)
@@ -147,7 +168,6 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if eqn.primitive.name == "select_n":
         return dataclasses.replace(out, is_onehot=values[0].is_onehot)
     if math.prod(shape_of(eqn.outvars[0])) > 1:  # a sum of losses is none of layers
-        deep = [v for v in values if v.is_deep]
         if len(deep) == 2 and _is_residual(walk, *deep):
             out = dataclasses.replace(out, ends=0)
     return out
@@ -229,9 +249,7 @@ def tanh(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 def exp(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """The weights of a softmax, if of logits; its maximum came before."""
     (value,) = values
-    out = _known_behind(
-        value, "weights", {"logits": "weights", "capped": "weights"}
-    )
+    out = _known_behind(value, "weights", {"logits": "weights", "capped": "weights"})
     return dataclasses.replace(out, gates=value.ends & walk.gates)
 
 
@@ -244,7 +262,9 @@ def reduce_sum(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return _reduced(values[0], eqn)
 
 
-@rule("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor")
+@rule(
+    "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor"
+)
 def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if eqn.primitive.name == "reduce_max":
         _soft(walk, eqn, values[0], ("logits", "capped"))
@@ -276,6 +296,14 @@ def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A part whose place is not known: along its dimensions it may be any."""
     value, *starts = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    for i, start in enumerate(starts):
+        if start.number is not None and new[i] != old[i]:
+            at = min(start.number, old[i] - new[i])
+            value = value.mapped(
+                lambda p, i=i, at=at: pieces.sliced(p, i, at, new[i], 1, old[i])
+            )
+            old = (*old[:i], new[i], *old[i + 1 :])
+    value = _without_empty(value)
     cut = [i for i, n in enumerate(new) if n != old[i]]
     out = _picked(value, cut, list(range(len(new))), new)
     return mixed((out, *starts), out.terms) if value.kind else out
@@ -326,6 +354,17 @@ def _picked(value: Value, gone: list[int], to: list[int | None], new: Shape) -> 
     return value.mapped(lambda p: pieces.moved(p, to, new))
 
 
+def _entry(value: Value, dim: int, at: int, shape: Shape) -> Value:
+    """One entry of a dimension, which goes."""
+    to = [None if i == dim else i - (i > dim) for i in range(len(shape))]
+    new = (*shape[:dim], *shape[dim + 1 :])
+
+    def taken(p: pieces.Pieces) -> pieces.Pieces:
+        return pieces.moved(pieces.sliced(p, dim, at, 1, 1, shape[dim]), to, new)
+
+    return _without_empty(value.mapped(taken))
+
+
 def _without_empty(value: Value) -> Value:
     """The slice of a joint has nothing of what lies elsewhere."""
     terms = tuple(t for t in value.terms if not t or all(f.pieces for f in t))
@@ -343,7 +382,9 @@ def _reduced(value: Value, eqn: Any) -> Value:
 def _of_one_shape(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """Operands as activations if one is, and numbers spread over the shape."""
     shape = shape_of(eqn.outvars[0])
-    values = [_spread(v, shape_of(x), shape) for v, x in zip(values, eqn.invars, strict=True)]
+    values = [
+        _spread(v, shape_of(x), shape) for v, x in zip(values, eqn.invars, strict=True)
+    ]
     return _met_together(walk, eqn, values)
 
 
@@ -352,7 +393,9 @@ def _spread(value: Value, old: Shape, new: Shape) -> Value:
     if old == new:
         return value
     to = [i if n == new[i] else None for i, n in enumerate(old)]
-    return value.mapped(lambda p: pieces.moved(p, to, new), is_spread=value.is_spread or bool(old))
+    return value.mapped(
+        lambda p: pieces.moved(p, to, new), is_spread=value.is_spread or bool(old)
+    )
 
 
 def _met_together(

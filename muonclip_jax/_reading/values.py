@@ -82,6 +82,7 @@ class Value:
     - `is_spread`: a parameter that was copied along new dimensions, as tokens are.
     - `is_pair`: a product of two parameters.
     - `is_onehot`, `is_counter`: a comparison with 0, 1, 2, ..., and these numbers.
+    - `number`: that all entries are known to be, as the index of `kernel[0]` is.
     """
 
     kind: Kind = Kind.CONSTANT
@@ -94,6 +95,7 @@ class Value:
     is_pair: bool = False
     is_onehot: bool = False
     is_counter: bool = False
+    number: int | bool | None = None
 
     @property
     def is_deep(self) -> bool:
@@ -117,13 +119,19 @@ class Value:
 
 
 CONSTANT = Value()
-ZERO = Value(terms=())
 DATA = Value(Kind.ACTIVATION)
 
 
 def parameter(index: int, shape: Shape, kind: Kind = Kind.PARAMETER) -> Value:
     factor = Factor(Source("parameter", index), 0, pieces_.whole(shape))
     return Value(kind, ((factor,),))
+
+
+def constant(number: int | bool | float | None) -> Value:
+    """One that is the same everywhere, if it is known; zero is no summand."""
+    whole = isinstance(number, int)
+    is_zero = number is not None and number == 0
+    return Value(terms=() if is_zero else UNSCALED, number=number if whole else None)
 
 
 def mixed(values: Iterable[Value], terms: Terms) -> Value:

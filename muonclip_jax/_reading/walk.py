@@ -1,12 +1,25 @@
 """Follows the arrays of a jaxpr, and notes what is done with parameters."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import jaxprs, pieces
 from .pieces import Shape
-from .values import CONSTANT, DATA, Kind, mixed, parameter, product_of, summed, Terms, UNSCALED, Value, ZERO
+from .values import (
+    CONSTANT,
+    constant,
+    DATA,
+    Kind,
+    mixed,
+    parameter,
+    product_of,
+    summed,
+    Terms,
+    UNSCALED,
+    Value,
+)
 
 
 #: Where an equation is: its place in the jaxpr, and so on for those inside of it.
@@ -105,6 +118,20 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+# What is done with an index before it is one: counted from the front, and clipped.
+_ON_NUMBERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "lt": operator.lt,
+    "ge": operator.ge,
+    "max": max,
+    "min": min,
+    "select_n": lambda which, *cases: cases[int(which)],
+    "clamp": lambda low, x, high: min(max(x, low), high),
+}
 
 
 class Walk:
@@ -211,7 +238,12 @@ class Walk:
         carry = list(carry)
         while True:
             begin = [
-                _handed_on(v, self._events.setdefault((*self._at, -1 - i), 1 << len(self._events)))
+                _handed_on(
+                    v,
+                    self._events.setdefault(
+                        (*self._at, -1 - i), 1 << len(self._events)
+                    ),
+                )
                 for i, v in enumerate(carry)
             ]
             outs = self.run(body, [*consts, *begin, *taken])
@@ -242,6 +274,9 @@ class Walk:
 
     def _step(self, eqn: Any, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
+        numbers = [v.number for v in values]
+        if name in _ON_NUMBERS and None not in numbers:
+            return [constant(_ON_NUMBERS[name](*numbers))]
         if name in RULES:
             outs = RULES[name](self, eqn, values)
         elif (body := jaxprs.called(eqn)) is not None:
@@ -274,9 +309,7 @@ def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
     while True:
         walk = Walk(shapes, tokens)
         args = [
-            parameter(
-                i, shape, Kind.ACTIVATION if i in tokens else Kind.PARAMETER
-            )
+            parameter(i, shape, Kind.ACTIVATION if i in tokens else Kind.PARAMETER)
             if is_parameter[i]
             else CONSTANT
             for i, shape in enumerate(shapes)
@@ -290,7 +323,8 @@ def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
         found = tokens | {
             i
             for i, said in kinds.items()
-            if "factor" in said and said & {"elementwise", "looked up"}
+            if "factor" in said
+            and said & {"elementwise", "looked up"}
             and "contracted" not in said
         }
         if found == tokens:
@@ -299,11 +333,13 @@ def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
 
 
 def _constant(value: Any) -> Value:
-    """A literal or an array that the function closes over; zero is no summand."""
-    is_zero = getattr(value, "ndim", 0) == 0 and not isinstance(value, str)
+    """A literal or an array that the function closes over."""
+    if getattr(value, "ndim", 0) or not hasattr(value, "item"):
+        is_number = isinstance(value, bool | int | float)
+        return constant(value) if is_number else CONSTANT
     try:
-        return ZERO if is_zero and value == 0 else CONSTANT
-    except Exception:  # a key, or an array that another trace has
+        return constant(value.item())
+    except Exception:  # a key, or what another trace has
         return CONSTANT
 
 

@@ -174,9 +174,7 @@ def _zero_padded(p, x):
 FLAT = (D, H * DIM)
 CASES = {
     "flat": Case({"q": FLAT, "k": FLAT}, _flat),
-    "biased": Case(
-        {"q": FLAT, "k": FLAT, "bq": (H * DIM,), "bk": (H * DIM,)}, _biased
-    ),
+    "biased": Case({"q": FLAT, "k": FLAT, "bq": (H * DIM,), "bk": (H * DIM,)}, _biased),
     "einsum": Case({"q": (H, D, DIM), "kv": (2, H, D, DIM)}, _einsum),
     "fused": Case({"qkv": (D, 3 * H * DIM), "b": (3 * H * DIM,)}, _fused),
     "thirds": Case({"qkv": (D, 3 * H * DIM)}, _thirds),
@@ -184,8 +182,9 @@ CASES = {
     "partly rotary": Case({"q": FLAT, "k": FLAT}, _partial),
     "rotary pairs": Case({"q": FLAT, "k": FLAT}, _pairs),
     "grouped": Case({"q": FLAT, "k": (D, 2 * DIM)}, _grouped),
-    "multi-query": Case({"q": FLAT, "k": (D, DIM)}, lambda p, x: (
-        cut(x @ p["q"]), cut(x @ p["k"], 1))),
+    "multi-query": Case(
+        {"q": FLAT, "k": (D, DIM)}, lambda p, x: (cut(x @ p["q"]), cut(x @ p["k"], 1))
+    ),
     "transposed": Case({"q": FLAT[::-1], "k": FLAT[::-1]}, _transposed),
     "gains": Case({"q": FLAT, "k": FLAT, "gq": (DIM,), "gk": (DIM,)}, _gains),
     "gains of heads": Case(
