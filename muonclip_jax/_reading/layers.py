@@ -67,7 +67,7 @@ def attention_layers(walk: Walk) -> list[Layer]:
     for kinds in (("logits", "capped"), ("weights",)):
         for note in notes:
             factors = [f for t in note.terms for f in t if f.source.kind in kinds]
-            own = {f.source.index for f in factors}
+            own = {f.source.number for f in factors}
             if own & weighted and not own & seen:
                 seen |= own
                 layers.append(_layer(walk, note, factors))
@@ -80,9 +80,9 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
     whole: list[Part] = []
     shared: list[Part] = []
     refusals, counts, axes = [], set(), set()
-    line = jaxprs.line(walk.logits[factors[0].source.index].eqn)
+    line = jaxprs.line(walk.logits[factors[0].source.number].eqn)
     for f in factors:
-        logits = walk.logits[f.source.index]
+        logits = walk.logits[f.source.number]
         keys = _dims_of(f.pieces, note.axes)
         sides = _sides(logits, keys)
         if sides is None:
@@ -94,7 +94,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
         sizes = tuple(logits.shape[i] for i in heads)
         counts.add(math.prod(sizes))
         axes |= {
-            (g.source.index, d.axis)
+            (g.source.number, d.axis)
             for side in sides
             for term in side
             for g in term
@@ -249,7 +249,7 @@ def _parts(
             continue  # the summand lies elsewhere
         parts = [
             Part(
-                f.source.index,
+                f.source.number,
                 f.pieces,
                 tuple(heads),
                 sizes,

@@ -2,14 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 
 Shape = tuple[int, ...]
 
 #: More pieces than that are no layout of heads that anyone would write.
-_MOST_PIECES = 64
+MOST_PIECES = 64
 
 
 class Digit(NamedTuple):
@@ -67,53 +68,34 @@ def whole(shape: Shape) -> Pieces:
 def joined(*pieces: Pieces) -> Pieces:
     """Entries that come from the source in several ways, as sums and joints have."""
     every = tuple(dict.fromkeys(itertools.chain(*pieces)))
-    if len(every) <= _MOST_PIECES:
-        return every
-    rank = len(every[0].start)
-    vague = [
-        _tidy(
-            [*_unplaced(p.digits, lambda d: d.dim is not None and d.dim >= 0)],
-            (0,) * rank,
-            p.offset,
-        )
-        for p in every
-    ]
-    return tuple(dict.fromkeys(vague))[:_MOST_PIECES]
+    return every[: MOST_PIECES + 1]
 
 
-def moved(pieces: Pieces, to: Sequence[int | None], shape: Shape) -> Pieces:
+def moved(
+    pieces: Pieces,
+    to: Sequence[int | None],
+    shape: Shape,
+    loops: Mapping[int, int | None] = MappingProxyType({}),
+) -> Pieces:
     """Behind an operation that moves dimensions, sums over some and repeats along new.
 
-    `to` says where each dimension goes; along dimensions of `shape` that none goes to
-    the array is the same everywhere.
+    `to` says where each dimension goes, and `loops` where each loop does. Along
+    dimensions of `shape` that none goes to, the array is the same everywhere.
     """
-    new = [Digit(n, i, 1) for i, n in enumerate(shape) if i not in to and n > 1]
 
     def of(piece: Piece) -> Piece:
         start = [0] * len(shape)
         for at, dim in zip(piece.start, to, strict=True):
-            if dim is not None:
+            if dim is not None and dim >= 0:
                 start[dim] = at
-        digits = [
-            d if d.dim is None or d.dim < 0 else d._replace(dim=to[d.dim])
-            for d in piece.digits
-        ]
+        digits = []
+        for d in piece.digits:
+            if d.dim is not None:
+                d = d._replace(dim=to[d.dim] if d.dim >= 0 else loops.get(d.dim, d.dim))
+            digits.append(d)
+        reached = {*to, *(d.dim for d in digits if d.dim in loops.values())}
+        new = [Digit(n, i, 1) for i, n in enumerate(shape) if i not in reached]
         return _tidy([*digits, *new], start, piece.offset)
-
-    return joined(tuple(map(of, pieces)))
-
-
-def stretched(pieces: Pieces, dims: Iterable[int], shape: Shape) -> Pieces:
-    """Behind an operation that mixes all entries along some dimensions."""
-    dims = set(dims)
-    if not dims:
-        return pieces
-    full = [Digit(shape[dim], dim, 1) for dim in dims]
-
-    def of(piece: Piece) -> Piece:
-        digits = _unplaced(piece.digits, lambda d: d.dim in dims)
-        start = [0 if i in dims else at for i, at in enumerate(piece.start)]
-        return _tidy([*digits, *full], start, piece.offset)
 
     return joined(tuple(map(of, pieces)))
 
@@ -127,7 +109,7 @@ def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
     """
     if not math.prod(old):
         return ()
-    inner_old, inner_new = _inner(old), _inner(new)
+    inner_old, inner_new, nowhere = _inner(old), _inner(new), [None] * len(old)
 
     def of(piece: Piece) -> Piece:
         flat = sum(at * n for at, n in zip(piece.start, inner_old, strict=True))
@@ -139,14 +121,14 @@ def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
                 continue
             parts = _cut(digit, digit.step * inner_old[digit.dim], inner_new, new)
             if parts is None:
-                return _anywhere(piece, new)
+                return moved((piece,), nowhere, new)[0]
             for part in parts:
                 if part.dim is not None:
                     ends[part.dim] += (part.size - 1) * part.step
             digits += parts
         # Each dimension counts by itself: there is no carry from one to the next.
         if any(end >= size for end, size in zip(ends, new, strict=True)):
-            return _anywhere(piece, new)
+            return moved((piece,), nowhere, new)[0]
         return _tidy(digits, start, piece.offset)
 
     return joined(tuple(map(of, pieces)))
@@ -166,18 +148,14 @@ def padded(pieces: Pieces, low: Sequence[int], gap: Sequence[int]) -> Pieces:
     """Between zeros, `low` of them in front and `gap` between any two entries."""
 
     def of(piece: Piece) -> Piece:
-        start = [
-            lo + at * (g + 1) for at, lo, g in zip(piece.start, low, gap, strict=True)
-        ]
+        steps = [g + 1 for g in gap]
+        start = [lo + at * n for lo, at, n in zip(low, piece.start, steps, strict=True)]
         digits = [
-            d._replace(step=d.step * (gap[d.dim] + 1))
-            if d.dim is not None and d.dim >= 0
-            else d
+            d if d.dim is None or d.dim < 0 else d._replace(step=d.step * steps[d.dim])
             for d in piece.digits
         ]
         return _tidy(digits, start, piece.offset)
 
-    # What a negative padding cuts off is left in: it would be a slice.
     return tuple(map(of, pieces))
 
 
@@ -187,7 +165,7 @@ def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
     def of(piece: Piece) -> Piece:
         start, offset, digits = list(piece.start), list(piece.offset), []
         for d in piece.digits:
-            if d.dim in dims:
+            if d.dim is not None and d.dim in dims:
                 start[d.dim] += (d.size - 1) * d.step
                 if d.axis is not None:
                     offset[d.axis] += (d.size - 1) * d.stride
@@ -198,48 +176,6 @@ def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
         return _tidy(digits, start, offset)
 
     return tuple(map(of, pieces))
-
-
-def in_loop(pieces: Pieces, loop: int) -> Pieces:
-    """One trip's part of an array that a loop takes along its first dimension."""
-
-    def of(piece: Piece) -> Piece:
-        digits = [
-            d
-            if d.dim is None or d.dim < 0
-            else d._replace(dim=d.dim - 1 if d.dim else loop)
-            for d in piece.digits
-        ]
-        return _tidy(digits, piece.start[1:], piece.offset)
-
-    return tuple(map(of, pieces))
-
-
-def out_of_loop(pieces: Pieces, loop: int, length: int) -> Pieces:
-    """The results of all trips, along a new first dimension."""
-
-    def of(piece: Piece) -> Piece:
-        digits = [
-            d
-            if d.dim is None or (d.dim < 0 and d.dim != loop)
-            else d._replace(dim=0 if d.dim == loop else d.dim + 1)
-            for d in piece.digits
-        ]
-        if all(d.dim != 0 for d in digits):
-            digits.append(Digit(length, 0, 1))
-        return _tidy(digits, (0, *piece.start), piece.offset)
-
-    return tuple(map(of, pieces))
-
-
-def without_loop(pieces: Pieces, loop: int) -> Pieces:
-    """What a loop hands on: made in another trip, of any entry that trips differ in."""
-    return joined(
-        tuple(
-            _tidy(_unplaced(p.digits, lambda d: d.dim == loop), p.start, p.offset)
-            for p in pieces
-        )
-    )
 
 
 def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
@@ -265,17 +201,6 @@ def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
         elif d not in kept or d.dim is not None:
             kept.append(d)
     return Piece(tuple(kept), tuple(start), tuple(offset))
-
-
-def _unplaced(digits: Iterable[Digit], where) -> list[Digit]:
-    return [d._replace(dim=None, step=0) if where(d) else d for d in digits]
-
-
-def _anywhere(piece: Piece, shape: Shape) -> Piece:
-    """The source's entries may be anywhere in an array of this shape."""
-    digits = _unplaced(piece.digits, lambda d: d.dim is not None and d.dim >= 0)
-    full = [Digit(n, i, 1) for i, n in enumerate(shape)]
-    return _tidy([*digits, *full], (0,) * len(shape), piece.offset)
 
 
 def _inner(shape: Shape) -> list[int]:

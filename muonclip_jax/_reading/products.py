@@ -1,14 +1,14 @@
-"""Products, lookups and loops: the primitives in which parameters show what they are."""
+"""Products and lookups: the primitives in which parameters show what they are."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from . import jaxprs, pieces
+from . import pieces
 from .jaxprs import shape_of
 from .pieces import Shape
-from .rules import _moved, _weigh
-from .values import Factor, Kind, mixed, multiplied, nonlinear, Source, summed, Value
+from .rules import weigh
+from .values import Factor, Kind, mixed, multiplied, Source, summed, Value
 from .walk import Fed, Logits, rule, Stacked, Use, Walk
 
 
@@ -31,36 +31,38 @@ class Side(NamedTuple):
 
 @rule("dot_general")
 def dot_general(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    (ca, cb), (ba, bb) = eqn.params["dimension_numbers"]
-    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
-    free_a = [i for i in range(len(a)) if i not in ca and i not in ba]
-    free_b = [i for i in range(len(b)) if i not in cb and i not in bb]
-    order_a, order_b = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
-    sides = (
-        Side(values[0], a, _places(order_a, len(a)), frozenset(ba)),
-        Side(values[1], b, _places(order_b, len(b)), frozenset(bb)),
-    )
+    (ca, cb), _ = numbers = eqn.params["dimension_numbers"]
     pairs = tuple(zip(ca, cb, strict=True))
-    return product(walk, eqn, sides, pairs)
+    return product(walk, eqn, _sides(eqn, values, numbers), pairs)
 
 
-@rule("ragged_dot_general", "ragged_dot")
+@rule("ragged_dot_general ragged_dot")
 def ragged_dot(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """Rows of the left side go to the matrix of their group on the right."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
-    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
-    groups = list(numbers.rhs_group_dimensions)
+    groups = tuple(numbers.rhs_group_dimensions)
     if not groups:  # a gradient's mode
         return walk.unknown(eqn, values)
-    free_a = [i for i in range(len(a)) if i not in ca and i not in ba]
-    free_b = [i for i in range(len(b)) if i not in (*cb, *bb, *groups)]
-    order_a, order_b = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
-    sides = (
-        Side(values[0], a, _places(order_a, len(a)), frozenset(ba)),
-        Side(values[1], b, _places(order_b, len(b)), frozenset((*bb, *groups))),
+    return product(
+        walk, eqn, _sides(eqn, values, numbers.dot_dimension_numbers, groups), ()
     )
-    return product(walk, eqn, sides, ())
+
+
+def _sides(eqn: Any, values: list[Value], numbers: Any, groups=()) -> tuple[Side, Side]:
+    """Operands of a product whose result is batch, then what is free on each side."""
+    (ca, cb), (ba, bb) = numbers
+    a, b = map(shape_of, eqn.invars[:2])
+    free_a = [i for i in range(len(a)) if i not in (*ca, *ba)]
+    free_b = [i for i in range(len(b)) if i not in (*cb, *bb, *groups)]
+    order = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
+    to = [
+        tuple(o.index(i) if i in o else None for i in range(len(s)))
+        for o, s in zip(order, (a, b), strict=True)
+    ]
+    return (
+        Side(values[0], a, to[0], frozenset(ba)),
+        Side(values[1], b, to[1], frozenset((*bb, *groups))),
+    )
 
 
 @rule("conv_general_dilated")
@@ -69,21 +71,16 @@ def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     groups = eqn.params["feature_group_count"]
     a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     batch, feature, *spatial = numbers.lhs_spec
-    out_batch, out_feature, *out_spatial = numbers.out_spec
+    out_batch, out_feature, *_ = numbers.out_spec
     out, inp, *_ = numbers.rhs_spec
     to_a: list[int | None] = [None] * len(a)
-    to_a[batch] = out_batch
-    if groups > 1:
-        to_a[feature] = out_feature
-    shape = shape_of(eqn.outvars[0])
-    # Along the window entries mix, and their number may change.
-    image = values[0].mapped(
-        lambda p: pieces.stretched(p, [*spatial, feature] if groups > 1 else spatial, a)
-    )
     to_b: list[int | None] = [None] * len(b)
-    to_b[out] = out_feature
-    if groups > 1 and shape[out_feature] != a[feature]:
-        to_a[feature] = None
+    to_a[batch], to_b[out] = out_batch, out_feature
+    if groups > 1 and shape_of(eqn.outvars[0])[out_feature] == a[feature]:
+        to_a[feature] = out_feature
+    # Along the window entries mix, and their number may change.
+    mixed_along = [None if i in spatial else i for i in range(len(a))]
+    image = values[0].moved(mixed_along, a)
     kind = "depthwise" if groups > 1 and b[inp] == 1 else "contracted"
     sides = (Side(image, a, tuple(to_a)), Side(values[1], b, tuple(to_b)))
     if image.kind == Kind.PARAMETER and values[1].kind == Kind.CONSTANT:
@@ -105,30 +102,24 @@ def product(
         tokens = [_is_tokens(s.value) for s in sides]
         if not any(tokens):
             return _of_parameters(walk, eqn, sides, shape)
-        sides = tuple(
+        one, two = (
             s._replace(value=walk.as_activation(s.value, eqn)) if is_token else s
             for s, is_token in zip(sides, tokens, strict=True)
         )
+        sides = one, two
         is_parameter = [not is_token for is_token in tokens]
     if not any(is_parameter):
         return _of_activations(walk, eqn, sides, shape, pairs)
     at = is_parameter.index(True)
     weight, other = sides[at], sides[1 - at]
     if other.value.is_onehot:
-        roles = [
-            (axis, "entry")
-            for f in weight.value.factors()
-            for axis in _summed(f, weight)
-        ]
-        for index in sorted({f.source.index for f in weight.value.factors()}):
-            walk.note(Use("looked up", index, tuple(roles), 0, eqn))
+        walk.use("looked up", weight.value, eqn)
         event, ends = walk.event, 0
-        walk.past_of[event] = other.value.past | event
     else:
         event = ends = walk.event
-        walk.past_of[event] = other.value.past | event
         _note_weight(walk, eqn, weight, kind, event)
         walk.note(Fed(event, other.value.past))
+    walk.past_of[event] = other.value.past | event
     _note_stacked(walk, other)
     x = _to(other, shape)
     # Axes are known up to the next weight: its outputs are new.
@@ -150,9 +141,9 @@ def _of_parameters(
         for f in side.value.factors():
             roles = [(axis, "rank") for axis in _summed(f, side)]
             free = "input" if side is sides[0] else "output"
-            # Where nothing else tells: inputs are the first factor's, as in x @ (A @ B).
+            # Where nothing else tells, inputs are the first's, as in x @ (A @ B).
             roles += [(axis, f"{free}?") for axis in _kept(f, side)]
-            walk.note(Use("factor", f.source.index, tuple(roles), 0, eqn))
+            walk.note(Use("factor", f.source.number, tuple(roles), 0, eqn))
     a, b = (_to(side, shape) for side in sides)
     out = mixed((a, b), multiplied(a, b))
     return dataclasses.replace(out, is_pair=True, is_spread=False)
@@ -167,7 +158,7 @@ def _of_activations(
 ) -> Value:
     """Two activations: these may be the logits of attention, or what they weigh."""
     a, b = (s.value for s in sides)
-    _weigh(walk, a, b)
+    weigh(walk, a, b)
     one, two = (_to(side, shape) for side in sides)
     ends = a.ends | b.ends
     if not (a.is_deep and b.is_deep and pairs):
@@ -182,7 +173,7 @@ def _of_activations(
         to = list(side.to)
         for j, i in enumerate(places):
             to[i] = len(shape) + j
-        return side.value.mapped(lambda p: pieces.moved(p, to, full))
+        return side.value.moved(to, full)
 
     terms = tuple(
         spread(side, [pair[i] for pair in pairs]).terms for i, side in enumerate(sides)
@@ -224,7 +215,7 @@ def _note_weight(walk: Walk, eqn: Any, side: Side, kind: str, event: int) -> Non
             walk.note(
                 Use(
                     kind if is_weight else "elementwise",
-                    f.source.index,
+                    f.source.number,
                     tuple(dict.fromkeys(roles)),
                     event,
                     eqn,
@@ -244,11 +235,11 @@ def _note_stacked(walk: Walk, side: Side) -> None:
                     along.setdefault(d.axis, set()).add(d.dim)
         for axis, dims in along.items():
             if dims <= side.stack:
-                walk.note(Stacked(f.source.index, axis))
+                walk.note(Stacked(f.source.number, axis))
 
 
 def _to(side: Side, shape: Shape) -> Value:
-    return side.value.mapped(lambda p: pieces.moved(p, side.to, shape))
+    return side.value.moved(side.to, shape)
 
 
 def _summed(factor: Factor, side: Side) -> list[int]:
@@ -267,10 +258,6 @@ def _is_tokens(value: Value) -> bool:
     return value.is_spread or any(not f.is_linear for f in value.factors())
 
 
-def _places(order: list[Any], rank: int) -> tuple[int | None, ...]:
-    return tuple(order.index(i) if i in order else None for i in range(rank))
-
-
 # Lookups.
 
 
@@ -281,148 +268,22 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     for i in numbers.start_index_map if index.number is not None else ():
         if sizes[i] < old[i]:
-            at = min(index.number, old[i] - sizes[i])
-            value = value.mapped(
-                lambda p, i=i, at=at: pieces.sliced(p, i, at, sizes[i], 1, old[i])
-            )
+            at = min(max(index.number or 0, 0), old[i] - sizes[i])
+            value = value.sliced(i, at, sizes[i], 1, old[i])
             old = (*old[:i], sizes[i], *old[i + 1 :])
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [i for i in range(len(old)) if i not in gone]
     to: list[int | None] = [None] * len(old)
     for i, at in zip(kept, numbers.offset_dims, strict=True):
         to[i] = at if sizes[i] == old[i] else None
-    out = value.mapped(lambda p: pieces.moved(p, to, new))
+    out = value.moved(to, new)
     if value.kind != Kind.PARAMETER:
         return dataclasses.replace(mixed((out, index), out.terms), is_onehot=False)
-    by = {i for i, at in enumerate(to) if at is None and old[i] > 1}
-    wide = max(
-        (len(set().union(*(p.axes for p in f.pieces))) for f in out.factors()),
-        default=0,
-    )
-    if wide < 2:
-        for f in value.factors():
-            roles = {
-                (d.axis, "entry")
-                for p in f.pieces
-                for d in p.digits
-                if d.dim in by and d.axis is not None
-            }
-            walk.note(Use("looked up", f.source.index, tuple(sorted(roles)), 0, eqn))
+    seen = [set().union(*(p.axes for p in f.pieces)) for f in out.factors()]
+    if max(map(len, seen), default=0) < 2:
+        walk.use("looked up", value, eqn)
         met = walk.met(out)
         return dataclasses.replace(met, past=met.past | index.past)
-    spread = len(numbers.offset_dims) < len(new)
-    return dataclasses.replace(out, past=index.past, is_spread=spread)
-
-
-# Loops and branches.
-
-
-@rule("scan")
-def scan(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    """Each trip takes a part of what is stacked: of parameters, a layer's."""
-    body, consts, carry, length = jaxprs.scanned(eqn)
-    loop = walk.loop()
-    taken = [
-        v.mapped(lambda p: pieces.in_loop(p, loop)) for v in values[consts + carry :]
-    ]
-    given = values[:consts], values[consts : consts + carry]
-    handed, stacked = walk.repeat(body, loop, *given, taken)
-    return handed + [
-        v.mapped(lambda p: pieces.out_of_loop(p, loop, length or 0)) for v in stacked
-    ]
-
-
-@rule("while")
-def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    condition, (body, consts, carry, _) = jaxprs.repeated(eqn)
-    first = len(values) - consts - carry
-    given = values[first : first + consts], values[first + consts :]
-    handed, _ = walk.repeat(body, walk.loop(), *given)
-    walk.run(condition, [*values[:first], *handed], branch=1)
-    return handed
-
-
-@rule("cond")
-def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    index, *args = values
-    outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
-    joined = [walk.either(out, eqn) for out in zip(*outs, strict=True)]
-    return [
-        dataclasses.replace(v, past=v.past | index.past) if v.kind == 2 else v
-        for v in joined
-    ]
-
-
-@rule(
-    "all_gather", "all_gather_invariant", "all_to_all", "psum_scatter", "reduce_scatter"
-)
-def collective(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    """What devices exchange: where it lies afterwards is not followed."""
-    outs = []
-    for value, atom in zip(values, eqn.outvars, strict=True):
-        shape = shape_of(atom)
-        rank = len(value.terms[0][0].pieces[0].start) if value.factors() else 0
-        to: list[int | None] = [None] * rank
-        outs.append(value.mapped(lambda p, to=to, s=shape: pieces.moved(p, to, s)))
-    return outs
-
-
-@rule("shard_map")
-def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    """Every device has its block, as every trip of a loop has its part.
-
-    A dimension that mesh axes cut into m blocks of n is reshaped to (m, n), the first
-    of which is the device's; behind, blocks are put together again.
-    """
-    body = jaxprs.called(eqn)
-    assert body is not None
-    inside = []
-    for i, (value, atom) in enumerate(zip(values, eqn.invars, strict=True)):
-        shape = shape_of(atom)
-        for cut in jaxprs.mesh_cuts(eqn, "in", i):
-            value, shape = _block_of(walk, value, shape, cut)
-        inside.append(value)
-    outs = walk.run(body, inside)
-    for i, (value, atom) in enumerate(zip(outs, body.jaxpr.outvars, strict=True)):
-        shape = shape_of(atom)
-        for cut in jaxprs.mesh_cuts(eqn, "out", i):
-            value, shape = _blocks_joined(walk, value, shape, cut)
-        for loop in walk.loops_here:
-            value = value.mapped(lambda p, loop=loop: pieces.without_loop(p, loop))
-        outs[i] = value
-    return outs
-
-
-def _block_of(walk: Walk, value: Value, shape: Shape, cut: jaxprs.Cut):
-    dim, names, count = cut
-    loop, block = walk.loop(names), shape[dim] // count
-    split = (*shape[:dim], count, block, *shape[dim + 1 :])
-    local = (*shape[:dim], block, *shape[dim + 1 :])
-    to = [0 if j == dim else j + (j < dim) for j in range(len(split))]
-
-    def part(p: pieces.Pieces) -> pieces.Pieces:
-        p = pieces.moved(pieces.reshaped(p, shape, split), to, (count, *local))
-        return pieces.in_loop(p, loop)
-
-    return value.mapped(part), local
-
-
-def _blocks_joined(walk: Walk, value: Value, local: Shape, cut: jaxprs.Cut):
-    dim, names, count = cut
-    loop = walk.loop(names)
-    split = (*local[:dim], count, *local[dim:])
-    shape = (*local[:dim], count * local[dim], *local[dim + 1 :])
-    to = [dim, *[j + (j >= dim) for j in range(len(local))]]
-
-    def put(p: pieces.Pieces) -> pieces.Pieces:
-        p = pieces.moved(pieces.out_of_loop(p, loop, count), to, split)
-        return pieces.reshaped(p, split, shape)
-
-    return value.mapped(put), shape
-
-
-@rule("reduce_window_max", "reduce_window_min", "select_and_gather_add", "custom_lin_")
-def pooled(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    if values[0].kind == Kind.PARAMETER:
-        return walk.unknown(eqn, values)
-    return mixed(values, nonlinear(values))
+    # What is left may be matrices, one for each entry of the index, or tokens.
+    is_spread = len(numbers.offset_dims) < len(new)
+    return dataclasses.replace(out, past=index.past, is_spread=is_spread)

@@ -10,11 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._model.attention_layers import AttentionLayer, ROLES
 from .._parameters import paths
-from . import (
-    jaxprs,
-    products as products,  # registers its rules
-    rules as rules,  # these, too
-)
+from . import jaxprs, loops, products, rules
 from .layers import attention_layers
 from .naming import named_layers, NamedLayer
 from .nnx_modules import split_module

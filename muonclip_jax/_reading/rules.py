@@ -5,7 +5,7 @@ import itertools
 import math
 from typing import Any
 
-from . import jaxprs, pieces
+from . import pieces
 from .jaxprs import shape_of
 from .pieces import Shape
 from .values import (
@@ -18,105 +18,82 @@ from .values import (
     nonlinear,
     Source,
     summed,
-    Terms,
+    UNSCALED,
     Value,
 )
 from .walk import Chosen, rule, Softmax, Walk, Weighted
 
 
-# One operand, the same entries in the same places.
-
-_SAME = """convert_element_type copy copy_p reduce_precision neg real imag conj name pvary
-    pcast optimization_barrier mesh_cast reshard sharding_constraint layout_constraint
-    stop_gradient device_put to_edtype bitcast_convert_type abs psum psum_invariant
-    psum2 pbroadcast ppermute sharding_barrier preferred_element_type"""
+# One operand.
 
 
-@rule(*_SAME.split())
+@rule(
+    "convert_element_type copy copy_p reduce_precision neg real imag conj name pvary "
+    "pcast optimization_barrier mesh_cast reshard sharding_constraint layout_constraint "
+    "stop_gradient device_put to_edtype bitcast_convert_type abs psum psum_invariant "
+    "psum2 pbroadcast ppermute sharding_barrier"
+)
 def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """The same entries in the same places, for factors above zero at least."""
     return [
         v if shape_of(x) == shape_of(y) else walk.unknown(eqn, [v])
         for v, x, y in zip(values, eqn.invars, eqn.outvars, strict=False)
-    ] or walk.unknown(eqn, values)  # type: ignore[return-value]
+    ]
 
 
 @rule("transpose")
 def transpose(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     order = list(eqn.params["permutation"])
     to = [order.index(i) for i in range(len(order))]
-    return _moved(values[0], to, eqn)
+    return values[0].moved(to, shape_of(eqn.outvars[0]))
 
 
-@rule("reshape")
+@rule("reshape squeeze expand_dims")
 def reshape(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     return values[0].mapped(lambda p: pieces.reshaped(p, old, new))
-
-
-@rule("squeeze", "expand_dims")
-def squeeze(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    return reshape(walk, eqn, values)
 
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to = list(eqn.params["broadcast_dimensions"])
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    is_spread = any(n > 1 for i, n in enumerate(new) if i not in to)
-    stretched = [i for i, n in zip(to, old, strict=True) if new[i] != n]
-
-    def spread(p: pieces.Pieces) -> pieces.Pieces:
-        places = [None if i in stretched else i for i in to]
-        return pieces.moved(p, places, new)
-
-    is_spread |= bool(stretched)
-    return values[0].mapped(spread, is_spread=values[0].is_spread or is_spread)
+    is_spread = math.prod(old) < math.prod(new)
+    places = [i if new[i] == n else None for i, n in zip(to, old, strict=True)]
+    return values[0].moved(places, new, is_spread=values[0].is_spread or is_spread)
 
 
 @rule("tile")
 def tile(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    old, reps = shape_of(eqn.invars[0]), tuple(eqn.params["reps"])
-    apart = tuple(itertools.chain(*zip(reps, old, strict=True)))
-    new, to = shape_of(eqn.outvars[0]), range(1, len(apart), 2)
-    return values[0].mapped(
-        lambda p: pieces.reshaped(pieces.moved(p, list(to), apart), apart, new),
-        is_spread=True,
-    )
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    apart = tuple(itertools.chain(*zip(eqn.params["reps"], old, strict=True)))
+    spread = values[0].moved(range(1, len(apart), 2), apart, is_spread=True)
+    return spread.mapped(lambda p: pieces.reshaped(p, apart, new))
 
 
 @rule("slice")
 def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    start, new = list(map(int, eqn.params["start_indices"])), shape_of(eqn.outvars[0])
+    start, old = eqn.params["start_indices"], shape_of(eqn.invars[0])
     strides = eqn.params["strides"] or (1,) * len(start)
-    old = shape_of(eqn.invars[0])
     value = values[0]
-    for i, n in enumerate(new):
-        at, by, extent = start[i], strides[i], old[i]
-        value = value.mapped(
-            lambda p, i=i, at=at, n=n, by=by, extent=extent: pieces.sliced(
-                p, i, at, n, by, extent
-            )
-        )
-    return _without_empty(value)
+    for i, n in enumerate(shape_of(eqn.outvars[0])):
+        value = value.sliced(i, int(start[i]), n, strides[i], old[i])
+    return value
 
 
-@rule("split")
+@rule("split unstack")
 def split(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    axis, at, outs = eqn.params["axis"], 0, []
-    extent = shape_of(eqn.invars[0])[axis]
-    for size in map(int, eqn.params["sizes"]):
-        part = values[0].mapped(
-            lambda p, at=at, size=size: pieces.sliced(p, axis, at, size, 1, extent)
-        )
-        outs.append(_without_empty(part))
-        at += size
-    return outs
-
-
-@rule("unstack")
-def unstack(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     axis, shape = eqn.params["axis"], shape_of(eqn.invars[0])
-    return [_entry(values[0], axis, at, shape) for at in range(shape[axis])]
+    sizes = eqn.params.get("sizes", (1,) * shape[axis])
+    outs, at = [], 0
+    for size, atom in zip(map(int, sizes), eqn.outvars, strict=True):
+        part = values[0].sliced(axis, at, size, 1, shape[axis])
+        at += size
+        if "sizes" not in eqn.params:  # the axis goes
+            to = [None if i == axis else i - (i > axis) for i in range(len(shape))]
+            part = part.moved(to, shape_of(atom))
+        outs.append(part)
+    return outs
 
 
 @rule("rev")
@@ -127,33 +104,29 @@ def rev(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 @rule("pad")
 def pad(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    value, fill = values
-    config = eqn.params["padding_config"]
-    low, gap = [c[0] for c in config], [c[2] for c in config]
-    if any(lo < 0 or hi < 0 for lo, hi, _ in config):
-        dims = [i for i, c in enumerate(config) if c != (0, 0, 0)]
-        moved = _mixed_along(value, dims, eqn)
+    (value, fill), config = values, eqn.params["padding_config"]
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        moved = _mixed_along(value, [i for i, c in enumerate(config) if any(c)], eqn)
     else:
+        low, gap = [c[0] for c in config], [c[2] for c in config]
         moved = value.mapped(lambda p: pieces.padded(p, low, gap))
-    return dataclasses.replace(moved, terms=summed((*moved.terms, *fill.terms)))
+    return mixed((moved, fill), summed((*moved.terms, *fill.terms)))
 
 
-@rule("cumsum", "reduce_window_sum", "reduce_window", "cumlogsumexp", "fft", "sort_")
+@rule("cumsum reduce_window_sum fft")
 def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    shape = shape_of(eqn.invars[0])
-    if shape_of(eqn.outvars[0]) != shape or len(eqn.outvars) > 1:
-        return walk.unknown(eqn, values)
+    rank = len(shape_of(eqn.invars[0]))
     axis = eqn.params.get("axis")
-    dims = range(len(shape)) if axis is None else [axis]
+    dims = range(rank) if axis is None else [axis]
+    if len(shape_of(eqn.outvars[0])) != rank:
+        return walk.unknown(eqn, values)
     return _mixed_along(values[0], dims, eqn)
 
 
 # Several operands of one shape.
 
 
-@rule(
-    "add", "sub", "add_any", "max", "min", "select_n", "clamp", "complex", "nextafter"
-)
+@rule("add sub add_any max min select_n clamp complex nextafter")
 def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A sum, or a choice between entries: twice the operands make twice the result.
 
@@ -167,16 +140,17 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     out = mixed(values, terms)
     if eqn.primitive.name == "select_n":
         return dataclasses.replace(out, is_onehot=values[0].is_onehot)
-    if math.prod(shape_of(eqn.outvars[0])) > 1:  # a sum of losses is none of layers
-        if len(deep) == 2 and _is_residual(walk, *deep):
-            out = dataclasses.replace(out, ends=0)
+    # A sum of losses is none of layers.
+    is_array = math.prod(shape_of(eqn.outvars[0])) > 1
+    if is_array and len(deep) == 2 and _is_residual(walk, *deep):
+        out = dataclasses.replace(out, ends=0)
     return out
 
 
 @rule("mul")
 def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     a, b = _of_one_shape(walk, eqn, values)
-    _weigh(walk, a, b)
+    weigh(walk, a, b)
     is_onehot = a.is_onehot or b.is_onehot
     return dataclasses.replace(mixed((a, b), multiplied(a, b)), is_onehot=is_onehot)
 
@@ -188,47 +162,34 @@ def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return mixed((a, b), multiplied(a, by))
 
 
-@rule("concatenate")
+@rule("concatenate stack")
 def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A sum of what lies next to one another, with zeros around."""
     values = _met_together(walk, eqn, values)
-    dim, at = eqn.params["dimension"], 0
-    rank, terms = len(shape_of(eqn.outvars[0])), []
+    new, terms, at = shape_of(eqn.outvars[0]), [], 0
+    is_new = "axis" in eqn.params
+    dim = eqn.params["axis" if is_new else "dimension"]
     for value, atom in zip(values, eqn.invars, strict=True):
-        low = [at if i == dim else 0 for i in range(rank)]
-        none = [0] * rank
-        placed = value.mapped(lambda p, low=low, none=none: pieces.padded(p, low, none))
-        terms += placed.terms
-        at += shape_of(atom)[dim]
+        size = 1 if is_new else shape_of(atom)[dim]
+        if is_new:
+            to = [i + (i >= dim) for i in range(len(new) - 1)]
+            value = value.moved(to, (*new[:dim], 1, *new[dim + 1 :]))
+        low = [at if i == dim else 0 for i in range(len(new))]
+        gap = [0] * len(new)
+        terms += value.mapped(
+            lambda p, low=low, gap=gap: pieces.padded(p, low, gap)
+        ).terms
+        at += size
     return mixed(values, summed(terms))
 
 
-@rule("stack")
-def stack(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    values = _met_together(walk, eqn, values)
-    dim, new = eqn.params["axis"], shape_of(eqn.outvars[0])
-    rank, terms = len(new), []
-    one = [1 if i == dim else n for i, n in enumerate(new)]
-    to = [i if i < dim else i + 1 for i in range(rank - 1)]
-    for at, value in enumerate(values):
-        low = [at if i == dim else 0 for i in range(rank)]
-        placed = value.mapped(
-            lambda p, low=low: pieces.padded(
-                pieces.moved(p, to, tuple(one)), low, [0] * rank
-            )
-        )
-        terms += placed.terms
-    return mixed(values, summed(terms))
-
-
-_NONLINEAR = """log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc
-    erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign floor
-    ceil round is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to rem population_count
-    shift_left shift_right_logical shift_right_arithmetic lgamma digamma polygamma igamma
-    igammac bessel_i0e bessel_i1e regularized_incomplete_beta clz random_gamma_grad
-    zeta mulhi"""
-
-
-@rule(*_NONLINEAR.split())
+@rule(
+    "log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc erf_inv sin "
+    "cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign floor ceil round "
+    "is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to rem shift_left "
+    "shift_right_logical shift_right_arithmetic population_count lgamma digamma igamma "
+    "igammac bessel_i0e bessel_i1e regularized_incomplete_beta"
+)
 def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     values = _of_one_shape(walk, eqn, values)
     out = mixed(values, nonlinear(values))
@@ -245,7 +206,7 @@ def tanh(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return _known_behind(values[0], "capped", {"logits": "capped"})
 
 
-@rule("exp", "exp2_")
+@rule("exp")
 def exp(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """The weights of a softmax, if of logits; its maximum came before."""
     (value,) = values
@@ -262,9 +223,7 @@ def reduce_sum(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return _reduced(values[0], eqn)
 
 
-@rule(
-    "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor"
-)
+@rule("reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor")
 def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if eqn.primitive.name == "reduce_max":
         _soft(walk, eqn, values[0], ("logits", "capped"))
@@ -272,7 +231,7 @@ def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return dataclasses.replace(out, terms=nonlinear([out]))
 
 
-@rule("argmax", "argmin", "top_k", "approx_top_k", "sort")
+@rule("argmax argmin top_k approx_top_k sort")
 def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """Whatever decides an order may decide where activations go."""
     walk.note(Chosen(values[0].ends))
@@ -284,7 +243,7 @@ def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
             dims = [eqn.params.get("dimension", len(shape_of(atom)) - 1)]
             outs.append(_mixed_along(of, dims, eqn))
         else:
-            outs.append(mixed(values, ((),)))
+            outs.append(mixed(values, UNSCALED))
     return [dataclasses.replace(o, is_spread=False) for o in outs]
 
 
@@ -293,23 +252,21 @@ def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
 
 @rule("dynamic_slice")
 def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    """A part whose place is not known: along its dimensions it may be any."""
+    """A part whose place may be known; else, along its dimension, it may be any."""
     value, *starts = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    to: list[int | None] = list(range(len(new)))
     for i, start in enumerate(starts):
-        if start.number is not None and new[i] != old[i]:
-            at = min(start.number, old[i] - new[i])
-            value = value.mapped(
-                lambda p, i=i, at=at: pieces.sliced(p, i, at, new[i], 1, old[i])
-            )
-            old = (*old[:i], new[i], *old[i + 1 :])
-    value = _without_empty(value)
-    cut = [i for i, n in enumerate(new) if n != old[i]]
-    out = _picked(value, cut, list(range(len(new))), new)
+        if new[i] != old[i] and start.number is not None:
+            at = min(max(start.number, 0), old[i] - new[i])
+            value = value.sliced(i, at, new[i], 1, old[i])
+        elif new[i] != old[i]:
+            to[i] = None
+    out = value.moved(to, new)
     return mixed((out, *starts), out.terms) if value.kind else out
 
 
-@rule("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+@rule("dynamic_update_slice scatter scatter-add scatter_add")
 def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A sum, of which the second summand may be anywhere."""
     is_slice = eqn.primitive.name == "dynamic_update_slice"
@@ -321,16 +278,16 @@ def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         to = [i if shape[i] == small[i] else None for i in range(len(shape))]
     else:
         to = [None] * len(small)
-    new = new.mapped(lambda p: pieces.moved(p, to, shape))
+    new = new.moved(to, shape)
     return mixed([*values, new], summed((*operand.terms, *new.terms)))
 
 
-@rule("iota", "random_seed", "random_wrap", "random_fold_in", "rng_uniform")
+@rule("iota random_seed random_wrap random_fold_in rng_uniform")
 def iota(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return dataclasses.replace(CONSTANT, is_counter=eqn.primitive.name == "iota")
 
 
-@rule("random_bits", "random_unwrap", "random_split", "threefry2x32", "axis_index")
+@rule("random_bits random_unwrap random_split threefry2x32 axis_index")
 def random(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return DATA if any(v.kind for v in values) else CONSTANT
 
@@ -338,37 +295,9 @@ def random(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 # What several rules share.
 
 
-def _moved(value: Value, to: list[int | None], eqn: Any) -> Value:
-    shape = shape_of(eqn.outvars[0])
-    return value.mapped(lambda p: pieces.moved(p, to, shape))
-
-
 def _mixed_along(value: Value, dims, eqn: Any) -> Value:
-    shape = shape_of(eqn.outvars[0])
-    return value.mapped(lambda p: pieces.stretched(p, dims, shape))
-
-
-def _picked(value: Value, gone: list[int], to: list[int | None], new: Shape) -> Value:
-    """A part of which nothing tells where along the dimensions `gone` it lies."""
-    to = [None if i in gone else at for i, at in enumerate(to)]
-    return value.mapped(lambda p: pieces.moved(p, to, new))
-
-
-def _entry(value: Value, dim: int, at: int, shape: Shape) -> Value:
-    """One entry of a dimension, which goes."""
-    to = [None if i == dim else i - (i > dim) for i in range(len(shape))]
-    new = (*shape[:dim], *shape[dim + 1 :])
-
-    def taken(p: pieces.Pieces) -> pieces.Pieces:
-        return pieces.moved(pieces.sliced(p, dim, at, 1, 1, shape[dim]), to, new)
-
-    return _without_empty(value.mapped(taken))
-
-
-def _without_empty(value: Value) -> Value:
-    """The slice of a joint has nothing of what lies elsewhere."""
-    terms = tuple(t for t in value.terms if not t or all(f.pieces for f in t))
-    return dataclasses.replace(value, terms=terms)
+    new = shape_of(eqn.outvars[0])
+    return value.moved([None if i in dims else i for i in range(len(new))], new)
 
 
 def _reduced(value: Value, eqn: Any) -> Value:
@@ -376,7 +305,7 @@ def _reduced(value: Value, eqn: Any) -> Value:
     rank = len(shape_of(eqn.invars[0]))
     left = [i for i in range(rank) if i not in gone]
     to = [None if i in gone else left.index(i) for i in range(rank)]
-    return _moved(value, to, eqn)
+    return value.moved(to, shape_of(eqn.outvars[0]))
 
 
 def _of_one_shape(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
@@ -393,9 +322,7 @@ def _spread(value: Value, old: Shape, new: Shape) -> Value:
     if old == new:
         return value
     to = [i if n == new[i] else None for i, n in enumerate(old)]
-    return value.mapped(
-        lambda p: pieces.moved(p, to, new), is_spread=value.is_spread or bool(old)
-    )
+    return value.moved(to, new, is_spread=value.is_spread or bool(old))
 
 
 def _met_together(
@@ -429,8 +356,8 @@ def _known_behind(value: Value, what: str, kinds: dict[str, str]) -> Value:
     factors = [
         f for t in value.terms for f in t if f.source.kind in kinds and f.is_linear
     ]
-    terms: Terms = tuple(
-        (Factor(Source(what, f.source.index), f.event, f.pieces),) for f in factors
+    terms = tuple(
+        (Factor(Source(what, f.source.number), f.event, f.pieces),) for f in factors
     )
     return mixed([value], summed(terms) if terms else nonlinear([value]))
 
@@ -450,13 +377,13 @@ def _soft(walk: Walk, eqn: Any, value: Value, kinds: tuple[str, ...]) -> None:
             walk.gates |= f.event
 
 
-def _weigh(walk: Walk, a: Value, b: Value) -> None:
+def weigh(walk: Walk, a: Value, b: Value) -> None:
     """Notes where the weights of a softmax are multiplied with other activations."""
     for weights, other in ((a, b), (b, a)):
         if not other.is_deep:
             continue
         for f in weights.factors("weights"):
             if not other.recent & f.event:
-                walk.note(Weighted(f.source.index))
+                walk.note(Weighted(f.source.number))
         if weights.gates and not other.recent & weights.gates:
             walk.note(Chosen(weights.gates))

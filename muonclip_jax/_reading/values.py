@@ -3,8 +3,9 @@
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from . import pieces as pieces_
 from .pieces import Pieces, Shape
@@ -26,7 +27,7 @@ class Source(NamedTuple):
     """
 
     kind: str
-    index: int
+    number: int
 
 
 class Factor(NamedTuple):
@@ -109,13 +110,32 @@ class Value:
     def factors(self, kind: str = "parameter") -> list[Factor]:
         return [f for term in self.terms for f in term if f.source.kind == kind]
 
-    def mapped(self, change: Callable[[Pieces], Pieces], **changes) -> "Value":
-        """The value whose pieces are changed all alike."""
-        terms = tuple(
-            tuple(f._replace(pieces=change(f.pieces)) for f in term)
-            for term in self.terms
-        )
+    def mapped(self, change: Callable[[Pieces], Pieces], **changes: Any) -> "Value":
+        """The value whose pieces are changed all alike; terms without any are zero."""
+        terms = []
+        for term in self.terms:
+            new = tuple(f._replace(pieces=change(f.pieces)) for f in term)
+            if all(f.pieces for f in new):
+                terms.append(tuple(map(_if_few, new)))
         return dataclasses.replace(self, terms=summed(terms), **changes)
+
+    def moved(
+        self,
+        to: Sequence[int | None],
+        shape: Shape,
+        loops: Mapping[int, int | None] = MappingProxyType({}),
+        **changes: Any,
+    ) -> "Value":
+        return self.mapped(lambda p: pieces_.moved(p, to, shape, loops), **changes)
+
+    def sliced(
+        self, dim: int, start: int, size: int, stride: int, extent: int
+    ) -> "Value":
+        if (start, size, stride) == (0, extent, 1):
+            return self
+        return self.mapped(
+            lambda p: pieces_.sliced(p, dim, start, size, stride, extent)
+        )
 
 
 CONSTANT = Value()
@@ -172,12 +192,18 @@ def summed(terms: Iterable[Term]) -> Terms:
         alike[0]
         if len(alike) == 1
         else tuple(
-            same[0]._replace(pieces=pieces_.joined(*(f.pieces for f in same)))
+            _if_few(same[0]._replace(pieces=pieces_.joined(*(f.pieces for f in same))))
             for same in zip(*alike, strict=True)
         )
         for alike in found.values()
     ]
     return (*scaled, unscaled(others)) if others else tuple(scaled)
+
+
+def _if_few(factor: Factor) -> Factor:
+    """The factor, which cannot be scaled where its entries are in too many places."""
+    is_few = len(factor.pieces) <= pieces_.MOST_PIECES
+    return factor if is_few else factor._replace(is_linear=False)
 
 
 def unscaled(terms: Iterable[Term]) -> Term:

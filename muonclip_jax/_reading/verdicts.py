@@ -40,12 +40,12 @@ def verdicts(
     fed = chosen = 0
     # Heads are cut apart as experts are, but of one matrix.
     experts = {
-        (n.index, n.axis) for n in walk.notes if isinstance(n, Stacked)
+        (n.parameter, n.axis) for n in walk.notes if isinstance(n, Stacked)
     } - heads_at
     uses: list[list[Use]] = [[] for _ in walk.shapes]
     for note in walk.notes:
         if isinstance(note, Use):
-            uses[note.index].append(note)
+            uses[note.parameter].append(note)
         elif isinstance(note, Fed):
             fed |= note.past
         elif isinstance(note, Chosen):

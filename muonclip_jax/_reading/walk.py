@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import jaxprs, pieces
+from . import jaxprs
 from .pieces import Shape
 from .values import (
     CONSTANT,
@@ -34,7 +34,7 @@ class Use(NamedTuple):
     - `kind`: `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to or
         multiplied with activations), `"factor"` (of a product of two parameters) or
         `"unknown"`.
-    - `index`: of the parameter.
+    - `parameter`: its place among the leaves.
     - `roles`: axes, each as `"input"`, `"output"`, `"stack"`, `"rank"` (summed over
         between two parameters) or `"entry"` (by which it is looked up).
     - `event`: the product with an activation, if it is one.
@@ -42,7 +42,7 @@ class Use(NamedTuple):
     """
 
     kind: str
-    index: int
+    parameter: int
     roles: tuple[tuple[int, str], ...]
     event: int
     eqn: Any
@@ -70,7 +70,7 @@ class Weighted(NamedTuple):
 class Stacked(NamedTuple):
     """An axis of a parameter's outputs whose entries go to matrices of their own."""
 
-    index: int
+    parameter: int
     axis: int
 
 
@@ -110,11 +110,11 @@ Rule = Callable[["Walk", Any, list[Value]], "Value | list[Value]"]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(names: str) -> Callable[[Rule], Rule]:
     """Registers a function as what follows values through some primitives."""
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        RULES.update(dict.fromkeys(names.split(), function))
         return function
 
     return register
@@ -179,7 +179,7 @@ class Walk:
 
     def use(self, kind: str, value: Value, eqn: Any) -> None:
         """Notes the same use of all parameters that a value is made of."""
-        for index in sorted({f.source.index for f in value.factors()}):
+        for index in sorted({f.source.number for f in value.factors()}):
             self.note(Use(kind, index, (), 0, eqn))
 
     def as_activation(self, value: Value, eqn: Any, kind: str = "elementwise") -> Value:
@@ -214,7 +214,9 @@ class Walk:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
         jaxpr, outer = body.jaxpr, self._at
         env = dict(zip(jaxpr.invars, args, strict=True))
-        env |= {v: _constant(c) for v, c in zip(jaxpr.constvars, body.consts)}
+        env |= {
+            v: _constant(c) for v, c in zip(jaxpr.constvars, body.consts, strict=True)
+        }
 
         def read(atom: Any) -> Value:
             return _constant(atom.val) if jaxprs.is_literal(atom) else env[atom]
@@ -248,8 +250,8 @@ class Walk:
             ]
             outs = self.run(body, [*consts, *begin, *taken])
             after = [
-                self.either([c, _outside(o, loop)], None)
-                for c, o in zip(carry, outs, strict=False)
+                self.either([c, _outside(o, loop, jaxprs.shape_of(x))], None)
+                for c, o, x in zip(carry, outs, body.jaxpr.outvars, strict=False)
             ]
             if after == carry:
                 return [
@@ -319,7 +321,7 @@ def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
         kinds: dict[int, set[str]] = {}
         for note in walk.notes:
             if isinstance(note, Use):
-                kinds.setdefault(note.index, set()).add(note.kind)
+                kinds.setdefault(note.parameter, set()).add(note.kind)
         found = tokens | {
             i
             for i, said in kinds.items()
@@ -343,11 +345,11 @@ def _constant(value: Any) -> Value:
         return CONSTANT
 
 
-def _outside(value: Value, loop: int) -> Value:
+def _outside(value: Value, loop: int, shape: Shape) -> Value:
     """What a loop hands on, made in some trip by parameters of that trip."""
     if value.kind != Kind.ACTIVATION:
         return value
-    return value.mapped(lambda p: pieces.without_loop(p, loop))
+    return value.moved(range(len(shape)), shape, {loop: None})
 
 
 def _handed_on(value: Value, event: int) -> Value:
