@@ -135,12 +135,6 @@ def _gains_of_heads(p, x):
     return rotated(normed(query) * p["gq"]), rotated(normed(key) * p["gk"])
 
 
-def _query_normed(p, x):
-    """The key's norm has no gain: the query takes all."""
-    query, key = _flat(p, x)
-    return query, normed(key)
-
-
 def _adapted(p, x):
     query = x @ p["q"] + (x @ p["qa"]) @ p["qb"]
     return cut(query), cut(x @ (p["k"] + p["ka"] @ p["kb"]))
@@ -190,7 +184,6 @@ CASES = {
     "gains of heads": Case(
         {"q": FLAT, "k": FLAT, "gq": (H, DIM), "gk": (H, DIM)}, _gains_of_heads
     ),
-    "key normed": Case({"q": FLAT, "k": FLAT}, _query_normed),
     "adapted": Case(
         {
             "q": FLAT,
