@@ -4,7 +4,7 @@ The system: `muonclip`, with `multi_steps` for micro-batches.
 Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
 Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
-A model read from its trace: `read_model`.
+A model read from its trace: `read_model`, `record_attention`.
 What a model means by its names: `describe`, `param_labels`, `flax_dimension_numbers`, ...
 """
 
@@ -55,6 +55,7 @@ from ._qk_clip.qk_clip import qk_clip as qk_clip
 from ._qk_clip.state import QKClipState as QKClipState
 from ._reading.reading import ModelReading as ModelReading
 from ._reading.reading import read_model as read_model
+from ._reading.recorded import record_attention as record_attention
 
 
 __version__ = importlib.metadata.version("muonclip_jax")

@@ -4,9 +4,10 @@ No other module of this wing knows where an equation keeps the jaxprs that it ru
 how it tells the line of code that it comes from.
 """
 
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -147,5 +148,65 @@ def _written(frame: Any) -> str:
 
 
 def trace(fun: Any, *args: Any) -> Inner:
-    """The jaxpr of a function of arrays and shapes."""
+    """The jaxpr of a function of arrays, or of their shapes."""
     return inner(jax.make_jaxpr(fun)(*args))
+
+
+@contextlib.contextmanager
+def written_as(eqn: Any) -> Iterator[None]:
+    """What is bound inside has the names and the line of an equation."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The outputs of an equation on other values."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    # Before JAX 0.10, functions that it calls came apart from other parameters.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with written_as(eqn):
+        out = eqn.primitive.bind(*functions, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def same_call(eqn: Any, fun: Any) -> Any:
+    """A function of arrays that is run as an equation runs the jaxpr in it.
+
+    It returns a pair of the list of outputs that the equation has, and more. `None` for
+    a call that cannot have more outputs, since a rule of its own tells its derivatives.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("jit", "pjit"):
+        fun.__name__ = params["name"]
+        return jax.jit(
+            fun,
+            in_shardings=tuple(params["in_shardings"]),
+            out_shardings=(list(params["out_shardings"]), None),
+            inline=params["inline"],
+        )
+    if name in ("remat2", "checkpoint"):
+        policy, prevent_cse = params["policy"], params["prevent_cse"]
+        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
+    return fun if name in ("closed_call", "core_call") else None
+
+
+def scan_again(eqn: Any, fun: Any, carry: Any, taken: Any) -> Any:
+    """`jax.lax.scan` of a function in place of an equation's jaxpr."""
+    names = ("length", "reverse", "unroll")
+    return jax.lax.scan(fun, carry, taken, **{n: eqn.params[n] for n in names})
+
+
+def run(body: Inner, values: Sequence[Any]) -> list[Any]:
+    """A jaxpr on values, each of its equations bound again."""
+    env = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+    env |= zip(body.jaxpr.invars, values, strict=True)
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
+    for eqn in body.jaxpr.eqns:
+        outs = bound(eqn, [read(v) for v in eqn.invars])
+        env |= zip(eqn.outvars, outs, strict=True)
+    return [read(v) for v in body.jaxpr.outvars]

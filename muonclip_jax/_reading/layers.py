@@ -44,6 +44,8 @@ class Layer:
     - `line`: file and line of the product.
     - `softmax`: where the logits enter it.
     - `axes`: of parameters, along which heads lie, scaled or not.
+    - `logits`: the first product, as it lies in what the softmax takes.
+    - `head_dims`: of this product.
     """
 
     query: tuple[Part, ...]
@@ -55,6 +57,8 @@ class Layer:
     line: str
     softmax: Softmax
     axes: frozenset[tuple[int, int]]
+    logits: Factor
+    head_dims: tuple[int, ...]
 
 
 def attention_layers(walk: Walk) -> list[Layer]:
@@ -80,6 +84,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
     whole: list[Part] = []
     shared: list[Part] = []
     refusals, counts, axes = [], set(), set()
+    heads: list[int] = []
     line = jaxprs.line(walk.logits[factors[0].source.number].eqn)
     for f in factors:
         logits = walk.logits[f.source.number]
@@ -131,6 +136,8 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
         line,
         note,
         frozenset(axes),
+        factors[0],
+        tuple(heads),
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._model.attention_layers import AttentionLayer, ROLES
 from .._parameters import paths
-from . import jaxprs, loops, products, rules
+from . import jaxprs
 from .layers import attention_layers
 from .naming import named_layers, NamedLayer
 from .nnx_modules import split_module
 from .pieces import Shape
 from .verdicts import Verdict, verdicts
-from .walk import Hidden, walked
+from .walk import Hidden, Walk, walked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +108,69 @@ def read_model(
         >>> reading.dimension_numbers["up"]
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
-    function = fun
-    if (module := split_module(params)) is not None:
-        params, args = module.params, (module.rest, *args)
+    module = split_module(params)
+    if module is not None:
+        fun, params, args = module.of_parts(fun), module.params, (module.rest, *args)
+    return read_call(call_of(fun, params, args, kwargs)).reading
 
-        def function(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-            return fun(module.merge(params, rest), *args, **kwargs)
 
+class Call(NamedTuple):
+    """A function as the jaxpr of the arrays among its arguments, parameters first.
+
+    **Arguments:**
+
+    - `tree`: the parameters, and `arrays`, which of its leaves are arrays.
+    - `body`: the jaxpr.
+    - `values`: what to run it on.
+    - `outputs`: what the function returns, of the jaxpr's outputs.
+    """
+
+    tree: paths.PathedTree
+    arrays: list[int]
+    body: jaxprs.Inner
+    values: list[Any]
+    outputs: Callable[[Sequence[Any]], Any]
+
+
+class Read(NamedTuple):
+    """A reading, the walk that it is of, and its attention layers by their names."""
+
+    reading: ModelReading
+    walk: Walk
+    layers: tuple[NamedLayer, ...]
+
+
+def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Call:
+    """Traces a function; what is no array among its arguments stays as it is."""
     tree = paths.flatten(params)
     arrays = [i for i, x in enumerate(tree.leaves) if paths.is_array(x)]
-    inner = _traced(function, tree, arrays, args, kwargs)
+    others, treedef = jax.tree.flatten((args, kwargs))
+    data = [i for i, x in enumerate(others) if paths.is_array(x)]
+    returned: list[Any] = []
+
+    def of_arrays(*flat: Any) -> Any:
+        own, rest = list(tree.leaves), list(others)
+        for i, x in zip(arrays, flat[: len(arrays)], strict=True):
+            own[i] = x
+        for i, x in zip(data, flat[len(arrays) :], strict=True):
+            rest[i] = x
+        args, kwargs = treedef.unflatten(rest)
+        out, structure = jax.tree.flatten(fun(tree.unflatten(own), *args, **kwargs))
+        returned.append(structure)
+        return out
+
+    values = [tree.leaves[i] for i in arrays] + [others[i] for i in data]
+    body = jaxprs.trace(of_arrays, *values)
+    return Call(tree, arrays, body, values, returned[-1].unflatten)
+
+
+def read_call(call: Call) -> Read:
+    tree, arrays = call.tree, call.arrays
     leaves = [tree.leaves[i] for i in arrays]
     leaf_paths = [tree.paths[i] for i in arrays]
     shapes = [tuple(map(int, x.shape)) for x in leaves]
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    walk, outs = walked(inner, shapes, is_float)
+    walk, outs = walked(call.body, shapes, is_float)
     layers = attention_layers(walk)
     heads_at = {at for layer in layers for at in layer.axes}
     found = verdicts(walk, outs, is_float, heads_at)
@@ -137,7 +185,7 @@ def read_model(
         for n in walk.notes
         if isinstance(n, Hidden)
     )
-    return ModelReading(
+    reading = ModelReading(
         tree.unflatten(numbers),
         tree.unflatten(labels),
         tuple(n.layer for n in named if n.layer is not None),
@@ -146,31 +194,7 @@ def read_model(
         named,
         tuple(hidden),
     )
-
-
-def _traced(
-    fun: Callable[..., Any],
-    tree: paths.PathedTree,
-    arrays: Sequence[int],
-    args: Any,
-    kwargs: Any,
-) -> jaxprs.Inner:
-    """The jaxpr of a function of the arrays among its arguments, parameters first."""
-    others, treedef = jax.tree.flatten((args, kwargs))
-    data = [i for i, x in enumerate(others) if paths.is_array(x)]
-
-    def of_arrays(*flat: Any) -> Any:
-        own, rest = list(tree.leaves), list(others)
-        for i, x in zip(arrays, flat[: len(arrays)], strict=True):
-            own[i] = x
-        for i, x in zip(data, flat[len(arrays) :], strict=True):
-            rest[i] = x
-        args, kwargs = treedef.unflatten(rest)
-        return fun(tree.unflatten(own), *args, **kwargs)
-
-    traced = [tree.leaves[i] for i in arrays] + [others[i] for i in data]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced]
-    return jaxprs.trace(of_arrays, *shapes)
+    return Read(reading, walk, named)
 
 
 _LAYER_COLUMNS = ("attention", "heads", "logits", "QK-Clip scales")

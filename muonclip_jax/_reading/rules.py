@@ -158,7 +158,8 @@ def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 @rule("div")
 def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     a, b = _of_one_shape(walk, eqn, values)
-    by = dataclasses.replace(b, terms=nonlinear([b]))
+    number = 1 / b.number if b.number else None
+    by = dataclasses.replace(b, terms=nonlinear([b]), number=number)
     return mixed((a, b), multiplied(a, by))
 
 
@@ -203,7 +204,10 @@ def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 @rule("tanh")
 def tanh(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A softcap, if of logits: they are to be known before it."""
-    return _known_behind(values[0], "capped", {"logits": "capped"})
+    out = _known_behind(values[0], "capped", {"logits": "capped"})
+    for f in (f for term in out.terms for f in term if f.source.kind == "capped"):
+        walk.caps[f.source.number] = walk.address
+    return out
 
 
 @rule("exp")

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,12 +43,14 @@ class Factor(NamedTuple):
     - `is_linear`: `False` behind something nonlinear, such as the division of a norm.
         Where its axes lie is known still: heads are told apart by the kernel's outputs
         though only a gain behind the norm can scale them.
+    - `scale`: what a softcap was multiplied with behind its tanh, if numbers alone.
     """
 
     source: Source
     event: int
     pieces: Pieces
     is_linear: bool = True
+    scale: float = 1.0
 
 
 #: A product: doubling the entries of any one of its linear factors doubles it. Without
@@ -96,7 +99,7 @@ class Value:
     is_pair: bool = False
     is_onehot: bool = False
     is_counter: bool = False
-    number: int | bool | None = None
+    number: int | float | bool | None = None
 
     @property
     def is_deep(self) -> bool:
@@ -147,11 +150,10 @@ def parameter(index: int, shape: Shape, kind: Kind = Kind.PARAMETER) -> Value:
     return Value(kind, ((factor,),))
 
 
-def constant(number: int | bool | float | None) -> Value:
+def constant(number: int | float | bool | None) -> Value:
     """One that is the same everywhere, if it is known; zero is no summand."""
-    whole = isinstance(number, int)
     is_zero = number is not None and number == 0
-    return Value(terms=() if is_zero else UNSCALED, number=number if whole else None)
+    return Value(terms=() if is_zero else UNSCALED, number=number)
 
 
 def mixed(values: Iterable[Value], terms: Terms) -> Value:
@@ -235,7 +237,10 @@ def multiplied(a: Value, b: Value) -> Terms:
     def kept(term: Term, other: Value) -> Iterator[Factor]:
         sources = other.sources
         for f in term:
-            if f.source.kind == "weights":
+            if f.source.kind == "capped":
+                by = math.nan if other.number is None else other.number
+                yield f._replace(scale=f.scale * by)
+            elif f.source.kind == "weights":
                 yield f  # softmax divides them by their own sum
             elif other.recent & f.event if f.event else f.source in sources:
                 yield f._replace(is_linear=False)

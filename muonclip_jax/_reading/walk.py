@@ -149,6 +149,7 @@ class Walk:
         self.notes: list[Any] = []
         self.logits: list[Logits] = []
         self.past_of: dict[int, int] = {}
+        self.caps: dict[int, Address] = {}  # where products were softcapped
         self.gates = 0  # products over whose outputs a softmax was taken
         self._events: dict[Address, int] = {}
         self._logits_at: dict[Address, int] = {}
@@ -169,6 +170,9 @@ class Walk:
     def loop(self, names: tuple[str, ...] = ()) -> int:
         """The negative dimension of this loop, or of devices along axes of a mesh."""
         return self._loops.setdefault((self._at, names), -1 - len(self._loops))
+
+    def loop_at(self, address: Address) -> int | None:
+        return self._loops.get((address, ()))
 
     @property
     def loops_here(self) -> list[int]:
