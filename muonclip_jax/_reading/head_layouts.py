@@ -52,9 +52,8 @@ def head_leaf(
     digits = head_digits(pieces, dims)
     if digits is None:
         return None
-    stack = sorted(
-        {d.axis for p in pieces for d in p.digits if (d.dim or 0) < 0} - {None}  # type: ignore[arg-type]
-    )
+    stacked = (d for p in pieces for d in p.digits if d.dim not in dims)
+    stack = sorted({d.axis for d in stacked if (d.dim or 0) < 0 and d.axis is not None})
     if stack and stack != list(range(stack[0], stack[0] + len(stack))):
         return None
     axes = [i for i in range(len(shape)) if i not in stack]

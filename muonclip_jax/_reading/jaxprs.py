@@ -107,24 +107,29 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(map(int, getattr(atom.aval, "shape", ())))
 
 
-class Cut(NamedTuple):
-    """A dimension that axes of a mesh divide among devices."""
+class Axes(NamedTuple):
+    """Axes of a mesh, and how many devices there are along them."""
 
-    dim: int
     names: tuple[str, ...]
     count: int
 
 
-def mesh_cuts(eqn: Any, specs: str, i: int) -> list[Cut]:
-    """How `shard_map` cuts its i-th input (`"in"`) or output (`"out"`)."""
+def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, Axes]]:
+    """Which dimensions `shard_map` cuts of its i-th input (`"in"`) or output (`"out"`)."""
     sizes = eqn.params["mesh"].shape
     cuts = []
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
         names = (names,) if isinstance(names, str) else tuple(names or ())
         count = math.prod(sizes[name] for name in names)
         if count > 1:
-            cuts.append(Cut(dim, names, count))
+            cuts.append((dim, Axes(names, count)))
     return cuts
+
+
+def axes_of(eqn: Any) -> tuple[str, ...]:
+    """The axes of a mesh that a collective is over."""
+    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def line(eqn: Any) -> str:
@@ -190,6 +195,25 @@ def same_call(eqn: Any, fun: Any) -> Any:
         policy, prevent_cse = params["policy"], params["prevent_cse"]
         return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
     return fun if name in ("closed_call", "core_call") else None
+
+
+def map_again(eqn: Any, fun: Any, more_specs: Any) -> Any:
+    """`jax.shard_map` of a function that returns a pair: what the equation does, more."""
+    params = eqn.params
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(list(params["out_specs"]), more_specs),
+        check_vma=params["check_vma"],
+        axis_names=set(manual_in(eqn)),
+    )
+
+
+def manual_in(eqn: Any) -> tuple[str, ...]:
+    """The axes of its mesh over which `shard_map` maps."""
+    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return tuple(name for name in eqn.params["mesh"].axis_names if name in axes)
 
 
 def scan_again(eqn: Any, fun: Any, carry: Any, taken: Any) -> Any:

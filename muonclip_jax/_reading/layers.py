@@ -94,9 +94,11 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
             refusals.append("query and key could not be told apart")
             continue
         heads = sorted(
-            (_head_dims(sides[0], logits) | _head_dims(sides[1], logits)) - keys
+            set().union(*(_head_dims(s, logits, walk) for s in sides)) - keys
         )
-        sizes = tuple(logits.shape[i] for i in heads)
+        sizes = tuple(
+            logits.shape[i] if i >= 0 else walk.devices[i].count for i in heads
+        )
         counts.add(math.prod(sizes))
         axes |= {
             (g.source.number, d.axis)
@@ -174,8 +176,10 @@ def _sides(logits: Logits, keys: set[int]) -> tuple[Terms, Terms] | None:
     return None
 
 
-def _head_dims(terms: Terms, logits: Logits) -> set[int]:
+def _head_dims(terms: Terms, logits: Logits, walk: Walk) -> set[int]:
     """Dimensions of the product along which a side's entries are of other parameters.
+
+    Devices are one, if each has some of the heads.
 
     What a kernel makes has its outputs; all summands agree in what is a head. A table
     of positions, before the kernel or beside, tells positions apart.
@@ -193,7 +197,7 @@ def _head_dims(terms: Terms, logits: Logits) -> set[int]:
             for d in p.digits
             if d.axis is not None and d.dim is not None
         }
-        inside = {dim for dim in dims if 0 <= dim < len(logits.shape)}
+        inside = {*range(len(logits.shape)), *walk.devices} & dims
         found = inside if found is None else found & inside
     return found or set()
 

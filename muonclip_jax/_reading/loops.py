@@ -49,13 +49,27 @@ def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     ]
 
 
-@rule("all_gather all_gather_invariant all_to_all psum_scatter reduce_scatter")
+@rule("psum psum_invariant psum2 pmax pmin all_to_all psum_scatter reduce_scatter")
 def collective(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    """What devices exchange: where it lies afterwards is not followed."""
-    return [
-        value.moved([None] * len(shape_of(x)), shape_of(y))
-        for value, x, y in zip(values, eqn.invars, eqn.outvars, strict=True)
-    ]
+    """What devices exchange; where it lies afterwards is followed for sums alone."""
+    names, outs = set(jaxprs.axes_of(eqn)), []
+    over = {dim: None for dim, axes in walk.devices.items() if names & {*axes.names}}
+    for value, x, y in zip(values, eqn.invars, eqn.outvars, strict=True):
+        old, new = shape_of(x), shape_of(y)
+        to = range(len(old)) if "sum" in eqn.primitive.name and old == new else None
+        outs.append(value.moved(to or [None] * len(old), new, over))
+    return outs
+
+
+@rule("all_gather all_gather_invariant")
+def all_gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    axes = jaxprs.Axes(jaxprs.axes_of(eqn), eqn.params["axis_size"])
+    dim, local = eqn.params["all_gather_dimension"], shape_of(eqn.invars[0])
+    value, shape = _blocks_apart(walk, values[0], local, dim, axes)
+    if not eqn.params["tiled"]:
+        return value
+    new = shape_of(eqn.outvars[0])
+    return value.mapped(lambda p: pieces.reshaped(p, shape, new))
 
 
 @rule("shard_map")
@@ -70,38 +84,33 @@ def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     inside = []
     for i, (value, atom) in enumerate(zip(values, eqn.invars, strict=True)):
         shape = shape_of(atom)
-        for cut in jaxprs.mesh_cuts(eqn, "in", i):
-            value, shape = _block_of(walk, value, shape, cut)
+        for dim, axes in jaxprs.mesh_cuts(eqn, "in", i):
+            local = (*shape[:dim], shape[dim] // axes.count, *shape[dim + 1 :])
+            apart = (*local[:dim], axes.count, *local[dim:])
+            value = value.mapped(lambda p, s=shape, a=apart: pieces.reshaped(p, s, a))
+            to = [j - (j > dim) for j in range(len(apart))]
+            to[dim] = walk.device(axes)
+            value, shape = value.moved(to, local), local
         inside.append(value)
     outs = walk.run(body, inside)
     for i, atom in enumerate(body.jaxpr.outvars):
         value, shape = outs[i], shape_of(atom)
-        for cut in jaxprs.mesh_cuts(eqn, "out", i):
-            value, shape = _blocks_joined(walk, value, shape, cut)
+        for dim, axes in jaxprs.mesh_cuts(eqn, "out", i):
+            value, apart = _blocks_apart(walk, value, shape, dim, axes)
+            shape = (*shape[:dim], axes.count * shape[dim], *shape[dim + 1 :])
+            value = value.mapped(lambda p, a=apart, s=shape: pieces.reshaped(p, a, s))
         # Along other axes all devices have the same.
-        left = dict.fromkeys(walk.loops_here)
-        outs[i] = value.moved(range(len(shape)), shape, left)
+        outs[i] = value.moved(range(len(shape)), shape, dict.fromkeys(walk.devices))
     return outs
 
 
-def _block_of(walk: Walk, value: Value, shape: Shape, cut: jaxprs.Cut):
-    dim, names, count = cut
-    loop, block = walk.loop(names), shape[dim] // count
-    split = (*shape[:dim], count, block, *shape[dim + 1 :])
-    local = (*shape[:dim], block, *shape[dim + 1 :])
-    to = [loop if j == dim else j - (j > dim) for j in range(len(split))]
-    part = value.mapped(lambda p: pieces.reshaped(p, shape, split))
-    return part.moved(to, local), local
-
-
-def _blocks_joined(walk: Walk, value: Value, local: Shape, cut: jaxprs.Cut):
-    dim, names, count = cut
-    loop = walk.loop(names)
-    split = (*local[:dim], count, *local[dim:])
-    shape = (*local[:dim], count * local[dim], *local[dim + 1 :])
+def _blocks_apart(
+    walk: Walk, value: Value, local: Shape, dim: int, axes: jaxprs.Axes
+) -> tuple[Value, Shape]:
+    """The blocks of all devices along a dimension before one of theirs."""
+    apart = (*local[:dim], axes.count, *local[dim:])
     to = [j + (j >= dim) for j in range(len(local))]
-    apart = value.moved(to, split, {loop: dim})
-    return apart.mapped(lambda p: pieces.reshaped(p, split, shape)), shape
+    return value.moved(to, apart, {walk.device(axes): dim}), apart
 
 
 @rule("reduce_window_max reduce_window_min select_and_gather_add")

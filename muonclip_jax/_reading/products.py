@@ -160,10 +160,8 @@ def _of_activations(
     a, b = (s.value for s in sides)
     weigh(walk, a, b)
     one, two = (_to(side, shape) for side in sides)
-    ends = a.ends | b.ends
     if not (a.is_deep and b.is_deep and pairs):
-        out = mixed((one, two), multiplied(one, two))
-        return dataclasses.replace(out, ends=ends, gates=0)
+        return dataclasses.replace(mixed((one, two), multiplied(one, two)), gates=0)
     event = walk.event
     over = tuple(sides[0].shape[i] for i, _ in pairs)
     full = (*shape, *over)
@@ -190,7 +188,8 @@ def _of_activations(
     factor = Factor(Source("logits", index), event, pieces.whole(shape))
     walk.past_of[event] = a.past | b.past | event
     past, recent = a.past | b.past | event, a.recent | b.recent | event
-    return Value(Kind.ACTIVATION, ((factor,),), past, recent, ends)
+    # What another activation is multiplied with is no output yet.
+    return Value(Kind.ACTIVATION, ((factor,),), past, recent)
 
 
 def _note_weight(walk: Walk, eqn: Any, side: Side, kind: str, event: int) -> None:

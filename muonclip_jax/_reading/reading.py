@@ -156,12 +156,21 @@ def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Cal
             rest[i] = x
         args, kwargs = treedef.unflatten(rest)
         out, structure = jax.tree.flatten(fun(tree.unflatten(own), *args, **kwargs))
-        returned.append(structure)
-        return out
+        made = [i for i, x in enumerate(out) if paths.is_array(x)]
+        returned.append(
+            (structure, made, [None if i in made else x for i, x in enumerate(out)])
+        )
+        return [out[i] for i in made]
+
+    def outputs(made_now: Sequence[Any]) -> Any:
+        structure, made, out = returned[-1]
+        for i, x in zip(made, made_now, strict=True):
+            out[i] = x
+        return structure.unflatten(out)
 
     values = [tree.leaves[i] for i in arrays] + [others[i] for i in data]
     body = jaxprs.trace(of_arrays, *values)
-    return Call(tree, arrays, body, values, returned[-1].unflatten)
+    return Call(tree, arrays, body, values, outputs)
 
 
 def read_call(call: Call) -> Read:

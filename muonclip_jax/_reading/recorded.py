@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from .._jax_versions import varying
 from . import jaxprs
 from .layers import Layer
 from .naming import NamedLayer
@@ -120,7 +122,7 @@ def _site(number: int, layer: Layer, walk: Walk) -> _Site:
     parts = (*layer.query, *layer.key, *layer.whole)
     digits = [d for part in parts for p in part.pieces for d in p.digits]
     stack = frozenset(
-        d.dim for d in digits if d.dim is not None and d.dim < 0 and d.axis is not None
+        d.dim for d in digits if d.axis is not None and d.dim in walk.loops.values()
     )
     factor, cap = layer.logits, None
     if factor.source.number in walk.caps:
@@ -184,6 +186,8 @@ class _Recorder:
             return self._while(eqn, inputs, at)
         if name == "cond":
             return self._cond(eqn, inputs, at)
+        if name == "shard_map":
+            return self._shard_map(eqn, inputs, at)
         body = jaxprs.called(eqn)
         assert body is not None
         inputs = inputs[len(inputs) - len(body.jaxpr.invars) :]
@@ -191,12 +195,6 @@ class _Recorder:
         if call is not None:
             with jaxprs.written_as(eqn):
                 return call(*inputs)
-        if name == "shard_map":
-            raise ValueError(
-                f"the logits of {self._line(at)} are inside jax.shard_map: call "
-                "mc.record_attention on the function that is mapped, and take the "
-                "maximum over the axes that cut the batch"
-            )
         # Its rules tell derivatives of its outputs alone: the logits are made once
         # more beside it, without any, which XLA sees to be the same.
         stopped = [jax.lax.stop_gradient(x) for x in inputs]
@@ -204,7 +202,7 @@ class _Recorder:
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Address):
         body, consts, carry, _ = jaxprs.scanned(eqn)
-        loop = self._walk.loop_at(at)
+        loop = self._walk.loops[at]
 
         def trip(state: Any, taken: Any) -> Any:
             outs, stats = self.run(body, [*inputs[:consts], *state, *taken], at)
@@ -261,9 +259,38 @@ class _Recorder:
     def _branch(self, body: jaxprs.Inner, at: Address, i: int, args: list[Any]):
         return self.run(body, args, at, i)
 
-    def _line(self, at: Address) -> str:
-        lines = (s.layer.line for s in self._sites if s.address[: len(at)] == at)
-        return ", ".join(dict.fromkeys(lines))
+    def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
+        """Devices along some axes have other heads; along the rest, other batches."""
+        body = jaxprs.called(eqn)
+        sites = [s for s in self._sites if s.address[: len(at)] == at]
+        of_heads = {
+            s.number: [
+                name
+                for dim in s.layer.head_dims
+                if dim < 0
+                for name in self._walk.devices[dim].names
+            ]
+            for s in sites
+        }
+
+        def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
+            outs, stats = self.run(body, inputs, at)  # type: ignore[arg-type]
+            for n, x in stats.items():
+                over = [a for a in jaxprs.manual_in(eqn) if a not in of_heads[n]]
+                if over:
+                    if eqn.params["check_vma"]:
+                        x = varying(x, tuple(over))
+                    stats[n] = jax.lax.pmax(x, tuple(over))
+            return outs, stats
+
+        specs = {
+            s.number: PartitionSpec(
+                *[None] * len(s.stack), tuple(of_heads[s.number]) or None
+            )
+            for s in sites
+        }
+        with jaxprs.written_as(eqn):
+            return jaxprs.map_again(eqn, on_device, specs)(*inputs)
 
 
 def _nothing(stats: Stats) -> Stats:

@@ -30,8 +30,7 @@ from .walk import Chosen, rule, Softmax, Walk, Weighted
 @rule(
     "convert_element_type copy copy_p reduce_precision neg real imag conj name pvary "
     "pcast optimization_barrier mesh_cast reshard sharding_constraint layout_constraint "
-    "stop_gradient device_put to_edtype bitcast_convert_type abs psum psum_invariant "
-    "psum2 pbroadcast ppermute sharding_barrier"
+    "stop_gradient device_put to_edtype bitcast_convert_type abs pbroadcast ppermute sharding_barrier"
 )
 def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """The same entries in the same places, for factors above zero at least."""

@@ -153,7 +153,8 @@ class Walk:
         self.gates = 0  # products over whose outputs a softmax was taken
         self._events: dict[Address, int] = {}
         self._logits_at: dict[Address, int] = {}
-        self._loops: dict[tuple[Address, tuple[str, ...]], int] = {}
+        self.loops: dict[Address, int] = {}
+        self.devices: dict[int, jaxprs.Axes] = {}
         self._at: Address = ()
 
     # What rules call.
@@ -167,16 +168,22 @@ class Walk:
         """The bit of this equation, the same whenever a loop comes by again."""
         return self._events.setdefault(self._at, 1 << len(self._events))
 
-    def loop(self, names: tuple[str, ...] = ()) -> int:
-        """The negative dimension of this loop, or of devices along axes of a mesh."""
-        return self._loops.setdefault((self._at, names), -1 - len(self._loops))
+    def loop(self) -> int:
+        """The negative dimension that trips of this loop are."""
+        return self.loops.setdefault(self._at, self._new_dimension)
 
-    def loop_at(self, address: Address) -> int | None:
-        return self._loops.get((address, ()))
+    def device(self, axes: jaxprs.Axes) -> int:
+        """The negative dimension that devices along axes of a mesh are."""
+        for dim, known in self.devices.items():
+            if known == axes:
+                return dim
+        dim = self._new_dimension
+        self.devices[dim] = axes
+        return dim
 
     @property
-    def loops_here(self) -> list[int]:
-        return [loop for (at, _), loop in self._loops.items() if at == self._at]
+    def _new_dimension(self) -> int:
+        return -1 - len(self.loops) - len(self.devices)
 
     def note(self, note: Any) -> None:
         self.notes.append(note)
