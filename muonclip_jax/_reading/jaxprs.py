@@ -21,10 +21,10 @@ from jax.extend.core import Literal
 _RUN_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 #: Run code that is no jaxpr on the arrays, or one on their blocks.
-OPAQUE = frozenset(
-    "pallas_call custom_partitioning ffi_call custom_call pure_callback io_callback "
-    "run_state core_map tpu_custom_call triton_kernel_call run_scoped linear_call "
-    "custom_lin xla_pmap custom_linear_solve".split()
+OPAQUE = (
+    *("pallas_call", "tpu_custom_call", "triton_kernel_call", "custom_partitioning"),
+    *("ffi_call", "custom_call", "pure_callback", "io_callback", "run_state"),
+    *("run_scoped", "core_map", "linear_call", "custom_linear_solve", "xla_pmap"),
 )
 
 # Code between a user's line and JAX: frameworks, not models.
@@ -77,7 +77,7 @@ def scanned(eqn: Any) -> Loop:
 
 
 def repeated(eqn: Any) -> tuple[Inner, Loop]:
-    """The condition and the body of a `while`, whose inputs begin behind the first's."""
+    """The condition and the body of a `while`; inputs of the first come first."""
     params = eqn.params
     body, consts = inner(params["body_jaxpr"]), params["body_nconsts"]
     carry = len(body.jaxpr.invars) - consts
@@ -111,11 +111,11 @@ class Axes(NamedTuple):
     """Axes of a mesh, and how many devices there are along them."""
 
     names: tuple[str, ...]
-    count: int
+    size: int
 
 
 def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, Axes]]:
-    """Which dimensions `shard_map` cuts of its i-th input (`"in"`) or output (`"out"`)."""
+    """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`)."""
     sizes = eqn.params["mesh"].shape
     cuts = []
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
@@ -198,7 +198,7 @@ def same_call(eqn: Any, fun: Any) -> Any:
 
 
 def map_again(eqn: Any, fun: Any, more_specs: Any) -> Any:
-    """`jax.shard_map` of a function that returns a pair: what the equation does, more."""
+    """`jax.shard_map` of a function that returns what the equation does, and more."""
     params = eqn.params
     return jax.shard_map(
         fun,

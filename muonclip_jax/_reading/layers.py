@@ -1,6 +1,7 @@
 """The attention layers that a walk noted: what makes each head's logits larger."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,13 +18,13 @@ class Part(NamedTuple):
 
     **Arguments:**
 
-    - `index`: of the parameter.
+    - `parameter`: its place among the leaves.
     - `pieces`: where they lie in the product's dimensions, then those summed over.
     - `dims`, `sizes`: of the heads among these.
     - `is_own`: whether every head has entries of its own.
     """
 
-    index: int
+    parameter: int
     pieces: Pieces
     dims: tuple[int, ...]
     sizes: Shape
@@ -97,7 +98,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
             set().union(*(_head_dims(s, logits, walk) for s in sides)) - keys
         )
         sizes = tuple(
-            logits.shape[i] if i >= 0 else walk.devices[i].count for i in heads
+            logits.shape[i] if i >= 0 else walk.devices[i].size for i in heads
         )
         counts.add(math.prod(sizes))
         axes |= {
@@ -230,11 +231,11 @@ def _regions(
                 span = spans.setdefault(kind, [low, high])
                 span[:] = min(span[0], low), max(span[1], high)
     ranges = sorted((low, high) for low, high in spans.values())
-    is_divided = all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    is_divided = all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
     if len(ranges) < 2 or not is_divided:
         return [None]
     edges = [0, *(low for low, _ in ranges[1:]), extent]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def pieces_tell(piece: pieces.Piece, heads: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ from .walk import rule, Walk
 @rule("scan")
 def scan(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """Each trip takes a part of what is stacked: of parameters, a layer's."""
-    body, consts, carry, length = jaxprs.scanned(eqn)
+    body, consts, carry, _ = jaxprs.scanned(eqn)
     loop, taken = walk.loop(), []
     for value, atom in zip(
         values[consts + carry :], body.jaxpr.invars[consts + carry :], strict=True
@@ -85,8 +85,8 @@ def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     for i, (value, atom) in enumerate(zip(values, eqn.invars, strict=True)):
         shape = shape_of(atom)
         for dim, axes in jaxprs.mesh_cuts(eqn, "in", i):
-            local = (*shape[:dim], shape[dim] // axes.count, *shape[dim + 1 :])
-            apart = (*local[:dim], axes.count, *local[dim:])
+            local = (*shape[:dim], shape[dim] // axes.size, *shape[dim + 1 :])
+            apart = (*local[:dim], axes.size, *local[dim:])
             value = value.mapped(lambda p, s=shape, a=apart: pieces.reshaped(p, s, a))
             to = [j - (j > dim) for j in range(len(apart))]
             to[dim] = walk.device(axes)
@@ -97,7 +97,7 @@ def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
         value, shape = outs[i], shape_of(atom)
         for dim, axes in jaxprs.mesh_cuts(eqn, "out", i):
             value, apart = _blocks_apart(walk, value, shape, dim, axes)
-            shape = (*shape[:dim], axes.count * shape[dim], *shape[dim + 1 :])
+            shape = (*shape[:dim], axes.size * shape[dim], *shape[dim + 1 :])
             value = value.mapped(lambda p, a=apart, s=shape: pieces.reshaped(p, a, s))
         # Along other axes all devices have the same.
         outs[i] = value.moved(range(len(shape)), shape, dict.fromkeys(walk.devices))
@@ -108,7 +108,7 @@ def _blocks_apart(
     walk: Walk, value: Value, local: Shape, dim: int, axes: jaxprs.Axes
 ) -> tuple[Value, Shape]:
     """The blocks of all devices along a dimension before one of theirs."""
-    apart = (*local[:dim], axes.count, *local[dim:])
+    apart = (*local[:dim], axes.size, *local[dim:])
     to = [j + (j >= dim) for j in range(len(local))]
     return value.moved(to, apart, {walk.device(axes): dim}), apart
 

@@ -59,7 +59,7 @@ def _identity(parts: Sequence[Part]) -> tuple:
     """Parts of the same leaves alike, in whatever dimensions a call has them."""
     return tuple(
         (
-            p.index,
+            p.parameter,
             frozenset(
                 (
                     q.offset,
@@ -78,7 +78,7 @@ def _identity(parts: Sequence[Part]) -> tuple:
 
 def _module(layer: Layer, leaf_paths: Sequence[paths.Path]) -> paths.Path:
     own = [
-        leaf_paths[p.index][:-1]
+        leaf_paths[p.parameter][:-1]
         for p in (*layer.query, *layer.key, *layer.whole, *layer.shared)
     ]
     if not own:
@@ -103,8 +103,8 @@ def _named(
     def leaves(parts: Sequence[Part]) -> list[HeadLeaf | None]:
         return [
             head_leaf(
-                "/".join(leaf_paths[p.index][len(base) :]),
-                shapes[p.index],
+                "/".join(leaf_paths[p.parameter][len(base) :]),
+                shapes[p.parameter],
                 p.pieces,
                 p.dims,
                 shared=not p.is_own and parts is not layer.shared,
@@ -115,19 +115,17 @@ def _named(
     if is_crowded:
         # The first leaf's name is the layer's: no other layer has it for a query.
         first = (*layer.query, *layer.whole, *layer.key, *layer.shared)
-        module = leaf_paths[first[0].index] if first else module
+        module = leaf_paths[first[0].parameter] if first else module
     query, key = leaves(layer.query), leaves(layer.key)
     whole, shared = leaves(layer.whole), leaves(layer.shared)
     if layer.refusal:
         return NamedLayer(module, None, layer.refusal, layer.heads, group)
     if not query:
         query, whole, key = whole, [], shared
-    every = (*query, *key, *whole)
-    if any(leaf is None for leaf in every):
+    roles = [[x for x in leaves if x is not None] for leaves in (query, key, whole)]
+    if sum(map(len, roles)) < len(query) + len(key) + len(whole):
         why = "its heads lie in a leaf as HeadLeaf cannot say"
         return NamedLayer(module, None, why, layer.heads, group)
     kind = AbsoluteLayer if is_crowded else AttentionLayer
-    told = kind(
-        paths.show(module) if module else "", tuple(query), tuple(key), tuple(whole)
-    )  # type: ignore[arg-type]
+    told = kind("/".join(module), *map(tuple, roles))
     return NamedLayer(module, told, "", layer.heads, group)

@@ -23,7 +23,7 @@ class Split(NamedTuple):
     update: Callable[[Any, Any], None]
 
     def of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun(module, ...)` as a function of parts, which returns the new rest, too."""
+        """`fun(module, ...)` as a function of parts that returns the new rest, too."""
 
         def of_parts(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
             module = self.merge(params, rest)

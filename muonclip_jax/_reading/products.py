@@ -267,7 +267,7 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     for i in numbers.start_index_map if index.number is not None else ():
         if sizes[i] < old[i]:
-            at = min(max(index.number or 0, 0), old[i] - sizes[i])
+            at = min(max(int(index.number or 0), 0), old[i] - sizes[i])
             value = value.sliced(i, at, sizes[i], 1, old[i])
             old = (*old[:i], sizes[i], *old[i + 1 :])
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}

@@ -84,8 +84,8 @@ def read_model(
 
     **Arguments:**
 
-    - `fun`: `fun(params, *args, **kwargs)`, a loss or any function that runs the forward
-        pass, with whatever it returns.
+    - `fun`: `fun(params, *args, **kwargs)`, a loss or any function that runs the
+        forward pass, with whatever it returns.
     - `params`: a pytree of arrays or `jax.ShapeDtypeStruct`, or a module of NNX or
         Equinox; leaves that are no arrays stay as they are.
     - `args`, `kwargs`: of the function. Arrays and shapes are traced, all else is

@@ -122,7 +122,9 @@ def _site(number: int, layer: Layer, walk: Walk) -> _Site:
     parts = (*layer.query, *layer.key, *layer.whole)
     digits = [d for part in parts for p in part.pieces for d in p.digits]
     stack = frozenset(
-        d.dim for d in digits if d.axis is not None and d.dim in walk.loops.values()
+        loop
+        for loop in walk.loops.values()
+        if any(d.dim == loop and d.axis is not None for d in digits)
     )
     factor, cap = layer.logits, None
     if factor.source.number in walk.caps:

@@ -29,8 +29,9 @@ from .walk import Chosen, rule, Softmax, Walk, Weighted
 
 @rule(
     "convert_element_type copy copy_p reduce_precision neg real imag conj name pvary "
-    "pcast optimization_barrier mesh_cast reshard sharding_constraint layout_constraint "
-    "stop_gradient device_put to_edtype bitcast_convert_type abs pbroadcast ppermute sharding_barrier"
+    "pcast optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
+    "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
+    "sharding_barrier"
 )
 def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """The same entries in the same places, for factors above zero at least."""
@@ -184,11 +185,12 @@ def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 
 @rule(
-    "log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc erf_inv sin "
-    "cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign floor ceil round "
-    "is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to rem shift_left "
-    "shift_right_logical shift_right_arithmetic population_count lgamma digamma igamma "
-    "igammac bessel_i0e bessel_i1e regularized_incomplete_beta"
+    "log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc "
+    "erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign "
+    "floor ceil round is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to "
+    "rem shift_left shift_right_logical shift_right_arithmetic population_count "
+    "lgamma digamma igamma igammac bessel_i0e bessel_i1e "
+    "regularized_incomplete_beta"
 )
 def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     values = _of_one_shape(walk, eqn, values)
@@ -261,7 +263,7 @@ def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to: list[int | None] = list(range(len(new)))
     for i, start in enumerate(starts):
         if new[i] != old[i] and start.number is not None:
-            at = min(max(start.number, 0), old[i] - new[i])
+            at = min(max(int(start.number), 0), old[i] - new[i])
             value = value.sliced(i, at, new[i], 1, old[i])
         elif new[i] != old[i]:
             to[i] = None

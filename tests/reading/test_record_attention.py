@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import few, naive_logits, normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from test_read_attention import PARAMS, WAYS
 from variants import B, CASES, cut, D, DIM, H, normed, T
 
@@ -225,3 +227,35 @@ def test_a_cap_that_is_no_number_is_an_error_with_its_line():
         ValueError, match=r"test_record_attention.py:\d+ are softcapped"
     ):
         mc.record_attention(loss)({**PARAMS, "cap": jnp.asarray(5.0)}, X)
+
+
+@pytest.mark.parametrize("heads", [None, "model"])
+def test_inside_shard_map_over_batches_and_heads(heads):
+    axes = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
+    x = normal(4, 4, T, D)
+    kernels = {"q": P(None, heads), "k": P(None, heads), "v": P()}
+
+    def on_device(p, x):
+        query, key = ((x @ p[n]).reshape(2, T, -1, DIM) for n in "qk")
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+        out = jnp.einsum("bhqk,bkd->bqd", weights, x @ p["v"])
+        return jax.lax.psum(out, "model") if heads else out
+
+    def loss(p, x):
+        body = jax.shard_map(
+            on_device, mesh=mesh, in_specs=(kernels, P("data")), out_specs=P("data")
+        )
+        return jnp.sum(body(p, x) ** 2)
+
+    (layer,) = mc.read_model(loss, PARAMS, x).attention
+    recorded = jax.jit(jax.value_and_grad(mc.record_attention(loss), has_aux=True))
+    (value, stats), grads = recorded(PARAMS, x)
+    query, key = (np.asarray((x @ PARAMS[n]).reshape(4, T, H, DIM)) for n in "qk")
+    largest = naive_logits(query * DIM**0.5, key).max((0, 2, 3))
+    np.testing.assert_allclose(_leaf(stats), largest, rtol=1e-5)
+    plain = jax.jit(jax.value_and_grad(loss))(PARAMS, x)
+    jax.tree.map(_assert_close, (value, grads), plain)
+    clipped = mc.clip_qk(PARAMS, stats, 20.0, attention=[layer])
+    after = _leaf(recorded(clipped, x)[0][1])
+    np.testing.assert_allclose(after, np.minimum(largest, 20), rtol=1e-4)
