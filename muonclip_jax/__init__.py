@@ -4,7 +4,8 @@ The system: `muonclip`, with `multi_steps` for micro-batches.
 Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
 Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
-What a model means: `describe`, `param_labels`, `flax_dimension_numbers`, ...
+A model read from its trace: `read_model`, `record_attention`.
+What a model means by its names: `describe`, `param_labels`, `flax_dimension_numbers`, ...
 """
 
 import importlib.metadata
@@ -52,6 +53,9 @@ from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState
 from ._qk_clip.qk_clip import clip_qk as clip_qk
 from ._qk_clip.qk_clip import qk_clip as qk_clip
 from ._qk_clip.qk_clip import QKClipState as QKClipState
+from ._reading.reading import ModelReading as ModelReading
+from ._reading.reading import read_model as read_model
+from ._reading.recorded import record_attention as record_attention
 
 
 __version__ = importlib.metadata.version("muonclip_jax")

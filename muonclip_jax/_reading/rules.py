@@ -1,0 +1,394 @@
+"""What each primitive makes of the values that it takes."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+from . import pieces
+from .jaxprs import shape_of
+from .pieces import Shape
+from .values import (
+    CONSTANT,
+    DATA,
+    Factor,
+    Kind,
+    mixed,
+    multiplied,
+    nonlinear,
+    Source,
+    summed,
+    UNSCALED,
+    Value,
+)
+from .walk import Chosen, rule, Softmax, Walk, Weighted
+
+
+# One operand.
+
+
+@rule(
+    "convert_element_type copy copy_p reduce_precision neg real imag conj name pvary "
+    "pcast optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
+    "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
+    "sharding_barrier"
+)
+def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """The same entries in the same places, for factors above zero at least."""
+    return [
+        v if shape_of(x) == shape_of(y) else walk.unknown(eqn, [v])
+        for v, x, y in zip(values, eqn.invars, eqn.outvars, strict=False)
+    ]
+
+
+@rule("transpose")
+def transpose(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    order = list(eqn.params["permutation"])
+    to = [order.index(i) for i in range(len(order))]
+    return values[0].moved(to, shape_of(eqn.outvars[0]))
+
+
+@rule("reshape squeeze expand_dims")
+def reshape(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return values[0].mapped(lambda p: pieces.reshaped(p, old, new))
+
+
+@rule("broadcast_in_dim")
+def broadcast_in_dim(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    to = list(eqn.params["broadcast_dimensions"])
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    is_spread = math.prod(old) < math.prod(new)
+    places = [i if new[i] == n else None for i, n in zip(to, old, strict=True)]
+    return values[0].moved(places, new, is_spread=values[0].is_spread or is_spread)
+
+
+@rule("tile")
+def tile(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    apart = tuple(itertools.chain(*zip(eqn.params["reps"], old, strict=True)))
+    spread = values[0].moved(range(1, len(apart), 2), apart, is_spread=True)
+    return spread.mapped(lambda p: pieces.reshaped(p, apart, new))
+
+
+@rule("slice")
+def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    start, old = eqn.params["start_indices"], shape_of(eqn.invars[0])
+    strides = eqn.params["strides"] or (1,) * len(start)
+    value = values[0]
+    for i, n in enumerate(shape_of(eqn.outvars[0])):
+        value = value.sliced(i, int(start[i]), n, strides[i], old[i])
+    return value
+
+
+@rule("split unstack")
+def split(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    axis, shape = eqn.params["axis"], shape_of(eqn.invars[0])
+    sizes = eqn.params.get("sizes", (1,) * shape[axis])
+    outs, at = [], 0
+    for size, atom in zip(map(int, sizes), eqn.outvars, strict=True):
+        part = values[0].sliced(axis, at, size, 1, shape[axis])
+        at += size
+        if "sizes" not in eqn.params:  # the axis goes
+            to = [None if i == axis else i - (i > axis) for i in range(len(shape))]
+            part = part.moved(to, shape_of(atom))
+        outs.append(part)
+    return outs
+
+
+@rule("rev")
+def rev(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    shape, dims = shape_of(eqn.invars[0]), eqn.params["dimensions"]
+    return values[0].mapped(lambda p: pieces.flipped(p, dims, shape))
+
+
+@rule("pad")
+def pad(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    (value, fill), config = values, eqn.params["padding_config"]
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        moved = _mixed_along(value, [i for i, c in enumerate(config) if any(c)], eqn)
+    else:
+        low, gap = [c[0] for c in config], [c[2] for c in config]
+        moved = value.mapped(lambda p: pieces.padded(p, low, gap))
+    return mixed((moved, fill), summed((*moved.terms, *fill.terms)))
+
+
+@rule("cumsum reduce_window_sum fft")
+def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    rank = len(shape_of(eqn.invars[0]))
+    axis = eqn.params.get("axis")
+    dims = range(rank) if axis is None else [axis]
+    if len(shape_of(eqn.outvars[0])) != rank:
+        return walk.unknown(eqn, values)
+    return _mixed_along(values[0], dims, eqn)
+
+
+# Several operands of one shape.
+
+
+@rule("add sub add_any max min select_n clamp complex nextafter")
+def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A sum, or a choice between entries: twice the operands make twice the result.
+
+    The greater of two, or one that a mask picks, is as linear as a sum for factors
+    above zero, and QK-Clip's are.
+    """
+    deep = [v for v in values if v.is_deep]
+    values = _of_one_shape(walk, eqn, values)
+    operands = values[1:] if eqn.primitive.name == "select_n" else values
+    terms = summed(term for v in operands for term in v.terms)
+    out = mixed(values, terms)
+    if eqn.primitive.name == "select_n":
+        return dataclasses.replace(out, is_onehot=values[0].is_onehot)
+    # A sum of losses is none of layers.
+    is_array = math.prod(shape_of(eqn.outvars[0])) > 1
+    if is_array and len(deep) == 2 and _is_residual(walk, *deep):
+        out = dataclasses.replace(out, ends=0)
+    return out
+
+
+@rule("mul")
+def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    a, b = _of_one_shape(walk, eqn, values)
+    weigh(walk, a, b)
+    is_onehot = a.is_onehot or b.is_onehot
+    return dataclasses.replace(mixed((a, b), multiplied(a, b)), is_onehot=is_onehot)
+
+
+@rule("div")
+def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    a, b = _of_one_shape(walk, eqn, values)
+    number = 1 / b.number if b.number else None
+    by = dataclasses.replace(b, terms=nonlinear([b]), number=number)
+    return mixed((a, b), multiplied(a, by))
+
+
+@rule("concatenate stack")
+def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A sum of what lies next to one another, with zeros around."""
+    values = _met_together(walk, eqn, values)
+    new, terms, at = shape_of(eqn.outvars[0]), [], 0
+    is_new = "axis" in eqn.params
+    dim = eqn.params["axis" if is_new else "dimension"]
+    for value, atom in zip(values, eqn.invars, strict=True):
+        size = 1 if is_new else shape_of(atom)[dim]
+        if is_new:
+            to = [i + (i >= dim) for i in range(len(new) - 1)]
+            value = value.moved(to, (*new[:dim], 1, *new[dim + 1 :]))
+        low = [at if i == dim else 0 for i in range(len(new))]
+        gap = [0] * len(new)
+        terms += value.mapped(
+            lambda p, low=low, gap=gap: pieces.padded(p, low, gap)
+        ).terms
+        at += size
+    return mixed(values, summed(terms))
+
+
+@rule(
+    "log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc "
+    "erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign "
+    "floor ceil round is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to "
+    "rem shift_left shift_right_logical shift_right_arithmetic population_count "
+    "lgamma digamma igamma igammac bessel_i0e bessel_i1e "
+    "regularized_incomplete_beta"
+)
+def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    values = _of_one_shape(walk, eqn, values)
+    out = mixed(values, nonlinear(values))
+    if eqn.primitive.name == "eq":
+        is_onehot = any(v.is_counter for v in values)
+    else:
+        is_onehot = eqn.primitive.name == "and" and any(v.is_onehot for v in values)
+    return dataclasses.replace(out, is_onehot=is_onehot)
+
+
+@rule("tanh")
+def tanh(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A softcap, if of logits: they are to be known before it."""
+    out = _known_behind(values[0], "capped", {"logits": "capped"})
+    for f in (f for term in out.terms for f in term if f.source.kind == "capped"):
+        walk.caps[f.source.number] = walk.address
+    return out
+
+
+@rule("exp")
+def exp(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """The weights of a softmax, if of logits; its maximum came before."""
+    (value,) = values
+    out = _known_behind(value, "weights", {"logits": "weights", "capped": "weights"})
+    return dataclasses.replace(out, gates=value.ends & walk.gates)
+
+
+# Reductions.
+
+
+@rule("reduce_sum")
+def reduce_sum(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    _soft(walk, eqn, values[0], ("weights",))
+    return _reduced(values[0], eqn)
+
+
+@rule("reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor")
+def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    if eqn.primitive.name == "reduce_max":
+        _soft(walk, eqn, values[0], ("logits", "capped"))
+    out = _reduced(values[0], eqn)
+    return dataclasses.replace(out, terms=nonlinear([out]))
+
+
+@rule("argmax argmin top_k approx_top_k sort")
+def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """Whatever decides an order may decide where activations go."""
+    walk.note(Chosen(values[0].ends))
+    values = _met_together(walk, eqn, values, is_alone=True)
+    outs = []
+    for i, atom in enumerate(eqn.outvars):
+        of = values[i] if eqn.primitive.name == "sort" else values[0]
+        if shape_of(atom) == shape_of(eqn.invars[0]):
+            dims = [eqn.params.get("dimension", len(shape_of(atom)) - 1)]
+            outs.append(_mixed_along(of, dims, eqn))
+        else:
+            outs.append(mixed(values, UNSCALED))
+    return [dataclasses.replace(o, is_spread=False) for o in outs]
+
+
+# Indexing.
+
+
+@rule("dynamic_slice")
+def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A part whose place may be known; else, along its dimension, it may be any."""
+    value, *starts = values
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    to: list[int | None] = list(range(len(new)))
+    for i, start in enumerate(starts):
+        if new[i] != old[i] and start.number is not None:
+            at = min(max(int(start.number), 0), old[i] - new[i])
+            value = value.sliced(i, at, new[i], 1, old[i])
+        elif new[i] != old[i]:
+            to[i] = None
+    out = value.moved(to, new)
+    return mixed((out, *starts), out.terms) if value.kind else out
+
+
+@rule("dynamic_update_slice scatter scatter-add scatter_add")
+def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A sum, of which the second summand may be anywhere."""
+    is_slice = eqn.primitive.name == "dynamic_update_slice"
+    operand, new = (values[0], values[1]) if is_slice else (values[0], values[2])
+    atom = eqn.invars[1 if is_slice else 2]
+    operand, new = _met_together(walk, eqn, [operand, new])
+    shape, small = shape_of(eqn.outvars[0]), shape_of(atom)
+    if len(shape) == len(small) and is_slice:
+        to = [i if shape[i] == small[i] else None for i in range(len(shape))]
+    else:
+        to = [None] * len(small)
+    new = new.moved(to, shape)
+    return mixed([*values, new], summed((*operand.terms, *new.terms)))
+
+
+@rule("iota random_seed random_wrap random_fold_in rng_uniform")
+def iota(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    return dataclasses.replace(CONSTANT, is_counter=eqn.primitive.name == "iota")
+
+
+@rule("random_bits random_unwrap random_split threefry2x32 axis_index")
+def random(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    return DATA if any(v.kind for v in values) else CONSTANT
+
+
+# What several rules share.
+
+
+def _mixed_along(value: Value, dims, eqn: Any) -> Value:
+    new = shape_of(eqn.outvars[0])
+    return value.moved([None if i in dims else i for i in range(len(new))], new)
+
+
+def _reduced(value: Value, eqn: Any) -> Value:
+    gone = set(eqn.params["axes"])
+    rank = len(shape_of(eqn.invars[0]))
+    left = [i for i in range(rank) if i not in gone]
+    to = [None if i in gone else left.index(i) for i in range(rank)]
+    return value.moved(to, shape_of(eqn.outvars[0]))
+
+
+def _of_one_shape(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """Operands as activations if one is, and numbers spread over the shape."""
+    shape = shape_of(eqn.outvars[0])
+    values = [
+        _spread(v, shape_of(x), shape) for v, x in zip(values, eqn.invars, strict=True)
+    ]
+    return _met_together(walk, eqn, values)
+
+
+def _spread(value: Value, old: Shape, new: Shape) -> Value:
+    """Numbers, and from JAX 0.12 on axes of one entry, that an operation broadcasts."""
+    if old == new:
+        return value
+    to = [i if n == new[i] else None for i, n in enumerate(old)]
+    return value.moved(to, new, is_spread=value.is_spread or bool(old))
+
+
+def _met_together(
+    walk: Walk, eqn: Any, values: list[Value], *, is_alone: bool = False
+) -> list[Value]:
+    if is_alone or any(v.kind == Kind.ACTIVATION for v in values):
+        return [walk.as_activation(v, eqn) for v in values]
+    return values
+
+
+def _is_residual(walk: Walk, a: Value, b: Value) -> bool:
+    """Whether one summand comes from the other: then neither writes the output."""
+    if a.ends == b.ends:
+        return False
+    if not (a.ends and b.ends):
+        return True
+    return bool(_behind(walk, a) & b.ends or _behind(walk, b) & a.ends)
+
+
+def _behind(walk: Walk, value: Value) -> int:
+    found, ends = 0, value.ends
+    while ends:
+        event = ends & -ends
+        found |= walk.past_of.get(event, 0) & ~event
+        ends ^= event
+    return found
+
+
+def _known_behind(value: Value, what: str, kinds: dict[str, str]) -> Value:
+    """A function of logits that attention takes, which are followed behind it too."""
+    factors = [
+        f for t in value.terms for f in t if f.source.kind in kinds and f.is_linear
+    ]
+    terms = tuple(
+        (Factor(Source(what, f.source.number), f.event, f.pieces),) for f in factors
+    )
+    return mixed([value], summed(terms) if terms else nonlinear([value]))
+
+
+def _soft(walk: Walk, eqn: Any, value: Value, kinds: tuple[str, ...]) -> None:
+    """Notes what a softmax may be, of logits or of a product with a parameter."""
+    axes, shape = tuple(eqn.params["axes"]), shape_of(eqn.invars[0])
+    terms = tuple(
+        tuple(f for f in term if f.source.kind in kinds and f.is_linear)
+        for term in value.terms
+    )
+    if any(terms):
+        walk.note(Softmax(walk.address, eqn, terms, shape, axes))
+    for f in value.factors():
+        along = {d.dim for p in f.pieces for d in p.digits if d.axis is not None}
+        if f.event & value.ends and along & set(axes):
+            walk.gates |= f.event
+
+
+def weigh(walk: Walk, a: Value, b: Value) -> None:
+    """Notes where the weights of a softmax are multiplied with other activations."""
+    for weights, other in ((a, b), (b, a)):
+        if not other.is_deep:
+            continue
+        for f in weights.factors("weights"):
+            if not other.recent & f.event:
+                walk.note(Weighted(f.source.number))
+        if weights.gates and not other.recent & weights.gates:
+            walk.note(Chosen(weights.gates))

@@ -1,0 +1,141 @@
+"""What each parameter is, by the uses that a walk noted."""
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+from optax.contrib import MuonDimensionNumbers
+
+from . import jaxprs
+from .pieces import Shape
+from .walk import Chosen, Fed, Stacked, Use, Walk
+
+
+class Verdict(NamedTuple):
+    """What one parameter is.
+
+    **Arguments:**
+
+    - `label`: `"matrix"`, `"embedding"`, `"head"`, `"router"` or `"vector"`.
+    - `numbers`: of a matrix.
+    - `use`: in words, what is done with it.
+    - `line`: file and line where.
+    - `is_known`: `False` for what nothing uses, or an operation that cannot be read.
+    """
+
+    label: str
+    numbers: MuonDimensionNumbers | None
+    use: str
+    line: str
+    is_known: bool = True
+
+
+def verdicts(
+    walk: Walk,
+    outs: Sequence[Any],
+    is_float: Sequence[bool],
+    heads_at: Set[tuple[int, int]],
+) -> list[Verdict]:
+    """One for each parameter; heads of attention lie along the axes `heads_at`."""
+    fed = chosen = 0
+    # Heads are cut apart as experts are, but of one matrix.
+    experts = {
+        (n.parameter, n.axis) for n in walk.notes if isinstance(n, Stacked)
+    } - heads_at
+    uses: list[list[Use]] = [[] for _ in walk.shapes]
+    for note in walk.notes:
+        if isinstance(note, Use):
+            uses[note.parameter].append(note)
+        elif isinstance(note, Fed):
+            fed |= note.past
+        elif isinstance(note, Chosen):
+            chosen |= note.events
+    heads = 0
+    for out in outs:
+        heads |= out.ends
+    # What another product with a parameter takes is no output; what decides where
+    # activations go is no router unless something comes of it.
+    heads, routers = heads & ~fed, chosen & fed
+    return [
+        _verdict(uses[i], shape, heads, routers, {a for j, a in experts if j == i})
+        if is_float[i]
+        else Verdict("vector", None, "no floats", "")
+        for i, shape in enumerate(walk.shapes)
+    ]
+
+
+def _verdict(
+    uses: list[Use], shape: Shape, heads: int, routers: int, experts: Set[int]
+) -> Verdict:
+    if not uses:
+        return Verdict("vector", None, "not used", "", is_known=False)
+    of: dict[str, Use] = {}
+    for use in uses:
+        of.setdefault(use.kind, use)
+
+    def said(label: str, kind: str, words: str = "", **more: Any) -> Verdict:
+        return Verdict(label, None, words or kind, jaxprs.line(of[kind].eqn), **more)
+
+    if "looked up" in of:
+        is_tied = "contracted" in of
+        return said("embedding", "looked up", "looked up, tied" if is_tied else "")
+    weights = [u for u in uses if u.kind in ("contracted", "factor")]
+    if not weights:
+        for kind in ("elementwise", "depthwise"):
+            if kind in of:
+                return said("vector", kind)
+        what = f"unknown: {of['unknown'].eqn.primitive.name}"
+        return said("vector", "unknown", what, is_known=False)
+    inputs, outputs = _axes(weights, shape, experts)
+    kind = weights[0].kind
+    if not inputs or not any(shape[axis] > 1 for axis in outputs):
+        return said("vector", kind, "one output" if inputs else "elementwise")
+    events = 0
+    for use in weights:
+        events |= use.event
+    if events & routers:
+        return said("router", kind, "chooses")
+    if events & heads:
+        return said("head", kind, "writes the output")
+    numbers = MuonDimensionNumbers(_as_axes(inputs), _as_axes(outputs))
+    eqn = next((u.eqn for u in weights if u.kind == "contracted"), weights[0].eqn)
+    words = "contracted" if "contracted" in of else "factor of a product"
+    return Verdict("matrix", numbers, words, jaxprs.line(eqn))
+
+
+def _axes(
+    uses: list[Use], shape: Shape, experts: Set[int]
+) -> tuple[list[int], list[int]]:
+    """The axes that are inputs, and those that are outputs; all others are a stack."""
+    votes: list[Counter[str]] = [Counter() for _ in shape]
+    for use in uses:
+        for axis, role in use.roles:
+            votes[axis][role] += 1
+    roles: list[str | None] = []
+    for n, vote in zip(shape, votes, strict=True):
+        sides = vote["input"], vote["output"]
+        role = None
+        if n > 1 and any(sides):
+            role = "input" if sides[0] > sides[1] else "output"
+        roles.append(role)
+    ranks = [i for i, vote in enumerate(votes) if vote["rank"] and not roles[i]]
+    if ranks:
+        # Summed over with another parameter: the side of the matrix that is missing.
+        if not set(roles) & {"input", "output"}:
+            for i, vote in enumerate(votes):
+                if vote["input?"] or vote["output?"]:
+                    roles[i] = "input" if vote["input?"] else "output"
+        missing = "output" if "input" in roles else "input"
+        for i in ranks:
+            roles[i] = missing
+    inputs = [i for i, role in enumerate(roles) if role == "input"]
+    outputs = [i for i, role in enumerate(roles) if role == "output"]
+    # Of more than one axis, or there would be no output left.
+    outputs = [i for i in outputs if i not in experts] or outputs
+    if not inputs:  # a number of inputs that is one has no digits, but it is there
+        inputs = [i for i, n in enumerate(shape) if n == 1 and not votes[i]][:1]
+    return inputs, outputs
+
+
+def _as_axes(axes: list[int]) -> int | tuple[int, ...]:
+    return axes[0] if len(axes) == 1 else tuple(axes)

@@ -1,0 +1,253 @@
+"""What a reading says of attention, checked by what it claims: scale, run, compare."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+from variants import B, CASES, cut, D, DIM, FLAT, H, normed, rotated, T
+
+import muonclip_jax as mc
+
+
+X = normal(9, B, T, D)
+SHARED = ("gains",)  # all heads share what can be scaled
+
+
+def _stats(path, largest):
+    stats = {"max_logits": jnp.asarray(largest)}
+    for part in reversed(path.split("/") if path else []):
+        stats = {part: stats}
+    return stats
+
+
+def _clipped(params, largest, reading, threshold, alpha=0.3):
+    (layer,) = reading.attention
+    stats = _stats(layer.path, largest)
+    return mc.clip_qk(params, stats, threshold, alpha=alpha, attention=[layer])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_clipping_what_was_read_caps_every_head(name):
+    case = CASES[name]
+    params = case.params()
+    reading = mc.read_model(case.loss, params, X)
+    before = case.largest(params, X)
+    threshold = float(np.sort(before)[1])
+    after = case.largest(_clipped(params, before, reading, threshold), X)
+    expected = np.minimum(before, threshold)
+    if name in SHARED:
+        expected = before * threshold / before.max()
+    np.testing.assert_allclose(after, expected, rtol=1e-4)
+
+
+def test_layers_that_scan_stacks_have_a_stack_of_statistics():
+    case = CASES["latent"]
+    layers = [case.params(seed) for seed in range(3)]
+    params = {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
+
+    def layer(x, p):
+        weights = jax.nn.softmax(case.logits(p, x))
+        out = jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["value"])
+        return normed(x + out.mean(2)), case.logits(p, x).max((0, 2, 3))
+
+    def run(params, x):
+        return jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+
+    def loss(params, x):
+        return jnp.sum(run(params, x)[0] ** 2)
+
+    reading = mc.read_model(loss, params, X)
+    before = np.asarray(run(params, X)[1])
+    scaled = _clipped(params, before, reading, threshold := float(before.max() / 2))
+    # The first layer sees the same input; later ones see what it made of it.
+    after = np.asarray(run(scaled, X)[1])
+    expected = np.minimum(before, threshold)
+    np.testing.assert_allclose(after[0], expected[0], rtol=1e-4)
+    key = scaled["layers"]["inner"]["kv_b"] / params["layers"]["inner"]["kv_b"]
+    gamma = expected / before
+    of_heads = key.reshape(3, 5, H, 7)[:, 0, :, 0]
+    np.testing.assert_allclose(of_heads, gamma**0.7, rtol=1e-5)
+    # The value's share of the kernel and the shared rotary key stay.
+    np.testing.assert_array_equal(key.reshape(3, 5, H, 7)[..., 4:], 1)
+    np.testing.assert_array_equal(
+        scaled["layers"]["inner"]["kv_a"], params["layers"]["inner"]["kv_a"]
+    )
+
+
+def _attend(logits, value):
+    return jnp.einsum("bhqk,bkd->bqhd", jax.nn.softmax(logits), value)
+
+
+def _flat(p, x):
+    return cut(x @ p["q"]), cut(x @ p["k"])
+
+
+def _logits(p, x):
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", query, key)
+
+
+PARAMS = {"q": normal(0, *FLAT), "k": normal(1, *FLAT), "v": normal(2, D, D)}
+
+
+def _softcapped(p, x):
+    return _attend(5 * jnp.tanh(_logits(p, x) / 5), x @ p["v"])
+
+
+def _masked(p, x):
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    slopes = 2.0 ** -jnp.arange(1, H + 1)  # ALiBi
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)
+    logits = _logits(p, x) / DIM**0.5 - slopes[:, None, None] * distance
+    return _attend(jnp.where(mask, logits, -1e9), x @ p["v"])
+
+
+def _in_two_blocks(p, x):
+    """Keys come in blocks, and the maximum so far is carried along."""
+    query, key = _flat(p, x)
+    value = (x @ p["v"])[:, :4].reshape(B, 2, 2, D).swapaxes(0, 1)
+    blocks = key[:, :4].reshape(B, 2, 2, H, DIM).swapaxes(0, 1)
+
+    def step(carry, block):
+        most, total, out = carry
+        key, value = block
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+        new = jnp.maximum(most, logits.max(-1))
+        weights, old = jnp.exp(logits - new[..., None]), jnp.exp(most - new)
+        out = out * old[..., None] + jnp.einsum("bhqk,bkd->bhqd", weights, value)
+        return (new, total * old + weights.sum(-1), out), None
+
+    start = jnp.full((B, H, T), -1e9), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, D))
+    (_, total, out), _ = jax.lax.scan(step, start, (blocks, value))
+    return out / total[..., None]
+
+
+def _mapped(p, x):
+    return jax.vmap(lambda x: _attend(_logits(p, x[None]), x[None] @ p["v"]))(x)
+
+
+def _stock(p, x):
+    query, key = _flat(p, x)
+    value = jnp.broadcast_to((x @ p["v"])[:, :, None], (B, T, H, D))[..., :DIM]
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+def _by_exponentials(p, x):
+    """No maximum is taken."""
+    weights = jnp.exp(_logits(p, x) / 100)
+    weights = weights / weights.sum(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"])
+
+
+def _called_twice(p, x):
+    x = _attend(_logits(p, x), x @ p["v"]).mean(2)
+    return _attend(_logits(p, x), x @ p["v"])
+
+
+def _in_a_branch(p, x):
+    return jax.lax.cond(
+        x.sum() > 0,
+        lambda x: _attend(_logits(p, x), x @ p["v"]),
+        lambda x: 2 * _out(x),
+        x,
+    )
+
+
+def _out(x):
+    return jnp.broadcast_to(x[:, :, None], (B, T, H, D))
+
+
+WAYS = {
+    "softcapped": _softcapped,
+    "masked": _masked,
+    "in two blocks": _in_two_blocks,
+    "mapped": _mapped,
+    "stock": _stock,
+    "by exponentials": _by_exponentials,
+    "called twice": _called_twice,
+    "in a branch": _in_a_branch,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_leaves_however_attention_is_computed(way):
+    reading = mc.read_model(lambda p, x: jnp.sum(WAYS[way](p, x) ** 2), PARAMS, X)
+    (layer,) = reading.attention
+    heads = {"ndim": 2, "axis": -2, "split": (H, DIM)}
+    assert layer == mc.AttentionLayer(
+        "", (mc.HeadLeaf("q", **heads),), (mc.HeadLeaf("k", **heads),)
+    )
+
+
+def _without_gains(p, x):
+    query, key = map(normed, _flat(p, x))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    return _attend(logits, x @ p["v"])
+
+
+def test_logits_that_no_parameter_scales_are_said_with_their_line():
+    reading = mc.read_model(_without_gains, PARAMS, X)
+    assert reading.attention == ()
+    (row,) = [line for line in str(reading).splitlines() if "nothing" in line]
+    first = _without_gains.__code__.co_firstlineno
+    assert f"test_read_attention.py:{first + 2}" in row and "norm without a gain" in row
+
+
+def test_a_key_that_nothing_scales_leaves_all_to_the_query():
+    def loss(p, x):
+        query, key = _flat(p, x)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, normed(key))
+        return _attend(logits, x @ p["v"])
+
+    (layer,) = mc.read_model(loss, PARAMS, X).attention
+    assert [leaf.path for leaf in layer.query] == ["q"] and not layer.key
+
+
+def _contrasted(p, x):
+    """Images and texts: a softmax of products of activations that weighs nothing."""
+    a, b = (normed((x @ p[name]).mean(1)) for name in "qk")
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+
+def _gated(p, x):
+    return jax.nn.softmax(x @ p["v"]) * x
+
+
+def _linear(p, x):
+    query, key = map(jax.nn.elu, _flat(p, x))
+    state = jnp.einsum("bkhd,bke->bhde", key, x @ p["v"])
+    return jnp.einsum("bqhd,bhde->bqhe", query, state)
+
+
+@pytest.mark.parametrize("fun", [_contrasted, _gated, _linear])
+def test_other_products_and_softmaxes_are_no_attention(fun):
+    assert mc.read_model(fun, PARAMS, X).attention == ()
+
+
+def test_two_layers_in_one_module_go_by_the_paths_of_their_leaves():
+    params = {f"{name}{i}": PARAMS[name] for i in range(2) for name in "qkv"}
+
+    def loss(params, x):
+        for i in range(2):
+            p = {name: params[f"{name}{i}"] for name in "qkv"}
+            x = normed(x + _attend(_logits(p, x), x @ p["v"]).mean(2))
+        return x.sum()
+
+    layers = mc.read_model(loss, params, X).attention
+    assert [layer.path for layer in layers] == ["q0", "q1"]
+    stats = {f"q{i}": {"max_logits": jnp.full(H, 2.0)} for i in range(2)}
+    scaled = mc.clip_qk(params, stats, 1.0, attention=layers)
+    np.testing.assert_allclose(scaled["k1"], params["k1"] * 0.5**0.5, rtol=1e-6)
+    np.testing.assert_array_equal(scaled["v1"], params["v1"])
+
+
+def test_an_opaque_operation_is_named_where_logits_may_hide():
+    def loss(p, x):
+        query, key = (rotated(y) for y in _flat(p, x))
+        shape = jax.ShapeDtypeStruct((B, T, H, DIM), jnp.float32)
+        return jax.pure_callback(lambda q, k: q, shape, query, key).sum()
+
+    reading = mc.read_model(loss, PARAMS, X)
+    assert reading.attention == ()
+    assert "pure_callback at test_read_attention.py:" in str(reading)

@@ -1,0 +1,404 @@
+"""What a reading says of every parameter, for small models written out here."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+
+B, T, D, V = 2, 5, 8, 11
+TOKENS = jax.ShapeDtypeStruct((B, T), jnp.int32)
+X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+
+
+def shapes(**params):
+    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in params.items()}
+
+
+def said(fun, params, *args):
+    """Labels, and of matrices the axes in their place: inputs, then outputs."""
+    reading = mc.read_model(fun, params, *args)
+    found = {}
+    for (path, label), numbers in zip(
+        jax.tree_util.tree_leaves_with_path(reading.labels),
+        jax.tree.leaves(
+            reading.dimension_numbers,
+            is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
+        ),
+        strict=True,
+    ):
+        name = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+        found[name] = label if numbers is None else tuple(numbers)
+    return found
+
+
+def normed(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def cross_entropy(logits):
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+def test_a_language_model():
+    def loss(p, tokens):
+        x = p["embed"][tokens] + p["position"][:T]
+        h = jax.nn.gelu(normed(x) * p["gain"] @ p["up"] + p["bias"])
+        x = x + h @ p["down"]
+        return cross_entropy(normed(x) @ p["out"] + p["out_bias"])
+
+    params = shapes(
+        embed=(V, D), position=(16, D), gain=(D,), up=(D, 32), bias=(32,), down=(32, D),
+        out=(D, V), out_bias=(V,),
+    )  # fmt: skip
+    assert said(loss, params, TOKENS) == {
+        "embed": "embedding",
+        "position": "vector",
+        "gain": "vector",
+        "up": (0, 1),
+        "bias": "vector",
+        "down": (0, 1),
+        "out": "head",
+        "out_bias": "vector",
+    }
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_hidden_states_are_no_output_of_a_head(is_loss):
+    def hidden(p, x):
+        for name in ("a", "b"):
+            x = x + jax.nn.relu(normed(x) @ p[name])
+        return jnp.mean(x**2) if is_loss else x
+
+    assert said(hidden, shapes(a=(D, D), b=(D, D)), X) == {"a": (0, 1), "b": (0, 1)}
+
+
+def test_a_tied_embedding_is_looked_up_and_writes():
+    def loss(p, tokens):
+        x = jax.nn.one_hot(tokens, V) @ p["embed"]
+        return cross_entropy(jnp.tanh(x @ p["in"]) @ p["embed"].T)
+
+    params = shapes(embed=(V, D), **{"in": (D, D)})
+    assert said(loss, params, TOKENS) == {"embed": "embedding", "in": (0, 1)}
+
+
+def _dispatched(p, x):
+    """By one-hot rows, as GShard does."""
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
+    weight = jnp.einsum("btke,btk->bte", jax.nn.one_hot(chosen, 3), gates)
+    inputs = jnp.einsum("bte,btd->ebtd", weight, x)
+    hidden = jax.nn.relu(jnp.einsum("ebtd,edf->ebtf", inputs, p["up"]))
+    return jnp.einsum("ebtf,efd->ebtd", hidden, p["down"]).sum(0)
+
+
+def _ragged(p, x):
+    x = x.reshape(-1, D)
+    gates = jax.nn.sigmoid(x @ p["router"])
+    order = jnp.argsort(jnp.argmax(gates, -1))
+    sizes = jnp.bincount(jnp.argmax(gates, -1), length=3)
+    hidden = jax.nn.relu(jax.lax.ragged_dot(x[order], p["up"], sizes))
+    out = jax.lax.ragged_dot(hidden, p["down"], sizes)
+    return (out * gates.max(-1)[order, None]).reshape(B, T, D)
+
+
+def _all_of_them(p, x):
+    """Every expert sees every token; a softmax weighs what they say."""
+    gates = jax.nn.softmax(x @ p["router"])
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["up"]))
+    return jnp.einsum("btef,efd,bte->btd", hidden, p["down"], gates)
+
+
+@pytest.mark.parametrize("experts", [_dispatched, _ragged, _all_of_them])
+def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
+    def loss(p, x):
+        x = x + experts(p, x)
+        return cross_entropy(normed(x) @ p["out"])
+
+    params = shapes(router=(D, 3), up=(3, D, 16), down=(3, 16, D), out=(D, V))
+    assert said(loss, params, X) == {
+        "router": "router",
+        "up": (1, 2),
+        "down": (1, 2),
+        "out": "head",
+    }
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_scanned_layers_are_a_stack_wherever_their_axis_is(axis):
+    def loss(p, x):
+        def layer(x, p):
+            return x + jax.nn.relu(normed(x) * p["gain"] @ p["w"]), None
+
+        stacked = jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), p)
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, stacked)[0] ** 2)
+
+    gain, w = [D], [D, D]
+    for shape in (gain, w):
+        shape.insert(axis, 3)
+    w_axes = (1, 2) if axis == 0 else (0, 2)
+    params = shapes(gain=tuple(gain), w=tuple(w))
+    assert said(loss, params, X) == {"gain": "vector", "w": w_axes}
+
+
+def test_a_recurrent_kernel_is_a_matrix_and_its_initial_state_a_vector():
+    def loss(p, x):
+        def step(h, x):
+            h = jnp.tanh(x @ p["in"] + h @ p["again"])
+            return h, h
+
+        start = jnp.broadcast_to(p["start"], (B, D))
+        _, out = jax.lax.scan(step, start, x.swapaxes(0, 1))
+        return cross_entropy(out @ p["out"])
+
+    params = shapes(**{"in": (D, D)}, again=(D, D), start=(D,), out=(D, V))
+    assert said(loss, params, X) == {
+        "in": (0, 1),
+        "again": (0, 1),
+        "start": "vector",
+        "out": "head",
+    }
+
+
+def test_convolutions_by_their_kernel():
+    def loss(p, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+
+        def conv(x, w, groups):
+            return jax.lax.conv_general_dilated(
+                x,
+                w,
+                (1, 1),
+                "SAME",
+                dimension_numbers=dims,
+                feature_group_count=groups,
+            )
+
+        x = jax.nn.relu(conv(x, p["plain"], 1))
+        x = jax.nn.relu(conv(x, p["depthwise"], 8))
+        x = jax.nn.relu(conv(x, p["grouped"], 2))
+        return cross_entropy(x.mean((1, 2)) @ p["out"])
+
+    params = shapes(
+        plain=(3, 3, 3, 8), depthwise=(3, 3, 1, 8), grouped=(3, 3, 4, 6), out=(6, V)
+    )
+    image = jax.ShapeDtypeStruct((B, 9, 9, 3), jnp.float32)
+    assert said(loss, params, image) == {
+        "plain": ((0, 1, 2), 3),
+        "depthwise": "vector",
+        "grouped": ((0, 1, 2), 3),
+        "out": "head",
+    }
+
+
+def test_factors_of_low_rank_are_matrices():
+    def loss(p, x):
+        h = jnp.tanh(x @ (p["w"] + p["a"] @ p["b"]))
+        return cross_entropy(h @ p["out"])
+
+    params = shapes(w=(D, D), a=(D, 2), b=(2, D), out=(D, V))
+    axes = (0, 1)
+    assert said(loss, params, X) == {"w": axes, "a": axes, "b": axes, "out": "head"}
+
+
+def test_learned_tokens_are_no_weight_of_the_kernel_that_takes_them():
+    def loss(p, x):
+        queries = jnp.broadcast_to(p["queries"], (B, 3, D)) @ p["q"]
+        logits = jnp.einsum("bqd,bkd->bqk", queries, x @ p["k"])
+        x = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits), x @ p["v"])
+        return cross_entropy(
+            jnp.concatenate([p["prefix"][None].repeat(B, 0), x], 1) @ p["out"]
+        )
+
+    params = shapes(
+        queries=(3, D), q=(D, D), k=(D, D), v=(D, D), prefix=(1, D), out=(D, V)
+    )
+    found = said(loss, params, X)
+    assert found["queries"] == found["prefix"] == "vector"
+    assert found["q"] == found["k"] == found["v"] == (0, 1)
+
+
+def test_a_kernel_of_one_output_and_what_is_exponentiated_are_vectors():
+    def loss(p, x):
+        x = jnp.tanh(x @ p["w"] * jnp.exp(p["scale"]))
+        return jnp.mean((x @ p["value"])[..., 0] ** 2)
+
+    params = shapes(w=(D, D), scale=(T, D), value=(D, 1))
+    found = said(loss, params, X)
+    assert found == {"w": (0, 1), "scale": "vector", "value": "vector"}
+
+
+def test_axes_wherever_they_are_stored():
+    def loss(p, x):
+        x = jnp.tanh(x @ p["transposed"].T)
+        x = jnp.tanh(jnp.einsum("btd,hdk->bthk", x, p["heads"]))
+        x = jnp.tanh(jnp.einsum("bthk,hkd->btd", x, p["joined"]))
+        return cross_entropy(jnp.tanh(x @ p["pair"][0]) * (x @ p["pair"][1]) @ p["out"])
+
+    params = shapes(
+        transposed=(D, D), heads=(2, D, 4), joined=(2, 4, D), pair=(2, D, D), out=(D, V)
+    )
+    assert said(loss, params, X) == {
+        "transposed": (1, 0),
+        "heads": (1, (0, 2)),
+        "joined": ((0, 1), 2),
+        "pair": (1, 2),
+        "out": "head",
+    }
+
+
+def test_what_the_function_does_not_use_is_named():
+    def loss(p, x):
+        hidden = jax.pure_callback(lambda w: w, p["hidden"], p["hidden"])
+        return jnp.mean((x @ p["w"]) ** 2) + hidden.sum()
+
+    reading = mc.read_model(loss, shapes(w=(D, D), hidden=(D, D), unused=(D, D)), X)
+    assert reading.unknown == ("hidden", "unused")
+    table = str(reading)
+    assert (
+        "not used" in table and "unknown: pure_callback  test_read_model.py:" in table
+    )
+
+
+@pytest.mark.parametrize("wrap", ["jit", "custom_jvp", "custom_vjp", "vmap", "while"])
+def test_inside_every_kind_of_call(wrap):
+    def body(w, x):
+        return jnp.tanh(x @ w)
+
+    def custom(w, x):
+        f = getattr(jax, wrap)(body)
+        rules = {"custom_jvp": ("defjvp",), "custom_vjp": ("defvjp",)}
+        if wrap == "custom_vjp":
+            f.defvjp(lambda w, x: (body(w, x), (w, x)), lambda r, g: (r[0], r[1]))
+        else:
+            f.defjvp(lambda p, t: (body(*p), body(*p)))
+        return f(w, x) if rules else None
+
+    ways = {
+        "jit": jax.jit(body),
+        "vmap": lambda w, x: jax.vmap(body, (None, 0))(w, x),
+        "while": lambda w, x: jax.lax.while_loop(
+            lambda y: y.sum() < 9, lambda y: body(w, y), x
+        ),
+    }
+
+    def loss(p, x):
+        x = ways.get(wrap, custom)(p["w"], x)
+        return cross_entropy(x @ p["out"])
+
+    found = said(loss, shapes(w=(D, D), out=(D, V)), X)
+    assert found == {"w": (0, 1), "out": "head"}
+
+
+def test_inside_shard_map_axes_are_those_of_the_whole():
+    auto = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=auto)
+
+    def loss(p, x):
+        body = jax.shard_map(
+            lambda w, x: jax.lax.psum(x @ w, "model"),
+            mesh=mesh,
+            in_specs=(P("model", None), P("data", None, "model")),
+            out_specs=P("data"),
+        )
+        return cross_entropy(jnp.tanh(body(p["w"], x)) @ p["out"])
+
+    found = said(loss, shapes(w=(D, D), out=(D, V)), X)
+    assert found == {"w": (0, 1), "out": "head"}
+
+
+def test_linen_with_state():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
+            return nn.Dense(V)(nn.Dropout(0.5, deterministic=False)(x))
+
+    net = Net()
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.eval_shape(net.init, keys, X)
+
+    def loss(params, state, x, key):
+        variables = {"params": params, **state}
+        out, _ = net.apply(variables, x, mutable=["batch_stats"], rngs={"dropout": key})
+        return cross_entropy(out)
+
+    state = {"batch_stats": variables["batch_stats"]}
+    reading = mc.read_model(loss, variables["params"], state, X, jax.random.key(0))
+    assert reading.labels["Dense_0"] == {"kernel": "matrix", "bias": "vector"}
+    assert reading.labels["Dense_1"]["kernel"] == "head"
+    assert not reading.unknown
+
+
+def test_modules_of_nnx_and_equinox_are_taken_as_they_are():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = nnx.Linear(D, D, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+            self.outer = nnx.Linear(D, V, rngs=rngs)
+
+        def __call__(self, x):
+            return self.outer(self.drop(jax.nn.relu(self.inner(x))))
+
+    net = Net(nnx.Rngs(0))
+    reading = mc.read_model(lambda net, x: cross_entropy(net(x)), net, X)
+    labels = nnx.to_pure_dict(reading.labels)
+    assert labels["inner"] == {"kernel": "matrix", "bias": "vector"}
+    assert labels["outer"] == {"kernel": "head", "bias": "vector"}
+
+    mlp = eqx.nn.MLP(D, V, D, depth=1, key=jax.random.key(0))
+
+    def loss(mlp, x):
+        return cross_entropy(jax.vmap(jax.vmap(mlp))(x))
+
+    reading = mc.read_model(loss, mlp, X)
+    assert reading.labels.layers[0].weight == "matrix"
+    assert tuple(reading.dimension_numbers.layers[0].weight) == (1, 0)
+    assert reading.labels.layers[1].weight == "head"
+
+
+def test_haiku_and_arguments_that_are_no_arrays():
+    def forward(x, is_training):
+        x = hk.Linear(D, name="inner")(x)
+        return hk.Linear(V)(jax.nn.relu(x) if is_training else x)
+
+    net = hk.transform(forward)
+    params = jax.eval_shape(lambda k, x: net.init(k, x, True), jax.random.key(0), X)
+
+    def loss(params, key, x, *, is_training):
+        return cross_entropy(net.apply(params, key, x, is_training))
+
+    reading = mc.read_model(loss, params, jax.random.key(0), X, is_training=True)
+    assert reading.labels["inner"] == {"w": "matrix", "b": "vector"}
+    assert reading.labels["linear"]["w"] == "head"
+
+
+def test_nothing_runs():
+    def loss(p, x):
+        assert not isinstance(x, np.ndarray)
+        return cross_entropy(x @ p["w"])
+
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
+    x = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
+    assert mc.read_model(loss, {"w": huge}, x).labels == {"w": "head"}
+
+
+def test_the_table():
+    def loss(p, x):
+        return cross_entropy(jax.nn.relu(x @ p["w"]) @ p["out"])
+
+    table = str(mc.read_model(loss, shapes(w=(D, D), out=(D, V)), X)).splitlines()
+    at = f"test_read_model.py:{loss.__code__.co_firstlineno + 1}"
+    assert table == [
+        "path  shape    label   inputs > outputs  use                line",
+        f"out   (8, 11)  head    -                 writes the output  {at}",
+        f"w     (8, 8)   matrix  0 > 1             contracted         {at}",
+    ]
