@@ -5,10 +5,12 @@ Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
 Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
 A model read from its trace: `read_model`, `record_attention`.
-What a model means by its names: `describe`, `param_labels`, `flax_dimension_numbers`, ...
+What a model means by its names: `describe`, `param_labels`, ...
 """
 
 import importlib.metadata
+
+from optax.contrib import MuonDimensionNumbers as MuonDimensionNumbers
 
 from ._attention.attention_fn import attention_fn as attention_fn
 from ._attention.blockwise import blockwise_attention as blockwise_attention

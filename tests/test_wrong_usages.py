@@ -172,6 +172,10 @@ ARGUMENTS = {
         lambda **o: mc.param_labels(PARAMS, **o),
         {"model": TREE_OR_NONE},
     ),
+    "record_attention": (
+        lambda **o: mc.record_attention(lambda p: (p["w"].sum(), 0), **o)({"w": KEY}),
+        {"has_aux": FLAG},
+    ),
     "multi_steps": (
         step(
             lambda **o: mc.multi_steps(
@@ -253,6 +257,8 @@ ARGUMENTS = {
 ELSEWHERE = {
     # Layouts on a mesh: tests/mesh.
     *("shardings", "axis_name", "repeat_axes"),
+    # A function, and what it takes: tests/reading.
+    *("fun", "args", "kwargs"),
     # Trees: rows below, tests/test_errors.py and tests/model.
     *("params", "attention_stats", "opt_state", "captured", "first", "others"),
     # Names of modules, which have to be there: tests/model, tests/attention.

@@ -45,6 +45,17 @@ class ModelReading:
     _layers: tuple[NamedLayer, ...] = dataclasses.field(repr=False)
     _hidden: tuple[str, ...] = dataclasses.field(repr=False)
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Attention that QK-Clip cannot scale by this reading: where, and why."""
+        layers = [
+            f"{paths.show_module(named.path)} at {named.found[0].line}: {named.refusal}"
+            for named in self._layers
+            if named.layer is None
+        ]
+        hidden = [f"{what}, which may be attention" for what in self._hidden]
+        return (*layers, *hidden)
+
     def __str__(self) -> str:
         rows = [("path", "shape", "label", "inputs > outputs", "use", "line")]
         for path, shape, verdict in self._rows:
@@ -92,6 +103,9 @@ def read_model(
         handed over as it is.
 
     **Returns:** a [`ModelReading`][].
+
+    **Raises:** what the function raises on such shapes. What cannot be read is no
+    error here but `unknown` or `refused`, which say where it is.
 
     !!! example
 

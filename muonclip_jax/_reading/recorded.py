@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._jax_versions import varying
+from .._options import flag
 from . import jaxprs
 from .layers import Layer
 from .naming import NamedLayer
@@ -58,6 +59,8 @@ def record_attention(
         >>> stats
         {'max_logits': Array([256., 256.], dtype=float32)}
     """
+
+    has_aux = flag("has_aux", has_aux)
 
     @functools.wraps(fun)
     def recorded(params: Any, *args: Any, **kwargs: Any) -> Any:

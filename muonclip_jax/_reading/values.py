@@ -76,7 +76,7 @@ class Value:
 
     **Arguments:**
 
-    - `kind`: see [`Kind`][].
+    - `kind`: see `Kind`.
     - `terms`: what it is linear in.
     - `past`: the events that it comes from, a bit each: the equations where a parameter
         met an activation, or two activations each other.
