@@ -130,7 +130,9 @@ def test_inside_calls_whose_rules_stay(call):
 
 def test_remat_stays():
     text = str(jax.make_jaxpr(mc.record_attention(_remat))(PARAMS, X))
-    assert text.count("policy=") == 1 and "dots_saveable" in text
+    # JAX 0.10 writes the policy as the name of a class.
+    policy = text.lower().replace("_", "")
+    assert text.count("policy=") == 1 and "dotssaveable" in policy
 
 
 def test_a_loop_of_unknown_length():
