@@ -45,8 +45,8 @@ class Layer:
     - `line`: file and line of the product.
     - `softmax`: where the logits enter it.
     - `axes`: of parameters, along which heads lie, scaled or not.
-    - `logits`: the first product, as it lies in what the softmax takes.
-    - `head_dims`: of this product.
+    - `logits`: the products, as they lie in what the softmax takes.
+    - `head_dims`: of the last of them; all have the same.
     """
 
     query: tuple[Part, ...]
@@ -58,8 +58,13 @@ class Layer:
     line: str
     softmax: Softmax
     axes: frozenset[tuple[int, int]]
-    logits: Factor
+    logits: tuple[Factor, ...]
     head_dims: tuple[int, ...]
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        parts = (*self.query, *self.key, *self.whole, *self.shared)
+        return frozenset(p.parameter for p in parts)
 
 
 def attention_layers(walk: Walk) -> list[Layer]:
@@ -139,7 +144,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
         line,
         note,
         frozenset(axes),
-        factors[0],
+        tuple(factors),
         tuple(heads),
     )
 
@@ -153,9 +158,11 @@ def _alike(q: Sequence[Part], k: Sequence[Part]) -> bool:
 
 
 def _told_apart(part: Part) -> bool:
-    return any(
-        d.axis is not None and d.dim in part.dims for p in part.pieces for d in p.digits
-    )
+    return any(_tells(piece, part.dims) for piece in part.pieces)
+
+
+def _tells(piece: pieces.Piece, heads: Sequence[int]) -> bool:
+    return any(d.axis is not None and d.dim in heads for d in piece.digits)
 
 
 def _unique(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -226,8 +233,8 @@ def _regions(
         parameters = [f for f in term if f.source.kind == "parameter" and f.is_linear]
         for f in parameters[-1:]:
             for p in f.pieces:
-                low, high = _span(p, dim)
-                kind = (covers((p,), heads, sizes), not pieces_tell(p, heads))
+                low, high = p.span(dim)
+                kind = (covers((p,), heads, sizes), not _tells(p, heads))
                 span = spans.setdefault(kind, [low, high])
                 span[:] = min(span[0], low), max(span[1], high)
     ranges = sorted((low, high) for low, high in spans.values())
@@ -236,15 +243,6 @@ def _regions(
         return [None]
     edges = [0, *(low for low, _ in ranges[1:]), extent]
     return list(itertools.pairwise(edges))
-
-
-def pieces_tell(piece: pieces.Piece, heads: Sequence[int]) -> bool:
-    return any(d.axis is not None and d.dim in heads for d in piece.digits)
-
-
-def _span(piece: pieces.Piece, dim: int) -> tuple[int, int]:
-    length = sum((d.size - 1) * d.step for d in piece.digits if d.dim == dim)
-    return piece.start[dim], piece.start[dim] + length + 1
 
 
 def _parts(

@@ -54,6 +54,11 @@ class Piece(NamedTuple):
         """The axes of the source that are still seen along dimensions of the array."""
         return {d.axis for d in self.digits if d.axis is not None and d.dim is not None}
 
+    def span(self, dim: int) -> tuple[int, int]:
+        """The range along a dimension of the array in which it lies."""
+        length = sum((d.size - 1) * d.step for d in self.digits if d.dim == dim)
+        return self.start[dim], self.start[dim] + length + 1
+
 
 Pieces = tuple[Piece, ...]
 

@@ -275,6 +275,12 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to: list[int | None] = [None] * len(old)
     for i, at in zip(kept, numbers.offset_dims, strict=True):
         to[i] = at if sizes[i] == old[i] else None
+    # Dimensions that both sides have in common, as `vmap` leaves them.
+    rest = [at for at in range(len(new)) if at not in numbers.offset_dims]
+    for i, j in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        to[i] = rest[j]
     out = value.moved(to, new)
     if value.kind != Kind.PARAMETER:
         return dataclasses.replace(mixed((out, index), out.terms), is_onehot=False)
