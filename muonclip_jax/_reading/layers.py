@@ -92,10 +92,10 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
     refusals, counts, axes = [], set(), set()
     heads: list[int] = []
     line = jaxprs.line(walk.logits[factors[0].source.number].eqn)
-    for f in factors:
+    for f in sorted(factors, key=lambda f: not _dims_of(f.pieces, note.axes)):
         logits = walk.logits[f.source.number]
         keys = _dims_of(f.pieces, note.axes)
-        sides = _sides(logits, keys)
+        sides = _sides(logits, keys, {p.parameter for p in (*query, *whole)})
         if sides is None:
             refusals.append("query and key could not be told apart")
             continue
@@ -176,11 +176,19 @@ def _dims_of(found: Pieces, dims: Sequence[int]) -> set[int]:
     }
 
 
-def _sides(logits: Logits, keys: set[int]) -> tuple[Terms, Terms] | None:
-    """Query and key: the softmax is over dimensions of the key alone."""
+def _sides(
+    logits: Logits, keys: set[int], queries: set[int]
+) -> tuple[Terms, Terms] | None:
+    """Query and key: the softmax is over dimensions of the key alone.
+
+    Where these are lost, as by Transformer-XL's shift of relative positions, the query
+    has a parameter that the query of another product has, too.
+    """
     for i in (1, 0):
-        if keys and keys <= logits.free[i]:
-            return logits.sides[1 - i], logits.sides[i]
+        one, two = logits.sides[1 - i], logits.sides[i]
+        is_of_query = {f.source.number for t in one for f in t} & queries
+        if keys <= logits.free[i] if keys else is_of_query:
+            return one, two
     return None
 
 
@@ -192,11 +200,9 @@ def _head_dims(terms: Terms, logits: Logits, walk: Walk) -> set[int]:
     What a kernel makes has its outputs; all summands agree in what is a head. A table
     of positions, before the kernel or beside, tells positions apart.
     """
-    found: set[int] | None = None
+    of_kernels, of_others = [], []
     for term in terms:
         parameters = [f for f in term if f.source.kind == "parameter"]
-        if not parameters:
-            continue
         kernels = [f for f in parameters if _is_summed(f)][-1:]
         dims = {
             d.dim
@@ -205,9 +211,10 @@ def _head_dims(terms: Terms, logits: Logits, walk: Walk) -> set[int]:
             for d in p.digits
             if d.axis is not None and d.dim is not None
         }
-        inside = {*range(len(logits.shape)), *walk.devices} & dims
-        found = inside if found is None else found & inside
-    return found or set()
+        if parameters:
+            (of_kernels if kernels else of_others).append(dims)
+    agreed = set.intersection(*(of_kernels or of_others or [set()]))
+    return {*range(len(logits.shape)), *walk.devices} & agreed
 
 
 def _is_summed(factor: Factor) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
@@ -46,18 +46,20 @@ def named_layers(
     A call of which nothing tells where the heads are is of the layer that has the same
     parameters, if there is one: its logits count, too.
     """
-    groups: dict[tuple, list[Layer]] = {}
     told = [(layer, *_leaves(layer, leaf_paths, shapes)) for layer in layers]
-    owners: dict[frozenset[int], tuple] = {}
+    # Not by the leaves themselves: slices in them have no hash before Python 3.12.
+    groups: dict[Any, list[tuple[Layer, Roles, str]]] = {}
+    owners: dict[frozenset[int], Any] = {}
     for layer, roles, refusal in sorted(told, key=lambda x: bool(x[2])):
-        key = (_module(layer, leaf_paths), roles, refusal)
+        key: Any = repr(roles), refusal, layer.line if refusal else ""
         if layer.parameters:
             key = owners.setdefault(layer.parameters, key)
-        groups.setdefault((*key, "" if key[1] else layer.line), []).append(layer)
-    modules = [module for module, roles, *_ in groups if roles]
+        groups.setdefault(key, []).append((layer, roles, refusal))
+    modules = [_module(group[0][0], leaf_paths) for group in groups.values()]
+    clipped = [m for m, g in zip(modules, groups.values(), strict=True) if g[0][1]]
     return [
-        _named(module, roles, refusal, tuple(group), modules.count(module) > 1)
-        for (module, roles, refusal, _), group in groups.items()
+        _named(module, *group[0][1:], tuple(x for x, *_ in group), clipped)
+        for module, group in zip(modules, groups.values(), strict=True)
     ]
 
 
@@ -87,9 +89,12 @@ def _leaves(
         for group in groups
     )
     # Several products of the same leaves scale them once.
-    found = tuple(tuple(dict.fromkeys(x for x in r if x is not None)) for r in roles)
+    found = tuple(
+        tuple(x for i, x in enumerate(r) if x is not None and x not in r[:i])
+        for r in roles
+    )
     is_told = all(None not in leaves for leaves in roles)
-    if not is_told or set(found[2]) & {*found[0], *found[1]}:
+    if not is_told or any(x in (*found[0], *found[1]) for x in found[2]):
         return (), "its heads lie in a leaf as HeadLeaf cannot say"
     return found, ""
 
@@ -107,12 +112,12 @@ def _named(
     roles: Roles,
     refusal: str,
     group: tuple[Layer, ...],
-    is_crowded: bool,
+    clipped: Sequence[paths.Path],
 ) -> NamedLayer:
     heads = group[0].heads
     if refusal:
         return NamedLayer(module, None, refusal, heads, group)
-    if is_crowded:
+    if clipped.count(module) > 1:
         # The first leaf's path is the layer's: no other layer has it for a query.
         path = paths.split(roles[0][0].path)
         return NamedLayer(path, AbsoluteLayer("/".join(path), *roles), "", heads, group)

@@ -114,7 +114,11 @@ def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
     """
     if not math.prod(old):
         return ()
-    inner_old, inner_new, nowhere = _inner(old), _inner(new), [None] * len(old)
+    inner_old, inner_new = _inner(old), _inner(new)
+    pairs = zip(old, new, strict=False)
+    alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    # Where it cannot be said, entries may be anywhere but along what stays.
+    nowhere = [i if i < alike else None for i in range(len(old))]
 
     def of(piece: Piece) -> Piece:
         flat = sum(at * n for at, n in zip(piece.start, inner_old, strict=True))

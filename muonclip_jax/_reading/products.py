@@ -127,7 +127,8 @@ def product(
         tuple(f for f in term if f.is_linear and f.source.kind != "weights")
         for term in x.terms
     )
-    x = dataclasses.replace(x, terms=summed(linear))
+    # A token that only here becomes an activation is none that the weight had made.
+    x = dataclasses.replace(x, terms=summed(linear), recent=x.recent & ~event)
     terms = multiplied(walk.met(_to(weight, shape)), x)
     past = other.value.past | event
     return Value(Kind.ACTIVATION, terms, past, other.value.recent | event, ends)
