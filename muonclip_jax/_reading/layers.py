@@ -45,8 +45,8 @@ class Layer:
     - `line`: file and line of the product.
     - `softmax`: where the logits enter it.
     - `axes`: of parameters, along which heads lie, scaled or not.
-    - `logits`: the first product, as it lies in what the softmax takes.
-    - `head_dims`: of this product.
+    - `logits`: the products, as they lie in what the softmax takes.
+    - `head_dims`: of the last of them; all have the same.
     """
 
     query: tuple[Part, ...]
@@ -58,8 +58,13 @@ class Layer:
     line: str
     softmax: Softmax
     axes: frozenset[tuple[int, int]]
-    logits: Factor
+    logits: tuple[Factor, ...]
     head_dims: tuple[int, ...]
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        parts = (*self.query, *self.key, *self.whole, *self.shared)
+        return frozenset(p.parameter for p in parts)
 
 
 def attention_layers(walk: Walk) -> list[Layer]:
@@ -87,10 +92,10 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
     refusals, counts, axes = [], set(), set()
     heads: list[int] = []
     line = jaxprs.line(walk.logits[factors[0].source.number].eqn)
-    for f in factors:
+    for f in sorted(factors, key=lambda f: not _dims_of(f.pieces, note.axes)):
         logits = walk.logits[f.source.number]
         keys = _dims_of(f.pieces, note.axes)
-        sides = _sides(logits, keys)
+        sides = _sides(logits, keys, {p.parameter for p in (*query, *whole)})
         if sides is None:
             refusals.append("query and key could not be told apart")
             continue
@@ -139,7 +144,7 @@ def _layer(walk: Walk, note: Softmax, factors: Sequence[Factor]) -> Layer:
         line,
         note,
         frozenset(axes),
-        factors[0],
+        tuple(factors),
         tuple(heads),
     )
 
@@ -153,9 +158,11 @@ def _alike(q: Sequence[Part], k: Sequence[Part]) -> bool:
 
 
 def _told_apart(part: Part) -> bool:
-    return any(
-        d.axis is not None and d.dim in part.dims for p in part.pieces for d in p.digits
-    )
+    return any(_tells(piece, part.dims) for piece in part.pieces)
+
+
+def _tells(piece: pieces.Piece, heads: Sequence[int]) -> bool:
+    return any(d.axis is not None and d.dim in heads for d in piece.digits)
 
 
 def _unique(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -169,11 +176,19 @@ def _dims_of(found: Pieces, dims: Sequence[int]) -> set[int]:
     }
 
 
-def _sides(logits: Logits, keys: set[int]) -> tuple[Terms, Terms] | None:
-    """Query and key: the softmax is over dimensions of the key alone."""
+def _sides(
+    logits: Logits, keys: set[int], queries: set[int]
+) -> tuple[Terms, Terms] | None:
+    """Query and key: the softmax is over dimensions of the key alone.
+
+    Where these are lost, as by Transformer-XL's shift of relative positions, the query
+    has a parameter that the query of another product has, too.
+    """
     for i in (1, 0):
-        if keys and keys <= logits.free[i]:
-            return logits.sides[1 - i], logits.sides[i]
+        one, two = logits.sides[1 - i], logits.sides[i]
+        is_of_query = {f.source.number for t in one for f in t} & queries
+        if keys <= logits.free[i] if keys else is_of_query:
+            return one, two
     return None
 
 
@@ -185,11 +200,9 @@ def _head_dims(terms: Terms, logits: Logits, walk: Walk) -> set[int]:
     What a kernel makes has its outputs; all summands agree in what is a head. A table
     of positions, before the kernel or beside, tells positions apart.
     """
-    found: set[int] | None = None
+    of_kernels, of_others = [], []
     for term in terms:
         parameters = [f for f in term if f.source.kind == "parameter"]
-        if not parameters:
-            continue
         kernels = [f for f in parameters if _is_summed(f)][-1:]
         dims = {
             d.dim
@@ -198,9 +211,10 @@ def _head_dims(terms: Terms, logits: Logits, walk: Walk) -> set[int]:
             for d in p.digits
             if d.axis is not None and d.dim is not None
         }
-        inside = {*range(len(logits.shape)), *walk.devices} & dims
-        found = inside if found is None else found & inside
-    return found or set()
+        if parameters:
+            (of_kernels if kernels else of_others).append(dims)
+    agreed = set.intersection(*(of_kernels or of_others or [set()]))
+    return {*range(len(logits.shape)), *walk.devices} & agreed
 
 
 def _is_summed(factor: Factor) -> bool:
@@ -226,8 +240,8 @@ def _regions(
         parameters = [f for f in term if f.source.kind == "parameter" and f.is_linear]
         for f in parameters[-1:]:
             for p in f.pieces:
-                low, high = _span(p, dim)
-                kind = (covers((p,), heads, sizes), not pieces_tell(p, heads))
+                low, high = p.span(dim)
+                kind = (covers((p,), heads, sizes), not _tells(p, heads))
                 span = spans.setdefault(kind, [low, high])
                 span[:] = min(span[0], low), max(span[1], high)
     ranges = sorted((low, high) for low, high in spans.values())
@@ -236,15 +250,6 @@ def _regions(
         return [None]
     edges = [0, *(low for low, _ in ranges[1:]), extent]
     return list(itertools.pairwise(edges))
-
-
-def pieces_tell(piece: pieces.Piece, heads: Sequence[int]) -> bool:
-    return any(d.axis is not None and d.dim in heads for d in piece.digits)
-
-
-def _span(piece: pieces.Piece, dim: int) -> tuple[int, int]:
-    length = sum((d.size - 1) * d.step for d in piece.digits if d.dim == dim)
-    return piece.start[dim], piece.start[dim] + length + 1
 
 
 def _parts(

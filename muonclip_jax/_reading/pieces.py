@@ -54,6 +54,11 @@ class Piece(NamedTuple):
         """The axes of the source that are still seen along dimensions of the array."""
         return {d.axis for d in self.digits if d.axis is not None and d.dim is not None}
 
+    def span(self, dim: int) -> tuple[int, int]:
+        """The range along a dimension of the array in which it lies."""
+        length = sum((d.size - 1) * d.step for d in self.digits if d.dim == dim)
+        return self.start[dim], self.start[dim] + length + 1
+
 
 Pieces = tuple[Piece, ...]
 
@@ -109,7 +114,11 @@ def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
     """
     if not math.prod(old):
         return ()
-    inner_old, inner_new, nowhere = _inner(old), _inner(new), [None] * len(old)
+    inner_old, inner_new = _inner(old), _inner(new)
+    pairs = zip(old, new, strict=False)
+    alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    # Where it cannot be said, entries may be anywhere but along what stays.
+    nowhere = [i if i < alike else None for i in range(len(old))]
 
     def of(piece: Piece) -> Piece:
         flat = sum(at * n for at, n in zip(piece.start, inner_old, strict=True))

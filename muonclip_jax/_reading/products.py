@@ -127,7 +127,8 @@ def product(
         tuple(f for f in term if f.is_linear and f.source.kind != "weights")
         for term in x.terms
     )
-    x = dataclasses.replace(x, terms=summed(linear))
+    # A token that only here becomes an activation is none that the weight had made.
+    x = dataclasses.replace(x, terms=summed(linear), recent=x.recent & ~event)
     terms = multiplied(walk.met(_to(weight, shape)), x)
     past = other.value.past | event
     return Value(Kind.ACTIVATION, terms, past, other.value.recent | event, ends)
@@ -275,6 +276,12 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to: list[int | None] = [None] * len(old)
     for i, at in zip(kept, numbers.offset_dims, strict=True):
         to[i] = at if sizes[i] == old[i] else None
+    # Dimensions that both sides have in common, as `vmap` leaves them.
+    rest = [at for at in range(len(new)) if at not in numbers.offset_dims]
+    for i, j in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        to[i] = rest[j]
     out = value.moved(to, new)
     if value.kind != Kind.PARAMETER:
         return dataclasses.replace(mixed((out, index), out.terms), is_onehot=False)

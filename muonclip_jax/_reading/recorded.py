@@ -129,7 +129,7 @@ def _site(number: int, layer: Layer, walk: Walk) -> _Site:
         for loop in walk.loops.values()
         if any(d.dim == loop and d.axis is not None for d in digits)
     )
-    factor, cap = layer.logits, None
+    (*_, factor), cap = layer.logits, None
     if factor.source.number in walk.caps:
         cap = walk.caps[factor.source.number], factor.scale
         if cap[0][:-1] != layer.softmax.address[:-1] or math.isnan(factor.scale):
@@ -308,7 +308,8 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
     Dimensions are cut into the digits that heads are, and all others reduced.
     """
     layer, note = site.layer, site.layer.softmax
-    piece, *others = layer.logits.pieces
+    pieces = [p for f in layer.logits for p in f.pieces]
+    piece = pieces[-1]  # of the last product
     is_sum = eqn.primitive.name == "reduce_sum"
     x = jax.lax.stop_gradient(x)
     if site.cap:
@@ -321,12 +322,12 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
     for dim, n in enumerate(note.shape):
         own = [d for d in piece.digits if d.dim == dim]
         heads = [d for d in own if d.axis in layer.head_dims]
-        span = sum((d.size - 1) * d.step for d in own) + 1
         if not heads:
             # Beside the logits of query and key there may be others, such as a sink's.
-            if span < n and not others:
-                start = piece.start[dim]
-                x = jax.lax.slice_in_dim(x, start, start + span, axis=dim)
+            low, high = (
+                f(p.span(dim)[i] for p in pieces) for i, f in enumerate((min, max))
+            )
+            x = jax.lax.slice_in_dim(x, low, high, axis=dim)
             sizes.append(x.shape[dim])
             continue
         own.sort(key=lambda d: -d.step)

@@ -33,7 +33,7 @@ class Use(NamedTuple):
 
     - `kind`: `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to or
         multiplied with activations), `"factor"` (of a product of two parameters) or
-        `"unknown"`.
+        `"unknown"`; `"... as a product"` if it is done with such a product.
     - `parameter`: its place among the leaves.
     - `roles`: axes, each as `"input"`, `"output"`, `"stack"`, `"rank"` (summed over
         between two parameters) or `"entry"` (by which it is looked up).
@@ -190,6 +190,7 @@ class Walk:
 
     def use(self, kind: str, value: Value, eqn: Any) -> None:
         """Notes the same use of all parameters that a value is made of."""
+        kind = f"{kind} as a product" if value.is_pair else kind
         for index in sorted({f.source.number for f in value.factors()}):
             self.note(Use(kind, index, (), 0, eqn))
 
@@ -336,9 +337,7 @@ def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
         found = tokens | {
             i
             for i, said in kinds.items()
-            if "factor" in said
-            and said & {"elementwise", "looked up"}
-            and "contracted" not in said
+            if "factor" in said and said & {"elementwise", "looked up"}
         }
         if found == tokens:
             return walk, outs
