@@ -26,9 +26,7 @@ from ._model.per_head import per_head_dimension_numbers as per_head_dimension_nu
 from ._model.presets import flat_attention as flat_attention
 from ._model.presets import fused_attention as fused_attention
 from ._model.presets import latent_attention as latent_attention
-from ._model.presets import (
-    normalised_attention as normalised_attention,
-)
+from ._model.presets import normalised_attention as normalised_attention
 from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.momentum import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon

@@ -128,7 +128,7 @@ def with_low_rank(
                 # Nor is a norm, whose gain all heads share.
                 if len(path) > depth + 1 and leaf.axis is not None:
                     kernels.setdefault(path[:-1], {})[i, n] = leaf
-    unnamed: dict[tuple[int, int], list[tuple[paths.Path, HeadLeaf]]] = {}
+    unnamed: list[tuple[int, int, paths.Path, HeadLeaf]] = []
     for path in leaf_at:
         if path in named:
             continue
@@ -140,21 +140,19 @@ def with_low_rank(
             if start[-1] in names.KERNELS:
                 without = [start[:i] + start[i + 1 :] for i in range(len(start) - 2)]
                 modules += [kernel[:-1] for kernel in without if kernel in named]
-        for at, leaf in (kernels.get(modules[0], {}) if modules else {}).items():
-            unnamed.setdefault(at, []).append((path, leaf))
+        of_module = kernels.get(modules[0], {}) if modules else {}
+        unnamed += [(i, n, path, leaf) for (i, n), leaf in of_module.items()]
     found, strays = list(layers), {}
-    for (i, n), near in sorted(unnamed.items(), key=lambda item: item[0]):
-        role, depth = ROLES[n], len(paths.split(layers[i].path))
-        for path, leaf in near:
-            partner, is_first = names.low_rank_partner(path) or ((), False)
-            pair = (path, partner) if is_first else (partner, path)
-            own = layers[i].path_of(leaf)
-            if partner not in leaf_at or not _is_low_rank(leaf, own, pair, leaf_at):
-                strays.setdefault(i, []).append(path)
-            elif not is_first:
-                factor = leaf._replace(path="/".join(path[depth:]))
-                leaves = (*getattr(found[i], role), factor)
-                found[i] = found[i]._replace(**{role: leaves})
+    for i, n, path, leaf in sorted(unnamed, key=lambda entry: entry[:2]):
+        partner, is_first = names.low_rank_partner(path) or ((), False)
+        pair = (path, partner) if is_first else (partner, path)
+        own = layers[i].path_of(leaf)
+        if partner not in leaf_at or not _is_low_rank(leaf, own, pair, leaf_at):
+            strays.setdefault(i, []).append(path)
+        elif not is_first:
+            below = path[len(paths.split(layers[i].path)) :]
+            leaves = (*getattr(found[i], ROLES[n]), leaf._replace(path="/".join(below)))
+            found[i] = found[i]._replace(**{ROLES[n]: leaves})
     if strays:
         # A gain, a mask or an adapter under another name may undo the scaling or need
         # the same, and the logits would tell nobody.
