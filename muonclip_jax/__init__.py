@@ -22,16 +22,14 @@ from ._attention.residual import residual_attention as residual_attention
 from ._attention.splash import splash_attention as splash_attention
 from ._describe import describe as describe
 from ._model.attention_layers import AttentionLayer as AttentionLayer
-from ._model.attention_layers import flax_attention_layers as flax_attention_layers
-from ._model.attention_presets import flat_attention as flat_attention
-from ._model.attention_presets import fused_attention as fused_attention
-from ._model.attention_presets import latent_attention as latent_attention
+from ._model.finder import flax_attention_layers as flax_attention_layers
+from ._model.finder import named_attention as named_attention
 from ._model.head_leaf import HeadLeaf as HeadLeaf
-from ._model.named_attention import named_attention as named_attention
-from ._model.normalised_attention import (
-    normalised_attention as normalised_attention,
-)
 from ._model.per_head import per_head_dimension_numbers as per_head_dimension_numbers
+from ._model.presets import flat_attention as flat_attention
+from ._model.presets import fused_attention as fused_attention
+from ._model.presets import latent_attention as latent_attention
+from ._model.presets import normalised_attention as normalised_attention
 from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.momentum import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon

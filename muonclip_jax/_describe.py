@@ -4,7 +4,8 @@ import optax
 
 from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
-from ._model.attention_layers import Attention, resolve_attention, ROLES
+from ._model.attention_layers import Attention, ROLES
+from ._model.finder import resolve_attention
 from ._model.model import attention_of
 from ._model.per_head import muon_per_head
 from ._options import flag

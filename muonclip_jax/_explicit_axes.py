@@ -37,8 +37,8 @@ def on_automatic_axes(
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
     specs = [explicit_spec(x) for x in leaves]
-    results = function([_shard(x, PartitionSpec()) for x in leaves])
-    return [_shard(x, spec) for x, spec in zip(results, specs, strict=True)]
+    results = function([resharded(x, PartitionSpec()) for x in leaves])
+    return [resharded(x, spec) for x, spec in zip(results, specs, strict=True)]
 
 
 def on_whole_matrices(
@@ -63,12 +63,16 @@ def on_whole_matrices(
             axis_names={name for names in named for name in names},
             check_vma=False,  # not every kernel inside says what its results vary over
         )
-    return _shard(function(argument, _shard(x, cuts)), spec)
+    return resharded(function(argument, resharded(x, cuts)), spec)
 
 
-def _shard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def resharded(
+    x: jax.Array, spec: PartitionSpec, like: jax.Array | None = None
+) -> jax.Array:
+    """An array as explicit axes cut it by `spec`, on its own mesh or that of `like`."""
     own = jax.typeof(x).sharding
     # Without explicit axes there may be no mesh at all to name.
     if not any(own.spec) and not any(spec):
         return x
-    return jax.sharding.reshard(x, NamedSharding(own.mesh, spec))
+    mesh = own.mesh if like is None else jax.typeof(like).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))

@@ -1,4 +1,4 @@
-"""One leaf of an attention layer: where in it the heads lie."""
+"""One leaf of an attention layer, and where in it the heads are."""
 
 import math
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class HeadLeaf(NamedTuple):
     - `path`: below the layer, `"query/kernel"`.
     - `ndim`: how many axes the leaf has in one layer; all others are a stack of layers.
     - `axis`: the axis of the heads, from the end, after `split`; several, in a tuple,
-        where heads lie in groups; `None` for a leaf that all heads share, such as the
+        where heads are in groups; `None` for a leaf that all heads share, such as the
         gain of a norm.
     - `split`: the sizes that one axis is made of, where heads have no axis of their
         own: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels. One of
@@ -77,6 +77,8 @@ class HeadLeaf(NamedTuple):
         layer = self.stack_of(len(shape)).layer(shape)
         if len(layer) != self.ndim or not -self.ndim <= self.split_axis < 0:
             return None
+        # A size of -1 rounds down: 10 into heads of 4 would be two heads and a rest
+        # that no head scales.
         size = layer[self.split_axis]
         if math.prod(self._sizes(size)) != size:
             return None
@@ -90,27 +92,46 @@ class HeadLeaf(NamedTuple):
         """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
         place = self.stack_of(len(shape))
         view = self._view(place.sizes(shape) + place.layer(shape))
-        scale = self._at_head_axes(factors, view)
+        # The stack in front, the heads at their axes, and 1 at all others.
+        *stack, heads = factors.shape
+        sizes = [*stack, *(1,) * (len(view) - len(stack))]
+        for axis in self.head_axes if heads != 1 else ():
+            sizes[axis] = view[axis]
+        scale = factors.reshape(sizes)
         if self.part:
-            scale = jnp.where(_inside(view, *self.part), scale, 1)
+            axis, part = self.part
+            inside = np.zeros(view[axis], bool)
+            inside[part] = True
+            inside = inside.reshape(-1, *(1,) * (-axis - 1))
+            scale = jnp.where(inside, scale, 1)
         if self.split:
-            scale = self._joined(scale, view)
-        stack = range(place.depth)
-        return jnp.moveaxis(scale, stack, [place.start + i for i in stack])
+            # The axes of the split are one again, which needs each in its full size.
+            stop = len(view) + 1 + self.split_axis
+            start = stop - len(self.split)
+            before, after = scale.shape[:start], scale.shape[stop:]
+            scale = jnp.broadcast_to(scale, before + view[start:stop] + after)
+            scale = scale.reshape(*before, -1, *after)
+        stacked = range(place.depth)
+        return jnp.moveaxis(scale, stacked, [place.start + i for i in stacked])
 
     def row_spec(self, rank: int, spec: PartitionSpec) -> PartitionSpec | None:
-        """How a spec of such a leaf cuts a row `(*stack, heads)`.
+        """The spec of a row `(*stack, heads)` where this one cuts the leaf.
 
         `None` where a block of the leaf has no consecutive heads.
         """
         place, entries = self.stack_of(rank), [*spec, *[None] * (rank - len(spec))]
         stack = entries[place.start : place.start + place.depth]
-        cuts = [
-            entries[place.axis(self._before_split(axis), rank)]
-            for axis in self.head_axes
-        ]
+        cuts = []
+        for axis in self.head_axes:
+            # The axis of the leaf of which this one, after `split`, is all or a part.
+            if axis <= self.split_axis:
+                axis = min(axis + max(len(self.split), 1) - 1, self.split_axis)
+            cuts.append(entries[place.axis(axis, rank)])
         if not any(cuts):
             return PartitionSpec(*stack, None)
+        # Blocks of an axis are consecutive along its first factor alone: a block of the
+        # fused (3, heads, head_dim) has heads of the query and of no key, or the other
+        # way round.
         first = self.head_axes[0]
         start = self.split_axis + 1 - len(self.split)
         is_minor = start < first <= self.split_axis
@@ -123,47 +144,13 @@ class HeadLeaf(NamedTuple):
             return ()
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
-    def _before_split(self, axis: int) -> int:
-        """The axis of the leaf that one after `split` is, or is a part of."""
-        if axis > self.split_axis:
-            return axis
-        return min(axis + max(len(self.split), 1) - 1, self.split_axis)
-
-    def _at_head_axes(self, factors: jax.Array, view: Shape) -> jax.Array:
-        """The factors with the stack in front, heads at their axes, 1 at all others."""
-        *stack, heads = factors.shape
-        shape = [*stack, *(1,) * (len(view) - len(stack))]
-        for axis in self.head_axes if heads != 1 else ():
-            shape[axis] = view[axis]
-        return factors.reshape(shape)
-
-    def _joined(self, x: jax.Array, view: Shape) -> jax.Array:
-        """The axes of the split as one again."""
-        stop = len(view) + 1 + self.split_axis
-        start = stop - len(self.split)
-        before, behind = x.shape[:start], x.shape[stop:]
-        x = jnp.broadcast_to(x, before + view[start:stop] + behind)
-        return x.reshape(*before, -1, *behind)
-
     def _view(self, shape: Shape) -> Shape:
+        """The shape after `split`."""
         at = len(shape) + self.split_axis
         return shape[:at] + self._sizes(shape[at]) + shape[at + 1 :]
 
     def _sizes(self, size: int) -> Shape:
-        """What an axis is split into."""
+        """The sizes that an axis is split into."""
         known = math.prod(part for part in self.split if part != -1)
         sizes = (size // known if part == -1 else part for part in self.split)
         return tuple(sizes) if self.split else (size,)
-
-
-def _inside(shape: Shape, axis: int, part: slice) -> np.ndarray:
-    """Whether an entry belongs to the part, along its axis."""
-    inside = np.zeros(shape[axis], bool)
-    inside[part] = True
-    return inside.reshape(-1, *(1,) * (-axis - 1))
-
-
-def everywhere(x: jax.Array) -> jax.Array:
-    """A copy on every device, where axes are explicit and some of them cut it."""
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, PartitionSpec()) if any(spec) else x

@@ -9,7 +9,8 @@ from optax.contrib import MuonDimensionNumbers
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
-from .attention_layers import Attention, resolve_attention
+from .attention_layers import Attention
+from .finder import resolve_attention
 from .head_leaf import HeadLeaf
 
 
@@ -21,8 +22,8 @@ def per_head_dimension_numbers(
     """Orthogonalizes every head of the described kernels by itself.
 
     As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763). The
-    description is the one that [`qk_clip`][] takes, so it covers the leaves of query
-    and key and what shares a leaf with them; `mc.flax_dimension_numbers` with
+    description is the one for [`qk_clip`][], so it covers the leaves of query and key
+    and what shares a leaf with them; `mc.flax_dimension_numbers` with
     `per_head=True` covers the value of stock Flax too.
 
     **Arguments:**
@@ -67,6 +68,7 @@ def per_head_dimension_numbers(
             for path, verdict in zip(tree.paths, resolved, strict=True)
         }
         for path, leaf in described.items():
+            # A bias goes to AdamW, whatever heads it has.
             if not paths.is_masked(leaf_at[path]) and numbers[path] is not None:
                 numbers[path] = _per_head(leaf, path, len(leaf_at[path].shape))
         return tree.unflatten(numbers.values())
@@ -77,16 +79,18 @@ def per_head_dimension_numbers(
 def muon_per_head(
     per_head: bool, attention: Attention | None, dimension_numbers: Any
 ) -> dict[str, Any]:
-    """What Muon is told where `attention` may describe the heads."""
+    """The arguments of Muon, whose heads `attention` describes where it is given."""
     if not flag("per_head", per_head) or attention is None:
         return dict(dimension_numbers=dimension_numbers, per_head=per_head)
+    # Else `per_head` looks for the heads by the names of stock Flax.
     found = per_head_dimension_numbers(attention, dimension_numbers=dimension_numbers)
     return dict(dimension_numbers=found, per_head=False)
 
 
 def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbers:
-    """The two axes of a leaf beside those of the stack, the heads and the part."""
+    """The two axes of a leaf besides those of the stack, the heads and the part."""
     axes = [axis for axis in range(-leaf.ndim, 0) if axis not in leaf.head_axes]
+    # In Gemma, key and value are parts of one leaf, along an axis of its own.
     if len(axes) == 3 and leaf.part:
         axes.remove(leaf.part[0])
     if leaf.split or leaf.axis is None or len(axes) != 2:

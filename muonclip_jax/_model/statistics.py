@@ -16,24 +16,26 @@ STATISTIC = "max_logits"
 
 
 def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
-    """The maximum along axes, NaN wherever one entry is; `-inf` of no entries.
-
-    XLA's maximum of many numbers loses a NaN on CPU, its sum does not. That is NaN for
-    both infinities together, too, and cannot overflow, scaled down so far. The compiler
-    forms both in one pass, or one that takes a fraction of the product in front of it.
-    """
+    """The maximum along axes, NaN wherever one entry is; `-inf` of no entries."""
+    # XLA's maximum of many numbers loses a NaN on CPU, its sum does not. That is NaN
+    # for both infinities together, too, and cannot overflow, scaled down so far. The
+    # compiler forms both in one pass, or one that takes a fraction of the product in
+    # front of it.
     found = jnp.max(x, axes, initial=-jnp.inf)
     is_nan = jnp.isnan(jnp.sum(x * 2.0**-64, axes)) & (found < jnp.inf)
     return jnp.where(is_nan, jnp.nan, found)
 
 
 def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
-    """Finds the `max_logits` leaves; several entries of a plain sow are maximised."""
+    """Finds the `max_logits` leaves; several entries of a plain sow are maximized."""
     tree = paths.flatten(attention_stats)
     stats: dict[paths.Path, jax.Array] = {}
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        module = _module_of(path)
-        if module is None or paths.is_masked(leaf):
+        # Linen's `sow` stores a tuple, with an entry for each call of the module.
+        at = path
+        while at and at[-1].isdigit():
+            at = at[:-1]
+        if at[-1:] != (STATISTIC,) or paths.is_masked(leaf):
             continue
         leaf = array(f"the statistics '{paths.show(path)}'", leaf, real=True)
         leaf = jax.lax.stop_gradient(leaf.astype(jnp.float32))
@@ -42,15 +44,9 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
                 f"the statistics '{paths.show(path)}' are a scalar; expected an "
                 "array with one maximum per head, shape (*stack, heads)"
             )
+        module = at[:-1]
         stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
     return stats
-
-
-def _module_of(path: paths.Path) -> paths.Path | None:
-    """The module of `<module>/max_logits`, or of an entry of a tuple stored there."""
-    while path and path[-1].isdigit():
-        path = path[:-1]
-    return path[:-1] if path[-1:] == (STATISTIC,) else None
 
 
 def combine_attention_stats(first: Any, *others: Any) -> Any:

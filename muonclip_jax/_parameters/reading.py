@@ -125,6 +125,7 @@ class Reading:
                 own, path, shape, axes, bool(by), is_open, is_stacked
             )
         self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
+        self.own = {leaf.path: own for own, leaf in self.leaves.items()}
         self._widths = {
             leaf.shape[0]
             for leaf in self.leaves.values()

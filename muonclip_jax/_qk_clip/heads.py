@@ -14,18 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from .._explicit_axes import resharded
 from .._jax_versions import manual_axes
 from .._layout.layout import Axes, cut_axes, differing, gather, Layout, shared_axes
 from .._matrices.stacks import unstack
-from .._model.attention_layers import (
-    Attention,
-    AttentionLayer,
-    resolve_attention,
-    show_layer,
-)
-from .._model.head_leaf import everywhere
-from .._model.named_attention import check_none_overlooked
+from .._model.attention_layers import Attention, AttentionLayer, show_layer
+from .._model.finder import check_none_overlooked, resolve_attention
 from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split
@@ -226,7 +222,8 @@ def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
     # Explicit axes that shard heads differently cannot be concatenated: on every device
     # first. The empty array is for models without attention.
-    flat = [everywhere(x).ravel().astype(jnp.float32) for x in arrays]
+    whole = (resharded(x, PartitionSpec()) for x in arrays)
+    flat = [x.ravel().astype(jnp.float32) for x in whole]
     return jnp.concatenate([jnp.zeros(0, jnp.float32), *flat])
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._explicit_axes import explicit_spec, resharded
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import replicated
@@ -305,9 +306,9 @@ def _scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.
 
 def _sharded_as(param: jax.Array, scale: jax.Array) -> jax.Array:
     """On explicit axes of a mesh, arrays of one shape join only if sharded alike."""
-    spec = jax.typeof(param).sharding.spec
+    spec = explicit_spec(param)
     is_cut = scale.shape == param.shape and any(spec)
-    return jax.sharding.reshard(scale, spec) if is_cut else scale
+    return resharded(scale, spec, like=param) if is_cut else scale
 
 
 def _at(value: Any, step: Any = None) -> Any:
