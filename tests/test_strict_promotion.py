@@ -55,6 +55,18 @@ def clipped(**options):
     return lambda: run(mc.muonclip(1e-2, **options), attention_stats=STATS)
 
 
+def heads_of(params, x):
+    query, key, value = (
+        jnp.einsum("td,dhk->htk", x, leaf["kernel"]) for leaf in params.values()
+    )
+    return jnp.sum(jax.nn.softmax(query @ key.mT) @ value)
+
+
+def recorded():
+    x = normal(12, 5, 8)
+    return mc.record_attention(heads_of)(attention_params(), x)
+
+
 def metrics():
     _, state = clipped()()
     return mc.qk_clip_metrics(state, PARAMS)
@@ -200,6 +212,7 @@ CALLS = {
     ],
     "attention_fn": [in_linen, in_nnx],
     "captured_attention_stats": [captured],
+    "record_attention": [recorded],
     "flat_attention": preset(
         mc.flat_attention(3, query="q_proj", key="k_proj"),
         {name: {"kernel": normal(0, 8, 6)} for name in ("q_proj", "k_proj")},
@@ -229,7 +242,7 @@ CALLS = {
 NO_ARITHMETIC = {
     *("describe", "flax_attention_layers", "flax_dimension_numbers", "matrix_mask"),
     "param_labels",
-    "per_head_dimension_numbers",
+    *("per_head_dimension_numbers", "read_model"),
 }
 
 

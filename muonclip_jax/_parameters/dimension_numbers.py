@@ -201,9 +201,11 @@ def resolve_verdicts(
     given: Any = dimension_numbers
     if isinstance(given, OfModel):
         reading, given = reading or _read(given.model, tree), given.others
+    # A function may answer None: AdamW for all of its leaves.
+    is_found = given is None
     if paths.is_function(given):
         given = given(tree.whole())
-    if given is None or is_patterns(given, tree):
+    if is_found or is_patterns(given, tree):
         reading = reading or Reading(tree).verdicts(per_head)
         return _decided(tree, reading, given, described)
     if per_head:
