@@ -148,6 +148,7 @@ def test_heads_cut_by_a_tensor_axis(key_heads, all_heads, check):
     clipped(params, specs, stats, cut, mesh, check)
 
 
+@pytest.mark.more
 @CHECKED
 def test_layers_of_a_stack_cut_by_a_pipeline_axis(check):
     mesh = mesh_of(data=2, pipe=2, tensor=2)

@@ -276,6 +276,7 @@ def test_losses_as_by_hand(name, clips):
         assert abs(found[-1] - adamw[-1]) > 1e-3
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(MODELS, "Haiku"))
 def test_next_logits_are_at_most_the_threshold(name):
     """Of the first layer: what later ones see changes with the clip."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import few, naive_logits, normal
+from helpers import few, more, naive_logits, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_read_attention import PARAMS, WAYS
@@ -119,7 +119,9 @@ def _custom_vjp(p, x):
     return f(p, x)
 
 
-@pytest.mark.parametrize("call", [_jitted, _remat, _custom_jvp, _custom_vjp])
+@pytest.mark.parametrize(
+    "call", few([_jitted, _remat, _custom_jvp, _custom_vjp], _remat)
+)
 def test_inside_calls_whose_rules_stay(call):
     recorded = jax.value_and_grad(mc.record_attention(call), has_aux=True)
     (_, stats), grads = jax.jit(recorded)(PARAMS, X)
@@ -146,7 +148,7 @@ def test_a_loop_of_unknown_length():
     np.testing.assert_allclose(_leaf(stats), EXPECTED["masked"](PARAMS, X), rtol=1e-5)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, more(True)])
 def test_a_row_for_every_layer_of_a_scan(reverse):
     params = {n: jnp.stack([PARAMS[n], PARAMS[n] / 2]) for n in PARAMS}
 
@@ -231,7 +233,7 @@ def test_a_cap_that_is_no_number_is_an_error_with_its_line():
         mc.record_attention(loss)({**PARAMS, "cap": jnp.asarray(5.0)}, X)
 
 
-@pytest.mark.parametrize("heads", [None, "model"])
+@pytest.mark.parametrize("heads", [more(None), "model"])
 def test_inside_shard_map_over_batches_and_heads(heads):
     axes = (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
