@@ -138,17 +138,13 @@ def fused_attention(
     whole_number("head_dim", head_dim, 1)
     fused = (-1, 3, head_dim) if heads_first else (3, -1, head_dim)
     heads, thirds = (-3, -2) if heads_first else (-2, -3)
-
-    query, key = (
-        partial(
-            _dense, name, 3 * head_dim, axis=heads, split=fused, part=(thirds, third)
-        )
-        for third in (slice(0, 1), slice(1, 2))
+    third = partial(_dense, name, 3 * head_dim, axis=heads, split=fused)
+    layers = Preset(
+        holding(f"{name}/kernel"),
+        query=partial(third, part=(thirds, slice(0, 1))),
+        key=partial(third, part=(thirds, slice(1, 2))),
     )
-    marker = f"{name}/kernel"
-    return finder(
-        Preset(holding(marker), query, key), stack_axes=stack_axes, marker=marker
-    )
+    return finder(layers, stack_axes=stack_axes, marker=f"{name}/kernel")
 
 
 def flat_attention(
@@ -236,30 +232,23 @@ def normalised_attention(
         Array([0.5, 0.5], dtype=float32)
     """
     markers = [f"{query}/{gain}".rstrip("/") for gain in _GAINS]
-    layers = Preset(
-        holding(*markers),
-        query=partial(_norm, query),
-        key=partial(_norm, key),
-    )
+    layers = Preset(holding(*markers), partial(_norm, query), partial(_norm, key))
     return finder(layers, stack_axes=stack_axes, marker=markers[0])
 
 
 def _norm(name: str, module: Module) -> tuple[HeadLeaf, ...]:
     """The gain of a norm, and its shift if it has one: a logit is of their sum."""
-    found = []
-    for leaves in (_GAINS, _SHIFTS):
-        of_norm = (f"{name}/{leaf}".rstrip("/") for leaf in leaves)
-        found += [leaf for leaf in of_norm if module.has(leaf)][:1]
-        # Gemma's gain is 1 + the leaf, which starts at zero: scaled, it is as before.
-        # Of a trained one, nothing shows.
-        gain = module.reading.leaf_at[module.at(found[0])] if found else None
-        if leaves == _GAINS and _is_zero(gain):
-            raise ValueError(
-                f"the gain '{paths.show(module.at(found[0]))}' is zero throughout, so "
-                "it must be stored as a difference from one, as in Gemma. Scaling it "
-                "does not scale the logits, so QK-Clip cannot act there; use mc.muon"
-            )
-    return tuple(HeadLeaf(leaf, 1, axis=None) for leaf in found)
+    below = ([f"{name}/{x}".rstrip("/") for x in ends] for ends in (_GAINS, _SHIFTS))
+    gain, shift = ([x for x in leaves if module.has(x)][:1] for leaves in below)
+    # Gemma's gain is 1 + the leaf, which starts at zero: scaled, it is as before. Of a
+    # trained one, nothing shows.
+    if gain and _is_zero(module.reading.leaf_at[module.at(gain[0])]):
+        raise ValueError(
+            f"the gain '{paths.show(module.at(gain[0]))}' is zero throughout, so it "
+            "must be stored as a difference from one, as in Gemma. Scaling it does not "
+            "scale the logits, so QK-Clip cannot act there; use mc.muon"
+        )
+    return tuple(HeadLeaf(leaf, 1, axis=None) for leaf in (*gain, *shift))
 
 
 def _is_zero(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Per-head statistics, found in whatever Flax hands back."""
+"""Per-head statistics, read from whatever Flax returns."""
 
 import functools
 from collections.abc import Sequence

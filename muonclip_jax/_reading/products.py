@@ -127,8 +127,7 @@ def product(
         tuple(f for f in term if f.is_linear and f.source.kind != "weights")
         for term in x.terms
     )
-    # A token that only here becomes an activation is none that the weight had made.
-    x = dataclasses.replace(x, terms=summed(linear), recent=x.recent & ~event)
+    x = dataclasses.replace(x, terms=summed(linear))
     terms = multiplied(walk.met(_to(weight, shape)), x)
     past = other.value.past | event
     return Value(Kind.ACTIVATION, terms, past, other.value.recent | event, ends)

@@ -166,7 +166,10 @@ class Walk:
     @property
     def event(self) -> int:
         """The bit of this equation, the same whenever a loop comes by again."""
-        return self._events.setdefault(self._at, 1 << len(self._events))
+        return self._event_at(self._at)
+
+    def _event_at(self, address: Address) -> int:
+        return self._events.setdefault(address, 1 << len(self._events))
 
     def loop(self) -> int:
         """The negative dimension that trips of this loop are."""
@@ -199,11 +202,12 @@ class Walk:
         if value.kind != Kind.PARAMETER:
             return value
         self.use(kind, value, eqn)
-        return self.met(value)
+        # Before the equation: a kernel that takes it there is the later of the two.
+        return self.met(value, self._event_at((*self._at, -1)))
 
-    def met(self, value: Value) -> Value:
+    def met(self, value: Value, event: int | None = None) -> Value:
         """The activation that a parameter becomes in this equation."""
-        event = self.event
+        event = event or self.event
         self.past_of.setdefault(event, event)
         terms = tuple(
             tuple(f if f.event else f._replace(event=event) for f in term)
@@ -252,12 +256,7 @@ class Walk:
         carry = list(carry)
         while True:
             begin = [
-                _handed_on(
-                    v,
-                    self._events.setdefault(
-                        (*self._at, -1 - i), 1 << len(self._events)
-                    ),
-                )
+                _handed_on(v, self._event_at((*self._at, -1 - i)))
                 for i, v in enumerate(carry)
             ]
             outs = self.run(body, [*consts, *begin, *taken])

@@ -209,6 +209,15 @@ def test_factors_of_low_rank_are_matrices():
     assert said(loss, params, X) == {"w": axes, "a": axes, "b": axes, "out": "head"}
 
 
+def test_factors_beside_a_base_that_is_data_are_matrices():
+    def loss(p, base, x):
+        return cross_entropy(jnp.tanh(x @ (base + p["a"] @ p["b"])) @ p["out"])
+
+    base = jax.ShapeDtypeStruct((D, D), jnp.float32)
+    found = said(loss, shapes(a=(D, 2), b=(2, D), out=(D, V)), base, X)
+    assert found == {"a": (0, 1), "b": (0, 1), "out": "head"}
+
+
 def test_learned_tokens_are_no_weight_of_the_kernel_that_takes_them():
     def loss(p, x):
         queries = jnp.broadcast_to(p["queries"], (B, 3, D)) @ p["q"]

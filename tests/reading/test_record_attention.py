@@ -263,3 +263,63 @@ def test_inside_shard_map_over_batches_and_heads(heads):
     clipped = mc.clip_qk(PARAMS, stats, 20.0, attention=[layer])
     after = _leaf(recorded(clipped, x)[0][1])
     np.testing.assert_allclose(after, np.minimum(largest, 20), rtol=1e-4)
+
+
+def _groups_in_one_kernel(p, x):
+    """Falcon's: two queries and a key and a value lie side by side in each group."""
+    parts = (x @ p["qkv"]).reshape(B, T, 2, 4, DIM)
+    query = parts[:, :, :, :2].reshape(B, T, H, DIM)
+    key = jnp.repeat(parts[:, :, :, 2], 2, axis=2)
+    return jnp.einsum("bqhd,bkhd->bhqk", query, key)
+
+
+def _relative_positions(p, x):
+    """Transformer-XL's: a second product, whose rows are shifted by a reshape."""
+    query, key = cut(x @ p["q"]), cut(x @ p["k"])
+    angles = jnp.arange(2 * T - 1)[:, None] * jnp.arange(1, D + 1)
+    position = (jnp.sin(angles) @ p["r"]).reshape(-1, H, DIM)
+    content = jnp.einsum("bqhd,bkhd->bhqk", query + p["u"], key)
+    shifted = jnp.einsum("bqhd,rhd->bhqr", query + p["w"], position)
+    shifted = jnp.pad(shifted, ((0, 0),) * 3 + ((1, 0),)).reshape(B, H, 2 * T, T)
+    return content + shifted[:, :, 1:].reshape(B, H, T, 2 * T - 1)[..., :T]
+
+
+def _two_products(p, x):
+    """Latent attention whose rotary part has a product of its own."""
+    query, low = cut(x @ p["q"]), x @ p["low"]
+    key = cut(normed(low[..., :5]) @ p["up"])
+    own = jnp.einsum("bqhd,bkhd->bhqk", query[..., :4], key)
+    shared = jnp.einsum("bqhd,bkd->bhqk", query[..., 4:], low[..., 5:])
+    return own + shared
+
+
+def _learned_queries(p, x):
+    tokens = jnp.broadcast_to(p["tokens"], (B, 3, D))
+    return jnp.einsum("bqhd,bkhd->bhqk", cut(tokens @ p["q"]), cut(x @ p["k"]))
+
+
+KINDS = {
+    _groups_in_one_kernel: {"qkv": (D, 8 * DIM)},
+    _relative_positions: {n: (D, H * DIM) for n in "qkr"} | {n: (H, DIM) for n in "uw"},
+    _two_products: {"q": (D, H * 6), "low": (D, 7), "up": (5, H * 4)},
+    _learned_queries: {"tokens": (3, D), "q": (D, H * DIM), "k": (D, H * DIM)},
+}
+
+
+@pytest.mark.parametrize("logits", KINDS)
+def test_reading_and_recording_alone_cap_every_head(logits):
+    shapes = {**KINDS[logits], "v": (D, D)}
+    params = {k: normal(i, *s, scale=0.7) for i, (k, s) in enumerate(shapes.items())}
+
+    def loss(p, x):
+        weights = jax.nn.softmax(logits(p, x))
+        return jnp.sum(jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"]) ** 2)
+
+    layers = mc.read_model(loss, params, X).attention
+    _, stats = mc.record_attention(loss)(params, X)
+    before = np.asarray(logits(params, X).max((0, 2, 3)))
+    np.testing.assert_allclose(_leaf(stats), before, rtol=1e-5)
+    threshold = float(np.sort(before)[1])
+    clipped = mc.clip_qk(params, stats, threshold, alpha=0.3, attention=layers)
+    after = np.asarray(logits(clipped, X).max((0, 2, 3)))
+    np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-4)
