@@ -172,6 +172,7 @@ def test_bfloat16():
     np.testing.assert_allclose(largest, exact[1], rtol=1e-5)
 
 
+@pytest.mark.more
 def test_under_vmap_jit_and_remat():
     inputs = arrays(20, 20, 4, 2)
 

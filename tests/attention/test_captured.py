@@ -93,6 +93,7 @@ def only_projections(module, method):
     return module.name in ("q_proj", "k_proj")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("which", [True, only_projections])
 def test_linen(which):
     variables = Model().init(jax.random.key(0), X)

@@ -152,6 +152,7 @@ def test_model_with_experts_is_trained_balanced_and_evaluated():
     assert bias.any() and set(np.abs(bias)) <= {0, np.float32(BALANCE_RATE)}
 
 
+@pytest.mark.more
 def test_the_miniature_of_kimi_k2_computes_what_that_of_the_example_does():
     graph, params, others = drawn_by(EXPERTS)
     sizes = kimi_k2_model.Sizes(256, EXPERTS.layers, EXPERTS.width, EXPERTS.heads)

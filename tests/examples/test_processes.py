@@ -142,6 +142,7 @@ def test_process_that_ends_takes_the_waiting_along(script, target, end):
     assert (target == "fail") == ("RuntimeError: something failed" in errors)
 
 
+@pytest.mark.more
 def test_processes_end_with_the_one_that_started_them(script):
     with start(script("launch(wait, 2)")) as parent:
         for _ in range(2):

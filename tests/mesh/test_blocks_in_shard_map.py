@@ -147,6 +147,7 @@ def test_a_step_of_its_own():
     assert_close(jax.jit(update)(params), desired)
 
 
+@pytest.mark.more
 def test_replicas_average_over_the_axes_that_do_not_cut_a_leaf():
     tx = make(shardings=SPECS, axis_name=("data", "fsdp", "tensor"))
     with jax.set_mesh(mesh()):

@@ -187,6 +187,7 @@ def test_an_axis_that_cuts_heads_and_divides_the_batch(own, check):
     assert_close(update(params, zeros, seen), expected)
 
 
+@pytest.mark.more
 @CHECKED
 def test_gains_that_all_heads_share(check):
     mesh = mesh_of(data=2, tensor=4)

@@ -150,6 +150,7 @@ def test_without_jit():
     assert_where(results[0], shardings)
 
 
+@pytest.mark.more
 def test_under_vmap():
     """Two runs at once, of which nobody says how they lie."""
     _, _, params, grads = placed("fsdp")

@@ -240,6 +240,7 @@ def test_muonclip_shares_both():
     assert_close(jax.tree.map(lambda x: x[2], updates), desired, OF_A_STEP)
 
 
+@pytest.mark.more
 def test_derivative_is_that_of_one_replica():
     """By the gradients, which the momentum of the next step remembers."""
 
