@@ -258,7 +258,7 @@ def test_an_update_remembers_no_params(number):
         seen.append(tree(2, (3,)))
         mesh = mesh_of(LAYOUTS[name][0], kind)
         for axis in mesh.axis_names:
-            seen.append(jax.device_put(tree(3, (8,)), NamedSharding(mesh, P(axis))))
+            seen.append(jax.device_put(tree(3, (16,)), NamedSharding(mesh, P(axis))))
     before = made(name, kind, is_told)
     assert made(name, kind, is_told, seen) == before
     # A witness: a program does depend on what it is given.
