@@ -21,11 +21,11 @@ from ._attention.max_logits import max_logits as max_logits
 from ._attention.residual import residual_attention as residual_attention
 from ._attention.splash import splash_attention as splash_attention
 from ._describe import describe as describe
+from ._matrices.axes import MatrixAxes as MatrixAxes
 from ._model.attention_layers import AttentionLayer as AttentionLayer
 from ._model.finder import flax_attention_layers as flax_attention_layers
 from ._model.finder import named_attention as named_attention
 from ._model.head_leaf import HeadLeaf as HeadLeaf
-from ._model.per_head import per_head_dimension_numbers as per_head_dimension_numbers
 from ._model.presets import flat_attention as flat_attention
 from ._model.presets import fused_attention as fused_attention
 from ._model.presets import latent_attention as latent_attention

@@ -2,16 +2,17 @@
 
 import optax
 
+from ._matrices.pieces import pieces_of
 from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
 from ._model.attention_layers import Attention, ROLES
 from ._model.finder import resolve_attention
 from ._model.model import attention_of
-from ._model.per_head import muon_per_head
+from ._model.per_head import heads_apart
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
-from ._parameters.given import Model, numbers_of
+from ._parameters.given import Model
 from ._parameters.reading import Verdict
 
 
@@ -65,8 +66,7 @@ def describe(
         raise ValueError("describe needs the params, got None")
     tree = paths.flatten(params)
     attention = attention_of(model, attention)
-    numbers = numbers_of(model, dimension_numbers)
-    settings = muon_per_head(per_head, attention, numbers)
+    settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of([verdict.numbers for verdict in verdicts], tree)
     roles, refusal = _roles_or_refusal(attention, tree)
@@ -81,9 +81,17 @@ def describe(
     ]
     if flag("stacks", stacks):
         # As on CPU and GPU, which turn tall matrices and stack them with wide ones.
-        wide = [view and view.wide for view in views]
-        plan = [str(stack) for stack in plan_stacks(tree.leaves, wide)]
-        table += ["", "orthogonalized together:", *(plan or ["nothing"])]
+        pieces = [
+            (leaf, piece.view.wide)
+            for leaf, view in zip(tree.leaves, views, strict=True)
+            for piece in (pieces_of(view) if view else ())
+        ]
+        plan = plan_stacks([x for x, _ in pieces], [view for _, view in pieces])
+        table += [
+            "",
+            "orthogonalized together:",
+            *(map(str, plan) if plan else ["nothing"]),
+        ]
     return "\n".join(table + (["", refusal] if refusal else []))
 
 
@@ -101,11 +109,20 @@ def _row(
     return (
         paths.show(path),
         str(shape),
-        f"{view.count} x {view.fan_in} x {view.fan_out}" if view else "-",
+        _matrices(view) if view else "-",
         "muon" if view else "adamw",
         verdict.why + ("" if verdict.is_sure else "?"),
         " + ".join(parts) or "-",
     )
+
+
+def _matrices(view: MatrixView) -> str:
+    """Count x fan-in x fan-out of each piece; of those of one shape together."""
+    counts: dict[tuple[int, int], int] = {}
+    for piece in pieces_of(view):
+        shape = piece.view.matrix_shape
+        counts[shape] = counts.get(shape, 0) + piece.view.count
+    return " + ".join(f"{n} x {a} x {b}" for (a, b), n in counts.items())
 
 
 def _roles_or_refusal(

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
-from ._model.per_head import muon_per_head
+from ._model.per_head import heads_apart
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
 from ._newton_schulz.coefficients import Schedule, Triple
@@ -42,6 +42,7 @@ def muonclip(
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: DTypeLike | None = None,
     dimension_numbers: DimensionNumbers | None = None,
+    per_head: bool = False,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float | jax.Array = 0.9,
     adam_b2: float | jax.Array = 0.95,
@@ -49,7 +50,6 @@ def muonclip(
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
     cautious_weight_decay: bool = False,
     neuron_b2: float | jax.Array | None = None,
-    per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -60,9 +60,8 @@ def muonclip(
     - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
     - `model`: as for [`muon`][] and for [`qk_clip`][].
     - `shardings`, `axis_name`: as for [`muon`][] and for [`qk_clip`][].
-    - `per_head`: as for [`muon`][], of the layers that `attention` describes, if it
-        does ([`per_head_dimension_numbers`][]); an error for kernels without an axis of
-        heads, such as fused ones.
+    - `per_head`: as for [`scale_by_muon`][], of the layers that `attention` describes,
+        if it does.
     - all others: as for [`muon`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose update is
@@ -119,7 +118,7 @@ def muonclip(
             axis_name=axis_name,
             # One description of the layers serves both, so that the heads that QK-Clip
             # scales are those that Newton-Schulz sees by themselves.
-            **muon_per_head(per_head, attention, dimension_numbers),
+            **heads_apart(per_head, None, dimension_numbers, attention),
         ),
         qk_clip(
             threshold,

@@ -116,7 +116,7 @@ def given_to(monkeypatch, module, make):
         direction = record(patch, module, "make_direction")
         leaves = record(patch, module, "for_leaves")
         make()
-    names = ("dimension_numbers", "shardings", "axis_name")
+    names = ("dimension_numbers", "per_head", "shardings", "axis_name")
     return direction | {name: leaves[name] for name in names}
 
 

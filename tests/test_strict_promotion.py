@@ -242,7 +242,7 @@ CALLS = {
 NO_ARITHMETIC = {
     *("describe", "flax_attention_layers", "flax_dimension_numbers", "matrix_mask"),
     "param_labels",
-    *("per_head_dimension_numbers", "read_model"),
+    "read_model",
 }
 
 

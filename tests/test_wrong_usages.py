@@ -138,12 +138,13 @@ ARGUMENTS = {
     "muon": (step(lambda **o: mc.muon(**{"learning_rate": 1e-3} | o)), MUON | ADAMW),
     "scale_by_muon": (
         lambda **o: update(mc.scale_by_muon(**o), *[{"w": jnp.ones((3, 4))}] * 2),
-        MUON,
+        MUON | {"per_head": FLAG},
     ),
     "normalize_neurons": (
         lambda **o: update(mc.normalize_neurons(**o), *[{"w": jnp.ones((3, 4))}] * 2),
         {"b2": NUMBER, "eps": NUMBER}
-        | {x: MUON[x] for x in ("model", "dimension_numbers")},
+        | {x: MUON[x] for x in ("model", "dimension_numbers")}
+        | {"per_head": FLAG},
     ),
     "add_cautious_decayed_weights": (
         step(mc.add_cautious_decayed_weights),
@@ -242,10 +243,6 @@ ARGUMENTS = {
     "flax_dimension_numbers": (
         lambda **o: mc.flax_dimension_numbers(PARAMS, **o),
         {"per_head": FLAG},
-    ),
-    "per_head_dimension_numbers": (
-        lambda **o: mc.per_head_dimension_numbers(**o)(PARAMS),
-        {"attention": TREE_OR_NONE, "dimension_numbers": TREE_OR_NONE},
     ),
     "flat_attention": (mc.flat_attention, {"head_dim": WHOLE}),
     "fused_attention": (mc.fused_attention, {"head_dim": WHOLE}),
@@ -477,7 +474,7 @@ WRONG = {
     ),
     "dimension numbers are axes": (
         clip(dimension_numbers={"attn": (0, 1), "mlp": None}),
-        "dimension_numbers at 'attn/0' is 0; it must be optax.contrib.Muon",
+        "dimension_numbers at 'attn/0' is 0; it must be mc.MuonDimension",
     ),
     "an axis too many": (with_numbers("mlp*", 0, 5), "'mlp/bias'.*axis 5 is out of"),
     "one axis twice": (with_numbers("mlp/kernel", 0, 0), "'mlp/kernel'.*distinct"),

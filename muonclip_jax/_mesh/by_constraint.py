@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._jax_versions import keep_sharding, sharded_like
+from .._matrices.pieces import divide
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.solver import Solver
@@ -43,7 +44,9 @@ def orthogonalize_by_constraint(
     mesh: Mesh | AbstractMesh,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
-    given, leaves = leaves, [keep_sharding(x) for x in leaves]
+    given = leaves
+    pieces = divide([keep_sharding(x) for x in leaves], views)
+    leaves, views = pieces.arrays, pieces.views
     stacks = stacks_of(leaves, views, mesh.size)
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
     plan = divide_stacks(solver, stacks, mesh.size)
@@ -62,7 +65,7 @@ def orthogonalize_by_constraint(
     for each, matrices in zip(plan, iterated, strict=True):
         returned = _from_devices(matrices, each, mesh, axes)
         each.stack.scatter(returned, results, on_cpu=on_cpu)
-    return [*map(sharded_like, results, given)]
+    return [*map(sharded_like, pieces.unite(results), given)]
 
 
 def stacks_of(

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._explicit_axes import resharded
 from .._jax_versions import is_checked, varying
-from .._layout.layout import Axes, Cuts
+from .._layout.layout import Axes, Cuts, gather, own_block
+from .._layout.shardings import mesh_axes
+from .._matrices.pieces import aligned, divide
 from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.order import wait_for, zero_after
@@ -51,6 +54,13 @@ def orthogonalize_on_mesh(
     specs: Sequence[PartitionSpec],
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that `specs` shard on `mesh`, and leaves them so."""
+    given, specs = specs, _aligned(views, specs, mesh.shape)
+    # Of most leaves these are the same. A fused kernel whose blocks show no piece is
+    # gathered along its outputs, by XLA, and cut again.
+    leaves = [
+        x if own == spec else _sharded(x, mesh, spec)
+        for x, own, spec in zip(leaves, given, specs, strict=True)
+    ]
 
     def on_device(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
         try:
@@ -65,13 +75,35 @@ def orthogonalize_on_mesh(
             solver, leaves, views=views, mesh=mesh.shape, specs=specs
         )
 
-    return jax.shard_map(
+    results = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(PartitionSpec(), list(specs)),
         out_specs=list(specs),
         check_vma=False,
     )(solver, list(leaves))
+    return [
+        x if own == spec else _sharded(x, mesh, own)
+        for x, own, spec in zip(results, given, specs, strict=True)
+    ]
+
+
+def _aligned(
+    views: Sequence[MatrixView],
+    specs: Sequence[PartitionSpec],
+    mesh: Mapping[Any, int],
+) -> list[PartitionSpec]:
+    return [aligned(*each, mesh) for each in zip(views, specs, strict=True)]
+
+
+def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    """The array as `spec` shards it."""
+    explicit = jax.typeof(x).sharding.mesh.explicit_axes
+    if not explicit:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    # Next to explicit axes, automatic ones follow from what the array is used for.
+    entries = (tuple(n for n in mesh_axes(e) if n in explicit) for e in spec)
+    return resharded(x, PartitionSpec(*(names or None for names in entries)))
 
 
 def orthogonalize_by_replicas(
@@ -92,7 +124,16 @@ def orthogonalize_by_replicas(
     if is_checked(axes):
         leaves = [varying(x, axes) for x in leaves]
     sizes = {name: jax.lax.axis_size(name) for name in axes}
-    return share_among_devices(solver, leaves, views=views, mesh=sizes, specs=cuts)
+    specs = _aligned(views, cuts, sizes)
+    apart = [
+        PartitionSpec(
+            *(x if kept is None else None for x, kept in zip(*pair, strict=True))
+        )
+        for pair in zip(cuts, specs, strict=True)
+    ]
+    whole = [gather(*pair) for pair in zip(leaves, apart, strict=True)]
+    results = share_among_devices(solver, whole, views=views, mesh=sizes, specs=specs)
+    return [own_block(*pair) for pair in zip(results, apart, strict=True)]
 
 
 def share_among_devices(
@@ -109,6 +150,8 @@ def share_among_devices(
     """
     # Every process makes the same plan by itself: it follows from shapes, specs and
     # costs alone, in an order that no hash decides.
+    pieces = divide(leaves, views, specs)
+    leaves, views, specs = pieces[:3]
     plan = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
     matrices = iterate_share(
         solver,
@@ -125,7 +168,7 @@ def share_among_devices(
             on_cpu=on_cpu,
             store_from=math.inf if on_cpu else LARGE_SHARE,
         )
-    return results
+    return pieces.unite(results)
 
 
 def iterate_share(

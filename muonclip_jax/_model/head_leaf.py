@@ -1,9 +1,8 @@
 """One leaf of an attention layer, and where in it the heads are."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -88,8 +87,12 @@ class HeadLeaf(NamedTuple):
             return None
         return math.prod(view[axis] for axis in self.head_axes)
 
-    def scale(self, shape: Shape, factors: jax.Array) -> jax.Array:
-        """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
+    def scale(self, shape: Shape, factors: Any) -> Any:
+        """Spreads `(*stack, heads)` factors out so that they multiply the leaf.
+
+        In NumPy if they are NumPy's.
+        """
+        xp: Any = np if isinstance(factors, np.ndarray) else jnp
         place = self.stack_of(len(shape))
         view = self._view(place.sizes(shape) + place.layer(shape))
         # The stack in front, the heads at their axes, and 1 at all others.
@@ -103,16 +106,16 @@ class HeadLeaf(NamedTuple):
             inside = np.zeros(view[axis], bool)
             inside[part] = True
             inside = inside.reshape(-1, *(1,) * (-axis - 1))
-            scale = jnp.where(inside, scale, 1)
+            scale = xp.where(inside, scale, 1)
         if self.split:
             # The axes of the split are one again, which needs each in its full size.
             stop = len(view) + 1 + self.split_axis
             start = stop - len(self.split)
             before, after = scale.shape[:start], scale.shape[stop:]
-            scale = jnp.broadcast_to(scale, before + view[start:stop] + after)
+            scale = xp.broadcast_to(scale, before + view[start:stop] + after)
             scale = scale.reshape(*before, -1, *after)
         stacked = range(place.depth)
-        return jnp.moveaxis(scale, stacked, [place.start + i for i in stacked])
+        return xp.moveaxis(scale, stacked, [place.start + i for i in stacked])
 
     def row_spec(self, rank: int, spec: PartitionSpec) -> PartitionSpec | None:
         """The spec of a row `(*stack, heads)` where this one cuts the leaf.

@@ -1,101 +1,124 @@
-"""One matrix per attention head, read off the description of the attention layers."""
+"""One matrix per attention head, wherever the attention layers say that heads are."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import optax
-from optax.contrib import MuonDimensionNumbers
 
+from .._matrices.axes import Axes, MatrixAxes
+from .._matrices.view import matrix_view
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
+from .._parameters.given import Model, numbers_of
 from .attention_layers import Attention
 from .finder import resolve_attention
 from .head_leaf import HeadLeaf
 
 
-def per_head_dimension_numbers(
+def heads_apart(
+    per_head: bool,
+    model: Model | None,
+    dimension_numbers: DimensionNumbers | None,
     attention: Attention | None = None,
-    *,
-    dimension_numbers: DimensionNumbers | None = None,
+) -> dict[str, Any]:
+    """`dimension_numbers` and `per_head` for Muon's leaves, of what the user gave.
+
+    Heads are those of `attention`, else of `model`. Without either, `per_head` stays:
+    names tell which axes are heads in stock layers.
+    """
+    numbers = numbers_of(model, dimension_numbers)
+    if attention is None and model is not None:
+        # Layers that QK-Clip cannot act on have heads all the same.
+        attention = list(model.attention)
+    if not flag("per_head", per_head) or attention is None:
+        return dict(dimension_numbers=numbers, per_head=per_head)
+    return dict(dimension_numbers=_per_head(attention, numbers), per_head=False)
+
+
+def _per_head(
+    attention: Attention, dimension_numbers: DimensionNumbers | None
 ) -> Callable[[optax.Params], Any]:
-    """Orthogonalizes every head of the described kernels by itself.
+    """Makes a function from params to a tree of axes, with heads as matrices.
 
-    As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763). The
-    description is the one for [`qk_clip`][], so it covers the leaves of query and key
-    and what shares a leaf with them; `mc.flax_dimension_numbers` with
-    `per_head=True` covers the value of stock Flax too.
-
-    **Arguments:**
-
-    - `attention`: as for [`qk_clip`][].
-    - `dimension_numbers`: of all other leaves, as for [`muon`][].
-
-    **Returns:** a function from params to a tree, for `dimension_numbers=`.
-
-    **Raises:** `ValueError`, from that function, for kernels without a head axis of
-    their own.
-
-    !!! example
-
-        >>> import jax.numpy as jnp
-        >>> import muonclip_jax as mc
-        >>> params = {"mla": {
-        ...     "wq_b": {"kernel": jnp.ones((6, 2, 4 + 2))},
-        ...     "wkv_b": {"kernel": jnp.ones((8, 2, 4 + 3))},
-        ... }}
-        >>> find = mc.latent_attention(nope_head_dim=4)
-        >>> per_head = mc.per_head_dimension_numbers(find)
-        >>> print(  # doctest: +ELLIPSIS
-        ...     mc.describe(params, dimension_numbers=per_head, attention=find)
-        ... )
-        path              shape      matrices   optimizer  why    attention
-        mla/wkv_b/kernel  (8, 2, 7)  2 x 8 x 7  muon       given  key, 2 heads
-        mla/wq_b/kernel   (6, 2, 6)  2 x 6 x 6  muon       given  query, 2 heads + ...
+    As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
     """
 
     def find(params: optax.Params) -> Any:
         tree = paths.flatten(params)
         leaf_at = tree.by_path()
-        described = {
-            layer.path_of(leaf): leaf
-            for layer in resolve_attention(attention, tree)
-            for leaf in layer.leaves
-        }
+        described: dict[paths.Path, list[tuple[bool, HeadLeaf]]] = {}
+        for layer in resolve_attention(attention, tree):
+            for leaf in layer.leaves:
+                # The parts of a query with a rotary embedding and without are one head.
+                entry = leaf in layer.key, leaf
+                described.setdefault(layer.path_of(leaf), []).append(entry)
         resolved = resolve_verdicts(dimension_numbers, tree, described=described)
         numbers: dict[paths.Path, Any] = {
             path: verdict.numbers
             for path, verdict in zip(tree.paths, resolved, strict=True)
         }
-        for path, leaf in described.items():
-            # A bias goes to AdamW, whatever heads it has.
-            if not paths.is_masked(leaf_at[path]) and numbers[path] is not None:
-                numbers[path] = _per_head(leaf, path, len(leaf_at[path].shape))
+        for path, leaves in described.items():
+            given = numbers[path]
+            # A bias goes to AdamW, whatever heads it has; what the user has cut stays.
+            if given is None or paths.is_masked(leaf_at[path]):
+                continue
+            if not isinstance(given, MatrixAxes):
+                shape = tuple(leaf_at[path].shape)
+                numbers[path] = _of_heads(path, shape, given, leaves)
         return tree.unflatten(numbers.values())
 
     return find
 
 
-def muon_per_head(
-    per_head: bool, attention: Attention | None, dimension_numbers: Any
-) -> dict[str, Any]:
-    """The arguments of Muon, whose heads `attention` describes where it is given."""
-    if not flag("per_head", per_head) or attention is None:
-        return dict(dimension_numbers=dimension_numbers, per_head=per_head)
-    # Else `per_head` looks for the heads by the names of stock Flax.
-    found = per_head_dimension_numbers(attention, dimension_numbers=dimension_numbers)
-    return dict(dimension_numbers=found, per_head=False)
-
-
-def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbers:
-    """The two axes of a leaf besides those of the stack, the heads and the part."""
-    axes = [axis for axis in range(-leaf.ndim, 0) if axis not in leaf.head_axes]
-    # In Gemma, key and value are parts of one leaf, along an axis of its own.
-    if len(axes) == 3 and leaf.part:
-        axes.remove(leaf.part[0])
-    if leaf.split or leaf.axis is None or len(axes) != 2:
+def _of_heads(
+    path: paths.Path,
+    shape: tuple[int, ...],
+    given: Axes,
+    leaves: Sequence[tuple[bool, HeadLeaf]],
+) -> Axes:
+    """The axes of a leaf, with the outputs of each of its heads as a matrix."""
+    (_, leaf), *_ = leaves
+    rank, heads = len(shape), leaf.head_axes
+    if not heads:
+        return given  # of all heads at once
+    reduction, output = given.reduction_axis, given.output_axis
+    if not leaf.split:
+        # Heads have axes of their own: these are a stack. So is the axis that tells key
+        # from value in Gemma's kernel of both.
+        axes = [axis for axis in range(-leaf.ndim, 0) if axis not in heads]
+        if len(axes) == 3 and leaf.part:
+            axes.remove(leaf.part[0])
+        if len(axes) == 2:
+            place = leaf.stack_of(rank)
+            reduction, output = (place.axis(axis, rank) for axis in axes)
+            if not leaf.part or leaf.part[0] not in axes:
+                return type(given)(reduction, output)
+            # A part of each head's outputs, as the key of a latent kernel is.
+            output = tuple(sorted(place.axis(axis, rank) for axis in (*heads, axes[1])))
+    view = matrix_view(shape, MatrixAxes(reduction, output))
+    # Which head each output belongs to, by what QK-Clip would scale it with. What it
+    # leaves alone, such as the value in a fused kernel, is a matrix of its own from one
+    # head to the next.
+    alone = tuple(n if i in view.output else 1 for i, n in enumerate(shape))
+    owner = np.zeros(alone, int)
+    for is_key, each in leaves:
+        count = each.heads(alone)
+        if count is None:
+            continue  # QK-Clip's `init` says why
+        marks = 2 + np.arange(count) + is_key * count
+        stack = (1,) * each.stack_of(rank).depth
+        scale = each.scale(alone, marks.reshape(*stack, count))
+        owner = np.where(np.broadcast_to(scale, alone) == 1, owner, scale)
+    owners = owner.ravel()
+    runs = [(key, len(list(run))) for key, run in itertools.groupby(owners.tolist())]
+    found = [key for key, _ in runs if key]
+    if len(set(found)) < len(found):
         raise ValueError(
-            f"'{paths.show(path)}' has no axis of heads, so it cannot be cut into one "
-            "matrix for each; leave its layer out of attention="
+            f"per_head=True cannot cut '{paths.show(path)}' {shape}: the outputs of a "
+            "head do not follow one another. Leave its layer out of attention=, or "
+            "give the leaf mc.MatrixAxes in dimension_numbers"
         )
-    return MuonDimensionNumbers(*(leaf.stack_of(rank).axis(a, rank) for a in axes))
+    return MatrixAxes(reduction, output, parts=tuple(size for _, size in runs))

@@ -59,10 +59,9 @@ class Leaves(NamedTuple):
 def read_leaves(
     tree: Any,
     dimension_numbers: DimensionNumbers | None,
+    per_head: bool,
     shardings: Shardings | None,
-    *,
     axis_name: Hashable | None = None,
-    per_head: bool = False,
 ) -> Leaves:
     layout = read_layout(tree, shardings, axis_name)
     views = matrix_views(dimension_numbers, layout.whole, per_head=per_head)
@@ -73,11 +72,11 @@ def for_leaves(
     name: str,
     build: Callable[[Leaves], optax.GradientTransformationExtraArgs],
     state_type: type,
-    dimension_numbers: DimensionNumbers | None,
-    shardings: Shardings | None,
     *,
+    dimension_numbers: DimensionNumbers | None,
+    per_head: bool,
+    shardings: Shardings | None,
     axis_name: Hashable | None,
-    per_head: bool = False,
 ) -> OverReplicas:
     """The transformation `name`, which `build` makes for the leaves that it is given.
 
@@ -89,9 +88,7 @@ def for_leaves(
     axes(axis_name)  # raises at construction for what is none
 
     def read(tree: Any) -> Leaves:
-        return read_leaves(
-            tree, dimension_numbers, shardings, axis_name=axis_name, per_head=per_head
-        )
+        return read_leaves(tree, dimension_numbers, per_head, shardings, axis_name)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from .._layout.shardings import Shardings
 from .._layout.zeros import zeros_like
-from .._model.per_head import per_head_dimension_numbers
+from .._model.per_head import heads_apart
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
@@ -24,7 +24,7 @@ from .._newton_schulz.solver import Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
-from .._parameters.given import broadcast, Model, numbers_of
+from .._parameters.given import broadcast, Model
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits
 from .normalize_neurons import neuron_normalization
@@ -49,6 +49,7 @@ def muon(
     mu_dtype: DTypeLike | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
+    per_head: bool = False,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float | jax.Array = 0.9,
     adam_b2: float | jax.Array = 0.95,
@@ -56,7 +57,6 @@ def muon(
     adam_weight_decay: optax.ScalarOrSchedule | None = None,
     cautious_weight_decay: bool = False,
     neuron_b2: float | jax.Array | None = None,
-    per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -73,7 +73,7 @@ def muon(
         and weight decay tuned for AdamW carry over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `model`, `dimension_numbers`, `shardings`, `axis_name`: as for
+        `model`, `dimension_numbers`, `per_head`, `shardings`, `axis_name`: as for
         [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
@@ -85,9 +85,6 @@ def muon(
         both, as [`add_cautious_decayed_weights`][] does.
     - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
         (NorMuon); `None` leaves that out.
-    - `per_head`: whether every head of a query, key or value that names and shapes show
-        (with a `model`, of a query or key that it shows) is a matrix of its own, as for
-        [`flax_dimension_numbers`][].
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
@@ -126,7 +123,6 @@ def muon(
     number("adam_b2", adam_b2, BELOW_ONE)
     number("adam_eps", adam_eps, NOT_NEGATIVE)
     number("neuron_b2", neuron_b2, SHARE, "None")
-    per_head = flag("per_head", per_head)
     cautious_weight_decay = flag("cautious_weight_decay", cautious_weight_decay)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
@@ -144,13 +140,6 @@ def muon(
         consistent_rms=consistent_rms,
         mu_dtype=mu_dtype,
     )
-    numbers = numbers_of(model, dimension_numbers)
-    if per_head and model is not None:
-        # Which of the axes are heads, names know of stock layers and a reading of all.
-        numbers = per_head_dimension_numbers(
-            list(model.attention), dimension_numbers=numbers
-        )
-        per_head = False
     # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
@@ -190,10 +179,9 @@ def muon(
         "muon",
         build,
         optax.transforms.PartitionState,
-        numbers,
-        shardings,
+        **heads_apart(per_head, model, dimension_numbers),
+        shardings=shardings,
         axis_name=axis_name,
-        per_head=per_head,
     )
 
 

@@ -9,14 +9,18 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from .._layout.layout import cut_axes
+from .._explicit_axes import explicit_spec, on_automatic_axes
+from .._jax_versions import impose_no_sharding, keep_sharding
+from .._layout.layout import cut_axes, gather, own_block
 from .._layout.shardings import Shardings
 from .._layout.zeros import StatePart, zero_parts
+from .._matrices.pieces import divide, pieces_of
 from .._matrices.view import MatrixView
+from .._model.per_head import heads_apart
 from .._options import NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
-from .._parameters.given import Model, numbers_of
+from .._parameters.given import Model
 from .leaves import check_matrices_only, Leaves, read_leaves
 
 
@@ -45,6 +49,7 @@ def normalize_neurons(
     eps: float | jax.Array = 1e-10,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
+    per_head: bool = False,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divides each neuron of an update by its root mean square over time.
@@ -63,7 +68,7 @@ def normalize_neurons(
 
     - `b2`: decay of the mean square.
     - `eps`: the least mean square.
-    - `model`, `dimension_numbers`: as for [`scale_by_muon`][].
+    - `model`, `dimension_numbers`, `per_head`: as for [`scale_by_muon`][].
     - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
@@ -89,10 +94,10 @@ def normalize_neurons(
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
-    numbers = numbers_of(model, dimension_numbers)
+    axes = heads_apart(per_head, model, dimension_numbers)
 
     def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, numbers, shardings)
+        leaves = read_leaves(tree, **axes, shardings=shardings)
         check_matrices_only(leaves, "normalize_neurons")
         return leaves
 
@@ -112,34 +117,93 @@ def neuron_normalization(
     """`normalize_neurons` for leaves; those without a view pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
-        axes = {i: _short_axes(view) for i, view in enumerate(leaves.views)}
         parts = [
-            (i, StatePart(jnp.float32, dict.fromkeys(short, 1)))
-            for i, short in axes.items()
-            if short
+            (name, i, StatePart(jnp.float32, sizes))
+            for i, (path, view) in enumerate(
+                zip(leaves.tree.paths, leaves.views, strict=True)
+            )
+            for name, sizes in _state_of(paths.show(path), view).items()
         ]
-        names = [paths.show(leaves.tree.paths[i]) for i, _ in parts]
-        zeros = zero_parts(params, leaves.layout, parts)
+        zeros = zero_parts(params, leaves.layout, [part[1:] for part in parts])
+        names = [name for name, *_ in parts]
         return NormalizeNeuronsState(dict(zip(names, zeros, strict=True)))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        tree, results, v = leaves.tree, leaves.tree.of(updates), {}
-        pairs = zip(leaves.views, leaves.layout.cuts, strict=True)
-        for i, (view, cut) in enumerate(pairs):
-            if view is not None and _short_axes(view):
-                name = paths.show(tree.paths[i])
-                results[i], v[name] = _normalize(
-                    results[i], state.v[name], view, cut, b2, eps
+        tree, results, after = leaves.tree, leaves.tree.of(updates), {}
+        of_leaves = zip(tree.paths, leaves.views, leaves.layout.cuts, strict=True)
+        for i, (path, view, cut) in enumerate(of_leaves):
+            if names := list(_state_of(paths.show(path), view)):
+                assert view is not None
+                results[i], *v = _normalize_leaf(
+                    results[i], [state.v[name] for name in names], view, cut, b2, eps
                 )
-        return tree.unflatten(results), NormalizeNeuronsState(v)
+                after |= zip(names, v, strict=True)
+        return tree.unflatten(results), NormalizeNeuronsState(after)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _short_axes(view: MatrixView | None) -> tuple[int, ...]:
+def _state_of(path: str, view: MatrixView | None) -> dict[str, dict[int, int]]:
+    """The state of a leaf, by name: the sizes in which it differs from the leaf."""
+    if view is None or not math.prod(view.shape):
+        return {}
+    found = {}
+    for j, (piece, of) in enumerate(pieces_of(view)):
+        if not (short := _short_axes(piece)):
+            continue
+        if view.division is None:
+            return {path: dict.fromkeys(short, 1)}
+        # Outputs of a piece are one axis of its state, and not sharded.
+        kept = [1 if i in short else n for i, n in enumerate(piece.shape)]
+        outer = set(range(len(view.shape))) - {*view.output}
+        count = math.prod(n for n, i in zip(kept, of, strict=True) if i not in outer)
+        sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
+        is_wide = piece.fan_in < piece.fan_out
+        found[f"{path}/{j}"] = sizes | dict.fromkeys(
+            view.reduction if is_wide else (), 1
+        )
+    return found
+
+
+def _normalize_leaf(
+    o: jax.Array,
+    state: list[jax.Array],
+    view: MatrixView,
+    cut: PartitionSpec,
+    b2: Any,
+    eps: Any,
+) -> list[jax.Array]:
+    """The update of a leaf, normalized, and its state."""
+    if view.division is None:
+        return [*_normalize(o, state[0], view, cut, b2, eps)]
+    # Parts are cut out of whole outputs.
+    entries = [(x, i in view.output) for i, x in enumerate(cut)]
+    of_outputs, others = (
+        PartitionSpec(*(x if i is side else None for x, i in entries))
+        for side in (True, False)
+    )
+
+    def normalize(o: jax.Array, *state: jax.Array) -> list[jax.Array]:
+        pieces = divide([gather(o, of_outputs)], [view], [others])
+        waiting, after, results = list(state), [], []
+        for x, piece, spec in zip(*pieces[:3], strict=True):
+            if short := _short_axes(piece):
+                v = waiting.pop(0)
+                shape = [1 if i in short else n for i, n in enumerate(x.shape)]
+                x, new = _normalize(x, v.reshape(shape), piece, spec, b2, eps)
+                after.append(new.reshape(v.shape))
+            results.append(x)
+        (whole,) = pieces.unite(results)
+        return [own_block(whole, of_outputs), *after]
+
+    specs = [explicit_spec(x) for x in (o, *state)]
+    return on_automatic_axes(normalize, o, *state, results=specs)
+
+
+def _short_axes(view: MatrixView) -> tuple[int, ...]:
     """The axes to take the mean over; none where there is nothing to do."""
-    if view is None or not math.prod(view.shape) or view.fan_in == view.fan_out:
+    if view.fan_in == view.fan_out:
         return ()
     return view.reduction if view.fan_in < view.fan_out else view.output
 
@@ -154,8 +218,10 @@ def _normalize(
     # Of blocks of equal size the mean of means is the mean.
     mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
-    v = b2 * v + (1 - b2) * mean.astype(v.dtype)
-    divisor = jnp.maximum(v, jnp.asarray(eps, v.dtype)).astype(mean.dtype)
+    # State stays sharded as it is: that of a piece is not, along its outputs.
+    v = b2 * v + (1 - b2) * impose_no_sharding(mean.astype(v.dtype))
+    divisor = keep_sharding(jnp.maximum(v, jnp.asarray(eps, v.dtype)))
+    divisor = divisor.astype(mean.dtype)
     # |o|^2 is the sum over the long side of `mean`, times the size of the short one,
     # and |o'|^2 that of `mean / v`: norms follow from vectors, and none is taken of the
     # matrix.

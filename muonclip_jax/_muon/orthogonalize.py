@@ -9,6 +9,7 @@ import jax
 from .._explicit_axes import explicit_spec, on_automatic_axes, on_whole_leaves
 from .._layout.layout import Layout, on_whole_blocks
 from .._layout.shardings import Place
+from .._matrices.pieces import divide
 from .._matrices.stacks import plan_stacks, Stack
 from .._matrices.view import MatrixView
 from .._mesh.by_constraint import orthogonalize_by_constraint
@@ -96,7 +97,8 @@ def on_one_device(
     solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
 ) -> list[jax.Array]:
     """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
-    platform = solver.its_platform
+    platform, pieces = solver.its_platform, divide(leaves, views)
+    leaves, views = pieces.arrays, pieces.views
     # On TPU a tall matrix is iterated as it is: to turn it is a copy in float32.
     views = views if platform.name == "tpu" else [view.wide for view in views]
     results: list[Any] = list(leaves)
@@ -119,7 +121,7 @@ def on_one_device(
             )
         for stack, matrices in zip(stacks, iterated, strict=True):
             stack.scatter(matrices, results, on_cpu=platform.name == "cpu")
-    return results
+    return pieces.unite(results)
 
 
 def _in_turns(

@@ -7,17 +7,21 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from .._layout.layout import own_block
 from .._layout.shardings import Shardings
+from .._matrices.pieces import along_outputs
 from .._matrices.view import MatrixView
+from .._model.per_head import heads_apart
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import make_solver, Method, Solver
 from .._options import NOT_NEGATIVE, number
 from .._parameters.dimension_numbers import DimensionNumbers
-from .._parameters.given import Model, numbers_of
+from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
 from .momentum import Momentum, momentum_in, ScaleByMuonState
 from .orthogonalize import orthogonalize
@@ -40,6 +44,7 @@ def scale_by_muon(
     mu_dtype: DTypeLike | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
+    per_head: bool = False,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -79,9 +84,13 @@ def scale_by_muon(
         float32.
     - `model`: what [`read_model`][] returns: which leaves are matrices, and along which
         axes. Leaves of which it tells nothing are found by their names.
-    - `dimension_numbers`: a tree of `optax.contrib.MuonDimensionNumbers`, a prefix
-        of one, a mapping from patterns of paths, or a function of the params. It
+    - `dimension_numbers`: a tree of `mc.MuonDimensionNumbers` or [`MatrixAxes`][], a
+        prefix of one, a mapping from patterns of paths, or a function of the params. It
         overrides `model`; by default [`flax_dimension_numbers`][].
+    - `per_head`: whether every head of a query and a key is a matrix of its own, as in
+        Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5: as an axis, or in a flat or
+        fused kernel. With a `model` those that it shows; without, the axes that are
+        heads in stock layers, those of the value too.
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
         params. Every device then gets its share of the matrices, whole, and returns
@@ -158,8 +167,8 @@ def scale_by_muon(
         "scale_by_muon",
         build,
         ScaleByMuonState,
-        numbers_of(model, dimension_numbers),
-        shardings,
+        **heads_apart(per_head, model, dimension_numbers),
+        shardings=shardings,
         axis_name=axis_name,
     )
 
@@ -224,23 +233,34 @@ class Direction(NamedTuple):
             leaves.layout.check_types(ahead)
             directions = orthogonalize(self.solver, ahead, views, leaves.layout)
             scaled = [
-                self._scale(d, view).astype(g.dtype) if view else d
-                for d, view, g in zip(directions, views, gradients, strict=True)
+                self._scale(d, view, cut).astype(g.dtype) if view else d
+                for d, view, cut, g in zip(
+                    directions, views, leaves.layout.cuts, gradients, strict=True
+                )
             ]
             return tree.unflatten(scaled), state
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
-    def _scale(self, direction: jax.Array, view: MatrixView) -> jax.Array:
+    def _scale(
+        self, direction: jax.Array, view: MatrixView, cut: PartitionSpec
+    ) -> jax.Array:
         # An orthogonal (m, n) has min(m, n) singular values of 1, so its entries have a
         # root mean square of 1 / sqrt(max(m, n)), which the first scale takes out. The
         # others are spectral: they bound what a step does to activations whose entries
         # have a root mean square of 1 (arXiv:2310.17813, condition 1).
-        fan_in, fan_out = view.matrix_shape
-        if self.consistent_rms is None:
-            scale = math.sqrt(max(1.0, fan_out / fan_in))
-        elif isinstance(self.consistent_rms, str):
-            scale = math.sqrt(fan_out / fan_in)
-        else:
-            scale = self.consistent_rms * math.sqrt(max(fan_in, fan_out))
-        return direction * jnp.asarray(scale, direction.dtype)
+        kind = self.consistent_rms
+        is_spectral = kind is None or isinstance(kind, str)
+
+        def scale(view: MatrixView) -> float:
+            fan_in, fan_out = view.matrix_shape
+            if not is_spectral:
+                return math.sqrt(max(fan_in, fan_out))
+            least = 1.0 if kind is None else 0.0
+            return math.sqrt(max(least, fan_out / fan_in))
+
+        factor: Any = scale(view)
+        if view.division is not None:
+            factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
+        factor = factor if is_spectral else kind * factor
+        return direction * jnp.asarray(factor, direction.dtype)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optax
-from optax.contrib import MuonDimensionNumbers
 
+from .._matrices.axes import Axes, is_axes
 from .._matrices.view import matrix_view, MatrixView
 from .._options import flag
 from . import paths
@@ -72,8 +72,8 @@ def flax_dimension_numbers(
     - `per_head`: whether every head of a query, key or value projection is a matrix of
         its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. For
         `dimension_numbers`: `functools.partial(mc.flax_dimension_numbers,
-        per_head=True)`. For layers that `attention=` describes see
-        [`per_head_dimension_numbers`][].
+        per_head=True)`. Heads that a `model=` or `attention=` shows, in flat and fused
+        kernels too, are cut by `per_head=True` of [`muon`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
         `nnx.vmap` stacks, where the leaves do not show it, such as
         `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
@@ -217,8 +217,8 @@ def resolve_verdicts(
         given,
         tree,
         name="dimension_numbers",
-        is_entry=lambda x: isinstance(x, MuonDimensionNumbers),
-        expected="optax.contrib.MuonDimensionNumbers",
+        is_entry=is_axes,
+        expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
         remedy="; for rules beside which the rest is found automatically, write "
         "patterns, such as 'mlp*' in place of 'mlp'",
     )
@@ -234,8 +234,7 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     """
 
     def by_path(of_leaves: Any) -> dict[paths.Path, Any]:
-        is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
-        flat = paths.flatten(of_leaves, is_leaf=is_leaf)
+        flat = paths.flatten(of_leaves, is_leaf=lambda x: x is None or is_axes(x))
         return dict(zip(flat.paths, flat.leaves, strict=True))
 
     numbers, labels = by_path(model.dimension_numbers), by_path(model.labels)
@@ -327,7 +326,7 @@ def matrix_views(
 
 
 def views_of(
-    all_numbers: Sequence[MuonDimensionNumbers | None], tree: paths.PathedTree
+    all_numbers: Sequence[Axes | None], tree: paths.PathedTree
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
     views: list[MatrixView | None] = []

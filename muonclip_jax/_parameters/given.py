@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from optax.contrib import MuonDimensionNumbers
 
+from .._matrices.axes import is_axes
 from . import paths
 from .paths import Path, PathedTree, show
 
@@ -79,11 +80,11 @@ def by_pattern(
     nothing.
     """
     for pattern, entry in patterns.items():
-        known = entry is None or isinstance(entry, MuonDimensionNumbers)
+        known = entry is None or is_axes(entry)
         if not known and not (isinstance(entry, str) and entry == AUTOMATIC):
             raise ValueError(
                 f"dimension_numbers of '{pattern}' is {entry!r}; expected is "
-                "optax.contrib.MuonDimensionNumbers, None for AdamW, or 'auto'"
+                "mc.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or 'auto'"
             )
     found: dict[Path, Any] = {}
     used: set[str] = set()

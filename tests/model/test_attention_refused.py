@@ -297,7 +297,7 @@ def test_layers_are_found_in_steps_that_grow_with_the_leaves(monkeypatch):
             mc.flax_dimension_numbers,
             STOCK_PARAMS | {"out": kernel(2, 4, 8), "e": embedding},
         ),
-        (mc.per_head_dimension_numbers(), STOCK_PARAMS),
+        (mc.muonclip(1e-2, per_head=True).init, STOCK_PARAMS),
         (mc.qk_clip().init, STOCK_PARAMS),
     ]
     for find, block in cases:

@@ -41,7 +41,9 @@ CALLS = {
     "flax_attention_layers": mc.flax_attention_layers,
     "named_attention": mc.named_attention(),
     "matrix_mask": mc.matrix_mask,
-    "per_head_dimension_numbers": mc.per_head_dimension_numbers(),
+    "heads of layers": lambda p: mc.describe(
+        p, attention=mc.flax_attention_layers, per_head=True
+    ),
     "dimension_numbers": lambda p: mc.flax_dimension_numbers(
         p, dimension_numbers={"block/up/kernel": None}
     ),

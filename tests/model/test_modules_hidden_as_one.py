@@ -105,12 +105,7 @@ NUMBERS = mc.flax_dimension_numbers(PARAMS)
     [
         {"dimension_numbers": NUMBERS},
         {"dimension_numbers": NUMBERS | {"l1": None}},
-        {"dimension_numbers": mc.per_head_dimension_numbers(dimension_numbers=NUMBERS)},
-        {
-            "dimension_numbers": mc.per_head_dimension_numbers(
-                mc.flax_attention_layers(PARAMS), dimension_numbers=NUMBERS
-            )
-        },
+        {"per_head": True},
         {
             "dimension_numbers": functools.partial(
                 mc.flax_dimension_numbers, stack_axes={"l0/up": 0}
@@ -170,12 +165,10 @@ def test_an_answer_of_none_is_adamw_for_a_bare_array():
     for shape in ((3, 4), (2, 3, 4)):
         array = jnp.ones(shape)
         expected = step(optax.adamw(0.1, b2=0.95, weight_decay=0.1), array)
-        for numbers in (
-            lambda p: None,
-            mc.per_head_dimension_numbers([], dimension_numbers=lambda p: None),
-        ):
-            updates = step(mc.muon(0.1, dimension_numbers=numbers), array)
-            np.testing.assert_allclose(updates, expected, rtol=1e-6)
-            assert "adamw" in mc.describe(array, dimension_numbers=numbers)
+        numbers = lambda p: None  # noqa: E731
+        updates = step(mc.muon(0.1, dimension_numbers=numbers), array)
+        np.testing.assert_allclose(updates, expected, rtol=1e-6)
+        for options in ({}, {"attention": [], "per_head": True}):
+            assert "adamw" in mc.describe(array, dimension_numbers=numbers, **options)
     given = mc.describe(jnp.ones((2, 3, 4)), dimension_numbers=Numbers(-2, -1))
     assert "2 x 3 x 4" in given

@@ -4,15 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_zoo import AT_1, FUSED, FusedAttention, GEMMA, LATENT, LatentAttention
-from helpers import inputs, linen_variables, normal
+from attention_zoo import AT_1, GEMMA, LATENT, LatentAttention
+from helpers import inputs, normal
 from internals import paths
 from optax.contrib import MuonDimensionNumbers
+from pieces import CASES, leaf_of
 
 import muonclip_jax as mc
 
 
 pytestmark = pytest.mark.usefixtures("every_container")
+
+STATS = {"max_logits": jnp.ones(4)}
+IN = MuonDimensionNumbers(0, (1, 2))
 
 
 def test_per_head_matrices_from_the_description():
@@ -25,39 +29,95 @@ def test_per_head_matrices_from_the_description():
         }
     }
     find = mc.latent_attention(4, stack_axes=AT_1)
-    table = mc.describe(
-        latent, attention=find, dimension_numbers=mc.per_head_dimension_numbers(find)
-    )
-    for shape in ("12 x 6 x 8", "12 x 5 x 7", "1 x 2 x 9"):
+    table = mc.describe(latent, attention=find, per_head=True)
+    # The key of each head, and its value.
+    for shape in ("12 x 6 x 8", "12 x 5 x 4 + 12 x 5 x 3", "1 x 2 x 9"):
         assert shape in table
     gemma = {"q_einsum": jnp.ones((4, 16, 8)), "kv_einsum": jnp.ones((2, 4, 16, 8))}
-    per_head = mc.per_head_dimension_numbers(
-        [GEMMA], dimension_numbers=MuonDimensionNumbers(-2, -1)
+    table = mc.describe(
+        gemma,
+        attention=[GEMMA],
+        dimension_numbers=MuonDimensionNumbers(-2, -1),
+        per_head=True,
     )
-    table = mc.describe(gemma, attention=[GEMMA], dimension_numbers=per_head)
     assert "4 x 16 x 8" in table and "8 x 16 x 8" in table
+
+
+def layer_of(query, key):
+    return [mc.AttentionLayer("", (query,), (key,))]
+
+
+def parts_of(split, at, **how):
+    """Query and key of a fused kernel, the first two along one axis of three."""
+    return layer_of(
+        *(
+            mc.HeadLeaf("w", 2, split=split, part=(at, slice(i, i + 1)), **how)
+            for i in range(2)
+        )
+    )
+
+
+FUSED = {
+    "fused, value whole": parts_of((3, 4, 4), -3),
+    "heads of query, key and value": parts_of((4, 3, 4), -2, axis=-3),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_heads_of_fused_kernels_are_those_cut_by_hand(name):
+    params = {"w": leaf_of(CASES[name], 0)}
+    by_hand = {"*w": CASES[name].axes}
+    updates = [
+        tx.update(params, tx.init(params), params, attention_stats=STATS)[0]
+        for tx in (
+            mc.muonclip(0.1, attention=FUSED[name], per_head=True),
+            mc.muonclip(0.1, attention=FUSED[name], dimension_numbers=by_hand),
+        )
+    ]
+    np.testing.assert_array_equal(updates[0]["w"], updates[1]["w"])
+
+
+def test_flat_heads_are_those_of_an_axis():
+    flat = {name: leaf_of(CASES["flat heads"], i) for i, name in enumerate("qk")}
+    apart = {name: x.reshape(16, 8, 6) for name, x in flat.items()}
+    found = []
+    for params, how in ((flat, {"ndim": 2, "split": (8, 6)}), (apart, {"ndim": 3})):
+        attention = layer_of(*(mc.HeadLeaf(name, **how) for name in "qk"))
+        tx = mc.muonclip(0.1, attention=attention, per_head=True)
+        stats = {"max_logits": jnp.ones(8)}
+        state = tx.init(params)
+        found.append(tx.update(params, state, params, attention_stats=stats)[0])
+    for name in "qk":
+        np.testing.assert_allclose(
+            found[0][name], found[1][name].reshape(16, 48), rtol=0, atol=1e-6
+        )
 
 
 def test_heads_in_groups_are_a_matrix_each():
     shapes = {"query": (16, 2, 3, 4), "key": (16, 2, 4)}
-    params = {
-        "attn": {
-            name: {"kernel": normal(i, *shape)}
-            for i, (name, shape) in enumerate(shapes.items())
-        }
-    }
-    find = mc.per_head_dimension_numbers(mc.named_attention())
-    tx = mc.scale_by_muon(dimension_numbers=find, consistent_rms=None)
-    updates, _ = tx.update(params, tx.init(params), params)
-    query, found = (x["attn"]["query"]["kernel"] for x in (params, updates))
-    of_heads = mc.newton_schulz(jnp.moveaxis(query, 0, 2))
-    np.testing.assert_allclose(found, jnp.moveaxis(of_heads, 2, 0), atol=1e-5)
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    attention = layer_of(mc.HeadLeaf("query", 4, (-3, -2)), mc.HeadLeaf("key", 3))
+    tx = mc.muonclip(
+        1.0,
+        attention=attention,
+        per_head=True,
+        dimension_numbers={"query": MuonDimensionNumbers(0, (1, 2, 3)), "key": IN},
+        consistent_rms=None,
+        beta=0.0,
+        weight_decay=0.0,
+    )
+    stats = {"max_logits": jnp.ones(6)}
+    found, _ = tx.update(params, tx.init(params), params, attention_stats=stats)
+    of_heads = mc.newton_schulz(jnp.moveaxis(params["query"], 0, 2))
+    np.testing.assert_allclose(found["query"], -jnp.moveaxis(of_heads, 2, 0), atol=1e-5)
 
 
-def test_per_head_matrices_need_an_axis_of_heads():
-    params = linen_variables(FusedAttention(), inputs())["params"]
-    with pytest.raises(ValueError, match="'c_attn/kernel' has no axis of heads"):
-        mc.per_head_dimension_numbers(FUSED)(params)
+def test_heads_that_do_not_follow_one_another_are_refused():
+    """Of which every second output is one head's."""
+    query, key = (mc.HeadLeaf(name, 2, axis=-1, split=(4, 2)) for name in "qk")
+    params = {name: jnp.ones((6, 8)) for name in "qk"}
+    with pytest.raises(ValueError, match="per_head=True cannot cut 'q'"):
+        mc.muonclip(0.1, attention=layer_of(query, key), per_head=True).init(params)
 
 
 def test_latent_attention_kernels_are_matrices_over_fused_axes():

@@ -119,8 +119,9 @@ def test_heads_are_found_and_scaled_wherever_the_stack_is(axis):
     for name in draw:
         expected = np.stack([layer[name]["kernel"] for layer in each], place)
         np.testing.assert_allclose(after["l"][name]["kernel"], expected, rtol=1e-6)
-    per_head = mc.per_head_dimension_numbers(find, dimension_numbers=Numbers(0, 1))
-    table = mc.describe(params, dimension_numbers=per_head, attention=find)
+    table = mc.describe(
+        params, dimension_numbers=Numbers(0, 1), attention=find, per_head=True
+    )
     assert table.count("6 x 6 x 4") == 2
 
 

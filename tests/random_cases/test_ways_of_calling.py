@@ -126,7 +126,6 @@ ENTRIES = {
     "matrix_mask": read(mc.matrix_mask),
     "describe": read(mc.describe),
     "flax_attention_layers": read(mc.flax_attention_layers),
-    "per_head_dimension_numbers": read(mc.per_head_dimension_numbers()),
 }
 
 

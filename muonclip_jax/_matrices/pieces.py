@@ -1,0 +1,247 @@
+"""Leaves of several matrices next to one another, cut into pieces and put together.
+
+    leaf (..., outputs, ...) -> (..., groups, parts, rest, ...) -> a piece for each
+    part, whose groups and heads are axes of a stack
+
+All of it is reshapes and slices of what is at hand, so that a block of a leaf, on one
+device of a mesh, is cut as the whole leaf is: where the mesh cuts along groups or heads
+nothing is exchanged for them.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .view import MatrixView
+
+
+class Piece(NamedTuple):
+    """One part of a leaf, as an array of its own.
+
+    `of` says for each axis of the view which axis of the leaf it is, or is the major
+    factor of: what a mesh cuts there, it cuts here.
+    """
+
+    view: MatrixView
+    of: tuple[int | None, ...]
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """How the piece is sharded where this is how the leaf is."""
+        entries = dict(enumerate(spec))
+        return PartitionSpec(*(entries.get(i) for i in self.of))  # type: ignore[arg-type]
+
+
+class Pieces(NamedTuple):
+    """Leaves as pieces, and the way back from arrays in their place."""
+
+    arrays: list[jax.Array]
+    views: list[MatrixView]
+    specs: list[PartitionSpec]
+    unite: Callable[[Sequence[jax.Array]], list[jax.Array]]
+
+
+def divide(
+    leaves: Sequence[jax.Array],
+    views: Sequence[MatrixView],
+    specs: Sequence[PartitionSpec] | None = None,
+) -> Pieces:
+    """Cuts leaves, or blocks of them, that `specs` (as `aligned` gives them) shard."""
+    cuts = [_Cut.of(view) for view in views]
+    if specs is None:
+        specs = [PartitionSpec()] * len(leaves)
+    arrays, pieces, piece_specs = [], [], []
+    for leaf, cut, spec in zip(leaves, cuts, specs, strict=True):
+        arrays += cut.divide(leaf)
+        pieces += [piece.view for piece in cut.pieces]
+        piece_specs += [piece.spec(spec) for piece in cut.pieces]
+
+    def unite(found: Sequence[jax.Array]) -> list[jax.Array]:
+        each = iter(found)
+        return [
+            cut.unite(list(itertools.islice(each, len(cut.pieces))), leaf.shape)
+            for leaf, cut in zip(leaves, cuts, strict=True)
+        ]
+
+    return Pieces(arrays, pieces, piece_specs, unite)
+
+
+def pieces_of(view: MatrixView) -> tuple[Piece, ...]:
+    """The pieces of a whole leaf."""
+    return _Cut.of(view).pieces
+
+
+def aligned(
+    view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
+) -> PartitionSpec:
+    """The spec without what cuts through the pieces, so that no block has all of one.
+
+    Blocks of a fused query, key and value have entries of one or two of the three, so
+    the outputs have to be gathered; blocks of whole groups or heads have pieces of
+    their own.
+    """
+    if view.division is None:
+        return spec
+    pieces, entries = pieces_of(view), []
+    for axis, entry in enumerate(spec):
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        count = math.prod(mesh[name] for name in names)
+        sizes = [
+            piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
+            for piece in pieces
+        ]
+        entries.append(None if any(size % count for size in sizes) else entry)
+    return PartitionSpec(*entries)
+
+
+def along_outputs(
+    view: MatrixView, of_piece: Callable[[MatrixView], float]
+) -> np.ndarray:
+    """A number for each piece, spread along the outputs to multiply the leaf."""
+    numbers = [of_piece(piece.view) for piece in pieces_of(view)]
+    if len(set(numbers)) == 1:
+        return np.full((1,) * len(view.shape), numbers[0])
+    assert view.division is not None
+    group = np.repeat(numbers, view.division.parts)
+    shape = [n if i in view.output else 1 for i, n in enumerate(view.shape)]
+    return np.tile(group, view.division.groups).reshape(shape)
+
+
+class _Axis(NamedTuple):
+    """An axis of a leaf, or a factor of one, after a reshape.
+
+    **Arguments:**
+
+    - `size`: of it.
+    - `of`: the leaf's axis that it is, or is the major factor of. A mesh cuts an axis
+        into consecutive blocks, and so only its major factor.
+    - `inner`: for outputs, how many of them one step along it goes by.
+    """
+
+    size: int
+    of: int | None
+    inner: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How a leaf is reshaped, `(*before, *groups, units, *rest, *after)`, and sliced.
+
+    A part is some of the units; without parts there is no such axis.
+    """
+
+    shape: tuple[int, ...]  # of the whole leaf
+    before: list[_Axis]
+    groups: list[_Axis]
+    rest: list[_Axis]
+    after: list[_Axis]
+    units: tuple[int, ...]  # of each part
+    own: list[list[_Axis]]  # of each part: units and rest, cut into heads
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, view: MatrixView) -> "_Cut":
+        plain = [_Axis(n, i) for i, n in enumerate(view.shape)]
+        if view.division is None:
+            piece = Piece(view, tuple(range(len(plain))))
+            return cls(view.shape, plain, [], [], [], (), [[]], (piece,))
+        _, parts, head_dims = view.division
+        first, stop = view.output[0], view.output[-1] + 1
+        before, after = plain[:first], plain[stop:]
+        outputs, inner = [], 1
+        for axis in reversed(plain[first:stop]):
+            outputs.insert(0, axis._replace(inner=inner))
+            inner *= axis.size
+        group, unit = sum(parts), math.gcd(*parts)
+        outputs = _factored(outputs, {group, unit})
+        groups = [a for a in outputs if a.inner >= group]
+        rest = [a for a in outputs if a.inner < unit]
+        units = tuple(n // unit for n in parts) if len(parts) > 1 else ()
+        own, pieces = [], []
+        for i, head_dim in enumerate(head_dims):
+            # What is sliced is cut by no mesh.
+            sliced = [_Axis(units[i], None, unit)] if units else []
+            found = sliced + rest
+            if head_dim is not None:
+                found = _factored(found, {head_dim})
+            own.append(found)
+            axes = [*before, *groups, *found, *after]
+            place = {a.of: at for at, a in enumerate(axes) if not a.inner}
+            # A part that stays whole is one matrix of all its groups.
+            at = range(len(before), len(before) + len(groups) + len(found))
+            stacked = [
+                j for j in at if head_dim is not None and axes[j].inner >= head_dim
+            ]
+            pieces.append(
+                Piece(
+                    MatrixView(
+                        (*(place[j] for j in view.batch), *stacked),
+                        tuple(place[j] for j in view.reduction),
+                        tuple(j for j in at if j not in stacked),
+                        tuple(a.size for a in axes),
+                        view.is_directed,
+                    ),
+                    tuple(a.of for a in axes),
+                )
+            )
+        return cls(view.shape, before, groups, rest, after, units, own, tuple(pieces))
+
+    def divide(self, block: jax.Array) -> list[jax.Array]:
+        if self.pieces[0].view.shape == self.shape:
+            return [block]
+        local = self._local(block.shape)
+        before, after = local(self.before + self.groups), local(self.after)
+        middle = [*([sum(self.units)] if self.units else []), *local(self.rest)]
+        whole = jax.lax.reshape(block, (*before, *middle, *after))
+        starts = itertools.accumulate(self.units, initial=0)
+        slices = [
+            jax.lax.slice_in_dim(whole, start, start + n, axis=len(before))
+            for start, n in zip(starts, self.units, strict=False)
+        ]
+        return [
+            jax.lax.reshape(x, (*before, *local(own), *after))
+            for x, own in zip(slices or [whole], self.own, strict=True)
+        ]
+
+    def unite(self, pieces: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """The leaf, or block, of this shape."""
+        if not self.units:
+            return jax.lax.reshape(pieces[0], shape)
+        local = self._local(shape)
+        before, after = local(self.before + self.groups), local(self.after)
+        slices = [
+            jax.lax.reshape(x, (*before, n, *local(self.rest), *after))
+            for x, n in zip(pieces, self.units, strict=True)
+        ]
+        return jax.lax.reshape(jnp.concatenate(slices, len(before)), shape)
+
+    def _local(self, shape: tuple[int, ...]) -> Callable[[Sequence[_Axis]], list[int]]:
+        """Makes a function from axes to their sizes in a block of this shape."""
+        counts = [n // m for n, m in zip(self.shape, shape, strict=True)]
+        return lambda axes: [
+            a.size if a.of is None else a.size // counts[a.of] for a in axes
+        ]
+
+
+def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
+    """The same axes, split such that each of the strides is that of one of them."""
+    found = []
+    for axis in axes:
+        stop = axis.size * axis.inner
+        inside = sorted(n for n in strides if axis.inner < n < stop)
+        bounds = [axis.inner, *inside, stop]
+        if any(high % low for low, high in itertools.pairwise(bounds)):
+            # A step along one axis goes through a part or a head: as one axis all of
+            # them can be cut anywhere.
+            size = math.prod(a.size for a in axes)
+            major = next((a.of for a in axes if a.size > 1), None)
+            return _factored([_Axis(size, major, axes[-1].inner)], strides)
+        for low, high in reversed(list(itertools.pairwise(bounds))):
+            found.append(_Axis(high // low, axis.of if high == stop else None, low))
+    return found
