@@ -36,6 +36,8 @@ def on_automatic_axes(
 
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
+    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
+        return function(leaves)
     specs = [explicit_spec(x) for x in leaves]
     results = function([resharded(x, PartitionSpec()) for x in leaves])
     return [resharded(x, spec) for x, spec in zip(results, specs, strict=True)]

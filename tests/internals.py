@@ -119,7 +119,9 @@ def solver(
 ) -> Solver:
     """One for a platform by its name: "cpu", "gpu" or "tpu"."""
     made = make_solver(ns_coeffs, ns_steps, method, dtype, preconditioning, kernel)
-    return made.on(platform_named(platform)) if platform else made
+    if platform is None:
+        return made
+    return dataclasses.replace(made, platform=platform_named(platform))
 
 
 def platform_named(name: str) -> Platform:

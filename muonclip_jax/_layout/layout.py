@@ -93,7 +93,8 @@ class Layout(NamedTuple):
 
         **Raises:** `ValueError` as `check_replicas` does.
         """
-        check_replicas(self.replicas, attention_stats)
+        if self.replicas:
+            check_replicas(self.replicas, attention_stats)
         # Momentum is a sum of itself and a gradient, and XLA shards a sum as one of its
         # terms. Without this a gradient that was left sharded otherwise would move the
         # state in the first step.

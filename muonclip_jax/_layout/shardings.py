@@ -50,9 +50,12 @@ def find_mesh_specs(
     **Raises:** `ValueError`, naming the paths, for shardings that contradict each other
     or do not fit the leaves.
     """
-    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    ambient = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in ambient.axis_types:
         return None  # inside `jax.shard_map`, where leaves are what a device holds
-    found = [_found(*entry) for entry in zip(paths, leaves, given, strict=True)]
+    ambient = None if ambient.empty else ambient
+    entries = zip(paths, leaves, given, strict=True)
+    found = [_found(*entry, ambient) for entry in entries]
     meshes = [
         (path, spec, mesh)
         for path, (mesh, spec) in zip(paths, found, strict=True)
@@ -131,16 +134,19 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     return own is not None and _same(own_mesh, mesh) and _same_spec(own, spec, mesh)
 
 
-def _found(path: Path, leaf: Any, given: Any) -> tuple[Any, Any]:
+def _found(
+    path: Path, leaf: Any, given: Any, ambient: AbstractMesh | None
+) -> tuple[Any, Any]:
+    """The mesh of a leaf, or else the one around it, and its spec."""
     if is_masked(leaf):
         return None, None
     mesh, spec = _of_array(leaf)
     if given is None:
-        return (mesh or _ambient_mesh()), spec
+        return (mesh or ambient), spec
     if isinstance(given, NamedSharding):
         wanted = given.mesh, given.spec
     else:
-        wanted = (mesh or _ambient_mesh()), given
+        wanted = (mesh or ambient), given
     if wanted[0] is None:
         raise ValueError(
             f"shardings gives {given} for '{show(path)}', but there is no mesh: "
@@ -167,11 +173,6 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     if isinstance(leaf, Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding.mesh, None
     return sharding.mesh, sharding.spec
-
-
-def _ambient_mesh() -> AbstractMesh | None:
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
 
 
 def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:

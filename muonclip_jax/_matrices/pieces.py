@@ -53,9 +53,11 @@ def divide(
     specs: Sequence[PartitionSpec] | None = None,
 ) -> Pieces:
     """Cuts leaves, or blocks of them, that `specs` (as `aligned` gives them) shard."""
-    cuts = [_Cut.of(view) for view in views]
     if specs is None:
         specs = [PartitionSpec()] * len(leaves)
+    if not any(view.division for view in views):
+        return Pieces([*leaves], [*views], [*specs], list)
+    cuts = [_Cut.of(view) for view in views]
     arrays, pieces, piece_specs = [], [], []
     for leaf, cut, spec in zip(leaves, cuts, specs, strict=True):
         arrays += cut.divide(leaf)

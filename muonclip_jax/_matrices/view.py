@@ -65,17 +65,17 @@ class MatrixView:
 
     def to_matrices(self, leaf: jax.Array) -> jax.Array:
         """Returns the leaf as `(count, fan_in, fan_out)`."""
+        order = self.batch + self.reduction + self.output
         shape = self.count, *self.matrix_shape
-        return jax.lax.reshape(jax.lax.transpose(leaf, self._order), shape)
+        return jax.lax.reshape(jax.lax.transpose(leaf, order), shape)
 
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
-        moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in self._order])
-        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return jax.lax.transpose(moved, inverse)
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return self.batch + self.reduction + self.output
+        """The inverse of `to_matrices`."""
+        order = self.batch + self.reduction + self.output
+        moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in order])
+        return jax.lax.transpose(
+            moved, sorted(range(len(order)), key=order.__getitem__)
+        )
 
 
 def matrix_view(shape: tuple[int, ...], numbers: Axes) -> MatrixView:

@@ -148,7 +148,9 @@ def muon(
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         # The mask is read of the whole tree, for the same reason as the axes are, and
         # as a tree of bools, which both groups below see through their own masks.
-        mask = _decay_mask(weight_decay_mask, leaves.layout.whole)
+        mask = None
+        if weight_decay_mask is not None:
+            mask = _decay_mask(weight_decay_mask, leaves.layout.whole)
         decay = functools.partial(
             decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )

@@ -81,10 +81,6 @@ def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The sum that stayed in range counts.
     """
-
-    def sum_of_squares(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.real(x * x.conj()), axis=(-2, -1), keepdims=True)
-
     # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
     # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
     # are multiplied by 2^80: 2^-92.
@@ -94,7 +90,10 @@ def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     shrink, enlarge = jax.lax.optimization_barrier(
         (jnp.asarray(2.0**-exponent, real), jnp.asarray(2.0**exponent, real))
     )
-    total, small, large = map(sum_of_squares, (x, x * enlarge, x * shrink))
+    total, small, large = (
+        jnp.sum(jnp.real(y * y.conj()), axis=(-2, -1), keepdims=True)
+        for y in (x, x * enlarge, x * shrink)
+    )
     is_large, is_small = total > 2.0**exponent, total < 2.0**-exponent
     factor = jnp.where(is_large, shrink, jnp.where(is_small, enlarge, 1))
     counts = jnp.where(is_large, large, jnp.where(is_small, small, total))
@@ -114,13 +113,13 @@ def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         ratio = small / jnp.where(large > 0, large, 1)
         return large * jnp.sqrt(1 + ratio * ratio)
 
-    def along_last(x: jax.Array) -> jax.Array:
-        return jax.lax.reduce(x, jnp.zeros((), x.dtype), hypotenuse, (x.ndim - 1,))
-
     entries = math.prod(x.shape[-2:])
     # The norm of all of them is finite where they are, rounded up or not.
     factor = 2.0 ** -math.ceil(1 + math.log2(max(1, entries)) / 2)
-    norm = along_last(along_last(jnp.abs(x) * factor))[..., None, None]
+    norm = jnp.abs(x) * factor
+    for axis in (x.ndim - 1, x.ndim - 2):
+        norm = jax.lax.reduce(norm, jnp.zeros((), norm.dtype), hypotenuse, (axis,))
+    norm = norm[..., None, None]
     # Compilers multiply by its reciprocal, which has to be in range too.
     exponent = jnp.finfo(norm.dtype).maxexp // 2
     is_large, is_small = norm > 2.0**exponent, norm < 2.0**-exponent

@@ -68,7 +68,9 @@ class Solver:
         """
 
         def branch(platform: Platform) -> Callable[..., Any]:
-            return lambda solver, *arguments: function(solver.on(platform), *arguments)
+            return lambda solver, *arguments: function(
+                dataclasses.replace(solver, platform=platform), *arguments
+            )
 
         branches = {name: branch(platform) for name, platform in PLATFORMS.items()}
         return jax.lax.platform_dependent(self, *arguments, **branches)
