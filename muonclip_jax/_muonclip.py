@@ -29,7 +29,7 @@ def muonclip(
     alpha: optax.ScalarOrSchedule = 0.5,
     model: Model | None = None,
     attention: Attention | None = None,
-    beta: float | jax.Array = 0.95,
+    beta: float | jax.Array | optax.Schedule = 0.95,
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,

@@ -26,8 +26,8 @@ class Range(NamedTuple):
 FINITE = Range("be finite", np.isfinite)
 POSITIVE = Range("be positive", lambda x: x > 0)
 NOT_NEGATIVE = Range("be finite and not negative", lambda x: (x >= 0) & (x < math.inf))
-SHARE = Range("lie in [0, 1]", lambda x: (x >= 0) & (x <= 1))
-BELOW_ONE = Range("lie in [0, 1)", lambda x: (x >= 0) & (x < 1))
+SHARE = Range("be in [0, 1]", lambda x: (x >= 0) & (x <= 1))
+BELOW_ONE = Range("be in [0, 1)", lambda x: (x >= 0) & (x < 1))
 
 # Not those of 8 bits, which are formats to store and to multiply, not to add in.
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -167,7 +167,7 @@ def test_alpha_outside_the_unit_interval(alpha):
         lambda **o: mc.muonclip(1e-3, **o),
         lambda **o: mc.clip_qk(PARAMS, STATS, **o),
     ):
-        with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\], got"):
+        with pytest.raises(ValueError, match=r"alpha must be in \[0, 1\], got"):
             make(alpha=alpha)
 
 

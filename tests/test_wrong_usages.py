@@ -90,7 +90,7 @@ BROADCAST = {"none", "list", "nan", "negative", "bool"}
 WINDOW = {"none"}
 
 MUON = {
-    "beta": NUMBER,
+    "beta": SCHEDULE,
     "nesterov": FLAG,
     "ns_coeffs": CHOICE,
     "ns_steps": WHOLE,
@@ -358,12 +358,11 @@ NO_PRESET = r"a preset that is called: mc.named_attention\(\); got the function 
 
 #: What is wrong, and what the message says.
 WRONG = {
-    "beta is a schedule": (
-        clip(beta=optax.linear_schedule(0.85, 0.95, 300)),
-        f"beta must be a number, got .*{NO_SCHEDULE}.*beta=schedule",
+    "adam_b1 is a schedule": (
+        clip(adam_b1=optax.linear_schedule(0.85, 0.95, 300)),
+        f"adam_b1 must be a number, got .*{NO_SCHEDULE}.*adam_b1=schedule",
     ),
     "neuron_b2 is a schedule": (clip(neuron_b2=lambda count: 0.9), NO_SCHEDULE),
-    "adam_b1 is a schedule": (clip(adam_b1=lambda count: 0.9), NO_SCHEDULE),
     "consistent_rms is a schedule": (clip(consistent_rms=lambda c: 0.2), NO_SCHEDULE),
     "ns_steps is a schedule": (clip(ns_steps=lambda count: 5), NO_SCHEDULE),
     "ns_steps is traced and no integer": (
@@ -374,9 +373,9 @@ WRONG = {
         lambda: jax.jit(lambda n: mc.muon(1e-3, nesterov=n) and n)(True),
         "nesterov must be True or False, known when tracing",
     ),
-    "beta above 1": (clip(beta=95), r"beta must lie in \[0, 1\], got 95"),
+    "beta above 1": (clip(beta=95), r"beta must be in \[0, 1\], got 95"),
     "beta for each leaf": (clip(beta=jnp.ones(2)), "beta must be one number"),
-    "adam_b2 of 1": (clip(adam_b2=1.0), r"adam_b2 must lie in \[0, 1\), got 1.0"),
+    "adam_b2 of 1": (clip(adam_b2=1.0), r"adam_b2 must be in \[0, 1\), got 1.0"),
     "learning rate is nan": (
         clip(learning_rate=np.nan),
         "learning_rate must be finite",

@@ -91,7 +91,7 @@ def splash_attention(
     if any(manual_axes(x) or jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
         raise ValueError(
             "splash_attention is a Pallas kernel, whose results have no type that says "
-            "how they lie on a mesh: call it in jax.shard_map(..., check_vma=False)"
+            "how a mesh shards them: call it in jax.shard_map(..., check_vma=False)"
         )
     window = make_window(is_causal, local_window_size)
     block_size = whole_number("block_size", block_size, 1)

@@ -198,7 +198,7 @@ def over_replicas(init: Any, update: Any, axis_name: Hashable | None) -> OverRep
 
 def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
     """Raises for an `axis_name` that is no axis here, or of which `multi_steps` around
-    this, which hands over statistics that it has reduced, does not know.
+    this, which passes on statistics that it has reduced, does not know.
     """
     for axis in replicas:
         try:

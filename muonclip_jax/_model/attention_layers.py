@@ -186,7 +186,7 @@ def _is_low_rank(
             raise ValueError(
                 f"the mask hides {paths.show_all(hidden)}, but QK-Clip scales a kernel "
                 f"and its LoRA factors, here {paths.show_all((own, *pair))}, together. "
-                "Put it behind the partition, where all are in sight: optax.chain("
+                "Put it after the partition, where all are in sight: optax.chain("
                 "optax.partition(...), mc.qk_clip())"
             )
         return True

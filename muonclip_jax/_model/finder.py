@@ -409,6 +409,6 @@ def check_none_overlooked(
         raise ValueError(
             f"QK-Clip would not clip {paths.show_all(alone, at_most=3)}: it scales a "
             "kernel and its LoRA factors together, and needs both in the params. Put "
-            "mc.qk_clip behind optax.partition, where all are in sight, or use "
+            "mc.qk_clip after optax.partition, where all are in sight, or use "
             "mc.muon. To leave it unclipped, pass attention=mc.flax_attention_layers"
         )

@@ -129,7 +129,7 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
         if any(map(paths.is_masked, leaves.tree.leaves)):
             remedy = f"The mask may hide what tells: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(
-            f"{name} was handed leaves that hold no matrix: {paths.show_all(strays)}. "
+            f"{name} got leaves that hold no matrix: {paths.show_all(strays)}. "
             f"{remedy}, use mc.muon, or name their axes in dimension_numbers"
         )
 

@@ -22,11 +22,12 @@ from .leaves import Leaves
 
 
 class ScaleByMuonState(NamedTuple):
-    """State of [`scale_by_muon`][]: nothing but the momentum.
+    """State of [`scale_by_muon`][]: the momentum.
 
     - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
         which no `beta` up to 0.96 makes overflow; in 8 bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
+    - `count`: of the steps, where `beta` is a schedule, else `None`.
 
     !!! example
 
@@ -38,6 +39,7 @@ class ScaleByMuonState(NamedTuple):
 
     mu: optax.Updates
     scales: dict[str, eight_bits.Scales] | None = None
+    count: Any = None
 
 
 #: What momentum is stored as a multiple of in float16, which ends at 65,504: gradients
@@ -61,31 +63,60 @@ class Momentum(NamedTuple):
     update: Callable[..., tuple[list[jax.Array], ScaleByMuonState]]
 
 
-def momentum_in(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
+#: A number, or a function from the count of steps to one.
+Beta = ArrayLike | Callable[[Any], Any]
+
+
+def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum:
     """Momentum of a dtype, the params' if it is `None`.
 
     **Raises:** `ValueError` for one that is neither a float nor int8, for a beta
     outside [0, 1], and for a `nesterov` that is no bool.
     """
-    number("beta", beta, SHARE)
+    number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
     if is_8_bits(float_dtype("mu_dtype", dtype, also="int8")):
-        return _in_8_bits(beta, nesterov)
-    return _in_floats(dtype, beta, nesterov)
+        return _scheduled(beta, _in_8_bits(nesterov))
+    return _scheduled(beta, _in_floats(dtype, nesterov))
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
     return dtype is not None and jnp.dtype(dtype) == jnp.int8
 
 
-def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Momentum:
+def _scheduled(beta: Beta, momentum: Momentum) -> Momentum:
+    """Momentum whose updates take a beta first, with this one, a schedule or not."""
+
+    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        state = momentum.init(params, leaves)
+        if not callable(beta):
+            return state
+        return state._replace(count=jnp.zeros((), jnp.int32))
+
+    def update(state: ScaleByMuonState, *arguments):
+        if (state.count is not None) != callable(beta):
+            made, given = ("a number", "a schedule")[:: 1 if callable(beta) else -1]
+            raise ValueError(
+                f"the state was made with a beta that is {made}, but beta is {given}. "
+                "Give the beta that the state was made with, or call init again"
+            )
+        if not callable(beta):
+            return momentum.update(beta, state, *arguments)
+        count: Any = state.count
+        ahead, after = momentum.update(beta(count), state, *arguments)
+        return ahead, after._replace(count=optax.safe_increment(count))
+
+    return Momentum(init, update)
+
+
+def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         if dtype is None:
             _check_each(is_float, params, leaves, _NO_FLOATS)
         (mu,) = zeros_like(params, leaves.layout, dtype)
         return ScaleByMuonState(mu)
 
-    def update(state, leaves, views, gradients):
+    def update(beta, state, leaves, views, gradients):
         _check_same_kind(state, has_scales=False)
         pairs = [
             _accumulate(beta, m, g, nesterov) if view else (m, g)
@@ -99,14 +130,14 @@ def _in_floats(dtype: DTypeLike | None, beta: ArrayLike, nesterov: bool) -> Mome
     return Momentum(init, update)
 
 
-def _in_8_bits(beta: ArrayLike, nesterov: bool) -> Momentum:
+def _in_8_bits(nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         _check_each(_is_real, params, leaves, _COMPLEX)
         _check_whole(leaves)
         (mu,) = zeros_like(params, leaves.layout, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
 
-    def update(state, leaves, views, gradients):
+    def update(beta, state, leaves, views, gradients):
         _check_same_kind(state, has_scales=True)
         _check_whole(leaves)
         # Scales are by path, since leaves without a matrix have none.

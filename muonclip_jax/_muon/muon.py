@@ -35,7 +35,7 @@ from .weight_decay import check_rates, decayed_weights
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    beta: float | jax.Array = 0.95,
+    beta: float | jax.Array | optax.Schedule = 0.95,
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,

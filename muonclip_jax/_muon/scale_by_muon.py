@@ -32,7 +32,7 @@ ShapeScale = float | jax.Array | Literal["mup"] | None
 
 def scale_by_muon(
     *,
-    beta: float | jax.Array = 0.95,
+    beta: float | jax.Array | optax.Schedule = 0.95,
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,
@@ -69,7 +69,7 @@ def scale_by_muon(
 
     **Arguments:**
 
-    - `beta`: momentum decay; `optax.inject_hyperparams` lets it change.
+    - `beta`: momentum decay: a number or a schedule.
     - `nesterov`: whether to look one step ahead.
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
@@ -175,7 +175,7 @@ def scale_by_muon(
 
 def make_direction(
     *,
-    beta: float | jax.Array,
+    beta: float | jax.Array | optax.Schedule,
     nesterov: bool,
     ns_coeffs: str | Triple | Schedule,
     ns_steps: int | jax.Array,

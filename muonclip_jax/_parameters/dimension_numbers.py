@@ -55,7 +55,7 @@ def flax_dimension_numbers(
     them, in front, after the first axis or last; so is an axis that the params name
     `layers` (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). A stack of
     experts is known by its router. Every matrix of a stack is orthogonalized by itself.
-    Where an update comes without the names, as from `nnx.Optimizer`, hand over the tree
+    Where an update comes without the names, as from `nnx.Optimizer`, pass the tree
     that this returns, and not the function.
 
     Embeddings, positions, norms, biases, routers and all leaves of rank 0 and 1 in one
@@ -210,8 +210,8 @@ def resolve_verdicts(
         return _decided(tree, reading, given, described)
     if per_head:
         raise ValueError(
-            "per_head=True has no say beside dimension_numbers for all leaves: make "
-            "them by mc.flax_dimension_numbers(per_head=True), or give patterns"
+            "per_head=True has no effect next to dimension_numbers for all leaves: "
+            "make them by mc.flax_dimension_numbers(per_head=True), or give patterns"
         )
     entries = broadcast(
         given,
@@ -219,7 +219,7 @@ def resolve_verdicts(
         name="dimension_numbers",
         is_entry=is_axes,
         expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
-        remedy="; for rules beside which the rest is found automatically, write "
+        remedy="; to give rules and have the rest found automatically, write "
         "patterns, such as 'mlp*' in place of 'mlp'",
     )
     return [Verdict(entry, "given") for entry in entries]

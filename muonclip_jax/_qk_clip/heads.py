@@ -141,7 +141,7 @@ class Heads:
         if row.shape != (self.count,):
             raise ValueError(
                 f"the state of qk_clip is of {row.size} heads, but the params have "
-                f"{self.count}: hand over what init returned for them. Inside "
+                f"{self.count}: pass what init returned for them. Inside "
                 "jax.shard_map every device has the whole row, whatever axes cut the "
                 "heads: its in_specs and out_specs are PartitionSpec()"
             )

@@ -74,7 +74,7 @@ def qk_clip_metrics(
     if heads.count != state.gamma.size:
         raise ValueError(
             f"the optimizer state holds {state.gamma.size} heads, the params "
-            f"{heads.count}; hand over the params and attention= of its init"
+            f"{heads.count}; pass the params and attention= of its init"
         )
     # `step` counts updates, so that the last one had the number before it.
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)

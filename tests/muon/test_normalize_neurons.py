@@ -145,7 +145,7 @@ def test_muon_puts_it_behind_the_direction():
 
 
 def test_leaves_without_a_matrix_are_named():
-    with pytest.raises(ValueError, match=r"normalize_neurons was .*'up/bias'"):
+    with pytest.raises(ValueError, match=r"normalize_neurons got .*'up/bias'"):
         mc.normalize_neurons().init(
             {"up": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
         )
@@ -302,9 +302,9 @@ def test_strict_promotion(dtype):
 
 @pytest.mark.parametrize("b2", [-0.1, 1.5, math.nan])
 def test_decays_outside_the_unit_interval_are_refused(b2):
-    with pytest.raises(ValueError, match=r"^b2 must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"^b2 must be in \[0, 1\]"):
         mc.normalize_neurons(b2)
-    with pytest.raises(ValueError, match=r"neuron_b2 must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"neuron_b2 must be in \[0, 1\]"):
         mc.muon(1e-2, neuron_b2=b2)
 
 

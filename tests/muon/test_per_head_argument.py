@@ -64,5 +64,5 @@ def test_of_described_layers():
 
 def test_not_beside_numbers_of_all_leaves():
     numbers = mc.flax_dimension_numbers(PARAMS, dimension_numbers=RULES, per_head=True)
-    with pytest.raises(ValueError, match="per_head=True has no say"):
+    with pytest.raises(ValueError, match="per_head=True has no effect"):
         mc.muon(0.1, per_head=True, dimension_numbers=numbers).init(PARAMS)

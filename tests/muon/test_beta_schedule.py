@@ -1,0 +1,72 @@
+"""A `beta` that is a schedule: in each step it is what the schedule says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, normal, of_newton_schulz, polynomial_of
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+PARAMS = {"w": normal(0, 8, 12)}
+RISING = optax.linear_schedule(0.5, 0.9, 3)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_by_hand(nesterov):
+    tx = mc.scale_by_muon(beta=RISING, nesterov=nesterov)
+    state, m = tx.init(PARAMS), 0.0
+    update = jax.jit(tx.update)
+    for step, beta in enumerate((0.5, 0.5 + 0.4 / 3, 0.5 + 0.8 / 3, 0.9, 0.9)):
+        g = normal((step, 1), 8, 12)
+        found, state = update({"w": g}, state)
+        g = np.asarray(g, np.float64)
+        m = beta * m + g
+        ahead = g + beta * m if nesterov else m
+        direction = polynomial_of(ahead, mc.NS_COEFFS["keller"])
+        expected = {"w": 0.2 * np.sqrt(12) * direction}
+        assert_close(found, expected, of_newton_schulz(12))
+    assert state.count == 5
+
+
+@pytest.mark.parametrize("mu_dtype", [None, "int8"])
+def test_a_constant_schedule_is_the_number(mu_dtype):
+    made = [
+        mc.muon(0.1, beta=beta, mu_dtype=mu_dtype, ns_steps=2)
+        for beta in (0.8, lambda count: 0.8)
+    ]
+    updates = []
+    for tx in made:
+        state = tx.init(PARAMS)
+        for _ in range(2):
+            update, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
+        updates.append(update["w"])
+    np.testing.assert_array_equal(*updates)
+
+
+def test_under_inject_hyperparams_as_of_any_schedule():
+    tx = optax.inject_hyperparams(mc.muon)(0.1, beta=RISING, ns_steps=2)
+    state = tx.init(PARAMS)
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
+    np.testing.assert_allclose(state.hyperparams["beta"], 0.5 + 0.4 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("made, given", [(RISING, 0.9), (0.9, RISING)])
+def test_a_state_of_the_other_kind_is_refused(made, given):
+    state = mc.scale_by_muon(beta=made).init(PARAMS)
+    with pytest.raises(ValueError, match="the state was made with a beta that is a"):
+        mc.scale_by_muon(beta=given).update(PARAMS, state)
+
+
+def test_state_for_abstract_params_counts_too():
+    abstract = jax.eval_shape(lambda: PARAMS)
+    state = jax.eval_shape(mc.muonclip(0.1, beta=RISING).init, abstract)
+    counts = [
+        x for x in jax.tree.leaves(state) if x.shape == () and x.dtype == jnp.int32
+    ]
+    assert counts
