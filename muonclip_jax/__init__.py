@@ -56,6 +56,7 @@ from ._qk_clip.qk_clip import QKClipState as QKClipState
 from ._reading.reading import ModelReading as ModelReading
 from ._reading.reading import read_model as read_model
 from ._reading.recorded import record_attention as record_attention
+from ._scalars import scalars as scalars
 
 
 __version__ = importlib.metadata.version("muonclip_jax")

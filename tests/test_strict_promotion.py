@@ -196,6 +196,7 @@ CALLS = {
         lambda: run(mc.multi_steps(mc.muonclip(1e-2), 2), attention_stats=STATS)
     ],
     "qk_clip_metrics": [metrics],
+    "scalars": [lambda: mc.scalars(clipped()()[1], PARAMS)],
     "combine_attention_stats": [lambda: mc.combine_attention_stats(STATS, STATS)],
     "max_logits": [
         each(mc.max_logits, 2),

@@ -169,6 +169,10 @@ ARGUMENTS = {
         lambda **o: mc.qk_clip_metrics(mc.qk_clip().init(PARAMS), PARAMS, **o),
         {"attention": TREE_OR_NONE, "model": TREE_OR_NONE},
     ),
+    "scalars": (
+        lambda **o: mc.scalars(mc.qk_clip().init(PARAMS), PARAMS, **o),
+        {x: TREE_OR_NONE for x in ("attention", "model", "updates")},
+    ),
     "param_labels": (
         lambda **o: mc.param_labels(PARAMS, **o),
         {"model": TREE_OR_NONE},

@@ -95,14 +95,14 @@ def qk_clip_metrics(
 
 
 def _find(opt_state: Any) -> QKClipState:
-    found = _instances(opt_state, QKClipState)
+    found = states_of(opt_state, QKClipState)
     if len(found) != 1:
         raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
     # `is_leaf` stops at the first of either kind: an optax state inside of ours, which
     # has combined the statistics, is not found.
-    steps = _instances(opt_state, (MultiStepsState, optax.MultiStepsState))
+    steps = states_of(opt_state, (MultiStepsState, optax.MultiStepsState))
     plain = [x for x in steps if isinstance(x, optax.MultiStepsState)]
-    if _instances(plain, QKClipState):
+    if states_of(plain, QKClipState):
         warnings.warn(
             "qk_clip inside optax.MultiSteps sees the statistics of the last "
             "micro-batch alone and clips too little, unless you combine them yourself "
@@ -115,6 +115,7 @@ def _find(opt_state: Any) -> QKClipState:
     )
 
 
-def _instances(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+def states_of(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    """The parts of an optimizer's state that are of a kind, the outermost of each."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
