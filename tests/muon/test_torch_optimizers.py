@@ -76,6 +76,34 @@ def test_follows(name, first):
         np.testing.assert_allclose(params[k], expected, rtol=0, atol=2e-6)
 
 
+BLOCKS = mc.MatrixAxes(1, 0, parts=(32, 20, 12))
+SPLITS = {
+    "blocks_rms": dict(axes=BLOCKS),
+    "blocks_spectral": dict(axes=BLOCKS, consistent_rms="mup"),
+    "heads_rms": dict(axes=mc.MatrixAxes(1, 0, head_dim=8)),
+    # NorMuon's neurons are outputs there, and are here where they are the longer side.
+    "normuon": dict(axes=mc.MatrixAxes(1, 0, parts=(32, 28, 36)), neuron_b2=0.95),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_cuts_as_dion_does(name):
+    """`split_sizes` and `num_heads`: rows of a kernel of `(out, in)` apart."""
+    splits = np.load(ROOT / "tests/data/torch_splits.npz")
+    options = dict(SPLITS[name])
+    numbers = {"w": options.pop("axes")}
+    tx = mc.muon(
+        0.02, weight_decay=0.1, beta=BETA, dimension_numbers=numbers, **options
+    )
+    before, *after = splits[f"{name}_params"]
+    params = {"w": jnp.asarray(before)}
+    state = tx.init(params)
+    for grads, expected in zip(splits[f"{name}_grads"], after, strict=True):
+        updates, state = tx.update({"w": jnp.asarray(grads)}, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["w"], expected, rtol=0, atol=2e-6)
+
+
 def is_of_muon(path, value):
     del value
     return "ScaleByMuonState" in str(path)
