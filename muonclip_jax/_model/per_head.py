@@ -44,14 +44,16 @@ def per_head_dimension_numbers(
         ...     "wq_b": {"kernel": jnp.ones((6, 2, 4 + 2))},
         ...     "wkv_b": {"kernel": jnp.ones((8, 2, 4 + 3))},
         ... }}
-        >>> find = mc.latent_attention(nope_head_dim=4)
-        >>> per_head = mc.per_head_dimension_numbers(find)
-        >>> print(  # doctest: +ELLIPSIS
-        ...     mc.describe(params, dimension_numbers=per_head, attention=find)
+        >>> layer = mc.AttentionLayer(
+        ...     "mla",
+        ...     query=(mc.HeadLeaf("wq_b/kernel", 3),),
+        ...     key=(mc.HeadLeaf("wkv_b/kernel", 3, part=(-1, slice(0, 4))),),
         ... )
+        >>> per_head = mc.per_head_dimension_numbers([layer])
+        >>> print(mc.describe(params, dimension_numbers=per_head, attention=[layer]))
         path              shape      matrices   optimizer  why    attention
         mla/wkv_b/kernel  (8, 2, 7)  2 x 8 x 7  muon       given  key, 2 heads
-        mla/wq_b/kernel   (6, 2, 6)  2 x 6 x 6  muon       given  query, 2 heads + ...
+        mla/wq_b/kernel   (6, 2, 6)  2 x 6 x 6  muon       given  query, 2 heads
     """
 
     def find(params: optax.Params) -> Any:

@@ -205,16 +205,9 @@ def normalized_part(name: str) -> str:
     return ""
 
 
-def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
-    """The other factor of LoRA by its name, and whether this one takes the inputs."""
-    for depth in range(max(0, len(path) - 2), len(path)):
-        found = re.fullmatch(r"(.*lora_?)([abAB])", path[depth])
-        if found:
-            beginning, letter = found.groups()
-            other = chr(ord(letter) ^ 3)  # a for b, B for A
-            partner = (*path[:depth], beginning + other, *path[depth + 1 :])
-            return partner, letter in "aA"
-    return None
+def is_low_rank(path: Path) -> bool:
+    """Checks for a factor of LoRA: `lora_a`, `w_lora_b`, `loraA/kernel`."""
+    return any(re.fullmatch("(.*lora_?)[abAB]", name) for name in path[-2:])
 
 
 def without_ones(bias: Shape) -> Shape:

@@ -312,7 +312,7 @@ class Reading:
             # One row alone may be the block of a matrix that `shard_map` cuts.
             is_small = min(shape) == 2 and max(shape) >= 16
             is_small |= math.prod(shape) in self._widths
-            if is_small and not is_kernel and not names.low_rank_partner(path):
+            if is_small and not is_kernel and not names.is_low_rank(path):
                 return self._open(leaf)
             why = "outputs first" if leaf.is_turned else "inputs, outputs"
             # The number of a layer says nothing, and a gain over two axes may be one.
