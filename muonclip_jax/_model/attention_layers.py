@@ -133,7 +133,7 @@ def _check_not_normalized(
     if strays:
         # Silent otherwise: the statistics would stay where they are, and step after
         # step the kernels would shrink.
-        modules = ", ".join(map(repr, strays))
+        modules = ", ".join(repr(paths.show_module(paths.split(x))) for x in strays)
         found = dict.fromkeys(name for each in strays.values() for name in each)
         raise ValueError(
             f"QK-Clip cannot act on {modules}: query and key are normalized after the "

@@ -39,7 +39,6 @@ STATS = {"block": {"attn": {"max_logits": jnp.array([3.0, 50.0, 200.0])}}}
 CALLS = {
     "describe": lambda p: mc.describe(p, per_head=True, stacks=True),
     "flax_attention_layers": mc.flax_attention_layers,
-    "named_attention": mc.named_attention(),
     "matrix_mask": mc.matrix_mask,
     "per_head_dimension_numbers": mc.per_head_dimension_numbers(),
     "dimension_numbers": lambda p: mc.flax_dimension_numbers(

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_zoo import AT_1, FUSED, FusedAttention, GEMMA, LATENT, LatentAttention
+from attention_zoo import FusedAttention, GEMMA, LATENT, LatentAttention
 from helpers import inputs, linen_variables, normal
 from internals import paths
+from layers import fused_layer, latent_layer
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -24,7 +25,7 @@ def test_per_head_matrices_from_the_description():
             "up": {"kernel": jnp.ones((2, 9))},
         }
     }
-    find = mc.latent_attention(4, stack_axes=AT_1)
+    find = [latent_layer("layers", 4, stack_axis=1)]
     table = mc.describe(
         latent, attention=find, dimension_numbers=mc.per_head_dimension_numbers(find)
     )
@@ -46,7 +47,9 @@ def test_heads_in_groups_are_a_matrix_each():
             for i, (name, shape) in enumerate(shapes.items())
         }
     }
-    find = mc.per_head_dimension_numbers(mc.named_attention())
+    leaves = (mc.HeadLeaf("query/kernel", 4, axis=(-3, -2)),)
+    layer = mc.AttentionLayer("attn", leaves, (mc.HeadLeaf("key/kernel", 3),))
+    find = mc.per_head_dimension_numbers([layer])
     tx = mc.scale_by_muon(dimension_numbers=find, consistent_rms=None)
     updates, _ = tx.update(params, tx.init(params), params)
     query, found = (x["attn"]["query"]["kernel"] for x in (params, updates))
@@ -57,7 +60,7 @@ def test_heads_in_groups_are_a_matrix_each():
 def test_per_head_matrices_need_an_axis_of_heads():
     params = linen_variables(FusedAttention(), inputs())["params"]
     with pytest.raises(ValueError, match="'c_attn/kernel' has no axis of heads"):
-        mc.per_head_dimension_numbers(FUSED)(params)
+        mc.per_head_dimension_numbers([fused_layer("", 8)])(params)
 
 
 def test_latent_attention_kernels_are_matrices_over_fused_axes():
@@ -75,5 +78,5 @@ def test_latent_attention_kernels_are_matrices_over_fused_axes():
         == (-2, -1)
     )
     assert "query, 4 heads + rotary_query, 4 heads" in mc.describe(
-        params, attention=LATENT
+        params, attention=[LATENT]
     )
