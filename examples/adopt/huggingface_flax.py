@@ -93,7 +93,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-    logits = LlamaForCausalLM().apply({"params": params}, tokens[:, :-1])
+    logits: Any = LlamaForCausalLM().apply({"params": params}, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
