@@ -213,7 +213,9 @@ def test_what_is_not_known_to_act_on_the_logits_is_refused(extra):
 
 
 def test_the_table_says_it_too():
-    text = mc.describe(flax_params(scale=jnp.ones(E)))
+    kernels = {"attn": {n: {"kernel": rand(D, H, E)} for n in ("query", "key")}}
+    kernels["attn"]["query"]["scale"] = jnp.ones(E)
+    text = mc.describe(kernels)
     assert "attn/query/scale' do to the logits" in text.splitlines()[-1]
 
 
