@@ -9,8 +9,8 @@ Both runs see the same initial weights and the same batches. `--out` gets the pi
 
 import argparse
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +72,17 @@ def positive(text: str) -> float:
 def main() -> None:
     args = parse_args()
     corpus = Corpus(args.data)
+    tokens = jnp.asarray(
+        corpus.batch(args.batch_size, args.context, seed=args.seed, step=0)
+    )
     model = nnx.eval_shape(functools.partial(make_model, args))
-    print(mc.describe(nnx.state(model, nnx.Param), attention=attention(model.sizes)))
+    reading = mc.read_model(loss_fn, model, tokens)
+    print(mc.describe(nnx.state(model, nnx.Param), model=reading))
     thresholds = {CLIPPED: args.threshold}
     if not args.alone:
         thresholds[WATCHED] = float("inf")
     results = {
-        name: train(name, threshold, args, corpus)
+        name: train(name, reading, threshold, args, corpus)
         for name, threshold in thresholds.items()
     }
     for name, history in results.items():
@@ -94,17 +98,13 @@ def make_model(args: argparse.Namespace) -> KimiK2:
     return KimiK2(sizes, nnx.Rngs(args.seed))
 
 
-def attention(sizes: Sizes) -> Any:
-    return mc.latent_attention(sizes.nope_head_dim)
-
-
 def make_optimizer(
-    sizes: Sizes, threshold: float, args: argparse.Namespace
+    reading: mc.ModelReading, threshold: float, args: argparse.Namespace
 ) -> optax.GradientTransformation:
     return mc.muonclip(
         make_schedule(args.learning_rate, args.steps),
         threshold=threshold,
-        attention=attention(sizes),
+        model=reading,
         adam_learning_rate=make_schedule(args.adam_learning_rate, args.steps),
         weight_decay=args.weight_decay,
     )
@@ -128,17 +128,30 @@ def loss_fn(model: KimiK2, tokens: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-@functools.partial(nnx.jit, donate_argnums=(0, 1))
-def train_step(
-    model: KimiK2, optimizer: nnx.Optimizer, tokens: jax.Array, balance_rate: float
-) -> tuple[jax.Array, ...]:
-    recorded_loss = nnx.capture(loss_fn, nnx.Intermediate)
-    gradient = nnx.value_and_grad(recorded_loss, has_aux=True)
-    (loss, stats), grads = gradient(model, tokens)
-    optimizer.update(model, grads, attention_stats=stats)
-    for router in model.routers():
-        router.balance(balance_rate)
-    return loss, busiest(model), *head_metrics(model, optimizer)
+def make_train_step(reading: mc.ModelReading) -> Callable[..., tuple[jax.Array, ...]]:
+    """The step, which returns what QK-Clip saw and did to every head, too."""
+    gradient = nnx.value_and_grad(mc.record_attention(loss_fn), has_aux=True)
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def train_step(
+        model: KimiK2, optimizer: nnx.Optimizer, tokens: jax.Array, balance_rate: float
+    ) -> tuple[jax.Array, ...]:
+        (loss, stats), grads = gradient(model, tokens)
+        optimizer.update(model, grads, attention_stats=stats)
+        for router in model.routers():
+            router.balance(balance_rate)
+        params = nnx.state(model, nnx.Param)
+        metrics = mc.qk_clip_metrics(optimizer.opt_state, params, model=reading)
+        layers = [
+            metrics["layers"][f"blocks/{i}/attention"] for i in range(len(model.blocks))
+        ]
+        of_heads = [
+            jnp.stack([layer[name] for layer in layers])
+            for name in ("max_logits", "gamma")
+        ]
+        return loss, busiest(model), *of_heads
+
+    return train_step
 
 
 def busiest(model: KimiK2) -> jax.Array:
@@ -148,35 +161,22 @@ def busiest(model: KimiK2) -> jax.Array:
     return jnp.max(jnp.array(shares), initial=1.0)
 
 
-def head_metrics(
-    model: KimiK2, optimizer: nnx.Optimizer
-) -> tuple[jax.Array, jax.Array]:
-    """What QK-Clip saw and did to every head, `(layers, heads)`."""
-    params = nnx.state(model, nnx.Param)
-    metrics = mc.qk_clip_metrics(
-        optimizer.opt_state, params, attention=attention(model.sizes)
-    )
-    layers = [
-        metrics["layers"][f"blocks/{i}/attention"] for i in range(len(model.blocks))
-    ]
-    return (
-        jnp.stack([layer["max_logits"] for layer in layers]),
-        jnp.stack([layer["gamma"] for layer in layers]),
-    )
-
-
 @nnx.jit
 def evaluate(model: KimiK2, tokens: jax.Array) -> jax.Array:
-    loss, _ = nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
-    return loss
+    return loss_fn(model, tokens)
 
 
 def train(
-    name: str, threshold: float, args: argparse.Namespace, corpus: Corpus
+    name: str,
+    reading: mc.ModelReading,
+    threshold: float,
+    args: argparse.Namespace,
+    corpus: Corpus,
 ) -> History:
     """Trains with the logits capped at `threshold`, or just watched if infinite."""
     model = make_model(args)
-    tx = make_optimizer(model.sizes, threshold, args)
+    tx = make_optimizer(reading, threshold, args)
+    train_step = make_train_step(reading)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     shape = args.batch_size, args.context
     steps = []

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import muonclip_jax as mc
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -35,10 +33,7 @@ class Sizes:
 
 
 class LatentAttention(nnx.Module):
-    """Causal attention whose queries, keys and values come out of a low rank.
-
-    The names of the two up-projections are those `mc.latent_attention` looks for.
-    """
+    """Causal attention whose queries, keys and values come out of a low rank."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         self.sizes = s = sizes
@@ -59,8 +54,6 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         query, (key, value) = self.query(x), self.key_value(x)
         scale = query.shape[-1] ** -0.5
-        stats = mc.max_logits(query, key, is_causal=True, scale=scale)
-        self.sow(nnx.Intermediate, "max_logits", stats)
         # The value is padded since dot_product_attention wants it as wide as the key.
         rope = self.sizes.rope_head_dim
         value = jnp.pad(value, [(0, 0)] * 3 + [(0, rope)])

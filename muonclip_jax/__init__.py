@@ -14,9 +14,6 @@ from optax.contrib import MuonDimensionNumbers as MuonDimensionNumbers
 
 from ._attention.attention_fn import attention_fn as attention_fn
 from ._attention.blockwise import blockwise_attention as blockwise_attention
-from ._attention.captured import (
-    captured_attention_stats as captured_attention_stats,
-)
 from ._attention.max_logits import max_logits as max_logits
 from ._attention.residual import residual_attention as residual_attention
 from ._attention.splash import splash_attention as splash_attention
@@ -24,12 +21,7 @@ from ._describe import describe as describe
 from ._matrices.axes import MatrixAxes as MatrixAxes
 from ._model.attention_layers import AttentionLayer as AttentionLayer
 from ._model.finder import flax_attention_layers as flax_attention_layers
-from ._model.finder import named_attention as named_attention
 from ._model.head_leaf import HeadLeaf as HeadLeaf
-from ._model.presets import flat_attention as flat_attention
-from ._model.presets import fused_attention as fused_attention
-from ._model.presets import latent_attention as latent_attention
-from ._model.presets import normalised_attention as normalised_attention
 from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.momentum import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon

@@ -1,9 +1,9 @@
 """Every attention in use, as small Linen modules that sow their largest logits."""
 
-import functools
-
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+from layers import latent_layer
 
 import muonclip_jax as mc
 
@@ -26,12 +26,12 @@ def rotate(x):
 class Recorder(nn.Module):
     """Attention that sows its statistic; what it returns stays out of the residual."""
 
-    def record(self, query, key, **options):
-        self.sow(
-            "intermediates",
-            "max_logits",
-            mc.max_logits(query, key, is_causal=True, **options),
-        )
+    def attend(self, x, query, key, scale=None):
+        """Returns `x`, to which attention adds nothing, so that every layer sees it."""
+        options = {"is_causal": True, "scale": scale}
+        self.sow("intermediates", "max_logits", mc.max_logits(query, key, **options))
+        y = jax.nn.dot_product_attention(query, key, key, **options)
+        return x + 0 * y.mean((-2, -1))[..., None]
 
 
 class LatentAttention(Recorder):
@@ -62,8 +62,7 @@ class LatentAttention(Recorder):
             rotate(rope_key[:, :, None]), (*query.shape[:-1], self.rope)
         )
         key = jnp.concatenate([key_value[..., : self.nope], shared], axis=-1)
-        self.record(query, key, scale=0.3)
-        return x
+        return self.attend(x, query, key, scale=0.3)
 
 
 class FusedAttention(Recorder):
@@ -73,8 +72,7 @@ class FusedAttention(Recorder):
         query, key, _ = jnp.moveaxis(
             qkv.reshape(*x.shape[:2], 3, HEADS, HEAD_DIM), 2, 0
         )
-        self.record(query, key)
-        return x
+        return self.attend(x, query, key)
 
 
 class FlatAttention(Recorder):
@@ -88,8 +86,7 @@ class FlatAttention(Recorder):
         def heads(y):
             return rotate(y.reshape(*y.shape[:2], -1, HEAD_DIM))
 
-        self.record(heads(query), heads(key))
-        return x
+        return self.attend(x, heads(query), heads(key))
 
 
 class GemmaAttention(Recorder):
@@ -100,10 +97,8 @@ class GemmaAttention(Recorder):
         normal = nn.initializers.normal()
         wq = self.param("q_einsum", normal, (HEADS, WIDTH, HEAD_DIM))
         wkv = self.param("kv_einsum", normal, (2, HEADS, WIDTH, HEAD_DIM))
-        self.record(
-            jnp.einsum("btd,ndh->btnh", x, wq), jnp.einsum("btd,ndh->btnh", x, wkv[0])
-        )
-        return x
+        query, key = (jnp.einsum("btd,ndh->btnh", x, w) for w in (wq, wkv[0]))
+        return self.attend(x, query, key)
 
 
 GEMMA = mc.AttentionLayer(
@@ -121,8 +116,8 @@ class StockAttention(nn.Module):
         memory = x[:, ::-1, :] * jnp.linspace(0.5, 2, x.shape[1])[:, None]
         mask = nn.make_attention_mask(jnp.ones(x.shape[:2]), jnp.arange(x.shape[1]) < 4)
         layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=mc.attention_fn)
-        layer(x, memory, mask=mask, sow_weights=True)
-        return x
+        y = layer(x, memory, mask=mask, sow_weights=True)
+        return x + 0 * y
 
 
 class SinkAttention(Recorder):
@@ -133,16 +128,14 @@ class SinkAttention(Recorder):
         self.param("sink", nn.initializers.ones, (HEADS,))
         query = nn.DenseGeneral((HEADS, HEAD_DIM), name="query")(x)
         key = nn.DenseGeneral((HEADS, HEAD_DIM), name="key")(x)
-        self.record(query, key)
-        return x
+        return self.attend(x, query, key)
 
 
 class ParallelBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         y = nn.RMSNorm()(x)
-        FlatAttention(name="attention")(y)
-        return x + nn.Dense(WIDTH)(y)
+        return FlatAttention(name="attention")(y) - y + x + nn.Dense(WIDTH)(y)
 
 
 class NormalisedHeads(Recorder):
@@ -156,13 +149,7 @@ class NormalisedHeads(Recorder):
             norm = nn.RMSNorm(use_scale=False, name=f"{name}_rms")
             return rotate(gain * norm(y))
 
-        self.record(heads("query", HEADS), heads("key", 2))
-        return x
-
-
-GAINS = mc.AttentionLayer(
-    "", query=(mc.HeadLeaf("query_gain", 2),), key=(mc.HeadLeaf("key_gain", 2),)
-)
+        return self.attend(x, heads("query", HEADS), heads("key", 2))
 
 
 class Stacked(nn.Module):
@@ -184,38 +171,26 @@ class Stacked(nn.Module):
         return scanned(layer, x, None)[0]
 
 
-AT_1 = {"layers": 1}
-LATENT = mc.latent_attention(nope_head_dim=4)
-FUSED = mc.fused_attention(HEAD_DIM)
-FLAT = mc.flat_attention(HEAD_DIM, query="q_proj", key="k_proj")
+#: What LatentAttention is, described by hand.
+LATENT = latent_layer("", 4)
 CASES = {
-    "latent": (LatentAttention(), LATENT),
-    "latent without query LoRA": (LatentAttention(query_rank=0), LATENT),
-    "latent, scanned": (Stacked(LatentAttention), LATENT),
-    "fused": (FusedAttention(), FUSED),
-    "fused, scanned": (Stacked(FusedAttention), FUSED),
-    "flat, rotary": (FlatAttention(), FLAT),
-    "flat, grouped queries": (FlatAttention(key_heads=2), FLAT),
-    "flat, multi-query, scanned": (Stacked(FlatAttention, (("key_heads", 1),)), FLAT),
-    "Gemma": (GemmaAttention(), [GEMMA]),
-    "cross-attention": (StockAttention(), None),
-    "sink": (SinkAttention(), None),
-    "parallel block": (ParallelBlock(), FLAT),
-    "normalised, a gain per head": (NormalisedHeads(), [GAINS]),
-    "stacked at axis 1": (
-        Stacked(StockAttention, axis=1),
-        functools.partial(mc.flax_attention_layers, stack_axes=AT_1),
-    ),
-    "latent, stacked at axis 1": (
-        Stacked(LatentAttention, axis=1),
-        mc.latent_attention(nope_head_dim=4, stack_axes=AT_1),
-    ),
-    "fused, stacked at axis 1": (
-        Stacked(FusedAttention, axis=1),
-        mc.fused_attention(HEAD_DIM, stack_axes=AT_1),
-    ),
-    "flat multi-query, stacked at axis 1": (
-        Stacked(FlatAttention, (("key_heads", 1),), axis=1),
-        mc.flat_attention(HEAD_DIM, query="q_proj", key="k_proj", stack_axes=AT_1),
+    "latent": LatentAttention(),
+    "latent without query LoRA": LatentAttention(query_rank=0),
+    "latent, scanned": Stacked(LatentAttention),
+    "fused": FusedAttention(),
+    "fused, scanned": Stacked(FusedAttention),
+    "flat, rotary": FlatAttention(),
+    "flat, grouped queries": FlatAttention(key_heads=2),
+    "flat, multi-query, scanned": Stacked(FlatAttention, (("key_heads", 1),)),
+    "Gemma": GemmaAttention(),
+    "cross-attention": StockAttention(),
+    "sink": SinkAttention(),
+    "parallel block": ParallelBlock(),
+    "normalised, a gain per head": NormalisedHeads(),
+    "stacked at axis 1": Stacked(StockAttention, axis=1),
+    "latent, stacked at axis 1": Stacked(LatentAttention, axis=1),
+    "fused, stacked at axis 1": Stacked(FusedAttention, axis=1),
+    "flat multi-query, stacked at axis 1": Stacked(
+        FlatAttention, (("key_heads", 1),), axis=1
     ),
 }

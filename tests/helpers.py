@@ -274,12 +274,12 @@ def nnx_model(**options):
     return nnx.merge(graph, randomize(state))
 
 
-def clip_at_rest(attention=None):
+def clip_at_rest(attention=None, model=None):
     """An update of zeros behind `qk_clip`, compiled for all thresholds and shares."""
 
     @jax.jit
     def step(params, stats, threshold, alpha=0.5):
-        tx = mc.qk_clip(threshold, alpha=alpha, attention=attention)
+        tx = mc.qk_clip(threshold, alpha=alpha, model=model, attention=attention)
         zeros = jax.tree.map(jnp.zeros_like, params)
         updates, state = tx.update(
             zeros, tx.init(params), params, attention_stats=stats

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import as_pure, inputs, linen_stats, linen_variables, nnx_model, nnx_stats
+from layers import latent_layer
 
 import muonclip_jax as mc
 
@@ -69,7 +70,9 @@ def test_query_lora_rank_0():
         "wkv_b": {"kernel": jnp.ones((3, 1, 4 + 3))},
     }
     stats = {"max_logits": jnp.full(1, 400.0)}
-    after = mc.clip_qk(params, stats, attention=mc.latent_attention(4))
+    after = mc.clip_qk(
+        params, stats, attention=[latent_layer("", 4, query="query/kernel")]
+    )
     np.testing.assert_array_equal(
         after["query"]["kernel"][0, 0], [0.5] * 4 + [0.25] * 2
     )

@@ -6,6 +6,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import inputs, nnx_model, ScannedModel
+from layers import flat_layer
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -61,11 +62,11 @@ def test_shows_a_matrix_for_each_head():
     table = rows(mc.describe(params, per_head=True))
     assert all("4 x 32 x 8" in table[f"attn/{name}/kernel"] for name in params["attn"])
     assert "1 x 32 x 32" in rows(mc.describe(params))["attn/query/kernel"]
-    found = mc.named_attention()
-    table = rows(mc.describe(params, per_head=True, attention=found))
+    by_names = mc.flax_attention_layers
+    table = rows(mc.describe(params, per_head=True, attention=by_names))
     assert "4 x 32 x 8" in table["attn/key/kernel"]
     flat = {name: {"kernel": jnp.ones((32, 32))} for name in ("q_proj", "k_proj")}
-    table = mc.describe(flat, per_head=True, attention=mc.named_attention(8))
+    table = mc.describe(flat, per_head=True, attention=[flat_layer("", 8)])
     assert table.count("4 x 32 x 8") == 2
 
 

@@ -41,12 +41,9 @@ MADE_ONCE = {
         {"attention_stats": STATS},
     ),
 }
-#: Flax compiles for itself, and so does Pallas where it interprets a kernel; metrics
-#: and captured statistics of `CALLS` begin with a model or an optimizer of their own.
-BY_OTHERS = {
-    *("attention_fn", "splash_attention", "qk_clip_metrics"),
-    "captured_attention_stats",
-}
+#: Flax compiles for itself, and so does Pallas where it interprets a kernel; metrics of
+#: `CALLS` begin with an optimizer of their own.
+BY_OTHERS = {"attention_fn", "splash_attention", "qk_clip_metrics"}
 compilations = []
 
 

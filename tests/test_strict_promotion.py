@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import clip_at_rest, more, normal
+from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
 
@@ -130,28 +131,29 @@ def in_nnx():
     return call(layer, x)
 
 
-def captured():
-    outputs = {"__call__": (normal(0, 3, 2, 5, 8), normal(1, 3, 2, 5, 8))}
-    return mc.captured_attention_stats(
-        {"attn": {"q_proj": outputs, "k_proj": outputs}},
-        scale=None,
-        is_causal=True,
-        head_dim=4,
-        stacked=True,
-        mask=jnp.ones((5, 5), bool),
-    )
-
-
-def preset(attention, params):
-    """The clip of a layer whose params a preset describes."""
-
-    tx, traced = mc.qk_clip(60.0, attention=attention), clip_at_rest(attention)
-    params = {"attn": params}
-    stats = {"attn": {"max_logits": jnp.asarray([50.0, 400.0])}}
-    return [
-        lambda: run(tx, params, attention_stats=stats),
-        lambda: traced(params, stats, 60.0),
+def described():
+    """The clip of layers in every kind of layout."""
+    of_layers = [
+        (flat_layer("attn", 3), {"q_proj/kernel": (8, 6), "k_proj/kernel": (8, 6)}),
+        (
+            fused_layer("attn", 3, bias=True),
+            {"c_attn/kernel": (8, 18), "c_attn/bias": (18,)},
+        ),
+        (
+            latent_layer("attn", 4),
+            {"wq_b/kernel": (6, 2, 6), "wkv_b/kernel": (8, 2, 7)},
+        ),
+        (gains_layer("attn"), {"query_ln/scale": (4,), "key_ln/scale": (4,)}),
     ]
+    stats = {"attn": {"max_logits": jnp.asarray([50.0, 400.0])}}
+    for layer, shapes in of_layers:
+        params: dict = {"attn": {}}
+        for i, (name, shape) in enumerate(shapes.items()):
+            module, leaf = name.split("/")
+            params["attn"].setdefault(module, {})[leaf] = normal(i, *shape)
+        tx, traced = mc.qk_clip(60.0, attention=[layer]), clip_at_rest([layer])
+        yield functools.partial(run, tx, params, attention_stats=stats)
+        yield functools.partial(traced, params, stats, 60.0)
 
 
 def newton_schulz(**options):
@@ -191,7 +193,7 @@ CALLS = {
     ],
     "muonclip": [clipped(), clipped(threshold=100.0, alpha=0.3, per_head=True)],
     "qk_clip": [lambda: run(mc.qk_clip(), attention_stats=STATS)],
-    "clip_qk": [lambda: mc.clip_qk(PARAMS, STATS)],
+    "clip_qk": [lambda: mc.clip_qk(PARAMS, STATS), *described()],
     "multi_steps": [
         lambda: run(mc.multi_steps(mc.muonclip(1e-2), 2), attention_stats=STATS)
     ],
@@ -212,32 +214,7 @@ CALLS = {
         )
     ],
     "attention_fn": [in_linen, in_nnx],
-    "captured_attention_stats": [captured],
     "record_attention": [recorded],
-    "flat_attention": preset(
-        mc.flat_attention(3, query="q_proj", key="k_proj"),
-        {name: {"kernel": normal(0, 8, 6)} for name in ("q_proj", "k_proj")},
-    ),
-    "fused_attention": preset(
-        mc.fused_attention(3),
-        {"c_attn": {"kernel": normal(2, 8, 18), "bias": normal(3, 18)}},
-    ),
-    "latent_attention": preset(
-        mc.latent_attention(4),
-        {
-            "wq_b": {"kernel": normal(4, 6, 2, 6)},
-            "wkv_b": {"kernel": normal(5, 8, 2, 7)},
-        },
-    ),
-    "normalised_attention": preset(
-        mc.normalised_attention(),
-        attention_params()
-        | {x: {"scale": normal(6, 4)} for x in ("query_ln", "key_ln")},
-    ),
-    "named_attention": preset(
-        mc.named_attention(4),
-        {name: {"kernel": normal(7, 8, 8)} for name in ("wq", "wk")},
-    ),
 }
 #: These look at shapes and names alone.
 NO_ARITHMETIC = {

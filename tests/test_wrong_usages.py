@@ -31,8 +31,6 @@ GRADS = jax.tree.map(lambda x: 0.1 * x, PARAMS)
 STATS = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
 QUERY = jnp.ones((2, 5, 4, 3))
 KEY = jnp.ones((2, 5, 2, 3))
-OUTPUTS = {"__call__": (jnp.ones((2, 5, 4, 3)),)}
-CAPTURED = {"attn": {"q_proj": OUTPUTS, "k_proj": OUTPUTS}}
 
 
 def update(tx, grads=GRADS, params=PARAMS, stats=STATS):
@@ -47,11 +45,6 @@ def update(tx, grads=GRADS, params=PARAMS, stats=STATS):
 
 def step(make):
     return lambda **options: update(make(**options))
-
-
-def on_outputs(**options):
-    options = {"scale": None, "is_causal": True} | options
-    return mc.captured_attention_stats(CAPTURED, **options)
 
 
 #: One value of each type, to be refused unless a row below says that it is right.
@@ -224,16 +217,6 @@ ARGUMENTS = {
         lambda **o: mc.attention_fn(QUERY, KEY, KEY, **o),
         {"kernel": FUNCTION_OR_NONE},
     ),
-    "captured_attention_stats": (
-        on_outputs,
-        {
-            "scale": NUMBER_OR_NONE | {"negative"},
-            "is_causal": FLAG,
-            "head_dim": WHOLE_OR_NONE,
-            "transform": FUNCTION_OR_NONE,
-            "stacked": FLAG,
-        },
-    ),
     "describe": (
         lambda **o: mc.describe(PARAMS, **o),
         {
@@ -248,10 +231,6 @@ ARGUMENTS = {
         lambda **o: mc.flax_dimension_numbers(PARAMS, **o),
         {"per_head": FLAG},
     ),
-    "flat_attention": (mc.flat_attention, {"head_dim": WHOLE}),
-    "fused_attention": (mc.fused_attention, {"head_dim": WHOLE}),
-    "latent_attention": (mc.latent_attention, {"nope_head_dim": WHOLE}),
-    "named_attention": (mc.named_attention, {"head_dim": WHOLE_OR_NONE}),
 }
 
 #: Arguments that are no options: trees, checked below or by their own tests.
@@ -261,9 +240,9 @@ ELSEWHERE = {
     # A function, and what it takes: tests/reading.
     *("fun", "args", "kwargs"),
     # Trees: rows below, tests/test_errors.py and tests/model.
-    *("params", "attention_stats", "opt_state", "captured", "first", "others"),
-    # Names of modules, which have to be there: tests/model, tests/attention.
-    *("stack_axes", "name", "heads_first", "key_value", "query", "key"),
+    *("params", "attention_stats", "opt_state", "first", "others"),
+    # Names of modules, which have to be there: tests/model.
+    *("stack_axes", "query", "key"),
     # optax's, Flax's, tokamax's and JAX's own.
     *("mask", "implementation", "logits_soft_cap", "interpret", "config", "options"),
 }
@@ -358,7 +337,7 @@ def orthogonalize(x, **options):
 QUERY_LEAF = mc.HeadLeaf("query/kernel", 3)
 KEY_LEAF = mc.HeadLeaf("key/kernel", 3)
 NO_SCHEDULE = "it takes no schedule.*optax.inject_hyperparams"
-NO_PRESET = r"a preset that is called: mc.named_attention\(\); got the function "
+NO_LAYERS = "a function from params to one; got "
 
 #: What is wrong, and what the message says.
 WRONG = {
@@ -445,19 +424,13 @@ WRONG = {
         "threshold of shape .* does not fit the layer 'attn'",
     ),
     "attention is a name": (clip(attention="flax"), "attention= must be .*got 'flax'"),
-    **{
-        f"{preset.__name__} was not called": (
-            clip(attention=preset),
-            NO_PRESET + preset.__name__,
-        )
-        for preset in (
-            *(mc.named_attention, mc.fused_attention, mc.flat_attention),
-            *(mc.latent_attention, mc.normalised_attention),
-        )
-    },
-    "a function that makes presets": (
-        clip(attention=lambda params: mc.named_attention),
-        NO_PRESET + "named_attention",
+    "a function of other things": (
+        clip(attention=lambda params: mc.flax_attention_layers),
+        NO_LAYERS + "the function flax_attention_layers",
+    ),
+    "attention is a reading": (
+        clip(attention=mc.read_model(lambda p: p["w"] * 2, {"w": jnp.ones(3)})),
+        NO_LAYERS,
     ),
     "a leaf in place of a layer": (
         clip(attention=[QUERY_LEAF]),

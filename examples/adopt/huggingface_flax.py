@@ -4,6 +4,7 @@ python examples/adopt/huggingface_flax.py
 """
 
 import argparse
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -91,14 +92,15 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+    logits: Any = LlamaForCausalLM().apply({"params": params}, tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
 @jax.jit
 def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
-    def loss_fn(params):
-        logits = state.apply_fn({"params": params}, tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean()
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens)
     state = state.apply_gradients(grads=grads)
     return state, loss
 

@@ -1,7 +1,6 @@
 """Attention layers as QK-Clip sees them, and those that it cannot act on."""
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .._parameters import names, paths
@@ -60,8 +59,8 @@ ROLES = ("query", "rotary_query", "key")
 #: Layers, or a function that finds them in the params.
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
-#: What presets return.
-Finder = Callable[[Any], list[AttentionLayer]]
+#: What to say where names do not tell.
+READ_IT = "model=mc.read_model(loss, params, *batch)"
 
 
 def show_layer(layer: AttentionLayer) -> str:
@@ -106,101 +105,6 @@ def checked(
     return layers
 
 
-def with_low_rank(
-    layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
-) -> list[AttentionLayer]:
-    """Adds the factors of LoRA that give outputs: `W + A B` scales as `W` and `B` do.
-
-    **Raises:** `ValueError` for leaves of projections of which it is not known what
-    they do.
-    """
-    # LoRA (arXiv:2106.09685): of A and B, it is B that has the heads, as the kernel.
-    named: set[paths.Path] = set()
-    kernels: dict[paths.Path, dict[tuple[int, int], HeadLeaf]] = {}
-    for i, layer in enumerate(layers):
-        depth = len(paths.split(layer.path))
-        for n, role in enumerate(ROLES):
-            # A kernel and its bias are in one module, and the kernel is the first.
-            for leaf in getattr(layer, role)[::-1]:
-                path = layer.path_of(leaf)
-                named.add(path)
-                # The layer itself is no projection: value and output are there, too.
-                # Nor is a norm, whose gain all heads share.
-                if len(path) > depth + 1 and leaf.axis is not None:
-                    kernels.setdefault(path[:-1], {})[i, n] = leaf
-    unnamed: list[tuple[int, int, paths.Path, HeadLeaf]] = []
-    for path in leaf_at:
-        if path in named:
-            continue
-        starts = [path[:n] for n in range(1, len(path))]
-        modules = [start for start in starts if start in kernels]
-        # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` next to `query`:
-        # the path of the kernel, after one more module somewhere on the way.
-        for start in starts if not modules else ():
-            if start[-1] in names.KERNELS:
-                without = [start[:i] + start[i + 1 :] for i in range(len(start) - 2)]
-                modules += [kernel[:-1] for kernel in without if kernel in named]
-        of_module = kernels.get(modules[0], {}) if modules else {}
-        unnamed += [(i, n, path, leaf) for (i, n), leaf in of_module.items()]
-    found, strays = list(layers), {}
-    for i, n, path, leaf in sorted(unnamed, key=lambda entry: entry[:2]):
-        partner, is_first = names.low_rank_partner(path) or ((), False)
-        pair = (path, partner) if is_first else (partner, path)
-        own = layers[i].path_of(leaf)
-        if partner not in leaf_at or not _is_low_rank(leaf, own, pair, leaf_at):
-            strays.setdefault(i, []).append(path)
-        elif not is_first:
-            below = path[len(paths.split(layers[i].path)) :]
-            leaves = (*getattr(found[i], ROLES[n]), leaf._replace(path="/".join(below)))
-            found[i] = found[i]._replace(**{ROLES[n]: leaves})
-    if strays:
-        # A gain, a mask or an adapter under another name may undo the scaling or need
-        # the same, and the logits would tell nobody.
-        first = min(strays)
-        raise ValueError(
-            f"QK-Clip cannot act on '{show_layer(layers[first])}': it does not know "
-            f"what {paths.show_all(dict.fromkeys(strays[first]))} do to the logits, so "
-            "scaling the kernels may not be enough. It knows kernel, bias, and LoRA as "
-            "lora_a (..., rank) and lora_b (rank, outputs...) where a kernel has its "
-            "outputs last. Name all leaves that scale query and key by mc.HeadLeaf in "
-            "an mc.AttentionLayer, or use mc.muon without QK-Clip"
-        )
-    return found
-
-
-def _is_low_rank(
-    leaf: HeadLeaf,
-    own: paths.Path,
-    pair: tuple[paths.Path, paths.Path],
-    leaf_at: paths.LeafAt,
-) -> bool:
-    """Checks that two factors make a kernel like the one that they are next to.
-
-    **Raises:** `ValueError` where a mask hides one of them.
-    """
-    kernel, first, second = (leaf_at[path] for path in (own, *pair))
-    # A mask may hide a layer, but only whole: QK-Clip then leaves all of it alone.
-    hidden = [path for path in (own, *pair) if paths.is_masked(leaf_at[path])]
-    if hidden:
-        if len(hidden) < 3:
-            raise ValueError(
-                f"the mask hides {paths.show_all(hidden)}, but QK-Clip scales a kernel "
-                f"and its LoRA factors, here {paths.show_all((own, *pair))}, together. "
-                "Put it after the partition, where all are in sight: optax.chain("
-                "optax.partition(...), mc.qk_clip())"
-            )
-        return True
-    # B is described as its kernel is, with the rank where the kernel has its inputs:
-    # the first axis of a layer.
-    shape, rank = tuple(kernel.shape), len(kernel.shape)
-    at = rank + leaf.stack_of(rank).axis(-leaf.ndim, rank)
-    expected = (*shape[:at], *first.shape[-1:], *shape[at + 1 :])
-    # Where the kernel has its outputs first, so has its B, and that axis is the heads'.
-    sizes = leaf.ndim + max(len(leaf.split) - 1, 0)
-    outputs_last = leaf.split_axis == -1 and min(leaf.head_axes) > -sizes
-    return outputs_last and tuple(second.shape) == expected
-
-
 def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
@@ -229,23 +133,11 @@ def _check_not_normalized(
     if strays:
         # Silent otherwise: the statistics would stay where they are, and step after
         # step the kernels would shrink.
-        modules = ", ".join(map(repr, strays))
+        modules = ", ".join(repr(paths.show_module(paths.split(x))) for x in strays)
         found = dict.fromkeys(name for each in strays.values() for name in each)
         raise ValueError(
-            f"QK-Clip cannot act on {modules}: query and key are normalised after the "
+            f"QK-Clip cannot act on {modules}: query and key are normalized after the "
             f"projection ({', '.join(found)}), so scaling their weights leaves the "
-            "logits as they are. Use mc.muon without QK-Clip, or clip the gain of the "
-            "norms instead, unless it is stored as a difference from one, as in Gemma: "
-            f"attention=mc.normalised_attention({_arguments_for(found)})"
+            f"logits as they are. With {READ_IT} it scales the gains of the norms, if "
+            "the logits are linear in them; else use mc.muon without QK-Clip"
         )
-
-
-def _arguments_for(norms: Iterable[str]) -> str:
-    """The arguments of the preset, where one norm is the query's and one the key's."""
-    named = {
-        role: [x for x in norms if re.search(f"(^|[^a-z]){role[0]}", x.lower())]
-        for role in ("query", "key")
-    }
-    if any(len(found) != 1 for found in named.values()):
-        return ""
-    return ", ".join(f'{role}="{found[0]}"' for role, found in named.items())

@@ -47,12 +47,7 @@ OUT_IN_ATTENTION = ("output", "post", "proj")
 #: D, C, R, S are features or ranks that come in (of the query, of what is attended to,
 #: of latents), E what goes out; M = N * V is flat, N = K * G heads are in groups. L and
 #: digits stack.
-HEADS_IN_FRONT = (
-    # TransformerLens and others, never Flax: it looks like a stack of plain kernels.
-    dict(query="NDH", key="KDH", value="KDV", out="NVE"),
-)
 LAYOUTS: tuple[dict[str, str], ...] = (
-    *HEADS_IN_FRONT,
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="DNH", key="CKH", value="CKV", out="NVE"),
     dict(query="DNH", key="CKH", value="CKV", out="ME"),  # DeepSeek's flat output
@@ -68,20 +63,13 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     dict(query="LDNH", key="LDKH", value="LDKV", out="LNVE"),
     dict(query="LDNH", key="LDKH", value="LDKV", out="LME"),
     dict(wq_b="LRNH", wkv_b="LSNW", out="LME"),
-    dict(wq_b="LRNH", wkv_b="LSNW", out="LNVE"),
-    # Gemma's einsums; `gating_einsum` is stored both ways round.
+    # Gemma's einsums.
     dict(q_einsum="NDH", kv_einsum="2KDH", attn_vec_einsum="NHD"),
-    dict(q_einsum="NDH", k_einsum="KDH", v_einsum="KDH", attn_vec_einsum="NHD"),
-    dict(qkv_einsum="3NDH", attn_vec_einsum="NHD"),
-    dict(gating_einsum="2DF", linear="FD"),
+    dict(gating_einsum="2DF", linear="FD"),  # is stored both ways round
     dict(gating_einsum="2FD", linear="FD"),
-    # Factors of LoRA in Flax and qwix: `(in..., rank)` and `(rank, out...)`.
-    dict(lora_a="DR", lora_b="RNH"),
-    dict(lora_a="NVR", lora_b="RD"),
 )
-#: The letters of the outputs, or of the inputs, where they are not all but D, C, R, S.
-OUTPUTS = {"out": "E", "attn_vec_einsum": "D", "linear": "D", "lora_a": "R"}
-INPUTS = {"lora_b": "R"}
+#: The letters of the outputs where they are not all but D, C, R, S.
+OUTPUTS = {"out": "E", "attn_vec_einsum": "D", "linear": "D"}
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 
@@ -141,7 +129,7 @@ def kind(path: Path) -> str:
         is_position = name != "kernel" and (is_of_pairs or is_position)
     else:
         is_position = not (_POSITIONS | _TOKENS).isdisjoint(own)
-        is_position |= bool(ends & _LEARNED or {*own} & {"learned", "pooling"})
+        is_position |= bool(ends & _LEARNED)
     if is_position:
         return "positions or tokens"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
@@ -205,16 +193,9 @@ def normalized_part(name: str) -> str:
     return ""
 
 
-def low_rank_partner(path: Path) -> tuple[Path, bool] | None:
-    """The other factor of LoRA by its name, and whether this one takes the inputs."""
-    for depth in range(max(0, len(path) - 2), len(path)):
-        found = re.fullmatch(r"(.*lora_?)([abAB])", path[depth])
-        if found:
-            beginning, letter = found.groups()
-            other = chr(ord(letter) ^ 3)  # a for b, B for A
-            partner = (*path[:depth], beginning + other, *path[depth + 1 :])
-            return partner, letter in "aA"
-    return None
+def is_low_rank(path: Path) -> bool:
+    """Checks for a factor of LoRA: `lora_a`, `w_lora_b`, `loraA/kernel`."""
+    return any(re.fullmatch("(.*lora_?)[abAB]", name) for name in path[-2:])
 
 
 def without_ones(bias: Shape) -> Shape:
@@ -239,10 +220,6 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
             bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
             is_norm = kind(own) == "norm" and not 0 < len(bias) < len(shape)
             last = "scale" if is_norm else "kernel"
-        elif end == "w" and ((*own[:-1], f"{stem}_b") in layers or projection(stem)):
-            module, last = [*module, stem], "kernel"  # AlphaFold
-        elif end == "b" and (*own[:-1], f"{stem}_w") in layers:
-            module, last = [*module, stem], "bias"
         elif stem in ("kernel", "bias") and noisy <= layers.keys():
             module, last = [*module, end], stem  # Dopamine's noisy layers
         elif last in ("0", "1") and (*own[:-1], "2") not in layers:

@@ -60,8 +60,6 @@ class Leaf(NamedTuple):
 
 def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
     """Compares a kernel with its bias: `True` if the outputs come first."""
-    if 1 < len(bias) == len(shape) - 1 and bias == shape[:1] + (1,) * (len(bias) - 1):
-        return True  # PyTorch's convolution, of as many inputs as outputs, too
     bias = without_ones(bias)
     if not bias or len(bias) >= len(shape):
         return None
@@ -150,27 +148,20 @@ class Reading:
         Several if layouts fit that take the kernel apart differently.
         """
         known = {role for layout in names.LAYOUTS for role in layout}
-        modules: dict[tuple[Path, str, bool], dict[str, Path]] = {}
+        modules: dict[Path, dict[str, Path]] = {}
         for leaf in self.leaves.values():
             at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
-            name, suffix = "".join(leaf.path[at : at + 1]), ""
-            if name[-2:-1] == "_" and name[:-2] in known:
-                name, suffix = name[:-2], name[-2:]  # pi0's second expert
-            elif name[-7:] in ("_lora_a", "_lora_b"):
-                name, suffix = name[-6:], name[:-6]  # qwix
+            name = "".join(leaf.path[at : at + 1])
             if name in known and leaf.shape:
-                of_flax = leaf.own[-1:] == ("kernel",)
-                key = leaf.path[:at], suffix, of_flax
-                modules.setdefault(key, {})[name] = leaf.path
+                modules.setdefault(leaf.path[:at], {})[name] = leaf.path
         found: dict[Path, tuple[str, list[str]]] = {}
-        for (_, _, of_flax), members in modules.items():
+        for members in modules.values():
             shapes = {role: self.shapes[path] for role, path in members.items()}
             fitting: list[dict[str, str]] = []
             of_width: list[dict[str, str]] = []
             likely: list[dict[str, str]] = []
             for layout in names.LAYOUTS if max(map(len, shapes.values())) > 2 else ():
-                is_ours = layout not in names.HEADS_IN_FRONT or not of_flax
-                if not shapes.keys() <= layout.keys() or not is_ours:
+                if not shapes.keys() <= layout.keys():
                     continue
                 pairs = [(layout[role], shape) for role, shape in shapes.items()]
                 for role, path in members.items():
@@ -312,7 +303,7 @@ class Reading:
             # One row alone may be the block of a matrix that `shard_map` cuts.
             is_small = min(shape) == 2 and max(shape) >= 16
             is_small |= math.prod(shape) in self._widths
-            if is_small and not is_kernel and not names.low_rank_partner(path):
+            if is_small and not is_kernel and not names.is_low_rank(path):
                 return self._open(leaf)
             why = "outputs first" if leaf.is_turned else "inputs, outputs"
             # The number of a layer says nothing, and a gain over two axes may be one.
@@ -490,9 +481,7 @@ def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for i, letter in enumerate(letters)
         if letter != "L" and not letter.isdigit()
     ]
-    outputs = names.OUTPUTS.get(role) or {x for _, x in free} - {
-        *names.INPUTS.get(role, "DCRS")
-    }
+    outputs = names.OUTPUTS.get(role) or {x for _, x in free} - {*"DCRS"}
     return (
         tuple(i for i, letter in free if letter not in outputs),
         tuple(i for i, letter in free if letter in outputs),

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from .._layout.layout import cut_axes, own_block
 from .._layout.shardings import mesh_axes
-from .._model.attention_layers import AttentionLayer
+from .._model.attention_layers import AttentionLayer, READ_IT
 from .._model.head_leaf import HeadLeaf
 from .._model.statistics import largest, STATISTIC
 from .._parameters.paths import Path, show, show_module, split
@@ -43,8 +43,8 @@ class BoundLayer:
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
                 f"together: {self._leaves()}. Expected are Flax kernels (*stack, "
-                "features, heads, head_dim) with key heads that divide the query's; "
-                "describe other layouts in attention="
+                "features, heads, head_dim) with key heads that divide the query's. "
+                f"Other layouts: {READ_IT}, or describe them in attention="
             )
         self.shape: tuple[int, ...] = (*self._stack, self._heads)
 

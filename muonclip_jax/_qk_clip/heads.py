@@ -20,7 +20,12 @@ from .._explicit_axes import resharded
 from .._jax_versions import manual_axes
 from .._layout.layout import Axes, cut_axes, differing, gather, Layout, shared_axes
 from .._matrices.stacks import unstack
-from .._model.attention_layers import Attention, AttentionLayer, show_layer
+from .._model.attention_layers import (
+    Attention,
+    AttentionLayer,
+    READ_IT,
+    show_layer,
+)
 from .._model.finder import check_none_overlooked, resolve_attention
 from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
@@ -29,10 +34,10 @@ from .bound_layer import BoundLayer
 
 
 _HOW_TO_RECORD = (
-    "Use attention_fn=mc.attention_fn, call the layer with sow_weights=True and read "
-    "the intermediates back: mutable=['intermediates'] in Linen (with "
-    "variable_axes={'intermediates': 0} under nn.scan), nnx.capture(..., "
-    "nnx.Intermediate) in NNX"
+    "mc.record_attention(loss) returns them next to the loss of any model, with the "
+    f"optimizer's {READ_IT}. In stock Flax attention_fn=mc.attention_fn sows them: "
+    "call the layer with sow_weights=True and read the intermediates back "
+    "(mutable=['intermediates'] in Linen, nnx.capture(..., nnx.Intermediate) in NNX)"
 )
 
 
@@ -91,8 +96,9 @@ class Heads:
         if attention_stats is None:
             raise ValueError(
                 "qk_clip needs attention_stats: tx.update(grads, state, params, "
-                "attention_stats=stats), with the 'intermediates' that mc.attention_fn "
-                "sows; pass attention_stats={} for a model without attention"
+                "attention_stats=stats), with the statistics that "
+                "mc.record_attention(loss) returns or mc.attention_fn sows; pass "
+                "attention_stats={} for a model without attention"
             )
         if isinstance(attention_stats, HeadRow):
             if attention_stats.shapes == self.shapes:

@@ -87,7 +87,7 @@ def qk_clip(
     adds before it rounds. All other updates keep their dtype.
 
     Where query and key are normalized after their projection, scaling it does nothing:
-    `init` refuses such a layer, and names what to scale in its place.
+    with `model` the gains of the norms are scaled, and names alone refuse the layer.
 
     Wrappers that choose between the updates they were given and the optimizer's, such
     as `optax.apply_if_finite`, want both in one dtype: for bfloat16 and float16
@@ -120,8 +120,8 @@ def qk_clip(
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
     [0, 1], or an alpha of more numbers than one; at `init` for thresholds that do not
-    fit the layers, for QK-normalized attention, and without `attention` for query and
-    key under other names than Flax's (`q_proj`, `wq`, ...); at the first update, naming
+    fit the layers, for logits that no parameter scales, and by names alone for query
+    and key that are not as in stock Flax (`q_proj`, ...); at the first update, naming
     the paths, for missing params or statistics and for statistics that do not fit.
 
     !!! example

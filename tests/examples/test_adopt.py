@@ -76,7 +76,7 @@ def test_before(name, monkeypatch, capsys):
 def test_after(name, patched, monkeypatch, capsys):
     """Under a threshold that every head exceeds; the first step clips them all."""
     seen = []
-    muonclip, clip_qk = mc.muonclip, mc.clip_qk
+    muonclip = mc.muonclip
 
     def low_muonclip(*arguments, **options):
         tx = muonclip(*arguments, **options, threshold=LOW)
@@ -89,15 +89,7 @@ def test_after(name, patched, monkeypatch, capsys):
 
         return optax.GradientTransformationExtraArgs(tx.init, update)
 
-    def low_clip_qk(params, stats, threshold, **options):
-        after = clip_qk(params, stats, LOW, **options)
-        heads = sum((s > LOW).sum() for s in jax.tree.leaves(stats))
-        moved = jax.tree.map(lambda a, b: (a != b).any(), params, after)
-        jax.debug.callback(seen.append, heads * (sum(jax.tree.leaves(moved)) == 4))
-        return after
-
     monkeypatch.setattr(mc, "muonclip", low_muonclip)
-    monkeypatch.setattr(mc, "clip_qk", low_clip_qk)
     first, last = losses(patched, name, monkeypatch, capsys, steps=12)
     assert last < first
-    assert seen[0] == 8  # two layers of four heads; in HuggingFace's, 4 kernels
+    assert seen[0] == 8  # two layers of four heads

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import EXAMPLES, normal, randomize, run_script
-from kimi_k2_mini import make_optimizer, train_step
+from kimi_k2_mini import loss_fn, make_optimizer, make_train_step
 from kimi_k2_model import KimiK2, MixtureOfExperts, rotate, Router, Sizes, SwiGLU
 
 import muonclip_jax as mc
@@ -54,11 +54,15 @@ def tokens():
 
 @nnx.jit
 def record(model, text):
-    return nnx.capture(model, nnx.Intermediate)(text)
+    return mc.record_attention(KimiK2.__call__)(model, text)
 
 
 def forward(model, text=None):
     return record(model, tokens()[:, :-1] if text is None else text)
+
+
+def read(model):
+    return mc.read_model(loss_fn, model, tokens())
 
 
 def largest(stats):
@@ -118,9 +122,10 @@ def step_at_rate_zero():
     args = argparse.Namespace(
         steps=10, learning_rate=0.0, adam_learning_rate=0.0, weight_decay=0.1
     )
-    tx = make_optimizer(model.sizes, tau, args)
+    reading = read(model)
+    tx = make_optimizer(reading, tau, args)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    metrics = train_step(model, optimizer, tokens(), 0.5)
+    metrics = make_train_step(reading)(model, optimizer, tokens(), 0.5)
     (router,) = model.routers()
     balance = np.asarray(router.bias[...]), np.asarray(router.load[...])
     after = largest(forward(model)[1]).reshape(2, 4)
@@ -151,18 +156,19 @@ def test_a_step_moves_the_balance(step_at_rate_zero):
 
 
 def test_every_leaf_is_a_matrix_or_not_as_it_should():
-    params = nnx.state(abstract_model(), nnx.Param)
-    table = mc.describe(params, attention=mc.latent_attention(8))
+    model = abstract_model()
+    params = nnx.state(model, nnx.Param)
+    table = mc.describe(params, model=read(model))
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table.splitlines()}
     expected = {
-        "attention/wq_b/kernel": "1 x 12 x 48 muon attention query, 4 heads + rotary",
-        "attention/wkv_b/kernel": "1 x 8 x 64 muon attention key, 4 heads",
+        "attention/wq_b/kernel": "1 x 12 x 48 muon read query, 4 heads + rotary",
+        "attention/wkv_b/kernel": "1 x 8 x 64 muon read key, 4 heads",
         "attention/out/kernel": "1 x 32 x 16 muon",
         "mlp/experts/gate/kernel": "8 x 16 x 8 muon",
         "mlp/experts/up/kernel": "8 x 16 x 8 muon",
         "mlp/experts/down/kernel": "8 x 8 x 16 muon",
         "mlp/shared/down/kernel": "1 x 8 x 16 muon",
-        "mlp/router/scores/kernel": "(16, 8) - adamw router",
+        "mlp/router/scores/kernel": "(16, 8) - adamw",
         "attention/kv_norm/scale": "(8,) - adamw",
     }
     for leaf, row in expected.items():

@@ -15,6 +15,7 @@ import pytest
 from helpers import more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from layers import flat_layer, fused_layer, gains_layer
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -196,7 +197,7 @@ def test_gains_that_all_heads_share(check):
     whole = dict.fromkeys(GAINS, P())
     specs = {"attn": cut_layer("tensor", "tensor") | whole}
     stats = {"attn": {"max_logits": jnp.array([[5.0, 5, 300, 5], [5, 400, 5, 5]])}}
-    attention = mc.normalised_attention()
+    attention = [gains_layer("attn")]
     # Every device may have the largest logit of all heads, or those of its own.
     for cut in (P("data"), P("data", "tensor")):
         clipped(params, specs, stats, cut, mesh, check, attention=attention)
@@ -210,9 +211,7 @@ def test_gains_of_a_stack_cut_by_a_pipeline_axis(check):
     specs = cut_layer("tensor", "tensor", stack=("pipe",))
     specs = {"layers": specs | {name: {"scale": P("pipe")} for name in GAINS}}
     rows = jnp.arange(16.0).reshape(4, 4) * 20
-    clip = functools.partial(
-        mc.clip_qk, attention=mc.normalised_attention(stack_axes={"layers": 0})
-    )
+    clip = functools.partial(mc.clip_qk, attention=[gains_layer("layers")])
 
     def inside(params, rows):
         return clip(params, {"layers": {"max_logits": rows}}, shardings=specs)
@@ -453,7 +452,7 @@ def test_heads_that_a_fused_kernel_cuts():
     params = {"c_attn": {"kernel": normal(0, 6, 3 * HEADS * width)}}
     specs = {"c_attn": {"kernel": P(None, "tensor")}}
     row = jnp.array([5.0, 300, 5, 400])
-    alone = functools.partial(mc.clip_qk, attention=mc.fused_attention(width))
+    alone = functools.partial(mc.clip_qk, attention=[fused_layer("", width)])
 
     def clip(params, row):
         return alone(params, {"max_logits": row}, shardings=specs)
@@ -473,8 +472,7 @@ def test_blocks_that_cut_through_heads(heads):
     names = ("q_proj", "k_proj")
     params = {n: {"kernel": normal(i, 6, heads * width)} for i, n in enumerate(names)}
     specs = {name: {"kernel": P(None, "tensor")} for name in names}
-    attention = mc.flat_attention(width, query="q_proj", key="k_proj")
-    alone = functools.partial(mc.clip_qk, attention=attention)
+    alone = functools.partial(mc.clip_qk, attention=[flat_layer("", width)])
 
     def clip(params, row):
         return alone(params, {"max_logits": row}, shardings=specs)

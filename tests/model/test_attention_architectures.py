@@ -16,6 +16,7 @@ from helpers import (
     more,
     normal,
 )
+from layers import latent_layer
 
 import muonclip_jax as mc
 
@@ -25,29 +26,37 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 @functools.cache
 def setup(case):
-    model, attention = CASES[case]
+    model = CASES[case]
     params = linen_variables(model, inputs(), seed=1)["params"]
+
+    def run(params, x):
+        return model.apply({"params": params}, x)
+
+    reading = mc.read_model(run, params, inputs())
+    record = jax.jit(lambda p: mc.record_attention(run)(p, inputs())[1])
 
     @jax.jit
     def measure(params):
         return linen_stats(model, params, inputs())
 
     logits = largest(measure(params))
-    return params, measure, attention, float(np.median(logits[logits > 0]))
+    return params, measure, record, reading, float(np.median(logits[logits > 0]))
 
 
 @functools.cache
 def clip_of(case):
-    return clip_at_rest(CASES[case][1])
+    *_, reading, _ = setup(case)
+    return clip_at_rest(model=reading)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("alpha", [0.0, more(0.25), 0.5, more(1.0)])
 def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
-    params, measure, _, tau = setup(case)
+    params, measure, record, _, tau = setup(case)
     before = largest(measure(params))
+    np.testing.assert_allclose(largest(record(params)), before, rtol=1e-5)
     assert (before > tau).any() and (before <= tau).any()
-    clipped, _ = clip_of(case)(params, measure(params), tau, alpha)
+    clipped, _ = clip_of(case)(params, record(params), tau, alpha)
     after = largest(measure(clipped))
     np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
 
@@ -58,10 +67,9 @@ WHOLE = {"Gemma", "normalised, a gain per head"}
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in WHOLE])
 def test_forgetting_any_one_part_misses_the_threshold(case):
-    params, measure, attention, tau = setup(case)
+    params, measure, record, reading, tau = setup(case)
     before = largest(measure(params))
-    layers = mc.flax_attention_layers(params) if attention is None else attention
-    (layer,) = layers(params) if callable(layers) else layers
+    (layer,) = reading.attention
     shared = any(w in case for w in ("grouped", "multi-query"))
     forgotten = 0
     for role in ("query", "rotary_query", *(() if shared else ("key",))):
@@ -72,7 +80,7 @@ def test_forgetting_any_one_part_misses_the_threshold(case):
                 continue  # a layer without one of them is refused, see below
             forgotten += 1
             after = largest(
-                measure(mc.clip_qk(params, measure(params), tau, attention=[poorer]))
+                measure(mc.clip_qk(params, record(params), tau, attention=[poorer]))
             )
             error = np.abs(after / np.minimum(before, tau) - 1).max()
             assert error > 1e-3, (role, leaves[i])  # ten times the bound above
@@ -91,8 +99,8 @@ def test_a_layer_without_query_or_key_is_refused(role):
 
 
 def test_latent_attention_leaves_the_rest_alone():
-    params, measure, attention, tau = setup("latent")
-    after = mc.clip_qk(params, measure(params), tau, attention=attention)
+    params, _, record, reading, tau = setup("latent")
+    after = mc.clip_qk(params, record(params), tau, model=reading)
     for name in ("wq_a", "q_norm", "wkv_a", "kv_norm"):
         jax.tree.map(np.testing.assert_array_equal, after[name], params[name])
     np.testing.assert_array_equal(
@@ -108,7 +116,7 @@ def test_torchtitan_figures_for_latent_attention():
     }
     stats = {"max_logits": jnp.asarray([100.0, 400.0])}
     after = mc.clip_qk(
-        params, stats, 200.0, alpha=0.25, attention=mc.latent_attention(2)
+        params, stats, 200.0, alpha=0.25, attention=[latent_layer("", 2)]
     )
     np.testing.assert_allclose(
         after["wq_b"]["kernel"][0, 1], [0.840896, 0.840896, 0.5], rtol=1e-5
@@ -130,11 +138,3 @@ def test_additive_bias_scales_the_product_alone():
     halved = mc.max_logits(query * gamma**0.5, query * gamma**0.5, bias=bias)
     expected = np.max(gamma * np.einsum("bqhd,bkhd->qk", query, query) / 2 + bias)
     np.testing.assert_allclose(halved, [expected], rtol=1e-5)
-
-
-def test_preset_that_finds_no_query_names_the_layer():
-    params = {"mla": {"wkv_b": {"kernel": jnp.ones((3, 2, 4))}}}
-    with pytest.raises(ValueError, match=r"'mla' has 'wkv_b/kernel' but no query"):
-        mc.muonclip(
-            1e-3, attention=mc.latent_attention(2), dimension_numbers=lambda p: None
-        ).init(params)

@@ -1,4 +1,4 @@
-"""Attention that a preset or a hand-written layer cannot mean: an error at once."""
+"""Attention that names or a hand-written layer cannot mean: an error at once."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from internals import paths
+from layers import flat_layer, fused_layer, gains_layer, latent_layer
 
 import muonclip_jax as mc
 
@@ -18,27 +19,17 @@ def kernel(*shape, bias=None):
 SCALE = {"scale": jnp.ones(4)}
 
 
-def hand_written(prefix="attn"):
-    def leaf(name):
-        path = f"{name}/kernel" if prefix else f"attn/{name}/kernel"
-        return (mc.HeadLeaf(path, 2, split=(-1, 4)),)
-
-    return [mc.AttentionLayer(prefix, leaf("q_proj"), leaf("k_proj"))]
-
-
-FLAT = mc.flat_attention(4, query="q_proj", key="k_proj")
 FLAT_PARAMS = {"q_proj": kernel(8, 8), "k_proj": kernel(8, 8)}
 FUSED_PARAMS = {"c_attn": kernel(8, 24)}
 STOCK_PARAMS = {"query": kernel(8, 2, 4), "key": kernel(8, 2, 4)}
 LATENT_PARAMS = {"wq_b": kernel(8, 2, 6), "wkv_b": kernel(8, 2, 7)}
-LATENT = mc.latent_attention(4)
+AT_ROOT_OF_ALL = flat_layer("", 4, "attn/q_proj", "attn/k_proj")
 KINDS = {
-    "flat": (FLAT, FLAT_PARAMS),
-    "fused": (mc.fused_attention(4), FUSED_PARAMS),
+    "flat": ([flat_layer("attn", 4)], FLAT_PARAMS),
+    "flat at the root": ([AT_ROOT_OF_ALL], FLAT_PARAMS),
+    "fused": ([fused_layer("attn", 4)], FUSED_PARAMS),
     "stock": (None, STOCK_PARAMS),
     "stock by name": (mc.flax_attention_layers, STOCK_PARAMS),
-    "hand-written": (hand_written(), FLAT_PARAMS),
-    "hand-written at the root": (hand_written(""), FLAT_PARAMS),
 }
 NORMS = (
     *(
@@ -78,40 +69,41 @@ def test_norms_behind_the_projections(kind, norm):
     attention, params = KINDS[kind]
     tx = mc.qk_clip(attention=attention)
     with pytest.raises(
-        ValueError, match=rf"normalised after the projection \({norm}\)"
+        ValueError,
+        match=rf"normalized after the projection \({norm}\).*mc\.read_model",
     ):
         tx.init({"block": {}, "attn": params | {norm: SCALE}})
     if callable(attention):
-        with pytest.raises(ValueError, match="'attn'.*normalised_attention"):
+        with pytest.raises(ValueError, match="'attn'.*normalized after"):
             attention({"attn": params | {norm: SCALE}})
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "latent"])
 def test_norms_elsewhere_are_no_concern(kind):
-    attention, params = (KINDS | {"latent": (LATENT, LATENT_PARAMS)})[kind]
+    latent = [latent_layer("attn", 4)], LATENT_PARAMS
+    attention, params = (KINDS | {"latent": latent})[kind]
     beside = {name: SCALE for name in OTHERS}
     tree = {"attn": params | beside, "other": {"q_norm": SCALE}, "k_norm": SCALE}
-    if kind == "hand-written at the root":
+    if kind == "flat at the root":
         tree.pop("k_norm")
     mc.qk_clip(attention=attention).init(tree)
 
 
 @pytest.mark.parametrize("norm", ["q_norm", "q_ln", "norm_q", "Q_norm_0"])
 def test_a_norm_of_the_latent_is_none_of_the_query(norm):
-    params = LATENT_PARAMS | {norm: SCALE, "kv_norm": SCALE}
-    assert len(LATENT({"mla": params})) == 1
-    mc.qk_clip(attention=LATENT(params)).init(params)
-    by_hand = LATENT(params)[0]._replace(rotary_query=())
+    params, layer = LATENT_PARAMS | {norm: SCALE, "kv_norm": SCALE}, latent_layer("", 4)
+    mc.qk_clip(attention=[layer]).init(params)
+    by_hand = layer._replace(rotary_query=())
     mc.qk_clip(attention=[by_hand]).init(params)
-    with pytest.raises(ValueError, match="normalised after"):
+    with pytest.raises(ValueError, match="normalized after"):
         mc.qk_clip(attention=[by_hand]).init(LATENT_PARAMS | {norm: SCALE})
-    with pytest.raises(ValueError, match="'mla'.*normalised after .*key_norm"):
-        LATENT({"mla": params | {"key_norm": SCALE}})
+    with pytest.raises(ValueError, match="normalized after .*key_norm"):
+        mc.qk_clip(attention=[layer]).init(params | {"key_norm": SCALE})
 
 
 def test_layers_that_clip_the_gains_are_let_through():
     params = {"attn": STOCK_PARAMS | {"query_ln": SCALE, "key_ln": SCALE}}
-    (layer,) = mc.normalised_attention()(params)
+    layer = gains_layer("attn")
     mc.qk_clip(attention=[layer]).init(params)
     half = layer._replace(key=(mc.HeadLeaf("key/kernel", 3),))
     with pytest.raises(ValueError, match=r"projection \(key_ln\)"):
@@ -124,92 +116,8 @@ def test_hidden_layers_may_be_normalised():
     one_by_one = jax.tree.map_with_path(lambda keys, _: keys[0].key == "b", params)
     for mask in ({"a": False, "b": True}, one_by_one):
         optax.masked(mc.qk_clip(), mask).init(params)
-    with pytest.raises(ValueError, match="'a'.*normalised"):
+    with pytest.raises(ValueError, match="'a'.*normalized"):
         mc.qk_clip().init(params)
-
-
-@pytest.mark.parametrize(
-    "find, marker",
-    [
-        (mc.latent_attention(4), "wkv_b/kernel"),
-        (mc.fused_attention(4), "c_attn/kernel"),
-        (mc.fused_attention(4, name="attn/qkv"), "attn/qkv/kernel"),
-        (mc.flat_attention(4, query="to_q"), "to_q/kernel"),
-        (mc.normalised_attention(query="qn"), "qn/scale"),
-    ],
-)
-def test_a_preset_that_finds_nothing_says_what_it_looked_for(find, marker):
-    params = {"h": {"wi": kernel(4, 4), "wq": kernel(4, 4)}}
-    for call in (find, mc.qk_clip(attention=find).init):
-        with pytest.raises(ValueError, match=f"'{marker}'.*wi/kernel.*wq/kernel"):
-            call(params)
-    many = {f"layer_{i}": {f"w{i}": kernel(4, 4)} for i in range(1000)}
-    with pytest.raises(ValueError) as error:
-        find(many)
-    assert len(str(error.value)) < 1000
-    assert find({}) == []
-
-
-HEADS = {"q_proj": kernel(16, 4, 8), "k_proj": kernel(16, 4, 8)}
-
-
-@pytest.mark.parametrize(
-    "head_dim, attn",
-    [
-        (8, HEADS),
-        (8, {"q_proj": kernel(16, 4, 8, bias=(4, 8)), "k_proj": kernel(16, 4, 8)}),
-        (4, {"q_proj": kernel(16, 4, 8, bias=(4, 8)), "k_proj": kernel(16, 4, 8)}),
-        (4, HEADS | {"o_proj": kernel(4, 8, 16)}),
-        (4, HEADS | {"o_proj": kernel(32, 16)}),
-    ],
-)
-def test_a_head_axis_in_a_flat_preset(head_dim, attn):
-    find = mc.flat_attention(head_dim, query="q_proj", key="k_proj")
-    message = (
-        r"'attn/q_proj/kernel' of shape \(16, 4, 8\).*flax_attention_layers.*HeadLeaf"
-    )
-    with pytest.raises(ValueError, match=message):
-        find({"attn": attn})
-
-
-@pytest.mark.parametrize(
-    "shape, bias",
-    [((16, 4, 24), None), ((16, 3, 4, 8), None), ((16, 3, 4, 8), (3, 4, 8))],
-)
-def test_a_head_axis_in_the_fused_preset(shape, bias):
-    params = {"attn": {"c_attn": kernel(*shape, bias=bias)}}
-    with pytest.raises(ValueError, match="'attn/c_attn/kernel'.*HeadLeaf"):
-        mc.fused_attention(8)(params)
-
-
-@pytest.mark.parametrize(
-    "attn, axes, stack",
-    [
-        ({n: kernel(3, 16, 32) for n in HEADS}, {}, (3,)),
-        ({n: kernel(3, 16, 32, bias=(3, 32)) for n in HEADS}, {}, (3,)),
-        ({n: kernel(3, 16, 8) for n in HEADS}, {}, (3,)),
-        (
-            {n: kernel(20, 16, 8) for n in HEADS}
-            | {"ln": {"scale": jnp.ones((20, 16))}},
-            {},
-            (20,),
-        ),
-        ({n: kernel(16, 3, 8) for n in HEADS}, {"attn": 1}, (3,)),
-        ({n: kernel(16, 8, 3, bias=(8, 3)) for n in HEADS}, {"attn": -1}, (3,)),
-        (
-            {n: kernel(3, 16, 16) for n in HEADS} | {"o_proj": kernel(3, 16, 16)},
-            {},
-            (3,),
-        ),
-        ({n: kernel(2, 3, 16, 32) for n in HEADS}, {}, (2, 3)),
-    ],
-)
-def test_stacked_layers_in_a_flat_preset(attn, axes, stack):
-    find = mc.flat_attention(8, query="q_proj", key="k_proj", stack_axes=axes)
-    (layer,) = find({"attn": attn})
-    shape = attn["q_proj"]["kernel"].shape
-    assert layer.query[0].stack(shape) == stack
-    mc.qk_clip(attention=find).init({"attn": attn})
 
 
 FLAT_KERNEL = kernel(8, 8)
@@ -231,10 +139,9 @@ def test_attention_under_other_names_is_not_overlooked(kind):
     beside = params | {"stock": STOCK_PARAMS}
     for tree in (params, beside):
         for call in (mc.qk_clip().init, lambda params: mc.clip_qk(params, {})):
-            with pytest.raises(ValueError, match="'a/q.*mc.named_attention"):
+            with pytest.raises(ValueError, match=r"'a/q.*mc\.read_model"):
                 call(tree)
         mc.qk_clip(attention=mc.flax_attention_layers).init(tree)
-        mc.qk_clip(attention=mc.named_attention(4)).init(tree)
         mc.describe(tree, dimension_numbers=jax.tree.map(lambda _: None, tree))
     mc.qk_clip(attention=()).init(params)
     for mask in ({"a": False, "b": True}, jax.tree.map(lambda _: False, params)):
@@ -286,13 +193,11 @@ def test_layers_are_found_in_steps_that_grow_with_the_leaves(monkeypatch):
 
     monkeypatch.setattr(paths, "flatten", counted)
     embedding = {"embedding": jnp.ones((5, 8))}
-    flat = {"q_proj": kernel(8, 8), "k_proj": kernel(8, 8), "ln": SCALE}
     cases = [
         (
             mc.flax_attention_layers,
             STOCK_PARAMS | {"out": kernel(2, 4, 8), "ln": SCALE},
         ),
-        (FLAT, flat),
         (
             mc.flax_dimension_numbers,
             STOCK_PARAMS | {"out": kernel(2, 4, 8), "e": embedding},

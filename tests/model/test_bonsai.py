@@ -9,6 +9,7 @@ import pathlib
 
 import clipping
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 TREES = pathlib.Path(__file__).parent.parent / "data/trees"
 TREE = json.loads((TREES / "bonsai_qwen3_0.6b.json").read_text())
 SMALL = {151936: 23, 1024: 20, 3072: 28, 16: 4, 8: 2, 128: 8}
-MODULE = "layers/0/attn"
 X = np.random.default_rng(1).normal(size=(7, SMALL[1024]))
 
 
@@ -38,41 +38,43 @@ def params_of(normalised):
     return clipping.randomize(params, scale=3.0)
 
 
-def logits(params):
+def logits(params, xp=np, x=X):
+    """`(heads, query, key)` of the first layer, by NumPy in float64."""
     module = params["layers"]["0"]["attn"]
 
     def project(role):
-        kernel = np.asarray(module[f"{role}_proj"]["kernel"], np.float64)
-        y = np.einsum("td,dhe->the", X, kernel)
-        norm = module.get(f"{role}_norm")
+        kernel, norm = module[f"{role}_proj"]["kernel"], module.get(f"{role}_norm")
+        kernel = np.asarray(kernel, np.float64) if xp is np else kernel
+        y = xp.einsum("td,dhe->the", x, kernel)
         if norm:
-            y = norm["scale"] * y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6)
+            y = norm["scale"] * y / xp.sqrt((y**2).mean(-1, keepdims=True) + 1e-6)
         return y
 
-    query, key = project("q"), np.repeat(project("k"), 2, 1)
-    product = np.einsum("qhe,khe->hqk", query, key) / np.sqrt(SMALL[128])
-    return {MODULE: product.max((1, 2))}
+    query, key = project("q"), xp.repeat(project("k"), 2, 1)
+    return xp.einsum("qhe,khe->hqk", query, key) / np.sqrt(SMALL[128])
+
+
+def first_layer(params, x):
+    module = params["layers"]["0"]["attn"]
+    value = jnp.einsum("td,dhe->the", x, module["v_proj"]["kernel"])
+    weights = jax.nn.softmax(logits(params, jnp, x))
+    return jnp.einsum("hqk,khe->qhe", weights, jnp.repeat(value, 2, 1))
 
 
 @pytest.mark.parametrize("normalised", [False, True])
 def test_clip(normalised):
     params = params_of(normalised)
-    find, leaf = mc.named_attention(), "proj/kernel"
     if normalised:
-        with pytest.raises(ValueError, match="normalised after the projection"):
-            mc.qk_clip(attention=find).init(params)
-        find = mc.normalised_attention(query="q_norm", key="k_norm")
-        leaf = "norm/scale"
-    may_change = {f"0/attn/[qk]_{leaf}": ...}
-    # Statistics are needed of every layer that the tree has.
-    others = [f"layers/{i}/attn" for i in params["layers"] if i != "0"]
+        with pytest.raises(ValueError, match="not clip .*q_proj/kernel.*read_model"):
+            mc.qk_clip().init(params)
+    reading = mc.read_model(first_layer, params, jnp.asarray(X, jnp.float32))
+    (layer,) = reading.attention
+    may_change = {f"0/attn/[qk]_{'norm/scale' if normalised else 'proj/kernel'}": ...}
 
-    def padded(params):
-        return logits(params) | dict.fromkeys(others, np.zeros(SMALL[16]))
+    def largest(params):
+        return {layer.path: logits(params).max((1, 2))}
 
-    clipping.check_clip(
-        params, padded, find, may_change, shared=normalised, only=[MODULE]
-    )
+    clipping.check_clip(params, largest, [layer], may_change, shared=normalised)
 
 
 def test_dimension_numbers():

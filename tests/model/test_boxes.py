@@ -39,7 +39,6 @@ STATS = {"block": {"attn": {"max_logits": jnp.array([3.0, 50.0, 200.0])}}}
 CALLS = {
     "describe": lambda p: mc.describe(p, per_head=True, stacks=True),
     "flax_attention_layers": mc.flax_attention_layers,
-    "named_attention": mc.named_attention(),
     "matrix_mask": mc.matrix_mask,
     "heads of layers": lambda p: mc.describe(
         p, attention=mc.flax_attention_layers, per_head=True

@@ -1,4 +1,9 @@
-"""Projections with more than a kernel and a bias: factors of LoRA, gains, others."""
+"""Projections with more than a kernel and a bias: factors of LoRA, gains, others.
+
+A reading knows what they do to the logits; names do not, and say so.
+"""
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -33,23 +38,42 @@ def projection(heads, *, flat, lead=(), leaf="kernel", prefix=""):
     return {leaf: rand(*lead, D, *outputs), "bias": rand(*lead, *outputs)} | factors
 
 
-def project(layer, heads):
-    """In float64, the kernel and the product of the factors apart."""
+def project(layer, heads, x, xp=np):
+    """The kernel and the product of the factors apart."""
     factors = layer.get("lora", layer)
     a, b = (
-        np.asarray(next(x for n, x in factors.items() if n.endswith(end)), np.float64)
+        next(x for n, x in factors.items() if n.endswith(end))
         for end in ("lora_a", "lora_b")
     )
-    kernel = np.asarray(layer.get("kernel", layer.get("w")), np.float64)
-    y = X @ kernel.reshape(D, -1) + X @ a @ b.reshape(R, -1)
-    y = y + np.asarray(layer["bias"], np.float64).reshape(-1)
+    kernel, bias = layer.get("kernel", layer.get("w")), layer["bias"]
+    if xp is np:
+        kernel, bias, a, b = (np.asarray(w, np.float64) for w in (kernel, bias, a, b))
+    y = x @ kernel.reshape(D, -1) + x @ a @ b.reshape(R, -1) + bias.reshape(-1)
     return y.reshape(T, heads, E)
 
 
-def logits(query, key, key_heads):
-    """The largest logit of each head."""
-    k = np.repeat(project(key, key_heads), H // key_heads, 1)
-    return np.einsum("qhe,khe->hqk", project(query, H), k).max((1, 2))
+def logits(query, key, key_heads, x=X, xp=np):
+    """`(heads, query, key)`, by NumPy in float64."""
+    q, k = project(query, H, x, xp), project(key, key_heads, x, xp)
+    return xp.einsum("qhe,khe->hqk", q, xp.repeat(k, H // key_heads, 1))
+
+
+def attend(params, x, names=("query", "key"), key_heads=H, is_scanned=False):
+    """The same as a function to read, in JAX."""
+
+    def of_layer(attn):
+        query, key = (attn[name] for name in names)
+        weights = jax.nn.softmax(logits(query, key, key_heads, x, jnp))
+        return jnp.einsum(
+            "hqk,khe->qhe", weights, project(key, key_heads, x, jnp)[:, :1]
+        )
+
+    attn = params["attn"]
+    return jax.lax.map(of_layer, attn) if is_scanned else of_layer(attn)
+
+
+def largest(attn):
+    return logits(attn["query"], attn["key"], H).max((1, 2))
 
 
 def in_layer(attn, i):
@@ -57,17 +81,11 @@ def in_layer(attn, i):
 
 
 CASES = {
-    "Flax": (("query", "key"), {"flat": False}, None, K),
-    "Flax, scanned": (("query", "key"), {"flat": False, "lead": (L,)}, None, H),
-    "flat, as nnx.LoRALinear": (
-        ("q_proj", "k_proj"), {"flat": True}, mc.named_attention(E), K,
-    ),
-    "flat, by names": (
-        ("wq", "wk"), {"flat": True}, mc.flat_attention(E, query="wq", key="wk"), H,
-    ),
+    "Flax": (("query", "key"), {"flat": False}, K),
+    "Flax, scanned": (("query", "key"), {"flat": False, "lead": (L,)}, H),
+    "flat, as nnx.LoRALinear": (("q_proj", "k_proj"), {"flat": True}, K),
     "qwix on tunix": (
-        ("q_proj", "k_proj"),
-        {"flat": False, "leaf": "w", "prefix": "w_"}, mc.named_attention(), K,
+        ("q_proj", "k_proj"), {"flat": False, "leaf": "w", "prefix": "w_"}, K,
     ),
 }  # fmt: skip
 
@@ -75,24 +93,27 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("alpha", [0.5, 0.2])
 def test_factors_are_scaled_with_their_kernel(name, alpha):
-    (query, key), options, find, key_heads = CASES[name]
+    (query, key), options, key_heads = CASES[name]
     attn = {query: projection(H, **options), key: projection(key_heads, **options)}
+    is_scanned = bool(options.get("lead"))
 
     def measure(attn):
-        stacked = range(L) if options.get("lead") else [None]
-        layers = [in_layer(attn, i) for i in stacked]
-        rows = [logits(x[query], x[key], key_heads) for x in layers]
-        return np.array(rows if options.get("lead") else rows[0])
+        layers = [in_layer(attn, i) for i in (range(L) if is_scanned else [None])]
+        rows = [logits(x[query], x[key], key_heads).max((1, 2)) for x in layers]
+        return np.array(rows if is_scanned else rows[0])
 
+    fun = functools.partial(
+        attend, names=(query, key), key_heads=key_heads, is_scanned=is_scanned
+    )
+    params, x = {"attn": attn}, jnp.asarray(X, jnp.float32)
+    reading = mc.read_model(fun, params, x)
+    _, stats = mc.record_attention(fun)(params, x)
     before = measure(attn)
     tau = float(np.median(before))
-    stats = {"attn": {"max_logits": jnp.asarray(before, jnp.float32)}}
-    tx = mc.qk_clip(tau, alpha=alpha, attention=find)
-    zeros = jax.tree.map(jnp.zeros_like, {"attn": attn})
-    updates, _ = tx.update(
-        zeros, tx.init({"attn": attn}), {"attn": attn}, attention_stats=stats
-    )
-    after = optax.apply_updates({"attn": attn}, updates)["attn"]
+    tx = mc.qk_clip(tau, alpha=alpha, model=reading)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params, attention_stats=stats)
+    after = optax.apply_updates(params, updates)["attn"]
     # A product of two scaled float32 weights, each rounded once, summed over few.
     np.testing.assert_allclose(measure(after), np.minimum(before, tau), rtol=1e-5)
 
@@ -100,9 +121,20 @@ def test_factors_are_scaled_with_their_kernel(name, alpha):
 def test_fused_projections_scale_two_thirds_of_the_factor():
     fused = {"kernel": rand(D, 3 * H * E), "lora_a": rand(D, R)}
     params = {"attn": {"c_attn": fused | {"lora_b": rand(R, 3 * H * E)}}}
-    stats = {"attn": {"max_logits": jnp.full(H, 40.0)}}
-    find = mc.fused_attention(E)
-    after = mc.clip_qk(params, stats, 10.0, attention=find)["attn"]["c_attn"]
+
+    def fun(params, x):
+        p = params["attn"]["c_attn"]
+        y = x @ p["kernel"] + x @ p["lora_a"] @ p["lora_b"]
+        q, k, v = (y.reshape(T, 3, H, E)[:, i] for i in range(3))
+        weights = jax.nn.softmax(jnp.einsum("qhe,khe->hqk", q, k))
+        return jnp.einsum("hqk,khe->qhe", weights, v)
+
+    reading = mc.read_model(fun, params, jnp.asarray(X, jnp.float32))
+    (layer,) = reading.attention
+    stats = {"max_logits": jnp.full(H, 40.0)}
+    for name in reversed(layer.path.split("/")):
+        stats = {name: stats}
+    after = mc.clip_qk(params, stats, 10.0, model=reading)["attn"]["c_attn"]
     ratio = np.asarray(after["lora_b"] / params["attn"]["c_attn"]["lora_b"])
     expected = np.repeat([0.5, 0.5, 1.0], H * E)
     np.testing.assert_allclose(ratio, np.broadcast_to(expected, ratio.shape), rtol=1e-6)
@@ -127,27 +159,30 @@ def labels(params):
 
 def test_a_frozen_base_is_clipped_behind_the_partition_alone():
     """The base is scaled, too: adapters alone could not hold the logits."""
-    params = flax_params()
+    params, x = flax_params(), jnp.asarray(X, jnp.float32)
+    reading = mc.read_model(attend, params, x)
+    _, stats = mc.record_attention(attend)(params, x)
     frozen = optax.set_to_zero()
-    inside = optax.partition({"trained": mc.muonclip(0.0), "frozen": frozen}, labels)
-    with pytest.raises(ValueError, match=r"(?s)hides 'attn/query/kernel'.*optax.chain"):
+    inside = mc.muonclip(0.0, model=reading)
+    inside = optax.partition({"trained": inside, "frozen": frozen}, labels)
+    with pytest.raises(ValueError, match="hides 'attn/query/kernel'"):
         inside.init(params)
-    trained = {"trained": mc.muon(0.0), "frozen": frozen}
-    before = logits(params["attn"]["query"], params["attn"]["key"], H)
+    trained = {"trained": mc.muon(0.0, model=reading), "frozen": frozen}
+    before = largest(params["attn"])
     tau = float(before.min()) / 2
-    tx = optax.chain(optax.partition(trained, labels), mc.qk_clip(tau))
-    stats = {"attn": {"max_logits": jnp.asarray(before, jnp.float32)}}
+    clip = mc.qk_clip(tau, model=reading)
+    tx = optax.chain(optax.partition(trained, labels), clip)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = tx.update(zeros, tx.init(params), params, attention_stats=stats)
     after = optax.apply_updates(params, updates)["attn"]
-    np.testing.assert_allclose(logits(after["query"], after["key"], H), tau, rtol=1e-5)
+    np.testing.assert_allclose(largest(after), tau, rtol=1e-5)
 
 
 @pytest.mark.parametrize("query", ["query", "q_proj", "wq"])
 def test_adapters_alone_are_refused(query):
     factors = {"lora_a": rand(D, R), "lora_b": rand(R, H, E)}
     params = {"attn": {query: factors, "out": {"kernel": rand(H, E, D)}}}
-    with pytest.raises(ValueError, match=f"attn/{query}/lora_a.*together"):
+    with pytest.raises(ValueError, match=rf"attn/{query}/lora_a.*mc\.read_model"):
         mc.qk_clip().init(params)
     mc.qk_clip(attention=mc.flax_attention_layers).init(params)
 
@@ -159,35 +194,29 @@ def test_adapters_alone_are_refused(query):
         {"magnitude": jnp.ones((H, E))},  # DoRA
         {"adapter": {"down": jnp.ones((D, R)), "up": jnp.ones((R, H, E))}},
         {"kernel_scale": jnp.ones(H)},
-        {"lora_b": jnp.ones((H, R, E))},  # of another layout
-        {"lora_A": jnp.ones((D, R))},  # of a pair that is not there
+        {"lora_a": jnp.ones((D, R)), "lora_b": jnp.ones((R, H, E))},
     ],
 )
 def test_what_is_not_known_to_act_on_the_logits_is_refused(extra):
-    (name,) = extra
-    for find in (None, mc.named_attention()):
-        with pytest.raises(ValueError, match=f"attn/query/{name}.*do to the logits"):
-            mc.qk_clip(attention=find).init(flax_params(**extra))
+    (name, *_) = extra
+    kernels = {"attn": {n: {"kernel": rand(D, H, E)} for n in ("query", "key")}}
+    kernels["attn"]["query"] |= extra
+    for call in (mc.qk_clip().init, mc.flax_attention_layers):
+        with pytest.raises(
+            ValueError, match=rf"attn/query/{name}.*do to the logits.*mc\.read_model"
+        ):
+            call(kernels)
     layer = mc.AttentionLayer(
         "attn", (mc.HeadLeaf("query/kernel", 3),), (mc.HeadLeaf("key/kernel", 3),)
     )
-    mc.qk_clip(attention=[layer]).init(
-        flax_params(**extra)
-    )  # whoever writes a layer knows
+    mc.qk_clip(attention=[layer]).init(kernels)  # whoever writes a layer knows
 
 
 def test_the_table_says_it_too():
-    text = mc.describe(flax_params(scale=jnp.ones(E)))
+    kernels = {"attn": {n: {"kernel": rand(D, H, E)} for n in ("query", "key")}}
+    kernels["attn"]["query"]["scale"] = jnp.ones(E)
+    text = mc.describe(kernels)
     assert "attn/query/scale' do to the logits" in text.splitlines()[-1]
-
-
-def test_factors_next_to_kernels_with_outputs_first_are_refused():
-    """Their own layout does not show, and a square one would fit both."""
-    weights = {"weight": rand(H * E, H * E), "lora_a": rand(H * E, R)}
-    weights |= {"lora_b": rand(R, H * E)}
-    params = {"attn": {"q_proj": weights, "k_proj": weights}}
-    with pytest.raises(ValueError, match="attn/q_proj/lora_a"):
-        mc.qk_clip(attention=mc.named_attention(E)).init(params)
 
 
 def test_weight_norm_of_linen_is_refused():
@@ -211,8 +240,14 @@ def test_lora_linear_of_nnx():
             self.q_proj = nnx.LoRALinear(D, H * E, lora_rank=R, rngs=rngs)
             self.k_proj = nnx.LoRALinear(D, K * E, lora_rank=R, rngs=rngs)
 
-    state = nnx.state(nnx.eval_shape(lambda: Attention(nnx.Rngs(0))))
-    text = mc.describe(state, attention=mc.named_attention(E))
+        def __call__(self, x):
+            query = self.q_proj(x).reshape(1, T, H, E)
+            key = self.k_proj(x).reshape(1, T, K, E)
+            return jax.nn.dot_product_attention(query, key, key)
+
+    model = nnx.eval_shape(lambda: Attention(nnx.Rngs(0)))
+    reading = mc.read_model(Attention.__call__, model, jnp.ones((1, T, D)))
+    text = mc.describe(nnx.state(model), model=reading)
     rows = {row.split()[0]: row for row in text.splitlines()}
     assert rows["q_proj/lora/lora_b"].endswith(f"query, {H} heads")
     assert rows["k_proj/lora/lora_b"].endswith(f"key, {K} heads")

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from helpers import as_pure
 from jax.sharding import Mesh, PartitionSpec
+from layers import flat_layer
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import muonclip_jax as mc
@@ -49,7 +50,7 @@ def assert_same(first, second):
 
 
 FLAT = {n: {m: {"kernel": jnp.ones((8, 8))} for m in ("query", "key")} for n in PARAMS}
-FIND = mc.flat_attention(4)
+FLAT_LAYERS = [flat_layer(name, 4, "query", "key") for name in PARAMS]
 PREFIXES = [
     {"l0": False, "l1": True, "l2": True},
     {"l0": {"query": False, "key": False, "up": True}, "l1": True, "l2": False},
@@ -78,9 +79,13 @@ def test_qk_clip_under_a_prefix_mask(prefix, attention):
 
 
 @pytest.mark.parametrize("prefix", [PREFIXES[0], False, True])
-def test_a_preset_under_a_prefix_mask(prefix):
+def test_described_layers_under_a_prefix_mask(prefix):
     updates = [
-        step(optax.masked(mc.qk_clip(attention=FIND), m), FLAT, attention_stats=STATS)
+        step(
+            optax.masked(mc.qk_clip(attention=FLAT_LAYERS), m),
+            FLAT,
+            attention_stats=STATS,
+        )
         for m in (prefix, spread(prefix, FLAT))
     ]
     assert_same(*updates)

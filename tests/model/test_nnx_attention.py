@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from attention_zoo import FLAT, HEAD_DIM, HEADS, WIDTH
+from attention_zoo import HEAD_DIM, HEADS, WIDTH
 from flax import nnx
 from helpers import inputs, largest, randomize
 
@@ -76,20 +76,21 @@ def test_nnx_modules_with_flat_kernels():
             def heads(y):
                 return y.reshape(*y.shape[:2], HEADS, HEAD_DIM)
 
-            self.sow(
-                nnx.Intermediate,
-                "max_logits",
-                mc.max_logits(heads(self.q_proj(x)), heads(self.k_proj(x))),
-            )
-            return x
+            query, key = heads(self.q_proj(x)), heads(self.k_proj(x))
+            self.sow(nnx.Intermediate, "max_logits", mc.max_logits(query, key))
+            return jax.nn.dot_product_attention(query, key, key)
 
-    graph, state = nnx.split(nnx.eval_shape(lambda: Flat(nnx.Rngs(0))))
-    state = randomize(state)
+    model = nnx.eval_shape(lambda: Flat(nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, state := randomize(state))
+    reading = mc.read_model(Flat.__call__, model, inputs())
+    _, stats = mc.record_attention(Flat.__call__)(model, inputs())
 
     def measure(s):
         return nnx.capture(nnx.merge(graph, s), nnx.Intermediate)(inputs())[1]
 
     before = largest(measure(state))
+    np.testing.assert_allclose(largest(stats), before, rtol=1e-5)
     tau = float(np.median(before))
-    after = largest(measure(mc.clip_qk(state, measure(state), tau, attention=FLAT)))
+    after = largest(measure(mc.clip_qk(state, stats, tau, model=reading)))
     np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_zoo import AT_1, GEMMA, LATENT, LatentAttention
+from attention_zoo import GEMMA, LATENT, LatentAttention
 from helpers import inputs, normal
 from internals import paths
+from layers import latent_layer
 from optax.contrib import MuonDimensionNumbers
 from pieces import CASES, leaf_of
 
@@ -28,7 +29,7 @@ def test_per_head_matrices_from_the_description():
             "up": {"kernel": jnp.ones((2, 9))},
         }
     }
-    find = mc.latent_attention(4, stack_axes=AT_1)
+    find = [latent_layer("layers", 4, stack_axis=1)]
     table = mc.describe(latent, attention=find, per_head=True)
     # The key of each head, and its value.
     for shape in ("12 x 6 x 8", "12 x 5 x 4 + 12 x 5 x 3", "1 x 2 x 9"):
@@ -135,5 +136,5 @@ def test_latent_attention_kernels_are_matrices_over_fused_axes():
         == (-2, -1)
     )
     assert "query, 4 heads + rotary_query, 4 heads" in mc.describe(
-        params, attention=LATENT
+        params, attention=[LATENT]
     )

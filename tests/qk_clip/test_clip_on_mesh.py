@@ -13,6 +13,7 @@ import pytest
 from helpers import more
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from layers import flat_layer, fused_layer
 
 import muonclip_jax as mc
 
@@ -168,15 +169,23 @@ KERNELS = {
     ),
     "flat": (
         {name: {"kernel": (8, 32), "bias": (32,)} for name in ("query", "key")},
-        mc.flat_attention(4),
+        [flat_layer("a", 4, "query", "key", bias=True)],
     ),
     "fused": (
         {"c_attn": {"kernel": (8, 96), "bias": (96,)}},
-        mc.fused_attention(4),
+        [fused_layer("a", 4, bias=True)],
     ),
     "turned": (
         {name: {"weight": (32, 8)} for name in ("query_proj", "key_proj")},
-        mc.named_attention(4),
+        [
+            mc.AttentionLayer(
+                "a",
+                *(
+                    (mc.HeadLeaf(f"{x}/weight", 2, -3, (-1, 4), split_axis=-2),)
+                    for x in ("query_proj", "key_proj")
+                ),
+            )
+        ],
     ),
 }
 

@@ -6,12 +6,20 @@ A scale is written down by hand, head by head, in float64.
 import functools
 
 import numpy as np
+from layers import flat_layer as flat
+from layers import fused_layer as fused
+from layers import gains_layer
+from layers import latent_layer as latent
 from seeds import chance, pick
 
 import muonclip_jax as mc
 
 
-FEATURES, WIDTH = 3, 2
+FEATURES, WIDTH, PATH = 3, 2, "layers/attn"
+
+
+def axis(stack_axes):
+    return next(iter(stack_axes.values()), 0)
 
 
 def flax_layer(generator, heads, stack_axes):
@@ -60,8 +68,8 @@ def flat_layer(generator, heads, stack_axes):
             name: np.repeat(query if name[0] == "q" else key, WIDTH) for name in shapes
         }
 
-    names = {"query": "q_proj", "key": "k_proj", "stack_axes": stack_axes}
-    return shapes, mc.flat_attention(WIDTH, **names), scale
+    layer = flat(PATH, WIDTH, bias="q_proj/bias" in shapes, stack_axis=axis(stack_axes))
+    return shapes, [layer], scale
 
 
 def fused_layer(generator, heads, stack_axes):
@@ -74,7 +82,9 @@ def fused_layer(generator, heads, stack_axes):
         rows = np.concatenate([query, key, np.ones(heads)])
         return dict.fromkeys(shapes, np.repeat(rows, WIDTH))
 
-    return shapes, mc.fused_attention(WIDTH, stack_axes=stack_axes), scale
+    bias = "c_attn/bias" in shapes
+    layer = fused(PATH, WIDTH, bias=bias, stack_axis=axis(stack_axes))
+    return shapes, [layer], scale
 
 
 def latent_layer(generator, heads, stack_axes):
@@ -93,7 +103,8 @@ def latent_layer(generator, heads, stack_axes):
         of_key[:, :WIDTH] = gamma[:, None] ** (1 - alpha)
         return {query: of_query, "wkv_b/kernel": of_key}
 
-    return shapes, mc.latent_attention(WIDTH, stack_axes=stack_axes), scale
+    layer = latent(PATH, WIDTH, query=query, stack_axis=axis(stack_axes))
+    return shapes, [layer], scale
 
 
 def normalised_layer(generator, heads, stack_axes):
@@ -106,25 +117,27 @@ def normalised_layer(generator, heads, stack_axes):
         query, key = shares(gamma.min(keepdims=True), alpha, 1)
         return {n: query if "query" in n else key for n in shapes if "_ln" in n}
 
-    return shapes, mc.normalised_attention(stack_axes=stack_axes), scale
+    query = [name for name in shapes if "query_ln" in name]
+    layer = gains_layer(PATH, query=query, stack_axis=axis(stack_axes))
+    return shapes, [layer], scale
 
 
 def gemma_layer(generator, heads, stack_axes):
-    """Described by hand: heads in front, key and value in one leaf."""
-    axis = next(iter(stack_axes.values()), 0)
+    """Heads in front, key and value in one leaf."""
+    place = axis(stack_axes)
     shapes = {
         "q_einsum": (heads, FEATURES, WIDTH),
         "kv_einsum": (2, heads, FEATURES, WIDTH),
     }
-    query = mc.HeadLeaf("q_einsum", 3, axis=-3, stack_axis=axis)
+    query = mc.HeadLeaf("q_einsum", 3, axis=-3, stack_axis=place)
     part = (-4, slice(0, 1))
-    key = mc.HeadLeaf("kv_einsum", 4, axis=-3, part=part, stack_axis=axis)
+    key = mc.HeadLeaf("kv_einsum", 4, axis=-3, part=part, stack_axis=place)
 
     def scale(gamma, alpha):
         of_query, of_key = (x[:, None, None] for x in shares(gamma, alpha, heads))
         return {"q_einsum": of_query, "kv_einsum": np.stack([of_key, of_key**0])}
 
-    layer = mc.AttentionLayer("layers/attn", (query,), (key,))
+    layer = mc.AttentionLayer(PATH, (query,), (key,))
     return shapes, [layer], scale
 
 
