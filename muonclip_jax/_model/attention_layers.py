@@ -22,7 +22,8 @@ class AttentionLayer(NamedTuple):
         left alone and `query` is scaled by the whole `gamma`.
     - `rotary_query`: leaves whose partner is a key that all heads share and that stays
         as it is, such as the rotary part of multi-head latent attention: the whole
-        `gamma` scales them for every `alpha`.
+        `gamma` scales them for every `alpha`. A query whose key no parameter scales, or
+        such a key, is one, too; the layer then has neither `query` nor `key`.
     - `threshold`: of this layer, where it is not that of [`qk_clip`][]: a number, an
         array with one for each layer of the stack, or a schedule.
 
@@ -51,7 +52,8 @@ class AttentionLayer(NamedTuple):
 
     def path_of(self, leaf: HeadLeaf) -> paths.Path:
         """The path of one of its leaves from the root of the params."""
-        return paths.split(self.path) + paths.split(leaf.path)
+        path = paths.split(leaf.path.removeprefix("/"))
+        return path if leaf.path.startswith("/") else paths.split(self.path) + path
 
 
 #: The fields of an `AttentionLayer` that hold leaves.
@@ -78,7 +80,8 @@ def checked(
     QK-Clip cannot act on.
     """
     for layer in layers:
-        for role in ("query", "key"):
+        is_one_sided = layer.rotary_query and not (layer.query or layer.key)
+        for role in ("query", "key") if not is_one_sided else ():
             if not getattr(layer, role):
                 raise ValueError(
                     f"attention layer '{show_layer(layer)}' names no {role}"

@@ -91,8 +91,8 @@ def _per_head(leaf: HeadLeaf, path: paths.Path, rank: int) -> MuonDimensionNumbe
     """The two axes of a leaf besides those of the stack, the heads and the part."""
     axes = [axis for axis in range(-leaf.ndim, 0) if axis not in leaf.head_axes]
     # In Gemma, key and value are parts of one leaf, along an axis of its own.
-    if len(axes) == 3 and leaf.part:
-        axes.remove(leaf.part[0])
+    if len(axes) == 3 and len(leaf.parts) == 1 and {*leaf.parts} <= {*axes}:
+        axes.remove(*leaf.parts)
     if leaf.split or leaf.axis is None or len(axes) != 2:
         raise ValueError(
             f"'{paths.show(path)}' has no axis of heads, so it cannot be cut into one "

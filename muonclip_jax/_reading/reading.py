@@ -11,12 +11,12 @@ from optax.contrib import MuonDimensionNumbers
 from .._model.attention_layers import AttentionLayer, ROLES
 from .._parameters import paths
 from . import jaxprs
+from .head_leaves import named_layers, NamedLayer
 from .layers import attention_layers
-from .naming import named_layers, NamedLayer
 from .nnx_modules import split_module
 from .pieces import Shape
 from .verdicts import Verdict, verdicts
-from .walk import Hidden, Walk, walked
+from .walk import Walk, walked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +147,12 @@ class Call(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A reading, the walk that it is of, and its attention layers by their names."""
+    """A reading, the walk that it is of, its attention layers, and what may be one."""
 
     reading: ModelReading
     walk: Walk
     layers: tuple[NamedLayer, ...]
+    hidden: tuple[str, ...]
 
 
 def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Call:
@@ -195,7 +196,7 @@ def read_call(call: Call) -> Read:
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
     walk, outs = walked(call.body, shapes, is_float)
     layers = attention_layers(walk)
-    heads_at = {at for layer in layers for at in layer.axes}
+    heads_at = set().union(*(layer.axes for layer in layers))
     found = verdicts(walk, outs, is_float, heads_at)
     numbers: list[Any] = [None] * len(tree.leaves)
     labels: list[Any] = [None] * len(tree.leaves)
@@ -206,7 +207,7 @@ def read_call(call: Call) -> Read:
     hidden = dict.fromkeys(
         f"{n.eqn.primitive.name} at {jaxprs.line(n.eqn)}"
         for n in walk.notes
-        if isinstance(n, Hidden)
+        if n.kind == "hidden"
     )
     reading = ModelReading(
         tree.unflatten(numbers),
@@ -217,7 +218,7 @@ def read_call(call: Call) -> Read:
         named,
         tuple(hidden),
     )
-    return Read(reading, walk, named)
+    return Read(reading, walk, named, tuple(hidden))
 
 
 _LAYER_COLUMNS = ("attention", "heads", "logits", "QK-Clip scales")

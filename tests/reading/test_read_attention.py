@@ -194,14 +194,83 @@ def test_logits_that_no_parameter_scales_are_said_with_their_line():
     assert f"test_read_attention.py:{first + 2}" in row and "norm without a gain" in row
 
 
-def test_a_key_that_nothing_scales_leaves_all_to_the_query():
+def _normed_key(p, x):
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", query, normed(key))
+
+
+def _normed_query(p, x):
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", normed(query), key)
+
+
+def _query_of_tokens(p, x):
+    """Learned queries, without a kernel of theirs."""
+    tokens = p["tokens"][None].repeat(B, 0)
+    return jnp.einsum("bqhd,bkhd->bhqk", cut(tokens), normed(cut(x @ p["k"])))
+
+
+def _absorbed(p, x):
+    """Latent attention as it decodes: the key's kernel is a factor of the query."""
+    query = jnp.einsum("bthd,rhd->bthr", cut(x @ p["q"]), p["up"])
+    return jnp.einsum("bqhr,bkr->bhqk", query, normed(x @ p["down"]))
+
+
+def _shared_gain(p, x):
+    """The key has a gain that all heads share, and the query none."""
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", normed(query), normed(key) * p["gain"])
+
+
+ONE_SIDED = {
+    _normed_key: {"q": FLAT, "k": FLAT},
+    _normed_query: {"q": FLAT, "k": FLAT},
+    _query_of_tokens: {"tokens": (3, H * DIM), "k": FLAT},
+    _absorbed: {"q": FLAT, "up": (5, H, DIM), "down": (D, 5)},
+    _shared_gain: {"q": FLAT, "k": FLAT, "gain": (DIM,)},
+}
+
+
+def _checked_by_clipping(logits, params, alpha=0.3, **bound):
+    """Every head at the threshold at most, by the reading and recording alone."""
+
     def loss(p, x):
-        query, key = _flat(p, x)
-        logits = jnp.einsum("bqhd,bkhd->bhqk", query, normed(key))
+        return jnp.sum(_attend(logits(p, x), x @ p["v"]) ** 2)
+
+    params = {**params, "v": PARAMS["v"]}
+    reading = mc.read_model(loss, params, X)
+    _, stats = mc.record_attention(loss)(params, X)
+    before = np.asarray(logits(params, X).max((0, 2, 3)))
+    (recorded,) = jax.tree.leaves(stats)
+    np.testing.assert_allclose(recorded, before, rtol=1e-5)
+    threshold = float(np.sort(before)[1])
+    clipped = mc.clip_qk(params, stats, threshold, alpha=alpha, model=reading)
+    after = np.asarray(logits(clipped, X).max((0, 2, 3)))
+    return before, after, threshold, clipped
+
+
+@pytest.mark.parametrize("logits", ONE_SIDED)
+def test_a_side_that_nothing_scales_leaves_the_whole_to_the_other(logits):
+    shapes = ONE_SIDED[logits]
+    params = {k: normal(i, *s) for i, (k, s) in enumerate(shapes.items())}
+    before, after, threshold, _ = _checked_by_clipping(logits, params)
+    expected = np.minimum(before, threshold)
+    if logits is _shared_gain:  # all heads go with the largest
+        expected = before * threshold / before.max()
+    np.testing.assert_allclose(after, expected, rtol=1e-4)
+
+
+def test_a_normed_query_whose_key_is_shared_is_refused_with_the_reason():
+    def loss(p, x):
+        query, key = normed(cut(x @ p["q"])), cut(x @ p["k"], 2)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, jnp.repeat(key, 2, 2))
         return _attend(logits, x @ p["v"])
 
-    (layer,) = mc.read_model(loss, PARAMS, X).attention
-    assert [leaf.path for leaf in layer.query] == ["q"] and not layer.key
+    params = {**PARAMS, "k": normal(1, D, 2 * DIM)}
+    reading = mc.read_model(loss, params, X)
+    assert reading.attention == ()
+    (refused,) = reading.refused
+    assert "several query heads share a key" in refused and ".py:" in refused
 
 
 def _contrasted(p, x):
