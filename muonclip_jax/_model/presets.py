@@ -290,7 +290,7 @@ def _dense(
     # HuggingFace's GPT-2 keeps kernels as (out, in), which their bias tells. All that
     # `where` counts from the end then has the inputs after it.
     if len(kernel) == 2 and is_turned_by_bias(kernel, bias):
-        part = leaf.part and (leaf.part[0] - 1, leaf.part[1])
+        part = next(((axis - 1, of) for axis, of in leaf.parts.items()), None)
         axis = leaf.axis - 1 if isinstance(leaf.axis, int) else leaf.axis
         leaf = leaf._replace(axis=axis, part=part, split_axis=-2)
     if not module.has(f"{name}/bias"):

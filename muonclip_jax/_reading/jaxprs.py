@@ -59,6 +59,10 @@ class Axes(NamedTuple):
     size: int
 
 
+#: An equation, after those that it is inside of.
+Eqns = tuple[Any, ...]
+
+
 def inner(closed: Any) -> Inner:
     """A jaxpr, open or closed, taken apart."""
     return Inner(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()))
@@ -169,13 +173,18 @@ def kernel_name(eqn: Any) -> str:
     return info.replace("\\", "/").rsplit(":", 1)[0]
 
 
-def line(eqn: Any) -> str:
+def line(eqns: Eqns) -> str:
     """The file and line of the model that an equation comes from, or `"?"`.
 
-    The innermost frame that is of no framework; where all are, the innermost of those
-    that JAX considers a user's.
+    The innermost frame that is of no framework, of the last equation or of those that
+    it is inside of: functions that JAX has traced before do not know who calls them.
+    Where all are, the innermost of those that JAX considers a user's.
     """
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    frames = [
+        frame
+        for eqn in reversed(eqns)
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+    ]
     if not frames:
         return "?"
     own = (f for f in frames if not _FRAMEWORKS.search(f.file_name))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from . import jaxprs
-from .pieces import Digit, Pieces, Shape, sliced
+from .pieces import Digit, Pieces, sliced
 from .values import Factor, Term, Terms
 from .walk import Logits, Softmax, Walk
 
@@ -77,7 +77,7 @@ def attention_layers(walk: Walk) -> list[Layer]:
 
 
 def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
-    line = jaxprs.line(walk.logits[factors[0].source.number].eqn)
+    line = jaxprs.line(walk.logits[factors[0].source.number].eqns)
     layer = Layer(softmax, line, tuple(factors))
     refusals: list[str] = []
     counts: set[int] = set()
@@ -91,11 +91,12 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
     for f in sorted(factors, key=lambda f: not keys_of(f)):
         logits, keys = walk.logits[f.source.number], keys_of(f)
         queries = {part.parameter for part in (*layer.query, *layer.whole)}
-        sides = _query_and_key(logits, keys, queries)
-        if sides is None:
+        of_key = _side_of_key(logits, keys, queries)
+        if of_key is None:
             refusals.append(_BOTH_SIDES)
             continue
-        found = set().union(*(_head_dims(s, logits, walk) for s in sides))
+        sides = logits.sides[1 - of_key], logits.sides[of_key]
+        found = _head_dims(logits, 0, walk) | _head_dims(logits, 1, walk)
         heads = tuple(sorted(found - keys))
         sizes = [logits.shape[i] if i >= 0 else walk.devices[i].size for i in heads]
         count = math.prod(sizes)
@@ -130,7 +131,7 @@ def _divide(
     """
     q_own, k_own = (p is not None and all(x.is_own for x in p) for p in (q, k))
     is_told = any(part.is_telling for part in (*(q or ()), *(k or ())))
-    if q and k and (q_own and k_own or not is_told):
+    if q and k and ((q_own and k_own) or not is_told):
         layer.query += q
         layer.key += k
     elif q and (q_own or not k_own):
@@ -142,37 +143,37 @@ def _divide(
         refusals.append(_GROUPED_KEY if k else _NONLINEAR)
 
 
-def _query_and_key(
-    logits: Logits, keys: set[int], queries: set[int]
-) -> tuple[Terms, Terms] | None:
-    """Query and key: the softmax is over dimensions of the key alone.
+def _side_of_key(logits: Logits, keys: set[int], queries: set[int]) -> int | None:
+    """Which side is the key: the softmax is over dimensions of the key alone.
 
     Where these are lost, as by Transformer-XL's shift of relative positions, the query
     has a parameter that the query of another product has, too.
     """
     for i in (1, 0):
-        one, two = logits.sides[1 - i], logits.sides[i]
-        is_of_query = {f.source.number for t in one for f in t} & queries
-        if keys <= logits.free[i] if keys else is_of_query:
-            return one, two
+        of_query = {f.source.number for t in logits.sides[1 - i] for f in t}
+        if keys <= logits.free[i] if keys else of_query & queries:
+            return i
     return None
 
 
-def _head_dims(terms: Terms, logits: Logits, walk: Walk) -> set[int]:
+def _head_dims(logits: Logits, side: int, walk: Walk) -> set[int]:
     """Dimensions of the product along which a side's entries are of other parameters.
 
     Devices are one, if each has some of the heads. What a kernel makes has its outputs;
     all summands agree in what is a head. A table of positions, before the kernel or
-    added to what it makes, tells positions apart.
+    added to what it makes, tells positions apart, and so do learned tokens alone, which
+    have positions where the other side has none.
     """
     of_kernels, of_others = [], []
-    for term in terms:
+    for term in logits.sides[side]:
         factors = [f for f in term if f.source.kind == "parameter"]
         kernels = [f for f in factors if _is_summed(f)][-1:]
         digits = [d for f in kernels or factors for p in f.pieces for d in p.digits]
         dims = {d.dim for d in digits if d.axis is not None}
-        if factors:
-            (of_kernels if kernels else of_others).append(dims)
+        if kernels:
+            of_kernels.append(dims)
+        elif factors:
+            of_others.append(dims - logits.free[side])
     agreed = set.intersection(*(of_kernels or of_others or [set()]))
     return {*range(len(logits.shape)), *walk.devices} & agreed
 

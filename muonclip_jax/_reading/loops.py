@@ -22,9 +22,12 @@ def scan(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
             # `scan(f, x, arange(n))` counts as `fori_loop` does, from zero.
             counts = is_number and values[i].is_counter
             slices.append(dataclasses.replace(value, trip=trips if counts else None))
-        elif i >= consts and is_number and values[i].number == 0:
-            if jaxprs.counts_trips(loop, i - consts):
-                given[i] = Value(trip=trips)
+        elif (
+            i >= consts
+            and (is_number and values[i].number == 0)
+            and jaxprs.counts_trips(loop, i - consts)
+        ):
+            given[i] = Value(trip=trips)
     handed, stacked = walk.repeat(
         body, trips, given[:consts], given[consts : consts + carry], slices
     )
@@ -47,7 +50,7 @@ def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
 def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     index, *args = values
     outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
-    joined = [walk.either(out, eqn) for out in zip(*outs, strict=True)]
+    joined = [walk.either(out) for out in zip(*outs, strict=True)]
     return [
         dataclasses.replace(v, past=v.past | index.past)
         if v.kind == Kind.ACTIVATION

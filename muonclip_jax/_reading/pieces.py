@@ -2,8 +2,8 @@
 
 The relation is affine, as CuTe's layouts are (github.com/NVIDIA/cutlass,
 media/docs/cpp/cute/01_layout.md): splitting and merging of axes, transposing, slicing
-and broadcasting lose nothing, so that a kernel of `(features, heads * head_dim)` which a
-reshape cuts into heads is known to have a head for every head_dim entries of its axis.
+and broadcasting lose nothing. A kernel of `(features, heads * head_dim)` that a reshape
+cuts into heads is known to have a head for every head_dim entries of its axis.
 """
 
 import itertools
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 # More pieces than that are no layout of heads that anyone would write.
 MOST_PIECES = 64
 
-#: The dimension, of no array, along which an index picked one entry, nobody knows which.
+#: The dimension, of no array, along which an index picked an entry, unknown which.
 #: Loops and devices are negative dimensions, too, from -1 on.
 PICKED = -(10**9)
 

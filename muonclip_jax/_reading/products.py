@@ -1,7 +1,7 @@
 """Products and lookups: the primitives in which parameters show what they are."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .jaxprs import shape_of
@@ -43,7 +43,7 @@ def ragged_dot(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     groups = tuple(numbers.rhs_group_dimensions)
     if not groups:  # a gradient's mode
-        return walk.unknown(eqn, values)
+        return walk.unknown(values)
     sides = _sides(eqn, values, numbers.dot_dimension_numbers, groups)
     return product(walk, eqn, sides, ())
 
@@ -109,23 +109,23 @@ def product(
             for s in sides
         ]
         if all(is_parameter):
-            return _of_parameters(walk, eqn, sides)
+            return _of_parameters(walk, sides, shape)
     sides = tuple(
-        s if is_weight else s._replace(value=walk.as_activation(s.value, eqn))
+        s if is_weight else s._replace(value=walk.as_activation(s.value))
         for s, is_weight in zip(sides, is_parameter, strict=True)
     )  # type: ignore[assignment]
     if not any(is_parameter):
-        return _of_activations(walk, eqn, sides, pairs)
+        return _of_activations(walk, sides, shape, pairs)
     at = is_parameter.index(True)
     weight, other = sides[at], sides[1 - at]
     if other.value.is_onehot:
-        walk.use("looked up", weight.value, eqn)
+        walk.use("looked up", weight.value)
         event, ends = walk.event, 0
     else:
         event = ends = walk.event
         experts = _note_experts(walk, other)
         matched = {pair[at] for pair in pairs if pair[1 - at] in experts}
-        _note_weight(walk, eqn, weight, kind, matched)
+        _note_weight(walk, weight, kind, matched)
         walk.note("fed", events=other.value.past)
     past, recent = other.value.past | event, other.value.recent | event
     walk.past_of[event] = past
@@ -151,29 +151,28 @@ def _is_copied(side: Side, other: Value) -> bool:
     return any(side.shape[dim] > 1 for dim in side.stack - own)
 
 
-def _of_parameters(walk: Walk, eqn: Any, sides: tuple[Side, Side]) -> Value:
+def _of_parameters(walk: Walk, sides: tuple[Side, Side], shape: Shape) -> Value:
     """Two parameters make one of low rank, which is the weight of what follows."""
     for side, free in zip(sides, ("input?", "output?"), strict=True):
         gone = {i for i, to in enumerate(side.to) if to is None}
         for f in side.value.factors():
-            digits = [d for p in f.pieces for d in p.digits if d.axis is not None]
-            ranks = {d.axis for d in digits if d.dim in gone}
+            digits = [d for p in f.pieces for d in p.digits if d.dim in gone]
+            ranks = {d.axis for d in digits if d.axis is not None}
             # Where nothing else tells, inputs are the first's, as in x @ (A @ B).
             others = {axis for p in f.pieces for axis in p.axes} - ranks
             roles = [(axis, "rank") for axis in sorted(ranks)]
             roles += [(axis, free) for axis in sorted(others)]
-            walk.note("factor", f.source.number, roles=tuple(roles), eqn=eqn)
-    a, b = (side.over(shape_of(eqn.outvars[0])) for side in sides)
+            walk.note("factor", f.source.number, roles=tuple(roles))
+    a, b = (side.over(shape) for side in sides)
     return mixed((a, b), multiplied(a, b), is_pair=True, is_spread=False)
 
 
 def _of_activations(
-    walk: Walk, eqn: Any, sides: tuple[Side, Side], pairs: Pairs
+    walk: Walk, sides: tuple[Side, Side], shape: Shape, pairs: Pairs
 ) -> Value:
     """Two activations: these may be the logits of attention, or what they weigh."""
     a, b = (s.value for s in sides)
     weigh(walk, a, b)
-    shape = shape_of(eqn.outvars[0])
     if not (a.is_deep and b.is_deep and pairs):
         one, two = (side.over(shape) for side in sides)
         return mixed((one, two), multiplied(one, two), gates=0)
@@ -192,7 +191,7 @@ def _of_activations(
                 if at is not None and i not in side.stack
             )
         )
-    index = walk.product(Logits(eqn, shape, over, tuple(terms), tuple(free)))  # type: ignore
+    index = walk.product(Logits(walk.eqns, shape, over, tuple(terms), tuple(free)))  # type: ignore
     factor = Factor(Source("logits", index), walk.event, whole(shape))
     past = a.past | b.past | walk.event
     recent = a.recent | b.recent | walk.event
@@ -201,9 +200,7 @@ def _of_activations(
     return Value(Kind.ACTIVATION, ((factor,),), past, recent)
 
 
-def _note_weight(
-    walk: Walk, eqn: Any, side: Side, kind: str, experts: set[int]
-) -> None:
+def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:
     """Notes what the axes of each parameter are in the weight of a product."""
 
     def role(dim: int) -> str:
@@ -225,7 +222,7 @@ def _note_weight(
             is_alone = len(term) == 1 or side.value.is_pair
             is_weight = is_alone or {"input", "output"} <= {said for _, said in roles}
             used = kind if is_weight else "elementwise"
-            walk.note(used, f.source.number, events=walk.event, roles=roles, eqn=eqn)
+            walk.note(used, f.source.number, events=walk.event, roles=roles)
 
 
 def _note_experts(walk: Walk, side: Side) -> set[int]:
@@ -244,7 +241,7 @@ def _note_experts(walk: Walk, side: Side) -> set[int]:
         if f.event & walk.gates and d.axis is not None and d.dim is not None
     }
     gone = {i for i, to in enumerate(side.to) if to is None}
-    dims = side.stack | (weighed & gone if gone - weighed else set())
+    dims: frozenset[Any] = side.stack | (weighed & gone if gone - weighed else set())
     for f in side.value.factors() if dims else ():
         along: dict[int, set[int]] = {}
         for d in (d for p in f.pieces for d in p.digits):
@@ -289,7 +286,7 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         return mixed((out, index), out.terms)
     seen = [set().union(*(p.axes for p in f.pieces)) for f in out.factors()]
     if max(map(len, seen), default=0) < 2:
-        walk.use("looked up", value, eqn)
+        walk.use("looked up", value)
         met = walk.met(out)
         return dataclasses.replace(met, past=met.past | index.past)
     # What is left may be matrices, one for each entry of the index, or tokens.

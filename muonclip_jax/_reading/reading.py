@@ -205,7 +205,7 @@ def read_call(call: Call) -> Read:
     named = tuple(named_layers(layers, leaf_paths, shapes))
     shown = [paths.show(path) for path in leaf_paths]
     hidden = dict.fromkeys(
-        f"{n.eqn.primitive.name} at {jaxprs.line(n.eqn)}"
+        f"{n.eqns[-1].primitive.name} at {jaxprs.line(n.eqns)}"
         for n in walk.notes
         if n.kind == "hidden"
     )

@@ -102,19 +102,19 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     read = read_call(call)
     if strict and read.hidden:
         raise ValueError(
-            "attention cannot be recorded: what it does with activations cannot be "
-            f"read of {', '.join(read.hidden)}. If it is attention, use "
-            'jax.nn.dot_product_attention, with implementation="cudnn" on a GPU, or '
-            "mc.blockwise_attention or mc.splash_attention in its place; if it is none, "
-            "give strict=False"
+            f"attention may be hidden in {', '.join(read.hidden)}, which cannot be "
+            "read. If it is there, use jax.nn.dot_product_attention (on a GPU with "
+            'implementation="cudnn"), mc.blockwise_attention or mc.splash_attention '
+            "in its place; if it is not, give strict=False"
         )
     sites: list[_Site] = []
     of_layer: list[tuple[NamedLayer, list[int]]] = []
     for named in read.layers:
         if named.layer is not None:
-            numbers = range(len(sites), len(sites) + len(named.found))
-            sites += [_site(n, x, read) for n, x in zip(numbers, named.found)]
-            of_layer.append((named, [*numbers]))
+            first = len(sites)
+            for layer in named.found:
+                sites.append(_site(len(sites), layer, read))
+            of_layer.append((named, [*range(first, len(sites))]))
     outs, found = _Recorder(read.walk, sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
     for named, numbers in of_layer:
@@ -217,8 +217,7 @@ class _Recorder:
             raise ValueError(
                 f"the logits of {site.layer.line} cannot be recorded: mask and scale "
                 f"are in the code of {jaxprs.kernel_name(eqn).partition(' at ')[0]}. "
-                "Use mc.splash_attention or mc.blockwise_attention in its place, or "
-                "give qk_clip the statistic of mc.max_logits(query, key, ...)"
+                "Use mc.splash_attention or mc.blockwise_attention in its place"
             )
         stopped = [jax.lax.stop_gradient(x) for x in inputs]
         return jaxprs.bound(eqn, inputs), {site.number: kernel.largest(stopped)}

@@ -37,7 +37,7 @@ from .walk import rule, Softmax, Walk
 def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """The same entries in the same places, for factors above zero at least."""
     return [
-        v if shape_of(x) == shape_of(y) else walk.unknown(eqn, [v])
+        v if shape_of(x) == shape_of(y) else walk.unknown([v])
         for v, x, y in zip(values, eqn.invars, eqn.outvars, strict=False)
     ]
 
@@ -123,7 +123,7 @@ def pad(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 @rule("concatenate stack")
 def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A sum of what is placed next to one another, with zeros around."""
-    values = _met_together(walk, eqn, values)
+    values = _met_together(walk, values)
     new, terms, at = shape_of(eqn.outvars[0]), [], 0
     is_new = "axis" in eqn.params  # `stack` has the dimension from JAX 0.12 on
     dim = eqn.params["axis" if is_new else "dimension"]
@@ -144,14 +144,14 @@ def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     rank = len(shape_of(eqn.invars[0]))
     axis = eqn.params.get("axis")
     if len(shape_of(eqn.outvars[0])) != rank:
-        return walk.unknown(eqn, values)
+        return walk.unknown(values)
     return _mixed_along(values[0], range(rank) if axis is None else [axis], eqn)
 
 
 @rule("reduce_window_max reduce_window_min select_and_gather_add")
 def pooled(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if values[0].kind == Kind.PARAMETER:
-        return walk.unknown(eqn, values)
+        return walk.unknown(values)
     return mixed(values, nonlinear(values))
 
 
@@ -253,7 +253,7 @@ def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """Whatever decides an order may decide where activations go."""
     walk.note("chosen", events=values[0].ends)
-    values = [walk.as_activation(v, eqn) for v in values]
+    values = [walk.as_activation(v) for v in values]
     outs = []
     for i, atom in enumerate(eqn.outvars):
         of = values[i] if eqn.primitive.name == "sort" else values[0]
@@ -293,7 +293,7 @@ def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A sum, of which the second summand may be anywhere."""
     is_slice = eqn.primitive.name == "dynamic_update_slice"
     second = 1 if is_slice else 2
-    operand, new = _met_together(walk, eqn, [values[0], values[second]])
+    operand, new = _met_together(walk, [values[0], values[second]])
     shape, small = shape_of(eqn.outvars[0]), shape_of(eqn.invars[second])
     to: list[int | None] = [None] * len(small)
     if is_slice:
@@ -333,7 +333,7 @@ def _of_one_shape(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     values = [
         _spread(v, shape_of(x), shape) for v, x in zip(values, eqn.invars, strict=True)
     ]
-    return _met_together(walk, eqn, values)
+    return _met_together(walk, values)
 
 
 def _spread(value: Value, old: Shape, new: Shape) -> Value:
@@ -344,9 +344,9 @@ def _spread(value: Value, old: Shape, new: Shape) -> Value:
     return value.moved(to, new, is_spread=value.is_spread or bool(old))
 
 
-def _met_together(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+def _met_together(walk: Walk, values: list[Value]) -> list[Value]:
     if any(v.kind == Kind.ACTIVATION for v in values):
-        return [walk.as_activation(v, eqn) for v in values]
+        return [walk.as_activation(v) for v in values]
     return values
 
 
@@ -387,7 +387,7 @@ def _soft(walk: Walk, eqn: Any, value: Value, kinds: Collection[str]) -> None:
         for term in value.terms
     )
     if any(terms):
-        walk.softmaxes.append(Softmax(walk.at, eqn, terms, shape, axes))
+        walk.softmaxes.append(Softmax(walk.at, terms, shape, axes))
     for f in value.factors():
         along = {d.dim for p in f.pieces for d in p.digits if d.axis is not None}
         if f.event & value.ends and along & set(axes):

@@ -64,7 +64,7 @@ def _verdict(
         of.setdefault(use.kind, use)
 
     def said(label: str, kind: str, words: str = "", **more: Any) -> Verdict:
-        return Verdict(label, None, words or kind, jaxprs.line(of[kind].eqn), **more)
+        return Verdict(label, None, words or kind, jaxprs.line(of[kind].eqns), **more)
 
     if "looked up" in of:
         is_tied = "contracted" in of
@@ -74,7 +74,7 @@ def _verdict(
         for kind in ("elementwise", "depthwise"):
             if kind in of:
                 return said("vector", kind)
-        what = f"unknown: {of['unknown'].eqn.primitive.name}"
+        what = f"unknown: {of['unknown'].eqns[-1].primitive.name}"
         return said("vector", "unknown", what, is_known=False)
     inputs, outputs = _axes(weights, shape, experts)
     kind = weights[0].kind
@@ -88,9 +88,9 @@ def _verdict(
     if events & heads:
         return said("head", kind, "writes the output")
     numbers = MuonDimensionNumbers(_as_axes(inputs), _as_axes(outputs))
-    eqn = next((u.eqn for u in weights if u.kind == "contracted"), weights[0].eqn)
+    used = next((u for u in weights if u.kind == "contracted"), weights[0])
     words = "contracted" if "contracted" in of else "factor of a product"
-    return Verdict("matrix", numbers, words, jaxprs.line(eqn))
+    return Verdict("matrix", numbers, words, jaxprs.line(used.eqns))
 
 
 def _axes(

@@ -52,13 +52,13 @@ class Note(NamedTuple):
     # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
     # between two parameters), "expert".
     roles: tuple[tuple[int, str], ...] = ()
-    eqn: Any = None
+    eqns: jaxprs.Eqns = ()  # see `Walk.eqns`
 
 
 class Logits(NamedTuple):
     """A product of two activations, which attention may have for logits."""
 
-    eqn: Any
+    eqns: jaxprs.Eqns
     shape: Shape
     # The dimensions that it sums over, and what both sides are in the dimensions
     # `(*shape, *summed)`.
@@ -72,7 +72,6 @@ class Softmax(NamedTuple):
     """Where a softmax takes the maximum, or the sum, of what is linear in logits."""
 
     address: Address
-    eqn: Any
     terms: Terms
     shape: Shape
     axes: tuple[int, ...]
@@ -94,7 +93,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# What is done with an index before it is one: it is counted from the front, and clipped.
+# What is done with an index before it is one: counted from the front, and clipped.
 _ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -114,7 +113,9 @@ class Walk:
     def __init__(self, shapes: Sequence[Shape], tokens: frozenset[int] = frozenset()):
         self.shapes = shapes
         self.tokens = tokens
-        self.at: Address = ()  # of the equation at work
+        # The equation at work, by its address and itself.
+        self.at: Address = ()
+        self.eqns: jaxprs.Eqns = ()
         self.notes: list[Note] = []
         self.softmaxes: list[Softmax] = []
         self.logits: list[Logits] = []
@@ -143,19 +144,19 @@ class Walk:
         return {dim: of for of, dim in self.dims.items() if isinstance(of, Axes)}
 
     def note(self, kind: str, number: int = -1, **more: Any) -> None:
-        self.notes.append(Note(kind, number, **more))
+        self.notes.append(Note(kind, number, eqns=self.eqns, **more))
 
-    def use(self, kind: str, value: Value, eqn: Any) -> None:
+    def use(self, kind: str, value: Value) -> None:
         """Notes the same use of all parameters that a value is made of."""
         kind = f"{kind} as a product" if value.is_pair else kind
         for index in sorted({f.source.number for f in value.factors()}):
-            self.note(kind, index, eqn=eqn)
+            self.note(kind, index)
 
-    def as_activation(self, value: Value, eqn: Any, kind: str = "elementwise") -> Value:
+    def as_activation(self, value: Value) -> Value:
         """A parameter that meets activations here otherwise than as their weight."""
         if value.kind != Kind.PARAMETER:
             return value
-        self.use(kind, value, eqn)
+        self.use("elementwise", value)
         # Before the equation: a kernel that uses it there is the later of the two.
         return self.met(value, self._event_at((*self.at, -1)))
 
@@ -181,7 +182,7 @@ class Walk:
 
     def run(self, body: Inner, args: Sequence[Value], branch: int = 0) -> list[Value]:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
-        jaxpr, outer = body.jaxpr, self.at
+        jaxpr, outer, eqns = body.jaxpr, self.at, self.eqns
         env = dict(zip(jaxpr.invars, args, strict=True))
         env |= zip(jaxpr.constvars, map(_known, body.consts), strict=True)
 
@@ -189,10 +190,10 @@ class Walk:
             return _known(atom.val) if jaxprs.is_literal(atom) else env[atom]
 
         for i, eqn in jaxprs.live(jaxpr):
-            self.at = (*outer, branch, i)
+            self.at, self.eqns = (*outer, branch, i), (*eqns, eqn)
             outs = self._step(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        self.at = outer
+        self.at, self.eqns = outer, eqns
         return [read(v) for v in jaxpr.outvars]
 
     def repeat(
@@ -212,7 +213,7 @@ class Walk:
             ]
             outs = self.run(body, [*consts, *begin, *slices])
             after = [
-                self.either([c, _outside(o, loop, jaxprs.shape_of(x))], None)
+                self.either([c, _outside(o, loop, jaxprs.shape_of(x))])
                 for c, o, x in zip(carry, outs, body.jaxpr.outvars, strict=False)
             ]
             if after == carry:
@@ -224,7 +225,7 @@ class Walk:
             carry = after
             del self.notes[marks[0] :], self.softmaxes[marks[1] :]
 
-    def either(self, values: Sequence[Value], eqn: Any) -> Value:
+    def either(self, values: Sequence[Value]) -> Value:
         """One of several values, no matter which."""
         first, *others = values
         if all(v == first for v in others):
@@ -233,7 +234,7 @@ class Walk:
         if first.trip is not None:
             return first
         if any(v.kind == Kind.ACTIVATION for v in values):
-            values = [self.as_activation(v, eqn) for v in values]
+            values = [self.as_activation(v) for v in values]
         return mixed(
             values,
             summed(term for v in values for term in v.terms),
@@ -253,7 +254,7 @@ class Walk:
         elif kernel := kernels.kernel_of(eqn):
             outs = self._attend(kernel, eqn, values)
         else:
-            outs = self.unknown(eqn, values)
+            outs = self.unknown(values)
         return [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
 
     def _attend(self, kernel: kernels.Kernel, eqn: Any, values: list[Value]) -> Any:
@@ -264,23 +265,26 @@ class Walk:
         ]
         body = jaxprs.trace(kernel.plain, *shapes)
         (out,) = self.run(body, [values[i] for i in kernel.operands])
-        # Its line is where the kernel is called, and not that of the plain one.
-        self.logits[-1] = self.logits[-1]._replace(eqn=eqn)
+        # The first product of the plain one has the kernel's logits, and its line.
+        index = min(
+            n for at, n in self._logits_at.items() if at[: len(self.at)] == self.at
+        )
+        self.logits[index] = self.logits[index]._replace(eqns=self.eqns)
         rest = mixed(values, UNSCALED)
         outs = [out, *[rest] * (len(eqn.outvars) - 1)]
         if kernel.maxima is not None:
             shape = jaxprs.shape_of(eqn.outvars[kernel.maxima])
-            maxima = Factor(Source("maxima", len(self.logits) - 1), 0, whole(shape))
+            maxima = Factor(Source("maxima", index), 0, whole(shape))
             outs[kernel.maxima] = dataclasses.replace(rest, terms=((maxima,),))
         return outs
 
-    def unknown(self, eqn: Any, values: list[Value]) -> Value:
+    def unknown(self, values: list[Value]) -> Value:
         """What a primitive without a rule makes: it may have done anything."""
         for value in values:
             if value.kind == Kind.PARAMETER:
-                self.use("unknown", value, eqn)
+                self.use("unknown", value)
         if sum(v.is_deep for v in values) > 1:
-            self.note("hidden", eqn=eqn)
+            self.note("hidden")
         values = [self.met(v) if v.kind == Kind.PARAMETER else v for v in values]
         return mixed(values, UNSCALED)
 
