@@ -92,19 +92,21 @@ def checked(
         raise ValueError(
             f"attention= names {paths.show_all(absent)}, which the params lack"
         )
-    # Scaled for two layers, a leaf would get the product of both scales, and neither
-    # layer would end at its threshold. One layer may name it twice: a fused kernel is
-    # query and key, in different parts.
-    owner: dict[paths.Path, int] = {}
+    # Scaled for two layers, entries would get the product of both scales, and neither
+    # layer would end at its threshold. One layer may name a leaf twice: a fused kernel
+    # is query and key, in different parts; and layers may have parts of one leaf.
+    owners: dict[paths.Path, list[tuple[int, HeadLeaf]]] = {}
     for i, layer in enumerate(layers):
-        for path in map(layer.path_of, layer.leaves):
-            other = owner.setdefault(path, i)
-            if other != i:
-                first, second = show_layer(layers[other]), show_layer(layer)
-                raise ValueError(
-                    f"attention layers '{first}' and '{second}' both name "
-                    f"'{paths.show(path)}'; a leaf is scaled by one layer"
-                )
+        for leaf in layer.leaves:
+            path = layer.path_of(leaf)
+            for other, known in owners.setdefault(path, []):
+                if other != i and not leaf.is_apart_from(known):
+                    first, second = show_layer(layers[other]), show_layer(layer)
+                    raise ValueError(
+                        f"attention layers '{first}' and '{second}' both name "
+                        f"'{paths.show(path)}'; a leaf is scaled by one layer"
+                    )
+            owners[path].append((i, leaf))
     _check_not_normalized(layers, leaf_at)
     return layers
 

@@ -153,6 +153,21 @@ class HeadLeaf(NamedTuple):
             return None
         return PartitionSpec(*stack, cuts[0])
 
+    def is_apart_from(self, other: "HeadLeaf") -> bool:
+        """Whether parts of one leaf have no entry in common, as far as they tell."""
+        if self._replace(axis=None, part=None) != other._replace(axis=None, part=None):
+            return False
+        pairs = [
+            (x, other.parts[axis])
+            for axis, x in self.parts.items()
+            if axis in other.parts
+        ]
+        return any(
+            None not in (a.start, a.stop, b.start, b.stop)
+            and (0 <= a.start <= a.stop <= b.start or 0 <= b.start <= b.stop <= a.start)
+            for a, b in pairs
+        )
+
     @property
     def head_axes(self) -> tuple[int, ...]:
         """The axes of the heads, from the end, after `split`."""

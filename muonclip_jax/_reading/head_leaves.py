@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
@@ -30,40 +30,55 @@ def named_layers(
 ) -> list[NamedLayer]:
     """Every layer once, however often the function calls it.
 
-    A call of which nothing tells where the heads are is of the layer that has the same
-    parameters, if there is one: its logits count, too.
+    A call is of the layer that has the same parameters, unless they are told to have
+    different parts of these, as layers have that a Python loop picks from a stack.
     """
     told = [(layer, *_roles(layer, leaf_paths, shapes)) for layer in layers]
-    # Not by the leaves themselves: slices in them have no hash before Python 3.12.
-    groups: dict[Any, list[tuple[Layer, Roles, str]]] = {}
-    owners: dict[frozenset[int], Any] = {}
+    groups: list[tuple[Roles, str, list[Layer]]] = []
+    # Those first of which it is known where the heads are.
     for layer, roles, refusal in sorted(told, key=lambda x: bool(x[2])):
-        key: Any = repr(roles), refusal, layer.line if refusal else ""
-        if layer.parts:
-            key = owners.setdefault(frozenset(p.parameter for p in layer.parts), key)
-        groups.setdefault(key, []).append((layer, roles, refusal))
-    modules = [_module(group[0][0], leaf_paths) for group in groups.values()]
-    clipped = [m for m, g in zip(modules, groups.values(), strict=True) if g[0][1]]
+        same = (g for g in groups if _is_same(g[2][0], g[0], layer, roles, refusal))
+        group = next(same, None)
+        if group is None:
+            groups.append((roles, refusal, [layer]))
+        else:
+            group[2].append(layer)
+    modules = [_module(found[0], leaf_paths) for *_, found in groups]
+    # Of several layers in one module each is at its first leaf, with a number where
+    # others are there, too, and its leaves are named from the root.
+    clipped = [m for m, group in zip(modules, groups, strict=True) if group[0]]
+    firsts = [next((x.path for of in roles for x in of), "") for roles, *_ in groups]
     named = []
-    for module, group in zip(modules, groups.values(), strict=True):
-        (first, roles, refusal), found = group[0], tuple(layer for layer, *_ in group)
-        layer = None
-        if not refusal:
-            # Of several layers in one module each is at its first leaf, which no other
-            # has; its leaves are named from the root.
-            at, is_root = module, clipped.count(module) > 1
-            if is_root:
-                at = next(paths.split(x.path) for leaves in roles for x in leaves)
-                module = at
-            below = 0 if is_root else len("/".join((*module, "")))
-            start = "/" if is_root else ""
+    for i, (module, (roles, refusal, found)) in enumerate(
+        zip(modules, groups, strict=True)
+    ):
+        layer, start, below = None, "", len("/".join((*module, "")))
+        if roles and clipped.count(module) > 1:
+            same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
+            number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
+            module, start, below = (*paths.split(firsts[i]), *number), "/", 0
+        if roles:
             query, key, whole = (
                 tuple(x._replace(path=start + x.path[below:]) for x in leaves)
                 for leaves in roles
             )
-            layer = AttentionLayer("/".join(at), query, key, whole)
-        named.append(NamedLayer(module, layer, refusal, first.heads, found))
+            layer = AttentionLayer("/".join(module), query, key, whole)
+        named.append(NamedLayer(module, layer, refusal, found[0].heads, tuple(found)))
     return named
+
+
+def _is_same(
+    known: Layer, known_roles: Roles, layer: Layer, roles: Roles, refusal: str
+) -> bool:
+    if not layer.parts:
+        return bool(refusal) and (refusal, layer.line) == (known.refusal, known.line)
+    if {p.parameter for p in known.parts} != {p.parameter for p in layer.parts}:
+        return False
+    return not any(
+        x.path == y.path and x.is_apart_from(y)
+        for leaves, others in zip(roles, known_roles, strict=False)
+        for x, y in itertools.product(leaves, others)
+    )
 
 
 def _module(layer: Layer, leaf_paths: Sequence[paths.Path]) -> paths.Path:

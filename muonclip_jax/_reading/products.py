@@ -171,8 +171,11 @@ def _of_activations(
     walk: Walk, sides: tuple[Side, Side], shape: Shape, pairs: Pairs
 ) -> Value:
     """Two activations: these may be the logits of attention, or what they weigh."""
+    for weights, side in zip(sides, sides[::-1], strict=True):
+        free = (i for i, to in enumerate(side.to) if to is not None)
+        is_mixed = bool(pairs) and any(i not in side.stack for i in free)
+        weigh(walk, weights.value, side.value, is_mixed)
     a, b = (s.value for s in sides)
-    weigh(walk, a, b)
     if not (a.is_deep and b.is_deep and pairs):
         one, two = (side.over(shape) for side in sides)
         return mixed((one, two), multiplied(one, two), gates=0)

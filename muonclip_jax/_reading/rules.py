@@ -185,6 +185,7 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     a, b = _of_one_shape(walk, eqn, values)
     weigh(walk, a, b)
+    weigh(walk, b, a)
     return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
 
 
@@ -285,7 +286,12 @@ def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         else:
             to[i] = None
     out = value.moved(to, new)
-    return mixed((out, *starts), out.terms) if value.kind else out
+    if value.kind == Kind.ACTIVATION:
+        return mixed((out, *starts), out.terms)
+    # A parameter is one still, whatever picks its entries.
+    for start in starts:
+        out = dataclasses.replace(out, past=out.past | start.past)
+    return out
 
 
 @rule("dynamic_update_slice scatter scatter-add scatter_add")
@@ -394,13 +400,16 @@ def _soft(walk: Walk, eqn: Any, value: Value, kinds: Collection[str]) -> None:
             walk.gates |= f.event
 
 
-def weigh(walk: Walk, a: Value, b: Value) -> None:
-    """Notes where the weights of a softmax are multiplied with other activations."""
-    for weights, other in ((a, b), (b, a)):
-        if not other.is_deep:
-            continue
-        for f in weights.factors("weights"):
-            if not other.recent & f.event:
-                walk.note("weighed", f.source.number)
-        if weights.gates and not other.recent & weights.gates:
-            walk.note("chosen", events=weights.gates)
+def weigh(walk: Walk, weights: Value, other: Value, is_mixed: bool = False) -> None:
+    """Notes where the weights of a softmax are multiplied with other activations.
+
+    Data itself may be the value of attention, but only where its rows are mixed: what a
+    loss multiplies with the labels is no attention.
+    """
+    if not (other.is_deep or (is_mixed and other.kind == Kind.ACTIVATION)):
+        return
+    for f in weights.factors("weights"):
+        if not other.recent & f.event:
+            walk.note("weighed", f.source.number)
+    if weights.gates and not other.recent & weights.gates and other.is_deep:
+        walk.note("chosen", events=weights.gates)

@@ -158,7 +158,13 @@ def _out(x):
     return jnp.broadcast_to(x[:, :, None], (B, T, H, D))
 
 
+def _of_data(p, x):
+    """The value depends on no parameter."""
+    return _attend(_logits(p, x), x)
+
+
 WAYS = {
+    "of data": _of_data,
     "softcapped": _softcapped,
     "masked": _masked,
     "in two blocks": _in_two_blocks,
@@ -279,6 +285,12 @@ def _contrasted(p, x):
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
 
 
+def _with_soft_labels(p, x):
+    a, b = (normed((x @ p[name]).mean(1)) for name in "qk")
+    labels = jax.nn.one_hot(jnp.arange(B), B) + x[:, 0, :B]
+    return jnp.einsum("ab,ab->", jax.nn.softmax(a @ b.T), labels)
+
+
 def _gated(p, x):
     return jax.nn.softmax(x @ p["v"]) * x
 
@@ -289,7 +301,7 @@ def _linear(p, x):
     return jnp.einsum("bqhd,bhde->bqhe", query, state)
 
 
-@pytest.mark.parametrize("fun", [_contrasted, _gated, _linear])
+@pytest.mark.parametrize("fun", [_contrasted, _with_soft_labels, _gated, _linear])
 def test_other_products_and_softmaxes_are_no_attention(fun):
     assert mc.read_model(fun, PARAMS, X).attention == ()
 

@@ -117,7 +117,14 @@ def _all_of_them(p, x):
     return jnp.einsum("btef,efd,bte->btd", hidden, p["down"], gates)
 
 
-@pytest.mark.parametrize("experts", [_dispatched, _ragged, _all_of_them])
+def _summed(p, x):
+    """The product that writes the output sums over experts, too."""
+    gates = jax.nn.softmax(x @ p["router"])
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["up"])) * gates[..., None]
+    return jnp.einsum("btef,efd->btd", hidden, p["down"])
+
+
+@pytest.mark.parametrize("experts", [_dispatched, _ragged, _all_of_them, _summed])
 def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
     def loss(p, x):
         x = x + experts(p, x)
@@ -243,6 +250,15 @@ def test_a_kernel_of_one_output_and_what_is_exponentiated_are_vectors():
     params = shapes(w=(D, D), scale=(T, D), value=(D, 1))
     found = said(loss, params, X)
     assert found == {"w": (0, 1), "scale": "vector", "value": "vector"}
+
+
+def test_an_expected_embedding_has_classes_for_inputs():
+    def loss(p, x):
+        x = jax.nn.softmax(x @ p["classes"]) @ p["embed"]
+        return cross_entropy(jnp.tanh(x) @ p["out"])
+
+    found = said(loss, shapes(classes=(D, 6), embed=(6, D), out=(D, V)), X)
+    assert found["embed"] == (0, 1)
 
 
 def test_axes_wherever_they_are_stored():

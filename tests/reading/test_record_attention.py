@@ -60,6 +60,7 @@ def _of_the_second(p, x):
 
 
 EXPECTED = {
+    "of data": _expected,
     "softcapped": _expected,  # before the cap
     "masked": _of_the_masked,
     "mapped": _expected,
