@@ -15,7 +15,6 @@ from .._options import flag
 from . import jaxprs, kernels
 from .head_leaves import NamedLayer
 from .layers import Layer
-from .nnx_modules import split_module
 from .reading import Call, call_of, Read, read_call
 from .walk import Address, Walk
 
@@ -68,14 +67,7 @@ def record_attention(
 
     @functools.wraps(fun)
     def recorded(params: Any, *args: Any, **kwargs: Any) -> Any:
-        module = split_module(params)
-        if module is None:
-            out, stats = _run(call_of(fun, params, args, kwargs), strict)
-        else:
-            rest = (module.rest, *args)
-            call = call_of(module.of_parts(fun), module.params, rest, kwargs)
-            (out, rest), stats = _run(call, strict)
-            module.update(params, rest)
+        out, stats = _run(call_of(fun, params, args, kwargs), strict)
         return (out[0], (out[1], stats)) if has_aux else (out, stats)
 
     return recorded

@@ -252,8 +252,14 @@ def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 @rule("argmax argmin top_k approx_top_k sort")
 def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    """Whatever decides an order may decide where activations go."""
-    walk.note("chosen", events=values[0].ends)
+    """Whatever decides an order may decide where activations go.
+
+    So the outputs of a router do, which are seen in the array. Distances to the codes
+    of a vector quantizer are sums over outputs: no kernel before them is a router.
+    """
+    for f in values[0].factors():
+        if f.event & values[0].ends and any(p.axes for p in f.pieces):
+            walk.note("chosen", events=f.event)
     values = [walk.as_activation(v) for v in values]
     outs = []
     for i, atom in enumerate(eqn.outvars):

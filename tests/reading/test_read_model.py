@@ -100,6 +100,16 @@ def _dispatched(p, x):
     return jnp.einsum("ebtf,efd->ebtd", hidden, p["down"]).sum(0)
 
 
+def _chosen_by_experts(p, x):
+    """Every expert picks its tokens (arXiv:2202.09368)."""
+    x = x.reshape(-1, D)
+    gates = jax.nn.softmax(x @ p["router"])
+    weight, chosen = jax.lax.top_k(gates.T, 4)
+    hidden = jax.nn.relu(jnp.einsum("etd,edf->etf", x[chosen], p["up"]))
+    out = jnp.einsum("etf,efd->etd", hidden, p["down"]) * weight[..., None]
+    return jnp.zeros_like(x).at[chosen].add(out).reshape(B, T, D)
+
+
 def _ragged(p, x):
     x = x.reshape(-1, D)
     gates = jax.nn.sigmoid(x @ p["router"])
@@ -124,7 +134,9 @@ def _summed(p, x):
     return jnp.einsum("btef,efd->btd", hidden, p["down"])
 
 
-@pytest.mark.parametrize("experts", [_dispatched, _ragged, _all_of_them, _summed])
+@pytest.mark.parametrize(
+    "experts", [_dispatched, _chosen_by_experts, _ragged, _all_of_them, _summed]
+)
 def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
     def loss(p, x):
         x = x + experts(p, x)
@@ -137,6 +149,19 @@ def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
         "down": (1, 2),
         "out": "head",
     }
+
+
+def test_what_is_quantized_by_codes_has_no_router():
+    def loss(p, codes, x):
+        z = jax.nn.relu(x @ p["a"]) @ p["b"]
+        distance = (z**2).sum(-1, keepdims=True) - 2 * z @ codes + (codes**2).sum(0)
+        quantized = codes.T[jnp.argmin(distance, -1)]
+        quantized = z + jax.lax.stop_gradient(quantized - z)
+        return cross_entropy(jnp.tanh(quantized @ p["c"]) @ p["out"])
+
+    codes = jax.ShapeDtypeStruct((D, 7), jnp.float32)
+    found = said(loss, shapes(a=(D, D), b=(D, D), c=(D, D), out=(D, V)), codes, X)
+    assert found == {"a": (0, 1), "b": (0, 1), "c": (0, 1), "out": "head"}
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -422,8 +447,21 @@ def test_the_table():
 
     table = str(mc.read_model(loss, shapes(w=(D, D), out=(D, V)), X)).splitlines()
     at = f"test_read_model.py:{loss.__code__.co_firstlineno + 1}"
+    # By its name alone, the leaf that writes the output is any matrix.
+    names = "0 > 1 (inputs, outputs)"
+    line = "line".ljust(len(at))
     assert table == [
-        "path  shape    label   inputs > outputs  use                line",
-        f"out   (8, 11)  head    -                 writes the output  {at}",
+        f"path  shape    label   inputs > outputs  use                {line}  names say",
+        f"out   (8, 11)  head    -                 writes the output  {at}  {names}",
         f"w     (8, 8)   matrix  0 > 1             contracted         {at}",
     ]
+
+
+def test_the_table_says_what_names_would():
+    def loss(p, x):
+        x = jnp.tanh(jnp.einsum("btd,dhk->bthk", x, p["a"]))
+        return cross_entropy(jnp.einsum("bthk,hkd->btd", x, p["head"]))
+
+    params = shapes(a=(D, 2, 4), head=(2, 4, D))
+    first, *rows = str(mc.read_model(loss, params, X)).splitlines()
+    assert first.endswith("names say") and rows[0].endswith("nothing")
