@@ -246,7 +246,7 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value, stats
 
-    compiled = {
+    compiled: dict[str, Any] = {
         f.__name__: jax.jit(f).lower(params, state, tokens).compile()
         for f in (without, recording)
     }

@@ -27,6 +27,10 @@ _NONLINEAR = (
     "something nonlinear, such as a norm without a gain, stands between the parameters "
     "and both sides of the product"
 )
+_DATA_ADDED = (
+    "data or constants are added to both sides of the product, and no parameter scales "
+    "these"
+)
 _GROUPED_KEY = (
     "nothing scales the query, such as one that is normed without a gain, and several "
     "query heads share a key, so that no head can be scaled by itself"
@@ -112,7 +116,8 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
         }
         for region in _regions(logits, sides[1], heads, count):
             q, k = (_parts(side, region, logits, heads, count) for side in sides)
-            _divide(layer, q, k, refusals)
+            is_added = all(() in side for side in sides)
+            _divide(layer, q, k, is_added, refusals)
     if len(counts) > 1:
         refusals.append(f"its products have {sorted(counts)} heads")
     layer.heads = max(counts, default=0)
@@ -121,7 +126,11 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
 
 
 def _divide(
-    layer: Layer, q: list[Part] | None, k: list[Part] | None, refusals: list[str]
+    layer: Layer,
+    q: list[Part] | None,
+    k: list[Part] | None,
+    is_added: bool,
+    refusals: list[str],
 ) -> None:
     """Says of both sides of a product which one a clip scales.
 
@@ -140,7 +149,7 @@ def _divide(
     elif k and (k_own or not is_told):
         layer.whole += k
     else:
-        refusals.append(_GROUPED_KEY if k else _NONLINEAR)
+        refusals.append(_GROUPED_KEY if k else _DATA_ADDED if is_added else _NONLINEAR)
 
 
 def _side_of_key(logits: Logits, keys: set[int], queries: set[int]) -> int | None:

@@ -163,19 +163,12 @@ def _inner(shape: Shape) -> list[int]:
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
-def padded(pieces: Pieces, low: Sequence[int], gap: Sequence[int]) -> Pieces:
-    """Between zeros, `low` of them in front and `gap` between any two entries."""
-
-    def of(piece: Piece) -> Piece:
-        steps = [g + 1 for g in gap]
-        start = [lo + at * n for lo, at, n in zip(low, piece.start, steps, strict=True)]
-        digits = [
-            d if d.dim is None or d.dim < 0 else d._replace(step=d.step * steps[d.dim])
-            for d in piece.digits
-        ]
-        return _tidy(digits, start, piece.offset)
-
-    return tuple(map(of, pieces))
+def shifted(pieces: Pieces, low: Sequence[int]) -> Pieces:
+    """Between zeros, `low` of them in front of each dimension."""
+    starts = (tuple(map(sum, zip(p.start, low, strict=True))) for p in pieces)
+    return tuple(
+        p._replace(start=start) for p, start in zip(pieces, starts, strict=True)
+    )
 
 
 def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
@@ -198,68 +191,45 @@ def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
     return tuple(map(of, pieces))
 
 
-def sliced(pieces: Pieces, dim: int, start: int, size: int, stride: int = 1) -> Pieces:
-    """The entries start, start + stride, ..., `size` of them, along a dimension."""
-    found = (_sliced(piece, dim, start, size, stride) for piece in pieces)
+def sliced(pieces: Pieces, dim: int, start: int, size: int) -> Pieces:
+    """The entries from start on, `size` of them, along a dimension."""
+    found = (_sliced(piece, dim, start, size) for piece in pieces)
     return joined(itertools.chain.from_iterable(found))
 
 
-def _sliced(piece: Piece, dim: int, start: int, size: int, stride: int) -> list[Piece]:
+def _sliced(piece: Piece, dim: int, start: int, size: int) -> list[Piece]:
     own = sorted((d for d in piece.digits if d.dim == dim), key=lambda d: -d.step)
     others = [d for d in piece.digits if d.dim != dim]
-    at, stop = piece.start[dim], start + (size - 1) * stride + 1
+    at, stop = piece.start[dim], start + size
     if not own:
-        is_in = start <= at < stop and not (at - start) % stride
-        return [_placed(piece, others, dim, (at - start) // stride)] if is_in else []
+        place = [*piece.start[:dim], at - start, *piece.start[dim + 1 :]]
+        return [_tidy(others, place, piece.offset)] if start <= at < stop else []
     # The major digit counts blocks of what the minor digits span: blocks that the slice
     # has as a whole stay one piece, and those at its ends are sliced by themselves.
     major, *minor = own
     span = 1 + sum((d.size - 1) * d.step for d in minor)
 
-    def blocks(first: int, count: int, every: int = 1) -> Piece:
+    def blocks(first: int, count: int) -> Piece:
         """The piece with so many blocks of the major digit alone."""
         offset, begin = list(piece.offset), list(piece.start)
         begin[dim] += first * major.step
         if major.axis is not None:
             offset[major.axis] += first * major.stride
-        wide = major._replace(
-            size=count, step=major.step * every, stride=major.stride * every
-        )
-        kept = (wide,) if count > 1 else ()
+        kept = (major._replace(size=count),) if count > 1 else ()
         return Piece((*others, *minor, *kept), tuple(begin), tuple(offset))
 
     first = max(0, -((at - start) // major.step))
     last = min(major.size - 1, (stop - span - at) // major.step)
     found: list[Piece] = []
-    if stride == 1:
-        if last >= first:
-            part = blocks(first, last - first + 1)
-            found = [_placed(part, part.digits, dim, part.start[dim] - start)]
-        cut = {first - 1, max(last + 1, first)} if minor else ()
-    elif minor:
-        cut = range(major.size)
-    else:
-        # Every n-th entry is hit, where n * step is the least multiple of the stride.
-        every = stride // math.gcd(stride, major.step)
-        tried = range(first, min(first + every, last + 1))
-        hit = [i for i in tried if not (at + i * major.step - start) % stride]
-        if not hit:
-            return []
-        part = blocks(hit[0], (last - hit[0]) // every + 1, every)
-        digits = [
-            d._replace(step=d.step // stride) if d.dim == dim else d
-            for d in part.digits
-        ]
-        return [_placed(part, digits, dim, (part.start[dim] - start) // stride)]
-    for i in sorted(cut):
+    if last >= first:
+        part = blocks(first, last - first + 1)
+        place = list(part.start)
+        place[dim] -= start
+        found = [_tidy(part.digits, place, part.offset)]
+    for i in {first - 1, max(last + 1, first)} if minor else ():
         if 0 <= i < major.size:
-            found += _sliced(blocks(i, 1), dim, start, size, stride)
+            found += _sliced(blocks(i, 1), dim, start, size)
     return found
-
-
-def _placed(piece: Piece, digits: Iterable[Digit], dim: int, at: int) -> Piece:
-    start = [*piece.start[:dim], at, *piece.start[dim + 1 :]]
-    return _tidy(digits, start, piece.offset)
 
 
 def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import jaxprs
 from .jaxprs import shape_of
-from .pieces import flipped, padded, PICKED, Shape
+from .pieces import flipped, PICKED, Shape, shifted
 from .values import (
     CONSTANT,
     DATA,
@@ -82,10 +82,21 @@ def tile(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 @rule("slice")
 def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    start, value = eqn.params["start_indices"], values[0]
-    strides = eqn.params["strides"] or (1,) * len(start)
-    for i, n in enumerate(shape_of(eqn.outvars[0])):
-        value = value.sliced(i, int(start[i]), n, strides[i])
+    begin, value = eqn.params["start_indices"], values[0]
+    strides = eqn.params["strides"] or (1,) * len(begin)
+    shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    for i, (start, n, stride) in enumerate(zip(begin, new, strides, strict=True)):
+        if stride == 1:
+            value = value.sliced(i, int(start), n)
+        elif shape[i] == n * stride and start < stride:
+            # Every other entry: one of each pair, as rotary embeddings cut them.
+            apart = (*shape[:i], n, stride, *shape[i + 1 :])
+            value = value.reshaped(shape, apart).sliced(i + 1, int(start), 1)
+            one = (*shape[:i], n, 1, *shape[i + 1 :])
+            value = value.reshaped(one, (*shape[:i], n, *shape[i + 1 :]))
+        else:
+            value = value.moved([None if j == i else j for j in range(len(new))], shape)
+        shape = (*shape[:i], n, *shape[i + 1 :])
     return value
 
 
@@ -112,11 +123,10 @@ def rev(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 @rule("pad")
 def pad(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     (value, fill), config = values, eqn.params["padding_config"]
-    if any(low < 0 or high < 0 for low, high, _ in config):
+    if any(low < 0 or high < 0 or gap for low, high, gap in config):
         moved = _mixed_along(value, [i for i, c in enumerate(config) if any(c)], eqn)
     else:
-        low, gap = [c[0] for c in config], [c[2] for c in config]
-        moved = value.mapped(lambda p: padded(p, low, gap))
+        moved = value.mapped(lambda p: shifted(p, [low for low, *_ in config]))
     return mixed((moved, fill), summed((*moved.terms, *fill.terms)))
 
 
@@ -132,9 +142,7 @@ def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         if is_new:
             value = value.reshaped(shape_of(atom), (*new[:dim], 1, *new[dim + 1 :]))
         low = [at if i == dim else 0 for i in range(len(new))]
-        gap = [0] * len(new)
-        placed = value.mapped(lambda p, low=low, gap=gap: padded(p, low, gap))
-        terms += placed.terms
+        terms += value.mapped(lambda p, low=low: shifted(p, low)).terms
         at += size
     return mixed(values, summed(terms))
 

@@ -130,8 +130,8 @@ class Value:
     def reshaped(self, old: Shape, new: Shape) -> "Value":
         return self.mapped(lambda p: reshaped(p, old, new))
 
-    def sliced(self, dim: int, start: int, size: int, stride: int = 1) -> "Value":
-        return self.mapped(lambda p: sliced(p, dim, start, size, stride))
+    def sliced(self, dim: int, start: int, size: int) -> "Value":
+        return self.mapped(lambda p: sliced(p, dim, start, size))
 
 
 CONSTANT = Value()

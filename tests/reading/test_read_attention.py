@@ -266,6 +266,15 @@ def test_a_side_that_nothing_scales_leaves_the_whole_to_the_other(logits):
     np.testing.assert_allclose(after, expected, rtol=1e-4)
 
 
+def test_data_that_is_added_to_both_sides_is_refused_with_the_reason():
+    def loss(p, bias, x):
+        query, key = (cut(x @ p[name] + bias) for name in "qk")
+        return _attend(jnp.einsum("bqhd,bkhd->bhqk", query, key), x @ p["v"])
+
+    (refused,) = mc.read_model(loss, PARAMS, jnp.zeros(H * DIM), X).refused
+    assert "data or constants are added" in refused
+
+
 def test_a_normed_query_whose_key_is_shared_is_refused_with_the_reason():
     def loss(p, x):
         query, key = normed(cut(x @ p["q"])), cut(x @ p["k"], 2)

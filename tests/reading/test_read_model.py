@@ -449,9 +449,9 @@ def test_the_table():
     at = f"test_read_model.py:{loss.__code__.co_firstlineno + 1}"
     # By its name alone, the leaf that writes the output is any matrix.
     names = "0 > 1 (inputs, outputs)"
-    line = "line".ljust(len(at))
+    first = "path  shape    label   inputs > outputs  use                line"
     assert table == [
-        f"path  shape    label   inputs > outputs  use                {line}  names say",
+        f"{first.ljust(len(first) - len('line') + len(at))}  names say",
         f"out   (8, 11)  head    -                 writes the output  {at}  {names}",
         f"w     (8, 8)   matrix  0 > 1             contracted         {at}",
     ]
