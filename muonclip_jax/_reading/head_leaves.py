@@ -43,6 +43,7 @@ def named_layers(
             groups.append((roles, refusal, [layer]))
         else:
             group[2].append(layer)
+    # The path of a layer is that of its statistic, and of nothing else.
     modules = [_module(found[0], leaf_paths) for *_, found in groups]
     # Of several layers in one module each is at its first leaf, with a number where
     # others are there, too, and its leaves are named from the root.
@@ -213,7 +214,8 @@ def _boxes(
                 if len(places) > 1:
                     return None
             ranges.append(runs)
-        # Entries that are no product of ranges would take others with them.
+        # A box around entries that are no product of ranges has others in it, which
+        # scaling it would scale.
         for axis in {x.axis for x in view}:
             own = [
                 1 if x.head else sum(high - low for low, high in of)

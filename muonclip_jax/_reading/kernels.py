@@ -1,7 +1,7 @@
 """Fused attention kernels, whose logits no equation has: what each of them computes.
 
 A kernel is read as the plain attention that it stands for. Its statistic is formed
-beside it where its equation says scale and mask, in memory that does not grow with the
+next to it where its equation says scale and mask, in memory that does not grow with the
 square of the length. Kernels without a rule are unknown.
 """
 

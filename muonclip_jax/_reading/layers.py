@@ -69,7 +69,8 @@ def attention_layers(walk: Walk) -> list[Layer]:
     weighed = {note.number for note in walk.notes if note.kind == "weighed"}
     seen: set[int] = set()
     layers = []
-    # The maximum that a softmax forms tells more than its sum does; some form none.
+    # The maximum that a softmax forms tells more than its sum does: there the mask and
+    # the sink are still to be seen. Some form none.
     for kinds in (("logits", "capped"), ("weights",)):
         for softmax in walk.softmaxes:
             factors = [f for t in softmax.terms for f in t if f.source.kind in kinds]
@@ -183,6 +184,8 @@ def _head_dims(logits: Logits, side: int, walk: Walk) -> set[int]:
             of_kernels.append(dims)
         elif factors:
             of_others.append(dims - logits.free[side])
+    # Biases, adapters and a second stream of tokens are summands, each with its own
+    # other dimensions.
     agreed = set.intersection(*(of_kernels or of_others or [set()]))
     return {*range(len(logits.shape)), *walk.devices} & agreed
 
@@ -226,6 +229,7 @@ def _regions(
     The key of latent attention is joined: one part has heads, the other, which a rotary
     embedding turns, is the same for all of them.
     """
+    # Joined parts are along one dimension; two that are summed over are of one kind.
     if len(logits.summed) != 1:
         return [None]
     dim, extent = len(logits.shape), logits.summed[0]
@@ -270,6 +274,7 @@ def _parts(
         ]
         if not parts:
             return None
+        # In W_b (W_a x), low rank or latent, W_b has the heads; in LoRA's sum x A B, B.
         own = [p for p in parts if p.is_own]
         telling = [p for p in parts if p.is_telling]
         found.append((own or telling or parts)[-1])

@@ -28,6 +28,7 @@ def scan(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
             and jaxprs.counts_trips(loop, i - consts)
         ):
             given[i] = Value(trip=trips)
+    # Parameters that the loop closes over are shared by all trips, and so no stack.
     handed, stacked = walk.repeat(
         body, trips, given[:consts], given[consts : consts + carry], slices
     )
@@ -42,6 +43,7 @@ def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     condition, first, (body, consts, _) = jaxprs.repeated(eqn)
     given = values[first : first + consts], values[first + consts :]
     handed, _ = walk.repeat(body, walk.dim(walk.at), *given)
+    # The condition may use parameters, too, such as those of a halting unit.
     walk.run(jaxprs.inner(condition), [*values[:first], *handed], branch=1)
     return handed
 
@@ -107,7 +109,7 @@ def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
             value, apart = _blocks_apart(walk, value, shape, dim, axes)
             shape = (*shape[:dim], axes.size * shape[dim], *shape[dim + 1 :])
             value = value.reshaped(apart, shape)
-        # Along other axes all devices have the same.
+        # Along axes that `out_specs` does not name all devices have the same.
         outs[i] = value.moved(range(len(shape)), shape, dict.fromkeys(walk.devices))
     return outs
 

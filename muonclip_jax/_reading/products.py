@@ -76,6 +76,7 @@ def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to_a: list[int | None] = [None] * len(a)
     to_b: list[int | None] = [None] * len(b)
     to_a[batch], to_b[out] = out_batch, out_feature
+    # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
     if groups > 1 and shape_of(eqn.outvars[0])[out_feature] == a[feature]:
         to_a[feature] = out_feature
     # Along the window entries mix, and their number may change.
@@ -127,6 +128,8 @@ def product(
         matched = {pair[at] for pair in pairs if pair[1 - at] in experts}
         _note_weight(walk, weight, kind, matched)
         walk.note("fed", events=other.value.past)
+    # One-hot rows that pick entries are a lookup, which is no layer of its own: what it
+    # gives is made by whatever chose the rows.
     past, recent = other.value.past | event, other.value.recent | event
     walk.past_of[event] = past
     x = other.over(shape)
@@ -292,5 +295,6 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         walk.use("looked up", value)
         met = walk.met(out)
         return dataclasses.replace(met, past=met.past | index.past)
-    # What is left may be matrices, one for each entry of the index, or tokens.
+    # What is left may be matrices, one for each entry of the index, as experts that
+    # tokens choose, or tokens. A product will tell.
     return dataclasses.replace(out, past=index.past, is_spread=not is_picked)

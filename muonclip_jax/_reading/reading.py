@@ -104,7 +104,7 @@ def read_model(
     The function is traced on shapes alone: nothing runs, and no memory is needed. What
     activations are contracted with is a matrix; contracted axes are its inputs, free
     ones its outputs, and batch, scanned and indexed axes a stack. What is looked up is
-    an embedding, what picks experts a router, what nothing but the output takes a head,
+    an embedding, what picks experts a router, what makes nothing but the output a head,
     and what is added or multiplied elementwise a vector. Attention is a product of two
     activations, both made by parameters, whose softmax weighs others.
 
@@ -153,7 +153,7 @@ class Call(NamedTuple):
 
 def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Call:
     """Traces a function; what is no array among its arguments stays as it is."""
-    # Whoever has a module of NNX has imported Flax, so that it need not be here.
+    # Whoever has a module of NNX has imported Flax: nobody else needs it.
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(params, nnx.Module):
         return _call_of_module(nnx, fun, params, args, kwargs)

@@ -33,7 +33,7 @@ from .walk import rule, Softmax, Walk
     "optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
     "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
     "sharding_barrier"
-)
+)  # `abs` is one: |2x| = 2 |x|
 def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """The same entries in the same places, for factors above zero at least."""
     return [
@@ -182,7 +182,8 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         terms = summed(term for v in cases for term in v.terms)
         return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
     out = mixed(values, summed(term for v in values for term in v.terms))
-    # A sum of losses is none of layers.
+    # After a residual sum the layer has not the last word: the output is written by
+    # what comes later, if anything. A sum of losses, one number, is none of layers.
     is_array = math.prod(shape_of(eqn.outvars[0])) > 1
     if is_array and len(deep) == 2 and _is_residual(walk, *deep):
         out = dataclasses.replace(out, ends=0)
@@ -200,11 +201,14 @@ def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 @rule("div")
 def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     a, b = _of_one_shape(walk, eqn, values)
+    # What divides the logits, sqrt(head_dim) or a softcap, is a number as a factor is.
     number = 1 / b.number if b.number else None
     by = dataclasses.replace(b, terms=nonlinear([b]), number=number)
     return mixed((a, b), multiplied(a, by))
 
 
+# Where the axes of a kernel are stays known after these. A router's sigmoid is still
+# along its experts, and a query that is normed still has heads for its gain to scale.
 @rule(
     "log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc "
     "erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign "
@@ -293,6 +297,7 @@ def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         if new[i] == old[i]:
             continue
         if start.number is not None:
+            # XLA moves a slice that would end outside back inside.
             at = min(max(int(start.number), 0), old[i] - new[i])
             value = value.sliced(i, at, new[i])
         elif new[i] == 1:
@@ -322,6 +327,8 @@ def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return mixed([*values, new], summed((*operand.terms, *new.terms)))
 
 
+# Keys of random numbers are neither parameters nor data; what is drawn by them, dropout
+# masks and noise, varies as data does only if its key does.
 @rule("iota random_seed random_wrap random_fold_in rng_uniform")
 def iota(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return dataclasses.replace(CONSTANT, is_counter=eqn.primitive.name == "iota")
@@ -408,6 +415,8 @@ def _soft(walk: Walk, eqn: Any, value: Value, kinds: Collection[str]) -> None:
     )
     if any(terms):
         walk.softmaxes.append(Softmax(walk.at, terms, shape, axes))
+    # A softmax over the outputs of a weight makes gates: those of a router, if others
+    # are weighed by them, or probabilities, if it is the last.
     for f in value.factors():
         along = {d.dim for p in f.pieces for d in p.digits if d.axis is not None}
         if f.event & value.ends and along & set(axes):

@@ -41,7 +41,7 @@ class Source(NamedTuple):
     `"parameter"`, by its place among the leaves; by the place of their product among
     those of activations: `"logits"`, `"capped"`, what a softcap's tanh makes of them,
     `"weights"`, what the exponential of a softmax does, and `"maxima"`, which a fused
-    kernel gives beside its output.
+    kernel gives next to its output.
     """
 
     kind: str
@@ -145,6 +145,8 @@ def parameter(index: int, shape: Shape, kind: Kind = Kind.PARAMETER) -> Value:
 
 def constant(number: Any) -> Value:
     """A number, if it is known; zero is no summand."""
+    # So what is padded or masked with zeros is as linear as it was. With -1e9 it has a
+    # summand that nothing scales, of which only the softmax's own logits are followed.
     if not isinstance(number, bool | int | float):
         return CONSTANT
     return Value(terms=UNSCALED if number else (), number=number)
@@ -223,7 +225,8 @@ def multiplied(a: Value, b: Value) -> Terms:
     """
     one, two = a.terms, b.terms
     if len(one) * len(two) > _MOST_TERMS:
-        # The side with fewer summands is what a clip would scale.
+        # The side with fewer summands is what a clip would scale: a norm's gain, say,
+        # and not the sum of all layers before it.
         if len(one) < len(two):
             two = (unscaled(two),)
         else:

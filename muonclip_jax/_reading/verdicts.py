@@ -101,6 +101,8 @@ def _axes(
     for use in uses:
         for axis, role in use.roles:
             votes[axis][role] += 1
+    # Uses may disagree: a tied kernel is applied both ways. Most decide, and outputs
+    # where as many say so, since heads that are joined are outputs first.
     roles: list[str | None] = []
     for n, vote in zip(shape, votes, strict=True):
         sides = vote["input"], vote["output"]

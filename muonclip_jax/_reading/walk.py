@@ -189,6 +189,7 @@ class Walk:
         def read(atom: Any) -> Value:
             return _known(atom.val) if jaxprs.is_literal(atom) else env[atom]
 
+        # Dead code would use parameters that the function does not depend on.
         for i, eqn in jaxprs.live(jaxpr):
             self.at, self.eqns = (*outer, branch, i), (*eqns, eqn)
             outs = self._step(eqn, [read(v) for v in eqn.invars])
@@ -204,6 +205,8 @@ class Walk:
         A trip begins with what the one before may have handed on, until nothing new is
         among it. Only then is it known what each trip does: earlier notes go.
         """
+        # It ends: what a value can be only grows, and there are finitely many events,
+        # pieces and terms. Two or three trips are usual.
         marks = len(self.notes), len(self.softmaxes)
         carry = list(carry)
         while True:
@@ -230,7 +233,7 @@ class Walk:
         first, *others = values
         if all(v == first for v in others):
             return first
-        # A loop's own counter: it is one more in every trip.
+        # A loop's own counter is one more in every trip, and so another value.
         if first.trip is not None:
             return first
         if any(v.kind == Kind.ACTIVATION for v in values):
@@ -283,6 +286,8 @@ class Walk:
         for value in values:
             if value.kind == Kind.PARAMETER:
                 self.use("unknown", value)
+        # Attention needs query and key at least; an operation on one array is an
+        # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(v.is_deep for v in values) > 1:
             self.note("hidden")
         values = [self.met(v) if v.kind == Kind.PARAMETER else v for v in values]
