@@ -44,10 +44,11 @@ class Layer:
 
     softmax: Softmax
     line: str  # file and line of the product
-    # The products, as they are in what the softmax is of, and the dimensions of the
-    # last of them that are heads; all have the same.
+    # The products, as they are in what the softmax is of.
     logits: tuple[Factor, ...]
-    head_dims: tuple[int, ...] = ()
+    # The dimensions of the last of them that are heads (all have the same), and of each
+    # which part: heads count every a-th entry up to b, where a batch is folded in.
+    head_dims: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     heads: int = 0
     # Scaled together; `whole` brings all of a factor, since what it meets stays: a key
     # that heads share (`shared`), or a side that no parameter scales.
@@ -101,11 +102,9 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
             refusals.append(_BOTH_SIDES)
             continue
         sides = logits.sides[1 - of_key], logits.sides[of_key]
-        found = _head_dims(logits, 0, walk) | _head_dims(logits, 1, walk)
-        heads = tuple(sorted(found - keys))
-        sizes = [logits.shape[i] if i >= 0 else walk.devices[i].size for i in heads]
-        count = math.prod(sizes)
-        layer.head_dims = heads
+        layer.head_dims = _heads_of(logits, keys, walk)
+        heads = tuple(layer.head_dims)
+        count = math.prod(stop // step for step, stop in layer.head_dims.values())
         counts.add(count)
         layer.axes |= {
             (g.source.number, d.axis)
@@ -166,28 +165,49 @@ def _side_of_key(logits: Logits, keys: set[int], queries: set[int]) -> int | Non
     return None
 
 
-def _head_dims(logits: Logits, side: int, walk: Walk) -> set[int]:
-    """Dimensions of the product along which a side's entries are of other parameters.
+def _heads_of(logits: Logits, keys: set[int], walk: Walk) -> dict[int, tuple[int, int]]:
+    """The dimensions that are heads of one side at least, and which part of each."""
+    told = [_told_by(logits, side, walk) for side in (0, 1)]
+    heads = {}
+    for dim in sorted((told[0].keys() | told[1].keys()) - keys):
+        extent = logits.shape[dim] if dim >= 0 else walk.devices[dim].size
+        pieces = [p for of in told for p in of.get(dim, ())]
+        digits = [d for p in pieces for d in p.digits if d.dim == dim]
+        own = [d for d in digits if d.axis is not None]
+        heads[dim] = 1, extent
+        # Along the rest of a dimension all have the same: it is the batch's.
+        if dim >= 0 and all(p.span(dim) == (0, extent) for p in pieces):
+            heads[dim] = min(d.step for d in own), max(d.step * d.size for d in own)
+    return heads
+
+
+def _told_by(logits: Logits, side: int, walk: Walk) -> dict[int, Pieces]:
+    """Dimensions along which a side's entries are of other parameters, and how.
 
     Devices are one, if each has some of the heads. What a kernel makes has its outputs;
     all summands agree in what is a head. A table of positions, before the kernel or
     added to what it makes, tells positions apart, and so do learned tokens alone, which
     have positions where the other side has none.
     """
-    of_kernels, of_others = [], []
+    of_kernels: list[tuple[Pieces, set[int]]] = []
+    of_others: list[tuple[Pieces, set[int]]] = []
+    possible = {*range(len(logits.shape)), *walk.devices}
     for term in logits.sides[side]:
         factors = [f for f in term if f.source.kind == "parameter"]
         kernels = [f for f in factors if _is_summed(f)][-1:]
-        digits = [d for f in kernels or factors for p in f.pieces for d in p.digits]
-        dims = {d.dim for d in digits if d.axis is not None}
+        pieces = tuple(p for f in kernels or factors for p in f.pieces)
+        digits = [d for p in pieces for d in p.digits if d.axis is not None]
+        dims = possible & {d.dim for d in digits}
         if kernels:
-            of_kernels.append(dims)
+            of_kernels.append((pieces, dims))
         elif factors:
-            of_others.append(dims - logits.free[side])
+            of_others.append((pieces, dims - logits.free[side]))
     # Biases, adapters and a second stream of tokens are summands, each with its own
     # other dimensions.
-    agreed = set.intersection(*(of_kernels or of_others or [set()]))
-    return {*range(len(logits.shape)), *walk.devices} & agreed
+    told = of_kernels or of_others
+    agreed = set.intersection(*(dims for _, dims in told)) if told else set()
+    every = tuple(p for pieces, _ in told for p in pieces)
+    return {dim: tuple(p for p in every if _is_telling((p,), [dim])) for dim in agreed}
 
 
 def _is_summed(factor: Factor) -> bool:

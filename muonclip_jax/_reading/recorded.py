@@ -1,6 +1,7 @@
 """`record_attention`: a function that returns the largest logit of every head, too."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -214,7 +215,13 @@ class _Recorder:
                 "Use mc.splash_attention or mc.blockwise_attention in its place"
             )
         stopped = [jax.lax.stop_gradient(x) for x in inputs]
-        return jaxprs.bound(eqn, inputs), {site.number: kernel.largest(stopped)}
+        largest = kernel.largest(stopped)
+        if largest.size != site.layer.heads:
+            raise ValueError(
+                f"the kernel at {site.layer.line} has {largest.size} heads, and its "
+                f"query and key {site.layer.heads}: give it an axis of heads"
+            )
+        return jaxprs.bound(eqn, inputs), {site.number: largest}
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Address):
         body, consts, carry = jaxprs.scanned(eqn)
@@ -331,6 +338,10 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
         spans = [(0, n) for n in x.shape]
         shape = x.shape
     x = jax.lax.stop_gradient(x)
+    cannot = (
+        f"the logits of {layer.line} enter the softmax in an order in which heads "
+        "cannot be told apart: keep an axis for them"
+    )
     sizes: list[int] = []
     order: list[tuple[int, int, int]] = []
     for dim, n in enumerate(shape):
@@ -340,14 +351,22 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
             continue
         own = sorted((d for d in digits if d.dim == dim), key=lambda d: -d.step)
         if math.prod(d.size for d in own) != n:
-            raise ValueError(
-                f"the logits of {layer.line} enter the softmax in an order in which "
-                "heads cannot be told apart: keep an axis for them"
-            )
+            raise ValueError(cannot)
         for d in own:
-            if d.axis in layer.head_dims:
-                order.append((layer.head_dims.index(d.axis), -d.stride, len(sizes)))
-            sizes.append(d.size)
+            if d.axis not in layer.head_dims:
+                sizes.append(d.size)
+                continue
+            # The digit counts what is before heads, heads, and what is after them.
+            step, stop = layer.head_dims[d.axis]
+            end = d.stride * d.size
+            edges = [end, max(min(end, stop), d.stride), d.stride]
+            edges.insert(2, min(max(step, d.stride), edges[1]))
+            if d.stride < 1 or any(a % b for a, b in itertools.pairwise(edges)):
+                raise ValueError(cannot)
+            if edges[1] > edges[2]:
+                major = [*layer.head_dims].index(d.axis)
+                order.append((major, -edges[2], len(sizes) + 1))
+            sizes += [a // b for a, b in itertools.pairwise(edges)]
     kept = [place for *_, place in order]
     x = x.reshape(sizes).max([i for i in range(len(sizes)) if i not in kept])
     ranks = sorted(kept)

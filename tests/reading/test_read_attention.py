@@ -91,6 +91,23 @@ def _logits(p, x):
 PARAMS = {"q": normal(0, *FLAT), "k": normal(1, *FLAT), "v": normal(2, D, D)}
 
 
+def _folded(p, x, order=(0, 2, 1, 3)):
+    """Heads are a part of the batch axis."""
+
+    def fold(y):
+        return y.transpose(order).reshape(B * H, T, -1)
+
+    query, key = map(fold, _flat(p, x))
+    value = fold(jnp.broadcast_to((x @ p["v"])[:, :, None], (B, T, H, D)))
+    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key))
+    return jnp.einsum("bqk,bkd->bqd", weights, value)
+
+
+def _folded_after(p, x):
+    """Heads first, then the batch."""
+    return _folded(p, x, (2, 0, 1, 3))
+
+
 def _softcapped(p, x):
     return _attend(5 * jnp.tanh(_logits(p, x) / 5), x @ p["v"])
 
@@ -165,6 +182,8 @@ def _of_data(p, x):
 
 WAYS = {
     "of data": _of_data,
+    "heads folded into the batch": _folded,
+    "the batch folded into heads": _folded_after,
     "softcapped": _softcapped,
     "masked": _masked,
     "in two blocks": _in_two_blocks,
