@@ -72,7 +72,8 @@ def _is_same(
     known: Layer, known_roles: Roles, layer: Layer, roles: Roles, refusal: str
 ) -> bool:
     if not layer.parts:
-        return bool(refusal) and (refusal, layer.line) == (known.refusal, known.line)
+        told = (layer.makers, refusal, layer.line)
+        return told == (known.makers, known.refusal, known.line)
     if {p.parameter for p in known.parts} != {p.parameter for p in layer.parts}:
         return False
     return not any(
@@ -83,8 +84,9 @@ def _is_same(
 
 
 def _module(layer: Layer, leaf_paths: Sequence[paths.Path]) -> paths.Path:
-    """The deepest that holds all leaves."""
-    modules = [leaf_paths[p.parameter][:-1] for p in layer.parts] or [()]
+    """The deepest that holds all leaves, or all that the logits were made of."""
+    own = {part.parameter for part in layer.parts} or layer.makers
+    modules = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
     same = itertools.takewhile(lambda x: len(set(x)) == 1, zip(*modules, strict=False))
     return tuple(part for part, *_ in same)
 

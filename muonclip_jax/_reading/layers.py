@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from . import jaxprs
-from .pieces import Digit, Pieces, sliced
+from .pieces import Digit, Pieces, Shape, sliced
 from .values import Factor, Term, Terms
 from .walk import Logits, Softmax, Walk
 
@@ -58,6 +58,8 @@ class Layer:
     shared: list[Part] = dataclasses.field(default_factory=list)
     # Axes of parameters along which heads are, scaled or not.
     axes: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    # All parameters that either side was made of.
+    makers: set[int] = dataclasses.field(default_factory=set)
     refusal: str = ""  # why no parameter scales the logits
 
     @property
@@ -68,6 +70,13 @@ class Layer:
 def attention_layers(walk: Walk) -> list[Layer]:
     """One for each softmax that weighs activations by products of activations."""
     weighed = {note.number for note in walk.notes if note.kind == "weighed"}
+    # A softmax forms its maximum and its sum over the same dimensions. Other maxima of
+    # the logits are a program's own statistics.
+    over: dict[int, set[tuple[Shape, Shape]]] = {}
+    for softmax in walk.softmaxes:
+        for f in (f for t in softmax.terms for f in t if f.source.kind == "weights"):
+            at = softmax.shape, softmax.axes
+            over.setdefault(f.source.number, set()).add(at)
     seen: set[int] = set()
     layers = []
     # The maximum that a softmax forms tells more than its sum does: there the mask and
@@ -75,7 +84,9 @@ def attention_layers(walk: Walk) -> list[Layer]:
     for kinds in (("logits", "capped"), ("weights",)):
         for softmax in walk.softmaxes:
             factors = [f for t in softmax.terms for f in t if f.source.kind in kinds]
+            at = softmax.shape, softmax.axes
             own = {f.source.number for f in factors}
+            own = {n for n in own if at in over.get(n, {at})}
             if own & weighed and not own & seen:
                 seen |= own
                 layers.append(_layer(walk, softmax, factors))
@@ -102,6 +113,8 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
             refusals.append(_BOTH_SIDES)
             continue
         sides = logits.sides[1 - of_key], logits.sides[of_key]
+        made = (f.source for side in sides for term in side for f in term)
+        layer.makers |= {source.number for source in made if source.kind == "parameter"}
         layer.head_dims = _heads_of(logits, keys, walk)
         heads = tuple(layer.head_dims)
         count = math.prod(stop // step for step, stop in layer.head_dims.values())

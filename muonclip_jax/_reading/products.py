@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .jaxprs import shape_of
 from .pieces import PICKED, Shape, whole
-from .rules import weigh
+from .rules import times, weigh
 from .values import Factor, Kind, mixed, multiplied, Source, summed, Value
 from .walk import Logits, rule, Walk
 
@@ -98,6 +98,11 @@ def product(
 ) -> Value:
     """A sum of products of entries: an activation's with its weight, or of any two."""
     shape = shape_of(eqn.outvars[0])
+    # A product that sums over nothing, where one side has no other dimensions, is
+    # one of entries: `einsum("...k,k->...k")` is how some norms apply their gain.
+    if any(side.stack == {*range(len(side.shape))} for side in sides):
+        one, two = (side.over(shape) for side in sides)
+        return times(walk, one, two)
     # Tokens are no weight: what was copied for each example of a batch, and where two
     # parameters meet, what was copied at all, or normed.
     is_parameter = [

@@ -87,7 +87,7 @@ def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     for i, (start, n, stride) in enumerate(zip(begin, new, strides, strict=True)):
         if stride == 1:
-            value = value.sliced(i, int(start), n)
+            value = _cut(walk, value, i, int(start), n)
         elif shape[i] == n * stride and start < stride:
             # Every other entry: one of each pair, as rotary embeddings cut them.
             apart = (*shape[:i], n, stride, *shape[i + 1 :])
@@ -106,7 +106,7 @@ def split(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     sizes = eqn.params.get("sizes", (1,) * shape[axis])
     outs, at = [], 0
     for size, atom in zip(map(int, sizes), eqn.outvars, strict=True):
-        part = values[0].sliced(axis, at, size)
+        part = _cut(walk, values[0], axis, at, size)
         at += size
         if "sizes" not in eqn.params:  # unstack: the axis goes
             part = part.reshaped((*shape[:axis], 1, *shape[axis + 1 :]), shape_of(atom))
@@ -192,7 +192,12 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 @rule("mul")
 def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    a, b = _of_one_shape(walk, eqn, values)
+    return times(walk, *_of_one_shape(walk, eqn, values))
+
+
+def times(walk: Walk, a: Value, b: Value) -> Value:
+    """The product of two values entry by entry."""
+    a, b = _met_together(walk, [a, b])
     weigh(walk, a, b)
     weigh(walk, b, a)
     return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
@@ -340,6 +345,24 @@ def random(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 
 # What several rules share.
+
+
+def _cut(walk: Walk, value: Value, dim: int, start: int, size: int) -> Value:
+    """A slice; of one entry along a parameter's own axis it may be a matrix's outputs.
+
+    `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
+    """
+    if size == 1 and value.kind == Kind.ACTIVATION:
+        for f in value.factors():
+            shape = walk.shapes[f.source.number]
+            along = {d for p in f.pieces for d in p.digits if d.dim == dim}
+            if len(along) != 1:
+                continue
+            (d,) = along
+            if d.axis is not None and d.size == shape[d.axis]:
+                roles = ((d.axis, "cut"),)
+                walk.note("cut", f.source.number, events=1 << start, roles=roles)
+    return value.sliced(dim, start, size)
 
 
 def _mixed_along(value: Value, dims: Collection[int], eqn: Any) -> Value:

@@ -31,9 +31,13 @@ def verdicts(
     """One for each parameter; heads of attention are along the axes `heads_at`."""
     uses: list[list[Note]] = [[] for _ in walk.shapes]
     experts, fed, chosen, ends = set(), 0, 0, 0
+    cut: dict[tuple[int, int], int] = {}
     for note in walk.notes:
         if note.kind == "expert":
             experts.add((note.number, note.roles[0][0]))
+        elif note.kind == "cut":
+            at = note.number, note.roles[0][0]
+            cut[at] = cut.get(at, 0) | note.events
         elif note.kind == "fed":
             fed |= note.events
         elif note.kind == "chosen":
@@ -42,6 +46,10 @@ def verdicts(
             uses[note.number].append(note)
     for out in outs:
         ends |= out.ends
+    # An axis all of whose entries go their own way is a stack, too.
+    for (i, axis), entries in cut.items():
+        if entries == (1 << walk.shapes[i][axis]) - 1:
+            experts.add((i, axis))
     # What another product with a parameter is applied to is no output; what decides
     # where activations go is no router unless something comes of it. Heads are cut
     # apart as experts are, but of one matrix.

@@ -39,6 +39,8 @@ class Note(NamedTuple):
     activations), `"factor"` (of a product of two parameters) or `"unknown"`;
     `"... as a product"` if done with such a product. Besides:
 
+    - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
+        each) went their own way.
     - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
     - `"fed"`: the activation that a weight was applied to came from `events`.
     - `"chosen"`: what `events` made decides where activations go.
@@ -50,7 +52,7 @@ class Note(NamedTuple):
     number: int = -1
     events: int = 0
     # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
-    # between two parameters), "expert".
+    # between two parameters), "expert", "cut".
     roles: tuple[tuple[int, str], ...] = ()
     eqns: jaxprs.Eqns = ()  # see `Walk.eqns`
 

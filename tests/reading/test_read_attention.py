@@ -91,6 +91,13 @@ def _logits(p, x):
 PARAMS = {"q": normal(0, *FLAT), "k": normal(1, *FLAT), "v": normal(2, D, D)}
 
 
+def _with_statistics_of_its_own(p, x):
+    logits = _logits(p, x)
+    largest = jax.lax.stop_gradient(logits.max((0, 2, 3)))
+    flat = jnp.moveaxis(logits, 1, 0).reshape(H, -1).max(-1)
+    return _attend(logits, x @ p["v"]) + 0 * (largest + flat)[:, None]
+
+
 def _folded(p, x, order=(0, 2, 1, 3)):
     """Heads are a part of the batch axis."""
 
@@ -182,6 +189,7 @@ def _of_data(p, x):
 
 WAYS = {
     "of data": _of_data,
+    "with statistics of its own": _with_statistics_of_its_own,
     "heads folded into the batch": _folded,
     "the batch folded into heads": _folded_after,
     "softcapped": _softcapped,
@@ -214,6 +222,8 @@ def _without_gains(p, x):
 def test_logits_that_no_parameter_scales_are_said_with_their_line():
     reading = mc.read_model(_without_gains, PARAMS, X)
     assert reading.attention == ()
+    nested = mc.read_model(lambda p, x: _without_gains(p["a"], x), {"a": PARAMS}, X)
+    assert nested.refused[0].startswith("a at ")
     (row,) = [line for line in str(reading).splitlines() if "nothing" in line]
     first = _without_gains.__code__.co_firstlineno
     assert f"test_read_attention.py:{first + 2}" in row and "norm without a gain" in row

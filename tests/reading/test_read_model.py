@@ -277,6 +277,26 @@ def test_a_kernel_of_one_output_and_what_is_exponentiated_are_vectors():
     assert found == {"w": (0, 1), "scale": "vector", "value": "vector"}
 
 
+def test_a_gain_that_an_einsum_applies_is_no_stack():
+    def loss(p, x):
+        x = jnp.einsum("btd,dhk->bthk", x, p["w"])
+        x = jnp.einsum("i...k,...k->i...k", normed(x), p["gain"])
+        return cross_entropy(jnp.einsum("bthk,hkv->btv", jnp.tanh(x), p["out"]))
+
+    found = said(loss, shapes(w=(D, 2, 4), gain=(4,), out=(2, 4, V)), X)
+    assert found == {"w": (0, (1, 2)), "gain": "vector", "out": "head"}
+
+
+@pytest.mark.parametrize("unpack", [tuple, lambda y: (y[0], y[1])])
+def test_outputs_that_are_cut_apart_at_once_are_of_a_stack(unpack):
+    def loss(p, x):
+        gate, up = unpack(jnp.einsum("btd,cdf->cbtf", x, p["up"]))
+        return cross_entropy(jnp.tanh(jax.nn.gelu(gate) * up @ p["down"]) @ p["out"])
+
+    found = said(loss, shapes(up=(2, D, 30), down=(30, D), out=(D, V)), X)
+    assert found["up"] == (1, 2) and found["down"] == (0, 1)
+
+
 def test_an_expected_embedding_has_classes_for_inputs():
     def loss(p, x):
         x = jax.nn.softmax(x @ p["classes"]) @ p["embed"]

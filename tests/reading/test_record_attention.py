@@ -61,6 +61,7 @@ def _of_the_second(p, x):
 
 EXPECTED = {
     "of data": _expected,
+    "with statistics of its own": _expected,
     "heads folded into the batch": _expected,
     "the batch folded into heads": _expected,
     "softcapped": _expected,  # before the cap
