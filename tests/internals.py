@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import muonclip_jax._attention.max_logits as max_logits_module
 import muonclip_jax._muon.muon as muon_module
@@ -78,6 +79,7 @@ __all__ = [
     "axis_roles",
     "block_layout",
     "check_schedule",
+    "cudnn",
     "cut_into_passes",
     "divide_stacks",
     "eight_bits",

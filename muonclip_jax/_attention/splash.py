@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from .._jax_versions import manual_axes
-from .._model.statistics import largest
+from .._model.statistics import largest, STATISTIC
 from .._options import whole_number
 from .logits import fitting, make_window, scalar, segments
 
@@ -132,7 +133,9 @@ def splash_attention(
     # Rows that see no key are left unwritten, which may be anything, NaN included.
     output = jnp.swapaxes(output[:, :, :length], 1, 2)
     output = jnp.where(seen[None, :, None, None], output, 0)
-    return output.reshape(*batch, output.shape[-1]), _statistic(maxima, seen)
+    # By its name `record_attention` finds it, though a loss does not return it.
+    statistic = checkpoint_name(_statistic(maxima, seen), STATISTIC)
+    return output.reshape(*batch, output.shape[-1]), statistic
 
 
 def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ class AttentionLayer(NamedTuple):
         left alone and `query` is scaled by the whole `gamma`.
     - `rotary_query`: leaves whose partner is a key that all heads share and that stays
         as it is, such as the rotary part of multi-head latent attention: the whole
-        `gamma` scales them for every `alpha`.
+        `gamma` scales them for every `alpha`. A query whose key no parameter scales, or
+        such a key, is one, too; the layer then has neither `query` nor `key`.
     - `threshold`: of this layer, where it is not that of [`qk_clip`][]: a number, an
         array with one for each layer of the stack, or a schedule.
 
@@ -50,7 +51,8 @@ class AttentionLayer(NamedTuple):
 
     def path_of(self, leaf: HeadLeaf) -> paths.Path:
         """The path of one of its leaves from the root of the params."""
-        return paths.split(self.path) + paths.split(leaf.path)
+        path = paths.split(leaf.path.removeprefix("/"))
+        return path if leaf.path.startswith("/") else paths.split(self.path) + path
 
 
 #: The fields of an `AttentionLayer` that hold leaves.
@@ -77,7 +79,8 @@ def checked(
     QK-Clip cannot act on.
     """
     for layer in layers:
-        for role in ("query", "key"):
+        is_one_sided = layer.rotary_query and not (layer.query or layer.key)
+        for role in ("query", "key") if not is_one_sided else ():
             if not getattr(layer, role):
                 raise ValueError(
                     f"attention layer '{show_layer(layer)}' names no {role}"
@@ -88,19 +91,21 @@ def checked(
         raise ValueError(
             f"attention= names {paths.show_all(absent)}, which the params lack"
         )
-    # Scaled for two layers, a leaf would get the product of both scales, and neither
-    # layer would end at its threshold. One layer may name it twice: a fused kernel is
-    # query and key, in different parts.
-    owner: dict[paths.Path, int] = {}
+    # Scaled for two layers, entries would get the product of both scales, and neither
+    # layer would end at its threshold. One layer may name a leaf twice: a fused kernel
+    # is query and key, in different parts; and layers may have parts of one leaf.
+    owners: dict[paths.Path, list[tuple[int, HeadLeaf]]] = {}
     for i, layer in enumerate(layers):
-        for path in map(layer.path_of, layer.leaves):
-            other = owner.setdefault(path, i)
-            if other != i:
-                first, second = show_layer(layers[other]), show_layer(layer)
-                raise ValueError(
-                    f"attention layers '{first}' and '{second}' both name "
-                    f"'{paths.show(path)}'; a leaf is scaled by one layer"
-                )
+        for leaf in layer.leaves:
+            path = layer.path_of(leaf)
+            for other, known in owners.setdefault(path, []):
+                if other != i and not leaf.is_apart_from(known):
+                    first, second = show_layer(layers[other]), show_layer(layer)
+                    raise ValueError(
+                        f"attention layers '{first}' and '{second}' both name "
+                        f"'{paths.show(path)}'; a leaf is scaled by one layer"
+                    )
+            owners[path].append((i, leaf))
     _check_not_normalized(layers, leaf_at)
     return layers
 

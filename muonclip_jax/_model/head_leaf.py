@@ -15,16 +15,18 @@ class HeadLeaf(NamedTuple):
 
     **Arguments:**
 
-    - `path`: below the layer, `"query/kernel"`.
+    - `path`: below the layer, `"query/kernel"`, or from the root of the params with a
+        slash in front, `"/encoder/query"`.
     - `ndim`: how many axes the leaf has in one layer; all others are a stack of layers.
     - `axis`: the axis of the heads, from the end, after `split`; several, in a tuple,
-        where heads are in groups; `None` for a leaf that all heads share, such as the
-        gain of a norm.
+        where heads are in groups, the one that counts groups first; `None` for a leaf
+        that all heads share, such as the gain of a norm.
     - `split`: the sizes that one axis is made of, where heads have no axis of their
         own: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels. One of
         them may be -1, as in a reshape.
     - `part`: an axis from the end, after `split`, and the slice of it that is meant;
-        the rest of the leaf belongs to others.
+        several such pairs, in a tuple, where several axes are cut. The rest of the leaf
+        belongs to others, such as the keys after the queries in one axis of heads.
     - `stack_axis`: where the axes of a stack begin, if not in front, or, from the end,
         where they stop: -1 for the last; the other arguments describe the leaf as if
         they were in front.
@@ -46,7 +48,7 @@ class HeadLeaf(NamedTuple):
     ndim: int
     axis: int | tuple[int, ...] | None = -2
     split: tuple[int, ...] = ()
-    part: tuple[int, slice] | None = None
+    part: tuple[int, slice] | tuple[tuple[int, slice], ...] | None = None
     stack_axis: int = 0
     split_axis: int = -1
 
@@ -82,10 +84,10 @@ class HeadLeaf(NamedTuple):
         if math.prod(self._sizes(size)) != size:
             return None
         view = self._view(layer)
-        axes = *self.head_axes, *(self.part[:1] if self.part else ())
+        axes = *self.head_axes, *self.parts
         if not all(-len(view) <= axis < 0 for axis in axes):
             return None
-        return math.prod(view[axis] for axis in self.head_axes)
+        return math.prod(self._counts(view))
 
     def scale(self, shape: Shape, factors: Any) -> Any:
         """Spreads `(*stack, heads)` factors out so that they multiply the leaf.
@@ -97,16 +99,25 @@ class HeadLeaf(NamedTuple):
         view = self._view(place.sizes(shape) + place.layer(shape))
         # The stack in front, the heads at their axes, and 1 at all others.
         *stack, heads = factors.shape
-        sizes = [*stack, *(1,) * (len(view) - len(stack))]
-        for axis in self.head_axes if heads != 1 else ():
-            sizes[axis] = view[axis]
-        scale = factors.reshape(sizes)
-        if self.part:
-            axis, part = self.part
+        axes = self.head_axes if heads != 1 else ()
+        scale = factors.reshape(*stack, *(self._counts(view) if axes else ()))
+        # Heads are counted by the axes in the order given, which need not be theirs.
+        order = [len(stack) + axes.index(axis) for axis in sorted(axes)]
+        scale = scale.transpose(*range(len(stack)), *order)
+        others = [i for i in range(-len(view) + len(stack), 0) if i not in axes]
+        scale = xp.expand_dims(scale, tuple(others))
+        for axis, part in self.parts.items():
             inside = np.zeros(view[axis], bool)
             inside[part] = True
-            inside = inside.reshape(-1, *(1,) * (-axis - 1))
-            scale = xp.where(inside, scale, 1)
+            if axis in axes:
+                # Factors of heads that are a part of their axis, and 1 for the others.
+                start = int(np.argmax(inside))
+                widths = [(0, 0)] * scale.ndim
+                widths[axis] = (start, view[axis] - start - scale.shape[axis])
+                scale = xp.pad(scale, widths, constant_values=1)
+            else:
+                inside = inside.reshape(-1, *(1,) * (-axis - 1))
+                scale = xp.where(inside, scale, 1)
         if self.split:
             # The axes of the split are one again, which needs each in its full size.
             stop = len(view) + 1 + self.split_axis
@@ -138,7 +149,27 @@ class HeadLeaf(NamedTuple):
         first = self.head_axes[0]
         start = self.split_axis + 1 - len(self.split)
         is_minor = start < first <= self.split_axis
-        return None if is_minor or any(cuts[1:]) else PartitionSpec(*stack, cuts[0])
+        # Nor are they where heads are a part of an axis, or counted in another order.
+        is_cut = not self.parts.keys().isdisjoint(self.head_axes)
+        is_turned = list(self.head_axes) != sorted(self.head_axes)
+        if is_minor or is_cut or is_turned or any(cuts[1:]):
+            return None
+        return PartitionSpec(*stack, cuts[0])
+
+    def is_apart_from(self, other: "HeadLeaf") -> bool:
+        """Whether parts of one leaf have no entry in common, as far as they tell."""
+        if self._replace(axis=None, part=None) != other._replace(axis=None, part=None):
+            return False
+        pairs = [
+            (x, other.parts[axis])
+            for axis, x in self.parts.items()
+            if axis in other.parts
+        ]
+        return any(
+            None not in (a.start, a.stop, b.start, b.stop)
+            and (0 <= a.start <= a.stop <= b.start or 0 <= b.start <= b.stop <= a.start)
+            for a, b in pairs
+        )
 
     @property
     def head_axes(self) -> tuple[int, ...]:
@@ -146,6 +177,17 @@ class HeadLeaf(NamedTuple):
         if self.axis is None:
             return ()
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    @property
+    def parts(self) -> dict[int, slice]:
+        """The axes that are cut, after `split`, and what is meant of them."""
+        pairs: Any = self.part or ()
+        return dict([pairs] if pairs and isinstance(pairs[0], int) else pairs)
+
+    def _counts(self, view: Shape) -> Shape:
+        """How many heads there are along each axis of them, of all or of the part."""
+        sizes = ((axis, range(view[axis])) for axis in self.head_axes)
+        return tuple(len(n[self.parts.get(axis, slice(None))]) for axis, n in sizes)
 
     def _view(self, shape: Shape) -> Shape:
         """The shape after `split`."""

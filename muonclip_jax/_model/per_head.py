@@ -89,12 +89,12 @@ def _of_heads(
         # Heads have axes of their own: these are a stack. So is the axis that tells key
         # from value in Gemma's kernel of both.
         axes = [axis for axis in range(-leaf.ndim, 0) if axis not in heads]
-        if len(axes) == 3 and leaf.part:
-            axes.remove(leaf.part[0])
+        if len(axes) == 3 and len(leaf.parts) == 1 and {*leaf.parts} <= {*axes}:
+            axes.remove(*leaf.parts)
         if len(axes) == 2:
             place = leaf.stack_of(rank)
             reduction, output = (place.axis(axis, rank) for axis in axes)
-            if not leaf.part or leaf.part[0] not in axes:
+            if not {*leaf.parts} & {*axes}:
                 return type(given)(reduction, output)
             # A part of each head's outputs, as the key of a latent kernel is.
             output = tuple(sorted(place.axis(axis, rank) for axis in (*heads, axes[1])))

@@ -35,8 +35,9 @@ class BoundLayer:
         self.threshold = layer.threshold
         # Heads that share a leaf can only be scaled together, as if they were one.
         self.is_shared = any(leaf.axis is None for leaf in layer.leaves)
-        self._stack = layer.query[0].stack(self._shape_of(layer.query[0]))
-        self._heads = 1 if self.is_shared else self._count(layer.query[0])
+        self._first = layer.leaves[0]  # of the query, or of what is scaled alone
+        self._stack = self._first.stack(self._shape_of(self._first))
+        self._heads = 1 if self.is_shared else self._count(self._first)
         if not self._fits():
             # Flax kernels are named, since another layout (features last, say) is the
             # likely cause: the numbers of heads then disagree.
@@ -61,7 +62,7 @@ class BoundLayer:
         expected = (*self._stack, heads)
         if statistic.shape == expected:
             return row, PartitionSpec()
-        leaf = self._layer.query[0]
+        leaf = self._first
         cut = self._cut_at[self._layer.path_of(leaf)]
         spec = leaf.row_spec(len(self._shape_of(leaf)), cut)
         counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec or ()]
@@ -98,7 +99,8 @@ class BoundLayer:
         # says nothing. Scaled for the largest of them, the key would shrink the logits
         # of the others, too. So it stays, as the paper's shared rotary key does, and
         # each query alone brings its logits to the threshold.
-        if not self.is_shared and self._count(layer.key[0]) != self._heads:
+        keys = {self._count(leaf) for leaf in layer.key}
+        if not self.is_shared and keys and keys != {self._heads}:
             roles = [(layer.query, by_both)]
         # The logits of latent attention are q_c k_c + q_r k_r. The rotary key k_r is
         # one for all heads and stays, so that q_r needs the whole gamma for its part of
@@ -121,9 +123,9 @@ class BoundLayer:
         keys = {self._count(leaf) for leaf in layer.key}
         if self.is_shared:
             return True
-        if len(queries) != 1 or len(keys) != 1:
+        if len(queries) != 1 or len(keys) > 1:
             return False
-        (key_heads,) = keys
+        key_heads = keys.pop() if keys else self._heads
         return self._heads % key_heads == 0 if key_heads else not self._heads
 
     def _count(self, leaf: HeadLeaf) -> Any:

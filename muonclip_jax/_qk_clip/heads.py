@@ -189,7 +189,9 @@ class Heads:
         by_layer = zip(*(self.by_layer(share) for share in shares), strict=True)
         scales: dict[Path, jax.Array] = {}
         for layer, factors in zip(self.layers, by_layer, strict=True):
-            scales |= layer.scales(*factors)
+            for path, scale in layer.scales(*factors).items():
+                # Layers may have parts of one leaf.
+                scales[path] = scales[path] * scale if path in scales else scale
         return scales
 
     def _check_matched(self, stats: dict[Path, jax.Array]) -> None:

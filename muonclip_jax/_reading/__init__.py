@@ -2,8 +2,9 @@
 
 `walk` follows the arrays of a jaxpr by rules for its primitives (`rules`, `products`,
 `loops`); what it notes of each parameter is a verdict (`verdicts`), and of each softmax
-an attention layer (`layers`), which `naming` writes for QK-Clip. `recorded` runs the
-jaxpr again, with the maximum of the logits. Imports `_model` and `_parameters` alone.
+an attention layer (`layers`), whose leaves `head_leaves` describes to QK-Clip. Fused
+attention is read by a table (`kernels`). `recorded` runs the jaxpr again, with the
+maximum of the logits.
 """
 
 # They register what follows arrays through each primitive.

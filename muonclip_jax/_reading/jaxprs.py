@@ -1,27 +1,30 @@
 """What the format of a jaxpr says, for all versions of JAX that are supported.
 
-No other module of this wing knows where an equation keeps the jaxprs that it runs, or
-how it tells the line of code that it comes from.
+No other module of this wing knows where an equation keeps the jaxprs that it runs, what
+the parameters of a loop are called, or how it tells the line of code it comes from.
 """
 
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import jaxpr_as_fun, Literal
+
+from .._model.statistics import STATISTIC
 
 
-# Under these keys an equation keeps the one jaxpr that it runs once, on its last inputs
-# if it has more of them than the jaxpr. Known: jit, pjit, closed_call, core_call,
-# remat2, checkpoint, custom_jvp_call, custom_vjp_call, custom_vmap_call, shard_map.
+# Where an equation keeps the one jaxpr that it runs once, on its last inputs if it has
+# more of them than the jaxpr: jit, pjit, closed_call, core_call, remat2, checkpoint,
+# custom_jvp_call, custom_vjp_call, custom_vmap_call, shard_map. `jax.pmap` is a jitted
+# shard_map in all versions from 0.8 on.
 _RUN_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
-#: Run code that is no jaxpr on the arrays, or one on their blocks.
-OPAQUE = (
+# These keep a jaxpr, too, but it runs on references, on blocks, or on a transpose.
+_OPAQUE = (
     *("pallas_call", "tpu_custom_call", "triton_kernel_call", "custom_partitioning"),
     *("ffi_call", "custom_call", "pure_callback", "io_callback", "run_state"),
     *("run_scoped", "core_map", "linear_call", "custom_linear_solve", "xla_pmap"),
@@ -30,7 +33,7 @@ OPAQUE = (
 # Code between a user's line and JAX: frameworks, not models.
 _FRAMEWORKS = re.compile(
     r"[/\\](jax|jaxlib|flax|haiku|equinox|jaxtyping|einops|optax|chex|haliax|penzai|"
-    r"keras|functools|contextlib|muonclip_jax[/\\]_\w+)([/\\]|\.py)"
+    r"keras|functools|contextlib|tokamax|muonclip_jax[/\\]_\w+)([/\\]|\.py)"
 )
 
 
@@ -42,12 +45,22 @@ class Inner(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A `scan` or a `while`: inputs are `consts`, then `carry`, then what it takes."""
+    """A `scan` or a `while`: inputs are `consts`, then `carry`, then what it slices."""
 
     body: Inner
     consts: int
     carry: int
-    length: int | None
+
+
+class Axes(NamedTuple):
+    """Axes of a mesh, and how many devices there are along them."""
+
+    names: tuple[str, ...]
+    size: int
+
+
+#: An equation, after those that it is inside of.
+Eqns = tuple[Any, ...]
 
 
 def inner(closed: Any) -> Inner:
@@ -55,44 +68,64 @@ def inner(closed: Any) -> Inner:
     return Inner(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()))
 
 
+def trace(fun: Any, *args: Any) -> Inner:
+    """The jaxpr of a function of arrays, or of their shapes."""
+    return inner(jax.make_jaxpr(fun)(*args))
+
+
 def called(eqn: Any) -> Inner | None:
     """The jaxpr that an equation runs once; `None` if it is no such call."""
-    if eqn.primitive.name in OPAQUE:
+    if eqn.primitive.name in _OPAQUE:
         return None
-    for key in _RUN_ONCE:
-        if hasattr(eqn.params.get(key), "eqns") or hasattr(
-            getattr(eqn.params.get(key), "jaxpr", None), "eqns"
-        ):
-            return inner(eqn.params[key])
-    return None
+    found = (inner(eqn.params.get(key)) for key in _RUN_ONCE)
+    return next((body for body in found if hasattr(body.jaxpr, "eqns")), None)
 
 
 def scanned(eqn: Any) -> Loop:
     params = eqn.params
-    if "ft_in" in params:  # from JAX 0.12 on: a tree of consts, carry and what is taken
+    if "ft_in" in params:  # from JAX 0.12 on: a tree of consts, carry and slices
         consts, carry, _ = map(len, params["ft_in"].unpack())
     else:
         consts, carry = params["num_consts"], params["num_carry"]
-    return Loop(inner(params["jaxpr"]), consts, carry, params["length"])
+    return Loop(inner(params["jaxpr"]), consts, carry)
 
 
-def repeated(eqn: Any) -> tuple[Inner, Loop]:
-    """The condition and the body of a `while`; inputs of the first come first."""
+def repeated(eqn: Any) -> tuple[Any, int, Loop]:
+    """A `while`: its condition, how many inputs are the condition's alone, its body."""
     params = eqn.params
     body, consts = inner(params["body_jaxpr"]), params["body_nconsts"]
     carry = len(body.jaxpr.invars) - consts
-    return inner(params["cond_jaxpr"]), Loop(body, consts, carry, None)
+    return params["cond_jaxpr"], params["cond_nconsts"], Loop(body, consts, carry)
 
 
 def branches(eqn: Any) -> list[Inner]:
     return [inner(branch) for branch in eqn.params["branches"]]
 
 
+def counts_trips(loop: Loop, i: int) -> bool:
+    """Whether a loop adds one to its i-th carry in every trip, as `fori_loop` does."""
+    jaxpr = loop.body.jaxpr
+    before, after = jaxpr.invars[loop.consts + i], jaxpr.outvars[i]
+    made = [eqn for eqn in jaxpr.eqns if after in eqn.outvars]
+    if not made or made[0].primitive.name != "add":
+        return False
+    one = [x for x in made[0].invars if x is not before]
+    return len(one) == 1 and isinstance(one[0], Literal) and one[0].val == 1
+
+
+def is_statistic(eqn: Any) -> bool:
+    """Whether an array is named as the statistic of attention."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == STATISTIC
+
+
 def live(jaxpr: Any) -> list[tuple[int, Any]]:
-    """The equations that outputs depend on, with their places among all of them."""
+    """The equations that outputs depend on, with their places among all of them.
+
+    Statistics of attention are among them, though most losses do not return these.
+    """
     wanted, kept = {id(v) for v in jaxpr.outvars}, []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        if any(id(v) in wanted for v in eqn.outvars):
+        if is_statistic(eqn) or any(id(v) in wanted for v in eqn.outvars):
             wanted.update(id(v) for v in eqn.invars)
             kept.append((i, eqn))
     return kept[::-1]
@@ -107,13 +140,6 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(map(int, getattr(atom.aval, "shape", ())))
 
 
-class Axes(NamedTuple):
-    """Axes of a mesh, and how many devices there are along them."""
-
-    names: tuple[str, ...]
-    size: int
-
-
 def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, Axes]]:
     """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`)."""
     sizes = eqn.params["mesh"].shape
@@ -126,35 +152,47 @@ def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, Axes]]:
     return cuts
 
 
+def manual_in(eqn: Any) -> tuple[str, ...]:
+    """The axes of its mesh over which `shard_map` maps."""
+    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return tuple(name for name in eqn.params["mesh"].axis_names if name in axes)
+
+
 def axes_of(eqn: Any) -> tuple[str, ...]:
     """The axes of a mesh that a collective is over."""
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def line(eqn: Any) -> str:
+def kernel_name(eqn: Any) -> str:
+    """The function and file of a Pallas kernel, else the primitive's name."""
+    body = eqn.params.get("jaxpr")
+    if eqn.primitive.name != "pallas_call" or body is None:
+        return eqn.primitive.name
+    info = str(getattr(body.debug_info, "func_src_info", ""))
+    return info.replace("\\", "/").rsplit(":", 1)[0]
+
+
+def line(eqns: Eqns) -> str:
     """The file and line of the model that an equation comes from, or `"?"`.
 
-    The innermost frame that is of no framework; where all are, the innermost of those
-    that JAX takes for a user's.
+    The innermost frame that is of no framework, of the last equation or of those that
+    it is inside of: functions that JAX has traced before do not know who calls them.
+    Where all are, the innermost of those that JAX considers a user's.
     """
-    frames: Iterable[Any] = source_info_util.user_frames(eqn.source_info.traceback)
-    first = None
-    for frame in frames:
-        first = first or frame
-        if not _FRAMEWORKS.search(frame.file_name):
-            return _written(frame)
-    return _written(first) if first else "?"
+    frames = [
+        frame
+        for eqn in reversed(eqns)
+        for frame in source_info_util.user_frames(eqn.source_info.traceback)
+    ]
+    if not frames:
+        return "?"
+    own = (f for f in frames if not _FRAMEWORKS.search(f.file_name))
+    frame = next(own, frames[0])
+    return f"{frame.file_name.replace(chr(92), '/').split('/')[-1]}:{frame.start_line}"
 
 
-def _written(frame: Any) -> str:
-    *_, name = frame.file_name.replace("\\", "/").rsplit("/", 2)[-2:]
-    return f"{name}:{frame.start_line}"
-
-
-def trace(fun: Any, *args: Any) -> Inner:
-    """The jaxpr of a function of arrays, or of their shapes."""
-    return inner(jax.make_jaxpr(fun)(*args))
+# How an equation is bound again, for the recorder.
 
 
 @contextlib.contextmanager
@@ -176,7 +214,11 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def same_call(eqn: Any, fun: Any) -> Any:
+def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+    return jaxpr_as_fun(closed)(*values)
+
+
+def call_again(eqn: Any, fun: Any) -> Any:
     """A function of arrays that is run as an equation runs the jaxpr in it.
 
     It returns a pair of the list of outputs that the equation has, and more. `None` for
@@ -197,7 +239,13 @@ def same_call(eqn: Any, fun: Any) -> Any:
     return fun if name in ("closed_call", "core_call") else None
 
 
-def map_again(eqn: Any, fun: Any, more_specs: Any) -> Any:
+def scan_again(eqn: Any, fun: Any, carry: Any, slices: Any) -> Any:
+    """`jax.lax.scan` of a function in place of an equation's jaxpr."""
+    names = ("length", "reverse", "unroll")
+    return jax.lax.scan(fun, carry, slices, **{n: eqn.params[n] for n in names})
+
+
+def shard_map_again(eqn: Any, fun: Any, more_specs: Any) -> Any:
     """`jax.shard_map` of a function that returns what the equation does, and more."""
     params = eqn.params
     return jax.shard_map(
@@ -208,29 +256,3 @@ def map_again(eqn: Any, fun: Any, more_specs: Any) -> Any:
         check_vma=params["check_vma"],
         axis_names=set(manual_in(eqn)),
     )
-
-
-def manual_in(eqn: Any) -> tuple[str, ...]:
-    """The axes of its mesh over which `shard_map` maps."""
-    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
-    return tuple(name for name in eqn.params["mesh"].axis_names if name in axes)
-
-
-def scan_again(eqn: Any, fun: Any, carry: Any, taken: Any) -> Any:
-    """`jax.lax.scan` of a function in place of an equation's jaxpr."""
-    names = ("length", "reverse", "unroll")
-    return jax.lax.scan(fun, carry, taken, **{n: eqn.params[n] for n in names})
-
-
-def run(body: Inner, values: Sequence[Any]) -> list[Any]:
-    """A jaxpr on values, each of its equations bound again."""
-    env = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-    env |= zip(body.jaxpr.invars, values, strict=True)
-
-    def read(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else env[atom]
-
-    for eqn in body.jaxpr.eqns:
-        outs = bound(eqn, [read(v) for v in eqn.invars])
-        env |= zip(eqn.outvars, outs, strict=True)
-    return [read(v) for v in body.jaxpr.outvars]

@@ -1,65 +1,64 @@
-"""Where the entries of a source, such as a parameter, lie in an array made of it."""
+"""Where the entries of a source, such as a parameter, are in an array made of it.
+
+The relation is affine, as CuTe's layouts are (github.com/NVIDIA/cutlass,
+media/docs/cpp/cute/01_layout.md): splitting and merging of axes, transposing, slicing
+and broadcasting lose nothing. A kernel of `(features, heads * head_dim)` that a reshape
+cuts into heads is known to have a head for every head_dim entries of its axis.
+"""
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 Shape = tuple[int, ...]
 
-#: More pieces than that are no layout of heads that anyone would write.
+# More pieces than that are no layout of heads that anyone would write.
 MOST_PIECES = 64
+
+#: The dimension, of no array, along which an index picked an entry, unknown which.
+#: Loops and devices are negative dimensions, too, from -1 on.
+PICKED = -(10**9)
+
+NO_LOOPS: Mapping[int, int | None] = MappingProxyType({})
 
 
 class Digit(NamedTuple):
-    """A counter that moves through an array and its source at once.
-
-    Counting to i goes `i * step` entries along `dim` of the array and `i * stride`
-    along `axis` of the source. Without an axis, entries are repeated along the array.
-    Without a dim, they were summed over, or an index picked one of them. A negative dim
-    is no dimension of the array but a loop: the array of each trip is another.
-    """
+    """A counter that moves through an array and its source at once."""
 
     size: int
+    # Counting by one moves `step` entries along this dimension of the array. `None`:
+    # entries were summed over. A negative one is of no array but a loop's trips, in
+    # each of which the array is another.
     dim: int | None = None
     step: int = 0
+    # And `stride` entries along this axis of the source. `None`: entries are repeated.
     axis: int | None = None
     stride: int = 0
 
 
 class Piece(NamedTuple):
-    """An affine relation: which entries of an array come from which of its source.
+    """Both indices are a start and what the digits add; all digits count separately."""
 
-    Both indices are a start plus what the digits add, all of which count independently.
-    So a kernel of `(features, heads * head_dim)` that a reshape cuts into heads has a
-    digit with stride head_dim for heads. Splitting and merging of axes, transposing and
-    broadcasting lose nothing; CuTe's layouts are the same idea (github.com/NVIDIA/
-    cutlass, media/docs/cpp/cute/01_layout.md).
-
-    **Arguments:**
-
-    - `digits`: in the order that `_tidy` gives them, so that equal relations are equal.
-    - `start`: an index of the array.
-    - `offset`: an index of the source.
-    """
-
-    digits: tuple[Digit, ...]
-    start: Shape
-    offset: Shape
+    digits: tuple[Digit, ...]  # in the order of `_tidy`: equal relations are equal
+    start: Shape  # in the array
+    offset: Shape  # in the source
 
     @property
     def axes(self) -> set[int]:
-        """The axes of the source that are still seen along dimensions of the array."""
-        return {d.axis for d in self.digits if d.axis is not None and d.dim is not None}
+        """The axes of the source that are seen along dimensions of the array."""
+        seen = (d for d in self.digits if d.dim is not None and d.dim >= 0)
+        return {d.axis for d in seen if d.axis is not None}
 
     def span(self, dim: int) -> tuple[int, int]:
-        """The range along a dimension of the array in which it lies."""
+        """The range along a dimension of the array in which it has entries."""
         length = sum((d.size - 1) * d.step for d in self.digits if d.dim == dim)
         return self.start[dim], self.start[dim] + length + 1
 
 
+#: Entries may come from the source in several ways, as in sums and concatenations.
 Pieces = tuple[Piece, ...]
 
 
@@ -70,19 +69,18 @@ def whole(shape: Shape) -> Pieces:
     return (_tidy(digits, zeros, zeros),)
 
 
-def joined(*pieces: Pieces) -> Pieces:
-    """Entries that come from the source in several ways, as sums and joints have."""
-    every = tuple(dict.fromkeys(itertools.chain(*pieces)))
-    return every[: MOST_PIECES + 1]
+def joined(pieces: Iterable[Piece]) -> Pieces:
+    # One more than the most tells that there are too many.
+    return tuple(dict.fromkeys(pieces))[: MOST_PIECES + 1]
 
 
 def moved(
     pieces: Pieces,
     to: Sequence[int | None],
     shape: Shape,
-    loops: Mapping[int, int | None] = MappingProxyType({}),
+    loops: Mapping[int, int | None] = NO_LOOPS,
 ) -> Pieces:
-    """Behind an operation that moves dimensions, sums over some and repeats along new.
+    """After an operation that moves dimensions, sums over some and repeats along new.
 
     `to` says where each dimension goes, and `loops` where each loop does. Along
     dimensions of `shape` that none goes to, the array is the same everywhere.
@@ -102,22 +100,17 @@ def moved(
         new = [Digit(n, i, 1) for i, n in enumerate(shape) if i not in reached]
         return _tidy([*digits, *new], start, piece.offset)
 
-    return joined(tuple(map(of, pieces)))
+    return joined(map(of, pieces))
 
 
 def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
-    """Behind a reshape: first everything lies along one axis, then it is cut again.
-
-    A digit along dimension d steps through the flat array by `step * inner(d)`, where
-    inner is the size of all dimensions behind. In the new shape it is one digit for
-    each dimension that it goes through.
-    """
+    """After a reshape: all is along one dimension first, which is then cut again."""
     if not math.prod(old):
         return ()
     inner_old, inner_new = _inner(old), _inner(new)
     pairs = zip(old, new, strict=False)
     alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    # Where it cannot be said, entries may be anywhere but along what stays.
+    # Where no digits can say it, entries may be anywhere but along what stays.
     nowhere = [i if i < alike else None for i in range(len(old))]
 
     def of(piece: Piece) -> Piece:
@@ -128,92 +121,21 @@ def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
             if digit.dim is None or digit.dim < 0:
                 digits.append(digit)
                 continue
-            parts = _cut(digit, digit.step * inner_old[digit.dim], inner_new, new)
+            # Counting by one along a dimension passes all dimensions after it.
+            step = digit.step * inner_old[digit.dim]
+            parts = _cut(digit, step, inner_new, new)
             if parts is None:
                 return moved((piece,), nowhere, new)[0]
             for part in parts:
                 if part.dim is not None:
                     ends[part.dim] += (part.size - 1) * part.step
             digits += parts
-        # Each dimension counts by itself: there is no carry from one to the next.
+        # Digits count separately: none carries from one dimension to the next.
         if any(end >= size for end, size in zip(ends, new, strict=True)):
             return moved((piece,), nowhere, new)[0]
         return _tidy(digits, start, piece.offset)
 
-    return joined(tuple(map(of, pieces)))
-
-
-def sliced(
-    pieces: Pieces, dim: int, start: int, size: int, stride: int, extent: int
-) -> Pieces:
-    """Behind a slice of `size` entries of a dimension that had `extent` of them."""
-    if (start, size, stride) == (0, extent, 1):
-        return pieces
-    found = (_range(piece, dim, start, size, stride) for piece in pieces)
-    return joined(tuple(itertools.chain(*found)))
-
-
-def padded(pieces: Pieces, low: Sequence[int], gap: Sequence[int]) -> Pieces:
-    """Between zeros, `low` of them in front and `gap` between any two entries."""
-
-    def of(piece: Piece) -> Piece:
-        steps = [g + 1 for g in gap]
-        start = [lo + at * n for lo, at, n in zip(low, piece.start, steps, strict=True)]
-        digits = [
-            d if d.dim is None or d.dim < 0 else d._replace(step=d.step * steps[d.dim])
-            for d in piece.digits
-        ]
-        return _tidy(digits, start, piece.offset)
-
-    return tuple(map(of, pieces))
-
-
-def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
-    """In the opposite order along some dimensions: their digits count down."""
-
-    def of(piece: Piece) -> Piece:
-        start, offset, digits = list(piece.start), list(piece.offset), []
-        for d in piece.digits:
-            if d.dim is not None and d.dim in dims:
-                start[d.dim] += (d.size - 1) * d.step
-                if d.axis is not None:
-                    offset[d.axis] += (d.size - 1) * d.stride
-                d = d._replace(stride=-d.stride)
-            digits.append(d)
-        for dim in dims:
-            start[dim] = shape[dim] - 1 - start[dim]
-        return _tidy(digits, start, offset)
-
-    return tuple(map(of, pieces))
-
-
-def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
-    """The same relation in its only form: no idle digits, neighbors joined, sorted."""
-
-    def key(d: Digit) -> tuple:
-        dim = -(10**9) if d.dim is None else d.dim
-        axis = -1 if d.axis is None else d.axis
-        return dim, axis, -abs(d.stride), -d.step, d.size
-
-    kept: list[Digit] = []
-    for d in sorted(digits, key=key):
-        if d.size == 1 or (d.dim is None and d.axis is None):
-            continue
-        major = kept[-1] if kept else None
-        if (
-            major
-            and (major.dim, major.axis) == (d.dim, d.axis)
-            and major.step == d.step * d.size
-            and major.stride == d.stride * d.size
-        ):
-            kept[-1] = d._replace(size=major.size * d.size)
-        elif d not in kept or d.dim is not None:
-            kept.append(d)
-    return Piece(tuple(kept), tuple(start), tuple(offset))
-
-
-def _inner(shape: Shape) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return joined(map(of, pieces))
 
 
 def _cut(
@@ -237,62 +159,103 @@ def _cut(
     return parts if size == 1 else None
 
 
-def _range(piece: Piece, dim: int, start: int, size: int, stride: int) -> list[Piece]:
-    """The parts of a piece with index start, start + stride, ... along a dimension."""
+def _inner(shape: Shape) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def shifted(pieces: Pieces, low: Sequence[int]) -> Pieces:
+    """Between zeros, `low` of them in front of each dimension."""
+    starts = (tuple(map(sum, zip(p.start, low, strict=True))) for p in pieces)
+    return tuple(
+        p._replace(start=start) for p, start in zip(pieces, starts, strict=True)
+    )
+
+
+def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
+    """In the opposite order along some dimensions: their digits count down."""
+
+    def of(piece: Piece) -> Piece:
+        start, offset, digits = list(piece.start), list(piece.offset), []
+        for d in piece.digits:
+            if d.dim in dims and d.dim is not None:
+                # From the other end of the digit, in the array and in the source.
+                start[d.dim] += (d.size - 1) * d.step
+                if d.axis is not None:
+                    offset[d.axis] += (d.size - 1) * d.stride
+                d = d._replace(stride=-d.stride)
+            digits.append(d)
+        for dim in dims:
+            start[dim] = shape[dim] - 1 - start[dim]
+        return _tidy(digits, start, offset)
+
+    return tuple(map(of, pieces))
+
+
+def sliced(pieces: Pieces, dim: int, start: int, size: int) -> Pieces:
+    """The entries from start on, `size` of them, along a dimension."""
+    found = (_sliced(piece, dim, start, size) for piece in pieces)
+    return joined(itertools.chain.from_iterable(found))
+
+
+def _sliced(piece: Piece, dim: int, start: int, size: int) -> list[Piece]:
     own = sorted((d for d in piece.digits if d.dim == dim), key=lambda d: -d.step)
     others = [d for d in piece.digits if d.dim != dim]
-    at, stop = piece.start[dim], start + (size - 1) * stride + 1
+    at, stop = piece.start[dim], start + size
     if not own:
-        is_in = start <= at < stop and not (at - start) % stride
-        return [_placed(piece, others, dim, (at - start) // stride)] if is_in else []
+        place = [*piece.start[:dim], at - start, *piece.start[dim + 1 :]]
+        return [_tidy(others, place, piece.offset)] if start <= at < stop else []
+    # The major digit counts blocks of what the minor digits span: blocks that the slice
+    # has as a whole stay one piece, and those at its ends are sliced by themselves.
     major, *minor = own
-    span = 1 + sum((d.size - 1) * d.step for d in minor)  # of one block of the major
+    span = 1 + sum((d.size - 1) * d.step for d in minor)
 
-    def blocks(first: int, count: int, every: int = 1) -> Piece:
+    def blocks(first: int, count: int) -> Piece:
         """The piece with so many blocks of the major digit alone."""
         offset, begin = list(piece.offset), list(piece.start)
         begin[dim] += first * major.step
         if major.axis is not None:
             offset[major.axis] += first * major.stride
-        wide = major._replace(
-            size=count, step=major.step * every, stride=major.stride * every
-        )
-        kept = (wide,) if count > 1 else ()
+        kept = (major._replace(size=count),) if count > 1 else ()
         return Piece((*others, *minor, *kept), tuple(begin), tuple(offset))
 
-    # The blocks that lie inside, and those that an end of the range goes through.
     first = max(0, -((at - start) // major.step))
     last = min(major.size - 1, (stop - span - at) // major.step)
-    if stride == 1:
-        found = []
-        if last >= first:
-            part = blocks(first, last - first + 1)
-            found = [_placed(part, part.digits, dim, part.start[dim] - start)]
-        cut = {first - 1, max(last + 1, first)} if minor else ()
-        touched = [i for i in sorted(cut) if 0 <= i < major.size]
-    elif minor:
-        found, touched = [], range(major.size)
-    else:
-        # Every n-th block is hit, where n * step is the least multiple of the stride.
-        every = stride // math.gcd(stride, major.step)
-        hit = [
-            i
-            for i in range(first, min(first + every, last + 1))
-            if not (at + i * major.step - start) % stride
-        ]
-        if not hit:
-            return []
-        part = blocks(hit[0], (last - hit[0]) // every + 1, every)
-        digits = [
-            d._replace(step=d.step // stride) if d.dim == dim else d
-            for d in part.digits
-        ]
-        return [_placed(part, digits, dim, (part.start[dim] - start) // stride)]
-    for i in touched:
-        found += _range(blocks(i, 1), dim, start, size, stride)
+    found: list[Piece] = []
+    if last >= first:
+        part = blocks(first, last - first + 1)
+        place = list(part.start)
+        place[dim] -= start
+        found = [_tidy(part.digits, place, part.offset)]
+    for i in {first - 1, max(last + 1, first)} if minor else ():
+        if 0 <= i < major.size:
+            found += _sliced(blocks(i, 1), dim, start, size)
     return found
 
 
-def _placed(piece: Piece, digits: Iterable[Digit], dim: int, at: int) -> Piece:
-    start = [*piece.start[:dim], at, *piece.start[dim + 1 :]]
-    return _tidy(digits, start, piece.offset)
+def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
+    """The same relation in its only form: no idle digits, neighbors joined, sorted."""
+
+    def key(d: Digit) -> tuple[Any, ...]:
+        dim = 2 * PICKED if d.dim is None else d.dim
+        axis = -1 if d.axis is None else d.axis
+        return dim, axis, -abs(d.stride), -d.step, d.size
+
+    kept: list[Digit] = []
+    for d in sorted(digits, key=key):
+        if d.size == 1 or (d.dim is None and d.axis is None):
+            continue
+        major = kept[-1] if kept else None
+        if (
+            major
+            and (major.dim, major.axis) == (d.dim, d.axis)
+            and major.step == d.step * d.size
+            and major.stride == d.stride * d.size
+        ):
+            kept[-1] = d._replace(size=major.size * d.size)
+        elif d not in kept or d.dim is not None:
+            kept.append(d)
+    return Piece(tuple(kept), tuple(start), tuple(offset))
+
+
+#: A change of all pieces alike.
+Change = Callable[[Pieces], Pieces]

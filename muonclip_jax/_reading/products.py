@@ -4,29 +4,30 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from . import pieces
 from .jaxprs import shape_of
-from .pieces import Shape
-from .rules import weigh
+from .pieces import PICKED, Shape, whole
+from .rules import times, weigh
 from .values import Factor, Kind, mixed, multiplied, Source, summed, Value
-from .walk import Fed, Logits, rule, Stacked, Use, Walk
+from .walk import Logits, rule, Walk
 
 
 class Side(NamedTuple):
-    """One operand of a product.
-
-    **Arguments:**
-
-    - `value`, `shape`: of the operand.
-    - `to`: the dimension of the result that each of its own becomes; `None` for those
-        that are summed over.
-    - `stack`: dimensions of matrices that have nothing to do with one another.
-    """
+    """One operand of a product."""
 
     value: Value
     shape: Shape
+    # The dimension of the result that each of its own becomes; `None` if summed over.
     to: tuple[int | None, ...]
+    # Dimensions of matrices that have nothing to do with one another.
     stack: frozenset[int] = frozenset()
+
+    def over(self, shape: Shape) -> Value:
+        """The operand in the dimensions of the result."""
+        return self.value.moved(self.to, shape)
+
+
+#: Dimensions that are summed over, of both sides.
+Pairs = Sequence[tuple[int, int]]
 
 
 @rule("dot_general")
@@ -42,10 +43,9 @@ def ragged_dot(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     groups = tuple(numbers.rhs_group_dimensions)
     if not groups:  # a gradient's mode
-        return walk.unknown(eqn, values)
-    return product(
-        walk, eqn, _sides(eqn, values, numbers.dot_dimension_numbers, groups), ()
-    )
+        return walk.unknown(values)
+    sides = _sides(eqn, values, numbers.dot_dimension_numbers, groups)
+    return product(walk, eqn, sides, ())
 
 
 def _sides(eqn: Any, values: list[Value], numbers: Any, groups=()) -> tuple[Side, Side]:
@@ -54,14 +54,14 @@ def _sides(eqn: Any, values: list[Value], numbers: Any, groups=()) -> tuple[Side
     a, b = map(shape_of, eqn.invars[:2])
     free_a = [i for i in range(len(a)) if i not in (*ca, *ba)]
     free_b = [i for i in range(len(b)) if i not in (*cb, *bb, *groups)]
-    order = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
-    to = [
-        tuple(o.index(i) if i in o else None for i in range(len(s)))
-        for o, s in zip(order, (a, b), strict=True)
-    ]
+
+    def side(i: int, shape: Shape, order: list[int | None], stack: Any) -> Side:
+        to = (order.index(i) if i in order else None for i in range(len(shape)))
+        return Side(values[i], shape, tuple(to), frozenset(stack))
+
     return (
-        Side(values[0], a, to[0], frozenset(ba)),
-        Side(values[1], b, to[1], frozenset((*bb, *groups))),
+        side(0, a, [*ba, *free_a], ba),
+        side(1, b, [*bb, *[None] * len(free_a), *free_b], (*bb, *groups)),
     )
 
 
@@ -76,15 +76,16 @@ def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to_a: list[int | None] = [None] * len(a)
     to_b: list[int | None] = [None] * len(b)
     to_a[batch], to_b[out] = out_batch, out_feature
+    # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
     if groups > 1 and shape_of(eqn.outvars[0])[out_feature] == a[feature]:
         to_a[feature] = out_feature
     # Along the window entries mix, and their number may change.
     mixed_along = [None if i in spatial else i for i in range(len(a))]
     image = values[0].moved(mixed_along, a)
     kind = "depthwise" if groups > 1 and b[inp] == 1 else "contracted"
-    sides = (Side(image, a, tuple(to_a)), Side(values[1], b, tuple(to_b)))
     if image.kind == Kind.PARAMETER and values[1].kind == Kind.CONSTANT:
         kind = "elementwise"  # a fixed filter of a parameter
+    sides = Side(image, a, tuple(to_a)), Side(values[1], b, tuple(to_b))
     return product(walk, eqn, sides, (), kind)
 
 
@@ -92,169 +93,175 @@ def product(
     walk: Walk,
     eqn: Any,
     sides: tuple[Side, Side],
-    pairs: Sequence[tuple[int, int]],
+    pairs: Pairs,
     kind: str = "contracted",
 ) -> Value:
     """A sum of products of entries: an activation's with its weight, or of any two."""
     shape = shape_of(eqn.outvars[0])
-    is_parameter = [s.value.kind == Kind.PARAMETER for s in sides]
+    # A product that sums over nothing, where one side has no other dimensions, is
+    # one of entries: `einsum("...k,k->...k")` is how some norms apply their gain.
+    if any(side.stack == {*range(len(side.shape))} for side in sides):
+        one, two = (side.over(shape) for side in sides)
+        return times(walk, one, two)
+    # Tokens are no weight: what was copied for each example of a batch, and where two
+    # parameters meet, what was copied at all, or normed.
+    is_parameter = [
+        s.value.kind == Kind.PARAMETER and not _is_copied(s, other.value)
+        for s, other in zip(sides, sides[::-1], strict=True)
+    ]
     if all(is_parameter):
-        tokens = [_is_tokens(s.value) for s in sides]
-        if not any(tokens):
-            return _of_parameters(walk, eqn, sides, shape)
-        one, two = (
-            s._replace(value=walk.as_activation(s.value, eqn)) if is_token else s
-            for s, is_token in zip(sides, tokens, strict=True)
-        )
-        sides = one, two
-        is_parameter = [not is_token for is_token in tokens]
+        is_parameter = [
+            not s.value.is_spread and all(f.is_linear for f in s.value.factors())
+            for s in sides
+        ]
+        if all(is_parameter):
+            return _of_parameters(walk, sides, shape)
+    sides = tuple(
+        s if is_weight else s._replace(value=walk.as_activation(s.value))
+        for s, is_weight in zip(sides, is_parameter, strict=True)
+    )  # type: ignore[assignment]
     if not any(is_parameter):
-        return _of_activations(walk, eqn, sides, shape, pairs)
+        return _of_activations(walk, sides, shape, pairs)
     at = is_parameter.index(True)
     weight, other = sides[at], sides[1 - at]
     if other.value.is_onehot:
-        walk.use("looked up", weight.value, eqn)
+        walk.use("looked up", weight.value)
         event, ends = walk.event, 0
     else:
         event = ends = walk.event
-        _note_weight(walk, eqn, weight, kind, event)
-        walk.note(Fed(event, other.value.past))
-    walk.past_of[event] = other.value.past | event
-    _note_stacked(walk, other)
-    x = _to(other, shape)
+        experts = _note_experts(walk, other)
+        matched = {pair[at] for pair in pairs if pair[1 - at] in experts}
+        _note_weight(walk, weight, kind, matched)
+        walk.note("fed", events=other.value.past)
+    # One-hot rows that pick entries are a lookup, which is no layer of its own: what it
+    # gives is made by whatever chose the rows.
+    past, recent = other.value.past | event, other.value.recent | event
+    walk.past_of[event] = past
+    x = other.over(shape)
     # Axes are known up to the next weight: its outputs are new.
     linear = (
         tuple(f for f in term if f.is_linear and f.source.kind != "weights")
         for term in x.terms
     )
     x = dataclasses.replace(x, terms=summed(linear))
-    terms = multiplied(walk.met(_to(weight, shape)), x)
-    past = other.value.past | event
-    return Value(Kind.ACTIVATION, terms, past, other.value.recent | event, ends)
+    terms = multiplied(walk.met(weight.over(shape)), x)
+    return Value(Kind.ACTIVATION, terms, past, recent, ends)
 
 
-def _of_parameters(
-    walk: Walk, eqn: Any, sides: tuple[Side, Side], shape: Shape
-) -> Value:
+def _is_copied(side: Side, other: Value) -> bool:
+    """Whether a parameter is the same in every example that an activation has."""
+    if not (side.value.is_spread and other.is_deep):
+        return False
+    factors = side.value.factors()
+    own = {
+        d.dim for f in factors for p in f.pieces for d in p.digits if d.axis is not None
+    }
+    return any(side.shape[dim] > 1 for dim in side.stack - own)
+
+
+def _of_parameters(walk: Walk, sides: tuple[Side, Side], shape: Shape) -> Value:
     """Two parameters make one of low rank, which is the weight of what follows."""
-    for side in sides:
+    for side, free in zip(sides, ("input?", "output?"), strict=True):
+        gone = {i for i, to in enumerate(side.to) if to is None}
         for f in side.value.factors():
-            roles = [(axis, "rank") for axis in _summed(f, side)]
-            free = "input" if side is sides[0] else "output"
+            digits = [d for p in f.pieces for d in p.digits if d.dim in gone]
+            ranks = {d.axis for d in digits if d.axis is not None}
             # Where nothing else tells, inputs are the first's, as in x @ (A @ B).
-            roles += [(axis, f"{free}?") for axis in _kept(f, side)]
-            walk.note(Use("factor", f.source.number, tuple(roles), 0, eqn))
-    a, b = (_to(side, shape) for side in sides)
-    out = mixed((a, b), multiplied(a, b))
-    return dataclasses.replace(out, is_pair=True, is_spread=False)
+            others = {axis for p in f.pieces for axis in p.axes} - ranks
+            roles = [(axis, "rank") for axis in sorted(ranks)]
+            roles += [(axis, free) for axis in sorted(others)]
+            walk.note("factor", f.source.number, roles=tuple(roles))
+    a, b = (side.over(shape) for side in sides)
+    return mixed((a, b), multiplied(a, b), is_pair=True, is_spread=False)
 
 
 def _of_activations(
-    walk: Walk,
-    eqn: Any,
-    sides: tuple[Side, Side],
-    shape: Shape,
-    pairs: Sequence[tuple[int, int]],
+    walk: Walk, sides: tuple[Side, Side], shape: Shape, pairs: Pairs
 ) -> Value:
     """Two activations: these may be the logits of attention, or what they weigh."""
+    for weights, side in zip(sides, sides[::-1], strict=True):
+        free = (i for i, to in enumerate(side.to) if to is not None)
+        is_mixed = bool(pairs) and any(i not in side.stack for i in free)
+        weigh(walk, weights.value, side.value, is_mixed)
     a, b = (s.value for s in sides)
-    weigh(walk, a, b)
-    one, two = (_to(side, shape) for side in sides)
     if not (a.is_deep and b.is_deep and pairs):
-        return dataclasses.replace(mixed((one, two), multiplied(one, two)), gates=0)
-    event = walk.event
+        one, two = (side.over(shape) for side in sides)
+        return mixed((one, two), multiplied(one, two), gates=0)
     over = tuple(sides[0].shape[i] for i, _ in pairs)
-    full = (*shape, *over)
-
-    def spread(side: Side, places: list[int]) -> Value:
-        """In the dimensions of the result and, behind them, those summed over."""
+    terms, free = [], []
+    for i, side in enumerate(sides):
+        # In the dimensions of the result and, after them, those summed over.
         to = list(side.to)
-        for j, i in enumerate(places):
-            to[i] = len(shape) + j
-        return side.value.moved(to, full)
-
-    terms = tuple(
-        spread(side, [pair[i] for pair in pairs]).terms for i, side in enumerate(sides)
-    )
-    free = tuple(
-        frozenset(
-            at for i, at in enumerate(side.to) if at is not None and i not in side.stack
+        for j, pair in enumerate(pairs):
+            to[pair[i]] = len(shape) + j
+        terms.append(side.value.moved(to, (*shape, *over)).terms)
+        free.append(
+            frozenset(
+                at
+                for i, at in enumerate(side.to)
+                if at is not None and i not in side.stack
+            )
         )
-        for side in sides
-    )
-    index = walk.product_of(
-        Logits(walk.address, eqn, terms, shape, over, free)  # type: ignore[arg-type]
-    )
-    factor = Factor(Source("logits", index), event, pieces.whole(shape))
-    walk.past_of[event] = a.past | b.past | event
-    past, recent = a.past | b.past | event, a.recent | b.recent | event
+    index = walk.product(Logits(walk.eqns, shape, over, tuple(terms), tuple(free)))  # type: ignore
+    factor = Factor(Source("logits", index), walk.event, whole(shape))
+    past = a.past | b.past | walk.event
+    recent = a.recent | b.recent | walk.event
+    walk.past_of[walk.event] = past
     # What another activation is multiplied with is no output yet.
     return Value(Kind.ACTIVATION, ((factor,),), past, recent)
 
 
-def _note_weight(walk: Walk, eqn: Any, side: Side, kind: str, event: int) -> None:
-    """What the axes of each parameter are in the weight of a product."""
+def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:
+    """Notes what the axes of each parameter are in the weight of a product."""
+
+    def role(dim: int) -> str:
+        if dim < 0 or dim in side.stack or dim in experts:
+            return "stack"
+        return "input" if side.to[dim] is None else "output"
+
     for term in side.value.terms:
         for f in term:
-            roles: list[tuple[int, str]] = []
-            for piece in f.pieces:
-                for d in piece.digits:
-                    if d.axis is None or d.dim is None:
-                        continue
-                    if d.dim < 0 or d.dim in side.stack:
-                        roles.append((d.axis, "stack"))
-                    elif side.to[d.dim] is None:
-                        roles.append((d.axis, "input"))
-                    else:
-                        roles.append((d.axis, "output"))
-            said = {role for _, role in roles}
-            # A gain of the weight: what has not both sides, unless a part of a product.
-            is_alone = len(term) == 1 or side.value.is_pair
-            is_weight = is_alone or {"input", "output"} <= said
-            walk.note(
-                Use(
-                    kind if is_weight else "elementwise",
-                    f.source.number,
-                    tuple(dict.fromkeys(roles)),
-                    event,
-                    eqn,
+            digits = [d for p in f.pieces for d in p.digits]
+            roles = tuple(
+                dict.fromkeys(
+                    (d.axis, role(d.dim))
+                    for d in digits
+                    if d.axis is not None and d.dim is not None
                 )
             )
+            # A gain of the weight: what has not both sides, unless a part of a product.
+            is_alone = len(term) == 1 or side.value.is_pair
+            is_weight = is_alone or {"input", "output"} <= {said for _, said in roles}
+            used = kind if is_weight else "elementwise"
+            walk.note(used, f.source.number, events=walk.event, roles=roles)
 
 
-def _note_stacked(walk: Walk, side: Side) -> None:
-    """What of an activation's making goes to different matrices: outputs of experts."""
-    if not side.stack:
-        return
-    for f in side.value.factors():
-        along: dict[int, set[int]] = {}
-        for p in f.pieces:
-            for d in p.digits:
-                if d.axis is not None and d.dim is not None and d.dim >= 0:
-                    along.setdefault(d.axis, set()).add(d.dim)
-        for axis, dims in along.items():
-            if dims <= side.stack:
-                walk.note(Stacked(f.source.number, axis))
+def _note_experts(walk: Walk, side: Side) -> set[int]:
+    """Notes what of an activation's making are experts; dimensions they are along.
 
-
-def _to(side: Side, shape: Shape) -> Value:
-    return side.value.moved(side.to, shape)
-
-
-def _summed(factor: Factor, side: Side) -> list[int]:
+    Entries that go to different matrices are of experts. So are those that the softmax
+    of a router has weighed before a product sums over them and over inputs: of each
+    expert. Where it sums over what was weighed alone, that is the input, as classes are
+    of an expected embedding.
+    """
+    weighed = {
+        d.dim
+        for f in side.value.factors()
+        for p in f.pieces
+        for d in p.digits
+        if f.event & walk.gates and d.axis is not None and d.dim is not None
+    }
     gone = {i for i, to in enumerate(side.to) if to is None}
-    found = {d.axis for p in factor.pieces for d in p.digits if d.dim in gone}
-    return sorted(axis for axis in found if axis is not None)
-
-
-def _kept(factor: Factor, side: Side) -> list[int]:
-    every = {axis for p in factor.pieces for axis in p.axes}
-    return sorted(every - set(_summed(factor, side)))
-
-
-def _is_tokens(value: Value) -> bool:
-    """Whether a parameter that meets another is an activation, and not its factor."""
-    return value.is_spread or any(not f.is_linear for f in value.factors())
+    dims: frozenset[Any] = side.stack | (weighed & gone if gone - weighed else set())
+    for f in side.value.factors() if dims else ():
+        along: dict[int, set[int]] = {}
+        for d in (d for p in f.pieces for d in p.digits):
+            if d.axis is not None and d.dim is not None and d.dim >= 0:
+                along.setdefault(d.axis, set()).add(d.dim)
+        for axis, found in along.items():
+            if found <= dims:
+                walk.note("expert", f.source.number, roles=((axis, "expert"),))
+    return set(dims)
 
 
 # Lookups.
@@ -265,16 +272,20 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     value, index = values
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    for i in numbers.start_index_map if index.number is not None else ():
-        if sizes[i] < old[i]:
-            at = min(max(int(index.number or 0), 0), old[i] - sizes[i])
-            value = value.sliced(i, at, sizes[i], 1, old[i])
+    if index.number is not None:
+        for i in numbers.start_index_map:
+            at = min(max(int(index.number), 0), old[i] - sizes[i])
+            value = value.sliced(i, at, sizes[i])
             old = (*old[:i], sizes[i], *old[i + 1 :])
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [i for i in range(len(old)) if i not in gone]
     to: list[int | None] = [None] * len(old)
     for i, at in zip(kept, numbers.offset_dims, strict=True):
         to[i] = at if sizes[i] == old[i] else None
+    is_picked = len(numbers.offset_dims) == len(new)  # by one index, not one per token
+    for i in numbers.start_index_map if is_picked else ():
+        if sizes[i] == 1 < old[i]:
+            to[i] = PICKED if index.trip is None else index.trip
     # Dimensions that both sides have in common, as `vmap` leaves them.
     rest = [at for at in range(len(new)) if at not in numbers.offset_dims]
     for i, j in zip(
@@ -283,12 +294,12 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         to[i] = rest[j]
     out = value.moved(to, new)
     if value.kind != Kind.PARAMETER:
-        return dataclasses.replace(mixed((out, index), out.terms), is_onehot=False)
+        return mixed((out, index), out.terms)
     seen = [set().union(*(p.axes for p in f.pieces)) for f in out.factors()]
     if max(map(len, seen), default=0) < 2:
-        walk.use("looked up", value, eqn)
+        walk.use("looked up", value)
         met = walk.met(out)
         return dataclasses.replace(met, past=met.past | index.past)
-    # What is left may be matrices, one for each entry of the index, or tokens.
-    is_spread = len(numbers.offset_dims) < len(new)
-    return dataclasses.replace(out, past=index.past, is_spread=is_spread)
+    # What is left may be matrices, one for each entry of the index, as experts that
+    # tokens choose, or tokens. A product will tell.
+    return dataclasses.replace(out, past=index.past, is_spread=not is_picked)

@@ -1,6 +1,7 @@
-"""`record_attention`: a function with the largest logit of every head beside it."""
+"""`record_attention`: a function that returns the largest logit of every head, too."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,40 +11,43 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._jax_versions import varying
+from .._model.statistics import STATISTIC
 from .._options import flag
-from . import jaxprs
+from . import jaxprs, kernels
+from .head_leaves import NamedLayer
 from .layers import Layer
-from .naming import NamedLayer
-from .nnx_modules import split_module
-from .reading import Call, call_of, read_call
+from .reading import Call, call_of, Read, read_call
 from .walk import Address, Walk
 
 
 def record_attention(
-    fun: Callable[..., Any], has_aux: bool = False
+    fun: Callable[..., Any], has_aux: bool = False, *, strict: bool = True
 ) -> Callable[..., Any]:
     """Makes a function that returns the largest logit of every head, too.
 
-    It runs the operations of `fun` again, one by one, with a maximum beside every
+    It runs the operations of `fun` again, one by one, with a maximum next to every
     softmax of attention: values and gradients stay what they are. It composes with
     `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`.
     Call it under `jax.jit`, as any training step: it traces `fun` in every call.
 
-    The statistic is of logits as the softmax takes them, scaled and masked, but before
-    a softcap; it is the maximum over batch, queries and keys.
+    The statistic is of logits as they enter the softmax, scaled and masked, but before
+    a softcap; it is the maximum over batch, queries and keys. Layers that
+    [`qk_clip`][] cannot scale have none: `read_model(...).refused` names them.
 
     **Arguments:**
 
-    - `fun`: `fun(params, *args, **kwargs)`, as [`read_model`][] takes it.
+    - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][].
     - `has_aux`: whether it returns a pair, of which the second is auxiliary.
+    - `strict`: whether it is an error that an operation which cannot be read, such as
+        a Pallas kernel, has several activations for inputs and so may be attention.
+        `False` where you know that none is.
 
     **Returns:** a function of the same arguments that returns `(out, stats)`, with
     `has_aux` `(out, (aux, stats))`. `stats` is what `attention_stats` is to be: a leaf
     `<path of the layer>/max_logits` for each layer of `read_model(...).attention`, of
     shape `(heads,)`, or `(*stack, heads)` for layers that `jax.lax.scan` runs.
 
-    **Raises:** `ValueError`, with file and line, where logits can be read but not
-    recorded.
+    **Raises:** `ValueError`, with file and line, where logits cannot be recorded.
 
     !!! example
 
@@ -60,92 +64,84 @@ def record_attention(
         {'max_logits': Array([256., 256.], dtype=float32)}
     """
 
-    has_aux = flag("has_aux", has_aux)
+    has_aux, strict = flag("has_aux", has_aux), flag("strict", strict)
 
     @functools.wraps(fun)
     def recorded(params: Any, *args: Any, **kwargs: Any) -> Any:
-        module = split_module(params)
-        if module is None:
-            out, stats = _run(call_of(fun, params, args, kwargs))
-        else:
-            rest = (module.rest, *args)
-            call = call_of(module.of_parts(fun), module.params, rest, kwargs)
-            (out, rest), stats = _run(call)
-            module.update(params, rest)
+        out, stats = _run(call_of(fun, params, args, kwargs), strict)
         return (out[0], (out[1], stats)) if has_aux else (out, stats)
 
     return recorded
 
 
 class _Site(NamedTuple):
-    """A softmax of attention, and what its logits are like.
+    """A softmax of attention, and what its logits are like."""
 
-    **Arguments:**
-
-    - `number`: its place among all.
-    - `layer`: its layer.
-    - `stack`: the loops whose trips are different layers.
-    - `cap`: where a softcap takes the logits, and what it is; else `None`.
-    """
-
-    number: int
+    number: int  # among all
     layer: Layer
+    address: Address  # of the equation that has the logits, or their maximum
+    # The loops whose trips are different layers.
     stack: frozenset[int]
-    cap: tuple[Address, float] | None
-
-    @property
-    def address(self) -> Address:
-        return self.layer.softmax.address
+    # Where a softcap has the logits, and what it is.
+    cap: tuple[Address, float] | None = None
 
 
-def _run(call: Call) -> tuple[Any, Any]:
+#: The statistics that are known by now, by the number of their site.
+Stats = dict[int, jax.Array]
+
+
+def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     """What a function returns, and the statistics."""
     read = read_call(call)
+    if strict and read.hidden:
+        raise ValueError(
+            f"attention may be hidden in {', '.join(read.hidden)}, which cannot be "
+            "read. If it is there, use jax.nn.dot_product_attention (on a GPU with "
+            'implementation="cudnn"), mc.blockwise_attention or mc.splash_attention '
+            "in its place; if it is not, give strict=False"
+        )
     sites: list[_Site] = []
     of_layer: list[tuple[NamedLayer, list[int]]] = []
     for named in read.layers:
         if named.layer is not None:
             first = len(sites)
             for layer in named.found:
-                sites.append(_site(len(sites), layer, read.walk))
-            of_layer.append((named, list(range(first, len(sites)))))
-    recorder = _Recorder(read.walk, sites)
-    outs, found = recorder.run(call.body, call.values, ())
+                sites.append(_site(len(sites), layer, read))
+            of_layer.append((named, [*range(first, len(sites))]))
+    outs, found = _Recorder(read.walk, sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
     for named, numbers in of_layer:
         node = stats
         for part in named.path:
             node = node.setdefault(part, {})
         # A layer that is called more than once has the largest of all its calls.
-        node["max_logits"] = functools.reduce(jnp.maximum, [found[n] for n in numbers])
+        # Through `lax.scan` calls are a stack only if their parameters are.
+        node[STATISTIC] = functools.reduce(jnp.maximum, [found[n] for n in numbers])
     return call.outputs(outs), stats
 
 
-def _site(number: int, layer: Layer, walk: Walk) -> _Site:
+def _site(number: int, layer: Layer, read: Read) -> _Site:
     parts = (*layer.query, *layer.key, *layer.whole)
     digits = [d for part in parts for p in part.pieces for d in p.digits]
-    stack = frozenset(
-        loop
-        for loop in walk.loops.values()
-        if any(d.dim == loop and d.axis is not None for d in digits)
-    )
-    (*_, factor), cap = layer.logits, None
+    along = {d.dim for d in digits if d.axis is not None}
+    walk, factor = read.walk, layer.logits[-1]
+    stack = frozenset({*walk.dims.values()} - {*walk.devices} & along)
+    if recorded := walk.recorded.get(factor.source.number):
+        return _Site(number, layer, recorded, stack)
+    address, cap = layer.softmax.address, None
     if factor.source.number in walk.caps:
         cap = walk.caps[factor.source.number], factor.scale
-        if cap[0][:-1] != layer.softmax.address[:-1] or math.isnan(factor.scale):
+        if cap[0][:-1] != address[:-1] or math.isnan(factor.scale):
             raise ValueError(
                 f"the logits of {layer.line} are softcapped by a number that is not "
                 "known, or in a function of their own: write cap * jnp.tanh(logits / "
-                "cap), with a number for the cap, beside the softmax"
+                "cap), with a number for the cap, next to the softmax"
             )
-    return _Site(number, layer, stack, cap)
-
-
-Stats = dict[int, jax.Array]
+    return _Site(number, layer, address, stack, cap)
 
 
 class _Recorder:
-    """Runs a jaxpr again, and takes the maximum where logits enter a softmax."""
+    """Runs a jaxpr again, and forms the maximum where logits enter a softmax."""
 
     def __init__(self, walk: Walk, sites: Sequence[_Site]):
         self._walk = walk
@@ -166,9 +162,10 @@ class _Recorder:
         def read(atom: Any) -> Any:
             return atom.val if jaxprs.is_literal(atom) else env[atom]
 
+        # All equations, dead ones too: effects, names and random keys stay as they are.
         for i, eqn in enumerate(body.jaxpr.eqns):
             at, inputs = (*outer, branch, i), [read(v) for v in eqn.invars]
-            if any(s.address[: len(at)] == at != s.address for s in self._sites):
+            if self._sites_in(at):
                 outs, inner = self._inside(eqn, inputs, at)
                 stats |= inner
             else:
@@ -182,68 +179,85 @@ class _Recorder:
             env |= zip(eqn.outvars, outs, strict=True)
         return [read(v) for v in body.jaxpr.outvars], stats
 
-    def _inside(self, eqn: Any, inputs: list[Any], at: Address):
-        """An equation that runs a jaxpr with sites in it."""
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._scan(eqn, inputs, at)
-        if name == "while":
-            return self._while(eqn, inputs, at)
-        if name == "cond":
-            return self._cond(eqn, inputs, at)
-        if name == "shard_map":
-            return self._shard_map(eqn, inputs, at)
+    def _sites_in(self, at: Address) -> list[_Site]:
+        return [s for s in self._sites if s.address[: len(at)] == at != s.address]
+
+    def _inside(
+        self, eqn: Any, inputs: list[Any], at: Address
+    ) -> tuple[list[Any], Stats]:
+        """An equation that runs a jaxpr with sites in it, or stands for one."""
+        if kernel := kernels.kernel_of(eqn):
+            return self._kernel(kernel, eqn, inputs, at)
+        again = getattr(self, f"_{eqn.primitive.name}", None)
+        if again is not None:
+            with jaxprs.written_as(eqn):
+                return again(eqn, inputs, at)
         body = jaxprs.called(eqn)
         assert body is not None
         inputs = inputs[len(inputs) - len(body.jaxpr.invars) :]
-        call = jaxprs.same_call(eqn, lambda *x: self.run(body, x, at))
+        call = jaxprs.call_again(eqn, lambda *x: self.run(body, x, at))
         if call is not None:
             with jaxprs.written_as(eqn):
                 return call(*inputs)
-        # Its rules tell derivatives of its outputs alone: the logits are made once
-        # more beside it, without any, which XLA sees to be the same.
+        # Its rules tell derivatives of its outputs alone: the logits are formed once
+        # more next to it, without any. XLA sees that both are the same and keeps one.
         stopped = [jax.lax.stop_gradient(x) for x in inputs]
         return jaxprs.bound(eqn, inputs), self.run(body, stopped, at)[1]
 
-    def _scan(self, eqn: Any, inputs: list[Any], at: Address):
-        body, consts, carry, _ = jaxprs.scanned(eqn)
-        loop = self._walk.loops[at]
+    def _kernel(
+        self, kernel: kernels.Kernel, eqn: Any, inputs: list[Any], at: Address
+    ) -> tuple[list[Any], Stats]:
+        (site,) = self._sites_in(at)
+        if kernel.largest is None:
+            raise ValueError(
+                f"the logits of {site.layer.line} cannot be recorded: mask and scale "
+                f"are in the code of {jaxprs.kernel_name(eqn).partition(' at ')[0]}. "
+                "Use mc.splash_attention or mc.blockwise_attention in its place"
+            )
+        stopped = [jax.lax.stop_gradient(x) for x in inputs]
+        largest = kernel.largest(stopped)
+        if largest.size != site.layer.heads:
+            raise ValueError(
+                f"the kernel at {site.layer.line} has {largest.size} heads, and its "
+                f"query and key {site.layer.heads}: give it an axis of heads"
+            )
+        return jaxprs.bound(eqn, inputs), {site.number: largest}
 
-        def trip(state: Any, taken: Any) -> Any:
-            outs, stats = self.run(body, [*inputs[:consts], *state, *taken], at)
+    def _scan(self, eqn: Any, inputs: list[Any], at: Address):
+        body, consts, carry = jaxprs.scanned(eqn)
+        loop = self._walk.dims[at]
+
+        def trip(state: Any, slices: Any) -> Any:
+            outs, stats = self.run(body, [*inputs[:consts], *state, *slices], at)
             return outs[:carry], (outs[carry:], stats)
 
         given = inputs[consts : consts + carry], inputs[consts + carry :]
-        with jaxprs.written_as(eqn):
-            state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
+        state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
         stacked = {
             n: x if loop in self._sites[n].stack else x.max(0) for n, x in stats.items()
         }
         return [*state, *rest], stacked
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):
-        condition, (body, consts, carry, _) = jaxprs.repeated(eqn)
-        first = len(inputs) - consts - carry
+        condition, first, (body, consts, _) = jaxprs.repeated(eqn)
         own = inputs[first : first + consts]
 
         def trip(state: list[Any]) -> tuple[list[Any], Stats]:
             return self.run(body, [*own, *state], at)
 
-        def again(both: Any) -> Any:
-            (is_on,) = jaxprs.run(condition, [*inputs[:first], *both[0]])
-            return is_on
+        def is_on(both: Any) -> Any:
+            return jaxprs.run(condition, [*inputs[:first], *both[0]])[0]
 
         def step(both: Any) -> Any:
             state, stats = trip(both[0])
             return state, jax.tree.map(jnp.maximum, both[1], stats)
 
         start = inputs[first + consts :]
-        with jaxprs.written_as(eqn):
-            none = _nothing(jax.eval_shape(trip, start)[1])
-            return jax.lax.while_loop(again, step, (start, none))
+        none = _nothing(jax.eval_shape(trip, start)[1])
+        return jax.lax.while_loop(is_on, step, (start, none))
 
     def _cond(self, eqn: Any, inputs: list[Any], at: Address):
-        """What a branch that is not taken has of heads has no logits: -inf."""
+        """Heads of a branch that is not run have no logits: -inf."""
         index, *args = inputs
         runs = [
             functools.partial(self._branch, body, at, i)
@@ -257,9 +271,7 @@ class _Recorder:
             outs, stats = run(args)
             return outs, _nothing(every) | stats
 
-        with jaxprs.written_as(eqn):
-            branches = [functools.partial(whole, run) for run in runs]
-            return jax.lax.switch(index, branches, args)
+        return jax.lax.switch(index, [functools.partial(whole, r) for r in runs], args)
 
     def _branch(self, body: jaxprs.Inner, at: Address, i: int, args: list[Any]):
         return self.run(body, args, at, i)
@@ -267,19 +279,16 @@ class _Recorder:
     def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
         """Devices along some axes have other heads; along the rest, other batches."""
         body = jaxprs.called(eqn)
-        sites = [s for s in self._sites if s.address[: len(at)] == at]
-        of_heads = {
-            s.number: [
-                name
-                for dim in s.layer.head_dims
-                if dim < 0
-                for name in self._walk.devices[dim].names
-            ]
-            for s in sites
-        }
+        assert body is not None
+        of_heads, specs = {}, {}
+        for s in self._sites_in(at):
+            dims = [dim for dim in s.layer.head_dims if dim < 0]
+            axes = [name for dim in dims for name in self._walk.devices[dim].names]
+            of_heads[s.number] = axes
+            specs[s.number] = PartitionSpec(*[None] * len(s.stack), tuple(axes) or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
-            outs, stats = self.run(body, inputs, at)  # type: ignore[arg-type]
+            outs, stats = self.run(body, inputs, at)
             for n, x in stats.items():
                 over = [a for a in jaxprs.manual_in(eqn) if a not in of_heads[n]]
                 if over:
@@ -288,14 +297,7 @@ class _Recorder:
                     stats[n] = jax.lax.pmax(x, tuple(over))
             return outs, stats
 
-        specs = {
-            s.number: PartitionSpec(
-                *[None] * len(s.stack), tuple(of_heads[s.number]) or None
-            )
-            for s in sites
-        }
-        with jaxprs.written_as(eqn):
-            return jaxprs.map_again(eqn, on_device, specs)(*inputs)
+        return jaxprs.shard_map_again(eqn, on_device, specs)(*inputs)
 
 
 def _nothing(stats: Stats) -> Stats:
@@ -307,42 +309,66 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
 
     Dimensions are cut into the digits that heads are, and all others reduced.
     """
-    layer, note = site.layer, site.layer.softmax
-    pieces = [p for f in layer.logits for p in f.pieces]
-    piece = pieces[-1]  # of the last product
+    if jaxprs.is_statistic(eqn):
+        return x
+    layer, softmax = site.layer, site.layer.softmax
     is_sum = eqn.primitive.name == "reduce_sum"
-    x = jax.lax.stop_gradient(x)
+    shape, pieces = softmax.shape, [p for f in layer.logits for p in f.pieces]
+    digits = pieces[-1].digits  # of the last product
+    # Next to the logits of query and key there may be others, such as a sink's.
+    spans = [
+        (min(p.span(i)[0] for p in pieces), max(p.span(i)[1] for p in pieces))
+        for i in range(len(shape))
+    ]
+    has_heads = [
+        any(d.dim == i and d.axis in layer.head_dims for d in digits)
+        for i in range(len(shape))
+    ]
     if site.cap:
-        cap = abs(site.cap[1])
-        before = jax.lax.stop_gradient(before_cap)
-        # The mask comes behind the cap, and hides what is below anything it lets by.
-        x = jnp.where(x >= -1.001 * cap, before * site.cap[1], -jnp.inf)
+        cap = site.cap[1]
+        # The mask comes after the cap, and hides what is below anything it lets by.
+        x = jnp.where(x >= -1.001 * abs(cap), before_cap * cap, -jnp.inf)
+    elif not is_sum and all(
+        spans[i] == (0, shape[i]) and not has_heads[i] for i in softmax.axes
+    ):
+        # What remains is to compare the maxima that the softmax has formed. On CPU XLA
+        # folds both steps into one that reads the logits again, 1 % of a small model's
+        # bytes; a barrier would keep softmax's own maxima from being fused.
+        x = jnp.expand_dims(out, softmax.axes)
+        spans = [(0, n) for n in x.shape]
+        shape = x.shape
+    x = jax.lax.stop_gradient(x)
+    cannot = (
+        f"the logits of {layer.line} enter the softmax in an order in which heads "
+        "cannot be told apart: keep an axis for them"
+    )
     sizes: list[int] = []
     order: list[tuple[int, int, int]] = []
-    for dim, n in enumerate(note.shape):
-        own = [d for d in piece.digits if d.dim == dim]
-        heads = [d for d in own if d.axis in layer.head_dims]
-        if not heads:
-            # Beside the logits of query and key there may be others, such as a sink's.
-            low, high = (
-                f(p.span(dim)[i] for p in pieces) for i, f in enumerate((min, max))
-            )
-            x = jax.lax.slice_in_dim(x, low, high, axis=dim)
+    for dim, n in enumerate(shape):
+        if not has_heads[dim]:
+            x = jax.lax.slice_in_dim(x, *spans[dim], axis=dim)
             sizes.append(x.shape[dim])
             continue
-        own.sort(key=lambda d: -d.step)
+        own = sorted((d for d in digits if d.dim == dim), key=lambda d: -d.step)
         if math.prod(d.size for d in own) != n:
-            raise ValueError(
-                f"the logits of {layer.line} enter the softmax in an order in which "
-                "heads cannot be told apart: keep an axis for them"
-            )
+            raise ValueError(cannot)
         for d in own:
-            if d.axis in layer.head_dims:
-                order.append((layer.head_dims.index(d.axis), -d.stride, len(sizes)))
-            sizes.append(d.size)
-    x = x.reshape(sizes)
+            if d.axis not in layer.head_dims:
+                sizes.append(d.size)
+                continue
+            # The digit counts what is before heads, heads, and what is after them.
+            step, stop = layer.head_dims[d.axis]
+            end = d.stride * d.size
+            edges = [end, max(min(end, stop), d.stride), d.stride]
+            edges.insert(2, min(max(step, d.stride), edges[1]))
+            if d.stride < 1 or any(a % b for a, b in itertools.pairwise(edges)):
+                raise ValueError(cannot)
+            if edges[1] > edges[2]:
+                major = [*layer.head_dims].index(d.axis)
+                order.append((major, -edges[2], len(sizes) + 1))
+            sizes += [a // b for a, b in itertools.pairwise(edges)]
     kept = [place for *_, place in order]
-    x = x.max([i for i in range(len(sizes)) if i not in kept])
+    x = x.reshape(sizes).max([i for i in range(len(sizes)) if i not in kept])
     ranks = sorted(kept)
     x = x.transpose([ranks.index(place) for *_, place in sorted(order)]).ravel()
     # Softmax without a maximum: these are exponentials.

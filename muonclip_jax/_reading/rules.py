@@ -1,13 +1,14 @@
-"""What each primitive makes of the values that it takes."""
+"""What each primitive does with the values of its operands: all but products."""
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Collection
 from typing import Any
 
-from . import pieces
+from . import jaxprs
 from .jaxprs import shape_of
-from .pieces import Shape
+from .pieces import flipped, PICKED, Shape, shifted
 from .values import (
     CONSTANT,
     DATA,
@@ -21,24 +22,33 @@ from .values import (
     UNSCALED,
     Value,
 )
-from .walk import Chosen, rule, Softmax, Walk, Weighted
+from .walk import rule, Softmax, Walk
 
 
-# One operand.
+# Entries stay what they are, and go elsewhere.
 
 
 @rule(
-    "convert_element_type copy copy_p reduce_precision neg real imag conj name pvary "
-    "pcast optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
+    "convert_element_type copy copy_p reduce_precision neg real imag conj pvary pcast "
+    "optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
     "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
     "sharding_barrier"
-)
+)  # `abs` is one: |2x| = 2 |x|
 def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """The same entries in the same places, for factors above zero at least."""
     return [
-        v if shape_of(x) == shape_of(y) else walk.unknown(eqn, [v])
+        v if shape_of(x) == shape_of(y) else walk.unknown([v])
         for v, x, y in zip(values, eqn.invars, eqn.outvars, strict=False)
     ]
+
+
+@rule("name")
+def name(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """A name that the program gives to an array; one is this package's own."""
+    for factor in values[0].factors("maxima"):
+        if jaxprs.is_statistic(eqn):
+            walk.recorded[factor.source.number] = walk.at
+    return values
 
 
 @rule("transpose")
@@ -50,17 +60,16 @@ def transpose(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 @rule("reshape squeeze expand_dims")
 def reshape(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    return values[0].mapped(lambda p: pieces.reshaped(p, old, new))
+    return values[0].reshaped(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
 
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to = list(eqn.params["broadcast_dimensions"])
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    is_spread = math.prod(old) < math.prod(new)
+    is_spread = values[0].is_spread or math.prod(old) < math.prod(new)
     places = [i if new[i] == n else None for i, n in zip(to, old, strict=True)]
-    return values[0].moved(places, new, is_spread=values[0].is_spread or is_spread)
+    return values[0].moved(places, new, is_spread=is_spread)
 
 
 @rule("tile")
@@ -68,16 +77,26 @@ def tile(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     apart = tuple(itertools.chain(*zip(eqn.params["reps"], old, strict=True)))
     spread = values[0].moved(range(1, len(apart), 2), apart, is_spread=True)
-    return spread.mapped(lambda p: pieces.reshaped(p, apart, new))
+    return spread.reshaped(apart, new)
 
 
 @rule("slice")
 def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    start, old = eqn.params["start_indices"], shape_of(eqn.invars[0])
-    strides = eqn.params["strides"] or (1,) * len(start)
-    value = values[0]
-    for i, n in enumerate(shape_of(eqn.outvars[0])):
-        value = value.sliced(i, int(start[i]), n, strides[i], old[i])
+    begin, value = eqn.params["start_indices"], values[0]
+    strides = eqn.params["strides"] or (1,) * len(begin)
+    shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    for i, (start, n, stride) in enumerate(zip(begin, new, strides, strict=True)):
+        if stride == 1:
+            value = _cut(walk, value, i, int(start), n)
+        elif shape[i] == n * stride and start < stride:
+            # Every other entry: one of each pair, as rotary embeddings cut them.
+            apart = (*shape[:i], n, stride, *shape[i + 1 :])
+            value = value.reshaped(shape, apart).sliced(i + 1, int(start), 1)
+            one = (*shape[:i], n, 1, *shape[i + 1 :])
+            value = value.reshaped(one, (*shape[:i], n, *shape[i + 1 :]))
+        else:
+            value = value.moved([None if j == i else j for j in range(len(new))], shape)
+        shape = (*shape[:i], n, *shape[i + 1 :])
     return value
 
 
@@ -87,11 +106,10 @@ def split(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     sizes = eqn.params.get("sizes", (1,) * shape[axis])
     outs, at = [], 0
     for size, atom in zip(map(int, sizes), eqn.outvars, strict=True):
-        part = values[0].sliced(axis, at, size, 1, shape[axis])
+        part = _cut(walk, values[0], axis, at, size)
         at += size
-        if "sizes" not in eqn.params:  # the axis goes
-            to = [None if i == axis else i - (i > axis) for i in range(len(shape))]
-            part = part.moved(to, shape_of(atom))
+        if "sizes" not in eqn.params:  # unstack: the axis goes
+            part = part.reshaped((*shape[:axis], 1, *shape[axis + 1 :]), shape_of(atom))
         outs.append(part)
     return outs
 
@@ -99,28 +117,50 @@ def split(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
 @rule("rev")
 def rev(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     shape, dims = shape_of(eqn.invars[0]), eqn.params["dimensions"]
-    return values[0].mapped(lambda p: pieces.flipped(p, dims, shape))
+    return values[0].mapped(lambda p: flipped(p, dims, shape))
 
 
 @rule("pad")
 def pad(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     (value, fill), config = values, eqn.params["padding_config"]
-    if any(low < 0 or high < 0 for low, high, _ in config):
+    if any(low < 0 or high < 0 or gap for low, high, gap in config):
         moved = _mixed_along(value, [i for i, c in enumerate(config) if any(c)], eqn)
     else:
-        low, gap = [c[0] for c in config], [c[2] for c in config]
-        moved = value.mapped(lambda p: pieces.padded(p, low, gap))
+        moved = value.mapped(lambda p: shifted(p, [low for low, *_ in config]))
     return mixed((moved, fill), summed((*moved.terms, *fill.terms)))
+
+
+@rule("concatenate stack")
+def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    """A sum of what is placed next to one another, with zeros around."""
+    values = _met_together(walk, values)
+    new, terms, at = shape_of(eqn.outvars[0]), [], 0
+    is_new = "axis" in eqn.params  # `stack` has the dimension from JAX 0.12 on
+    dim = eqn.params["axis" if is_new else "dimension"]
+    for value, atom in zip(values, eqn.invars, strict=True):
+        size = 1 if is_new else shape_of(atom)[dim]
+        if is_new:
+            value = value.reshaped(shape_of(atom), (*new[:dim], 1, *new[dim + 1 :]))
+        low = [at if i == dim else 0 for i in range(len(new))]
+        terms += value.mapped(lambda p, low=low: shifted(p, low)).terms
+        at += size
+    return mixed(values, summed(terms))
 
 
 @rule("cumsum reduce_window_sum fft")
 def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     rank = len(shape_of(eqn.invars[0]))
     axis = eqn.params.get("axis")
-    dims = range(rank) if axis is None else [axis]
     if len(shape_of(eqn.outvars[0])) != rank:
-        return walk.unknown(eqn, values)
-    return _mixed_along(values[0], dims, eqn)
+        return walk.unknown(values)
+    return _mixed_along(values[0], range(rank) if axis is None else [axis], eqn)
+
+
+@rule("reduce_window_max reduce_window_min select_and_gather_add")
+def pooled(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    if values[0].kind == Kind.PARAMETER:
+        return walk.unknown(values)
+    return mixed(values, nonlinear(values))
 
 
 # Several operands of one shape.
@@ -135,12 +175,15 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """
     deep = [v for v in values if v.is_deep]
     values = _of_one_shape(walk, eqn, values)
-    operands = values[1:] if eqn.primitive.name == "select_n" else values
-    terms = summed(term for v in operands for term in v.terms)
-    out = mixed(values, terms)
     if eqn.primitive.name == "select_n":
-        return dataclasses.replace(out, is_onehot=values[0].is_onehot)
-    # A sum of losses is none of layers.
+        mask, *cases = values
+        # `where(i < 0, i + n, i)` is what an index becomes before it is used.
+        trip = next((v.trip for v in cases if v.trip is not None), None)
+        terms = summed(term for v in cases for term in v.terms)
+        return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
+    out = mixed(values, summed(term for v in values for term in v.terms))
+    # After a residual sum the layer has not the last word: the output is written by
+    # what comes later, if anything. A sum of losses, one number, is none of layers.
     is_array = math.prod(shape_of(eqn.outvars[0])) > 1
     if is_array and len(deep) == 2 and _is_residual(walk, *deep):
         out = dataclasses.replace(out, ends=0)
@@ -149,41 +192,28 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 
 @rule("mul")
 def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    a, b = _of_one_shape(walk, eqn, values)
+    return times(walk, *_of_one_shape(walk, eqn, values))
+
+
+def times(walk: Walk, a: Value, b: Value) -> Value:
+    """The product of two values entry by entry."""
+    a, b = _met_together(walk, [a, b])
     weigh(walk, a, b)
-    is_onehot = a.is_onehot or b.is_onehot
-    return dataclasses.replace(mixed((a, b), multiplied(a, b)), is_onehot=is_onehot)
+    weigh(walk, b, a)
+    return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
 
 
 @rule("div")
 def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     a, b = _of_one_shape(walk, eqn, values)
+    # What divides the logits, sqrt(head_dim) or a softcap, is a number as a factor is.
     number = 1 / b.number if b.number else None
     by = dataclasses.replace(b, terms=nonlinear([b]), number=number)
     return mixed((a, b), multiplied(a, by))
 
 
-@rule("concatenate stack")
-def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    """A sum of what lies next to one another, with zeros around."""
-    values = _met_together(walk, eqn, values)
-    new, terms, at = shape_of(eqn.outvars[0]), [], 0
-    is_new = "axis" in eqn.params
-    dim = eqn.params["axis" if is_new else "dimension"]
-    for value, atom in zip(values, eqn.invars, strict=True):
-        size = 1 if is_new else shape_of(atom)[dim]
-        if is_new:
-            to = [i + (i >= dim) for i in range(len(new) - 1)]
-            value = value.moved(to, (*new[:dim], 1, *new[dim + 1 :]))
-        low = [at if i == dim else 0 for i in range(len(new))]
-        gap = [0] * len(new)
-        terms += value.mapped(
-            lambda p, low=low, gap=gap: pieces.padded(p, low, gap)
-        ).terms
-        at += size
-    return mixed(values, summed(terms))
-
-
+# Where the axes of a kernel are stays known after these. A router's sigmoid is still
+# along its experts, and a query that is normed still has heads for its gain to scale.
 @rule(
     "log log1p expm1 logistic rsqrt sqrt cbrt pow integer_pow square erf erfc "
     "erf_inv sin cos tan sinh cosh asin acos atan atan2 asinh acosh atanh exp2 sign "
@@ -194,29 +224,28 @@ def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 )
 def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     values = _of_one_shape(walk, eqn, values)
-    out = mixed(values, nonlinear(values))
+    # One-hot rows are `index == arange(n)`, and what a mask leaves of them.
     if eqn.primitive.name == "eq":
         is_onehot = any(v.is_counter for v in values)
     else:
         is_onehot = eqn.primitive.name == "and" and any(v.is_onehot for v in values)
-    return dataclasses.replace(out, is_onehot=is_onehot)
+    return mixed(values, nonlinear(values), is_onehot=is_onehot)
 
 
 @rule("tanh")
 def tanh(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A softcap, if of logits: they are to be known before it."""
-    out = _known_behind(values[0], "capped", {"logits": "capped"})
-    for f in (f for term in out.terms for f in term if f.source.kind == "capped"):
-        walk.caps[f.source.number] = walk.address
+    out = _known_after(values[0], "capped", ("logits",))
+    for f in out.factors("capped"):
+        walk.caps[f.source.number] = walk.at
     return out
 
 
 @rule("exp")
 def exp(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """The weights of a softmax, if of logits; its maximum came before."""
-    (value,) = values
-    out = _known_behind(value, "weights", {"logits": "weights", "capped": "weights"})
-    return dataclasses.replace(out, gates=value.ends & walk.gates)
+    out = _known_after(values[0], "weights", ("logits", "capped"))
+    return dataclasses.replace(out, gates=values[0].ends & walk.gates)
 
 
 # Reductions.
@@ -233,14 +262,22 @@ def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if eqn.primitive.name == "reduce_max":
         _soft(walk, eqn, values[0], ("logits", "capped"))
     out = _reduced(values[0], eqn)
-    return dataclasses.replace(out, terms=nonlinear([out]))
+    # The maximum of a kernel's maxima is one, too.
+    maxima = tuple((f,) for f in out.factors("maxima"))
+    return dataclasses.replace(out, terms=maxima or nonlinear([out]))
 
 
 @rule("argmax argmin top_k approx_top_k sort")
 def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    """Whatever decides an order may decide where activations go."""
-    walk.note(Chosen(values[0].ends))
-    values = _met_together(walk, eqn, values, is_alone=True)
+    """Whatever decides an order may decide where activations go.
+
+    So the outputs of a router do, which are seen in the array. Distances to the codes
+    of a vector quantizer are sums over outputs: no kernel before them is a router.
+    """
+    for f in values[0].factors():
+        if f.event & values[0].ends and any(p.axes for p in f.pieces):
+            walk.note("chosen", events=f.event)
+    values = [walk.as_activation(v) for v in values]
     outs = []
     for i, atom in enumerate(eqn.outvars):
         of = values[i] if eqn.primitive.name == "sort" else values[0]
@@ -252,41 +289,51 @@ def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     return [dataclasses.replace(o, is_spread=False) for o in outs]
 
 
-# Indexing.
+# Indexing by numbers; lookups in parameters are products.
 
 
 @rule("dynamic_slice")
 def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    """A part whose place may be known; else, along its dimension, it may be any."""
+    """A part whose place may be known, or that of a loop's trip; else it may be any."""
     value, *starts = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     to: list[int | None] = list(range(len(new)))
     for i, start in enumerate(starts):
-        if new[i] != old[i] and start.number is not None:
+        if new[i] == old[i]:
+            continue
+        if start.number is not None:
+            # XLA moves a slice that would end outside back inside.
             at = min(max(int(start.number), 0), old[i] - new[i])
-            value = value.sliced(i, at, new[i], 1, old[i])
-        elif new[i] != old[i]:
+            value = value.sliced(i, at, new[i])
+        elif new[i] == 1:
+            to[i] = PICKED if start.trip is None else start.trip
+        else:
             to[i] = None
     out = value.moved(to, new)
-    return mixed((out, *starts), out.terms) if value.kind else out
+    if value.kind == Kind.ACTIVATION:
+        return mixed((out, *starts), out.terms)
+    # A parameter is one still, whatever picks its entries.
+    for start in starts:
+        out = dataclasses.replace(out, past=out.past | start.past)
+    return out
 
 
 @rule("dynamic_update_slice scatter scatter-add scatter_add")
 def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A sum, of which the second summand may be anywhere."""
     is_slice = eqn.primitive.name == "dynamic_update_slice"
-    operand, new = (values[0], values[1]) if is_slice else (values[0], values[2])
-    atom = eqn.invars[1 if is_slice else 2]
-    operand, new = _met_together(walk, eqn, [operand, new])
-    shape, small = shape_of(eqn.outvars[0]), shape_of(atom)
-    if len(shape) == len(small) and is_slice:
-        to = [i if shape[i] == small[i] else None for i in range(len(shape))]
-    else:
-        to = [None] * len(small)
+    second = 1 if is_slice else 2
+    operand, new = _met_together(walk, [values[0], values[second]])
+    shape, small = shape_of(eqn.outvars[0]), shape_of(eqn.invars[second])
+    to: list[int | None] = [None] * len(small)
+    if is_slice:
+        to = [i if n == small[i] else None for i, n in enumerate(shape)]
     new = new.moved(to, shape)
     return mixed([*values, new], summed((*operand.terms, *new.terms)))
 
 
+# Keys of random numbers are neither parameters nor data; what is drawn by them, dropout
+# masks and noise, varies as data does only if its key does.
 @rule("iota random_seed random_wrap random_fold_in rng_uniform")
 def iota(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return dataclasses.replace(CONSTANT, is_counter=eqn.primitive.name == "iota")
@@ -300,16 +347,33 @@ def random(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 # What several rules share.
 
 
-def _mixed_along(value: Value, dims, eqn: Any) -> Value:
+def _cut(walk: Walk, value: Value, dim: int, start: int, size: int) -> Value:
+    """A slice; of one entry along a parameter's own axis it may be a matrix's outputs.
+
+    `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
+    """
+    if size == 1 and value.kind == Kind.ACTIVATION:
+        for f in value.factors():
+            shape = walk.shapes[f.source.number]
+            along = {d for p in f.pieces for d in p.digits if d.dim == dim}
+            if len(along) != 1:
+                continue
+            (d,) = along
+            if d.axis is not None and d.size == shape[d.axis]:
+                roles = ((d.axis, "cut"),)
+                walk.note("cut", f.source.number, events=1 << start, roles=roles)
+    return value.sliced(dim, start, size)
+
+
+def _mixed_along(value: Value, dims: Collection[int], eqn: Any) -> Value:
     new = shape_of(eqn.outvars[0])
     return value.moved([None if i in dims else i for i in range(len(new))], new)
 
 
 def _reduced(value: Value, eqn: Any) -> Value:
-    gone = set(eqn.params["axes"])
-    rank = len(shape_of(eqn.invars[0]))
-    left = [i for i in range(rank) if i not in gone]
-    to = [None if i in gone else left.index(i) for i in range(rank)]
+    gone, rank = set(eqn.params["axes"]), len(shape_of(eqn.invars[0]))
+    left = iter(range(rank))
+    to = [None if i in gone else next(left) for i in range(rank)]
     return value.moved(to, shape_of(eqn.outvars[0]))
 
 
@@ -319,7 +383,7 @@ def _of_one_shape(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     values = [
         _spread(v, shape_of(x), shape) for v, x in zip(values, eqn.invars, strict=True)
     ]
-    return _met_together(walk, eqn, values)
+    return _met_together(walk, values)
 
 
 def _spread(value: Value, old: Shape, new: Shape) -> Value:
@@ -330,44 +394,42 @@ def _spread(value: Value, old: Shape, new: Shape) -> Value:
     return value.moved(to, new, is_spread=value.is_spread or bool(old))
 
 
-def _met_together(
-    walk: Walk, eqn: Any, values: list[Value], *, is_alone: bool = False
-) -> list[Value]:
-    if is_alone or any(v.kind == Kind.ACTIVATION for v in values):
-        return [walk.as_activation(v, eqn) for v in values]
+def _met_together(walk: Walk, values: list[Value]) -> list[Value]:
+    if any(v.kind == Kind.ACTIVATION for v in values):
+        return [walk.as_activation(v) for v in values]
     return values
 
 
 def _is_residual(walk: Walk, a: Value, b: Value) -> bool:
     """Whether one summand comes from the other: then neither writes the output."""
+
+    def before(value: Value) -> int:
+        found, ends = 0, value.ends
+        while ends:
+            event = ends & -ends
+            found |= walk.past_of.get(event, 0) & ~event
+            ends ^= event
+        return found
+
     if a.ends == b.ends:
         return False
     if not (a.ends and b.ends):
         return True
-    return bool(_behind(walk, a) & b.ends or _behind(walk, b) & a.ends)
+    return bool(before(a) & b.ends or before(b) & a.ends)
 
 
-def _behind(walk: Walk, value: Value) -> int:
-    found, ends = 0, value.ends
-    while ends:
-        event = ends & -ends
-        found |= walk.past_of.get(event, 0) & ~event
-        ends ^= event
-    return found
-
-
-def _known_behind(value: Value, what: str, kinds: dict[str, str]) -> Value:
-    """A function of logits that attention takes, which are followed behind it too."""
-    factors = [
-        f for t in value.terms for f in t if f.source.kind in kinds and f.is_linear
-    ]
-    terms = tuple(
-        (Factor(Source(what, f.source.number), f.event, f.pieces),) for f in factors
+def _known_after(value: Value, what: str, kinds: Collection[str]) -> Value:
+    """A function of logits that attention applies: they are followed through it."""
+    terms = summed(
+        (Factor(Source(what, f.source.number), f.event, f.pieces),)
+        for kind in kinds
+        for f in value.factors(kind)
+        if f.is_linear
     )
-    return mixed([value], summed(terms) if terms else nonlinear([value]))
+    return mixed([value], terms or nonlinear([value]))
 
 
-def _soft(walk: Walk, eqn: Any, value: Value, kinds: tuple[str, ...]) -> None:
+def _soft(walk: Walk, eqn: Any, value: Value, kinds: Collection[str]) -> None:
     """Notes what a softmax may be, of logits or of a product with a parameter."""
     axes, shape = tuple(eqn.params["axes"]), shape_of(eqn.invars[0])
     terms = tuple(
@@ -375,20 +437,25 @@ def _soft(walk: Walk, eqn: Any, value: Value, kinds: tuple[str, ...]) -> None:
         for term in value.terms
     )
     if any(terms):
-        walk.note(Softmax(walk.address, eqn, terms, shape, axes))
+        walk.softmaxes.append(Softmax(walk.at, terms, shape, axes))
+    # A softmax over the outputs of a weight makes gates: those of a router, if others
+    # are weighed by them, or probabilities, if it is the last.
     for f in value.factors():
         along = {d.dim for p in f.pieces for d in p.digits if d.axis is not None}
         if f.event & value.ends and along & set(axes):
             walk.gates |= f.event
 
 
-def weigh(walk: Walk, a: Value, b: Value) -> None:
-    """Notes where the weights of a softmax are multiplied with other activations."""
-    for weights, other in ((a, b), (b, a)):
-        if not other.is_deep:
-            continue
-        for f in weights.factors("weights"):
-            if not other.recent & f.event:
-                walk.note(Weighted(f.source.number))
-        if weights.gates and not other.recent & weights.gates:
-            walk.note(Chosen(weights.gates))
+def weigh(walk: Walk, weights: Value, other: Value, is_mixed: bool = False) -> None:
+    """Notes where the weights of a softmax are multiplied with other activations.
+
+    Data itself may be the value of attention, but only where its rows are mixed: what a
+    loss multiplies with the labels is no attention.
+    """
+    if not (other.is_deep or (is_mixed and other.kind == Kind.ACTIVATION)):
+        return
+    for f in weights.factors("weights"):
+        if not other.recent & f.event:
+            walk.note("weighed", f.source.number)
+    if weights.gates and not other.recent & weights.gates and other.is_deep:
+        walk.note("chosen", events=weights.gates)

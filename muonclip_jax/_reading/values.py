@@ -1,15 +1,30 @@
-"""What an array of a trace is, in terms of the parameters."""
+"""What an array of a trace is, in terms of the parameters.
+
+An array is known as a sum of products, each of whose factors is linear in one source: a
+parameter, or the logits of attention. Doubling a factor doubles its product, which is
+all that QK-Clip needs to know; a factor that something nonlinear was made of is kept
+without that claim, for where its axes are.
+"""
 
 import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from . import pieces as pieces_
-from .pieces import Pieces, Shape
+from .pieces import (
+    Change,
+    joined,
+    MOST_PIECES,
+    moved,
+    NO_LOOPS,
+    Pieces,
+    reshaped,
+    Shape,
+    sliced,
+    whole,
+)
 
 
 class Kind(enum.IntEnum):
@@ -23,8 +38,10 @@ class Kind(enum.IntEnum):
 class Source(NamedTuple):
     """What an array can be linear in.
 
-    `"parameter"`, by its place among the leaves; `"logits"`, the product of two
-    activations, and `"weights"`, what a softmax makes of it, by its place among those.
+    `"parameter"`, by its place among the leaves; by the place of their product among
+    those of activations: `"logits"`, `"capped"`, what a softcap's tanh makes of them,
+    `"weights"`, what the exponential of a softmax does, and `"maxima"`, which a fused
+    kernel gives next to its output.
     """
 
     kind: str
@@ -32,29 +49,21 @@ class Source(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A source that a term is linear in.
-
-    **Arguments:**
-
-    - `source`: of the entries.
-    - `event`: where it met an activation, as a bit; 0 before. What was made behind that
-        place has the bit in `Value.recent`.
-    - `pieces`: where its entries lie in the array.
-    - `is_linear`: `False` behind something nonlinear, such as the division of a norm.
-        Where its axes lie is known still: heads are told apart by the kernel's outputs
-        though only a gain behind the norm can scale them.
-    - `scale`: what a softcap was multiplied with behind its tanh, if numbers alone.
-    """
+    """A source that a term is linear in."""
 
     source: Source
+    # The place where it met an activation, as a bit; 0 before.
     event: int
     pieces: Pieces
+    # False after something nonlinear, such as the division of a norm. Where its axes
+    # are still tells heads apart, by the kernel's outputs, though only a gain after the
+    # norm can scale them.
     is_linear: bool = True
+    # What a softcap was multiplied with after its tanh, if numbers alone; else NaN.
     scale: float = 1.0
 
 
-#: A product: doubling the entries of any one of its linear factors doubles it. Without
-#: such a factor it is what no parameter scales.
+#: A product: doubling the entries of any one of its linear factors doubles it.
 Term = tuple[Factor, ...]
 
 #: A sum of them, with none equal to zero. To double it, one factor of each must double.
@@ -62,8 +71,8 @@ Terms = tuple[Term, ...]
 
 UNSCALED: Terms = ((),)
 
-# Sums of more products than these are followed no further. A clip needs one factor for
-# each summand: a projection, its bias, an adapter's product, for each of few sources.
+# Longer sums are followed no further. A clip needs one factor for each summand: a
+# projection, its bias, an adapter's product, for each of few sources.
 _MOST_TERMS = 12
 
 # Factors of a term that are followed; a clip scales the last that tells heads apart.
@@ -72,33 +81,28 @@ _MOST_FACTORS = 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """An array of the trace.
-
-    **Arguments:**
-
-    - `kind`: see `Kind`.
-    - `terms`: what it is linear in.
-    - `past`: the events that it comes from, a bit each: the equations where a parameter
-        met an activation, or two activations each other.
-    - `recent`: those of them in the same trip of the innermost loop.
-    - `ends`: the products with parameters since which no other came.
-    - `gates`: the ends of what a softmax over outputs made into weights.
-    - `is_spread`: a parameter that was copied along new dimensions, as tokens are.
-    - `is_pair`: a product of two parameters.
-    - `is_onehot`, `is_counter`: a comparison with 0, 1, 2, ..., and these numbers.
-    - `number`: that all entries are known to be, as the index of `kernel[0]` is.
-    """
+    """An array of the trace."""
 
     kind: Kind = Kind.CONSTANT
     terms: Terms = UNSCALED
+    # The events it comes from, a bit each: the equations where a parameter met an
+    # activation, or two activations each other. `recent` are those in the same trip of
+    # the innermost loop, `ends` the products with parameters since which no other came.
     past: int = 0
     recent: int = 0
     ends: int = 0
+    # The ends of what a softmax over outputs made into weights, as a router's.
     gates: int = 0
+    # A parameter that was copied along new dimensions, as tokens are.
     is_spread: bool = False
+    # A product of two parameters.
     is_pair: bool = False
+    # A comparison with 0, 1, 2, ..., and these numbers.
     is_onehot: bool = False
     is_counter: bool = False
+    # The loop whose trips it counts.
+    trip: int | None = None
+    # What all entries are known to be, as the index of `kernel[0]` is.
     number: int | float | bool | None = None
 
     @property
@@ -106,14 +110,10 @@ class Value:
         """Whether it is an activation that parameters had a part in."""
         return self.kind == Kind.ACTIVATION and self.past != 0
 
-    @property
-    def sources(self) -> set[Source]:
-        return {factor.source for term in self.terms for factor in term}
-
     def factors(self, kind: str = "parameter") -> list[Factor]:
         return [f for term in self.terms for f in term if f.source.kind == kind]
 
-    def mapped(self, change: Callable[[Pieces], Pieces], **changes: Any) -> "Value":
+    def mapped(self, change: Change, **changes: Any) -> "Value":
         """The value whose pieces are changed all alike; terms without any are zero."""
         terms = []
         for term in self.terms:
@@ -123,22 +123,15 @@ class Value:
         return dataclasses.replace(self, terms=summed(terms), **changes)
 
     def moved(
-        self,
-        to: Sequence[int | None],
-        shape: Shape,
-        loops: Mapping[int, int | None] = MappingProxyType({}),
-        **changes: Any,
+        self, to: Sequence[int | None], shape: Shape, loops=NO_LOOPS, **changes: Any
     ) -> "Value":
-        return self.mapped(lambda p: pieces_.moved(p, to, shape, loops), **changes)
+        return self.mapped(lambda p: moved(p, to, shape, loops), **changes)
 
-    def sliced(
-        self, dim: int, start: int, size: int, stride: int, extent: int
-    ) -> "Value":
-        if (start, size, stride) == (0, extent, 1):
-            return self
-        return self.mapped(
-            lambda p: pieces_.sliced(p, dim, start, size, stride, extent)
-        )
+    def reshaped(self, old: Shape, new: Shape) -> "Value":
+        return self.mapped(lambda p: reshaped(p, old, new))
+
+    def sliced(self, dim: int, start: int, size: int) -> "Value":
+        return self.mapped(lambda p: sliced(p, dim, start, size))
 
 
 CONSTANT = Value()
@@ -146,24 +139,27 @@ DATA = Value(Kind.ACTIVATION)
 
 
 def parameter(index: int, shape: Shape, kind: Kind = Kind.PARAMETER) -> Value:
-    factor = Factor(Source("parameter", index), 0, pieces_.whole(shape))
+    factor = Factor(Source("parameter", index), 0, whole(shape))
     return Value(kind, ((factor,),))
 
 
-def constant(number: int | float | bool | None) -> Value:
-    """One that is the same everywhere, if it is known; zero is no summand."""
-    is_zero = number is not None and number == 0
-    return Value(terms=() if is_zero else UNSCALED, number=number)
+def constant(number: Any) -> Value:
+    """A number, if it is known; zero is no summand."""
+    # So what is padded or masked with zeros is as linear as it was. With -1e9 it has a
+    # summand that nothing scales, of which only the softmax's own logits are followed.
+    if not isinstance(number, bool | int | float):
+        return CONSTANT
+    return Value(terms=UNSCALED if number else (), number=number)
 
 
-def mixed(values: Iterable[Value], terms: Terms) -> Value:
+def mixed(values: Iterable[Value], terms: Terms, **changes: Any) -> Value:
     """What comes of several values, apart from what it is linear in."""
     values = list(values)
     past = recent = ends = gates = 0
     for v in values:
         past, recent = past | v.past, recent | v.recent
         ends, gates = ends | v.ends, gates | v.gates
-    return Value(
+    out = Value(
         max((v.kind for v in values), default=Kind.CONSTANT),
         terms,
         past,
@@ -173,6 +169,7 @@ def mixed(values: Iterable[Value], terms: Terms) -> Value:
         any(v.is_spread for v in values),
         any(v.is_pair for v in values),
     )
+    return dataclasses.replace(out, **changes) if changes else out
 
 
 def summed(terms: Iterable[Term]) -> Terms:
@@ -180,23 +177,23 @@ def summed(terms: Iterable[Term]) -> Terms:
     terms = list(dict.fromkeys(terms))
     if len(terms) == 1:
         return tuple(terms)
-    found: dict[tuple, list[Term]] = {}
+    found: dict[Any, list[Term]] = {}
     others: list[Term] = []
     for term in terms:
-        key = tuple((f.source, f.event, f.is_linear) for f in term)
-        if any(f.is_linear for f in term) and len(found) <= _MOST_TERMS:
+        if any(f.is_linear for f in term):
+            key = tuple((f.source, f.event, f.is_linear) for f in term)
             found.setdefault(key, []).append(term)
         else:
             others.append(term)
     if len(found) > _MOST_TERMS:
         return (unscaled(terms),)
     scaled = [
-        alike[0]
-        if len(alike) == 1
-        else tuple(
-            _if_few(same[0]._replace(pieces=pieces_.joined(*(f.pieces for f in same))))
-            for same in zip(*alike, strict=True)
+        tuple(
+            _if_few(of[0]._replace(pieces=joined(p for f in of for p in f.pieces)))
+            for of in zip(*alike, strict=True)
         )
+        if len(alike) > 1
+        else alike[0]
         for alike in found.values()
     ]
     return (*scaled, unscaled(others)) if others else tuple(scaled)
@@ -204,12 +201,12 @@ def summed(terms: Iterable[Term]) -> Terms:
 
 def _if_few(factor: Factor) -> Factor:
     """The factor, which cannot be scaled where its entries are in too many places."""
-    is_few = len(factor.pieces) <= pieces_.MOST_PIECES
+    is_few = len(factor.pieces) <= MOST_PIECES
     return factor if is_few else factor._replace(is_linear=False)
 
 
 def unscaled(terms: Iterable[Term]) -> Term:
-    """What remains of terms where nothing scales them: where axes lie."""
+    """What remains of terms where nothing scales them: where axes are."""
     factors = (f._replace(is_linear=False) for term in terms for f in term)
     return product_of(f for f in factors if f.source.kind == "parameter")
 
@@ -228,14 +225,15 @@ def multiplied(a: Value, b: Value) -> Terms:
     """
     one, two = a.terms, b.terms
     if len(one) * len(two) > _MOST_TERMS:
-        # The side with fewer summands is what a clip would scale.
+        # The side with fewer summands is what a clip would scale: a norm's gain, say,
+        # and not the sum of all layers before it.
         if len(one) < len(two):
             two = (unscaled(two),)
         else:
             one = (unscaled(one),)
 
     def kept(term: Term, other: Value) -> Iterator[Factor]:
-        sources = other.sources
+        sources = {f.source for t in other.terms for f in t}
         for f in term:
             if f.source.kind == "capped":
                 by = math.nan if other.number is None else other.number
@@ -254,14 +252,13 @@ def multiplied(a: Value, b: Value) -> Terms:
 
 def product_of(factors: Iterable[Factor]) -> Term:
     """A term in its only order, by event, with each factor once."""
-    found: dict[tuple[Source, int], Factor] = {}
+    found: dict[Any, Factor] = {}
     for f in factors:
-        same = found.get((f.source, f.event))
-        if same:
-            f = f._replace(
-                pieces=pieces_.joined(same.pieces, f.pieces),
-                is_linear=same.is_linear and f.is_linear,
-            )
-        found[f.source, f.event] = f
+        key = f.source, f.event
+        if key in found:
+            pieces = joined((*found[key].pieces, *f.pieces))
+            is_linear = found[key].is_linear and f.is_linear
+            f = f._replace(pieces=pieces, is_linear=is_linear)
+        found[key] = f
     ordered = sorted(found.values(), key=lambda f: (f.event, f.source))
     return tuple(ordered[-_MOST_FACTORS:])

@@ -8,54 +8,52 @@ from optax.contrib import MuonDimensionNumbers
 
 from . import jaxprs
 from .pieces import Shape
-from .walk import Chosen, Fed, Stacked, Use, Walk
+from .values import Value
+from .walk import Note, Walk
 
 
 class Verdict(NamedTuple):
-    """What one parameter is.
+    """What one parameter is."""
 
-    **Arguments:**
-
-    - `label`: `"matrix"`, `"embedding"`, `"head"`, `"router"` or `"vector"`.
-    - `numbers`: of a matrix.
-    - `use`: in words, what is done with it.
-    - `line`: file and line where.
-    - `is_known`: `False` for what nothing uses, or an operation that cannot be read.
-    """
-
-    label: str
-    numbers: MuonDimensionNumbers | None
-    use: str
-    line: str
-    is_known: bool = True
+    label: str  # "matrix", "embedding", "head", "router" or "vector"
+    numbers: MuonDimensionNumbers | None  # of a matrix
+    use: str  # in words, what is done with it
+    line: str  # file and line where
+    is_known: bool = True  # False if nothing uses it, or what cannot be read
 
 
 def verdicts(
     walk: Walk,
-    outs: Sequence[Any],
+    outs: Sequence[Value],
     is_float: Sequence[bool],
     heads_at: Set[tuple[int, int]],
 ) -> list[Verdict]:
-    """One for each parameter; heads of attention lie along the axes `heads_at`."""
-    fed = chosen = 0
-    # Heads are cut apart as experts are, but of one matrix.
-    experts = {
-        (n.parameter, n.axis) for n in walk.notes if isinstance(n, Stacked)
-    } - heads_at
-    uses: list[list[Use]] = [[] for _ in walk.shapes]
+    """One for each parameter; heads of attention are along the axes `heads_at`."""
+    uses: list[list[Note]] = [[] for _ in walk.shapes]
+    experts, fed, chosen, ends = set(), 0, 0, 0
+    cut: dict[tuple[int, int], int] = {}
     for note in walk.notes:
-        if isinstance(note, Use):
-            uses[note.parameter].append(note)
-        elif isinstance(note, Fed):
-            fed |= note.past
-        elif isinstance(note, Chosen):
+        if note.kind == "expert":
+            experts.add((note.number, note.roles[0][0]))
+        elif note.kind == "cut":
+            at = note.number, note.roles[0][0]
+            cut[at] = cut.get(at, 0) | note.events
+        elif note.kind == "fed":
+            fed |= note.events
+        elif note.kind == "chosen":
             chosen |= note.events
-    heads = 0
+        elif note.kind not in ("weighed", "hidden"):
+            uses[note.number].append(note)
     for out in outs:
-        heads |= out.ends
-    # What another product with a parameter takes is no output; what decides where
-    # activations go is no router unless something comes of it.
-    heads, routers = heads & ~fed, chosen & fed
+        ends |= out.ends
+    # An axis all of whose entries go their own way is a stack, too.
+    for (i, axis), entries in cut.items():
+        if entries == (1 << walk.shapes[i][axis]) - 1:
+            experts.add((i, axis))
+    # What another product with a parameter is applied to is no output; what decides
+    # where activations go is no router unless something comes of it. Heads are cut
+    # apart as experts are, but of one matrix.
+    heads, routers, experts = ends & ~fed, chosen & fed, experts - heads_at
     return [
         _verdict(uses[i], shape, heads, routers, {a for j, a in experts if j == i})
         if is_float[i]
@@ -65,16 +63,16 @@ def verdicts(
 
 
 def _verdict(
-    uses: list[Use], shape: Shape, heads: int, routers: int, experts: Set[int]
+    uses: list[Note], shape: Shape, heads: int, routers: int, experts: Set[int]
 ) -> Verdict:
     if not uses:
         return Verdict("vector", None, "not used", "", is_known=False)
-    of: dict[str, Use] = {}
+    of: dict[str, Note] = {}
     for use in uses:
         of.setdefault(use.kind, use)
 
     def said(label: str, kind: str, words: str = "", **more: Any) -> Verdict:
-        return Verdict(label, None, words or kind, jaxprs.line(of[kind].eqn), **more)
+        return Verdict(label, None, words or kind, jaxprs.line(of[kind].eqns), **more)
 
     if "looked up" in of:
         is_tied = "contracted" in of
@@ -84,7 +82,7 @@ def _verdict(
         for kind in ("elementwise", "depthwise"):
             if kind in of:
                 return said("vector", kind)
-        what = f"unknown: {of['unknown'].eqn.primitive.name}"
+        what = f"unknown: {of['unknown'].eqns[-1].primitive.name}"
         return said("vector", "unknown", what, is_known=False)
     inputs, outputs = _axes(weights, shape, experts)
     kind = weights[0].kind
@@ -92,25 +90,27 @@ def _verdict(
         return said("vector", kind, "one output" if inputs else "elementwise")
     events = 0
     for use in weights:
-        events |= use.event
+        events |= use.events
     if events & routers:
         return said("router", kind, "chooses")
     if events & heads:
         return said("head", kind, "writes the output")
     numbers = MuonDimensionNumbers(_as_axes(inputs), _as_axes(outputs))
-    eqn = next((u.eqn for u in weights if u.kind == "contracted"), weights[0].eqn)
+    used = next((u for u in weights if u.kind == "contracted"), weights[0])
     words = "contracted" if "contracted" in of else "factor of a product"
-    return Verdict("matrix", numbers, words, jaxprs.line(eqn))
+    return Verdict("matrix", numbers, words, jaxprs.line(used.eqns))
 
 
 def _axes(
-    uses: list[Use], shape: Shape, experts: Set[int]
+    uses: list[Note], shape: Shape, experts: Set[int]
 ) -> tuple[list[int], list[int]]:
     """The axes that are inputs, and those that are outputs; all others are a stack."""
     votes: list[Counter[str]] = [Counter() for _ in shape]
     for use in uses:
         for axis, role in use.roles:
             votes[axis][role] += 1
+    # Uses may disagree: a tied kernel is applied both ways. Most decide, and outputs
+    # where as many say so, since heads that are joined are outputs first.
     roles: list[str | None] = []
     for n, vote in zip(shape, votes, strict=True):
         sides = vote["input"], vote["output"]

@@ -2,19 +2,24 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from . import jaxprs
-from .pieces import Shape
+import jax
+
+from . import jaxprs, kernels
+from .jaxprs import Axes, Inner
+from .pieces import Shape, whole
 from .values import (
     CONSTANT,
     constant,
     DATA,
+    Factor,
     Kind,
     mixed,
     parameter,
     product_of,
+    Source,
     summed,
     Terms,
     UNSCALED,
@@ -26,71 +31,42 @@ from .values import (
 Address = tuple[int, ...]
 
 
-class Use(NamedTuple):
-    """One thing that is done with a parameter.
+class Note(NamedTuple):
+    """One thing that was done, to be judged when all is known.
 
-    **Arguments:**
+    With a parameter, `number` by its place among the leaves: `"contracted"`,
+    `"depthwise"`, `"looked up"`, `"elementwise"` (added to or multiplied with
+    activations), `"factor"` (of a product of two parameters) or `"unknown"`;
+    `"... as a product"` if done with such a product. Besides:
 
-    - `kind`: `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to or
-        multiplied with activations), `"factor"` (of a product of two parameters) or
-        `"unknown"`; `"... as a product"` if it is done with such a product.
-    - `parameter`: its place among the leaves.
-    - `roles`: axes, each as `"input"`, `"output"`, `"stack"`, `"rank"` (summed over
-        between two parameters) or `"entry"` (by which it is looked up).
-    - `event`: the product with an activation, if it is one.
-    - `eqn`: the equation.
+    - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
+        each) went their own way.
+    - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
+    - `"fed"`: the activation that a weight was applied to came from `events`.
+    - `"chosen"`: what `events` made decides where activations go.
+    - `"weighed"`: a softmax of logits `number` weighs activations: it is attention.
+    - `"hidden"`: activations went through an operation that cannot be read.
     """
 
     kind: str
-    parameter: int
-    roles: tuple[tuple[int, str], ...]
-    event: int
-    eqn: Any
-
-
-class Fed(NamedTuple):
-    """A product with a parameter, and the events that its activation comes from."""
-
-    event: int
-    past: int
-
-
-class Chosen(NamedTuple):
-    """Products that decide where activations go."""
-
-    events: int
-
-
-class Weighted(NamedTuple):
-    """The softmax of these logits weighs other activations: it is attention."""
-
-    logits: int
-
-
-class Stacked(NamedTuple):
-    """An axis of a parameter's outputs whose entries go to matrices of their own."""
-
-    parameter: int
-    axis: int
-
-
-class Hidden(NamedTuple):
-    """Activations go through an operation whose inside cannot be read."""
-
-    eqn: Any
+    number: int = -1
+    events: int = 0
+    # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
+    # between two parameters), "expert", "cut".
+    roles: tuple[tuple[int, str], ...] = ()
+    eqns: jaxprs.Eqns = ()  # see `Walk.eqns`
 
 
 class Logits(NamedTuple):
-    """A product of two activations, the dimensions it has and those it sums over.
+    """A product of two activations, which attention may have for logits."""
 
-    Both sides are what activations are, in the dimensions `(*shape, *summed)`.
-    """
-
-    address: Address
-    eqn: Any
-    sides: tuple[Terms, Terms]
+    eqns: jaxprs.Eqns
     shape: Shape
+    # The dimensions that it sums over, and what both sides are in the dimensions
+    # `(*shape, *summed)`.
     summed: Shape
+    sides: tuple[Terms, Terms]
+    # The dimensions of the result that only one side has.
     free: tuple[frozenset[int], frozenset[int]]
 
 
@@ -98,7 +74,6 @@ class Softmax(NamedTuple):
     """Where a softmax takes the maximum, or the sum, of what is linear in logits."""
 
     address: Address
-    eqn: Any
     terms: Terms
     shape: Shape
     axes: tuple[int, ...]
@@ -106,7 +81,7 @@ class Softmax(NamedTuple):
 
 Rule = Callable[["Walk", Any, list[Value]], "Value | list[Value]"]
 
-#: What to do with each primitive, by its name.
+#: What each primitive does with values, by its name.
 RULES: dict[str, Rule] = {}
 
 
@@ -135,152 +110,139 @@ _ON_NUMBERS: dict[str, Callable[..., Any]] = {
 
 
 class Walk:
-    """One pass through a jaxpr.
-
-    **Arguments:**
-
-    - `shapes`: of the parameters.
-    - `tokens`: parameters to take for activations from the start.
-    """
+    """One pass through a jaxpr; `tokens` are parameters to see as activations."""
 
     def __init__(self, shapes: Sequence[Shape], tokens: frozenset[int] = frozenset()):
         self.shapes = shapes
         self.tokens = tokens
-        self.notes: list[Any] = []
+        # The equation at work, by its address and itself.
+        self.at: Address = ()
+        self.eqns: jaxprs.Eqns = ()
+        self.notes: list[Note] = []
+        self.softmaxes: list[Softmax] = []
         self.logits: list[Logits] = []
         self.past_of: dict[int, int] = {}
         self.caps: dict[int, Address] = {}  # where products were softcapped
+        self.recorded: dict[int, Address] = {}  # where kernels' statistics are named
         self.gates = 0  # products over whose outputs a softmax was taken
+        # The negative dimensions that trips of loops and devices of a mesh are.
+        self.dims: dict[Address | Axes, int] = {}
         self._events: dict[Address, int] = {}
         self._logits_at: dict[Address, int] = {}
-        self.loops: dict[Address, int] = {}
-        self.devices: dict[int, jaxprs.Axes] = {}
-        self._at: Address = ()
-
-    # What rules call.
-
-    @property
-    def address(self) -> Address:
-        return self._at
 
     @property
     def event(self) -> int:
         """The bit of this equation, the same whenever a loop comes by again."""
-        return self._event_at(self._at)
+        return self._event_at(self.at)
 
     def _event_at(self, address: Address) -> int:
         return self._events.setdefault(address, 1 << len(self._events))
 
-    def loop(self) -> int:
-        """The negative dimension that trips of this loop are."""
-        return self.loops.setdefault(self._at, self._new_dimension)
-
-    def device(self, axes: jaxprs.Axes) -> int:
-        """The negative dimension that devices along axes of a mesh are."""
-        for dim, known in self.devices.items():
-            if known == axes:
-                return dim
-        dim = self._new_dimension
-        self.devices[dim] = axes
-        return dim
+    def dim(self, of: Address | Axes) -> int:
+        return self.dims.setdefault(of, -1 - len(self.dims))
 
     @property
-    def _new_dimension(self) -> int:
-        return -1 - len(self.loops) - len(self.devices)
+    def devices(self) -> dict[int, Axes]:
+        return {dim: of for of, dim in self.dims.items() if isinstance(of, Axes)}
 
-    def note(self, note: Any) -> None:
-        self.notes.append(note)
+    def note(self, kind: str, number: int = -1, **more: Any) -> None:
+        self.notes.append(Note(kind, number, eqns=self.eqns, **more))
 
-    def use(self, kind: str, value: Value, eqn: Any) -> None:
+    def use(self, kind: str, value: Value) -> None:
         """Notes the same use of all parameters that a value is made of."""
         kind = f"{kind} as a product" if value.is_pair else kind
         for index in sorted({f.source.number for f in value.factors()}):
-            self.note(Use(kind, index, (), 0, eqn))
+            self.note(kind, index)
 
-    def as_activation(self, value: Value, eqn: Any, kind: str = "elementwise") -> Value:
+    def as_activation(self, value: Value) -> Value:
         """A parameter that meets activations here otherwise than as their weight."""
         if value.kind != Kind.PARAMETER:
             return value
-        self.use(kind, value, eqn)
-        # Before the equation: a kernel that takes it there is the later of the two.
-        return self.met(value, self._event_at((*self._at, -1)))
+        self.use("elementwise", value)
+        # Before the equation: a kernel that uses it there is the later of the two.
+        return self.met(value, self._event_at((*self.at, -1)))
 
     def met(self, value: Value, event: int | None = None) -> Value:
         """The activation that a parameter becomes in this equation."""
         event = event or self.event
         self.past_of.setdefault(event, event)
-        terms = tuple(
+        terms = summed(
             tuple(f if f.event else f._replace(event=event) for f in term)
             for term in value.terms
         )
-        return Value(
-            Kind.ACTIVATION, summed(terms), value.past | event, value.recent | event
-        )
+        past, recent = value.past | event, value.recent | event
+        return Value(Kind.ACTIVATION, terms, past, recent)
 
-    def product_of(self, logits: Logits) -> int:
+    def product(self, logits: Logits) -> int:
         """The number of a product of two activations."""
-        if self._at not in self._logits_at:
-            self._logits_at[self._at] = len(self.logits)
+        if self.at not in self._logits_at:
+            self._logits_at[self.at] = len(self.logits)
             self.logits.append(logits)
-        index = self._logits_at[self._at]
+        index = self._logits_at[self.at]
         self.logits[index] = logits
         return index
 
-    def run(self, body: jaxprs.Inner, args: Sequence[Value], branch: int = 0):
+    def run(self, body: Inner, args: Sequence[Value], branch: int = 0) -> list[Value]:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
-        jaxpr, outer = body.jaxpr, self._at
+        jaxpr, outer, eqns = body.jaxpr, self.at, self.eqns
         env = dict(zip(jaxpr.invars, args, strict=True))
-        env |= {
-            v: _constant(c) for v, c in zip(jaxpr.constvars, body.consts, strict=True)
-        }
+        env |= zip(jaxpr.constvars, map(_known, body.consts), strict=True)
 
         def read(atom: Any) -> Value:
-            return _constant(atom.val) if jaxprs.is_literal(atom) else env[atom]
+            return _known(atom.val) if jaxprs.is_literal(atom) else env[atom]
 
+        # Dead code would use parameters that the function does not depend on.
         for i, eqn in jaxprs.live(jaxpr):
-            self._at = (*outer, branch, i)
+            self.at, self.eqns = (*outer, branch, i), (*eqns, eqn)
             outs = self._step(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        self._at = outer
+        self.at, self.eqns = outer, eqns
         return [read(v) for v in jaxpr.outvars]
 
     def repeat(
-        self, body: jaxprs.Inner, loop: int, consts, carry, taken=()
+        self, body: Inner, loop: int, consts: Any, carry: Any, slices: Any = ()
     ) -> tuple[list[Value], list[Value]]:
         """What a loop hands on in the end, and what its last trip returns besides.
 
         A trip begins with what the one before may have handed on, until nothing new is
-        among it. What was noted then, and only then, is so.
+        among it. Only then is it known what each trip does: earlier notes go.
         """
-        mark = len(self.notes)
+        # It ends: what a value can be only grows, and there are finitely many events,
+        # pieces and terms. Two or three trips are usual.
+        marks = len(self.notes), len(self.softmaxes)
         carry = list(carry)
         while True:
             begin = [
-                _handed_on(v, self._event_at((*self._at, -1 - i)))
+                _handed_on(v, self._event_at((*self.at, -1 - i)))
                 for i, v in enumerate(carry)
             ]
-            outs = self.run(body, [*consts, *begin, *taken])
+            outs = self.run(body, [*consts, *begin, *slices])
             after = [
-                self.either([c, _outside(o, loop, jaxprs.shape_of(x))], None)
+                self.either([c, _outside(o, loop, jaxprs.shape_of(x))])
                 for c, o, x in zip(carry, outs, body.jaxpr.outvars, strict=False)
             ]
             if after == carry:
-                return [
-                    dataclasses.replace(c, recent=c.recent | o.recent)
-                    for c, o in zip(carry, outs, strict=False)
-                ], outs[len(carry) :]
+                pairs = zip(carry, outs, strict=False)
+                handed = [
+                    dataclasses.replace(c, recent=c.recent | o.recent) for c, o in pairs
+                ]
+                return handed, outs[len(carry) :]
             carry = after
-            del self.notes[mark:]
+            del self.notes[marks[0] :], self.softmaxes[marks[1] :]
 
-    def either(self, values: Sequence[Value], eqn: Any) -> Value:
+    def either(self, values: Sequence[Value]) -> Value:
         """One of several values, no matter which."""
         first, *others = values
         if all(v == first for v in others):
             return first
+        # A loop's own counter is one more in every trip, and so another value.
+        if first.trip is not None:
+            return first
         if any(v.kind == Kind.ACTIVATION for v in values):
-            values = [self.as_activation(v, eqn) for v in values]
-        return dataclasses.replace(
-            mixed(values, summed(term for v in values for term in v.terms)),
+            values = [self.as_activation(v) for v in values]
+        return mixed(
+            values,
+            summed(term for v in values for term in v.terms),
             is_onehot=all(v.is_onehot for v in values),
             is_counter=all(v.is_counter for v in values),
         )
@@ -294,24 +256,49 @@ class Walk:
             outs = RULES[name](self, eqn, values)
         elif (body := jaxprs.called(eqn)) is not None:
             outs = self.run(body, values[len(values) - len(body.jaxpr.invars) :])
+        elif kernel := kernels.kernel_of(eqn):
+            outs = self._attend(kernel, eqn, values)
         else:
-            outs = self.unknown(eqn, values)
-        if isinstance(outs, Value):
-            outs = [outs] * len(eqn.outvars)
+            outs = self.unknown(values)
+        return [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
+
+    def _attend(self, kernel: kernels.Kernel, eqn: Any, values: list[Value]) -> Any:
+        """A fused kernel: read as the plain attention that it stands for."""
+        shapes = [
+            jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype)
+            for i in kernel.operands
+        ]
+        body = jaxprs.trace(kernel.plain, *shapes)
+        (out,) = self.run(body, [values[i] for i in kernel.operands])
+        # The first product of the plain one has the kernel's logits, and its line.
+        index = min(
+            n for at, n in self._logits_at.items() if at[: len(self.at)] == self.at
+        )
+        self.logits[index] = self.logits[index]._replace(eqns=self.eqns)
+        rest = mixed(values, UNSCALED)
+        outs = [out, *[rest] * (len(eqn.outvars) - 1)]
+        if kernel.maxima is not None:
+            shape = jaxprs.shape_of(eqn.outvars[kernel.maxima])
+            maxima = Factor(Source("maxima", index), 0, whole(shape))
+            outs[kernel.maxima] = dataclasses.replace(rest, terms=((maxima,),))
         return outs
 
-    def unknown(self, eqn: Any, values: list[Value]) -> Value:
+    def unknown(self, values: list[Value]) -> Value:
         """What a primitive without a rule makes: it may have done anything."""
-        parameters = [v for v in values if v.kind == Kind.PARAMETER]
-        for value in parameters:
-            self.use("unknown", value, eqn)
+        for value in values:
+            if value.kind == Kind.PARAMETER:
+                self.use("unknown", value)
+        # Attention needs query and key at least; an operation on one array is an
+        # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(v.is_deep for v in values) > 1:
-            self.note(Hidden(eqn))
+            self.note("hidden")
         values = [self.met(v) if v.kind == Kind.PARAMETER else v for v in values]
         return mixed(values, UNSCALED)
 
 
-def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
+def walked(
+    body: Inner, shapes: Sequence[Shape], is_parameter: Sequence[bool]
+) -> tuple[Walk, list[Value]]:
     """Walks a jaxpr whose first inputs are parameters; the walk and its outputs.
 
     A parameter that is looked up or added to activations is no weight where it meets
@@ -327,29 +314,25 @@ def walked(fun_jaxpr: jaxprs.Inner, shapes: Sequence[Shape], is_parameter):
             else CONSTANT
             for i, shape in enumerate(shapes)
         ]
-        data = len(fun_jaxpr.jaxpr.invars) - len(args)
-        outs = walk.run(fun_jaxpr, [*args, *[DATA] * data])
-        kinds: dict[int, set[str]] = {}
-        for note in walk.notes:
-            if isinstance(note, Use):
-                kinds.setdefault(note.parameter, set()).add(note.kind)
-        found = tokens | {
-            i
-            for i, said in kinds.items()
-            if "factor" in said and said & {"elementwise", "looked up"}
-        }
+        data = len(body.jaxpr.invars) - len(args)
+        outs = walk.run(body, [*args, *[DATA] * data])
+        as_tokens = _noted(walk.notes, ("elementwise", "looked up"))
+        found = tokens | (as_tokens & _noted(walk.notes, ("factor",)))
         if found == tokens:
             return walk, outs
         tokens = found
 
 
-def _constant(value: Any) -> Value:
+def _noted(notes: Iterable[Note], kinds: Sequence[str]) -> set[int]:
+    return {note.number for note in notes if note.kind in kinds}
+
+
+def _known(value: Any) -> Value:
     """A literal or an array that the function closes over."""
-    if getattr(value, "ndim", 0) or not hasattr(value, "item"):
-        is_number = isinstance(value, bool | int | float)
-        return constant(value) if is_number else CONSTANT
+    if getattr(value, "ndim", 0):
+        return CONSTANT
     try:
-        return constant(value.item())
+        return constant(value.item() if hasattr(value, "item") else value)
     except Exception:  # a key, or what another trace has
         return CONSTANT
 

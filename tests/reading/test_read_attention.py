@@ -91,6 +91,30 @@ def _logits(p, x):
 PARAMS = {"q": normal(0, *FLAT), "k": normal(1, *FLAT), "v": normal(2, D, D)}
 
 
+def _with_statistics_of_its_own(p, x):
+    logits = _logits(p, x)
+    largest = jax.lax.stop_gradient(logits.max((0, 2, 3)))
+    flat = jnp.moveaxis(logits, 1, 0).reshape(H, -1).max(-1)
+    return _attend(logits, x @ p["v"]) + 0 * (largest + flat)[:, None]
+
+
+def _folded(p, x, order=(0, 2, 1, 3)):
+    """Heads are a part of the batch axis."""
+
+    def fold(y):
+        return y.transpose(order).reshape(B * H, T, -1)
+
+    query, key = map(fold, _flat(p, x))
+    value = fold(jnp.broadcast_to((x @ p["v"])[:, :, None], (B, T, H, D)))
+    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key))
+    return jnp.einsum("bqk,bkd->bqd", weights, value)
+
+
+def _folded_after(p, x):
+    """Heads first, then the batch."""
+    return _folded(p, x, (2, 0, 1, 3))
+
+
 def _softcapped(p, x):
     return _attend(5 * jnp.tanh(_logits(p, x) / 5), x @ p["v"])
 
@@ -158,7 +182,16 @@ def _out(x):
     return jnp.broadcast_to(x[:, :, None], (B, T, H, D))
 
 
+def _of_data(p, x):
+    """The value depends on no parameter."""
+    return _attend(_logits(p, x), x)
+
+
 WAYS = {
+    "of data": _of_data,
+    "with statistics of its own": _with_statistics_of_its_own,
+    "heads folded into the batch": _folded,
+    "the batch folded into heads": _folded_after,
     "softcapped": _softcapped,
     "masked": _masked,
     "in two blocks": _in_two_blocks,
@@ -189,25 +222,111 @@ def _without_gains(p, x):
 def test_logits_that_no_parameter_scales_are_said_with_their_line():
     reading = mc.read_model(_without_gains, PARAMS, X)
     assert reading.attention == ()
+    nested = mc.read_model(lambda p, x: _without_gains(p["a"], x), {"a": PARAMS}, X)
+    assert nested.refused[0].startswith("a at ")
     (row,) = [line for line in str(reading).splitlines() if "nothing" in line]
     first = _without_gains.__code__.co_firstlineno
     assert f"test_read_attention.py:{first + 2}" in row and "norm without a gain" in row
 
 
-def test_a_key_that_nothing_scales_leaves_all_to_the_query():
+def _normed_key(p, x):
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", query, normed(key))
+
+
+def _normed_query(p, x):
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", normed(query), key)
+
+
+def _query_of_tokens(p, x):
+    """Learned queries, without a kernel of theirs."""
+    tokens = p["tokens"][None].repeat(B, 0)
+    return jnp.einsum("bqhd,bkhd->bhqk", cut(tokens), normed(cut(x @ p["k"])))
+
+
+def _absorbed(p, x):
+    """Latent attention as it decodes: the key's kernel is a factor of the query."""
+    query = jnp.einsum("bthd,rhd->bthr", cut(x @ p["q"]), p["up"])
+    return jnp.einsum("bqhr,bkr->bhqk", query, normed(x @ p["down"]))
+
+
+def _shared_gain(p, x):
+    """The key has a gain that all heads share, and the query none."""
+    query, key = _flat(p, x)
+    return jnp.einsum("bqhd,bkhd->bhqk", normed(query), normed(key) * p["gain"])
+
+
+ONE_SIDED = {
+    _normed_key: {"q": FLAT, "k": FLAT},
+    _normed_query: {"q": FLAT, "k": FLAT},
+    _query_of_tokens: {"tokens": (3, H * DIM), "k": FLAT},
+    _absorbed: {"q": FLAT, "up": (5, H, DIM), "down": (D, 5)},
+    _shared_gain: {"q": FLAT, "k": FLAT, "gain": (DIM,)},
+}
+
+
+def _checked_by_clipping(logits, params, alpha=0.3, **bound):
+    """Every head at the threshold at most, by the reading and recording alone."""
+
     def loss(p, x):
-        query, key = _flat(p, x)
-        logits = jnp.einsum("bqhd,bkhd->bhqk", query, normed(key))
+        return jnp.sum(_attend(logits(p, x), x @ p["v"]) ** 2)
+
+    params = {**params, "v": PARAMS["v"]}
+    reading = mc.read_model(loss, params, X)
+    _, stats = mc.record_attention(loss)(params, X)
+    before = np.asarray(logits(params, X).max((0, 2, 3)))
+    (recorded,) = jax.tree.leaves(stats)
+    np.testing.assert_allclose(recorded, before, rtol=1e-5)
+    threshold = float(np.sort(before)[1])
+    clipped = mc.clip_qk(params, stats, threshold, alpha=alpha, model=reading)
+    after = np.asarray(logits(clipped, X).max((0, 2, 3)))
+    return before, after, threshold, clipped
+
+
+@pytest.mark.parametrize("logits", ONE_SIDED)
+def test_a_side_that_nothing_scales_leaves_the_whole_to_the_other(logits):
+    shapes = ONE_SIDED[logits]
+    params = {k: normal(i, *s) for i, (k, s) in enumerate(shapes.items())}
+    before, after, threshold, _ = _checked_by_clipping(logits, params)
+    expected = np.minimum(before, threshold)
+    if logits is _shared_gain:  # all heads go with the largest
+        expected = before * threshold / before.max()
+    np.testing.assert_allclose(after, expected, rtol=1e-4)
+
+
+def test_data_that_is_added_to_both_sides_is_refused_with_the_reason():
+    def loss(p, bias, x):
+        query, key = (cut(x @ p[name] + bias) for name in "qk")
+        return _attend(jnp.einsum("bqhd,bkhd->bhqk", query, key), x @ p["v"])
+
+    (refused,) = mc.read_model(loss, PARAMS, jnp.zeros(H * DIM), X).refused
+    assert "data or constants are added" in refused
+
+
+def test_a_normed_query_whose_key_is_shared_is_refused_with_the_reason():
+    def loss(p, x):
+        query, key = normed(cut(x @ p["q"])), cut(x @ p["k"], 2)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, jnp.repeat(key, 2, 2))
         return _attend(logits, x @ p["v"])
 
-    (layer,) = mc.read_model(loss, PARAMS, X).attention
-    assert [leaf.path for leaf in layer.query] == ["q"] and not layer.key
+    params = {**PARAMS, "k": normal(1, D, 2 * DIM)}
+    reading = mc.read_model(loss, params, X)
+    assert reading.attention == ()
+    (refused,) = reading.refused
+    assert "several query heads share a key" in refused and ".py:" in refused
 
 
 def _contrasted(p, x):
     """Images and texts: a softmax of products of activations that weighs nothing."""
     a, b = (normed((x @ p[name]).mean(1)) for name in "qk")
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+
+def _with_soft_labels(p, x):
+    a, b = (normed((x @ p[name]).mean(1)) for name in "qk")
+    labels = jax.nn.one_hot(jnp.arange(B), B) + x[:, 0, :B]
+    return jnp.einsum("ab,ab->", jax.nn.softmax(a @ b.T), labels)
 
 
 def _gated(p, x):
@@ -220,7 +339,7 @@ def _linear(p, x):
     return jnp.einsum("bqhd,bhde->bqhe", query, state)
 
 
-@pytest.mark.parametrize("fun", [_contrasted, _gated, _linear])
+@pytest.mark.parametrize("fun", [_contrasted, _with_soft_labels, _gated, _linear])
 def test_other_products_and_softmaxes_are_no_attention(fun):
     assert mc.read_model(fun, PARAMS, X).attention == ()
 

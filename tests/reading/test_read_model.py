@@ -100,6 +100,16 @@ def _dispatched(p, x):
     return jnp.einsum("ebtf,efd->ebtd", hidden, p["down"]).sum(0)
 
 
+def _chosen_by_experts(p, x):
+    """Every expert picks its tokens (arXiv:2202.09368)."""
+    x = x.reshape(-1, D)
+    gates = jax.nn.softmax(x @ p["router"])
+    weight, chosen = jax.lax.top_k(gates.T, 4)
+    hidden = jax.nn.relu(jnp.einsum("etd,edf->etf", x[chosen], p["up"]))
+    out = jnp.einsum("etf,efd->etd", hidden, p["down"]) * weight[..., None]
+    return jnp.zeros_like(x).at[chosen].add(out).reshape(B, T, D)
+
+
 def _ragged(p, x):
     x = x.reshape(-1, D)
     gates = jax.nn.sigmoid(x @ p["router"])
@@ -117,7 +127,16 @@ def _all_of_them(p, x):
     return jnp.einsum("btef,efd,bte->btd", hidden, p["down"], gates)
 
 
-@pytest.mark.parametrize("experts", [_dispatched, _ragged, _all_of_them])
+def _summed(p, x):
+    """The product that writes the output sums over experts, too."""
+    gates = jax.nn.softmax(x @ p["router"])
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["up"])) * gates[..., None]
+    return jnp.einsum("btef,efd->btd", hidden, p["down"])
+
+
+@pytest.mark.parametrize(
+    "experts", [_dispatched, _chosen_by_experts, _ragged, _all_of_them, _summed]
+)
 def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
     def loss(p, x):
         x = x + experts(p, x)
@@ -130,6 +149,19 @@ def test_experts_are_a_stack_and_their_router_goes_to_adamw(experts):
         "down": (1, 2),
         "out": "head",
     }
+
+
+def test_what_is_quantized_by_codes_has_no_router():
+    def loss(p, codes, x):
+        z = jax.nn.relu(x @ p["a"]) @ p["b"]
+        distance = (z**2).sum(-1, keepdims=True) - 2 * z @ codes + (codes**2).sum(0)
+        quantized = codes.T[jnp.argmin(distance, -1)]
+        quantized = z + jax.lax.stop_gradient(quantized - z)
+        return cross_entropy(jnp.tanh(quantized @ p["c"]) @ p["out"])
+
+    codes = jax.ShapeDtypeStruct((D, 7), jnp.float32)
+    found = said(loss, shapes(a=(D, D), b=(D, D), c=(D, D), out=(D, V)), codes, X)
+    assert found == {"a": (0, 1), "b": (0, 1), "c": (0, 1), "out": "head"}
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -243,6 +275,35 @@ def test_a_kernel_of_one_output_and_what_is_exponentiated_are_vectors():
     params = shapes(w=(D, D), scale=(T, D), value=(D, 1))
     found = said(loss, params, X)
     assert found == {"w": (0, 1), "scale": "vector", "value": "vector"}
+
+
+def test_a_gain_that_an_einsum_applies_is_no_stack():
+    def loss(p, x):
+        x = jnp.einsum("btd,dhk->bthk", x, p["w"])
+        x = jnp.einsum("i...k,...k->i...k", normed(x), p["gain"])
+        return cross_entropy(jnp.einsum("bthk,hkv->btv", jnp.tanh(x), p["out"]))
+
+    found = said(loss, shapes(w=(D, 2, 4), gain=(4,), out=(2, 4, V)), X)
+    assert found == {"w": (0, (1, 2)), "gain": "vector", "out": "head"}
+
+
+@pytest.mark.parametrize("unpack", [tuple, lambda y: (y[0], y[1])])
+def test_outputs_that_are_cut_apart_at_once_are_of_a_stack(unpack):
+    def loss(p, x):
+        gate, up = unpack(jnp.einsum("btd,cdf->cbtf", x, p["up"]))
+        return cross_entropy(jnp.tanh(jax.nn.gelu(gate) * up @ p["down"]) @ p["out"])
+
+    found = said(loss, shapes(up=(2, D, 30), down=(30, D), out=(D, V)), X)
+    assert found["up"] == (1, 2) and found["down"] == (0, 1)
+
+
+def test_an_expected_embedding_has_classes_for_inputs():
+    def loss(p, x):
+        x = jax.nn.softmax(x @ p["classes"]) @ p["embed"]
+        return cross_entropy(jnp.tanh(x) @ p["out"])
+
+    found = said(loss, shapes(classes=(D, 6), embed=(6, D), out=(D, V)), X)
+    assert found["embed"] == (0, 1)
 
 
 def test_axes_wherever_they_are_stored():
@@ -406,8 +467,21 @@ def test_the_table():
 
     table = str(mc.read_model(loss, shapes(w=(D, D), out=(D, V)), X)).splitlines()
     at = f"test_read_model.py:{loss.__code__.co_firstlineno + 1}"
+    # By its name alone, the leaf that writes the output is any matrix.
+    names = "0 > 1 (inputs, outputs)"
+    first = "path  shape    label   inputs > outputs  use                line"
     assert table == [
-        "path  shape    label   inputs > outputs  use                line",
-        f"out   (8, 11)  head    -                 writes the output  {at}",
+        f"{first.ljust(len(first) - len('line') + len(at))}  names say",
+        f"out   (8, 11)  head    -                 writes the output  {at}  {names}",
         f"w     (8, 8)   matrix  0 > 1             contracted         {at}",
     ]
+
+
+def test_the_table_says_what_names_would():
+    def loss(p, x):
+        x = jnp.tanh(jnp.einsum("btd,dhk->bthk", x, p["a"]))
+        return cross_entropy(jnp.einsum("bthk,hkd->btd", x, p["head"]))
+
+    params = shapes(a=(D, 2, 4), head=(2, 4, D))
+    first, *rows = str(mc.read_model(loss, params, X)).splitlines()
+    assert first.endswith("names say") and rows[0].endswith("nothing")

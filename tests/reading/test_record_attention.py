@@ -60,6 +60,10 @@ def _of_the_second(p, x):
 
 
 EXPECTED = {
+    "of data": _expected,
+    "with statistics of its own": _expected,
+    "heads folded into the batch": _expected,
+    "the batch folded into heads": _expected,
     "softcapped": _expected,  # before the cap
     "masked": _of_the_masked,
     "mapped": _expected,
@@ -74,7 +78,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(
-    "way", few(list(WAYS), "softcapped", "in two blocks", "in a branch")
+    "way",
+    few(
+        list(WAYS),
+        "heads folded into the batch",
+        "softcapped",
+        "in two blocks",
+        "in a branch",
+    ),
 )
 def test_nothing_changes_however_attention_is_computed(way):
     def loss(p, x):
