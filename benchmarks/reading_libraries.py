@@ -1,0 +1,209 @@
+"""Reads models of real libraries, and checks readings and statistics.
+
+    python benchmarks/reading_libraries.py transformers --keep
+    python benchmarks/reading_libraries.py
+
+A group is a module of `benchmarks/reading`, run where its libraries are installed; with
+`--keep` its rows stay in `benchmarks/reading/results`, and without a group the rows of
+all groups are printed as one table.
+
+Of every leaf, what is read is compared with an expert's verdict (`reading/models.py`).
+Of every attention layer, the heads over a threshold have to come to it after a clip of
+this layer alone, and the others stay. The recorded function's value and gradients are
+compared with those of the function alone, both under `jax.jit`.
+"""
+
+import argparse
+import collections
+import functools
+import importlib
+import importlib.metadata
+import json
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+# Compiling is most of the time here, and nothing is timed but tracing.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from environment import environment
+from reading.models import Built, Model, normal
+from tables import Table
+from trees_of_others import is_right
+
+import muonclip_jax as mc
+
+
+RESULTS = Path(__file__).parent / "reading" / "results"
+COUNTS = ("leaves", "right", "wrong", "unknown", "layers", "expected", "refused")
+FORMATS = {
+    "model": "",
+    **dict.fromkeys(COUNTS, ".0f"),
+    **dict.fromkeys(("value", "gradients", "clip"), ".0e"),
+    "seconds": ".2f",
+}
+
+
+def read(model: Model) -> dict[str, Any]:
+    """A row of the table, with lines on all that is not as an expert expects it."""
+    built = model.build()
+    start = time.perf_counter()
+    reading = mc.read_model(built.fun, built.params, *built.args)
+    seconds = time.perf_counter() - start
+    counts, lines = collections.Counter(), []
+    leaves, treedef = jax.tree.flatten(built.params)
+    numbers = treedef.flatten_up_to(reading.dimension_numbers)
+    table = str(reading).splitlines()[1:]  # a line for each leaf, in their order
+    for line, leaf, answer in zip(table, leaves, numbers, strict=False):
+        path = line.split()[0]
+        want, *others = model.verdicts_of(path, leaf.shape)
+        verdict = {"shape": leaf.shape, "want": want, "alternatives": others}
+        if path in reading.unknown:
+            outcome = "unknown"
+        else:
+            outcome = "right" if is_right(verdict, answer) else "wrong"
+        counts[outcome] += 1
+        if outcome != "right":
+            lines.append(f"{outcome}: {line}, expected {want}")
+    lines += [f"refused: {text}" for text in reading.refused]
+    return {
+        "model": model.name,
+        "leaves": len(leaves),
+        **{name: counts[name] for name in ("right", "wrong", "unknown")},
+        "layers": len(reading.attention),
+        "expected": model.attention,
+        "refused": len(reading.refused),
+        "expected_refused": model.refused,
+        "seconds": seconds,
+        **compared(model, built, reading),
+        "lines": lines,
+    }
+
+
+def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, Any]:
+    """How far values, gradients and clipped heads are off, relative to the largest."""
+    if not reading.attention:
+        return {}
+    params = normal(built.params)
+    plain = jax.jit(jax.value_and_grad(built.fun))
+    recorded = jax.value_and_grad(mc.record_attention(built.fun), has_aux=True)
+    step = jax.jit(recorded)
+    value, grads = plain(params, *built.args)
+    (recorded_value, stats), recorded_grads = step(params, *built.args)
+    pairs = zip(jax.tree.leaves(recorded_grads), jax.tree.leaves(grads), strict=True)
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
+    errors = [
+        float(jnp.abs(new - old).max()) / largest for new, old in pairs if old.size
+    ]
+    off = []
+    for layer in reading.attention:
+        names = [*layer.path.split("/"), "max_logits"] if layer.path else ["max_logits"]
+        rows = np.asarray(functools.reduce(lambda node, k: node[k], names, stats))
+        # Later layers see what a clip makes of earlier ones: each is clipped alone.
+        for at in np.ndindex(rows.shape[:-1]):
+            seen = rows[at]
+            if not (seen > 0).any():
+                continue
+            tau = float(np.median(seen[seen > 0]))
+            alone = np.zeros_like(rows)
+            alone[at] = seen
+            only: Any = jnp.asarray(alone)
+            for name in reversed(names):
+                only = {name: only}
+            clipped = mc.clip_qk(params, only, tau, attention=[layer])
+            (_, again), _ = step(clipped, *built.args)
+            after = np.asarray(functools.reduce(lambda n, k: n[k], names, again))[at]
+            expected = np.minimum(seen, tau)
+            if model.shares_gains:
+                expected = seen * min(1.0, tau / seen.max())
+            off.append(float(np.max(np.abs(after - expected) / np.abs(expected))))
+    return {
+        "value": abs(float(recorded_value - value)) / max(abs(float(value)), 1e-30),
+        "gradients": max(errors),
+        "clip": max(off) if off and model.is_exact else None,
+    }
+
+
+def versions(names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def run(group: str, only: Sequence[str], keep: bool) -> None:
+    module = importlib.import_module(f"reading.{group}")
+    rows, failed = [], []
+    for model in module.MODELS:
+        if only and model.name not in only:
+            continue
+        try:
+            rows.append(read(model))
+        except Exception as error:
+            said = traceback.format_exception_only(error)[-1].strip()
+            rows.append({"model": model.name, "lines": [f"failed: {said[:300]}"]})
+            failed.append(traceback.format_exc())
+        print(table_of(rows[-1:]).line(cells(rows[-1])), flush=True)
+        for line in rows[-1]["lines"]:
+            print(f"    {line}", flush=True)
+    print(*failed, sep="\n")
+    if keep:
+        file = RESULTS / f"{group}.json"
+        kept = json.loads(file.read_text())["rows"] if file.exists() else []
+        by_name = {row["model"]: row for row in (*kept, *rows)}
+        content = {
+            "libraries": versions(module.LIBRARIES),
+            "environment": environment(),
+            "rows": [by_name[m.name] for m in module.MODELS if m.name in by_name],
+        }
+        RESULTS.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def cells(row: Mapping[str, Any], label: str | None = None) -> list[Any]:
+    return [label or row["model"], *(row.get(name) for name in list(FORMATS)[1:])]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(FORMATS, [cells(row) for row in rows])
+
+
+def report() -> None:
+    """What `--keep` has kept, in Markdown."""
+    totals: collections.Counter[str] = collections.Counter()
+    notes = []
+    for file in sorted(RESULTS.glob("*.json")):
+        kept = json.loads(file.read_text())
+        print(f"\n**{kept['libraries']}** ({kept['environment']})\n")
+        print(table_of(kept["rows"]).markdown())
+        for row in kept["rows"]:
+            totals.update({name: row.get(name, 0) for name in COUNTS})
+            totals.update(models=1, failed="leaves" not in row)
+            notes += [f"- {row['model']}: {line}" for line in row["lines"]]
+    print("\n**Totals**\n")
+    print(Table(totals.keys(), [list(map(str, totals.values()))]).markdown())
+    print("\n**What is not as an expert has it**\n")
+    print(*notes, sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("group", nargs="?", help="a module of benchmarks/reading")
+    parser.add_argument("--only", nargs="*", default=[], help="names of models")
+    parser.add_argument("--keep", action="store_true", help="keep the rows")
+    args = parser.parse_args()
+    if args.group:
+        run(args.group, args.only, args.keep)
+    else:
+        report()
+
+
+if __name__ == "__main__":
+    main()
