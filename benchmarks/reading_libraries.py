@@ -99,10 +99,8 @@ def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, 
     value, grads = plain(params, *built.args)
     (recorded_value, stats), recorded_grads = step(params, *built.args)
     pairs = zip(jax.tree.leaves(recorded_grads), jax.tree.leaves(grads), strict=True)
-    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
-    errors = [
-        float(jnp.abs(new - old).max()) / largest for new, old in pairs if old.size
-    ]
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
+    errors = [float(jnp.abs(new - old).max()) / scale for new, old in pairs]
     off = []
     for layer in reading.attention:
         names = [*layer.path.split("/"), "max_logits"] if layer.path else ["max_logits"]
@@ -110,9 +108,10 @@ def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, 
         # Later layers see what a clip makes of earlier ones: each is clipped alone.
         for at in np.ndindex(rows.shape[:-1]):
             seen = rows[at]
-            if not (seen > 0).any():
+            if seen.max() <= 0:  # no threshold is under it
                 continue
-            tau = float(np.median(seen[seen > 0]))
+            largest = float(seen.max())
+            tau = min(float(np.median(seen[seen > 0])), 0.9 * largest)
             alone = np.zeros_like(rows)
             alone[at] = seen
             only: Any = jnp.asarray(alone)
@@ -123,7 +122,7 @@ def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, 
             after = np.asarray(functools.reduce(lambda n, k: n[k], names, again))[at]
             expected = np.minimum(seen, tau)
             if model.shares_gains:
-                expected = seen * min(1.0, tau / seen.max())
+                expected = seen * tau / largest
             off.append(float(np.max(np.abs(after - expected) / np.abs(expected))))
     return {
         "value": abs(float(recorded_value - value)) / max(abs(float(value)), 1e-30),

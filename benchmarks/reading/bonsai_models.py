@@ -138,6 +138,7 @@ MODELS = [
         ),
         DENSE | {"embeddings/patch_embeddings/kernel": "iiio|-"},
         attention=2,
+        is_exact=False,  # it rotates in bfloat16, so that a clip is that exact
     ),
     Model(
         "convnext",
