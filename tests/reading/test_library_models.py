@@ -51,7 +51,7 @@ def letters(numbers, rank):
 
 
 def reader(model):
-    """From params to `[(heads,)]`, of each call after the other, by the model's code."""
+    """From params to `[(heads,)]`, of one call after the other, by the model itself."""
     rows = []
 
     def record(logits):
