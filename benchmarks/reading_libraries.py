@@ -144,7 +144,7 @@ def run(group: str, only: Sequence[str], keep: bool) -> None:
         try:
             rows.append(read(model))
         except Exception as error:
-            said = traceback.format_exception_only(error)[-1].strip()
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"model": model.name, "lines": [f"failed: {said[:300]}"]})
             failed.append(traceback.format_exc())
         print(table_of(rows[-1:]).line(cells(rows[-1])), flush=True)

@@ -1,13 +1,16 @@
-"""penzai's language models and Equimo's pictures."""
+"""penzai's language models, Equimo's pictures, diffusers' diffusion."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import diffusers.models.unets.unet_2d_condition_flax as diffusion
 import equimo.models as equimo
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from diffusers.models.vae_flax import FlaxAutoencoderKL
 from penzai import pz
 from penzai.models.transformer.variants import gpt_neox
 from penzai.models.transformer.variants import llamalike_common as llamalike
@@ -15,7 +18,7 @@ from penzai.models.transformer.variants import llamalike_common as llamalike
 from .models import Built, cross_entropy, floats, Model, tokens
 
 
-LIBRARIES = ("penzai", "equimo", "equinox")
+LIBRARIES = ("penzai", "equimo", "equinox", "diffusers")
 
 KEY = jax.random.key(0)
 
@@ -39,11 +42,14 @@ def of_penzai(whole: Any) -> Built:
 
 
 def llama(**options: Any) -> Any:
-    sizes = dict(num_kv_heads=2, query_head_multiplier=2, embedding_dim=32)
-    sizes |= dict(projection_dim=8, mlp_hidden_dim=64, num_decoder_blocks=2)
-    config = llamalike.LlamalikeTransformerConfig(
-        **sizes, vocab_size=99, **({"mlp_variant": "swiglu"} | options)
+    sizes: dict[str, Any] = dict(
+        num_kv_heads=2, query_head_multiplier=2, embedding_dim=32
     )
+    sizes |= dict(projection_dim=8, mlp_hidden_dim=64, num_decoder_blocks=2)
+    kind: dict[str, Any] = (
+        dict(mlp_variant="swiglu", tie_embedder_and_logits=False) | options
+    )
+    config = llamalike.LlamalikeTransformerConfig(**sizes, vocab_size=99, **kind)
     return llamalike.build_llamalike_transformer(config, init_base_rng=KEY)
 
 
@@ -77,6 +83,42 @@ def of_equimo(make: Callable[[Any], Any], size: int = 32) -> Built:
     return Built(loss, params, (floats(2, 3, size, size),))
 
 
+def unet() -> Built:
+    """Blocks of two widths, whose heads have two sizes, that look at text."""
+    model = diffusion.FlaxUNet2DConditionModel(
+        sample_size=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        attention_head_dim=4,
+        cross_attention_dim=16,
+    )
+    params = jax.eval_shape(model.init_weights, KEY)
+
+    def loss(params: Any, *args: Any) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, *args).sample)
+
+    times = np.asarray([1.0, 9.0], np.float32)
+    return Built(loss, params, (floats(2, 4, 8, 8), times, floats(2, 5, 16)))
+
+
+def autoencoder() -> Built:
+    model = FlaxAutoencoderKL(
+        down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        sample_size=16,
+    )
+    params = jax.eval_shape(model.init_weights, KEY)
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        return cross_entropy(model.apply({"params": params}, x).sample)
+
+    return Built(loss, params, (floats(2, 3, 16, 16),))
+
+
 #: Named axes, of the inputs before those of the outputs.
 PENZAI = {
     "*": "-",
@@ -101,6 +143,15 @@ EQUIMO = {
 }
 
 
+#: What reads or writes pixels or latents may be a matrix or AdamW's.
+DIFFUSERS = {
+    "*": "-",
+    "*/kernel": "i*o",
+    "*conv_in/kernel": "iiio|-",
+    "*conv_out/kernel": "-|iiio",
+}
+
+
 def picture(**options: Any) -> Callable[[Any], Any]:
     sizes: dict[str, Any] = dict(img_size=32, in_channels=3, dim=32, patch_size=8)
     sizes |= dict(num_heads=[4], depths=[2], num_classes=10)
@@ -111,7 +162,9 @@ MODELS = [
     Model("penzai, Llama", lambda: of_penzai(llama()), PENZAI, attention=2),
     Model(
         "penzai, Gemma",
-        lambda: of_penzai(llama(mlp_variant="geglu_approx")),
+        lambda: of_penzai(
+            llama(mlp_variant="geglu_approx", tie_embedder_and_logits=True)
+        ),
         PENZAI,
         attention=2,
     ),
@@ -144,4 +197,6 @@ MODELS = [
         lambda: of_equimo(lambda key: equimo.mobilenet.mobilenetv3_small(key=key), 64),
         EQUIMO,
     ),
+    Model("diffusers, UNet", unet, DIFFUSERS, attention=8),
+    Model("diffusers, autoencoder", autoencoder, DIFFUSERS, attention=2),
 ]
