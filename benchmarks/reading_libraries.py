@@ -64,6 +64,7 @@ def read(model: Model) -> dict[str, Any]:
     table = str(reading).splitlines()[1:]  # a line for each leaf, in their order
     for line, leaf, answer in zip(table, leaves, numbers, strict=False):
         path = line.split()[0]
+        assert str(leaf.shape) in line, f"{line} is not of {leaf.shape}"
         want, *others = model.verdicts_of(path, leaf.shape)
         verdict = {"shape": leaf.shape, "want": want, "alternatives": others}
         if path in reading.unknown:
@@ -74,7 +75,7 @@ def read(model: Model) -> dict[str, Any]:
         if outcome != "right":
             lines.append(f"{outcome}: {line}, expected {want}")
     lines += [f"refused: {text}" for text in reading.refused]
-    return {
+    row = {
         "model": model.name,
         "leaves": len(leaves),
         **{name: counts[name] for name in ("right", "wrong", "unknown")},
@@ -83,15 +84,18 @@ def read(model: Model) -> dict[str, Any]:
         "refused": len(reading.refused),
         "expected_refused": model.refused,
         "seconds": seconds,
-        **compared(model, built, reading),
         "lines": lines,
     }
+    if reading.attention:
+        try:
+            row |= compared(model, built, reading)
+        except ValueError as error:  # what a user would meet, too
+            lines.append(f"failed: {first_line(error)}")
+    return row
 
 
 def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, Any]:
     """How far values, gradients and clipped heads are off, relative to the largest."""
-    if not reading.attention:
-        return {}
     params = normal(built.params)
     plain = jax.jit(jax.value_and_grad(built.fun))
     recorded = jax.value_and_grad(mc.record_attention(built.fun), has_aux=True)
@@ -131,6 +135,10 @@ def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, 
     }
 
 
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
 def versions(names: Sequence[str]) -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
@@ -144,8 +152,8 @@ def run(group: str, only: Sequence[str], keep: bool) -> None:
         try:
             rows.append(read(model))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            rows.append({"model": model.name, "lines": [f"failed: {said[:300]}"]})
+            line = f"failed: {first_line(error)}"
+            rows.append({"model": model.name, "lines": [line]})
             failed.append(traceback.format_exc())
         print(table_of(rows[-1:]).line(cells(rows[-1])), flush=True)
         for line in rows[-1]["lines"]:
@@ -182,7 +190,8 @@ def report() -> None:
         print(table_of(kept["rows"]).markdown())
         for row in kept["rows"]:
             totals.update({name: row.get(name, 0) for name in COUNTS})
-            totals.update(models=1, failed="leaves" not in row)
+            failed = any(line.startswith("failed") for line in row["lines"])
+            totals.update(models=1, failed=failed)
             notes += [f"- {row['model']}: {line}" for line in row["lines"]]
     print("\n**Totals**\n")
     print(Table(totals.keys(), [list(map(str, totals.values()))]).markdown())

@@ -3,6 +3,8 @@
 PyPI has none of it: https://github.com/jax-ml/bonsai, here at 3628425.
 """
 
+# pyright: reportMissingImports=false
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -114,7 +114,7 @@ class Recurrent(nn.Module):
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
-        x = nn.Embed(99, 32)(ids)
+        x: Any = nn.Embed(99, 32)(ids)
         carry, x = nn.RNN(nn.OptimizedLSTMCell(32), return_carry=True)(x)
         x = nn.RNN(nn.LSTMCell(32))(x, initial_carry=carry)
         x = nn.RNN(nn.GRUCell(32))(x)

@@ -1,5 +1,7 @@
 """Google's tunix and DeepMind's gemma, in one environment."""
 
+# pyright: reportMissingImports=false
+
 import dataclasses
 import functools
 import importlib

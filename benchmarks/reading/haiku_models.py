@@ -1,5 +1,7 @@
 """Haiku's nets and examples."""
 
+# pyright: reportPrivateImportUsage=false
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Flax models of HuggingFace's transformers 4, whose version 5 has none."""
 
+# pyright: reportMissingImports=false
+
 import functools
 from collections.abc import Mapping
 from typing import Any

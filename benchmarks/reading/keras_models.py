@@ -3,6 +3,8 @@
 Parameters are a dictionary by the paths that Keras gives its variables.
 """
 
+# pyright: reportMissingImports=false
+
 import os
 from collections.abc import Callable
 from typing import Any

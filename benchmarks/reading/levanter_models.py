@@ -1,5 +1,7 @@
 """Levanter's models, of named arrays of Haliax; their layers are stacks."""
 
+# pyright: reportMissingImports=false
+
 import dataclasses
 import functools
 from typing import Any

@@ -1,5 +1,7 @@
 """penzai's language models, Equimo's pictures, diffusers' diffusion."""
 
+# pyright: reportMissingImports=false
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any
