@@ -140,7 +140,11 @@ def first_line(error: Exception) -> str:
 
 
 def versions(names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    """Of a checkout, the commit is part of its name."""
+    return ", ".join(
+        name if " " in name else f"{name} {importlib.metadata.version(name)}"
+        for name in names
+    )
 
 
 def run(group: str, only: Sequence[str], keep: bool) -> None:

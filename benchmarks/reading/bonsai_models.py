@@ -30,7 +30,7 @@ from flax import nnx
 from .models import Built, floats, losses, Model, tokens
 
 
-LIBRARIES = ("flax",)
+LIBRARIES = ("bonsai 3628425", "flax")
 
 DENSE = {"*": "-", "*/kernel": "i*o", "*classifier/kernel": "-", "lm_head/kernel": "-"}
 HEADS = {f"*/{name}/kernel": "ioo" for name in ("query", "key", "value")}
