@@ -196,10 +196,10 @@ def report() -> None:
             totals.update({name: row.get(name, 0) for name in COUNTS})
             failed = any(line.startswith("failed") for line in row["lines"])
             totals.update(models=1, failed=failed)
-            notes += [f"- {row['model']}: {line}" for line in row["lines"]]
+            notes += [f"- {row['model']}: {' '.join(x.split())}" for x in row["lines"]]
     print("\n**Totals**\n")
     print(Table(totals.keys(), [list(map(str, totals.values()))]).markdown())
-    print("\n**What is not as an expert has it**\n")
+    print("\n**What is unknown, wrong, refused or failed**\n")
     print(*notes, sep="\n")
 
 
