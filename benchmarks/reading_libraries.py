@@ -47,7 +47,7 @@ COUNTS = ("leaves", "right", "wrong", "unknown", "layers", "expected", "refused"
 FORMATS = {
     "model": "",
     **dict.fromkeys(COUNTS, ".0f"),
-    **dict.fromkeys(("value", "gradients", "clip"), ".0e"),
+    **dict.fromkeys(("value", "gradients", "softmax", "clip"), ".0e"),
     "seconds": ".2f",
 }
 
@@ -105,6 +105,7 @@ def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, 
     pairs = zip(jax.tree.leaves(recorded_grads), jax.tree.leaves(grads), strict=True)
     scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
     errors = [float(jnp.abs(new - old).max()) / scale for new, old in pairs]
+    seen_by_softmax = softmax_maxima(built.fun, params, built.args)
     off = []
     for layer in reading.attention:
         names = [*layer.path.split("/"), "max_logits"] if layer.path else ["max_logits"]
@@ -131,8 +132,42 @@ def compared(model: Model, built: Built, reading: mc.ModelReading) -> dict[str, 
     return {
         "value": abs(float(recorded_value - value)) / max(abs(float(value)), 1e-30),
         "gradients": max(errors),
+        "softmax": None if model.is_capped else found_among(seen_by_softmax, stats),
         "clip": max(off) if off and model.is_exact else None,
     }
+
+
+def softmax_maxima(fun: Any, params: Any, args: Sequence[Any]) -> list[float]:
+    """Of what each call of `jax.nn.softmax` gets in a run of the function alone."""
+    found: list[float] = []
+    kept = jax.nn.softmax
+
+    def watching(x: Any, *args: Any, **kwargs: Any) -> Any:
+        jax.debug.callback(lambda largest: found.append(float(largest)), x.max())
+        return kept(x, *args, **kwargs)
+
+    jax.clear_caches()  # what is traced already would pass by
+    jax.nn.softmax = watching
+    try:
+        jax.block_until_ready(jax.jit(fun)(params, *args))
+        jax.effects_barrier()
+    finally:
+        jax.nn.softmax = kept
+        jax.clear_caches()
+    return found
+
+
+def found_among(maxima: Sequence[float], stats: Any) -> float | None:
+    """How far a layer's largest logit is from what some softmax got, at most.
+
+    Nothing where the library has a softmax of its own.
+    """
+    if not maxima:
+        return None
+    rows = [np.asarray(x) for x in jax.tree.leaves(stats)]
+    layers = np.concatenate([x.max(-1).ravel() for x in rows])
+    off = np.abs(layers[:, None] - np.asarray(maxima)) / np.abs(layers)[:, None]
+    return float(off.min(-1).max())
 
 
 def first_line(error: Exception) -> str:
@@ -162,18 +197,23 @@ def run(group: str, only: Sequence[str], keep: bool) -> None:
         print(table_of(rows[-1:]).line(cells(rows[-1])), flush=True)
         for line in rows[-1]["lines"]:
             print(f"    {line}", flush=True)
+        if keep:  # at once, since a group takes minutes
+            store(group, module, rows)
     print(*failed, sep="\n")
-    if keep:
-        file = RESULTS / f"{group}.json"
-        kept = json.loads(file.read_text())["rows"] if file.exists() else []
-        by_name = {row["model"]: row for row in (*kept, *rows)}
-        content = {
-            "libraries": versions(module.LIBRARIES),
-            "environment": environment(),
-            "rows": [by_name[m.name] for m in module.MODELS if m.name in by_name],
-        }
-        RESULTS.mkdir(exist_ok=True)
-        file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def store(group: str, module: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows in place of those of the same models."""
+    file = RESULTS / f"{group}.json"
+    kept = json.loads(file.read_text())["rows"] if file.exists() else []
+    by_name = {row["model"]: row for row in (*kept, *rows)}
+    content = {
+        "libraries": versions(module.LIBRARIES),
+        "environment": environment(),
+        "rows": [by_name[m.name] for m in module.MODELS if m.name in by_name],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def cells(row: Mapping[str, Any], label: str | None = None) -> list[Any]:

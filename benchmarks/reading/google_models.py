@@ -101,9 +101,9 @@ MODELS = [
     tunix("Llama 3", "llama3", "Llama3"),
     tunix("Qwen 2", "qwen2", "Qwen2"),
     tunix("Qwen 3", "qwen3", "Qwen3", shares_gains=True),
-    gemma("Gemma 2, one key head", "Gemma2_2B", 1, GEMMA, attention=2),
-    gemma("Gemma 2, in groups", "Gemma2_2B", 2, GEMMA, attention=2),
-    gemma("Gemma 2, one einsum", "Gemma2_2B", 4, GEMMA, attention=2),
+    gemma("Gemma 2, one key head", "Gemma2_2B", 1, GEMMA, attention=2, is_capped=True),
+    gemma("Gemma 2, in groups", "Gemma2_2B", 2, GEMMA, attention=2, is_capped=True),
+    gemma("Gemma 2, one einsum", "Gemma2_2B", 4, GEMMA, attention=2, is_capped=True),
     # Its norms store their gain less one, so that no factor scales the logits.
     gemma("Gemma 3", "Gemma3_4B", 2, TURNED, refused=1),
 ]

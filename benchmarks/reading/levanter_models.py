@@ -100,6 +100,6 @@ MODELS = [
     # Its norms are over all heads together, with a gain for each entry.
     model("Olmo2", Olmo2Config, GROUPED | {"use_flash_attention": False}, STACKED),
     model("Gemma", GemmaConfig, GROUPED | {"head_dim": 8}, STACKED),
-    model("Gemma2", Gemma2Config, GROUPED | {"head_dim": 8}, STACKED),
+    model("Gemma2", Gemma2Config, GROUPED | {"head_dim": 8}, STACKED, is_capped=True),
     model("Mixtral", MixtralConfig, GROUPED, STACKED | EXPERTS),
 ]

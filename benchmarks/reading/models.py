@@ -44,6 +44,7 @@ class Model:
     - `is_exact`: whether a clip gives `min(S, tau)`. Not if `S` has a part that no
         clip scales, as tables of relative positions, and not if a layer sees its own
         output, since its weights are shared.
+    - `is_capped`: whether logits are capped before their softmax.
     - `tree`: a file of `tests/data/trees`, whose verdicts come first.
     """
 
@@ -54,6 +55,7 @@ class Model:
     refused: int = 0
     shares_gains: bool = False
     is_exact: bool = True
+    is_capped: bool = False
     tree: str | None = None
 
     def verdicts_of(self, path: str, shape: Sequence[int]) -> list[Any]:
