@@ -1,6 +1,7 @@
-"""QK-Clip and dimension numbers on models of MaxText, whose layers are scanned.
+"""Models of MaxText, whose layers are scanned, read and clipped as they are.
 
-They lie behind the first axis, and the statistics are those of MaxText's own product.
+Layers are a stack on axis 1 of their params, and the logits are read at the entry of
+MaxText's own product.
 """
 
 import functools
@@ -16,8 +17,7 @@ from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.layers import attention_op as op
 from maxtext.utils import model_creation_utils as creation
-
-import muonclip_jax as mc
+from reading_checks import check_model
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -54,6 +54,12 @@ LATENT = dict(
     v_head_dim=8,
     first_num_dense_layers=LAYERS,
 )
+WHERE = dict(
+    stacked=LAYERS,
+    module=op.AttentionOp,
+    name="compute_local_attention",
+    largest=lambda self, weights: weights.max((0, -2, -1)).reshape(-1),
+)
 
 
 @functools.cache
@@ -63,22 +69,12 @@ def model_of(**options):
     device = jax.devices()[:1]
     model = creation.from_config(config, devices=device, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    return graph, clipping.randomize(params, scale=3.0), rest
 
-
-def logits_of(graph, rest, module):
     def run(params):
-        model = nnx.merge(graph, params, rest)
+        model = nnx.merge(graph, params, rest, copy=True)
         return model(TOKENS, POSITIONS, jnp.ones_like(TOKENS), enable_dropout=False)
 
-    return clipping.reader(
-        run,
-        [module],
-        stacked=LAYERS,
-        module=op.AttentionOp,
-        name="compute_local_attention",
-        largest=lambda self, weights: weights.max((0, -2, -1)).reshape(-1),
-    )
+    return run, clipping.randomize(params, scale=3.0)
 
 
 NUMBERS = {
@@ -95,43 +91,36 @@ HEADS = {
 
 
 def test_llama():
-    graph, params, rest = model_of(decoder_block="llama2", base_num_kv_heads=2)
-    logits = logits_of(graph, rest, "decoder/layers/self_attention")
-    may_change = {"query/kernel": ..., "key/kernel": ...}
-    told = mc.named_attention(stack_axes={"decoder/layers": 1})
-    for find in (mc.named_attention(), told, None):
-        clipping.check_clip(params, logits, find, may_change)
-    clipping.check_numbers(params, NUMBERS | HEADS)
+    """Queries in groups: keys that a group shares stay."""
+    run, params = model_of(decoder_block="llama2", base_num_kv_heads=2)
+    modules = ["decoder/layers/self_attention"]
+    check_model(run, params, modules, {"query/kernel": ...}, NUMBERS | HEADS, **WHERE)
 
 
-def test_normalised_query_and_key():
+def test_normalized_query_and_key():
     """Qwen 3: the heads of a layer share the gains."""
-    graph, params, rest = model_of(
-        decoder_block="qwen3", base_num_kv_heads=2, use_qk_norm=True
-    )
-    with pytest.raises(ValueError, match="normalised after the projection.*key_norm"):
-        mc.qk_clip(attention=mc.named_attention()).init(params)
-    logits = logits_of(graph, rest, "decoder/layers/self_attention")
-    find = mc.normalised_attention(query="query_norm", key="key_norm")
+    run, params = model_of(decoder_block="qwen3", base_num_kv_heads=2, use_qk_norm=True)
+    modules = ["decoder/layers/self_attention"]
     may_change = {"query_norm/scale": ..., "key_norm/scale": ...}
-    clipping.check_clip(params, logits, find, may_change, shared=True)
-    norms = {"(query|key)_norm/scale": None}
-    clipping.check_numbers(params, NUMBERS | HEADS | norms)
+    numbers = NUMBERS | HEADS | {"(query|key)_norm/scale": None}
+    check_model(run, params, modules, may_change, numbers, shared=True, **WHERE)
 
 
 @pytest.mark.parametrize("rank", [0, 16])
 def test_latent(rank):
-    """DeepSeek, with and without the low rank of queries."""
-    graph, params, rest = model_of(q_lora_rank=rank, **LATENT)
+    """DeepSeek, with and without the low rank of queries.
+
+    Of each head's query and key the rotary part has a share of its own: the key's is
+    shared, so that the query's part has the whole factor.
+    """
+    run, params = model_of(q_lora_rank=rank, **LATENT)
     query = "wq_b" if rank else "query"
-    logits = logits_of(graph, rest, "decoder/dense_layers/self_attention")
     may_change = {f"{query}/kernel": ..., "wkv_b/kernel": np.s_[..., :NOPE]}
-    find = mc.latent_attention(NOPE)
-    clipping.check_clip(params, logits, find, may_change)
-    numbers = {
+    numbers = NUMBERS | {
         "out/kernel": HEADS["out/kernel"],
         f"({query}|wkv_b)/kernel": (-4, (-2, -1)),
         "(wq_a|wkv_a)/kernel" if rank else "wkv_a/kernel": (-3, -1),
         "self_attention/.*norm/scale": None,
     }
-    clipping.check_numbers(params, NUMBERS | numbers)
+    modules = ["decoder/dense_layers/self_attention"]
+    check_model(run, params, modules, may_change, numbers, **WHERE)

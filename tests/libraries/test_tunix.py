@@ -1,4 +1,4 @@
-"""QK-Clip and dimension numbers on models of Google's `tunix`."""
+"""Models of Google's `tunix`, read and clipped as they are."""
 
 import functools
 import importlib
@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-
-import muonclip_jax as mc
+from reading_checks import check_model
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -38,81 +37,27 @@ def model_of(family, name):
     )
     model = nnx.eval_shape(lambda: getattr(module, name)(config, rngs=nnx.Rngs(0)))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    return graph, clipping.randomize(params, scale=3.0), rest
 
-
-def logits_of(graph, rest):
     def run(params):
         return nnx.merge(graph, params, rest)(TOKENS, POSITIONS, None, MASK)[0]
 
-    return clipping.reader(run, MODULES)
+    return run, clipping.randomize(params, scale=3.0)
 
 
 def test_llama():
-    graph, params, rest = model_of("llama3", "Llama3")
-    may_change = {"q_proj/w": ..., "k_proj/w": ...}
-    find = mc.named_attention()
-    clipping.check_clip(params, logits_of(graph, rest), find, may_change)
-    clipping.check_numbers(params, NUMBERS)
+    """Queries in groups: keys that a group shares stay."""
+    check_model(*model_of("llama3", "Llama3"), MODULES, {"q_proj/w": ...}, NUMBERS)
 
 
-def test_captured_statistics():
-    """From outside, with the rotation said, they are what enters the softmax."""
-    graph, params, rest = model_of("llama3", "Llama3")
-    module = importlib.import_module("tunix.models.llama3.model")
-    model = nnx.merge(graph, params, rest)
-    run = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
-    _, captured = run(TOKENS, POSITIONS, None, MASK)
-
-    def rotate(x):
-        return module.apply_rope(x, POSITIONS, head_dim=8)
-
-    stats = mc.captured_attention_stats(
-        captured,
-        scale=None,
-        is_causal=True,
-        transform=lambda q, k: (rotate(q), rotate(k)),
-    )
-    clipping.check_statistics(stats, logits_of(graph, rest)(params))
+def test_biases_next_to_the_projections():
+    may_change = {"q_proj/w": ..., "q_bias": ...}
+    numbers = NUMBERS | {"[qkv]_bias": None}
+    check_model(*model_of("qwen2", "Qwen2"), MODULES, may_change, numbers)
 
 
-def test_biases_beside_the_projections():
-    graph, params, rest = model_of("qwen2", "Qwen2")
-    may_change = dict.fromkeys(["q_proj/w", "k_proj/w", "q_bias", "k_bias"], ...)
-    find = mc.named_attention()
-    clipping.check_clip(params, logits_of(graph, rest), find, may_change)
-    clipping.check_numbers(params, NUMBERS | {"[qkv]_bias": None})
-
-
-def test_normalised_query_and_key():
+def test_normalized_query_and_key():
     """The gains of the norms are clipped, for all heads by the largest of them."""
-    graph, params, rest = model_of("qwen3", "Qwen3")
-    clipping.check_numbers(params, NUMBERS | {"[qk]_norm/w": None})
-    with pytest.raises(ValueError, match="normalised after the projection.*k_norm"):
-        mc.qk_clip(attention=mc.named_attention()).init(params)
-    find = mc.normalised_attention(query="q_norm", key="k_norm")
     may_change = {"q_norm/w": ..., "k_norm/w": ...}
-    logits = logits_of(graph, rest)
-    clipping.check_clip(params, logits, find, may_change, shared=True)
-
-
-def test_captured_statistics_of_normalised_query_and_key():
-    """From the outputs of the norms."""
-    graph, params, rest = model_of("qwen3", "Qwen3")
-    module = importlib.import_module("tunix.models.qwen3.model")
-    model = nnx.merge(graph, params, rest)
-    run = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
-    _, captured = run(TOKENS, POSITIONS, None, MASK)
-
-    def rotate(x):
-        return module.apply_rope(x, POSITIONS, head_dim=8)
-
-    stats = mc.captured_attention_stats(
-        captured,
-        scale=None,
-        is_causal=True,
-        query="q_norm",
-        key="k_norm",
-        transform=lambda q, k: (rotate(q), rotate(k)),
-    )
-    clipping.check_statistics(stats, logits_of(graph, rest)(params))
+    numbers = NUMBERS | {"[qk]_norm/w": None}
+    model = model_of("qwen3", "Qwen3")
+    check_model(*model, MODULES, may_change, numbers, shared=True)

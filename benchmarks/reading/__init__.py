@@ -1,0 +1,1 @@
+"""Models of real libraries, and what an expert says of every leaf before it is read."""

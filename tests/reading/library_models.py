@@ -1,0 +1,670 @@
+"""Models with the structure of real libraries' models, written out in plain JAX.
+
+The benchmark `reading_libraries.py` builds the real ones. These need no library: each
+keeps what is particular about its model, and leaves out what the others have.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import normal
+
+
+B, T, D, H, E, F, V, L = 2, 6, 16, 4, 4, 24, 19, 2
+IDS = np.random.default_rng(0).integers(0, V, (B, T))
+FLAT = {"q": "io", "k": "io", "v": "io", "o": "io"}
+
+
+@dataclasses.dataclass
+class Model:
+    """A function, and what an expert says of each of its parameters.
+
+    - `params`: from a path to `(shape, verdict)`; a verdict has a letter for each axis,
+        `i` for an input, `o` for an output, `s` for a stack, or is the label of a leaf
+        that goes to AdamW.
+    - `loss`: `loss(params, record, *args)`, which hands the logits of each attention
+        layer, `(batch, heads, queries, keys)` or with more axes of heads, to `record`.
+    - `layers`: paths of the attention layers, in the order in which they run.
+    - `shares`: whether all heads of a layer share what can be scaled.
+    - `runs_once`: whether a layer's inputs do not depend on its own weights.
+    """
+
+    params: dict[str, tuple[tuple[int, ...], str]]
+    loss: Callable[..., Any]
+    args: tuple[Any, ...] = (IDS,)
+    layers: tuple[str, ...] = ()
+    shares: bool = False
+    runs_once: bool = True
+
+    def values(self) -> dict[str, jax.Array]:
+        """Kernels by the width of their inputs, vectors about one."""
+        found = {}
+        for i, (path, (shape, _)) in enumerate(self.params.items()):
+            x = normal((3, i), *shape)
+            found[path] = 1 + 0.3 * x if len(shape) < 2 else 2 * x * shape[-2] ** -0.5
+        return found
+
+
+MODELS: dict[str, Model] = {}
+
+
+def model(params: dict[str, tuple[tuple[int, ...], str]], **about: Any):
+    """Registers a loss under its name."""
+
+    def register(loss: Callable[..., Any]) -> Callable[..., Any]:
+        MODELS[loss.__name__] = Model(params, loss, **about)
+        return loss
+
+    return register
+
+
+def normed(x, gain=1.0):
+    return gain * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def cut(x, heads=H):
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def rotated(x, width=None):
+    """By halves, of the first entries of each head."""
+    width = width or x.shape[-1]
+    a, b = jnp.split(x[..., :width], 2, -1)
+    angle = jnp.arange(x.shape[1])[:, None, None] / 10.0 ** jnp.arange(width // 2)
+    turned = [a * jnp.cos(angle) - b * jnp.sin(angle)]
+    turned += [b * jnp.cos(angle) + a * jnp.sin(angle), x[..., width:]]
+    return jnp.concatenate(turned, -1)
+
+
+def attend(record, query, key, value, *, scale=E**-0.5, bias=0.0, causal=True, cap=0):
+    """Of `(batch, length, heads, features)`; groups of queries share keys."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale + bias
+    mask = jnp.tri(*logits.shape[-2:], dtype=bool) if causal else True
+    record(jnp.where(mask, logits, -jnp.inf))
+    logits = cap * jnp.tanh(logits / cap) if cap else logits
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return out.reshape(*out.shape[:2], -1)
+
+
+def cross_entropy(logits):
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+def layers_of(names):
+    """The leaves of each of `L` layers: `{name: (shape, verdict)}`."""
+    return {f"{i}/{k}": v for i in range(L) for k, v in names.items()}
+
+
+def in_layer(p, i):
+    return {k.removeprefix(f"{i}/"): x for k, x in p.items() if k.startswith(f"{i}/")}
+
+
+PROJECTIONS = {f"att/{n}": ((D, D), v) for n, v in FLAT.items()}
+MLP = {"up": ((D, F), "io"), "down": ((F, D), "io")}
+EMBED = {"embed": ((V, D), "embedding")}
+HEAD = {"head": ((D, V), "head")}
+ATT = ("0/att", "1/att")
+
+
+def mlp(p, x):
+    return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+@model(
+    EMBED
+    | {"position": ((T, D), "vector"), "segment": ((2, D), "embedding")}
+    | layers_of(
+        PROJECTIONS | MLP | {"att/bq": ((D,), "vector"), "norm": ((D,), "vector")}
+    )
+    | {"transform": ((D, D), "io"), "bias": ((V,), "vector")},
+    layers=ATT,
+)
+def bert(p, record, ids):
+    """Norms after the residual, a tied head with a transform and a bias."""
+    x = p["embed"][ids] + p["position"] + p["segment"][jnp.zeros_like(ids)]
+    for i in range(L):
+        q = in_layer(p, i)
+        query = cut(x @ q["att/q"] + q["att/bq"])
+        key, value = cut(x @ q["att/k"]), cut(x @ q["att/v"])
+        x = x + attend(record, query, key, value, causal=False) @ q["att/o"]
+        x = normed(x + mlp(q, normed(x)), q["norm"])
+    return cross_entropy(jax.nn.gelu(x @ p["transform"]) @ p["embed"].T + p["bias"])
+
+
+@model(
+    EMBED
+    | layers_of(
+        {
+            "att/qkv": ((3 * D, D), "oi"),
+            "att/b": ((3 * D,), "vector"),
+            "o": ((D, D), "oi"),
+            "up": ((F, D), "oi"),
+            "down": ((D, F), "oi"),
+        }
+    ),
+    layers=ATT,
+)
+def gpt2(p, record, ids):
+    """HuggingFace: kernels (outputs, inputs); query, key and value are thirds."""
+    x = p["embed"][ids]
+    for i in range(L):
+        q = in_layer(p, i)
+        thirds = jnp.split(normed(x) @ q["att/qkv"].T + q["att/b"], 3, -1)
+        x = x + attend(record, *map(cut, thirds)) @ q["o"].T
+        x = x + jax.nn.gelu(normed(x) @ q["up"].T) @ q["down"].T
+    return cross_entropy(normed(x) @ p["embed"].T)
+
+
+@model(
+    EMBED
+    | layers_of(
+        MLP
+        | {
+            "att/qkv": ((D, 3 * D), "io"),
+            "att/b": ((3 * D,), "vector"),
+            "o": ((D, D), "io"),
+        }
+    )
+    | HEAD,
+    layers=ATT,
+)
+def gpt_neox(p, record, ids):
+    """Each head has its query, key and value in a row; half of a head is rotated."""
+    x = p["embed"][ids]
+    for i in range(L):
+        q = in_layer(p, i)
+        y = normed(x)
+        query, key, value = jnp.split(cut(y @ q["att/qkv"] + q["att/b"]), 3, -1)
+        query, key = rotated(query, 2), rotated(key, 2)
+        x = x + attend(record, query, key, value) @ q["o"] + mlp(q, y)
+    return cross_entropy(normed(x) @ p["head"])
+
+
+GROUPED = {
+    "att/q": ((D, D), "io"),
+    "att/k": ((D, 2 * E), "io"),
+    "att/v": ((D, 2 * E), "io"),
+    "att/o": ((D, D), "io"),
+}
+
+
+@model(
+    EMBED
+    | layers_of(GROUPED | MLP | {"gate": ((D, F), "io"), "norm": ((D,), "vector")})
+    | HEAD,
+    layers=ATT,
+)
+def llama(p, record, ids):
+    x = p["embed"][ids]
+    for i in range(L):
+        q = in_layer(p, i)
+        y = normed(x, q["norm"])
+        query, key = rotated(cut(y @ q["att/q"])), rotated(cut(y @ q["att/k"], 2))
+        x = x + attend(record, query, key, cut(y @ q["att/v"], 2)) @ q["att/o"]
+        y = normed(x)
+        x = x + (jax.nn.silu(y @ q["gate"]) * (y @ q["up"])) @ q["down"]
+    return cross_entropy(normed(x) @ p["head"])
+
+
+@model(
+    EMBED
+    | layers_of({"att/qkv": ((D, 2 * 4 * E), "io"), "o": ((D, D), "io")} | MLP)
+    | HEAD,
+    layers=ATT,
+)
+def falcon(p, record, ids):
+    """A group has its two queries, then its key, then its value."""
+    x = p["embed"][ids]
+    for i in range(L):
+        q = in_layer(p, i)
+        y = normed(x)
+        groups = (y @ q["att/qkv"]).reshape(B, T, 2, 4, E)
+        query = groups[..., :2, :].reshape(B, T, H, E)
+        key, value = groups[..., 2, :], groups[..., 3, :]
+        x = x + attend(record, rotated(query), rotated(key), value) @ q["o"] + mlp(q, y)
+    return cross_entropy(normed(x) @ p["head"])
+
+
+CROSS = {f"cross/{n}": ((D, D), v) for n, v in FLAT.items()}
+
+
+@model(
+    EMBED
+    | {"e/bias": ((8, H), "embedding")}
+    | {f"e/{k}": v for k, v in (PROJECTIONS | MLP).items()}
+    | {f"d/{k}": v for k, v in (PROJECTIONS | CROSS | MLP).items()},
+    layers=("e/att", "d/att", "d/cross"),
+)
+def t5(p, record, ids):
+    """Tables of relative positions, of which only the encoder's are kept here.
+
+    The encoder's logits have a part that no clip scales, so that the test of clipping
+    gives them as they are without it.
+    """
+    distance = jnp.clip(jnp.arange(T)[:, None] - jnp.arange(T) + 4, 0, 7)
+    bias = 1e-9 * p["e/bias"][distance].transpose(2, 0, 1)
+
+    def heads(prefix, x, y):
+        names = (("q", x), ("k", y), ("v", y))
+        return (cut(z @ p[f"{prefix}/{n}"]) for n, z in names)
+
+    x = normed(p["embed"][ids])
+    kept = {"scale": 1.0, "causal": False}
+    y = x + attend(record, *heads("e/att", x, x), bias=bias, **kept) @ p["e/att/o"]
+    y = normed(y + jax.nn.relu(y @ p["e/up"]) @ p["e/down"])
+    x = normed(x + attend(record, *heads("d/att", x, x), scale=1.0) @ p["d/att/o"])
+    x = normed(x + attend(record, *heads("d/cross", x, y), **kept) @ p["d/cross/o"])
+    x = normed(x + jax.nn.relu(x @ p["d/up"]) @ p["d/down"])
+    return cross_entropy(x @ p["embed"].T)
+
+
+@model(
+    EMBED | {"inner": ((D, D), "io")} | PROJECTIONS | MLP,
+    layers=("att",),
+    runs_once=False,
+)
+def albert(p, record, ids):
+    """One layer, twice: the statistic is the larger of both."""
+    x = p["embed"][ids] @ p["inner"]
+    for _ in range(L):
+        query, key, value = (cut(x @ p[f"att/{n}"]) for n in "qkv")
+        x = normed(x + attend(record, query, key, value, causal=False) @ p["att/o"])
+        x = normed(x + mlp(p, x))
+    return cross_entropy(x @ p["embed"].T)
+
+
+PIXELS = normal(5, B, 8, 8, 3)
+
+
+def convolved(x, w, stride=1, groups=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, w, (stride,) * 2, "SAME", None, None, numbers, groups
+    )
+
+
+VISION = {"patches": ((4, 4, 3, D), "iiio"), "cls": ((1, 1, D), "vector")}
+VISION |= {"position": ((1, 5, D), "vector")} | PROJECTIONS | MLP
+
+
+def seen(p, record, pixels):
+    x = convolved(pixels, p["patches"], 4).reshape(B, 4, D)
+    x = jnp.concatenate([jnp.tile(p["cls"], (B, 1, 1)), x], 1) + p["position"]
+    y = normed(x)
+    query, key, value = (cut(y @ p[f"att/{n}"]) for n in "qkv")
+    x = x + attend(record, query, key, value, causal=False) @ p["att/o"]
+    return normed(x + mlp(p, normed(x)))[:, 0]
+
+
+@model(VISION | {"head": ((D, 7), "head")}, args=(PIXELS,), layers=("att",))
+def vit(p, record, pixels):
+    """Patches by a convolution, a learned token that is classified."""
+    return cross_entropy(seen(p, record, pixels) @ p["head"])
+
+
+@model(
+    {f"i/{k}": v for k, v in VISION.items()}
+    | {f"t/{k}": v for k, v in (EMBED | PROJECTIONS).items()}
+    | {"i/out": ((D, E), "io"), "t/out": ((D, E), "io"), "scale": ((), "vector")},
+    args=(PIXELS, IDS),
+    layers=("i/att", "t/att"),
+)
+def clip(p, record, pixels, ids):
+    """Images and texts are compared by a product, whose softmax weighs nothing."""
+    a = seen({k[2:]: x for k, x in p.items() if k[0] == "i"}, record, pixels)
+    x = p["t/embed"][ids]
+    query, key, value = (cut(normed(x) @ p[f"t/att/{n}"]) for n in "qkv")
+    x = x + attend(record, query, key, value) @ p["t/att/o"]
+    a, b = normed(a @ p["i/out"]), normed(x[:, -1] @ p["t/out"])
+    logits = jnp.exp(p["scale"]) * a @ b.T
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+
+
+@model(
+    {
+        "stem": ((4, 4, 3, 8), "iiio"),
+        "depthwise": ((3, 3, 1, 8), "vector"),
+        "up": ((8, F), "io"),
+        "down": ((F, 8), "io"),
+        "scale": ((8,), "vector"),
+        "between": ((2, 2, 8, 12), "iiio"),
+        "head": ((12, 7), "head"),
+    },
+    args=(PIXELS,),
+)
+def convnext(p, record, pixels):
+    """A depthwise window, then a perceptron by 1, with a scale of the layer."""
+    x = convolved(pixels, p["stem"], 2)
+    y = normed(convolved(x, p["depthwise"], groups=8))
+    x = x + p["scale"] * (jax.nn.gelu(y @ p["up"]) @ p["down"])
+    x = convolved(normed(x), p["between"], 2)
+    return cross_entropy(normed(x.mean((1, 2))) @ p["head"])
+
+
+LATENT = {
+    "att/q": ((D, L, H, 6), "isoo"),
+    "att/kv_a": ((D, L, 7), "iso"),
+    "att/gain": ((L, 5), "vector"),
+    "att/kv_b": ((5, L, H, 4 + E), "isoo"),
+    "o": ((H, L, E, D), "isio"),
+    "up": ((D, L, F), "iso"),
+    "down": ((F, L, D), "iso"),
+}
+
+
+@model(EMBED | LATENT | HEAD, layers=("att",))
+def deepseek(p, record, ids):
+    """MaxText: layers on axis 1; a latent key, and one rotary key that heads share."""
+
+    def layer(x, q):
+        y = normed(x)
+        query = jnp.einsum("btd,dhe->bthe", y, q["att/q"])
+        low, shared = jnp.split(y @ q["att/kv_a"], [5], -1)
+        low = normed(low, q["att/gain"])
+        key, value = jnp.split(
+            jnp.einsum("btr,rhe->bthe", low, q["att/kv_b"]), [4], axis=-1
+        )
+        shared = jnp.broadcast_to(rotated(shared[:, :, None]), (B, T, H, 2))
+        query = jnp.concatenate([query[..., :4], rotated(query[..., 4:])], -1)
+        out = cut(attend(record, query, jnp.concatenate([key, shared], -1), value))
+        x = x + jnp.einsum("bthe,hed->btd", out, q["o"])
+        return x + mlp(q, normed(x)), None
+
+    axes = {k: jnp.moveaxis(p[k], 0 if k == "att/gain" else 1, 0) for k in LATENT}
+    x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][ids], axes)
+    return cross_entropy(normed(x) @ p["head"])
+
+
+MIXED = {f"att/{n}": ((L, D, D), "sio") for n in FLAT}
+MIXED |= {"router": ((L, D, 3), "router"), "up": ((L, 3, D, F), "ssio")}
+MIXED |= {"gate": ((L, 3, D, F), "ssio"), "down": ((L, 3, F, D), "ssio")}
+
+
+@model(EMBED | MIXED | HEAD, layers=("att",))
+def mixtral(p, record, ids):
+    """Scanned layers of experts, two for a token, tokens sorted by expert."""
+
+    def layer(x, q):
+        y = normed(x)
+        query, key, value = (cut(y @ q[f"att/{n}"]) for n in "qkv")
+        x = x + attend(record, rotated(query), rotated(key), value) @ q["att/o"]
+        y = normed(x).reshape(-1, D)
+        gates, chosen = jax.lax.top_k(y @ q["router"], 2)
+        order = jnp.argsort(chosen.ravel())
+        sizes = jnp.bincount(chosen.ravel(), length=3)
+        rows = jnp.repeat(y, 2, 0)[order]
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, q["gate"], sizes))
+        hidden = hidden * jax.lax.ragged_dot(rows, q["up"], sizes)
+        out = jax.lax.ragged_dot(hidden, q["down"], sizes)[jnp.argsort(order)]
+        weights = jax.nn.softmax(gates)
+        x = x + (out.reshape(-1, 2, D) * weights[..., None]).sum(1).reshape(x.shape)
+        return x, None
+
+    x, _ = jax.lax.scan(layer, p["embed"][ids], {k: p[k] for k in MIXED})
+    return cross_entropy(normed(x) @ p["head"])
+
+
+@model(
+    EMBED
+    | layers_of(
+        {
+            "att/q": ((H, D, E), "oio"),
+            "att/kv": ((2, 2, D, E), "ooio"),
+            "o": ((H, E, D), "iio"),
+            "gate_up": ((2, F, D), "ooi"),
+            "down": ((F, D), "io"),
+            "after": ((D,), "vector"),
+        }
+    ),
+    layers=ATT,
+)
+def gemma2(p, record, ids):
+    """Einsums, key and value in one leaf, logits capped, norms after, a tied head.
+
+    The axis of key and value is a free one of their product, so an output like others.
+    """
+    x = p["embed"][ids] * D**0.5
+    for i in range(L):
+        q = in_layer(p, i)
+        y = normed(x)
+        query = jnp.einsum("btd,hde->bthe", y, q["att/q"]) * E**-0.5
+        key, value = jnp.einsum("bsd,ckde->cbske", y, q["att/kv"])
+        out = attend(record, rotated(query), rotated(key), value, scale=1.0, cap=50.0)
+        out = jnp.einsum("bthe,hed->btd", cut(out), q["o"])
+        x = x + normed(out, 1 + q["after"])
+        gate, up = jnp.einsum("btd,cfd->cbtf", normed(x), q["gate_up"])
+        x = x + (jax.nn.gelu(gate) * up) @ q["down"]
+    return cross_entropy(30.0 * jnp.tanh(normed(x) @ p["embed"].T / 30.0))
+
+
+@model(
+    EMBED
+    | layers_of(
+        {
+            "q": ((D, H, E), "ioo"),
+            "k": ((D, 2, E), "ioo"),
+            "v": ((D, 2, E), "ioo"),
+            "o": ((H, E, D), "iio"),
+            "att/q_norm": ((E,), "vector"),
+            "att/k_norm": ((E,), "vector"),
+        }
+    )
+    | HEAD,
+    layers=ATT,
+    shares=True,
+)
+def qwen3(p, record, ids):
+    """Query and key are normalized, with gains that all heads of a layer share."""
+    x = p["embed"][ids]
+    for i in range(L):
+        q = in_layer(p, i)
+        y = normed(x)
+        query, key, value = (jnp.einsum("btd,dhe->bthe", y, q[n]) for n in "qkv")
+        query = rotated(normed(query, q["att/q_norm"]))
+        key = rotated(normed(key, q["att/k_norm"]))
+        out = cut(attend(record, query, key, value))
+        x = x + jnp.einsum("bthe,hed->btd", out, q["o"])
+    return cross_entropy(normed(x) @ p["head"])
+
+
+STACKED = {
+    "att/q": ((L, 2, 2, E, D), "soooi"),
+    "att/k": ((L, 2, E, D), "sooi"),
+    "att/v": ((L, 2, E, D), "sooi"),
+    "o": ((L, D, 2, 2, E), "soiii"),
+    "norm": ((L, D), "vector"),
+}
+
+
+@model(EMBED | STACKED | {"head": ((V, D), "head")}, layers=("att",))
+def levanter(p, record, ids):
+    """Stacked layers; queries have an axis of groups and one of their members."""
+
+    def layer(x, q):
+        y = normed(x, q["norm"])
+        query = jnp.einsum("btd,kged->btkge", y, q["att/q"]).reshape(B, T, H, E)
+        key, value = (jnp.einsum("btd,ked->btke", y, q[f"att/{n}"]) for n in "kv")
+        out = attend(record, rotated(query), rotated(key), value)
+        return x + jnp.einsum(
+            "btkge,dkge->btd", out.reshape(B, T, 2, 2, E), q["o"]
+        ), None
+
+    scanned = {k: p[k] for k in STACKED}
+    x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][ids], scanned)
+    return cross_entropy(jnp.einsum("btd,vd->btv", normed(x), p["head"]))
+
+
+@model(
+    EMBED
+    | {f"att/{n}": ((D, D), "oi") for n in FLAT}
+    | {"up": ((F, D), "oi"), "down": ((D, F), "oi"), "head": ((V, D), "head")},
+    layers=("att",),
+)
+def equinox(p, record, ids):
+    """Kernels (outputs, inputs), a layer that sees a row, mapped over the batch."""
+
+    def row(ids):
+        x = jax.vmap(lambda i: p["embed"][i])(ids)
+        heads = (jax.vmap(lambda y, n=n: p[f"att/{n}"] @ y)(x) for n in "qkv")
+        query, key, value = (cut(y) for y in heads)
+        logits = jnp.einsum("qhd,khd->hqk", query, key) / np.sqrt(E)
+        out = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(logits), value)
+        x = x + jax.vmap(lambda y: p["att/o"] @ y.ravel())(out)
+        x = x + jax.vmap(lambda y: p["down"] @ jax.nn.gelu(p["up"] @ y))(x)
+        return jax.vmap(lambda y: p["head"] @ y)(x), logits
+
+    out, logits = jax.vmap(row)(ids)
+    record(logits)
+    return cross_entropy(out)
+
+
+@model(
+    EMBED
+    | {"lstm": ((D + 8, 32), "io"), "b": ((32,), "vector")}
+    | {"gru_in": ((8, 24), "io"), "gru": ((8, 24), "io"), "head": ((8, V), "head")}
+)
+def haiku_recurrent(p, record, ids):
+    """One kernel of the input and the state together, then two of them apart."""
+
+    def step(carry, x):
+        h, c, g = carry
+        y = jnp.concatenate([x, h], -1) @ p["lstm"] + p["b"]
+        i, f, o, u = (jax.nn.sigmoid(z) for z in jnp.split(y, 4, -1))
+        c = f * c + i * jnp.tanh(u)
+        h = o * jnp.tanh(c)
+        z, r, a = jnp.split(h @ p["gru_in"], 3, -1)
+        hz, hr, ha = jnp.split(g @ p["gru"], 3, -1)
+        z, r = jax.nn.sigmoid(z + hz), jax.nn.sigmoid(r + hr)
+        g = (1 - z) * g + z * jnp.tanh(a + r * ha)
+        return (h, c, g), g
+
+    zeros = jnp.zeros((B, 8))
+    x = p["embed"][ids].swapaxes(0, 1)
+    _, x = jax.lax.scan(step, (zeros, zeros, zeros), x)
+    return cross_entropy(x @ p["head"])
+
+
+@model(
+    EMBED
+    | {
+        "in": ((D, 2 * D + 8 + H), "io"),
+        "window": ((3, 1, D + 8), "vector"),
+        "decay": ((H,), "vector"),
+        "step": ((H,), "vector"),
+        "skip": ((H,), "vector"),
+        "norm": ((D,), "vector"),
+        "out": ((D, D), "io"),
+    }
+)
+def mamba2(p, record, ids):
+    """One product makes gate, input, both state projections and the steps."""
+    x = p["embed"][ids]
+    gate, xbc, dt = jnp.split(normed(x) @ p["in"], [D, 2 * D + 8], -1)
+    xbc = jax.lax.conv_general_dilated(
+        jnp.pad(xbc, ((0, 0), (2, 0), (0, 0))), p["window"], (1,), "VALID", None, None,
+        ("NHC", "HIO", "NHC"), D + 8,
+    )  # fmt: skip
+    u, b, c = jnp.split(jax.nn.silu(xbc), [D, D + 4], -1)
+    dt = jax.nn.softplus(dt + p["step"])
+    u = cut(u)
+
+    def step(state, now):
+        u, b, c, dt = now
+        kept = jnp.exp(-jnp.exp(p["decay"]) * dt)[..., None, None]
+        state = kept * state + jnp.einsum("bhe,bn,bh->bhen", u, b, dt)
+        return state, jnp.einsum("bhen,bn->bhe", state, c)
+
+    by_time = jax.tree.map(lambda y: y.swapaxes(0, 1), (u, b, c, dt))
+    _, y = jax.lax.scan(step, jnp.zeros((B, H, E, 4)), by_time)
+    y = (y.swapaxes(0, 1) + p["skip"][:, None] * u).reshape(B, T, D)
+    x = x + normed(y * jax.nn.silu(gate), p["norm"]) @ p["out"]
+    return cross_entropy(normed(x) @ p["embed"].T)
+
+
+@model(
+    {"latents": ((3, D), "vector")}
+    | {"read": ((5, D), "io")}
+    | {f"att/{n}": ((D, D), "io") for n in FLAT}
+    | MLP
+    | {"head": ((D, 7), "head")},
+    args=(normal(6, B, 9, 5),),
+    layers=("att",),
+)
+def perceiver(p, record, x):
+    """Learned queries look at the input."""
+    x = x @ p["read"]
+    latents = jnp.broadcast_to(p["latents"], (B, 3, D))
+    query = cut(normed(latents) @ p["att/q"])
+    key, value = (cut(normed(x) @ p[f"att/{n}"]) for n in "kv")
+    y = latents + attend(record, query, key, value, causal=False) @ p["att/o"]
+    y = y + mlp(p, normed(y))
+    return cross_entropy(normed(y.mean(1)) @ p["head"])
+
+
+@model(
+    {
+        "in": ((3, 3, 3, D), "iiio"),
+        "time": ((D, F), "io"),
+        "time_2": ((F, D), "io"),
+        "conv": ((3, 3, D, D), "iiio"),
+        "text": ((V, D), "embedding"),
+        "out": ((3, 3, D, 3), "head"),
+    }
+    | PROJECTIONS,
+    args=(PIXELS, np.asarray([1.0, 4.0]), IDS),
+    layers=("att",),
+)
+def diffusion(p, record, pixels, time, ids):
+    """A time's sines through a perceptron, pixels that look at text, pixels out."""
+    angle = time[:, None] / 10.0 ** jnp.arange(D // 2)
+    time = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
+    time = jax.nn.silu(time @ p["time"]) @ p["time_2"]
+    x = convolved(pixels, p["in"])
+    x = x + convolved(jax.nn.silu(normed(x) + time[:, None, None]), p["conv"])
+    y, text = normed(x).reshape(B, -1, D), p["text"][ids]
+    query = cut(y @ p["att/q"])
+    key, value = (cut(text @ p[f"att/{n}"]) for n in "kv")
+    out = attend(record, query, key, value, causal=False) @ p["att/o"]
+    x = x + out.reshape(x.shape)
+    return jnp.mean((convolved(jax.nn.silu(normed(x)), p["out"]) - pixels) ** 2)
+
+
+@model(
+    {
+        "edges": ((2 * D, D), "io"),
+        "nodes": ((2 * D, D), "io"),
+        "head": ((D, 7), "head"),
+    },
+    args=(normal(9, 5, D), np.asarray([0, 1, 2, 3]), np.asarray([1, 2, 4, 0])),
+)
+def graph(p, record, nodes, senders, receivers):
+    """jraph: messages along edges are summed at their receivers."""
+    ends = jnp.concatenate([nodes[senders], nodes[receivers]], -1)
+    messages = jax.nn.relu(ends @ p["edges"])
+    sums = jax.ops.segment_sum(messages, receivers, 5)
+    nodes = jax.nn.relu(jnp.concatenate([nodes, sums], -1) @ p["nodes"])
+    return cross_entropy(nodes.sum(0) @ p["head"])
+
+
+@model(
+    {
+        "first": ((9, F), "io"),
+        "second": ((F, F), "io"),
+        "mean": ((F, 3), "head"),
+        "log_std": ((3,), "vector"),
+        "value": ((F, 1), "vector"),
+    },
+    args=(normal(10, B, 9),),
+)
+def actor_critic(p, record, x):
+    """Brax: a policy with a deviation that no input changes, and a value."""
+    x = jnp.tanh(jnp.tanh(x @ p["first"]) @ p["second"])
+    mean, value = x @ p["mean"], (x @ p["value"])[..., 0]
+    likelihood = jnp.sum(((1.0 - mean) / jnp.exp(p["log_std"])) ** 2, -1)
+    return jnp.mean(likelihood + (value - 1.0) ** 2)
