@@ -29,6 +29,8 @@ _LEARNED |= {"codebook", "codebooks", "codevectors"}
 _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
+# Hyper-connections (arXiv:2409.19606): what is read of streams, and written to them.
+_OF_STREAMS = {(x, y) for x in ("static", "dynamic") for y in ("alpha", "beta")}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
 _LOGITS = {"logit", "logits"}
 
@@ -100,7 +102,7 @@ def kind(path: Path) -> str:
     if name in _VECTORS or (is_norm and _LAYERS.isdisjoint(module[-1:])):
         return "norm"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    if ends & _GAINS or (not is_kernel and "shift" in own):
+    if ends & _GAINS or (not is_kernel and "shift" in own) or own[:2] in _OF_STREAMS:
         return "gain"
     # A word has to end a table's name or begin it: `embeddings_project` is none. What
     # Flax calls a kernel is one only if its module is called so.
@@ -146,6 +148,10 @@ CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
 STACKED |= {"dense_layers", "moe_layers"}
 EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
+
+#: Next to the decays `A_log` of linear attention, as Qwen3-Next, Qwen3.5, Kimi Linear
+#: and flash-linear-attention call them. Qwen trains them by AdamW.
+NUMBERS_OF_HEADS = {"in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj"}
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
 IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}

@@ -283,7 +283,9 @@ class Reading:
         if kind in ("embedding", "positions or tokens") and not (
             is_kernel and has_bias
         ):
-            return Verdict(None, kind, label=kind if kind == "embedding" else "vector")
+            # One row is added to activations, nothing looks it up.
+            is_table = kind == "embedding" and shape[0] > 1
+            return Verdict(None, kind, label="embedding" if is_table else "vector")
         if kind == "logarithms":
             return Verdict(None, kind)
         if rank > 2 and sum(size != 1 for size in shape) == 1 and not is_kernel:
@@ -291,9 +293,14 @@ class Reading:
         if "head" in (kind, kind_written):
             return Verdict(None, "output head: named so", label="head")
         if own in self._routers:
+            if 1 in shape:  # of the shared expert
+                return Verdict(None, "gate of one number")
             return Verdict(None, "router", label="router")
 
         if rank == 2:
+            is_of_heads = own[-2:-1] != () and own[-2] in names.NUMBERS_OF_HEADS
+            if is_of_heads and (*own[:-2], "A_log") in self._shape:
+                return Verdict(None, "one number for each head")
             if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
                 # RecurrentGemma: (window, channels)
                 return Verdict(None, "depthwise convolution", is_sure=False)
@@ -332,7 +339,13 @@ class Reading:
         for place, (features, experts) in self._routers.values():
             is_inside = path[: len(place)] == place and not leaf.is_open
             if is_inside and shape[-3] == experts and features in shape[-2:]:
-                return Verdict(leaf.numbers((-2,), (-1,)), "experts of a router")
+                # HuggingFace keeps outputs first in some models: what is called down
+                # gives features, and what is called up or gate takes them.
+                said = {*names.words(own[-1]), *names.words(module)}
+                is_told = said & {"up", "gate", "down"} and shape[-2] != shape[-1]
+                is_turned = is_told and (shape[-1] == features) != ("down" in said)
+                sides = ((-1,), (-2,)) if is_turned else ((-2,), (-1,))
+                return Verdict(leaf.numbers(*sides), "experts of a router")
         if not is_kernel:
             return self._open(leaf)
 
@@ -395,7 +408,8 @@ class Reading:
             if verdict.numbers is not None:
                 axes = verdict.numbers.reduction_axis
                 inputs = [full[i] for i in ((axes,) if isinstance(axes, int) else axes)]
-                if names.CONVOLUTION.search("".join(leaf.path[-2:-1])) and inputs[1:]:
+                is_named = names.CONVOLUTION.search("".join(leaf.path[-2:-1]))
+                if inputs[2:] or (is_named and inputs[1:]):
                     # Neither the window nor the colors of a picture are features.
                     channels = leaf.shape[0 if leaf.is_turned else -2]
                     taken |= {channels} if channels > _COLORS else set()
@@ -461,14 +475,14 @@ class Reading:
 
         # Nothing tells of one layer of any name next to the whole model, though as many
         # features are taken elsewhere, nor of what is called a head and writes features
-        # that another part takes: the pictures' of PaliGemma.
+        # that another part takes: the pictures' of PaliGemma, the texts' of SigLIP.
         is_one = sum(len(x.path) == 2 for x in kernels) == 1 < len(kernels)
         is_headless = is_one and not found and not tables
         unsure = [x for x in last if len(x.path) == 2 and is_headless]
         unsure += [
             leaf
             for own, leaf in self.leaves.items()
-            if labels[own] == "head" and leaf.path[1:-2] and leaf.path[-2] == "head"
+            if labels[own] == "head" and leaf.path[:-2] and leaf.path[-2] == "head"
             if leaf.shape[-1] in taken
         ]
         return found | {leaf.own: self._open(leaf) for leaf in unsure}
