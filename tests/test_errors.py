@@ -98,17 +98,17 @@ def test_qk_normalised_linen_attention_at_init():
     model = LinenModel(options=(("normalize_qk", True),))
     params = linen_variables(model, inputs())["params"]
     with pytest.raises(
-        ValueError, match="'layer_0/attention', 'layer_1/attention'.*normalised"
+        ValueError, match="'layer_0/attention', 'layer_1/attention'.*normalized"
     ):
         mc.muonclip(1e-3).init(params)
-    with pytest.raises(ValueError, match="normalised"):
+    with pytest.raises(ValueError, match="normalized"):
         mc.clip_qk(params, {})
     mc.muon(1e-3).init(params)
 
 
 def test_qk_normalised_nnx_attention_at_init():
     model = nnx_model(normalize_qk=True)
-    with pytest.raises(ValueError, match="'layers/0', 'layers/1'.*normalised"):
+    with pytest.raises(ValueError, match="'layers/0', 'layers/1'.*normalized"):
         nnx.Optimizer(model, mc.muonclip(1e-3), wrt=nnx.Param)
 
 

@@ -137,10 +137,6 @@ class Reading:
         """The shape of the leaf at a path, `()` if there is none in sight."""
         return self._shape.get(path, ())
 
-    def layer(self, path: Path) -> Shape:
-        """The shape of the leaf at a path in one layer, `()` if there is none."""
-        return self.stacks[path].layer(self._shape[path]) if path in self._shape else ()
-
     @functools.cached_property
     def layouts(self) -> dict[Path, tuple[str, list[str]]]:
         """The role of every kernel that a layout may name, and the letters that fit it.

@@ -37,7 +37,8 @@ _HOW_TO_RECORD = (
     "mc.record_attention(loss) returns them next to the loss of any model, with the "
     f"optimizer's {READ_IT}. In stock Flax attention_fn=mc.attention_fn sows them: "
     "call the layer with sow_weights=True and read the intermediates back "
-    "(mutable=['intermediates'] in Linen, nnx.capture(..., nnx.Intermediate) in NNX)"
+    "(mutable=['intermediates'] in Linen, under nn.scan with "
+    "variable_axes={'intermediates': 0}; nnx.capture(..., nnx.Intermediate) in NNX)"
 )
 
 
