@@ -172,7 +172,7 @@ ARGUMENTS = {
     ),
     "record_attention": (
         lambda **o: mc.record_attention(lambda p: (p["w"].sum(), 0), **o)({"w": KEY}),
-        {"has_aux": FLAG},
+        {"has_aux": FLAG, "strict": FLAG},
     ),
     "multi_steps": (
         step(

@@ -10,8 +10,6 @@ from . import jaxprs
 from .jaxprs import shape_of
 from .pieces import flipped, PICKED, Shape, shifted
 from .values import (
-    CONSTANT,
-    DATA,
     Factor,
     Kind,
     mixed,
@@ -154,13 +152,6 @@ def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if len(shape_of(eqn.outvars[0])) != rank:
         return walk.unknown(values)
     return _mixed_along(values[0], range(rank) if axis is None else [axis], eqn)
-
-
-@rule("reduce_window_max reduce_window_min select_and_gather_add")
-def pooled(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    if values[0].kind == Kind.PARAMETER:
-        return walk.unknown(values)
-    return mixed(values, nonlinear(values))
 
 
 # Several operands of one shape.
@@ -332,16 +323,9 @@ def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return mixed([*values, new], summed((*operand.terms, *new.terms)))
 
 
-# Keys of random numbers are neither parameters nor data; what is drawn by them, dropout
-# masks and noise, varies as data does only if its key does.
-@rule("iota random_seed random_wrap random_fold_in rng_uniform")
+@rule("iota")
 def iota(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    return dataclasses.replace(CONSTANT, is_counter=eqn.primitive.name == "iota")
-
-
-@rule("random_bits random_unwrap random_split threefry2x32 axis_index")
-def random(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    return DATA if any(v.kind for v in values) else CONSTANT
+    return Value(is_counter=True)
 
 
 # What several rules share.

@@ -485,3 +485,15 @@ def test_the_table_says_what_names_would():
     params = shapes(a=(D, 2, 4), head=(2, 4, D))
     first, *rows = str(mc.read_model(loss, params, X)).splitlines()
     assert first.endswith("names say") and rows[0].endswith("nothing")
+
+
+def test_a_lookup_in_stock_flax_has_the_line_of_the_model():
+    net = nn.Embed(V, D)
+    params = jax.eval_shape(net.init, jax.random.key(0), TOKENS)
+
+    def loss(params, tokens):
+        return cross_entropy(net.apply(params, tokens))
+
+    row = str(mc.read_model(loss, params, TOKENS)).splitlines()[1]
+    line = loss.__code__.co_firstlineno + 1
+    assert f"looked up  test_read_model.py:{line}" in row
