@@ -161,6 +161,10 @@ STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers
 STACKED |= {"dense_layers", "moe_layers"}
 EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
+#: Next to the decays `A_log` of linear attention, as Qwen3-Next, Qwen3.5, Kimi Linear
+#: and flash-linear-attention call them. Qwen trains them by AdamW.
+NUMBERS_OF_HEADS = {"in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj"}
+
 #: Words of layers in a block, which others follow though a part of a model lacks them.
 IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.

@@ -307,6 +307,9 @@ class Reading:
             return Verdict(None, "router", label="router")
 
         if rank == 2:
+            is_number = not names.NUMBERS_OF_HEADS.isdisjoint(own[-2:-1])
+            if is_number and (*own[:-2], "A_log") in self._shape:
+                return Verdict(None, "one number for each head")
             if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
                 # RecurrentGemma: (window, channels)
                 return Verdict(None, "depthwise convolution", is_sure=False)
