@@ -126,27 +126,58 @@ def arrays(architecture):
     return treedef.unflatten(params), inputs
 
 
-@pytest.mark.parametrize("name", few(WITH_ATTENTION, "AlphaFold"))
+@functools.cache
+def written_out(name):
+    """The value and the largest logits of each layer, compiled."""
+
+    @jax.jit
+    def run(params, *inputs):
+        seen: Seen = {}
+        return ARCHITECTURES[name].loss(params, *inputs, seen), seen
+
+    return run
+
+
+def nested(path, leaf):
+    for key in reversed(path.split("/")):
+        leaf = {key: leaf}
+    return leaf
+
+
+@pytest.mark.parametrize("name", few(WITH_ATTENTION, "DiT"))
 def test_recorded_logits_are_those_written_out(name):
     architecture = ARCHITECTURES[name]
     params, inputs = arrays(architecture)
 
-    def alone(params, *inputs):
-        seen: Seen = {}
-        return architecture.loss(params, *inputs, seen), seen
-
-    def loss(params, *inputs):  # without a maximum but the softmax's own
+    def loss(params, *inputs):  # takes no maximum but the softmax's own
         return architecture.loss(params, *inputs, None)
 
     value, stats = jax.jit(mc.record_attention(loss))(params, *inputs)
-    expected_value, seen = jax.jit(alone)(params, *inputs)
+    expected_value, seen = written_out(name)(params, *inputs)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-    assert np.isfinite(value)
     found = {path.removesuffix("/max_logits"): x for path, x in flat(stats).items()}
     assert found.keys() == seen.keys() == architecture.layers.keys()
     for path, layer in architecture.layers.items():
         assert found[path].shape == (layer.heads,)
         np.testing.assert_allclose(found[path], seen[path], rtol=1e-5)
+
+
+# A bias of pairs, which QK-Clip leaves alone, is a part of AlphaFold's logits.
+WITHOUT_BIAS = [name for name in WITH_ATTENTION if name != "AlphaFold"]
+
+
+@pytest.mark.parametrize("name", few(WITHOUT_BIAS, "DiT"))
+def test_what_a_reading_scales_brings_heads_to_their_threshold(name):
+    params, inputs = arrays(ARCHITECTURES[name])
+    _, before = written_out(name)(params, *inputs)
+    for layer in read(name).attention:
+        largest = np.asarray(before[layer.path])
+        threshold = float(np.median(largest))  # some heads are above it, some are not
+        stats = nested(layer.path, {"max_logits": largest})
+        clipped = mc.clip_qk(params, stats, threshold, alpha=0.3, attention=[layer])
+        _, after = written_out(name)(clipped, *inputs)
+        expected = np.minimum(largest, threshold)
+        np.testing.assert_allclose(after[layer.path], expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
