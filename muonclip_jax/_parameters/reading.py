@@ -294,8 +294,8 @@ class Reading:
             return Verdict(None, "router", label="router")
 
         if rank == 2:
-            is_of_heads = own[-2:-1] != () and own[-2] in names.NUMBERS_OF_HEADS
-            if is_of_heads and (*own[:-2], "A_log") in self._shape:
+            is_number = not names.NUMBERS_OF_HEADS.isdisjoint(own[-2:-1])
+            if is_number and (*own[:-2], "A_log") in self._shape:
                 return Verdict(None, "one number for each head")
             if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
                 # RecurrentGemma: (window, channels)

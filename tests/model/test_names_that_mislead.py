@@ -89,6 +89,27 @@ def test_a_depthwise_convolution_over_time_is_no_matrix():
     assert not mask["conv_1d"]["w"] and mask["up"]["w"]
 
 
+@pytest.mark.parametrize("has_decays", [True, False])
+def test_numbers_of_heads_are_told_by_the_decays_next_to_them(has_decays):
+    """`b_proj` elsewhere is a layer as any other."""
+    shapes = {"b_proj": {"kernel": (64, 4)}, "o_proj": {"kernel": (48, 64)}}
+    shapes |= {"A_log": (4,)} if has_decays else {}
+    mask = mc.matrix_mask(abstract({"attn": shapes}))["attn"]
+    assert mask["b_proj"]["kernel"] != has_decays and mask["o_proj"]["kernel"]
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_in_one_leaf_whichever_way_round(is_turned):
+    """GPT-OSS has inputs first, DeepSeek-V3 in HuggingFace has outputs."""
+    experts = {"gate_up_proj": (5, 64, 40), "down_proj": (5, 20, 64)}
+    if is_turned:
+        experts = {name: (e, n, m) for name, (e, m, n) in experts.items()}
+    mlp = {"router": {"kernel": (64, 5)}, "experts": experts}
+    found = mc.flax_dimension_numbers(abstract({"mlp": mlp}))["mlp"]["experts"]
+    expected = (-1, -2) if is_turned else (-2, -1)
+    assert all(tuple(numbers) == expected for numbers in found.values())
+
+
 def test_values_and_gates_in_one_kernel_are_no_head():
     """In a network of one block, where nothing takes as many inputs."""
     into, out, head = dense((64, 344), (172, 64), (64, 10))
