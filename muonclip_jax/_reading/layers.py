@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from . import jaxprs
-from .pieces import Digit, Pieces, Shape, sliced
+from .pieces import Digit, Pieces, sliced
 from .values import Factor, Term, Terms
 from .walk import Logits, Softmax, Walk
 
@@ -67,29 +67,48 @@ class Layer:
         return [*self.query, *self.key, *self.whole, *self.shared]
 
 
+_LOGITS = ("logits", "capped")
+_WHICH_MAXIMUM = (
+    "the program forms maxima of these logits, none over what its softmax sums over"
+)
+
+
 def attention_layers(walk: Walk) -> list[Layer]:
     """One for each softmax that weighs activations by products of activations."""
     weighed = {note.number for note in walk.notes if note.kind == "weighed"}
-    # A softmax forms its maximum and its sum over the same dimensions. Other maxima of
-    # the logits are a program's own statistics.
-    over: dict[int, set[tuple[Shape, Shape]]] = {}
+
+    def along(softmax: Softmax, f: Factor) -> tuple[int, frozenset]:
+        """A product, and which of its entries a maximum or a sum is over."""
+        digits = (d for p in f.pieces for d in p.digits if d.dim in softmax.axes)
+        entries = {(d.axis, d.stride, d.size) for d in digits if d.axis is not None}
+        return f.source.number, frozenset(entries)
+
+    def of(softmax: Softmax, *kinds: str) -> list[Factor]:
+        return [f for t in softmax.terms for f in t if f.source.kind in kinds]
+
+    # A softmax forms its maximum and its sum over the same entries, whichever way they
+    # are turned in between. Other maxima of the logits are a program's own statistics.
+    summed: dict[int, set[frozenset]] = {}
     for softmax in walk.softmaxes:
-        for f in (f for t in softmax.terms for f in t if f.source.kind == "weights"):
-            at = softmax.shape, softmax.axes
-            over.setdefault(f.source.number, set()).add(at)
+        for number, entries in (along(softmax, f) for f in of(softmax, "weights")):
+            summed.setdefault(number, set()).add(entries)
+    has_maximum = {f.source.number for s in walk.softmaxes for f in of(s, *_LOGITS)}
     seen: set[int] = set()
     layers = []
     # The maximum that a softmax forms tells more than its sum does: there the mask and
     # the sink are still to be seen. Some form none.
-    for kinds in (("logits", "capped"), ("weights",)):
+    for kinds in (_LOGITS, ("weights",)):
         for softmax in walk.softmaxes:
-            factors = [f for t in softmax.terms for f in t if f.source.kind in kinds]
-            at = softmax.shape, softmax.axes
-            own = {f.source.number for f in factors}
-            own = {n for n in own if at in over.get(n, {at})}
-            if own & weighed and not own & seen:
-                seen |= own
-                layers.append(_layer(walk, softmax, factors))
+            factors = of(softmax, *kinds)
+            own = {along(softmax, f) for f in factors}
+            numbers = {n for n, entries in own if entries in summed.get(n, {entries})}
+            if numbers & weighed and not numbers & seen:
+                seen |= numbers
+                layer = _layer(walk, softmax, factors)
+                if kinds != _LOGITS and numbers & has_maximum:
+                    # The exponentials may be of what a maximum was subtracted from.
+                    layer.refusal = layer.refusal or _WHICH_MAXIMUM
+                layers.append(layer)
     return sorted(layers, key=lambda layer: layer.softmax.address)
 
 

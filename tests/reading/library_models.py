@@ -415,9 +415,9 @@ def mixtral(p, record, ids):
     | layers_of(
         {
             "att/q": ((H, D, E), "oio"),
-            "att/kv": ((2, 2, D, E), "ooio"),
+            "att/kv": ((2, 2, D, E), "soio"),
             "o": ((H, E, D), "iio"),
-            "gate_up": ((2, F, D), "ooi"),
+            "gate_up": ((2, F, D), "soi"),
             "down": ((F, D), "io"),
             "after": ((D,), "vector"),
         }

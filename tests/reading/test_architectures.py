@@ -16,10 +16,8 @@ import muonclip_jax as mc
 
 
 # Where a reading is wrong. Projections to one number for each head or stream, which go
-# to AdamW in the field, are read as matrices; gate and up of Griffin, in one leaf with
-# an axis for the two, as one matrix, where names say two.
+# to AdamW in the field, are read as matrices.
 KNOWN = {
-    "RecurrentGemma": {f"blocks.{i}/mlp_block/ffw_up/w" for i in range(3)},
     "Qwen3-Next": {"model/layers/0/linear_attn/in_proj_ba/weight"},
     "Kimi Linear": {"model/layers/0/self_attn/b_proj/weight"},
     "hyper-connections": {

@@ -370,3 +370,48 @@ def test_an_opaque_operation_is_named_where_logits_may_hide():
     reading = mc.read_model(loss, PARAMS, X)
     assert reading.attention == ()
     assert "pure_callback at test_read_attention.py:" in str(reading)
+
+
+def _loss_with_its_own_maximum(softmax):
+    def loss(params, x):
+        query, key = (cut(x @ params[name]) for name in "qk")
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+        weights = softmax(logits)
+        out = jnp.einsum("bhqk,bkhd->bqhd", weights, cut(x @ params["v"]))
+        return (out**2).sum(), jnp.max(logits, (0, 2, 3))
+
+    return loss
+
+
+def test_a_program_s_own_maximum_is_not_that_of_its_softmax():
+    loss = _loss_with_its_own_maximum(jax.nn.softmax)
+    (_, own), stats = mc.record_attention(loss)(PARAMS, X)
+    np.testing.assert_allclose(stats["max_logits"], own, rtol=1e-6)
+
+
+def test_a_softmax_whose_maximum_is_not_told_is_refused():
+    """Its exponentials may be of differences to a maximum."""
+
+    def softmax(logits):
+        shifted = jnp.exp(logits - logits.max((0, 2, 3), keepdims=True))
+        return shifted / shifted.sum(-1, keepdims=True)
+
+    (refused,) = mc.read_model(_loss_with_its_own_maximum(softmax), PARAMS, X).refused
+    assert "none over what its softmax sums over" in refused
+
+
+def test_turned_logits_are_those_of_the_softmax():
+    """Its maximum may be formed before a transpose, and its sum after it."""
+
+    def softmax(logits):
+        largest = logits.max(-1)
+        turned = jnp.exp(
+            logits.transpose(2, 0, 1, 3) - largest.transpose(2, 0, 1)[..., None]
+        )
+        weights = turned / turned.sum(-1, keepdims=True)
+        return weights.transpose(1, 2, 0, 3)
+
+    (_, own), stats = mc.record_attention(_loss_with_its_own_maximum(softmax))(
+        PARAMS, X
+    )
+    np.testing.assert_allclose(stats["max_logits"], own, rtol=1e-6)
