@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from . import gates
 from .jaxprs import shape_of
 from .pieces import PICKED, Shape, whole
 from .rules import times, weigh
@@ -126,13 +127,16 @@ def product(
     weight, other = sides[at], sides[1 - at]
     if other.value.is_onehot:
         walk.use("looked up", weight.value)
-        event, ends = walk.event, 0
+        event, ends, kernels = walk.event, 0, set()
     else:
         event = ends = walk.event
         experts = _note_experts(walk, other)
         matched = {pair[at] for pair in pairs if pair[1 - at] in experts}
         _note_weight(walk, weight, kind, matched)
         walk.note("fed", events=other.value.past)
+        gates.features(walk, other.value)
+        kernels = {f.source.number for f in weight.value.factors()}
+        walk.kernels |= kernels
     # One-hot rows that pick entries are a lookup, which is no layer of its own: what it
     # gives is made by whatever chose the rows.
     past, recent = other.value.past | event, other.value.recent | event
@@ -145,7 +149,8 @@ def product(
     )
     x = dataclasses.replace(x, terms=summed(linear))
     terms = multiplied(walk.met(weight.over(shape)), x)
-    return Value(Kind.ACTIVATION, terms, past, recent, ends)
+    sole = None if not kernels else kernels.pop() if len(kernels) == 1 else -1
+    return Value(Kind.ACTIVATION, terms, past, recent, ends, sole=sole)
 
 
 def _is_copied(side: Side, other: Value) -> bool:
@@ -186,7 +191,11 @@ def _of_activations(
     a, b = (s.value for s in sides)
     if not (a.is_deep and b.is_deep and pairs):
         one, two = (side.over(shape) for side in sides)
+        for mine, other in ((one, two), (two, one)):
+            gates.met(walk, mine, other)
         return mixed((one, two), multiplied(one, two), gates=0)
+    for side in sides:
+        gates.features(walk, side.value, dims={*range(len(side.shape))} - side.stack)
     over = tuple(sides[0].shape[i] for i, _ in pairs)
     terms, free = [], []
     for i, side in enumerate(sides):
@@ -208,7 +217,7 @@ def _of_activations(
     recent = a.recent | b.recent | walk.event
     walk.past_of[walk.event] = past
     # What another activation is multiplied with is no output yet.
-    return Value(Kind.ACTIVATION, ((factor,),), past, recent)
+    return Value(Kind.ACTIVATION, ((factor,),), past, recent, sole=-1)
 
 
 def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:

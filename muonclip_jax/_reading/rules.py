@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from . import jaxprs
+from . import gates, jaxprs
 from .jaxprs import shape_of
 from .pieces import flipped, PICKED, Shape, shifted
 from .values import (
@@ -172,6 +172,7 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         trip = next((v.trip for v in cases if v.trip is not None), None)
         terms = summed(term for v in cases for term in v.terms)
         return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
+    gates.features(walk, *values)
     out = mixed(values, summed(term for v in values for term in v.terms))
     # After a residual sum the layer has not the last word: the output is written by
     # what comes later, if anything. A sum of losses, one number, is none of layers.
@@ -189,6 +190,8 @@ def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 def times(walk: Walk, a: Value, b: Value) -> Value:
     """The product of two values entry by entry."""
     a, b = _met_together(walk, [a, b])
+    gates.met(walk, a, b)
+    gates.met(walk, b, a)
     weigh(walk, a, b)
     weigh(walk, b, a)
     return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
@@ -245,14 +248,14 @@ def exp(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 @rule("reduce_sum")
 def reduce_sum(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     _soft(walk, eqn, values[0], ("weights",))
-    return _reduced(values[0], eqn)
+    return _reduced(walk, values[0], eqn)
 
 
 @rule("reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor")
 def reduce_max(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if eqn.primitive.name == "reduce_max":
         _soft(walk, eqn, values[0], ("logits", "capped"))
-    out = _reduced(values[0], eqn)
+    out = _reduced(walk, values[0], eqn)
     # The maximum of a kernel's maxima is one, too.
     maxima = tuple((f,) for f in out.factors("maxima"))
     return dataclasses.replace(out, terms=maxima or nonlinear([out]))
@@ -354,7 +357,8 @@ def _mixed_along(value: Value, dims: Collection[int], eqn: Any) -> Value:
     return value.moved([None if i in dims else i for i in range(len(new))], new)
 
 
-def _reduced(value: Value, eqn: Any) -> Value:
+def _reduced(walk: Walk, value: Value, eqn: Any) -> Value:
+    gates.features(walk, value, dims=set(eqn.params["axes"]))
     gone, rank = set(eqn.params["axes"]), len(shape_of(eqn.invars[0]))
     left = iter(range(rank))
     to = [None if i in gone else next(left) for i in range(rank)]

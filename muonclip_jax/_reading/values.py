@@ -104,6 +104,9 @@ class Value:
     trip: int | None = None
     # What all entries are known to be, as the index of `kernel[0]` is.
     number: int | float | bool | None = None
+    # The kernel whose outputs alone these are, up to what each goes through by itself;
+    # -1 for those of several, `None` for what no kernel made.
+    sole: int | None = None
 
     @property
     def is_deep(self) -> bool:
@@ -168,8 +171,14 @@ def mixed(values: Iterable[Value], terms: Terms, **changes: Any) -> Value:
         gates,
         any(v.is_spread for v in values),
         any(v.is_pair for v in values),
+        sole=_sole_of(values),
     )
     return dataclasses.replace(out, **changes) if changes else out
+
+
+def _sole_of(values: Iterable[Value]) -> int | None:
+    found = {v.sole for v in values} - {None}
+    return found.pop() if len(found) == 1 else -1 if found else None
 
 
 def summed(terms: Iterable[Term]) -> Terms:

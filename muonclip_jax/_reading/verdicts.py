@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from . import jaxprs
+from . import gates, jaxprs
 from .pieces import Shape
 from .values import Value
 from .walk import Note, Walk
@@ -42,10 +42,11 @@ def verdicts(
             fed |= note.events
         elif note.kind == "chosen":
             chosen |= note.events
-        elif note.kind not in ("weighed", "hidden"):
+        elif note.kind not in ("weighed", "hidden", "scales", "features"):
             uses[note.number].append(note)
     for out in outs:
         ends |= out.ends
+        gates.features(walk, out)
     # An axis all of whose entries go their own way is a stack, too.
     for (i, axis), entries in cut.items():
         if entries == (1 << walk.shapes[i][axis]) - 1:
@@ -53,9 +54,17 @@ def verdicts(
     # What another product with a parameter is applied to is no output; what decides
     # where activations go is no router unless something comes of it. Heads are cut
     # apart as experts are, but of one matrix.
+    of_heads = gates.of_heads(walk)
     heads, routers, experts = ends & ~fed, chosen & fed, experts - heads_at
     return [
-        _verdict(uses[i], shape, heads, routers, {a for j, a in experts if j == i})
+        _verdict(
+            uses[i],
+            shape,
+            heads,
+            routers,
+            {a for j, a in experts if j == i},
+            i in of_heads,
+        )
         if is_float[i]
         else Verdict("vector", None, "no floats", "")
         for i, shape in enumerate(walk.shapes)
@@ -63,7 +72,12 @@ def verdicts(
 
 
 def _verdict(
-    uses: list[Note], shape: Shape, heads: int, routers: int, experts: Set[int]
+    uses: list[Note],
+    shape: Shape,
+    heads: int,
+    routers: int,
+    experts: Set[int],
+    of_heads: bool,
 ) -> Verdict:
     if not uses:
         return Verdict("vector", None, "not used", "", is_known=False)
@@ -95,6 +109,8 @@ def _verdict(
         return said("router", kind, "chooses")
     if events & heads:
         return said("head", kind, "writes the output")
+    if of_heads:
+        return said("vector", kind, "one number for each head")
     numbers = MuonDimensionNumbers(_as_axes(inputs), _as_axes(outputs))
     used = next((u for u in weights if u.kind == "contracted"), weights[0])
     words = "contracted" if "contracted" in of else "factor of a product"

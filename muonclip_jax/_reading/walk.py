@@ -118,6 +118,7 @@ class Walk:
         # The equation at work, by its address and itself.
         self.at: Address = ()
         self.eqns: jaxprs.Eqns = ()
+        self.kernels: set[int] = set()
         self.notes: list[Note] = []
         self.softmaxes: list[Softmax] = []
         self.logits: list[Logits] = []

@@ -15,11 +15,9 @@ from written_out import Leaf, Seen
 import muonclip_jax as mc
 
 
-# Where a reading is wrong. Projections to one number for each head or stream, which go
-# to AdamW in the field, are read as matrices.
+# Where a reading is wrong. Projections to one number for each stream, which go to AdamW
+# in the field, are read as matrices.
 KNOWN = {
-    "Qwen3-Next": {"model/layers/0/linear_attn/in_proj_ba/weight"},
-    "Kimi Linear": {"model/layers/0/self_attn/b_proj/weight"},
     "hyper-connections": {
         f"layers/{i}/{of}_hyper_connection/dynamic_alpha_fn"
         for i in range(2)
