@@ -1,7 +1,8 @@
 """Reads models of real libraries, and checks readings and statistics.
 
-    python benchmarks/reading_libraries.py transformers --keep
+    python benchmarks/reading_libraries.py huggingface --keep
     python benchmarks/reading_libraries.py
+    python benchmarks/reading_libraries.py huggingface --names
 
 A group is a module of `benchmarks/reading`, run where its libraries are installed; with
 `--keep` its rows stay in `benchmarks/reading/results`, and without a group the rows of
@@ -10,7 +11,9 @@ all groups are printed as one table.
 Of every leaf, what is read is compared with an expert's verdict (`reading/models.py`).
 Of every attention layer, the heads over a threshold have to come to it after a clip of
 this layer alone, and the others stay. The recorded function's value and gradients are
-compared with those of the function alone, both under `jax.jit`.
+compared with those of the function alone, both under `jax.jit`. With `--names` it
+counts what names alone say of the same leaves, where the tree is none of
+`tests/data/trees`: of models that the rules of names had no part in.
 """
 
 import argparse
@@ -174,6 +177,51 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
+def by_names(model: Model) -> collections.Counter[str]:
+    """What names and shapes say of each leaf: right, asked about or wrong."""
+    built = model.build()
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), built.params
+    )
+    leaves = jax.tree.leaves(params)
+    table = str(mc.read_model(built.fun, params, *built.args)).splitlines()[1:]
+    paths = [line.split()[0] for line in table[: len(leaves)]]
+    asked: set[str] = set()
+    try:
+        found = mc.flax_dimension_numbers(params)
+    except ValueError as error:
+        lines = str(error).splitlines()
+        asked = {
+            path
+            for path, leaf in zip(paths, leaves, strict=True)
+            if any(line.startswith(f"  {path} {leaf.shape}") for line in lines)
+        }
+        rules = {"*" + path: None for path in asked}
+        found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
+    numbers = jax.tree.structure(params).flatten_up_to(found)
+    counts = collections.Counter(leaves=len(leaves), asked=len(asked))
+    for path, leaf, answer in zip(paths, leaves, numbers, strict=True):
+        if path not in asked:
+            want, *others = model.verdicts_of(path, leaf.shape)
+            verdict = {"shape": leaf.shape, "want": want, "alternatives": others}
+            outcome = "right" if is_right(verdict, answer) else "wrong"
+            counts[outcome] += 1
+            if outcome == "wrong":
+                print(f"    {model.name}: {path} {leaf.shape}, expected {want}")
+    return counts
+
+
+def print_names(group: str) -> None:
+    module, totals = importlib.import_module(f"reading.{group}"), collections.Counter()
+    for model in module.MODELS:
+        if model.tree is None:
+            try:
+                totals.update(models=1, **by_names(model))
+            except Exception as error:
+                print(f"    {model.name}: {first_line(error)}")
+    print(f"{group}: {dict(totals)}", flush=True)
+
+
 def versions(names: Sequence[str]) -> str:
     """Of a checkout, the commit is part of its name."""
     return ", ".join(
@@ -250,8 +298,11 @@ def main() -> None:
     parser.add_argument("group", nargs="?", help="a module of benchmarks/reading")
     parser.add_argument("--only", nargs="*", default=[], help="names of models")
     parser.add_argument("--keep", action="store_true", help="keep the rows")
+    parser.add_argument("--names", action="store_true", help="count what names say")
     args = parser.parse_args()
-    if args.group:
+    if args.group and args.names:
+        print_names(args.group)
+    elif args.group:
         run(args.group, args.only, args.keep)
     else:
         report()

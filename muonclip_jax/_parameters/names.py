@@ -32,6 +32,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 # Hyper-connections (arXiv:2409.19606): what is read of streams, and written to them.
 _OF_STREAMS = {(x, y) for x in ("static", "dynamic") for y in ("alpha", "beta")}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
+_HEADS |= {"predictions"}  # Keras' applications
 _LOGITS = {"logit", "logits"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.

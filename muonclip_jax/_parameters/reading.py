@@ -293,10 +293,18 @@ class Reading:
                 return Verdict(None, "gate of one number")
             return Verdict(None, "router", label="router")
 
+        # One row of weights has no singular values to make even: gates of one number,
+        # and Keras' depthwise windows, of one output for each input.
+        is_row = is_kernel and shape[-1] == 1 and not leaf.is_open
+        if is_row and set(shape[:-2]) != {1} and not names.is_low_rank(path):
+            return Verdict(None, "one output")
+
         if rank == 2:
             is_number = not names.NUMBERS_OF_HEADS.isdisjoint(own[-2:-1])
             if is_number and (*own[:-2], "A_log") in self._shape:
-                return Verdict(None, "one number for each head")
+                # Steps and decays of linear attention, one number for each head: Qwen
+                # trains them by AdamW, others by Muon.
+                return self._open(leaf)
             if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
                 # RecurrentGemma: (window, channels)
                 return Verdict(None, "depthwise convolution", is_sure=False)

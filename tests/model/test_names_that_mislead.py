@@ -89,13 +89,22 @@ def test_a_depthwise_convolution_over_time_is_no_matrix():
     assert not mask["conv_1d"]["w"] and mask["up"]["w"]
 
 
-@pytest.mark.parametrize("has_decays", [True, False])
-def test_numbers_of_heads_are_told_by_the_decays_next_to_them(has_decays):
-    """`b_proj` elsewhere is a layer as any other."""
+def test_numbers_of_heads_are_told_by_the_decays_next_to_them():
+    """Labs differ on them, so they are asked about; elsewhere it is any other layer."""
     shapes = {"b_proj": {"kernel": (64, 4)}, "o_proj": {"kernel": (48, 64)}}
-    shapes |= {"A_log": (4,)} if has_decays else {}
     mask = mc.matrix_mask(abstract({"attn": shapes}))["attn"]
-    assert mask["b_proj"]["kernel"] != has_decays and mask["o_proj"]["kernel"]
+    assert mask["b_proj"]["kernel"] and mask["o_proj"]["kernel"]
+    with pytest.raises(ValueError, match="cannot tell") as error:
+        mc.matrix_mask(abstract({"attn": shapes | {"A_log": (4,)}}))
+    assert "attn/b_proj" in str(error.value) and "o_proj" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(64, 1), (3, 3, 72, 1), (5, 16, 1)])
+def test_one_output_is_no_matrix(shape):
+    """The gate of a shared expert, and Keras' windows: one output for each input."""
+    tree = {"expanded_depthwise": {"kernel": shape}, "up": {"kernel": (64, 72)}}
+    mask = mc.matrix_mask(abstract({"block": tree}))["block"]
+    assert not mask["expanded_depthwise"]["kernel"] and mask["up"]["kernel"]
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
