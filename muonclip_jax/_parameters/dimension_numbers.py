@@ -58,8 +58,9 @@ def flax_dimension_numbers(
     Where an update comes without the names, as from `nnx.Optimizer`, pass the tree
     that this returns, and not the function.
 
-    Embeddings, positions, norms, biases, routers and all leaves of rank 0 and 1 in one
-    layer are `None`, for AdamW. So is the output head: a kernel named so (`head`,
+    Embeddings, positions, norms, biases, routers, gates of one number for each head
+    (`in_proj_ba` next to `A_log`) and all leaves of rank 0 and 1 in one layer are
+    `None`, for AdamW. So is the output head: a kernel named so (`head`,
     `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
     one with a bias whose outputs nothing in the tree takes. Under an unknown name, a
     leaf of rank 2 is a matrix. [`describe`][] says why.
