@@ -1,18 +1,19 @@
 """One matrix per attention head, wherever the attention layers say that heads are."""
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import optax
 
 from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.view import matrix_view
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
-from .._parameters.given import Model, numbers_of
+from .._parameters.given import Model, numbers_of, OfTree
+from .._parameters.reading import Verdict
 from .attention_layers import Attention
 from .finder import resolve_attention
 from .head_leaf import HeadLeaf
@@ -35,42 +36,39 @@ def heads_apart(
         attention = list(model.attention)
     if not flag("per_head", per_head) or attention is None:
         return dict(dimension_numbers=numbers, per_head=per_head)
-    return dict(dimension_numbers=_per_head(attention, numbers), per_head=False)
+    found = functools.partial(_verdicts, attention, numbers)
+    return dict(dimension_numbers=OfTree(found), per_head=False)
 
 
-def _per_head(
-    attention: Attention, dimension_numbers: DimensionNumbers | None
-) -> Callable[[optax.Params], Any]:
-    """Makes a function from params to a tree of axes, with heads as matrices.
+def _verdicts(
+    attention: Attention,
+    dimension_numbers: DimensionNumbers | None,
+    tree: paths.PathedTree,
+) -> list[Verdict]:
+    """The verdict on each leaf, with heads as matrices.
 
     As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
     """
-
-    def find(params: optax.Params) -> Any:
-        tree = paths.flatten(params)
-        leaf_at = tree.by_path()
-        described: dict[paths.Path, list[tuple[bool, HeadLeaf]]] = {}
-        for layer in resolve_attention(attention, tree):
-            for leaf in layer.leaves:
-                # The parts of a query with a rotary embedding and without are one head.
-                entry = leaf in layer.key, leaf
-                described.setdefault(layer.path_of(leaf), []).append(entry)
-        resolved = resolve_verdicts(dimension_numbers, tree, described=described)
-        numbers: dict[paths.Path, Any] = {
-            path: verdict.numbers
-            for path, verdict in zip(tree.paths, resolved, strict=True)
-        }
-        for path, leaves in described.items():
-            given = numbers[path]
-            # A bias goes to AdamW, whatever heads it has; what the user has cut stays.
-            if given is None or paths.is_masked(leaf_at[path]):
-                continue
-            if not isinstance(given, MatrixAxes):
-                shape = tuple(leaf_at[path].shape)
-                numbers[path] = _of_heads(path, shape, given, leaves)
-        return tree.unflatten(numbers.values())
-
-    return find
+    leaf_at = tree.by_path()
+    described: dict[paths.Path, list[tuple[bool, HeadLeaf]]] = {}
+    for layer in resolve_attention(attention, tree):
+        for leaf in layer.leaves:
+            # The parts of a query with a rotary embedding and without are one head.
+            entry = leaf in layer.key, leaf
+            described.setdefault(layer.path_of(leaf), []).append(entry)
+    found = resolve_verdicts(dimension_numbers, tree, described=described)
+    for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
+        given = verdict.numbers
+        # A bias goes to AdamW, whatever heads it has; what the user has cut stays.
+        if given is None or isinstance(given, MatrixAxes) or path not in described:
+            continue
+        if not paths.is_masked(leaf_at[path]):
+            shape = tuple(leaf_at[path].shape)
+            axes: Any = _of_heads(path, shape, given, described[path])
+            # What names leave open, the description of the heads tells.
+            why = "heads" if verdict.is_open else verdict.why
+            found[i] = verdict._replace(numbers=axes, why=why, is_open=False)
+    return found
 
 
 def _of_heads(

@@ -18,6 +18,7 @@ from .given import (
     Model,
     numbers_of,
     OfModel,
+    OfTree,
     write_patterns,
 )
 from .reading import EitherWay, Reading, Verdict
@@ -200,6 +201,8 @@ def resolve_verdicts(
     Leaves that are `described` otherwise may be left open.
     """
     given: Any = dimension_numbers
+    if isinstance(given, OfTree):
+        return given.verdicts(tree)
     if isinstance(given, OfModel):
         reading, given = reading or _read(given.model, tree), given.others
     # A function may answer None: AdamW for all of its leaves.

@@ -38,6 +38,12 @@ class OfModel(NamedTuple):
     others: Any
 
 
+class OfTree(NamedTuple):
+    """A function from a tree to the verdict on each of its leaves."""
+
+    verdicts: Callable[[PathedTree], list[Any]]
+
+
 def numbers_of(model: Model | None, dimension_numbers: Any) -> Any:
     """`dimension_numbers` as one value: where there is a model, of it first.
 

@@ -293,13 +293,11 @@ class Reading:
                 return Verdict(None, "gate of one number")
             return Verdict(None, "router", label="router")
 
-        # One row of weights has no singular values to make even: gates of one number,
-        # and Keras' depthwise windows, of one output for each input.
+        # One row of weights has no singular values to make even.
         is_row = is_kernel and shape[-1] == 1 and not leaf.is_open
-        if is_row and set(shape[:-2]) != {1} and not names.is_low_rank(path):
-            return Verdict(None, "one output")
-
         if rank == 2:
+            if is_row and not names.is_low_rank(path):
+                return Verdict(None, "one output")
             is_number = not names.NUMBERS_OF_HEADS.isdisjoint(own[-2:-1])
             if is_number and (*own[:-2], "A_log") in self._shape:
                 # Steps and decays of linear attention, one number for each head: Qwen
@@ -362,6 +360,8 @@ class Reading:
         is_window |= len(window) > 1 and len(set(window)) == 1
         if inner == 1 and is_window and set(window) != {1} and not leaf.is_open:
             return Verdict(None, "depthwise convolution", is_sure=False)
+        if is_row and set(window) != {1}:  # Keras' depthwise: one for each input
+            return Verdict(None, "one output")
 
         # A bias has one entry per output, which tells input axes from output axes.
         is_padded = own[-1:] == ("weight",) or len(bias) >= rank

@@ -117,7 +117,7 @@ def test_heads_that_do_not_follow_one_another_are_refused():
     """Of which every second output is one head's."""
     query, key = (mc.HeadLeaf(name, 2, axis=-1, split=(4, 2)) for name in "qk")
     params = {name: jnp.ones((6, 8)) for name in "qk"}
-    with pytest.raises(ValueError, match="per_head=True cannot cut 'q'"):
+    with pytest.raises(ValueError, match="per_head=True cannot cut '[qk]'"):
         mc.muonclip(0.1, attention=layer_of(query, key), per_head=True).init(params)
 
 
