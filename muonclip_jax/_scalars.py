@@ -71,7 +71,7 @@ def scalars(
             logits = rows["max_logits"]
             # As `max_logit` is: a head that overflowed is counted, and hides no other.
             is_finite = jnp.isfinite(logits)
-            found[f"max_logit/{path}"] = jnp.max(
+            found[f"max_logit/{path or '(the root)'}"] = jnp.max(
                 logits, initial=-jnp.inf, where=is_finite
             )
     for state in states_of(opt_state, _Injected):

@@ -55,6 +55,7 @@ def divide(
     """Cuts leaves, or blocks of them, that `specs` (as `aligned` gives them) shard."""
     if specs is None:
         specs = [PartitionSpec()] * len(leaves)
+    # Most models have no such leaf, and their program is what it was.
     if not any(view.division for view in views):
         return Pieces([*leaves], [*views], [*specs], list)
     cuts = [_Cut.of(view) for view in views]
@@ -107,6 +108,7 @@ def along_outputs(
 ) -> np.ndarray:
     """A number for each piece, spread along the outputs to multiply the leaf."""
     numbers = [of_piece(piece.view) for piece in pieces_of(view)]
+    # Heads of one size have one number, and a scalar is no pass over memory.
     if len(set(numbers)) == 1:
         return np.full((1,) * len(view.shape), numbers[0])
     assert view.division is not None
@@ -160,6 +162,8 @@ class _Cut:
         for axis in reversed(plain[first:stop]):
             outputs.insert(0, axis._replace(inner=inner))
             inner *= axis.size
+        # All parts begin and end at a multiple of their greatest common divisor, so one
+        # axis of such units is sliced, whatever the sizes of the parts.
         group, unit = sum(parts), math.gcd(*parts)
         outputs = _factored(outputs, {group, unit})
         groups = [a for a in outputs if a.inner >= group]
@@ -167,7 +171,8 @@ class _Cut:
         units = tuple(n // unit for n in parts) if len(parts) > 1 else ()
         own, pieces = [], []
         for i, head_dim in enumerate(head_dims):
-            # What is sliced is cut by no mesh.
+            # What is sliced is cut by no mesh: a block of all units, of which it has
+            # some, would have a part of each slice, or none.
             sliced = [_Axis(units[i], None, unit)] if units else []
             found = sliced + rest
             if head_dim is not None:
@@ -238,6 +243,8 @@ def _factored(axes: Sequence[_Axis], strides: Collection[int]) -> list[_Axis]:
         stop = axis.size * axis.inner
         inside = sorted(n for n in strides if axis.inner < n < stop)
         bounds = [axis.inner, *inside, stop]
+        # An axis is cut where the stride divides what it goes by: (3, 64) of outputs at
+        # 64 and at 192, but not at 96.
         if any(high % low for low, high in itertools.pairwise(bounds)):
             # A step along one axis goes through a part or a head: as one axis all of
             # them can be cut anywhere.
