@@ -80,6 +80,7 @@ ALL = dict(calls())
 #: attention in blocks and from residuals takes 8 to 11 seconds.
 REPEATED = {name for name in ALL if name[-1].isdigit() and not name.endswith(", 0")}
 REPEATED |= {"muon", "blockwise_attention, 0", "residual_attention, 0"}
+REPEATED |= {"muon, all options"}  # 12 seconds
 
 
 @pytest.mark.parametrize("name", few(ALL, *ALL.keys() - REPEATED))

@@ -45,8 +45,13 @@ def test_linen_output_equals_flax(options, sow):
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("sow", [True, False])
+REPEATED = ((True, 4), (False, 4), (False, 2))
+
+
+@pytest.mark.parametrize(
+    "sow, kv_heads",
+    [(True, 2), *(pytest.param(*x, marks=pytest.mark.more) for x in REPEATED)],
+)
 def test_nnx_output_equals_flax(kv_heads, sow):
     x = inputs()
     causal = nnx.make_causal_mask(x[..., 0])

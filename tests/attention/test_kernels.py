@@ -179,7 +179,8 @@ def splash_inputs(length, key_length, heads=2, key_heads=1, depth=64, batch=1):
         more((128, 128), dict()),
         ((200, 300), dict()),  # padded
         more((256, 256), dict(local_window_size=(30, 5), scale=0.2)),
-        ((384, 128), dict(is_causal=True, local_window_size=(20, 0))),  # empty rows
+        # Empty rows.
+        more((384, 128), dict(is_causal=True, local_window_size=(20, 0))),
     ],
 )
 def test_splash_kernel_in_interpret_mode(lengths, options):

@@ -37,6 +37,7 @@ def test_polar_factor_has_no_distance_on_the_significant_singular_vectors():
     assert case.errors_of(three).distances == pytest.approx((0, 1))
 
 
+@pytest.mark.more
 def test_lower_precision_shows_in_the_errors():
     x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
     errors = dict(zip(FORM_NAMES, Case(x, "quintic").errors(), strict=True))

@@ -238,6 +238,7 @@ def test_balancing_evens_the_load():
     assert router.load[...].max() - 30 < uneven / 3
 
 
+@pytest.mark.more
 def test_a_mixture_is_the_sum_of_its_experts():
     moe = MixtureOfExperts(sizes(), nnx.Rngs(0))
     x = router_inputs()

@@ -128,7 +128,7 @@ def clipped(params, specs, stats, cut, mesh, check, **options):
     ("key_heads", "all_heads", "check"),
     [
         (1, False, True),
-        (2, True, False),
+        more(2, True, False),
         more(2, True, True),
         more(2, False, False),
         more(4, False, True),
