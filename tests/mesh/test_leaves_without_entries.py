@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import more, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -27,9 +27,9 @@ CASES = {  # shape, spec
 WHOLE = ((8, 16), P("x"))
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
-@pytest.mark.parametrize("consistent_rms", [0.2, None])
+@pytest.mark.parametrize("told", [True, more(False)])
+@pytest.mark.parametrize("jit", [jax.jit, more(lambda f: f)])
+@pytest.mark.parametrize("consistent_rms", [more(0.2), None])
 def test_on_a_mesh(told, jit, consistent_rms):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     cases = CASES | {"whole": WHOLE}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from seeds import chance, family, pick, told
@@ -304,4 +305,5 @@ def assert_close(found, expected, bound, floor, name):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name + str(path))
 
 
-test_meshes = family(check, 200, quick=40)
+# A block is 14 seconds of compiling.
+test_meshes = pytest.mark.more(family(check, 200, quick=40))
