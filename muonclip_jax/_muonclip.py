@@ -117,8 +117,14 @@ def muonclip(
             shardings=shardings,
             axis_name=axis_name,
             # One description of the layers serves both, so that the heads that QK-Clip
-            # scales are those that Newton-Schulz sees by themselves.
-            **heads_apart(per_head, None, dimension_numbers, attention),
+            # scales are those that Newton-Schulz sees by themselves. Without any, a
+            # model's own is `muon`'s to read.
+            **heads_apart(
+                per_head,
+                None if attention is None else model,
+                dimension_numbers,
+                attention,
+            ),
         ),
         qk_clip(
             threshold,

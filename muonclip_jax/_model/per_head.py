@@ -106,7 +106,8 @@ def _of_heads(
         count = each.heads(alone)
         if count is None:
             continue  # QK-Clip's `init` says why
-        marks = 2 + np.arange(count) + is_key * count
+        # Above 1, which is no scale, queries even and keys odd: keys may be fewer.
+        marks = 2 + 2 * np.arange(count) + is_key
         stack = (1,) * each.stack_of(rank).depth
         scale = each.scale(alone, marks.reshape(*stack, count))
         owner = np.where(np.broadcast_to(scale, alone) == 1, owner, scale)

@@ -49,7 +49,8 @@ def numbers_of(model: Model | None, dimension_numbers: Any) -> Any:
 
     **Raises:** `ValueError` for a model that is no reading.
     """
-    if model is None:
+    # What was made before, of this model or of attention layers, is all there is.
+    if model is None or isinstance(dimension_numbers, OfModel | OfTree):
         return dimension_numbers
     if not all(hasattr(model, x) for x in ("dimension_numbers", "labels", "unknown")):
         raise ValueError(

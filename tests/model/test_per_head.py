@@ -78,6 +78,48 @@ def test_heads_of_fused_kernels_are_those_cut_by_hand(name):
     np.testing.assert_array_equal(updates[0]["w"], updates[1]["w"])
 
 
+def test_fewer_keys_than_queries_in_one_kernel():
+    """Eight heads of the query, then two of the key, then as many of the value."""
+    query, key = (
+        mc.HeadLeaf("w", 2, split=(12, 4), part=(-2, slice(*ends)))
+        for ends in ((0, 8), (8, 10))
+    )
+    params, attention = (
+        {"w": leaf_of(CASES["fused, value whole"], 0)},
+        layer_of(query, key),
+    )
+    table = mc.describe(params, attention=attention, per_head=True)
+    assert "10 x 16 x 4 + 1 x 16 x 8" in table
+
+
+def test_layers_next_to_a_reading():
+    """`attention=` says which layers; what else is a matrix, the reading says."""
+
+    def loss(params, x):
+        query, key, value = (x @ params[name] for name in "abv")
+        logits = jnp.einsum("qhd,khd->hqk", *(y.reshape(6, 4, 4) for y in (query, key)))
+        out = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(logits), value.reshape(6, 4, 4))
+        return jnp.sum((out + params["stack"].sum(0)[None, None, :4]) ** 2)
+
+    params = {name: normal(i, 16, 16) for i, name in enumerate("abv")}
+    params["stack"] = normal(3, 5, 7)  # added, so AdamW's, though names say a matrix
+    reading = mc.read_model(loss, params, normal(4, 6, 16))
+    assert reading.labels["stack"] == "vector"
+    tx = {
+        given: mc.muonclip(0.1, model=reading, per_head=True, attention=layers)
+        for given, layers in (("alone", None), ("both", reading.attention))
+    }
+    found = {
+        given: each.update(params, each.init(params), params, attention_stats=STATS)[0]
+        for given, each in tx.items()
+    }
+    jax.tree.map(np.testing.assert_array_equal, found["alone"], found["both"])
+    plain = mc.muonclip(0.1, model=reading, attention=reading.attention)
+    whole, _ = plain.update(params, plain.init(params), params, attention_stats=STATS)
+    np.testing.assert_array_equal(whole["stack"], found["both"]["stack"])
+    assert (whole["a"] != found["both"]["a"]).any()
+
+
 def test_flat_heads_are_those_of_an_axis():
     flat = {name: leaf_of(CASES["flat heads"], i) for i, name in enumerate("qk")}
     apart = {name: x.reshape(16, 8, 6) for name, x in flat.items()}
