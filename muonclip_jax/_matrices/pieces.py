@@ -11,7 +11,7 @@ nothing is exchanged for them.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,7 +52,7 @@ def divide(
     views: Sequence[MatrixView],
     specs: Sequence[PartitionSpec] | None = None,
 ) -> Pieces:
-    """Cuts leaves, or blocks of them, that `specs` (as `aligned` gives them) shard."""
+    """Cuts leaves, or blocks of them, that `specs` shard along whole pieces."""
     if specs is None:
         specs = [PartitionSpec()] * len(leaves)
     # Most models have no such leaf, and their program is what it was.
@@ -78,29 +78,6 @@ def divide(
 def pieces_of(view: MatrixView) -> tuple[Piece, ...]:
     """The pieces of a whole leaf."""
     return _Cut.of(view).pieces
-
-
-def aligned(
-    view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
-) -> PartitionSpec:
-    """The spec without what cuts through the pieces, so that no block has all of one.
-
-    Blocks of a fused query, key and value have entries of one or two of the three, so
-    the outputs have to be gathered; blocks of whole groups or heads have pieces of
-    their own.
-    """
-    if view.division is None:
-        return spec
-    pieces, entries = pieces_of(view), []
-    for axis, entry in enumerate(spec):
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        count = math.prod(mesh[name] for name in names)
-        sizes = [
-            piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
-            for piece in pieces
-        ]
-        entries.append(None if any(size % count for size in sizes) else entry)
-    return PartitionSpec(*entries)
 
 
 def along_outputs(

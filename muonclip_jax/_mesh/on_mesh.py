@@ -17,7 +17,7 @@ from .._explicit_axes import resharded
 from .._jax_versions import is_checked, varying
 from .._layout.layout import Axes, Cuts, gather, own_block
 from .._layout.shardings import mesh_axes
-from .._matrices.pieces import aligned, divide
+from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import Part, Stack
 from .._matrices.view import MatrixView
 from .._newton_schulz.order import wait_for, zero_after
@@ -93,7 +93,28 @@ def _aligned(
     specs: Sequence[PartitionSpec],
     mesh: Mapping[Any, int],
 ) -> list[PartitionSpec]:
-    return [aligned(*each, mesh) for each in zip(views, specs, strict=True)]
+    """The specs without what cuts through pieces, so that no block has all of one.
+
+    Blocks of a fused query, key and value have entries of one or two of the three, so
+    the outputs have to be gathered; blocks of whole groups or heads have pieces of
+    their own.
+    """
+
+    def aligned(view: MatrixView, spec: PartitionSpec) -> PartitionSpec:
+        pieces, entries = pieces_of(view), []
+        for axis, entry in enumerate(spec):
+            count = math.prod(mesh[name] for name in mesh_axes(entry))
+            sizes = [
+                piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
+                for piece in pieces
+            ]
+            entries.append(None if any(size % count for size in sizes) else entry)
+        return PartitionSpec(*entries)
+
+    return [
+        aligned(view, spec) if view.division else spec
+        for view, spec in zip(views, specs, strict=True)
+    ]
 
 
 def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
