@@ -110,32 +110,32 @@ def check_statistics(stats, expected):
         np.testing.assert_allclose(*pair, rtol=1e-5)
 
 
-def clip_at_rest(params, attention):
+def clip_at_rest(params, **layers):
     """An update of `mc.muonclip` at learning rate 0, compiled for all thresholds."""
     zeros = jax.tree.map(jnp.zeros_like, params)
 
     @jax.jit
     def step(params, stats, tau):
-        tx = mc.muonclip(0.0, threshold=tau, attention=attention)
+        tx = mc.muonclip(0.0, threshold=tau, **layers)
         updates, _ = tx.update(zeros, tx.init(params), params, attention_stats=stats)
         return optax.apply_updates(params, updates)
 
     return step
 
 
-def check_clip(params, logits, attention, may_change, shared=False, only=None):
+def check_clip(params, logits, may_change, *, shared=False, **layers):
     """QK-Clip gives `min(S, tau)` in every layer, whichever is the one that it clips.
 
     `may_change` has a regular expression for the end of each path whose leaf may
     change, and the index of the entries that may; all other leaves stay bit for bit.
-    Where heads are `shared`, the layer is clipped by the largest of them. `only` are
-    the modules to clip, by default all.
+    Where heads are `shared`, the layer is clipped by the largest of them. `layers` are
+    given as to `mc.muonclip`, by `attention=` or `model=`.
     """
-    before, step = logits(params), clip_at_rest(params, attention)
+    before, step = logits(params), clip_at_rest(params, **layers)
+    # A layer alone, since the next sees what a clip makes of this one's output.
     layers = [
         (module, i)
         for module, rows in before.items()
-        if only is None or module in only
         for i in (range(len(rows)) if rows.ndim > 1 else [...])
     ]
     for module, i in layers:

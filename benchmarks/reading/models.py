@@ -26,7 +26,7 @@ class Built(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model, and the verdicts of whoever has read its code.
+    """A model, and the verdicts of a person who has read its code.
 
     **Arguments:**
 

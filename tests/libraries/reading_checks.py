@@ -10,7 +10,6 @@ import clipping
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import muonclip_jax as mc
 
@@ -38,33 +37,8 @@ def check_model(run, params, modules, may_change, numbers, *, shared=False, **wh
     # Libraries jit parts of their models: no cached trace may pass the watch by.
     jax.clear_caches()
     logits = clipping.reader(run, modules, **where)
-    before = logits(params)
-    clipping.check_statistics(recorded, before)
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-
-    @jax.jit
-    def clip(params, stats, tau):
-        tx = mc.muonclip(0.0, threshold=tau, model=reading)
-        updates, _ = tx.update(zeros, tx.init(params), params, attention_stats=stats)
-        return optax.apply_updates(params, updates)
-
-    # A layer alone, since the next sees what a clip makes of this one's output.
-    layers = [
-        (module, at)
-        for module, rows in before.items()
-        for at in (range(len(rows)) if rows.ndim > 1 else [...])
-    ]
-    for module, at in layers:
-        seen = before[module][at]
-        tau = float(np.median(seen))
-        assert 0 < tau < seen.max(), f"draw other numbers: {seen}"
-        alone = {name: np.zeros_like(rows) for name, rows in before.items()}
-        alone[module][at] = seen
-        after = clip(params, clipping.statistics(alone), tau)
-        expected = seen * tau / seen.max() if shared else np.minimum(seen, tau)
-        np.testing.assert_allclose(logits(after)[module][at], expected, rtol=1e-4)
-        clipping.check_rest(params, after, may_change)
+    clipping.check_statistics(recorded, logits(params))
+    clipping.check_clip(params, logits, may_change, shared=shared, model=reading)
 
 
 def _recorded(loss, params):

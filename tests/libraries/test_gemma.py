@@ -61,11 +61,11 @@ def test_gemma_2(key_heads):
     run, params = model_and_params("Gemma2_2B", key_heads)
     fused = key_heads == 4
     may_change = {"qkv_einsum/w": np.s_[:2]} if fused else {"/q_einsum/w": ...}
-    # What shares an einsum is its outputs: query, key and value, or gate and up.
-    together = (-2, (-4, -3, -1))
-    inputs = {"q_einsum/w": (-2, (-3, -1)), "kv_einsum/w": together}
-    numbers = NUMBERS | ({"qkv_einsum/w": together} if fused else inputs)
-    numbers["mlp/gating_einsum"] = (-2, (-3, -1))
+    # What shares an einsum is a stack: query, key and value, or gate and up.
+    heads = (-2, (-3, -1))
+    inputs = {"q_einsum/w": heads, "kv_einsum/w": heads}
+    numbers = NUMBERS | ({"qkv_einsum/w": heads} if fused else inputs)
+    numbers["mlp/gating_einsum"] = (-2, -1)
     # A layer has the path that its leaves have in common.
     modules = [f"{m}/qkv_einsum" for m in MODULES] if fused else MODULES
     check_model(run, params, modules, may_change, numbers, **WHERE)

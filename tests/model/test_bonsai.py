@@ -74,7 +74,9 @@ def test_clip(normalised):
     def largest(params):
         return {layer.path: logits(params).max((1, 2))}
 
-    clipping.check_clip(params, largest, [layer], may_change, shared=normalised)
+    clipping.check_clip(
+        params, largest, may_change, shared=normalised, attention=[layer]
+    )
 
 
 def test_dimension_numbers():

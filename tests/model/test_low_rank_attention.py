@@ -209,7 +209,7 @@ def test_what_is_not_known_to_act_on_the_logits_is_refused(extra):
     layer = mc.AttentionLayer(
         "attn", (mc.HeadLeaf("query/kernel", 3),), (mc.HeadLeaf("key/kernel", 3),)
     )
-    mc.qk_clip(attention=[layer]).init(kernels)  # whoever writes a layer knows
+    mc.qk_clip(attention=[layer]).init(kernels)  # who writes a layer knows
 
 
 def test_the_table_says_it_too():

@@ -241,7 +241,7 @@ def test_factors_of_low_rank_are_matrices():
     assert said(loss, params, X) == {"w": axes, "a": axes, "b": axes, "out": "head"}
 
 
-def test_factors_beside_a_base_that_is_data_are_matrices():
+def test_factors_next_to_a_base_that_is_data_are_matrices():
     def loss(p, base, x):
         return cross_entropy(jnp.tanh(x @ (base + p["a"] @ p["b"])) @ p["out"])
 

@@ -1,4 +1,4 @@
-"""The largest logits beside a function's result, in which nothing changes."""
+"""The largest logits next to a function's result, in which nothing changes."""
 
 import jax
 import jax.numpy as jnp
@@ -277,7 +277,7 @@ def test_inside_shard_map_over_batches_and_heads(heads):
 
 
 def _groups_in_one_kernel(p, x):
-    """Falcon's: two queries and a key and a value lie side by side in each group."""
+    """Falcon's: in each group two queries, a key and a value follow one another."""
     parts = (x @ p["qkv"]).reshape(B, T, 2, 4, DIM)
     query = parts[:, :, :, :2].reshape(B, T, H, DIM)
     key = jnp.repeat(parts[:, :, :, 2], 2, axis=2)
