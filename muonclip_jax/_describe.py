@@ -3,8 +3,7 @@
 import optax
 
 from ._matrices.pieces import pieces_of
-from ._matrices.stacks import plan_stacks
-from ._matrices.view import MatrixView
+from ._matrices.stacks import MatrixView, plan_stacks
 from ._model.attention_layers import Attention, ROLES
 from ._model.finder import resolve_attention
 from ._model.model import attention_of

@@ -14,8 +14,7 @@ import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._layout.layout import read_layout
-from muonclip_jax._matrices.stacks import plan_stacks, unstack
-from muonclip_jax._matrices.view import matrix_view, MatrixView
+from muonclip_jax._matrices.stacks import matrix_view, MatrixView, plan_stacks, unstack
 from muonclip_jax._mesh.block_layout import (
     axis_roles,
     AxisRoles,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._matrices.axes import Axes, MatrixAxes
-from .._matrices.view import matrix_view
+from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts

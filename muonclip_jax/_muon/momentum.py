@@ -11,10 +11,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._explicit_axes import explicit_spec, on_automatic_axes
+from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes
 from .._layout.zeros import StatePart, zero_parts, zeros_like
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 from .._options import flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
@@ -75,38 +75,38 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
     """
     number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
-    if is_8_bits(float_dtype("mu_dtype", dtype, also="int8")):
-        return _scheduled(beta, _in_8_bits(nesterov))
-    return _scheduled(beta, _in_floats(dtype, nesterov))
+    is_coded = is_8_bits(float_dtype("mu_dtype", dtype, also="int8"))
+    is_scheduled = callable(beta)
+    kept = _in_8_bits(nesterov) if is_coded else _in_floats(dtype, nesterov)
+
+    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        state = kept.init(params, leaves)
+        if callable(beta):
+            state = state._replace(count=jnp.zeros((), jnp.int32))
+        return state
+
+    def update(state: ScaleByMuonState, *arguments):
+        # Both change the structure of the state, which a restored one may not have.
+        for name, kinds, was, now in (
+            ("mu_dtype", ("a float", "'int8'"), state.scales is not None, is_coded),
+            ("beta", ("a number", "a schedule"), state.count is not None, is_scheduled),
+        ):
+            if was != now:
+                raise ValueError(
+                    f"the state was made with {kinds[was]} as {name}, but {name} is "
+                    f"{kinds[now]}. Give the {name} that the state was made with, or "
+                    "call init again"
+                )
+        if not callable(beta):
+            return kept.update(beta, state, *arguments)
+        ahead, after = kept.update(beta(state.count), state, *arguments)
+        return ahead, after._replace(count=optax.safe_increment(state.count))
+
+    return Momentum(init, update)
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
     return dtype is not None and jnp.dtype(dtype) == jnp.int8
-
-
-def _scheduled(beta: Beta, momentum: Momentum) -> Momentum:
-    """Momentum whose updates take a beta first, with this one, a schedule or not."""
-
-    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        state = momentum.init(params, leaves)
-        if not callable(beta):
-            return state
-        return state._replace(count=jnp.zeros((), jnp.int32))
-
-    def update(state: ScaleByMuonState, *arguments):
-        if (state.count is not None) != callable(beta):
-            made, given = ("a number", "a schedule")[:: 1 if callable(beta) else -1]
-            raise ValueError(
-                f"the state was made with a beta that is {made}, but beta is {given}. "
-                "Give the beta that the state was made with, or call init again"
-            )
-        if not callable(beta):
-            return momentum.update(beta, state, *arguments)
-        count: Any = state.count
-        ahead, after = momentum.update(beta(count), state, *arguments)
-        return ahead, after._replace(count=optax.safe_increment(count))
-
-    return Momentum(init, update)
 
 
 def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
@@ -117,7 +117,6 @@ def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
         return ScaleByMuonState(mu)
 
     def update(beta, state, leaves, views, gradients):
-        _check_same_kind(state, has_scales=False)
         pairs = [
             _accumulate(beta, m, g, nesterov) if view else (m, g)
             for m, g, view in zip(
@@ -138,7 +137,6 @@ def _in_8_bits(nesterov: bool) -> Momentum:
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
 
     def update(beta, state, leaves, views, gradients):
-        _check_same_kind(state, has_scales=True)
         _check_whole(leaves)
         # Scales are by path, since leaves without a matrix have none.
         codes, momentum = leaves.tree.of(state.mu), list(gradients)
@@ -199,15 +197,6 @@ def _check_whole(leaves: Leaves) -> None:
             "mu_dtype='int8' finds the largest directions of whole matrices, but "
             f"shard_map cuts {paths.show_all(found)}; use mu_dtype='bfloat16' there, "
             "or update under jax.jit outside of jax.shard_map"
-        )
-
-
-def _check_same_kind(state: ScaleByMuonState, *, has_scales: bool) -> None:
-    if (state.scales is not None) != has_scales:
-        found, wanted = ("floats", "is") if has_scales else ("8 bits", "is not")
-        raise ValueError(
-            f"the state holds momentum in {found}, but mu_dtype {wanted} 'int8'. Give "
-            "the mu_dtype that the state was made with, or call init again"
         )
 
 

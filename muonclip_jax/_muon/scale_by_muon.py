@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._layout.layout import own_block
 from .._layout.shardings import Shardings
 from .._matrices.pieces import along_outputs
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel

@@ -7,7 +7,7 @@ from typing import Any
 import optax
 
 from .._matrices.axes import Axes, is_axes
-from .._matrices.view import matrix_view, MatrixView
+from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import paths
 from .given import (

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._explicit_axes import resharded
-from .._jax_versions import manual_axes
+from .._axes import manual_axes, resharded
 from .._layout.layout import Axes, cut_axes, differing, gather, Layout, shared_axes
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (

@@ -111,7 +111,7 @@ def multi_steps(
         layout = read_layout(params, shardings, axis_name)
         heads = Heads(layout, layers)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
-        mesh_specs = layout.mesh_specs(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs()
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
         # they are sharded.
         (sums,) = zeros_like(params, layout, None)
@@ -148,7 +148,7 @@ def multi_steps(
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)
         running = jnp.where(real, -jnp.inf, running)
-        mesh_specs = layout.mesh_specs(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs()
         return updates, MultiStepsState(after, replicated(running, mesh_specs))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

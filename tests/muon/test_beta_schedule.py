@@ -59,7 +59,7 @@ def test_under_inject_hyperparams_as_of_any_schedule():
 @pytest.mark.parametrize("made, given", [(RISING, 0.9), (0.9, RISING)])
 def test_a_state_of_the_other_kind_is_refused(made, given):
     state = mc.scale_by_muon(beta=made).init(PARAMS)
-    with pytest.raises(ValueError, match="the state was made with a beta that is a"):
+    with pytest.raises(ValueError, match="the state was made with a .* as beta, but"):
         mc.scale_by_muon(beta=given).update(PARAMS, state)
 
 
