@@ -42,6 +42,7 @@ EXPERIMENTS = (
     "momentum_by_length",
     "warm_up",
     "recipe_at_scale",
+    "defaults",
     "overhead",
     "adam_clip",
     "other_seeds",

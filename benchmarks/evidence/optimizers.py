@@ -92,7 +92,7 @@ def make_optimizer(
         **rates,
         beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],
-        **dict(run.muon),
+        **dict(per_head=False) | dict(run.muon),  # `matrices` says which are apart
     )
     return muon if head is None else _with_head_apart(muon, head, at)
 
