@@ -80,11 +80,12 @@ Key = tuple[str, str]  # corpus, size
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     found: dict[Key, Measured] = {}
-    for corpus in plan.all_corpora:
-        best: dict[str, Run] = {}
-        for size, model in MODELS.items():
-            best = walk(lab, plan, corpus, model, best)
+    before: dict[str, dict[str, Run]] = {}  # the settings found in the smaller model
+    for size, model in MODELS.items():
+        for corpus in plan.all_corpora:
+            best = walk(lab, plan, corpus, model, before.get(corpus, {}))
             found[corpus, size] = measure(lab, plan, model, best)
+            before[corpus] = best
     draw(plan, found)
     check = " and ".join(CHECK)
     return Section(
