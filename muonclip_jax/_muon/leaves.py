@@ -59,7 +59,7 @@ class Leaves(NamedTuple):
 def read_leaves(
     tree: Any,
     dimension_numbers: DimensionNumbers | None,
-    per_head: bool,
+    per_head: bool | None,
     shardings: Shardings | None,
     axis_name: Hashable | None = None,
 ) -> Leaves:
@@ -74,7 +74,7 @@ def for_leaves(
     state_type: type,
     *,
     dimension_numbers: DimensionNumbers | None,
-    per_head: bool,
+    per_head: bool | None,
     shardings: Shardings | None,
     axis_name: Hashable | None,
 ) -> OverReplicas:

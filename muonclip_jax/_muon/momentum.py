@@ -66,6 +66,11 @@ class Momentum(NamedTuple):
 #: A number, or a function from the count of steps to one.
 Beta = ArrayLike | Callable[[Any], Any]
 
+#: The default, as in modded-nanogpt: a long memory holds back the first steps, whose
+#: gradients turn fast, and pays once they no longer do. What it gains over 0.95:
+#: benchmarks/report.md, "Defaults" and "Momentum by length".
+RISING_BETA = optax.linear_schedule(0.85, 0.95, 300)
+
 
 def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum:
     """Momentum of a dtype, the params' if it is `None`.

@@ -33,6 +33,31 @@ def test_momentum_by_hand(nesterov):
     assert state.count == 5
 
 
+@pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
+@pytest.mark.parametrize("wrap", [lambda make: make, optax.inject_hyperparams])
+def test_rises_from_085_to_095_over_300_steps_by_default(make, wrap):
+    rising = {"beta": lambda count: 0.85 + 0.1 * jnp.minimum(count, 300) / 300}
+    ends = []
+    for options in ({}, rising):
+        tx = wrap(make)(0.1, ns_steps=1, **options)
+        state = tx.init(PARAMS)
+        # From a step before its end, in the counts that both kinds of state keep.
+        state = optax.tree.map_params(
+            tx, lambda x: x, state, transform_non_params=lambda x: _later(x, 298)
+        )
+        for step in range(4):
+            g = {"w": normal((step, 2), 8, 12)}
+            update, state = tx.update(g, state, PARAMS, attention_stats={})
+        ends.append(update["w"])
+    np.testing.assert_allclose(*ends, atol=1e-5)
+
+
+def _later(x, steps):
+    """A count that is `steps` further on; what is no count stays."""
+    is_count = jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 0
+    return x + steps if is_count else x
+
+
 @pytest.mark.parametrize("mu_dtype", [None, "int8"])
 def test_a_constant_schedule_is_the_number(mu_dtype):
     made = [
