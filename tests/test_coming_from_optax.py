@@ -194,8 +194,9 @@ def positions():
 def state():
     theirs = optax.contrib.muon(1.0).init(MATRIX)
     assert optax.tree.get(theirs, "ns_coeffs").size == 3
-    leaves = jax.tree.leaves(mc.scale_by_muon(beta=0.95).init(MATRIX))
-    chex.assert_trees_all_equal_shapes(leaves, jax.tree.leaves(MATRIX))
+    kept = mc.scale_by_muon().init(MATRIX)
+    assert kept.count == 0 and len(jax.tree.leaves(kept)) == 2
+    chex.assert_trees_all_equal_shapes(kept.mu, MATRIX)
 
 
 #: By how the line begins.

@@ -27,7 +27,8 @@ class ScaleByMuonState(NamedTuple):
     - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
         which no `beta` up to 0.96 makes overflow; in 8 bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
-    - `count`: of the steps, where `beta` is a schedule, else `None`.
+    - `count`: of the steps, for a `beta` that is a schedule. It is kept for every
+        `beta`, so that a run can go on with another.
 
     !!! example
 
@@ -94,22 +95,12 @@ def _scheduled(beta: Beta, momentum: Momentum) -> Momentum:
 
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         state = momentum.init(params, leaves)
-        if not callable(beta):
-            return state
         return state._replace(count=jnp.zeros((), jnp.int32))
 
     def update(state: ScaleByMuonState, *arguments):
-        if (state.count is not None) != callable(beta):
-            made, given = ("a number", "a schedule")[:: 1 if callable(beta) else -1]
-            raise ValueError(
-                f"the state was made with a beta that is {made}, but beta is {given}. "
-                "Give the beta that the state was made with, or call init again"
-            )
-        if not callable(beta):
-            return momentum.update(beta, state, *arguments)
-        count: Any = state.count
-        ahead, after = momentum.update(beta(count), state, *arguments)
-        return ahead, after._replace(count=optax.safe_increment(count))
+        now = beta(state.count) if callable(beta) else beta
+        ahead, after = momentum.update(now, state, *arguments)
+        return ahead, after._replace(count=optax.safe_increment(state.count))
 
     return Momentum(init, update)
 

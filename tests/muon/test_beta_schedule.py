@@ -82,10 +82,15 @@ def test_under_inject_hyperparams_as_of_any_schedule():
 
 
 @pytest.mark.parametrize("made, given", [(RISING, 0.9), (0.9, RISING)])
-def test_a_state_of_the_other_kind_is_refused(made, given):
-    state = mc.scale_by_muon(beta=made).init(PARAMS)
-    with pytest.raises(ValueError, match="the state was made with a beta that is a"):
-        mc.scale_by_muon(beta=given).update(PARAMS, state)
+def test_a_run_goes_on_with_a_beta_of_the_other_kind(made, given):
+    tx = mc.scale_by_muon(beta=made)
+    _, state = tx.update(PARAMS, tx.init(PARAMS))
+    first = state.mu["w"]
+    _, state = mc.scale_by_muon(beta=given).update(PARAMS, state)
+    beta = given(1) if callable(given) else given
+    expected = beta * first + PARAMS["w"]
+    np.testing.assert_allclose(state.mu["w"], expected, rtol=1e-5)
+    assert state.count == 2
 
 
 def test_state_for_abstract_params_counts_too():
