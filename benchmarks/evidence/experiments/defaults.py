@@ -22,7 +22,7 @@ from ..recipe import DEFAULT as ONE_RATE
 from ..run import Run
 from ..section import Section
 from ..style import losses_over
-from ..texts import CHECK
+from ..texts import CHECK, CORPORA
 from ..tokens import lengths, Outcome, reported
 from ..tokens import measure as measure_share
 from ..tuning import Pair, tuned
@@ -49,19 +49,21 @@ SHARES = (0.4, 0.55, 1.0)  # of AdamW's steps, each with a schedule of its own
 
 
 class Model(NamedTuple):
-    """A size, the arms that are trained there, and the AdamW to reach."""
+    """A size, the arms that are trained there, the AdamW to reach, and the texts."""
 
     settings: dict[str, Any]
     arms: Sequence[str] = tuple(ARMS)
     goals: Sequence[str] = (ADAMW, ADAMW_BETA)
+    check_only: bool = False
 
 
 MODELS = {
     "24,576": Model(dict(layers=2, width=32, heads=2)),
     "147,456": Model(
         dict(layers=3, width=64, heads=4),
-        ("beta 0.95, heads", NEW, "rising beta, heads, evenness"),
-        (ADAMW,),
+        arms=("rising beta", NEW),
+        goals=(ADAMW,),
+        check_only=True,
     ),
 }
 
@@ -83,6 +85,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     before: dict[str, dict[str, Run]] = {}  # the settings found in the smaller model
     for size, model in MODELS.items():
         for corpus in plan.all_corpora:
+            if model.check_only and corpus in CORPORA:
+                continue
             best = walk(lab, plan, corpus, model, before.get(corpus, {}))
             found[corpus, size] = measure(lab, plan, model, best)
             before[corpus] = best
