@@ -80,6 +80,14 @@ class Lab:
         self.results(run for of_key in lists.values() for run in of_key)
         return {key: self.results(of_key) for key, of_key in lists.items()}
 
+    def tried(self) -> list[tuple[Result, Result]]:
+        """The settings and the result of every run that is kept; none is trained."""
+        return [
+            (json.loads(key), result)
+            for key, result in self._results.items()
+            if "curve" in result
+        ]
+
     def once(self, name: str, measure: Callable[[], Result]) -> Result:
         """What `measure` returns, kept like the results of runs."""
         if name not in self._results:

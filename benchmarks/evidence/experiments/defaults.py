@@ -26,10 +26,10 @@ from ..texts import CHECK, CORPORA
 from ..tokens import lengths, Outcome, reported
 from ..tokens import measure as measure_share
 from ..tuning import Pair, tuned
+from .rate_rule import RULE, rule
 
 
 SEEDS = 5
-FACTOR = 2  # the rule's: times AdamW's best rate
 RISING: dict[str, Any] = dict(beta=0.95, beta_from=0.85)
 OLD, NEW = "beta 0.95", "rising beta, heads"
 ARMS: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "`mc.muonclip(learning_rate)`: one learning rate for both sides, which is all "
         "that is tuned, weight decay 0.1. AdamW's learning rate and weight decay are "
         "tuned, in one arm its b1 too. Nothing was chosen by the losses on the third "
-        f"text ({check}). The rule's rate is {FACTOR} times AdamW's, not tuned. "
+        f"text ({check}). The rule's rate is {RULE}, not tuned. "
         f"{SEEDS} seeds.",
         tables=[part_table(found), share_table(found), loss_table(found)],
         parts=parts_of_claim(found),
@@ -129,7 +129,7 @@ def walk(
 
 
 def measure(lab: Lab, plan: Plan, model: Model, best: dict[str, Run]) -> Measured:
-    rate = FACTOR * best[ADAMW].learning_rate
+    rate = rule(best[ADAMW].learning_rate)
     by_rule = best[NEW].but(learning_rate=rate, adam_learning_rate=rate)
     by_length = lengths(best[NEW], SHARES)
     runs = {name: reported(plan, run, SEEDS) for name, run in best.items()}
