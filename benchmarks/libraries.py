@@ -1,7 +1,7 @@
 """Muon by several libraries: one model, text, grid of rates, the same initial weights.
 
-    python benchmarks/libraries.py                      # those that are installed here
-    OTHER/bin/python benchmarks/libraries.py rollfast   # in an environment of its own
+    python benchmarks/libraries.py                       # those that are installed here
+    OTHER/bin/python benchmarks/libraries.py keras_muon  # in an environment of its own
 
 Each library is a file in `libraries/`; how to add one is said there. Results are lines
 in `results/libraries.jsonl`, and those that are there are not made again. The table of
@@ -42,7 +42,8 @@ from walk import neighbours, walk
 
 HERE = Path(__file__).parent
 GOAL = "adamw"
-NAMES = ("adamw", "muonclip_jax", "optax", "rollfast", "keras", "torch", "heavyball")
+NAMES = ("adamw", "this_package", "optax_muon", "rollfast_muon", "keras_muon")
+NAMES += ("torch_muon", "heavyball_muon")
 STEPS, WARM_UP, DECAY, EVALUATIONS, SEEDS = 400, 20, 0.1, 10, (1, 2, 3, 4, 5)
 START = 1.6e-2
 MODEL = Run(corpus="prose", layers=2, width=32, heads=2, statistics=False)
@@ -134,7 +135,7 @@ def version(package: str) -> str:
 
 
 class Task:
-    """A model by the paths of its params, kernels as (inputs, outputs), and its loss."""
+    """A model by the paths of its params, with 2-D kernels, and its loss."""
 
     def __init__(self, run: Run):
         model = Transformer(run, nnx.Rngs(0))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 
 from . import Arrays, Leaf
 

@@ -1,6 +1,6 @@
 """torch.optim.Muon, with torch.optim.AdamW for the rest."""
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 
 from .torch_like import OfTorch
 

@@ -8,7 +8,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 from typing import Any
 
 import jax
-import keras
+import keras  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from . import Arrays

@@ -1,7 +1,7 @@
 """rollfast.muon, whose interface is optax's."""
 
 import optax
-import rollfast
+import rollfast  # pyright: ignore[reportMissingImports]
 
 from .optax_like import axes_of, OfOptax
 

@@ -1,6 +1,6 @@
 """heavyball.Muon, with heavyball.AdamW for the rest; it has no scale of AdamW's."""
 
-import heavyball
+import heavyball  # pyright: ignore[reportMissingImports]
 
 from .torch_like import OfTorch
 
