@@ -1,6 +1,8 @@
 """heavyball.Muon, with heavyball.AdamW for the rest; it has no scale of AdamW's."""
 
-import heavyball  # pyright: ignore[reportMissingImports]
+# pyright: reportMissingImports=false
+
+import heavyball
 
 from .torch_like import OfTorch
 

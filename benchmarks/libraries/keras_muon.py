@@ -1,5 +1,7 @@
 """keras.optimizers.Muon on JAX, in its functional form."""
 
+# pyright: reportMissingImports=false
+
 import os
 
 
@@ -8,7 +10,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 from typing import Any
 
 import jax
-import keras  # pyright: ignore[reportMissingImports]
+import keras
 import numpy as np
 
 from . import Arrays

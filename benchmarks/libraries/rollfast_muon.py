@@ -1,7 +1,9 @@
 """rollfast.muon, whose interface is optax's."""
 
+# pyright: reportMissingImports=false
+
 import optax
-import rollfast  # pyright: ignore[reportMissingImports]
+import rollfast
 
 from .optax_like import axes_of, OfOptax
 

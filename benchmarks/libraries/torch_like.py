@@ -1,9 +1,11 @@
 """What the libraries of torch optimizers share."""
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
+import torch
 
 from . import Arrays, Leaf
 

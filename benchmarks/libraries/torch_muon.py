@@ -1,6 +1,8 @@
 """torch.optim.Muon, with torch.optim.AdamW for the rest."""
 
-import torch  # pyright: ignore[reportMissingImports]
+# pyright: reportMissingImports=false
+
+import torch
 
 from .torch_like import OfTorch
 

@@ -68,7 +68,7 @@ class Case(NamedTuple):
 def experiment(lab: Lab, plan: Plan) -> Section:
     cases = cases_of(lab, plan)
     draw(plan, cases)
-    fitted = stats.linregress(
+    fitted: Any = stats.linregress(
         np.log2([case.adamw for case in cases]), np.log2([case.best for case in cases])
     )
     half = stats.t.ppf(0.975, max(1, len(cases) - 2)) * fitted.stderr
@@ -110,7 +110,7 @@ def cases_of(lab: Lab, plan: Plan) -> list[Case]:
     adamw: dict[tuple[Any, ...], dict[tuple[float, float], float]] = {}
     muon: dict[tuple[Any, ...], dict[tuple[float, float], float]] = {}
     for changes, result in lab.tried():
-        run = defaults | changes
+        run: dict[str, Any] = defaults | dict(changes)
         if not changes.keys() <= FREE or run["seed"] or run["weight_decay"] is None:
             continue
         setting, loss = tuple(run[name] for name in SETTING), final(result)
