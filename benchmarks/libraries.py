@@ -4,7 +4,7 @@
     OTHER/bin/python benchmarks/libraries.py keras_muon  # in an environment of its own
 
 Each library is a file in `libraries/`; how to add one is said there. Results are lines
-in `results/libraries.jsonl`, and those that are there are not made again. The table of
+in `libraries/results.jsonl`, and those that are there are not made again. The table of
 all that is there is printed at the end: steps to AdamW's loss, the time of an update,
 and the bytes that it keeps.
 """
@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("libraries", nargs="*", default=NAMES, help=", ".join(NAMES))
-    default = HERE / "results" / "libraries.jsonl"
+    default = HERE / "libraries" / "results.jsonl"
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial")
     return parser.parse_args()
@@ -128,10 +128,12 @@ def measure(name: str, start: Start, results: Results, steps: int) -> None:
 
 
 def version(package: str) -> str:
+    if package == "muonclip_jax":
+        return "of this checkout"
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of this checkout"
+        return "of unknown version"
 
 
 class Task:

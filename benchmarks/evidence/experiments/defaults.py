@@ -1,8 +1,10 @@
 """What `mc.muonclip(learning_rate)` should do by itself, on a third text as well."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from pictures import panels
 from tables import Table
 
@@ -157,8 +159,11 @@ def gained(measured: Measured, part: str) -> Interval | None:
 
 def kept(measured: Measured) -> float:
     """How much of the tuned rate's gain over AdamW the rule's rate has."""
-    adamw, rule = interval(measured.losses[ADAMW]).mean, interval(measured.by_rule).mean
-    return (adamw - rule) / (adamw - interval(measured.losses[NEW]).mean)
+    adamw, by_rule, best = (
+        np.mean(x)
+        for x in (measured.losses[ADAMW], measured.by_rule, measured.losses[NEW])
+    )
+    return float((adamw - by_rule) / (adamw - best)) if adamw > best else math.nan
 
 
 def parts_of_claim(found: dict[Key, Measured]) -> dict[str, list[bool]]:
@@ -227,7 +232,7 @@ def loss_table(found: dict[Key, Measured]) -> Table:
 def draw(plan: Plan, found: dict[Key, Measured]) -> None:
     titles = [f"{corpus}: {size} parameters" for corpus, size in found]
     label = "nats per byte"
-    file, rows = plan.figures / "defaults.png", len(plan.all_corpora)
+    file, rows = plan.figures / "defaults.png", 1 if len(found) % 2 else 2
     with panels(file, titles, rows=rows, xlabel=label) as axes:
         for one, measured in zip(axes, found.values(), strict=True):
             means = {part: gained(measured, part) for part in PARTS}

@@ -14,7 +14,7 @@ from scipy import stats
 from tables import Table
 
 from ..intervals import interval
-from ..lab import Lab, losses, Result
+from ..lab import Lab, losses, Result, Unfinished
 from ..plan import Plan
 from ..run import Run
 from ..section import Section
@@ -27,7 +27,16 @@ RULE = f"{FACTOR} times AdamW's rate, at most {MOST:g}"
 # Settings of a model and its training, which a rate is tuned for.
 SETTING = ("corpus", "layers", "width", "batch", "steps", "schedule")
 # All that Muon may differ in: other options have rates of their own.
-FREE = {*SETTING, "optimizer", "heads", "matrices", "beta", "beta_from", "evaluations"}
+FREE = {
+    *SETTING,
+    "context",
+    "optimizer",
+    "heads",
+    "matrices",
+    "beta",
+    "beta_from",
+    "evaluations",
+}
 FREE |= {"learning_rate", "adam_learning_rate", "weight_decay", "seed"}
 ARMS = {
     (0.95, None, "default"): "0.95",
@@ -61,17 +70,16 @@ class Case(NamedTuple):
         return self.tried.get(rate, math.nan) - self.tried[self.best]
 
     def kept(self, rate: float) -> float:
+        """The share of what the best rate gains over AdamW; NaN if that is nothing."""
         gained = self.adamw_loss - self.tried[self.best]
-        return (gained - self.cost(rate)) / gained
+        return (gained - self.cost(rate)) / gained if gained > 0 else math.nan
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     cases = cases_of(lab, plan)
+    if not cases:
+        raise Unfinished("no walks of other experiments")
     draw(plan, cases)
-    fitted: Any = stats.linregress(
-        np.log2([case.adamw for case in cases]), np.log2([case.best for case in cases])
-    )
-    half = stats.t.ppf(0.975, max(1, len(cases) - 2)) * fitted.stderr
     factor = interval([math.log2(case.best / case.adamw) for case in cases])
     costs = [case.cost(rule(case.adamw)) for case in cases]
     known = [cost for cost in costs if math.isfinite(cost)]
@@ -97,12 +105,22 @@ def experiment(lab: Lab, plan: Plan) -> Section:
             ],
         },
         figure="rate_rule.png",
-        remarks=f"Over {len(cases)} cases the best rate is AdamW's to the power "
-        f"{fitted.slope:.2f} ± {half:.2f}, at its mean {2**factor.mean:.1f} times it "
-        f"({2**factor.low:.1f} to {2**factor.high:.1f}). The rule costs "
-        f"{np.mean(known):.3f} nats on average and {max(known):.3f} at most. Its two "
-        "numbers were chosen by the cases on code and prose.",
+        remarks=f"Over {len(cases)} cases the best rate is {2**factor.mean:.1f} times "
+        f"AdamW's ({2**factor.low:.1f} to {2**factor.high:.1f}, a geometric mean)"
+        f"{power(cases)}. The rule costs {np.mean(known):.3f} nats on average and "
+        f"{max(known):.3f} at most. Its two numbers were chosen by the cases on code "
+        "and prose.",
     )
+
+
+def power(cases: list[Case]) -> str:
+    """The regression of one rate on the other, where AdamW's differ."""
+    x, y = (np.log2([getattr(case, of) for case in cases]) for of in ("adamw", "best"))
+    if not np.ptp(x):
+        return ""
+    fitted: Any = stats.linregress(x, y)
+    half = stats.t.ppf(0.975, len(cases) - 2) * fitted.stderr
+    return f" and grows with its power {fitted.slope:.2f} ± {half:.2f}"
 
 
 def cases_of(lab: Lab, plan: Plan) -> list[Case]:
