@@ -122,7 +122,8 @@ def measure(name: str, start: Start, results: Results, steps: int) -> None:
             "rate": best,
             "curves": [r["curve"] for r in of_seeds],
             "weights": [r["weights"] for r in of_seeds],
-            **timed,
+            "ms": timed["ms"],
+            "state": timed["state"],
         },
     )
 
