@@ -24,7 +24,7 @@ def describe(
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     stacks: bool = False,
 ) -> str:
     """Returns a table with a row for each leaf: its matrices and its optimizer.

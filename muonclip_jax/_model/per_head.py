@@ -11,7 +11,11 @@ from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
+from .._parameters.dimension_numbers import (
+    DimensionNumbers,
+    GIVEN,
+    resolve_verdicts,
+)
 from .._parameters.given import Model, numbers_of, OfTree
 from .._parameters.reading import Verdict
 from .attention_layers import Attention
@@ -20,7 +24,7 @@ from .head_leaf import HeadLeaf
 
 
 def heads_apart(
-    per_head: bool,
+    per_head: bool | None,
     model: Model | None,
     dimension_numbers: DimensionNumbers | None,
     attention: Attention | None = None,
@@ -28,21 +32,23 @@ def heads_apart(
     """`dimension_numbers` and `per_head` for Muon's leaves, of what the user gave.
 
     Heads are those of `attention`, else of `model`. Without either, `per_head` stays:
-    names tell which axes are heads in stock layers.
+    names tell which axes are heads in stock layers. `None` cuts what can be cut.
     """
+    per_head = per_head if per_head is None else flag("per_head", per_head)
     numbers = numbers_of(model, dimension_numbers)
     if attention is None and model is not None:
         # Layers that QK-Clip cannot act on have heads all the same.
         attention = list(model.attention)
-    if not flag("per_head", per_head) or attention is None:
+    if per_head is False or attention is None:
         return dict(dimension_numbers=numbers, per_head=per_head)
-    found = functools.partial(_verdicts, attention, numbers)
+    found = functools.partial(_verdicts, attention, numbers, bool(per_head))
     return dict(dimension_numbers=OfTree(found), per_head=False)
 
 
 def _verdicts(
     attention: Attention,
     dimension_numbers: DimensionNumbers | None,
+    must: bool,
     tree: paths.PathedTree,
 ) -> list[Verdict]:
     """The verdict on each leaf, with heads as matrices.
@@ -59,12 +65,15 @@ def _verdicts(
     found = resolve_verdicts(dimension_numbers, tree, described=described)
     for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
         given = verdict.numbers
-        # A bias goes to AdamW, whatever heads it has; what the user has cut stays.
+        # A bias goes to AdamW, whatever heads it has; what the user has cut stays, and
+        # what the user has given, unless heads were asked for.
         if given is None or isinstance(given, MatrixAxes) or path not in described:
+            continue
+        if verdict.why == GIVEN and not must:
             continue
         if not paths.is_masked(leaf_at[path]):
             shape = tuple(leaf_at[path].shape)
-            axes: Any = _of_heads(path, shape, given, described[path])
+            axes: Any = _of_heads(path, shape, given, described[path], must)
             # What names leave open, the description of the heads tells.
             why = "heads" if verdict.is_open else verdict.why
             found[i] = verdict._replace(numbers=axes, why=why, is_open=False)
@@ -76,6 +85,7 @@ def _of_heads(
     shape: tuple[int, ...],
     given: Axes,
     leaves: Sequence[tuple[bool, HeadLeaf]],
+    must: bool,
 ) -> Axes:
     """The axes of a leaf, with the outputs of each of its heads as a matrix."""
     (_, leaf), *_ = leaves
@@ -115,6 +125,8 @@ def _of_heads(
     runs = [(key, len(list(run))) for key, run in itertools.groupby(owners.tolist())]
     found = [key for key, _ in runs if key]
     if len(set(found)) < len(found):
+        if not must:
+            return given
         raise ValueError(
             f"per_head=True cannot cut '{paths.show(path)}' {shape}: the outputs of a "
             "head do not follow one another. Leave its layer out of attention=, or "

@@ -62,7 +62,7 @@ def for_leaves(
     state_type: type,
     *,
     dimension_numbers: DimensionNumbers | None,
-    per_head: bool,
+    per_head: bool | None,
     shardings: Shardings | None,
     axis_name: Hashable | None = None,
 ) -> OverReplicas:

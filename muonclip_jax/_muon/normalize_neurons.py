@@ -48,7 +48,7 @@ def normalize_neurons(
     eps: float | jax.Array = 1e-10,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divides each neuron of an update by its root mean square over time.

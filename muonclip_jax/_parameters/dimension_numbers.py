@@ -28,6 +28,9 @@ from .stacks import IN_FRONT, StackAxes
 #: What to say to a transformation that sees but a part of the params.
 BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 
+#: Why a leaf has the axes that the user gave it.
+GIVEN = "given"
+
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
 #: from patterns of paths, or a function that makes one of these from the parameters.
 DimensionNumbers = Any | Callable[[Any], Any]
@@ -192,12 +195,13 @@ def resolve_verdicts(
     dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
     *,
-    per_head: bool = False,
+    per_head: bool | None = False,
     reading: Mapping[paths.Path, Verdict] | None = None,
     described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
     """The verdict on each leaf, whichever way its numbers were given.
 
+    `per_head` is `None` for the heads that names show, unless all numbers are given.
     Leaves that are `described` otherwise may be left open.
     """
     given: Any = dimension_numbers
@@ -210,7 +214,7 @@ def resolve_verdicts(
     if paths.is_function(given):
         given = given(tree.whole())
     if is_found or is_patterns(given, tree):
-        reading = reading or Reading(tree).verdicts(per_head)
+        reading = reading or Reading(tree).verdicts(per_head is not False)
         return _decided(tree, reading, given, described)
     if per_head:
         raise ValueError(
@@ -226,7 +230,7 @@ def resolve_verdicts(
         remedy="; to give rules and have the rest found automatically, write "
         "patterns, such as 'mlp*' in place of 'mlp'",
     )
-    return [Verdict(entry, "given") for entry in entries]
+    return [Verdict(entry, GIVEN) for entry in entries]
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
@@ -278,7 +282,7 @@ def _decided(
     """
     given = by_pattern(patterns, tree.paths) if patterns else {}
     found = {
-        path: Verdict(given[path], "given")
+        path: Verdict(given[path], GIVEN)
         if given.get(path, AUTOMATIC) != AUTOMATIC and verdict.why != "hidden"
         else verdict
         for path, verdict in reading.items()
@@ -322,7 +326,7 @@ def matrix_views(
     dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
     *,
-    per_head: bool = False,
+    per_head: bool | None = False,
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
     verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
