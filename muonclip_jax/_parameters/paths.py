@@ -16,12 +16,6 @@ Shape = tuple[int, ...]
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
 
-# Keys of the one array in a box: Flax ("value"), Haliax, penzai.
-_ARRAYS = {"array", "data_array"}
-_IN_BOX = _ARRAYS | {"value"}
-
-_Keys = tuple[Any, ...]
-
 
 class LeafAt(dict[Path, Any]):
     """Leaves by path; `MaskedNode` for all below a module that a mask hides as one."""
@@ -40,9 +34,9 @@ class LeafAt(dict[Path, Any]):
 
     def hides(self, path: Any) -> bool:
         """Checks whether a mask hides a path, alone or with what holds it."""
-        if not self.hidden:
-            return False
-        return any(path[:n] in self.hidden for n in range(len(path) + 1))
+        return bool(self.hidden) and any(
+            path[:n] in self.hidden for n in range(len(path) + 1)
+        )
 
 
 class PathedTree(NamedTuple):
@@ -60,7 +54,7 @@ class PathedTree(NamedTuple):
 
     def whole(self) -> Any:
         """Returns the tree that was flattened."""
-        return self.unflatten(self.leaves)
+        return self.treedef.unflatten(self.leaves)
 
     def of(self, other: Any) -> list[Any]:
         """Returns the leaves of a second tree of the same structure."""
@@ -106,24 +100,13 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
 
     **Raises:** `ValueError` for leaves whose paths are spelled the same.
     """
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    may_have_boxes = any(
-        isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) in _IN_BOX
-        for keys, _ in pairs
-        for key in keys
-    )
-    boxes = dict(_boxes(tree, (), is_leaf)) if may_have_boxes else {}
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     paths, axis_names = [], {}
-    for keys, _ in pairs:
-        around = [keys[:i] for i in range(len(keys)) if keys[:i] in boxes]
-        if around:
-            keys = tuple(k for i, k in enumerate(keys) if keys[:i] not in boxes)
-        path = tuple(part for key in keys for part in split(_name(key)))
+    for path, names in _walk(tree, (), (), is_leaf):
         while path and path[0] in _COLLECTIONS:
             path = path[1:]
         paths.append(path)
-        named = [boxes[at] for at in around if boxes[at]]
-        axis_names |= {path: named[-1]} if named else {}
+        axis_names |= {path: names} if names else {}
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ValueError(
@@ -131,9 +114,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
             "state go by path, in which a slash in a key divides as a module does: "
             "rename one"
         )
-    return PathedTree(
-        tuple(paths), tuple(leaf for _, leaf in pairs), treedef, axis_names
-    )
+    return PathedTree(tuple(paths), tuple(leaves), treedef, axis_names)
 
 
 def show(path: Path) -> str:
@@ -159,19 +140,25 @@ def split(path: str) -> Path:
     return tuple(path.split("/")) if path else ()
 
 
-def _boxes(
-    tree: Any, keys: _Keys, is_leaf: Callable[[Any], bool]
-) -> Iterator[tuple[_Keys, tuple[str, ...]]]:
-    """Yields where nodes wrap one array, and how they name its axes."""
-
-    def is_end(x: Any) -> bool:
-        return x is not tree and (is_leaf(x) or _is_box(x, is_leaf))
-
-    if _is_box(tree, is_leaf):
-        yield keys, _axis_names(tree)
-    for below, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)[0]:
-        if below and not is_leaf(x):
-            yield from _boxes(x, keys + below, is_leaf)
+def _walk(
+    node: Any, path: Path, names: tuple[str, ...], is_leaf: Callable[[Any], bool]
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yields the path of every leaf, and the names of its axes in the box around it."""
+    if is_leaf(node):
+        yield path, names
+        return
+    children, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    if treedef.node_data() is None and children:
+        yield path, names
+        return
+    is_box = _is_box(node, is_leaf)
+    names = (_axis_names(node) or names) if is_box else names
+    for keys, child in children:
+        name = jax.tree_util.keystr(keys, simple=True)
+        below = path if is_box else path + split(name)
+        yield from _walk(child, below, names, is_leaf)
 
 
 def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
@@ -189,16 +176,16 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     if data is None or len(children) != 1:
         return False
     ((key,), child), (kind, about) = children[0], data
-    is_array = is_leaf(child) or jax.tree_util.all_leaves([child])
-    if isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) in _ARRAYS:
-        return is_array or _is_box(child, is_leaf)
+    name = jax.tree_util.keystr((key,), simple=True)
+    is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
+    # Haliax keeps `array`, penzai `data_array`; nodes without keys number it.
+    says_nothing = isinstance(key, jax.tree_util.FlattenedIndexKey)
+    if says_nothing or name in ("array", "data_array"):
+        return is_end or _is_box(child, is_leaf)
     # A module may hold nothing but its `value`; a box says something about it. In
     # penzai it holds a named array, in one more box.
-    if _name(key) != "value":
-        return False
-    if is_array:
-        return bool(about) and not issubclass(kind, Mapping)
-    return _is_box(child, is_leaf)
+    is_about = is_end and bool(about) and not issubclass(kind, Mapping)
+    return name == "value" and (is_about if is_end else _is_box(child, is_leaf))
 
 
 @functools.cache
@@ -228,10 +215,3 @@ def _axis_names(box: Any) -> tuple[str, ...]:
     if isinstance(found, str) or not isinstance(found, Iterable):
         return ()
     return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in found)
-
-
-def _name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)

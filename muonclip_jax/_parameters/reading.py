@@ -164,7 +164,7 @@ class Reading:
                     # A bias has the outputs of its kernel, and its layers.
                     bias = self.shapes.get((*path[:-1], "bias"))
                     if bias and path[-1] == "kernel":
-                        inputs, _ = _sides(role, layout[role])
+                        inputs, _ = _sides(layout[role])
                         rank = len(layout[role])
                         outputs = [i for i in range(-rank, 0) if i not in inputs]
                         pairs += [("".join(layout[role][i] for i in outputs), bias)]
@@ -173,7 +173,7 @@ class Reading:
                 fits = fits and all(
                     size.setdefault(x, int(x) if x.isdigit() else n) == n
                     for letters, shape in pairs
-                    for x, n in zip(letters, shape, strict=True)
+                    for x, n in zip(letters.upper(), shape, strict=True)
                 )
                 for whole, *parts in ("MNV", "NKG"):
                     if fits and {whole, *parts} <= size.keys():
@@ -194,7 +194,7 @@ class Reading:
                     likely.append(layout)
             for role, path in members.items():
                 letters = [layout[role] for layout in likely or of_width or fitting]
-                found[path] = role, list({_sides(role, x): x for x in letters}.values())
+                found[path] = role, list({_sides(x): x for x in letters}.values())
         return found
 
     def has_heads(self, module: Path) -> bool | None:
@@ -332,7 +332,7 @@ class Reading:
         # Norms, which the mask hides, would show a stack.
         hides = has_heads and rank > 3 and not self.is_whole
         if len(letters) == 1 and not (hides and "L" not in letters[0]):
-            sides = _sides(role, letters[0])
+            sides = _sides(letters[0])
             sides = (sides[0], sides[1][-1:]) if per_head and has_heads else sides
             why = "attention" if has_heads or role == "out" else "shapes together"
             return Verdict(leaf.numbers(*sides), why)
@@ -492,17 +492,12 @@ class Reading:
         return found | {leaf.own: self._open(leaf) for leaf in unsure}
 
 
-def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _sides(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Input and output axes of a kernel in a layout, from the end."""
-    free = [
-        (i - len(letters), letter)
-        for i, letter in enumerate(letters)
-        if letter != "L" and not letter.isdigit()
-    ]
-    outputs = names.OUTPUTS.get(role) or {x for _, x in free} - {*"DCRS"}
+    axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
     return (
-        tuple(i for i, letter in free if letter not in outputs),
-        tuple(i for i, letter in free if letter in outputs),
+        tuple(i for i, x in axes if x.islower()),
+        tuple(i for i, x in axes if x.isupper()),
     )
 
 
