@@ -13,7 +13,7 @@ from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.given import Model
-from ._parameters.reading import Verdict
+from ._parameters.by_names import Verdict
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")

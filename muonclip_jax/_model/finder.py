@@ -9,7 +9,7 @@ from typing import Any
 
 from .._options import shown
 from .._parameters import names, paths
-from .._parameters.reading import Reading
+from .._parameters.by_names import ByNames
 from .._parameters.stacks import IN_FRONT, Stack, StackAxes
 from .attention_layers import (
     Attention,
@@ -68,12 +68,12 @@ def _find(
     Modules with `query` and `key`, each a kernel of `(features, heads, head_dim)` and
     maybe a bias `(heads, head_dim)`.
     """
-    reading, layers = Reading(tree, stack_axes), []
+    reading, layers = ByNames(tree, stack_axes), []
     leaf_at = reading.leaf_at
     for module in _modules_with_query_and_key(leaf_at):
         # A plain kernel lacks the axis of heads. Counted as if it had one, it does not
         # fit, and QK-Clip refuses it; else its features would be taken for layers.
-        is_plain = reading.has_heads(module) is False
+        is_plain = reading.has_heads((*module, "query", "kernel")) is False
         roles: dict[str, tuple[HeadLeaf, ...]] = {}
         for role in ("query", "key"):
             leaves = []
@@ -81,7 +81,7 @@ def _find(
                 path = (*module, *paths.split(name))
                 if path not in leaf_at:
                     continue
-                shape, stack = reading.shape(path), reading.stacks.get(path, _NONE)
+                shape, stack = reading._shape.get(path, ()), reading.stacks.get(path, _NONE)
                 # Each leaf's own: a stack in the last axis begins elsewhere in a bias
                 # than in its kernel. A mask may hide a leaf, and where its stack is.
                 ndim = len(shape) + 1 if is_plain and shape else ndim
@@ -186,7 +186,7 @@ def check_none_overlooked(
     """Raises for attention that its names show, where Flax's are looked for."""
     # Silent otherwise: a model in which nothing is found trains like any other, and no
     # head is ever clipped.
-    reading = Reading(tree)
+    reading = ByNames(tree)
     known = {paths.split(layer.path) for layer in layers}
     overlooked = []
     for path, own in reading.own.items():

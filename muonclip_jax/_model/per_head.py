@@ -13,7 +13,7 @@ from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
 from .._parameters.given import Model, numbers_of, OfTree
-from .._parameters.reading import Verdict
+from .._parameters.by_names import Verdict
 from .attention_layers import Attention
 from .finder import resolve_attention
 from .head_leaf import HeadLeaf

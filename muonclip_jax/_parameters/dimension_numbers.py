@@ -21,7 +21,7 @@ from .given import (
     OfTree,
     write_patterns,
 )
-from .reading import EitherWay, Reading, Verdict
+from .by_names import ByNames, EitherWay, Verdict
 from .stacks import IN_FRONT, StackAxes
 
 
@@ -105,7 +105,7 @@ def flax_dimension_numbers(
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = paths.flatten(params)
-    reading = Reading(tree, stack_axes).verdicts(flag("per_head", per_head))
+    reading = ByNames(tree, stack_axes).verdicts(flag("per_head", per_head))
     found = _decided(tree, reading, dimension_numbers)
     return tree.unflatten(verdict.numbers for verdict in found)
 
@@ -178,7 +178,7 @@ def param_labels(
     """
     tree = paths.flatten(params)
     numbers = numbers_of(model, dimension_numbers)
-    reading = Reading(tree).verdicts() if model is None else _read(model, tree)
+    reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
     verdicts = resolve_verdicts(numbers, tree, reading=reading)
     return tree.unflatten(
         "matrix"
@@ -210,7 +210,7 @@ def resolve_verdicts(
     if paths.is_function(given):
         given = given(tree.whole())
     if is_found or is_patterns(given, tree):
-        reading = reading or Reading(tree).verdicts(per_head)
+        reading = reading or ByNames(tree).verdicts(per_head)
         return _decided(tree, reading, given, described)
     if per_head:
         raise ValueError(
@@ -243,7 +243,7 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
 
     numbers, labels = by_path(model.dimension_numbers), by_path(model.labels)
     leaf_at, unknown = tree.by_path(), set(model.unknown)
-    by_name = Reading(tree).verdicts() if unknown else {}
+    by_name = ByNames(tree).verdicts() if unknown else {}
     missing = [
         path
         for path, leaf in leaf_at.items()

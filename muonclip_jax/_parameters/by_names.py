@@ -6,7 +6,6 @@ projections of attention `q_proj` or `wq`. Read like this, one list of rules ser
 all. A leaf that no rule decides is open, and the caller asks.
 """
 
-import functools
 import math
 import re
 from collections import Counter
@@ -48,9 +47,9 @@ class Leaf(NamedTuple):
     path: Path
     shape: Shape
     axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    bias: Shape | None  # next to it; of no axes where a mask hides it
     is_turned: bool = False  # the leaf has its outputs first
     is_open: bool = False  # nothing tells which of its axes are outputs
-    is_stacked: bool = False
 
     def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
         """Dimension numbers of the leaf, from axes of the shape."""
@@ -58,159 +57,35 @@ class Leaf(NamedTuple):
         return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
 
 
-def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
-    """Compares a kernel with its bias: `True` if the outputs come first."""
-    bias = without_ones(bias)
-    if not bias or len(bias) >= len(shape):
-        return None
-    first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-    return first if first != last else None
-
-
-class Reading:
+class ByNames:
     """The leaves of a tree in Flax's words, and what each is."""
 
     def __init__(self, tree: PathedTree, stack_axes: StackAxes = IN_FRONT):
-        self.axis_names, self.leaf_at = tree.axis_names, tree.by_path()
+        self.leaf_at, self._axis_names = tree.by_path(), tree.axis_names
         self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
         self._shape = {
             path: () if is_masked(leaf) else tuple(leaf.shape)
             for path, leaf in self.leaf_at.items()
         }
-        layers = {path: self.stacks[path].layer(x) for path, x in self._shape.items()}
-        written = names.in_flax(layers)
-        biases = {
-            path[:-1]: layers[own]
-            for own, path in written.items()
-            if names.kind(path) == "bias"
-        }
-        weights = {
-            x for x in written if {"weight"} & {*".".join(x[-2:]).split(".")[-2:]}
-        }
-        votes = [
-            is_turned_by_bias(layers[own], biases.get(path[:-1], ()))
-            for own, path in written.items()
-            if own in weights and path[-1:] == ("kernel",)
-        ]
-        # What is called a weight has its outputs first in Equinox and Haliax.
-        weights_turned = votes.count(True) >= votes.count(False)
-        self.leaves: dict[Path, Leaf] = {}
-        for own, path in written.items():
-            shape, rank = layers[own], len(self._shape[own])
-            axes = tuple(i - rank for i in self.stacks[own].layer(tuple(range(rank))))
-            is_kernel, is_weight = path[-1:] == ("kernel",), own in weights
-            bias, module = biases.get(path[:-1], ()), "".join(path[-2:-1])
-            in_attention = module in ("query", "key", "value", "out")
-            is_open = is_kernel and is_weight and len(shape) > 2 and not bias
-            is_open &= not (in_attention or names.CONVOLUTION.search(module))
-            # Kernels of rank 2 may be turned, too: HuggingFace's GPT-2, and those of
-            # recurrent cells in Equinox.
-            is_cell = own[-1:] != () and own[-1].startswith(("weight_", "w_"))
-            may_turn = is_weight or own[-1:] == ("0",)
-            may_turn |= len(shape) == 2 and (is_kernel or is_cell)
-            by = 0
-            if len(shape) > 1 and may_turn and len(without_ones(bias)) < len(shape):
-                vote = is_turned_by_bias(shape, bias)
-                if vote:
-                    by = len(without_ones(bias))
-                elif vote is None and is_kernel and is_weight and not is_open:
-                    turns = weights_turned and names.kind(own) != "embedding"
-                    by = len(shape) - 1 if in_attention and module != "out" else 1
-                    by *= turns
-            shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-            is_stacked = self.stacks[own].depth > 0
-            self.leaves[own] = Leaf(
-                own, path, shape, axes, bool(by), is_open, is_stacked
+        layers, axes = (
+            {path: self.stacks[path].layer(x) for path, x in of.items()}
+            for of in (
+                self._shape,
+                {path: (*range(-len(x), 0),) for path, x in self._shape.items()},
             )
+        )
+        self.leaves = _leaves_of(layers, axes)
         self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
         self.own = {leaf.path: own for own, leaf in self.leaves.items()}
+        self._layouts = _layouts_of(self.leaves.values())
+        # A mask of matrices hides vectors, and heads next to them.
+        hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
+        self._is_whole = not any(names.kind(p) in ("bias", "norm") for p in hidden)
         self._widths = {
             leaf.shape[0]
             for leaf in self.leaves.values()
             if len(leaf.shape) == 1 and names.kind(leaf.path) == "norm"
         }
-        # A mask of matrices hides vectors, and heads next to them.
-        hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
-        self.is_whole = not any(names.kind(path) in ("bias", "norm") for path in hidden)
-
-    def shape(self, path: Path) -> Shape:
-        """The shape of the leaf at a path, `()` if there is none in sight."""
-        return self._shape.get(path, ())
-
-    @functools.cached_property
-    def layouts(self) -> dict[Path, tuple[str, list[str]]]:
-        """The role of every kernel that a layout may name, and the letters that fit it.
-
-        Several if layouts fit that take the kernel apart differently.
-        """
-        known = {role for layout in names.LAYOUTS for role in layout}
-        modules: dict[Path, dict[str, Path]] = {}
-        for leaf in self.leaves.values():
-            at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
-            name = "".join(leaf.path[at : at + 1])
-            if name in known and leaf.shape:
-                modules.setdefault(leaf.path[:at], {})[name] = leaf.path
-        found: dict[Path, tuple[str, list[str]]] = {}
-        for members in modules.values():
-            shapes = {role: self.shapes[path] for role, path in members.items()}
-            fitting: list[dict[str, str]] = []
-            of_width: list[dict[str, str]] = []
-            likely: list[dict[str, str]] = []
-            for layout in names.LAYOUTS if max(map(len, shapes.values())) > 2 else ():
-                if not shapes.keys() <= layout.keys():
-                    continue
-                pairs = [(layout[role], shape) for role, shape in shapes.items()]
-                for role, path in members.items():
-                    # A bias has the outputs of its kernel, and its layers.
-                    bias = self.shapes.get((*path[:-1], "bias"))
-                    if bias and path[-1] == "kernel":
-                        inputs, _ = _sides(layout[role])
-                        rank = len(layout[role])
-                        outputs = [i for i in range(-rank, 0) if i not in inputs]
-                        pairs += [("".join(layout[role][i] for i in outputs), bias)]
-                size: dict[str, int] = {}
-                fits = all(len(letters) == len(shape) for letters, shape in pairs)
-                fits = fits and all(
-                    size.setdefault(x, int(x) if x.isdigit() else n) == n
-                    for letters, shape in pairs
-                    for x, n in zip(letters.upper(), shape, strict=True)
-                )
-                for whole, *parts in ("MNV", "NKG"):
-                    if fits and {whole, *parts} <= size.keys():
-                        fits = size[whole] == math.prod(size[x] for x in parts)
-                if not fits:
-                    continue
-                fitting.append(layout)
-                # Most outputs are as wide as what came in.
-                features, heads = size.get("D", 0), size.get("N", 0)
-                if size.get("E", features) != features:
-                    continue
-                of_width.append(layout)
-                # Features as many as heads hold would be a coincidence in a stack; and
-                # in Flax a query without a value has heads.
-                is_likely = features == heads * size.get("H", 0)
-                is_likely |= "value" not in shapes and features >= heads
-                if is_likely and "L" not in "".join(layout.values()):
-                    likely.append(layout)
-            for role, path in members.items():
-                letters = [layout[role] for layout in likely or of_width or fitting]
-                found[path] = role, list({_sides(x): x for x in letters}.values())
-        return found
-
-    def has_heads(self, module: Path) -> bool | None:
-        """Looks for an axis of heads in the projections of a module; `None` if open."""
-        for role in ("query", "wq_b", "key", "value"):
-            path = (*module, role, "kernel")
-            if self.shapes.get(path):
-                _, letters = self.layouts.get(path, ("", []))
-                if len(self.shapes[path]) < 3:
-                    return False
-                return bool({*"NK"} & {*letters[0]}) if len(letters) == 1 else None
-        return False
-
-    @functools.cached_property
-    def _routers(self) -> dict[Path, tuple[Path, Shape]]:
-        """Where the experts of each router are, and its shape, by its path."""
         # How many experts are below each module; 0 for such as have a number each.
         experts: dict[Path, set[int]] = {}
         for path, shape in self.shapes.items():
@@ -218,15 +93,22 @@ class Reading:
                 if name == "experts" or len(shape) > 2:
                     count = shape[-3] if len(shape) > 2 else 0
                     experts.setdefault(path[:depth], set()).add(count)
-        found = {}
-        for own, path, shape, *_ in self.leaves.values():
-            for at in range(len(path) if len(shape) == 2 else 0):
-                last = names.words(path[at])[-1:]
-                is_gate = last == ("gate",) and at > len(path) - 3
-                is_gate = is_gate and {0, *shape} & experts.get(path[:at], set())
-                if last == ("router",) or is_gate:
-                    found[own] = path[:at], shape
-        return found
+        # Where the experts of each router are, and its shape, by its path.
+        self._routers: dict[Path, tuple[Path, Shape]] = {}
+        for own, leaf in self.leaves.items():
+            for at, name in enumerate(leaf.path if len(leaf.shape) == 2 else ()):
+                last = names.words(name)[-1:]
+                is_gate = last == ("gate",) and at > len(leaf.path) - 3
+                counts = experts.get(leaf.path[:at], set())
+                if last == ("router",) or (is_gate and {0, *leaf.shape} & counts):
+                    self._routers[own] = leaf.path[:at], leaf.shape
+
+    def has_heads(self, kernel: Path) -> bool | None:
+        """Looks for an axis of heads in a kernel of attention; `None` if open."""
+        if len(self.shapes.get(kernel, ())) < 3:
+            return False
+        _, letters = self._layouts.get(kernel, ("", []))
+        return bool({*"NK"} & {*letters[0]}) if len(letters) == 1 else None
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
@@ -239,7 +121,7 @@ class Reading:
                 found[own] = Verdict(None, "no floats")
             else:
                 found[own] = self._verdict(leaf, per_head)
-        if self.is_whole:
+        if self._is_whole:
             found |= self._unnamed_heads(found)
         for own, verdict in found.items():
             stack = self.stacks[own]
@@ -253,26 +135,23 @@ class Reading:
         """The rules on one leaf, in their order; heads without a name come after."""
         own, path, shape, rank = leaf.own, leaf.path, leaf.shape, len(leaf.shape)
         is_kernel, module = path[-1:] == ("kernel",), "".join(path[-2:-1])
-        bias = self.shapes.get((*path[:-1], "bias"), ())
-        has_bias = (*path[:-1], "bias") in self.shapes
+        has_bias, bias = leaf.bias is not None, leaf.bias or ()
         kind, kind_written = names.kind(own), names.kind(path)
 
         # Vectors, whatever the rank: what is added or multiplied.
-        if rank < 2:
+        if rank < 2 or 0 in shape:
             return Verdict(None, "vector")
-        if 0 in shape:
-            return Verdict(None, "empty")
         if "bias" in (kind, kind_written):
             return Verdict(None, "bias")
         # A shift of the same shape makes a gain of it, whatever its name.
-        is_gain = path[-1:] and path[-1] in names.KERNELS and shape == bias
+        is_gain = path[-1] in names.KERNELS and shape == bias
         if kind_written == "norm" or kind == "gain" or is_gain:
             return Verdict(None, "norm")
 
         # Tables: what is looked up. With a bias it is a layer, such as patches.
-        if "." in "".join(own[-1:]):
+        if "." in own[-1]:
             kind = kind_written
-        axis_names = self.axis_names.get(own, ())
+        axis_names = self._axis_names.get(own, ())
         if "vocab" in axis_names:
             first = axis_names.index("vocab") - len(axis_names) == leaf.axes[0]
             kind = "embedding" if first else "head"
@@ -320,22 +199,22 @@ class Reading:
             numbers = leaf.numbers((-2,), (-1,))
             # Biases tell which way round weights are, those of others, too.
             hides = own[-1:] == ("weight",) or (has_bias and not bias)
-            if hides and not self.is_whole:
+            if hides and not self._is_whole:
                 numbers = EitherWay(*numbers)
             return Verdict(numbers, why, is_sure)
-        if not self.is_whole and own[-1:] == ("weight",):
+        if not self._is_whole and own[-1:] == ("weight",):
             return self._open(leaf)
 
         # Kernels of attention, of pairs, of experts: their shapes together tell.
-        role, letters = self.layouts.get(path, ("", []))
+        role, letters = self._layouts.get(path, ("", []))
         has_heads = role in names.WITH_HEADS
         # Norms, which the mask hides, would show a stack.
-        hides = has_heads and rank > 3 and not self.is_whole
+        hides = has_heads and rank > 3 and not self._is_whole
         if len(letters) == 1 and not (hides and "L" not in letters[0]):
-            sides = _sides(letters[0])
-            sides = (sides[0], sides[1][-1:]) if per_head and has_heads else sides
+            inputs, outputs = _sides(letters[0])
+            outputs = outputs[-1:] if per_head and has_heads else outputs
             why = "attention" if has_heads or role == "out" else "shapes together"
-            return Verdict(leaf.numbers(*sides), why)
+            return Verdict(leaf.numbers(inputs, outputs), why)
         if letters or hides:
             return self._open(leaf)
         for place, (features, experts) in self._routers.values():
@@ -379,7 +258,7 @@ class Reading:
             return self._open(leaf)
         # A hidden bias would distinguish scanned convolutions from those of more axes.
         is_told = rank < 4 or (rank == 4 and shape[0] == shape[1])
-        if is_conv and (is_told or self.is_whole or not has_bias):
+        if is_conv and (is_told or self._is_whole or not has_bias):
             return Verdict(leaf.numbers(range(-rank, -1), (-1,)), "convolution")
         if set(shape[:-2]) == {1}:
             return Verdict(leaf.numbers((-2,), (-1,)), "one layer")
@@ -454,7 +333,7 @@ class Reading:
             ]
             why = "output head: as large as the vocabulary"
             head = Verdict(None, why, is_sure=False, label="head")
-            found = {leaf.own: head for leaf in of_vocabulary if not leaf.is_stacked}
+            found = {leaf.own: head for leaf in of_vocabulary if not self.stacks[leaf.own].depth}
 
         why = "output head: nothing takes its outputs"
         head = Verdict(None, why, is_sure=False, label="head")
@@ -470,7 +349,7 @@ class Reading:
             parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
             is_parts = parent and (outputs % features == 0 or taken & parts)
             has_bias = (*leaf.path[:-1], "bias") in self.shapes
-            is_alone = alike[_twin(leaf)] < 2 and not leaf.is_stacked
+            is_alone = alike[_twin(leaf)] < 2 and not self.stacks[leaf.own].depth
             is_network = n_matrices > (1 if has_windows else 2)
             if outputs == 1 or (has_bias and is_alone and is_network and not is_parts):
                 # A decoder of pictures may unfold them to a first transposed window.
@@ -490,6 +369,106 @@ class Reading:
             if leaf.shape[-1] in taken
         ]
         return found | {leaf.own: self._open(leaf) for leaf in unsure}
+
+
+def _leaves_of(
+    layers: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+) -> dict[Path, Leaf]:
+    """Leaves of one layer in Flax's words, those turned that have outputs first."""
+    written = names.in_flax(layers)
+    shapes = {path: layers[own] for own, path in written.items()}
+    biases = {own: shapes.get((*x[:-1], "bias")) for own, x in written.items()}
+    kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
+    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+
+    def is_turned(own: Path) -> bool | None:
+        """Compares a kernel with its bias, which has its outputs."""
+        shape, bias = layers[own], without_ones(biases[own] or ())
+        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+        return first if first != last and 0 < len(bias) < len(shape) else None
+
+    # What is called a weight has its outputs first in Equinox and Haliax.
+    votes = [is_turned(own) for own in kernels & weights]
+    weights_turned = votes.count(True) >= votes.count(False)
+    found: dict[Path, Leaf] = {}
+    for own, path in written.items():
+        shape, axes, bias = layers[own], axes_of[own], biases[own]
+        is_weight, module = own in kernels & weights, "".join(path[-2:-1])
+        in_attention = module in ("query", "key", "value", "out")
+        is_open = is_weight and len(shape) > 2 and not bias
+        is_open &= not (in_attention or names.CONVOLUTION.search(module))
+        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
+        # Equinox; and the first of pairs in stax.
+        is_table = names.kind(own) == "embedding"
+        may_turn = own in weights or own[-1:] == ("0",)
+        may_turn |= len(shape) == 2 and not is_table
+        by, outputs = 0, len(without_ones(bias or ()))
+        if len(shape) > 1 and may_turn and outputs < len(shape):
+            turned = is_turned(own)
+            if turned:
+                by = outputs
+            elif turned is None and is_weight and not is_open and weights_turned:
+                by = len(shape) - 1 if in_attention and module != "out" else 1
+                by *= not is_table
+        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+        found[own] = Leaf(own, path, shape, axes, bias, bool(by), is_open)
+    return found
+
+
+def _layouts_of(
+    leaves: Iterable[Leaf],
+) -> dict[Path, tuple[str, list[str]]]:
+    """The role of every kernel that a layout may name, and the letters that fit it.
+
+    Several if layouts fit that take the kernel apart differently.
+    """
+    known = {role for layout in names.LAYOUTS for role in layout}
+    modules: dict[Path, dict[str, Leaf]] = {}
+    for leaf in leaves:
+        at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
+        name = "".join(leaf.path[at : at + 1])
+        if name in known and leaf.shape:
+            modules.setdefault(leaf.path[:at], {})[name] = leaf
+    found: dict[Path, tuple[str, list[str]]] = {}
+    for members in modules.values():
+        fitting: list[list[dict[str, str]]] = [[], [], []]
+        is_general = max(len(leaf.shape) for leaf in members.values()) > 2
+        for layout in names.LAYOUTS if is_general else ():
+            if not members.keys() <= layout.keys():
+                continue
+            pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
+            # A bias has the outputs of its kernel, and its layers.
+            pairs += [
+                ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
+                for role, leaf in members.items()
+                if leaf.bias and leaf.path[-1] == "kernel"
+            ]
+            size: dict[str, int] = {}
+            fits = all(len(letters) == len(shape) for letters, shape in pairs)
+            fits = fits and all(
+                size.setdefault(x, int(x) if x.isdigit() else n) == n
+                for letters, shape in pairs
+                for x, n in zip(letters.upper(), shape, strict=True)
+            )
+            for whole, *parts in ("MNV", "NKG"):
+                if fits and {whole, *parts} <= size.keys():
+                    fits = size[whole] == math.prod(size[x] for x in parts)
+            # Most outputs are as wide as what came in. Features as many as heads hold
+            # would be a coincidence in a stack; and in Flax a query without a value has
+            # heads.
+            features, heads = size.get("D", 0), size.get("N", 0)
+            of_width = size.get("E", features) == features
+            is_likely = features == heads * size.get("H", 0)
+            is_likely |= "value" not in members and features >= heads
+            is_likely &= "L" not in "".join(layout.values())
+            for is_so, those in zip((is_likely, True, True), fitting, strict=True):
+                if fits and is_so and (of_width or those is fitting[2]):
+                    those.append(layout)
+        likeliest = next((those for those in fitting if those), [])
+        for role, leaf in members.items():
+            letters = {_sides(x): x for x in (layout[role] for layout in likeliest)}
+            found[leaf.path] = role, list(letters.values())
+    return found
 
 
 def _sides(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
