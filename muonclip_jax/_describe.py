@@ -5,9 +5,12 @@ import optax
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import plan_stacks
 from ._matrices.view import MatrixView
-from ._model.attention_layers import Attention, ROLES
-from ._model.finder import resolve_attention
-from ._model.model import attention_of
+from ._model.attention_layers import (
+    Attention,
+    attention_of,
+    resolve_attention,
+    ROLES,
+)
 from ._model.per_head import heads_apart
 from ._options import flag
 from ._parameters import paths

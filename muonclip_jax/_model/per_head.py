@@ -14,8 +14,7 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
 from .._parameters.given import Model, numbers_of, OfTree
 from .._parameters.by_names import Verdict
-from .attention_layers import Attention
-from .finder import resolve_attention
+from .attention_layers import Attention, resolve_attention
 from .head_leaf import HeadLeaf
 
 

@@ -218,30 +218,3 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
                 written[own] = (*path[:depth], role, *(rest or ("kernel",)))
                 break
     return written
-_QK = "(query|q|key|k|qk|querykey|queries|keys)"
-_NORM = (
-    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
-)
-# Norms of query and key after their projection (arXiv:2302.05442), as Flax, Gemma,
-# Qwen and diffusers spell them: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
-_QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
-# Latent attention (arXiv:2405.04434) has norms before the up-projections of query, and
-# of key and value. They come before the heads, and scaling after them does its work.
-_OF_LATENT = re.compile(f"q{_NORM}|{_NORM}q")
-_OF_KEY_VALUE = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
-
-
-@functools.lru_cache(maxsize=4096)
-def normalized_part(name: str) -> str:
-    """The part of attention that a norm of this name is of, or `""` for all others.
-
-    In any spelling: `q_norm`, `KeyLayerNorm_0`.
-    """
-    letters = re.sub(r"[^a-z]", "", name.lower())
-    if _OF_KEY_VALUE.fullmatch(letters):
-        return "latent key and value"
-    if _QK_NORM.fullmatch(letters):
-        is_open = _OF_LATENT.fullmatch(letters)
-        return "query, latent or not" if is_open else "query or key"
-    return ""
-
