@@ -71,7 +71,7 @@ def describe(
     attention = attention_of(model, attention)
     settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
-    views = views_of([verdict.numbers for verdict in verdicts], tree)
+    views = views_of(verdicts, tree)
     roles, refusal = _roles_or_refusal(attention, tree)
     rows = [_COLUMNS] + [
         _row(*entry, roles)

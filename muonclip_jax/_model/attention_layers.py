@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from .._options import shown
 from .._parameters import names, paths
 from .._parameters.by_names import ByNames
-from .._parameters.given import Model, numbers_of
+from .._parameters.dimension_numbers import check_model
+from .._parameters.given import Model
 from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 
@@ -86,7 +87,7 @@ def attention_of(model: Model | None, attention: Attention | None) -> Attention 
     """
     if attention is not None or model is None:
         return attention
-    numbers_of(model, None)  # raises for what is no reading
+    check_model(model)
     if refused := list(model.refused):
         raise ValueError(
             "QK-Clip cannot scale the logits of\n  "

@@ -11,9 +11,14 @@ from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.view import matrix_view
 from .._options import flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
-from .._parameters.given import Model, numbers_of, OfTree
 from .._parameters.by_names import Verdict
+from .._parameters.dimension_numbers import (
+    check_model,
+    DimensionNumbers,
+    OfTree,
+    resolve_verdicts,
+)
+from .._parameters.given import Model
 from .attention_layers import Attention, resolve_attention
 from .head_leaf import HeadLeaf
 
@@ -29,18 +34,25 @@ def heads_apart(
     Heads are those of `attention`, else of `model`. Without either, `per_head` stays:
     names tell which axes are heads in stock layers.
     """
-    numbers = numbers_of(model, dimension_numbers)
+    # What was made before, as by `muonclip` for `muon`, is all there is.
+    if isinstance(dimension_numbers, OfTree):
+        return dict(dimension_numbers=dimension_numbers, per_head=False)
+    check_model(model)
+    layers = attention
     if attention is None and model is not None:
         # Layers that QK-Clip cannot act on have heads all the same.
-        attention = list(model.attention)
-    if not flag("per_head", per_head) or attention is None:
-        return dict(dimension_numbers=numbers, per_head=per_head)
-    found = functools.partial(_verdicts, attention, numbers)
+        layers = list(model.attention)
+    is_cut = flag("per_head", per_head) and layers is not None
+    if model is None and not is_cut:
+        return dict(dimension_numbers=dimension_numbers, per_head=per_head)
+    layers = layers if is_cut else ()
+    found = functools.partial(_verdicts, layers, model, dimension_numbers)
     return dict(dimension_numbers=OfTree(found), per_head=False)
 
 
 def _verdicts(
-    attention: Attention,
+    attention: Attention | None,
+    model: Model | None,
     dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
 ) -> list[Verdict]:
@@ -55,7 +67,7 @@ def _verdicts(
             # The parts of a query with a rotary embedding and without are one head.
             entry = leaf in layer.key, leaf
             described.setdefault(layer.path_of(leaf), []).append(entry)
-    found = resolve_verdicts(dimension_numbers, tree, described=described)
+    found = resolve_verdicts(dimension_numbers, tree, model=model, described=described)
     for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
         given = verdict.numbers
         # A bias goes to AdamW, whatever heads it has; what the user has cut stays.

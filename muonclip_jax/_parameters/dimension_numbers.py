@@ -2,26 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
-from .._matrices.axes import Axes, is_axes
+from .._matrices.axes import is_axes
 from .._matrices.view import matrix_view, MatrixView
 from .._options import flag
 from . import paths
+from .by_names import ByNames, EitherWay, Verdict
 from .given import (
     AUTOMATIC,
     broadcast,
     by_pattern,
     is_patterns,
     Model,
-    numbers_of,
-    OfModel,
-    OfTree,
     write_patterns,
 )
-from .by_names import ByNames, EitherWay, Verdict
 from .stacks import IN_FRONT, StackAxes
 
 
@@ -177,9 +174,8 @@ def param_labels(
         ... )
     """
     tree = paths.flatten(params)
-    numbers = numbers_of(model, dimension_numbers)
     reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
-    verdicts = resolve_verdicts(numbers, tree, reading=reading)
+    verdicts = resolve_verdicts(dimension_numbers, tree, reading=reading)
     return tree.unflatten(
         "matrix"
         if given.numbers is not None and not paths.is_masked(given.numbers)
@@ -188,30 +184,39 @@ def param_labels(
     )
 
 
+class OfTree(NamedTuple):
+    """A function from a tree to the verdict on each of its leaves."""
+
+    verdicts: Callable[[paths.PathedTree], list[Verdict]]
+
+
 def resolve_verdicts(
-    dimension_numbers: DimensionNumbers | None,
+    dimension_numbers: DimensionNumbers | OfTree | None,
     tree: paths.PathedTree,
     *,
+    model: Model | None = None,
     per_head: bool = False,
     reading: Mapping[paths.Path, Verdict] | None = None,
     described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
     """The verdict on each leaf, whichever way its numbers were given.
 
-    Leaves that are `described` otherwise may be left open.
+    What rules leave to be found is found by `reading`, else by the model's, else by
+    names. Leaves that are `described` otherwise may be left open.
     """
     given: Any = dimension_numbers
     if isinstance(given, OfTree):
         return given.verdicts(tree)
-    if isinstance(given, OfModel):
-        reading, given = reading or _read(given.model, tree), given.others
     # A function may answer None: AdamW for all of its leaves.
     is_found = given is None
-    if paths.is_function(given):
+    if not is_found and paths.is_function(given):
         given = given(tree.whole())
     if is_found or is_patterns(given, tree):
-        reading = reading or ByNames(tree).verdicts(per_head)
-        return _decided(tree, reading, given, described)
+        if reading is None and model is not None:
+            reading = _read(model, tree)
+        return _decided(
+            tree, reading or ByNames(tree).verdicts(per_head), given, described
+        )
     if per_head:
         raise ValueError(
             "per_head=True has no effect next to dimension_numbers for all leaves: "
@@ -229,6 +234,16 @@ def resolve_verdicts(
     return [Verdict(entry, "given") for entry in entries]
 
 
+def check_model(model: Model | None) -> None:
+    """Raises for a `model=` that is no reading."""
+    wanted = ("dimension_numbers", "labels", "unknown")
+    if model is not None and not all(hasattr(model, x) for x in wanted):
+        raise ValueError(
+            f"model must be what mc.read_model(loss, params, *batch) returns, got a "
+            f"{type(model).__name__}"
+        )
+
+
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     """The verdict on each leaf by a model's reading; by its name where that says none.
 
@@ -236,33 +251,25 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
 
     **Raises:** `ValueError` for leaves that the reading does not have.
     """
-
-    def by_path(of_leaves: Any) -> dict[paths.Path, Any]:
-        flat = paths.flatten(of_leaves, is_leaf=lambda x: x is None or is_axes(x))
-        return dict(zip(flat.paths, flat.leaves, strict=True))
-
-    numbers, labels = by_path(model.dimension_numbers), by_path(model.labels)
+    check_model(model)
+    numbers, labels = (
+        dict(zip(*paths.flatten(x, lambda x: x is None or is_axes(x))[:2], strict=True))
+        for x in (model.dimension_numbers, model.labels)
+    )
     leaf_at, unknown = tree.by_path(), set(model.unknown)
-    by_name = ByNames(tree).verdicts() if unknown else {}
-    missing = [
-        path
-        for path, leaf in leaf_at.items()
-        if path not in labels and not paths.is_masked(leaf)
-    ]
-    if missing:
+    in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
+    if missing := [path for path in in_sight if path not in labels]:
         raise ValueError(
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
             "Give read_model the params that the optimizer gets"
         )
-    found: dict[paths.Path, Verdict] = {}
-    for path, leaf in leaf_at.items():
-        if paths.is_masked(leaf):
-            found[path] = Verdict(None, "hidden")
-        elif paths.show(path) in unknown:
-            verdict = by_name[path]
-            found[path] = verdict._replace(why=f"not read: {verdict.why}")
-        else:
-            found[path] = Verdict(numbers[path], "read", label=labels[path])
+    found = dict.fromkeys(leaf_at, Verdict(None, "hidden"))
+    by_names = ByNames(tree).verdicts() if unknown else {}
+    for path in in_sight:
+        found[path] = Verdict(numbers[path], "read", label=labels[path])
+        if paths.show(path) in unknown:
+            why = f"not read: {by_names[path].why}"
+            found[path] = by_names[path]._replace(why=why)
     return found
 
 
@@ -292,20 +299,16 @@ def _decided(
         return list(found.values())
     shapes = zip(tree.paths, tree.leaves, strict=True)
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
-    is_masked = any(map(paths.is_masked, tree.leaves))
-    mask = (
-        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
-        "Or say it here:"
-    )
-    unsure = [
-        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
-        for path, x in found.items()
-        if not x.is_sure
-    ]
     message = [
         "cannot tell which axes of these leaves form matrices:",
         *(f"  {lines[path]}" for path in guesses),
-        *([mask] if is_masked else []),
+    ]
+    if any(map(paths.is_masked, tree.leaves)):
+        message += [
+            "A mask hides leaves that may tell. Decide on all params: "
+            f"{BEFORE_THE_MASK}. Or say it here:"
+        ]
+    message += [
         "The model's own function tells: model=mc.read_model(loss, params, *batch).",
         "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
         "axes, then output axes; all other axes are a stack of matrices; None is "
@@ -313,28 +316,22 @@ def _decided(
         "",
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
-        *(["", "Decided with little evidence:", *unsure] if unsure else []),
     ]
+    unsure = [
+        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
+        for path, x in found.items()
+        if not x.is_sure
+    ]
+    message += ["", "Decided with little evidence:", *unsure] if unsure else []
     raise ValueError("\n".join(message))
 
 
-def matrix_views(
-    dimension_numbers: DimensionNumbers | None,
-    tree: paths.PathedTree,
-    *,
-    per_head: bool = False,
-) -> list[MatrixView | None]:
-    """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
-    return views_of([verdict.numbers for verdict in verdicts], tree)
-
-
 def views_of(
-    all_numbers: Sequence[Axes | None], tree: paths.PathedTree
+    verdicts: Sequence[Verdict], tree: paths.PathedTree
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
     views: list[MatrixView | None] = []
-    for path, leaf, numbers in zip(*tree[:2], all_numbers, strict=True):
+    for path, leaf, (numbers, *_) in zip(*tree[:2], verdicts, strict=True):
         if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
             views.append(None)
             continue

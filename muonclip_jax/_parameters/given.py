@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -29,35 +29,6 @@ class Model(Protocol):
     def unknown(self) -> Sequence[str]: ...
     @property
     def refused(self) -> Sequence[str]: ...
-
-
-class OfModel(NamedTuple):
-    """Dimension numbers of a model's reading, and those that override them."""
-
-    model: Model
-    others: Any
-
-
-class OfTree(NamedTuple):
-    """A function from a tree to the verdict on each of its leaves."""
-
-    verdicts: Callable[[PathedTree], list[Any]]
-
-
-def numbers_of(model: Model | None, dimension_numbers: Any) -> Any:
-    """`dimension_numbers` as one value: where there is a model, of it first.
-
-    **Raises:** `ValueError` for a model that is no reading.
-    """
-    # What was made before, of this model or of attention layers, is all there is.
-    if model is None or isinstance(dimension_numbers, OfModel | OfTree):
-        return dimension_numbers
-    if not all(hasattr(model, x) for x in ("dimension_numbers", "labels", "unknown")):
-        raise ValueError(
-            f"model must be what mc.read_model(loss, params, *batch) returns, got a "
-            f"{type(model).__name__}"
-        )
-    return OfModel(model, dimension_numbers)
 
 
 def is_patterns(entries: Any, tree: PathedTree) -> bool:
