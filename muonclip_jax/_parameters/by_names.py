@@ -144,12 +144,12 @@ class ByNames:
         if "bias" in (kind, kind_written):
             return Verdict(None, "bias")
         # A shift of the same shape makes a gain of it, whatever its name.
-        is_gain = path[-1] in names.KERNELS and shape == bias
+        is_gain = path[-1:] and path[-1] in names.KERNELS and shape == bias
         if kind_written == "norm" or kind == "gain" or is_gain:
             return Verdict(None, "norm")
 
         # Tables: what is looked up. With a bias it is a layer, such as patches.
-        if "." in own[-1]:
+        if "." in "".join(own[-1:]):
             kind = kind_written
         axis_names = self._axis_names.get(own, ())
         if "vocab" in axis_names:
@@ -399,9 +399,9 @@ def _leaves_of(
         is_open &= not (in_attention or names.CONVOLUTION.search(module))
         # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
         # Equinox; and the first of pairs in stax.
-        is_table = names.kind(own) == "embedding"
+        is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
         may_turn = own in weights or own[-1:] == ("0",)
-        may_turn |= len(shape) == 2 and not is_table
+        may_turn |= len(shape) == 2 and is_layer
         by, outputs = 0, len(without_ones(bias or ()))
         if len(shape) > 1 and may_turn and outputs < len(shape):
             turned = is_turned(own)
@@ -409,7 +409,7 @@ def _leaves_of(
                 by = outputs
             elif turned is None and is_weight and not is_open and weights_turned:
                 by = len(shape) - 1 if in_attention and module != "out" else 1
-                by *= not is_table
+                by *= names.kind(own) != "embedding"
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
         found[own] = Leaf(own, path, shape, axes, bias, bool(by), is_open)
     return found

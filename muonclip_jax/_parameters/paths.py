@@ -175,17 +175,20 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     data = treedef.node_data()
     if data is None or len(children) != 1:
         return False
-    ((key,), child), (kind, about) = children[0], data
+    (((key,), child),), (kind, about) = children, data
+    # Haliax keeps `array`, penzai `data_array`; nodes without keys number it. A module
+    # may hold nothing but its `value`; a box says something about it.
     name = jax.tree_util.keystr((key,), simple=True)
+    is_numbered = isinstance(key, jax.tree_util.FlattenedIndexKey)
     is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
-    # Haliax keeps `array`, penzai `data_array`; nodes without keys number it.
-    says_nothing = isinstance(key, jax.tree_util.FlattenedIndexKey)
-    if says_nothing or name in ("array", "data_array"):
+    if is_numbered or name in ("array", "data_array"):
         return is_end or _is_box(child, is_leaf)
-    # A module may hold nothing but its `value`; a box says something about it. In
-    # penzai it holds a named array, in one more box.
-    is_about = is_end and bool(about) and not issubclass(kind, Mapping)
-    return name == "value" and (is_about if is_end else _is_box(child, is_leaf))
+    if is_end:
+        return name == "value" and bool(about) and not issubclass(kind, Mapping)
+    # In penzai it holds a named array, in one more box.
+    below = jax.tree.flatten_with_path(child, is_leaf=lambda x: x is not child)[0]
+    keys = [jax.tree_util.keystr(keys, simple=True) for keys, _ in below]
+    return name == "value" and keys == ["data_array"]
 
 
 @functools.cache
