@@ -4,15 +4,18 @@ import optax
 
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixView, plan_stacks
-from ._model.attention_layers import Attention, ROLES
-from ._model.finder import resolve_attention
-from ._model.model import attention_of
+from ._model.attention_layers import (
+    Attention,
+    attention_of,
+    resolve_attention,
+    ROLES,
+)
 from ._model.per_head import heads_apart
 from ._options import flag
 from ._parameters import paths
+from ._parameters.by_names import Verdict
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.given import Model
-from ._parameters.reading import Verdict
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
@@ -67,7 +70,7 @@ def describe(
     attention = attention_of(model, attention)
     settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
-    views = views_of([verdict.numbers for verdict in verdicts], tree)
+    views = views_of(verdicts, tree)
     roles, refusal = _roles_or_refusal(attention, tree)
     rows = [_COLUMNS] + [
         _row(*entry, roles)

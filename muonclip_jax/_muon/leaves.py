@@ -15,7 +15,8 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
     DimensionNumbers,
-    matrix_views,
+    resolve_verdicts,
+    views_of,
 )
 
 
@@ -77,8 +78,9 @@ def for_leaves(
 
     def read(tree: Any) -> Leaves:
         layout = read_layout(tree, shardings, axis_name)
-        views = matrix_views(dimension_numbers, layout.whole, per_head=per_head)
-        return Leaves(layout, views)
+        whole = layout.whole
+        verdicts = resolve_verdicts(dimension_numbers, whole, per_head=per_head)
+        return Leaves(layout, views_of(verdicts, whole))
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)

@@ -22,10 +22,11 @@ from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     Attention,
     AttentionLayer,
+    check_none_overlooked,
     READ_IT,
+    resolve_attention,
     show_layer,
 )
-from .._model.finder import check_none_overlooked, resolve_attention
 from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split

@@ -15,8 +15,7 @@ import optax
 from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated, replicated, zeros_like
-from .._model.attention_layers import Attention
-from .._model.model import attention_of
+from .._model.attention_layers import Attention, attention_of
 from .._options import flag, function_or_none, transformation, whole_number
 from .._parameters.given import Model
 from .heads import HeadRow, Heads

@@ -22,8 +22,7 @@ from .._axes import explicit_spec, resharded
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import replicated
-from .._model.attention_layers import Attention
-from .._model.model import attention_of
+from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
 from .._options import number, POSITIVE, SHARE
 from .._parameters.given import Model
