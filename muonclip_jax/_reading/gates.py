@@ -7,63 +7,47 @@ dimensions as what it is multiplied with, and of a key and a value in an outer p
 neither has those of the other.
 """
 
-from collections.abc import Iterable
-
-from .values import Factor, Value
+from .values import Value
 from .walk import Walk
 
 
-def _dims(factors: Iterable[Factor]) -> list[int]:
-    """The dimensions that tell a kernel's outputs apart, in its own order."""
-    digits = {
-        (d.axis, -d.stride, d.dim)
-        for f in factors
-        for p in f.pieces
-        for d in p.digits
-        if d.axis is not None and d.dim is not None
-        if d.dim >= 0 and d.size > 1
-    }
-    return list(dict.fromkeys(dim for *_, dim in sorted(digits)))
-
-
-def _of_kernels(walk: Walk, value: Value) -> dict[int, list[int]]:
-    """What `_dims` says of every kernel whose outputs an array has."""
-    found: dict[int, list[Factor]] = {}
+def _dims(walk: Walk, value: Value) -> dict[int, list[int]]:
+    """The dimensions that tell the outputs of each kernel apart, in its own order."""
+    found: dict[int, set[tuple[int, int, int]]] = {}
     for f in value.factors():
         if f.source.number in walk.kernels:
-            found.setdefault(f.source.number, []).append(f)
-    return {kernel: _dims(own) for kernel, own in found.items()}
+            own = {(d.axis, -d.stride, d.dim) for d in f.seen if d.size > 1}
+            found.setdefault(f.source.number, set()).update(own)  # type: ignore
+    return {i: list(dict.fromkeys(x[-1] for x in sorted(found[i]))) for i in found}
 
 
-def met(walk: Walk, value: Value, other: Value) -> None:
+def met(walk: Walk, a: Value, b: Value) -> None:
     """Notes what outputs are that are multiplied with others for the first time."""
-    kernel = value.sole
-    if kernel is None or kernel < 0 or other.sole in (None, kernel):
-        return
-    own = {*_of_kernels(walk, value).get(kernel, ())}
-    others = _of_kernels(walk, other)
-    theirs = [dims for i, dims in others.items() if i != kernel and dims]
-    if own and theirs:
-        # Heads come before their features in every kernel.
-        is_scale = all(own < {*dims} and own == {*dims[: len(own)]} for dims in theirs)
-        walk.note("scales" if is_scale else "features", kernel)
+    for kernel, value, other in ((a.sole, a, b), (b.sole, b, a)):
+        if kernel in (None, -1) or other.sole in (None, kernel):
+            continue
+        own = _dims(walk, value).get(kernel, [])
+        others = _dims(walk, other)
+        theirs = [dims for i, dims in others.items() if i != kernel and dims]
+        if own and theirs:
+            # Heads come before their features in every kernel.
+            is_scale = all(
+                len(own) < len(dims) and {*own} == {*dims[: len(own)]}
+                for dims in theirs
+            )
+            walk.note("scales" if is_scale else "features", kernel)
 
 
 def features(walk: Walk, *values: Value, dims: set[int] | None = None) -> None:
     """Notes that outputs are features: here they are added, or summed over."""
     soles = {v.sole for v in values} - {None}
-    for value in values:
-        kernel = value.sole
-        if kernel is None or kernel < 0 or (len(values) > 1 and len(soles) < 2):
-            continue
-        if dims is None or dims & {*_of_kernels(walk, value).get(kernel, ())}:
-            walk.note("features", kernel)
+    for value in values if len(values) == 1 or len(soles) > 1 else ():
+        if value.sole not in (None, -1) and (
+            dims is None or dims & {*_dims(walk, value).get(value.sole, ())}
+        ):
+            walk.note("features", value.sole)
 
 
 def of_heads(walk: Walk) -> set[int]:
     """The kernels all of whose outputs scale heads."""
-
-    def noted(kind: str) -> set[int]:
-        return {note.number for note in walk.notes if note.kind == kind}
-
-    return noted("scales") - noted("features")
+    return walk.numbers_of("scales") - walk.numbers_of("features")

@@ -1,15 +1,14 @@
 """Attention layers that were read, as QK-Clip is given them: leaves by their paths."""
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._model.attention_layers import AttentionLayer
 from .._model.head_leaf import HeadLeaf
 from .._parameters import paths
-from .layers import head_digits, Layer, Part
-from .pieces import Digit, PICKED, Pieces, Shape
+from .layers import Layer, Part
+from .pieces import Digit, PICKED, Shape
 
 
 class NamedLayer(NamedTuple):
@@ -18,7 +17,6 @@ class NamedLayer(NamedTuple):
     path: paths.Path
     layer: AttentionLayer | None  # as QK-Clip is given it, if it can scale it
     refusal: str  # why not, for people; else empty
-    heads: int  # of one layer of a stack
     found: tuple[Layer, ...]  # several where one layer is called often
 
 
@@ -28,49 +26,58 @@ Roles = tuple[tuple[HeadLeaf, ...], ...]
 def named_layers(
     layers: Sequence[Layer], leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> list[NamedLayer]:
-    """Every layer once, however often the function calls it.
-
-    A call is of the layer that has the same parameters, unless they are told to have
-    different parts of these, as layers have that a Python loop picks from a stack.
-    """
-    told = [(layer, *_roles(layer, leaf_paths, shapes)) for layer in layers]
+    """Every layer once, however often the function calls it."""
+    told = [(*_roles(layer, leaf_paths, shapes), layer) for layer in layers]
     groups: list[tuple[Roles, str, list[Layer]]] = []
     # Those first of which it is known where the heads are.
-    for layer, roles, refusal in sorted(told, key=lambda x: bool(x[2])):
-        same = (g for g in groups if _is_same(g[2][0], g[0], layer, roles, refusal))
-        group = next(same, None)
-        if group is None:
-            groups.append((roles, refusal, [layer]))
+    for roles, refusal, layer in sorted(told, key=lambda x: bool(x[1])):
+        for known_roles, _, found in groups:
+            if _is_same(found[0], known_roles, layer, roles, refusal):
+                found.append(layer)
+                break
         else:
-            group[2].append(layer)
-    # The path of a layer is that of its statistic, and of nothing else.
-    modules = [_module(found[0], leaf_paths) for *_, found in groups]
+            groups.append((roles, refusal, [layer]))
+    # The path of a layer is that of its statistic, and of nothing else: the deepest
+    # module that holds all leaves, or all that the logits were made of.
+    modules, firsts = [], []
+    for roles, _, (layer, *_) in groups:
+        own = {part.parameter for part in layer.parts} or layer.makers
+        around = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
+        parts = zip(*around, strict=False)
+        same = itertools.takewhile(lambda x: len(set(x)) == 1, parts)
+        modules.append(tuple(part for part, *_ in same))
+        firsts.append(next((x.path for of in roles for x in of), ""))
     # Of several layers in one module each is at its first leaf, with a number where
     # others are there, too, and its leaves are named from the root.
-    clipped = [m for m, group in zip(modules, groups, strict=True) if group[0]]
-    firsts = [next((x.path for of in roles for x in of), "") for roles, *_ in groups]
+    clipped = [m for m, (roles, *_) in zip(modules, groups, strict=True) if roles]
     named = []
-    for i, (module, (roles, refusal, found)) in enumerate(
-        zip(modules, groups, strict=True)
-    ):
-        layer, start, below = None, "", len("/".join((*module, "")))
-        if roles and clipped.count(module) > 1:
+    for i, (roles, refusal, found) in enumerate(groups):
+        module, layer, start, below = modules[i], None, "", len("/".join(modules[i]))
+        if clipped.count(module) > 1 and roles:
             same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
         if roles:
             query, key, whole = (
-                tuple(x._replace(path=start + x.path[below:]) for x in leaves)
+                tuple(
+                    x._replace(path=start + x.path[below:].removeprefix("/"))
+                    for x in leaves
+                )
                 for leaves in roles
             )
             layer = AttentionLayer("/".join(module), query, key, whole)
-        named.append(NamedLayer(module, layer, refusal, found[0].heads, tuple(found)))
+        named.append(NamedLayer(module, layer, refusal, tuple(found)))
     return named
 
 
 def _is_same(
     known: Layer, known_roles: Roles, layer: Layer, roles: Roles, refusal: str
 ) -> bool:
+    """Whether a call is of a layer: it has the same parameters.
+
+    Unless they are told to have different parts of these, as layers have that a Python
+    loop picks from a stack.
+    """
     if not layer.parts:
         told = (layer.makers, refusal, layer.line)
         return told == (known.makers, known.refusal, known.line)
@@ -81,14 +88,6 @@ def _is_same(
         for leaves, others in zip(roles, known_roles, strict=False)
         for x, y in itertools.product(leaves, others)
     )
-
-
-def _module(layer: Layer, leaf_paths: Sequence[paths.Path]) -> paths.Path:
-    """The deepest that holds all leaves, or all that the logits were made of."""
-    own = {part.parameter for part in layer.parts} or layer.makers
-    modules = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
-    same = itertools.takewhile(lambda x: len(set(x)) == 1, zip(*modules, strict=False))
-    return tuple(part for part, *_ in same)
 
 
 def _roles(
@@ -106,10 +105,10 @@ def _roles(
         found: list[HeadLeaf] = []
         for part in parts:
             path, shape = "/".join(leaf_paths[part.parameter]), shapes[part.parameter]
-            is_shared = not part.is_own and parts is not layer.shared
-            leaves = _head_leaves(path, shape, part, is_shared)
+            leaves = _head_leaves(path, shape, part, parts is layer.shared)
             if isinstance(leaves, str):
-                return (), leaves
+                why = leaves or "no HeadLeaf says where the heads are in '{}' {}"
+                return (), why.format(path, shape)
             # Several products of the same leaves scale them once.
             found += [x for x in leaves if x not in found]
         roles.append(tuple(found))
@@ -131,43 +130,50 @@ class _Axis(NamedTuple):
 
 
 def _head_leaves(
-    path: str, shape: Shape, part: Part, is_shared: bool
+    path: str, shape: Shape, part: Part, is_key: bool
 ) -> list[HeadLeaf] | str:
     """The leaf, once for every box of entries; or why `HeadLeaf` cannot say it.
 
     Axes are cut into the factors that heads are counted by. In these, the entries of
     the first head, in the first layer of a stack, are boxes.
     """
-    cannot = f"no HeadLeaf says where the heads are in '{path}' {shape}"
-    digits = head_digits(part.pieces, part.heads)
-    if digits is None:
-        return cannot
-    others = [d for p in part.pieces for d in p.digits if d.dim not in part.heads]
-    if any(d.dim == PICKED and d.axis is not None for d in others):
+    digits: list[Any] = [d for p in part.pieces for d in p.digits if d.axis is not None]
+    others = [d for d in digits if d.dim not in part.heads]
+    if any(d.dim == PICKED for d in others):
         return (
-            f"an index that is no counter of a loop picks a layer of '{path}' {shape}: "
-            "use jax.lax.scan over the stack, or an index that counts 0, 1, ..."
+            "an index that is no counter of a loop picks a layer of '{}' {}: use "
+            "jax.lax.scan over the stack, or an index that counts 0, 1, ..."
         )
-    stack = sorted({d.axis for d in others if (d.dim or 0) < 0 and d.axis is not None})
-    if stack and stack != list(range(stack[0], stack[0] + len(stack))):
-        return cannot
-    axes = [i for i in range(len(shape)) if i not in stack]
-    view: list[_Axis] = []
+    stack = sorted({d.axis for d in others if d.dim is not None and d.dim < 0})
+    is_apart = len(stack) > 1 and stack[-1] - stack[0] >= len(stack)
+    if part.digits is None or is_apart:
+        return ""
+    axes, view = [i for i in range(len(shape)) if i not in stack], []
     for axis in axes:
-        factors = _factors(axis, shape[axis], [d for d in digits if d.axis == axis])
-        if factors is None:
-            return cannot
-        view += factors
-    heads = [next(i for i, x in enumerate(view) if x.head == d) for d in digits]
-    if not digits and not is_shared:
+        room, start = shape[axis], len(view)
+        for d in sorted(part.digits, key=lambda d: -d.stride):
+            if d.axis != axis:
+                continue
+            if d.stride < 1 or room % d.stride:
+                return ""
+            count, room = room // d.stride, d.stride
+            # Heads of others may be there, too: queries before keys that groups share.
+            if count % d.size == 0 and count > d.size:
+                view.append(_Axis(axis, count // d.size, d.stride * d.size))
+                count = d.size
+            view.append(_Axis(axis, count, d.stride, d))
+        if room > 1 or len(view) == start:
+            view.append(_Axis(axis, room, 1))
+    heads = [next(i for i, x in enumerate(view) if x.head == d) for d in part.digits]
+    if not part.digits and (part.is_own or is_key):
         # One head for all others: it has an axis of its own once one is cut.
         last = view[-1]
         view.insert(-1, _Axis(last.axis, 1, last.size))
         heads = [len(view) - 2]
     split = [axis for axis in axes if sum(x.axis == axis for x in view) > 1]
-    boxes = _boxes(view, part.pieces, digits)
+    boxes = _boxes(view, part)
     if len(split) > 1 or boxes is None:
-        return cannot
+        return ""
     ends = tuple(i - len(view) for i in heads)
     return [
         HeadLeaf(
@@ -183,33 +189,38 @@ def _head_leaves(
     ]
 
 
-def _factors(axis: int, size: int, heads: Sequence[Digit]) -> list[_Axis] | None:
-    """An axis as the factors that the digits of heads count by, major first."""
-    found, room = [], size
-    for d in sorted(heads, key=lambda d: -d.stride):
-        if d.stride < 1 or room % d.stride:
-            return None
-        outer, rest = divmod(room, d.stride * d.size)
-        if rest or not outer:
-            # Heads of others are there, too: queries before the keys that groups share.
-            found.append(_Axis(axis, room // d.stride, d.stride, d))
-        else:
-            found += [_Axis(axis, outer, d.stride * d.size)] if outer > 1 else []
-            found.append(_Axis(axis, d.size, d.stride, d))
-        room = d.stride
-    return found + ([_Axis(axis, room, 1)] if room > 1 or not found else [])
-
-
 def _boxes(
-    view: Sequence[_Axis], pieces: Pieces, digits: Sequence[Digit]
+    view: Sequence[_Axis], part: Part
 ) -> list[tuple[tuple[int, slice], ...]] | None:
     """The axes of a view that are cut, with the slices, for each box of entries."""
+    # The entries of the first head along each axis; pieces that complete one another,
+    # as the even and odd entries that a rotary embedding turns, are one region.
+    regions: list[list[set[int]]] = []
+    for p in part.pieces:
+        region = []
+        for axis, offset in enumerate(p.offset):
+            steps = [
+                range(0, d.size * d.stride, d.stride)
+                for d in p.digits
+                if d.axis == axis and d not in (part.digits or ())
+                if d.dim is None or d.dim >= 0
+            ]
+            region.append({offset + sum(at) for at in itertools.product(*steps)})
+        for other in regions:
+            differ = [i for i, x in enumerate(region) if x != other[i]]
+            if len(differ) < 2:
+                for i in differ:
+                    other[i] |= region[i]
+                break
+        else:
+            regions.append(region)
     boxes = []
-    for region in _regions(pieces, digits):
-        ranges: list[list[tuple[int, int]]] = []
+    for region in regions:
+        ranges, inside = [], dict.fromkeys((x.axis for x in view), 1)
         for x in view:
             places = {entry // x.stride % x.size for entry in region[x.axis]}
             runs = _runs(places)
+            inside[x.axis] *= len(places)
             if x.head is not None:
                 # The first head's place, of as many as are counted.
                 runs = [(low, low + x.head.size) for low, _ in runs]
@@ -218,54 +229,14 @@ def _boxes(
             ranges.append(runs)
         # A box around entries that are no product of ranges has others in it, which
         # scaling it would scale.
-        for axis in {x.axis for x in view}:
-            own = [
-                1 if x.head else sum(high - low for low, high in of)
-                for x, of in zip(view, ranges, strict=True)
-                if x.axis == axis
-            ]
-            if math.prod(own) != len(region[axis]):
-                return None
+        if any(inside[axis] != len(region[axis]) for axis in inside):
+            return None
         for box in itertools.product(*ranges):
-            boxes.append(
-                tuple(
-                    (i - len(view), slice(*of))
-                    for i, of in enumerate(box)
-                    if of != (0, view[i].size)
-                )
-            )
+            cuts = ((i - len(view), slice(*of)) for i, of in enumerate(box))
+            full = (slice(0, x.size) for x in view)
+            pairs = zip(cuts, full, strict=True)
+            boxes.append(tuple(cut for cut, every in pairs if cut[1] != every))
     return boxes
-
-
-def _regions(pieces: Pieces, digits: Sequence[Digit]) -> list[list[frozenset[int]]]:
-    """The entries of the first head along each axis; pieces that complete one another,
-    as the even and odd entries that a rotary embedding turns, are one region.
-    """
-    regions: list[list[frozenset[int]]] = []
-    for p in pieces:
-        region = []
-        for axis, offset in enumerate(p.offset):
-            own = [d for d in p.digits if d.axis == axis and d not in digits]
-            steps = [
-                range(0, d.size * d.stride, d.stride)
-                for d in own
-                if d.dim is None or d.dim >= 0
-            ]
-            places = itertools.product(*steps)
-            region.append(frozenset(offset + sum(at) for at in places))
-        regions.append(region)
-    merged: list[list[frozenset[int]]] = []
-    while regions:
-        region = regions.pop()
-        for other in regions:
-            differ = [i for i, x in enumerate(region) if x != other[i]]
-            if len(differ) < 2:
-                for i in differ:
-                    other[i] |= region[i]
-                break
-        else:
-            merged.append(region)
-    return merged[::-1]
 
 
 def _runs(places: Iterable[int]) -> list[tuple[int, int]]:

@@ -103,9 +103,9 @@ def branches(eqn: Any) -> list[Inner]:
 
 
 def counts_trips(loop: Loop, i: int) -> bool:
-    """Whether a loop adds one to its i-th carry in every trip, as `fori_loop` does."""
+    """Whether a loop adds one to its i-th input in every trip, as `fori_loop` does."""
     jaxpr = loop.body.jaxpr
-    before, after = jaxpr.invars[loop.consts + i], jaxpr.outvars[i]
+    before, after = jaxpr.invars[i], jaxpr.outvars[i - loop.consts]
     made = [eqn for eqn in jaxpr.eqns if after in eqn.outvars]
     if not made or made[0].primitive.name != "add":
         return False

@@ -281,7 +281,7 @@ def _layer_row(named: NamedLayer) -> list[str]:
             for role, leaves in roles
             if leaves
         )
-    return [paths.show_module(named.path), str(named.heads), lines, scaled]
+    return [paths.show_module(named.path), str(found.heads), lines, scaled]
 
 
 def _axes(numbers: MuonDimensionNumbers | None, rank: int) -> str:

@@ -6,15 +6,13 @@ all that QK-Clip needs to know; a factor that something nonlinear was made of is
 without that claim, for where its axes are.
 """
 
-import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .pieces import (
-    Change,
     joined,
     MOST_PIECES,
     moved,
@@ -62,6 +60,16 @@ class Factor(NamedTuple):
     # What a softcap was multiplied with after its tanh, if numbers alone; else NaN.
     scale: float = 1.0
 
+    @property
+    def digits(self) -> list[Any]:
+        """The digits of all pieces that move along an axis of the source."""
+        return [d for p in self.pieces for d in p.digits if d.axis is not None]
+
+    @property
+    def seen(self) -> list[Any]:
+        """Those that move along a dimension of the array, too."""
+        return [d for d in self.digits if d.dim is not None and d.dim >= 0]
+
 
 #: A product: doubling the entries of any one of its linear factors doubles it.
 Term = tuple[Factor, ...]
@@ -79,12 +87,12 @@ _MOST_TERMS = 12
 _MOST_FACTORS = 6
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """An array of the trace."""
 
     kind: Kind = Kind.CONSTANT
     terms: Terms = UNSCALED
+    shape: Shape = ()
     # The events it comes from, a bit each: the equations where a parameter met an
     # activation, or two activations each other. `recent` are those in the same trip of
     # the innermost loop, `ends` the products with parameters since which no other came.
@@ -113,37 +121,45 @@ class Value:
         """Whether it is an activation that parameters had a part in."""
         return self.kind == Kind.ACTIVATION and self.past != 0
 
-    def factors(self, kind: str = "parameter") -> list[Factor]:
-        return [f for term in self.terms for f in term if f.source.kind == kind]
+    def factors(self, *kinds: str) -> list[Factor]:
+        kinds = kinds or ("parameter",)
+        return [f for term in self.terms for f in term if f.source.kind in kinds]
 
-    def mapped(self, change: Change, **changes: Any) -> "Value":
+    def mapped(
+        self, change: Callable[[Pieces], Pieces], shape: Shape, **changes: Any
+    ) -> "Value":
         """The value whose pieces are changed all alike; terms without any are zero."""
         terms = []
         for term in self.terms:
             new = tuple(f._replace(pieces=change(f.pieces)) for f in term)
             if all(f.pieces for f in new):
                 terms.append(tuple(map(_if_few, new)))
-        return dataclasses.replace(self, terms=summed(terms), **changes)
+        return self._replace(terms=summed(terms), shape=shape, **changes)
 
     def moved(
         self, to: Sequence[int | None], shape: Shape, loops=NO_LOOPS, **changes: Any
     ) -> "Value":
-        return self.mapped(lambda p: moved(p, to, shape, loops), **changes)
+        return self.mapped(lambda p: moved(p, to, shape, loops), shape, **changes)
 
-    def reshaped(self, old: Shape, new: Shape) -> "Value":
-        return self.mapped(lambda p: reshaped(p, old, new))
+    def reshaped(self, shape: Shape) -> "Value":
+        return self.mapped(lambda p: reshaped(p, self.shape, shape), shape)
 
     def sliced(self, dim: int, start: int, size: int) -> "Value":
-        return self.mapped(lambda p: sliced(p, dim, start, size))
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return self.mapped(lambda p: sliced(p, dim, start, size), shape)
+
+    def lost_along(self, dims: Iterable[int], shape: Shape) -> "Value":
+        """The value whose entries may be anywhere along some dimensions."""
+        dims = {*dims}
+        return self.moved([None if i in dims else i for i in range(len(shape))], shape)
 
 
-CONSTANT = Value()
 DATA = Value(Kind.ACTIVATION)
 
 
-def parameter(index: int, shape: Shape, kind: Kind = Kind.PARAMETER) -> Value:
+def parameter(index: int, shape: Shape, kind: Kind) -> Value:
     factor = Factor(Source("parameter", index), 0, whole(shape))
-    return Value(kind, ((factor,),))
+    return Value(kind, ((factor,),), shape)
 
 
 def constant(number: Any) -> Value:
@@ -151,7 +167,7 @@ def constant(number: Any) -> Value:
     # So what is padded or masked with zeros is as linear as it was. With -1e9 it has a
     # summand that nothing scales, of which only the softmax's own logits are followed.
     if not isinstance(number, bool | int | float):
-        return CONSTANT
+        return Value()
     return Value(terms=UNSCALED if number else (), number=number)
 
 
@@ -162,23 +178,21 @@ def mixed(values: Iterable[Value], terms: Terms, **changes: Any) -> Value:
     for v in values:
         past, recent = past | v.past, recent | v.recent
         ends, gates = ends | v.ends, gates | v.gates
+    kind = max((v.kind for v in values), default=Kind.CONSTANT)
+    soles = {v.sole for v in values} - {None}
     out = Value(
-        max((v.kind for v in values), default=Kind.CONSTANT),
+        kind,
         terms,
+        values[0].shape if values else (),
         past,
         recent,
         ends,
         gates,
         any(v.is_spread for v in values),
         any(v.is_pair for v in values),
-        sole=_sole_of(values),
+        sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
     )
-    return dataclasses.replace(out, **changes) if changes else out
-
-
-def _sole_of(values: Iterable[Value]) -> int | None:
-    found = {v.sole for v in values} - {None}
-    return found.pop() if len(found) == 1 else -1 if found else None
+    return out._replace(**changes)
 
 
 def summed(terms: Iterable[Term]) -> Terms:
@@ -196,16 +210,14 @@ def summed(terms: Iterable[Term]) -> Terms:
             others.append(term)
     if len(found) > _MOST_TERMS:
         return (unscaled(terms),)
-    scaled = [
+    scaled = (
         tuple(
             _if_few(of[0]._replace(pieces=joined(p for f in of for p in f.pieces)))
             for of in zip(*alike, strict=True)
         )
-        if len(alike) > 1
-        else alike[0]
         for alike in found.values()
-    ]
-    return (*scaled, unscaled(others)) if others else tuple(scaled)
+    )
+    return (*scaled, *([unscaled(others)] if others else []))
 
 
 def _if_few(factor: Factor) -> Factor:
@@ -246,13 +258,12 @@ def multiplied(a: Value, b: Value) -> Terms:
         for f in term:
             if f.source.kind == "capped":
                 by = math.nan if other.number is None else other.number
-                yield f._replace(scale=f.scale * by)
-            elif f.source.kind == "weights":
-                yield f  # softmax divides them by their own sum
-            elif other.recent & f.event if f.event else f.source in sources:
-                yield f._replace(is_linear=False)
-            else:
-                yield f
+                f = f._replace(scale=f.scale * by)
+            # Of a softmax's weights, which are divided by their own sum, all stay.
+            elif f.source.kind != "weights":
+                is_same = other.recent & f.event if f.event else f.source in sources
+                f = f._replace(is_linear=f.is_linear and not is_same)
+            yield f
 
     return summed(
         product_of((*kept(x, b), *kept(y, a))) for x, y in itertools.product(one, two)

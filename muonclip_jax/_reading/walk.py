@@ -1,6 +1,6 @@
 """Follows the arrays of a jaxpr, and notes what is done with parameters."""
 
-import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from . import jaxprs, kernels
-from .jaxprs import Axes, Inner
+from .jaxprs import Axes, Inner, shape_of
 from .pieces import Shape, whole
 from .values import (
-    CONSTANT,
     constant,
     DATA,
     Factor,
@@ -42,6 +41,7 @@ class Note(NamedTuple):
     - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
         each) went their own way.
     - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
+    - `"scales"`, `"features"`: what the outputs of kernel `number` are; see `gates`.
     - `"fed"`: the activation that a weight was applied to came from `events`.
     - `"chosen"`: what `events` made decides where activations go.
     - `"weighed"`: a softmax of logits `number` weighs activations: it is attention.
@@ -77,6 +77,9 @@ class Softmax(NamedTuple):
     terms: Terms
     shape: Shape
     axes: tuple[int, ...]
+
+    def factors(self, *kinds: str) -> list[Factor]:
+        return [f for t in self.terms for f in t if f.source.kind in kinds]
 
 
 Rule = Callable[["Walk", Any, list[Value]], "Value | list[Value]"]
@@ -131,13 +134,13 @@ class Walk:
         self._events: dict[Address, int] = {}
         self._logits_at: dict[Address, int] = {}
 
-    @property
-    def event(self) -> int:
-        """The bit of this equation, the same whenever a loop comes by again."""
-        return self._event_at(self.at)
+    def event(self, *before: int) -> int:
+        """The bit of this equation, the same whenever a loop comes by again.
 
-    def _event_at(self, address: Address) -> int:
-        return self._events.setdefault(address, 1 << len(self._events))
+        Or, by a negative number, of what came before it: a kernel that is applied to a
+        parameter in the same equation is the later of the two.
+        """
+        return self._events.setdefault((*self.at, *before), 1 << len(self._events))
 
     def dim(self, of: Address | Axes) -> int:
         return self.dims.setdefault(of, -1 - len(self.dims))
@@ -148,6 +151,16 @@ class Walk:
 
     def note(self, kind: str, number: int = -1, **more: Any) -> None:
         self.notes.append(Note(kind, number, eqns=self.eqns, **more))
+
+    def noted(self, *kinds: str) -> list[Note]:
+        return [note for note in self.notes if note.kind in kinds]
+
+    def events_of(self, kind: str) -> int:
+        """The events of all notes of a kind, a bit each."""
+        return functools.reduce(operator.or_, (n.events for n in self.noted(kind)), 0)
+
+    def numbers_of(self, *kinds: str) -> set[int]:
+        return {note.number for note in self.noted(*kinds)}
 
     def use(self, kind: str, value: Value) -> None:
         """Notes the same use of all parameters that a value is made of."""
@@ -160,87 +173,77 @@ class Walk:
         if value.kind != Kind.PARAMETER:
             return value
         self.use("elementwise", value)
-        # Before the equation: a kernel that uses it there is the later of the two.
-        return self.met(value, self._event_at((*self.at, -1)))
+        return self.met(value, self.event(-1))
 
-    def met(self, value: Value, event: int | None = None) -> Value:
+    def together(self, values: Sequence[Value]) -> list[Value]:
+        """Operands of one equation: activations, if one is."""
+        if any(v.kind == Kind.ACTIVATION for v in values):
+            return [self.as_activation(v) for v in values]
+        return list(values)
+
+    def met(self, value: Value, event: int = 0) -> Value:
         """The activation that a parameter becomes in this equation."""
-        event = event or self.event
+        event = event or self.event()
         self.past_of.setdefault(event, event)
         terms = summed(
             tuple(f if f.event else f._replace(event=event) for f in term)
             for term in value.terms
         )
         past, recent = value.past | event, value.recent | event
-        return Value(Kind.ACTIVATION, terms, past, recent)
+        return Value(Kind.ACTIVATION, terms, value.shape, past, recent)
 
     def product(self, logits: Logits) -> int:
         """The number of a product of two activations."""
-        if self.at not in self._logits_at:
-            self._logits_at[self.at] = len(self.logits)
-            self.logits.append(logits)
-        index = self._logits_at[self.at]
-        self.logits[index] = logits
+        index = self._logits_at.setdefault(self.at, len(self.logits))
+        self.logits[index : index + 1] = [logits]
         return index
 
     def run(self, body: Inner, args: Sequence[Value], branch: int = 0) -> list[Value]:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
         jaxpr, outer, eqns = body.jaxpr, self.at, self.eqns
-        env = dict(zip(jaxpr.invars, args, strict=True))
-        env |= zip(jaxpr.constvars, map(_known, body.consts), strict=True)
+        env: dict[Any, Value] = {}
 
         def read(atom: Any) -> Value:
             return _known(atom.val) if jaxprs.is_literal(atom) else env[atom]
 
+        def write(atoms: Sequence[Any], values: Iterable[Value]) -> None:
+            for atom, value in zip(atoms, values, strict=True):
+                shape = shape_of(atom)
+                env[atom] = (
+                    value if value.shape == shape else value._replace(shape=shape)
+                )
+
+        write(jaxpr.invars, args)
+        write(jaxpr.constvars, map(_known, body.consts))
         # Dead code would use parameters that the function does not depend on.
         for i, eqn in jaxprs.live(jaxpr):
             self.at, self.eqns = (*outer, branch, i), (*eqns, eqn)
             outs = self._step(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
+            is_one = isinstance(outs, Value)
+            write(eqn.outvars, [outs] * len(eqn.outvars) if is_one else outs)
         self.at, self.eqns = outer, eqns
         return [read(v) for v in jaxpr.outvars]
 
-    def repeat(
-        self, body: Inner, loop: int, consts: Any, carry: Any, slices: Any = ()
-    ) -> tuple[list[Value], list[Value]]:
-        """What a loop hands on in the end, and what its last trip returns besides.
-
-        A trip begins with what the one before may have handed on, until nothing new is
-        among it. Only then is it known what each trip does: earlier notes go.
-        """
-        # It ends: what a value can be only grows, and there are finitely many events,
-        # pieces and terms. Two or three trips are usual.
-        marks = len(self.notes), len(self.softmaxes)
-        carry = list(carry)
-        while True:
-            begin = [
-                _handed_on(v, self._event_at((*self.at, -1 - i)))
-                for i, v in enumerate(carry)
-            ]
-            outs = self.run(body, [*consts, *begin, *slices])
-            after = [
-                self.either([c, _outside(o, loop, jaxprs.shape_of(x))])
-                for c, o, x in zip(carry, outs, body.jaxpr.outvars, strict=False)
-            ]
-            if after == carry:
-                pairs = zip(carry, outs, strict=False)
-                handed = [
-                    dataclasses.replace(c, recent=c.recent | o.recent) for c, o in pairs
-                ]
-                return handed, outs[len(carry) :]
-            carry = after
-            del self.notes[marks[0] :], self.softmaxes[marks[1] :]
+    def _step(self, eqn: Any, values: list[Value]) -> Value | list[Value]:
+        name = eqn.primitive.name
+        numbers = [v.number for v in values]
+        if name in _ON_NUMBERS and None not in numbers:
+            return constant(_ON_NUMBERS[name](*numbers))
+        if name in RULES:
+            return RULES[name](self, eqn, values)
+        if (body := jaxprs.called(eqn)) is not None:
+            return self.run(body, values[len(values) - len(body.jaxpr.invars) :])
+        if kernel := kernels.kernel_of(eqn):
+            return self._attend(kernel, eqn, values)
+        return self.unknown(values)
 
     def either(self, values: Sequence[Value]) -> Value:
         """One of several values, no matter which."""
         first, *others = values
-        if all(v == first for v in others):
-            return first
         # A loop's own counter is one more in every trip, and so another value.
-        if first.trip is not None:
+        if first.trip is not None or all(v == first for v in others):
             return first
-        if any(v.kind == Kind.ACTIVATION for v in values):
-            values = [self.as_activation(v) for v in values]
+        values = self.together(values)
         return mixed(
             values,
             summed(term for v in values for term in v.terms),
@@ -248,27 +251,10 @@ class Walk:
             is_counter=all(v.is_counter for v in values),
         )
 
-    def _step(self, eqn: Any, values: list[Value]) -> list[Value]:
-        name = eqn.primitive.name
-        numbers = [v.number for v in values]
-        if name in _ON_NUMBERS and None not in numbers:
-            return [constant(_ON_NUMBERS[name](*numbers))]
-        if name in RULES:
-            outs = RULES[name](self, eqn, values)
-        elif (body := jaxprs.called(eqn)) is not None:
-            outs = self.run(body, values[len(values) - len(body.jaxpr.invars) :])
-        elif kernel := kernels.kernel_of(eqn):
-            outs = self._attend(kernel, eqn, values)
-        else:
-            outs = self.unknown(values)
-        return [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
-
     def _attend(self, kernel: kernels.Kernel, eqn: Any, values: list[Value]) -> Any:
         """A fused kernel: read as the plain attention that it stands for."""
-        shapes = [
-            jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype)
-            for i in kernel.operands
-        ]
+        avals = [eqn.invars[i].aval for i in kernel.operands]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
         body = jaxprs.trace(kernel.plain, *shapes)
         (out,) = self.run(body, [values[i] for i in kernel.operands])
         # The first product of the plain one has the kernel's logits, and its line.
@@ -279,9 +265,9 @@ class Walk:
         rest = mixed(values, UNSCALED)
         outs = [out, *[rest] * (len(eqn.outvars) - 1)]
         if kernel.maxima is not None:
-            shape = jaxprs.shape_of(eqn.outvars[kernel.maxima])
+            shape = shape_of(eqn.outvars[kernel.maxima])
             maxima = Factor(Source("maxima", index), 0, whole(shape))
-            outs[kernel.maxima] = dataclasses.replace(rest, terms=((maxima,),))
+            outs[kernel.maxima] = rest._replace(terms=((maxima,),))
         return outs
 
     def unknown(self, values: list[Value]) -> Value:
@@ -312,49 +298,173 @@ def walked(
         args = [
             parameter(i, shape, Kind.ACTIVATION if i in tokens else Kind.PARAMETER)
             if is_parameter[i]
-            else CONSTANT
+            else Value()
             for i, shape in enumerate(shapes)
         ]
         data = len(body.jaxpr.invars) - len(args)
         outs = walk.run(body, [*args, *[DATA] * data])
-        as_tokens = _noted(walk.notes, ("elementwise", "looked up"))
-        found = tokens | (as_tokens & _noted(walk.notes, ("factor",)))
+        as_tokens = walk.numbers_of("elementwise", "looked up")
+        found = tokens | (as_tokens & walk.numbers_of("factor"))
         if found == tokens:
             return walk, outs
         tokens = found
 
 
-def _noted(notes: Iterable[Note], kinds: Sequence[str]) -> set[int]:
-    return {note.number for note in notes if note.kind in kinds}
-
-
 def _known(value: Any) -> Value:
     """A literal or an array that the function closes over."""
     if getattr(value, "ndim", 0):
-        return CONSTANT
+        return Value(shape=tuple(value.shape))
     try:
         return constant(value.item() if hasattr(value, "item") else value)
     except Exception:  # a key, or what another trace has
-        return CONSTANT
+        return Value()
 
 
-def _outside(value: Value, loop: int, shape: Shape) -> Value:
-    """What a loop hands on, made in some trip by parameters of that trip."""
-    if value.kind != Kind.ACTIVATION:
-        return value
-    return value.moved(range(len(shape)), shape, {loop: None})
+# The primitives that run a jaxpr, but not once, and what devices exchange.
 
 
-def _handed_on(value: Value, event: int) -> Value:
-    """What a trip of a loop begins with: as if made in one event, before the trip.
+def _repeated(
+    walk: Walk, body: Inner, consts: Any, carry: Any, slices: Any = ()
+) -> tuple[list[Value], list[Value]]:
+    """What a loop hands on in the end, and what its last trip returns besides.
 
-    The same equation made it, in the trip before, by other parameters: what comes of
-    that equation now has nothing to do with it.
+    A trip begins with what the one before may have handed on, until nothing new is
+    among it. Only then is it known what each trip does: earlier notes go.
     """
-    if value.kind != Kind.ACTIVATION:
-        return value
-    terms = summed(
-        product_of(f._replace(event=event) for f in term if f.is_linear)
-        for term in value.terms
-    )
-    return dataclasses.replace(value, terms=terms, recent=event)
+    # It ends: what a value can be only grows, and there are finitely many events,
+    # pieces and terms. Two or three trips are usual.
+    trips, carry = walk.dim(walk.at), list(carry)
+    marks = len(walk.notes), len(walk.softmaxes)
+
+    def begun(i: int, value: Value) -> Value:
+        """What a trip begins with: as if made in one event, before the trip.
+
+        The same equation made it, in the trip before, by other parameters: what comes
+        of that equation now has nothing to do with it.
+        """
+        if value.kind != Kind.ACTIVATION:
+            return value
+        event = walk.event(-1 - i)
+        terms = summed(
+            product_of(f._replace(event=event) for f in term if f.is_linear)
+            for term in value.terms
+        )
+        return value._replace(terms=terms, recent=event)
+
+    while True:
+        begin = [begun(i, v) for i, v in enumerate(carry)]
+        outs = walk.run(body, [*consts, *begin, *slices])
+        after = []
+        for old, new in zip(carry, outs, strict=False):
+            if new.kind == Kind.ACTIVATION:  # by parameters of some trip
+                new = new.moved(range(len(new.shape)), new.shape, {trips: None})
+            after.append(walk.either([old, new]))
+        if after == carry:
+            pairs = zip(carry, outs, strict=False)
+            handed = [c._replace(recent=c.recent | o.recent) for c, o in pairs]
+            return handed, outs[len(carry) :]
+        carry = after
+        del walk.notes[marks[0] :], walk.softmaxes[marks[1] :]
+
+
+@rule("scan")
+def scan(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """Each trip has a part of what is stacked: of parameters, a layer's."""
+    body, consts, carry = loop = jaxprs.scanned(eqn)
+    trips, given = walk.dim(walk.at), list(values)
+    for i, (value, atom) in enumerate(zip(values, body.jaxpr.invars, strict=True)):
+        shape = shape_of(atom)
+        if i >= consts + carry:
+            value = value.moved([trips, *range(len(shape))], shape)
+            # `scan(f, x, arange(n))` counts as `fori_loop` does, from zero.
+            counts = value.is_counter and not shape
+            given[i] = value._replace(trip=trips if counts else None)
+        elif i >= consts and value.number == 0 and not shape:
+            given[i] = Value(trip=trips) if jaxprs.counts_trips(loop, i) else value
+    # Parameters that the loop closes over are shared by all trips, and so no stack.
+    end = consts + carry
+    parts = given[:consts], given[consts:end], given[end:]
+    handed, stacked = _repeated(walk, body, *parts)
+    for value, atom in zip(stacked, eqn.outvars[carry:], strict=True):
+        shape = shape_of(atom)
+        handed.append(value.moved(range(1, len(shape)), shape, {trips: 0}))
+    return handed
+
+
+@rule("while")
+def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    condition, first, (body, consts, _) = jaxprs.repeated(eqn)
+    end = first + consts
+    handed, _ = _repeated(walk, body, values[first:end], values[end:])
+    # The condition may use parameters, too, such as those of a halting unit.
+    walk.run(jaxprs.inner(condition), [*values[:first], *handed], branch=1)
+    return handed
+
+
+@rule("cond")
+def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    index, *args = values
+    outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
+    joined = [walk.either(out) for out in zip(*outs, strict=True)]
+    is_activation = [v.kind == Kind.ACTIVATION for v in joined]
+    return [
+        v._replace(past=v.past | index.past) if is_one else v
+        for v, is_one in zip(joined, is_activation, strict=True)
+    ]
+
+
+@rule("psum psum_invariant psum2 pmax pmin all_to_all psum_scatter reduce_scatter")
+def collective(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """What devices exchange; where it is afterwards is followed for sums alone."""
+    names, outs = {*jaxprs.axes_of(eqn)}, []
+    over = {dim: None for dim, axes in walk.devices.items() if names & {*axes.names}}
+    for value, atom in zip(values, eqn.outvars, strict=True):
+        old, new = value.shape, shape_of(atom)
+        is_sum = "sum" in eqn.primitive.name and old == new
+        to = range(len(old)) if is_sum else [None] * len(old)
+        outs.append(value.moved(to, new, over))
+    return outs
+
+
+@rule("all_gather all_gather_invariant")
+def all_gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    axes = Axes(jaxprs.axes_of(eqn), eqn.params["axis_size"])
+    value = _blocks_apart(walk, values[0], eqn.params["all_gather_dimension"], axes)
+    return value.reshaped(shape_of(eqn.outvars[0])) if eqn.params["tiled"] else value
+
+
+@rule("shard_map")
+def shard_map(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
+    """Every device has its block, as every trip of a loop has its part.
+
+    A dimension that mesh axes cut into m blocks of n is reshaped to (m, n), the first
+    of which is the device's; afterwards, blocks are put together again.
+    """
+    body = jaxprs.called(eqn)
+    assert body is not None
+    inside = []
+    for i, value in enumerate(values):
+        for dim, axes in jaxprs.mesh_cuts(eqn, "in", i):
+            before, (n, *after) = value.shape[:dim], value.shape[dim:]
+            value = value.reshaped((*before, axes.size, n // axes.size, *after))
+            to = [j - (j > dim) for j in range(len(value.shape))]
+            to[dim] = walk.dim(axes)
+            value = value.moved(to, (*before, n // axes.size, *after))
+        inside.append(value)
+    outs = walk.run(body, inside)
+    for i, value in enumerate(outs):
+        for dim, axes in jaxprs.mesh_cuts(eqn, "out", i):
+            before, (n, *after) = value.shape[:dim], value.shape[dim:]
+            value = _blocks_apart(walk, value, dim, axes)
+            value = value.reshaped((*before, axes.size * n, *after))
+        # Along axes that `out_specs` does not name all devices have the same.
+        same = dict.fromkeys(walk.devices)
+        outs[i] = value.moved(range(len(value.shape)), value.shape, same)
+    return outs
+
+
+def _blocks_apart(walk: Walk, value: Value, dim: int, axes: Axes) -> Value:
+    """The blocks of all devices along a dimension before one of theirs."""
+    apart = (*value.shape[:dim], axes.size, *value.shape[dim:])
+    to = [j + (j >= dim) for j in range(len(value.shape))]
+    return value.moved(to, apart, {walk.dim(axes): dim})
