@@ -35,8 +35,7 @@ class Note(NamedTuple):
 
     With a parameter, `number` by its place among the leaves: `"contracted"`,
     `"depthwise"`, `"looked up"`, `"elementwise"` (added to or multiplied with
-    activations), `"factor"` (of a product of two parameters) or `"unknown"`;
-    `"... as a product"` if done with such a product. Besides:
+    activations), `"factor"` (of a product of two parameters) or `"unknown"`. Besides:
 
     - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
         each) went their own way.
@@ -163,9 +162,12 @@ class Walk:
         return {note.number for note in self.noted(*kinds)}
 
     def use(self, kind: str, value: Value) -> None:
-        """Notes the same use of all parameters that a value is made of."""
-        kind = f"{kind} as a product" if value.is_pair else kind
-        for index in sorted({f.source.number for f in value.factors()}):
+        """Notes the same use of all parameters that a value is made of.
+
+        None of a product of parameters, whose own use is to be its factors.
+        """
+        numbers = {f.source.number for f in value.factors()}
+        for index in sorted(numbers) if not value.is_pair else ():
             self.note(kind, index)
 
     def as_activation(self, value: Value) -> Value:
