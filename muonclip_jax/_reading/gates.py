@@ -15,9 +15,9 @@ def _dims(walk: Walk, value: Value) -> dict[int, list[int]]:
     """The dimensions that tell the outputs of each kernel apart, in its own order."""
     found: dict[int, set[tuple[int, int, int]]] = {}
     for f in value.factors():
-        if f.source.number in walk.kernels:
+        if f.number in walk.kernels:
             own = {(d.axis, -d.stride, d.dim) for d in f.seen if d.size > 1}
-            found.setdefault(f.source.number, set()).update(own)  # type: ignore
+            found.setdefault(f.number, set()).update(own)  # type: ignore
     return {i: list(dict.fromkeys(x[-1] for x in sorted(found[i]))) for i in found}
 
 

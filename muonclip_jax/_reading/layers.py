@@ -61,7 +61,7 @@ def attention_layers(walk: Walk) -> list[Layer]:
         """Products, and which of their entries a maximum or a sum is over."""
         return {
             (
-                f.source.number,
+                f.number,
                 frozenset(
                     (d.axis, d.stride, d.size)
                     for d in f.digits
@@ -76,9 +76,7 @@ def attention_layers(walk: Walk) -> list[Layer]:
     sums = set().union(*(of(s, s.factors("weights")) for s in walk.softmaxes))
     has_sum = {number for number, _ in sums}
     kinds = ("logits", "capped"), ("weights",)
-    has_maximum = {
-        f.source.number for s in walk.softmaxes for f in s.factors(*kinds[0])
-    }
+    has_maximum = {f.number for s in walk.softmaxes for f in s.factors(*kinds[0])}
     seen: set[int] = set()
     layers = []
     # The maximum that a softmax forms tells more than its sum does: there the mask and
@@ -100,7 +98,7 @@ def attention_layers(walk: Walk) -> list[Layer]:
 
 
 def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
-    line = jaxprs.line(walk.logits[factors[0].source.number].eqns)
+    line = jaxprs.line(walk.logits[factors[0].number].eqns)
     layer = Layer(softmax, line, tuple(factors))
     refusals: list[str] = []
     counts: set[int] = set()
@@ -111,12 +109,12 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
 
     # Those with known keys first: they tell what the query's parameters are.
     for f in sorted(factors, key=lambda f: not keys_of(f)):
-        logits, keys = walk.logits[f.source.number], keys_of(f)
+        logits, keys = walk.logits[f.number], keys_of(f)
         queries = {part.parameter for part in (*layer.query, *layer.whole)}
         # The softmax is over dimensions of the key alone. Where these are lost, as by
         # Transformer-XL's shift of relative positions, the query has a parameter that
         # the query of another product has, too.
-        made = [{f.source.number for t in side for f in t} for side in logits.sides]
+        made = [{f.number for t in side for f in t} for side in logits.sides]
         is_key = [
             keys <= logits.free[i] if keys else made[1 - i] & queries for i in (0, 1)
         ]
@@ -125,14 +123,14 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
             continue
         of_query, of_key = logits.sides if is_key[1] else logits.sides[::-1]
         own = [g for t in (*of_query, *of_key) for g in t]
-        own = [g for g in own if g.source.kind == "parameter"]
-        layer.makers |= {g.source.number for g in own}
+        own = [g for g in own if g.kind == "parameter"]
+        layer.makers |= {g.number for g in own}
         layer.head_dims = _heads_of(logits, keys, walk)
         heads = tuple(layer.head_dims)
         count = math.prod(stop // step for step, stop in layer.head_dims.values())
         counts.add(count)
         layer.axes |= {
-            (g.source.number, d.axis) for g in own for d in g.digits if d.dim in heads
+            (g.number, d.axis) for g in own for d in g.digits if d.dim in heads
         }
         for region in _regions(logits, of_key, heads, count):
             q, k = (
@@ -190,7 +188,7 @@ def _heads_of(logits: Logits, keys: set[int], walk: Walk) -> dict[int, tuple[int
         of_kernels: list[tuple[Pieces, set[int]]] = []
         of_others: list[tuple[Pieces, set[int]]] = []
         for term in terms:
-            factors = [f for f in term if f.source.kind == "parameter"]
+            factors = [f for f in term if f.kind == "parameter"]
             made = [f for f in factors if any(d.dim is None for d in f.digits)][-1:]
             pieces = tuple(p for f in made or factors for p in f.pieces)
             dims = possible & {d.dim for f in made or factors for d in f.digits}
@@ -244,7 +242,7 @@ def _regions(
     dim, spans = len(logits.shape), {}
     # Joined parts are along one dimension; two that are summed over are of one kind.
     for term in key if len(logits.summed) == 1 else ():
-        linear = [f for f in term if f.source.kind == "parameter" and f.is_linear]
+        linear = [f for f in term if f.kind == "parameter" and f.is_linear]
         for p in (p for f in linear[-1:] for p in f.pieces):
             part, (low, high) = _part(0, (p,), heads, count), p.span(dim)
             span = spans.setdefault((part.is_own, part.is_telling), [low, high])
@@ -274,9 +272,9 @@ def _parts(
             if not all(f.pieces for f in term):
                 continue  # the summand is elsewhere
         parts = [
-            _part(f.source.number, f.pieces, heads, count)
+            _part(f.number, f.pieces, heads, count)
             for f in term
-            if f.source.kind == "parameter" and f.is_linear
+            if f.kind == "parameter" and f.is_linear
         ]
         if not parts:
             return None

@@ -7,7 +7,7 @@ from . import gates
 from .jaxprs import shape_of
 from .pieces import Shape, whole
 from .rules import picked, times, weigh
-from .values import Factor, Kind, mixed, multiplied, Source, summed, Value
+from .values import Factor, Kind, mixed, multiplied, summed, Value
 from .walk import Logits, rule, Walk
 
 
@@ -141,7 +141,7 @@ def product(
         _note_weight(walk, weight, kind, matched)
         walk.note("fed", events=other.value.past)
         gates.features(walk, other.value)
-        kernels = {f.source.number for f in weight.value.factors()}
+        kernels = {f.number for f in weight.value.factors()}
         walk.kernels |= kernels
     # One-hot rows that pick entries are a lookup, which is no layer of its own: what it
     # gives is made by whatever chose the rows.
@@ -150,7 +150,7 @@ def product(
     x = other.over(shape)
     # Axes are known up to the next weight: its outputs are new.
     linear = (
-        tuple(f for f in term if f.is_linear and f.source.kind != "weights")
+        tuple(f for f in term if f.is_linear and f.kind != "weights")
         for term in x.terms
     )
     x = x._replace(terms=summed(linear))
@@ -168,7 +168,7 @@ def _of_parameters(walk: Walk, sides: tuple[Side, Side], shape: Shape) -> Value:
             others = {d.axis for d in f.seen} - ranks
             roles = [(axis, "rank") for axis in sorted(ranks)]
             roles += [(axis, free) for axis in sorted(others)]
-            walk.note("factor", f.source.number, roles=tuple(roles))
+            walk.note("factor", f.number, roles=tuple(roles))
     a, b = (side.over(shape) for side in sides)
     return mixed((a, b), multiplied(a, b), is_pair=True, is_spread=False)
 
@@ -197,7 +197,7 @@ def _of_activations(
         free.append(frozenset(side.to[j] for j in dims - side.gone))
     index = walk.product(Logits(walk.eqns, shape, over, tuple(terms), tuple(free)))  # type: ignore
     event = walk.event()
-    factor = Factor(Source("logits", index), event, whole(shape))
+    factor = Factor("logits", index, event, whole(shape))
     past, recent = a.past | b.past | event, a.recent | b.recent | event
     walk.past_of[event] = past
     # What another activation is multiplied with is no output yet.
@@ -220,7 +220,7 @@ def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:
             is_alone = len(term) == 1 or side.value.is_pair
             is_weight = is_alone or {"input", "output"} <= {said for _, said in roles}
             used = kind if is_weight else "elementwise"
-            walk.note(used, f.source.number, events=walk.event(), roles=roles)
+            walk.note(used, f.number, events=walk.event(), roles=roles)
 
 
 def _note_experts(walk: Walk, side: Side) -> set[int]:
@@ -238,7 +238,7 @@ def _note_experts(walk: Walk, side: Side) -> set[int]:
     for f in factors if dims else ():
         for axis in {d.axis for d in f.seen}:
             if {d.dim for d in f.seen if d.axis == axis} <= dims:
-                walk.note("expert", f.source.number, roles=((axis, "expert"),))
+                walk.note("expert", f.number, roles=((axis, "expert"),))
     return dims
 
 

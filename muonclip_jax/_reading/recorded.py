@@ -91,17 +91,17 @@ Stats = dict[int, jax.Array]
 
 def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     """What a function returns, and the statistics."""
-    read = read_call(call)
-    if strict and read.hidden:
+    _, walk, layers, hidden = read_call(call)
+    if strict and hidden:
         raise ValueError(
-            f"attention may be hidden in {', '.join(read.hidden)}, which cannot be "
+            f"attention may be hidden in {', '.join(hidden)}, which cannot be "
             "read. If it is there, use jax.nn.dot_product_attention (on a GPU with "
             'implementation="cudnn"), mc.blockwise_attention or mc.splash_attention '
             "in its place; if it is not, give strict=False"
         )
-    clipped = [named for named in read.layers if named.layer is not None]
-    sites = [_site(layer, read.walk) for named in clipped for layer in named.found]
-    outs, found = _Recorder(read.walk, sites).run(call.body, call.values, ())
+    clipped = [named for named in layers if named.layer is not None]
+    sites = [_site(layer, walk) for named in clipped for layer in named.found]
+    outs, found = _Recorder(walk, sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
     rows = (found[i] for i in range(len(sites)))
     for named in clipped:
@@ -118,7 +118,7 @@ def _site(layer: Layer, walk: Walk) -> _Site:
     digits = [d for part in parts for p in part.pieces for d in p.digits]
     along = {d.dim for d in digits if d.axis is not None}
     stack = frozenset({*walk.dims.values()} - {*walk.devices} & along)
-    number, scale = layer.logits[-1].source.number, layer.logits[-1].scale
+    number, scale = layer.logits[-1].number, layer.logits[-1].scale
     if number in walk.recorded:
         return _Site(layer, walk.recorded[number], stack)
     address = layer.softmax.address
@@ -143,40 +143,35 @@ class _Recorder:
     def run(
         self, body: jaxprs.Inner, values: Sequence[Any], outer: Address, branch: int = 0
     ) -> tuple[list[Any], Stats]:
-        env = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-        env |= zip(body.jaxpr.invars, values, strict=True)
         stats: Stats = {}
         before_cap: dict[Any, Any] = {}
 
-        def read(atom: Any) -> Any:
-            return atom.val if jaxprs.is_literal(atom) else env[atom]
-
-        # All equations, dead ones too: effects, names and random keys stay as they are.
-        for i, eqn in enumerate(body.jaxpr.eqns):
-            at, inputs = (*outer, branch, i), [read(v) for v in eqn.invars]
-            if self._inside(at):
-                outs, inner = self._again(eqn, inputs, at)
-                stats |= inner
-            else:
-                outs = jaxprs.bound(eqn, inputs)
+        def step(i: int, eqn: Any, inputs: list[Any]) -> list[Any]:
+            at = (*outer, branch, i)
+            outs, inner = self._again(eqn, inputs, at)
+            stats.update(inner)
             for n, site in self._sites.items():
                 if site.cap_at == at:
                     before_cap[at] = inputs[0]
                 if site.address == at:
                     capped = before_cap.get(site.cap_at)
                     stats[n] = _largest(site, eqn, inputs[0], outs[0], capped)
-            env |= zip(eqn.outvars, outs, strict=True)
-        return [read(v) for v in body.jaxpr.outvars], stats
+            return outs
 
-    def _inside(self, at: Address) -> Stats | dict[int, _Site]:
+        # All equations, dead ones too: effects, names and random keys stay as they are.
+        return body.run(values, step), stats
+
+    def _inside(self, at: Address) -> dict[int, _Site]:
         """The sites in the jaxpr that an equation runs."""
         sites = self._sites.items()
         return {n: s for n, s in sites if s.address[: len(at)] == at != s.address}
 
     def _again(self, eqn: Any, inputs: list[Any], at: Address) -> Any:
-        """An equation that runs a jaxpr with sites in it, or stands for one."""
+        """The outputs of an equation, and the statistics of the sites in it."""
+        if not (inside := self._inside(at)):
+            return jaxprs.bound(eqn, inputs), {}
         if kernel := kernels.kernel_of(eqn):
-            ((n, site),) = self._inside(at).items()
+            ((n, site),) = inside.items()
             if kernel.largest is None:
                 raise ValueError(
                     f"the logits of {site.layer.line} cannot be recorded: mask and "

@@ -15,7 +15,6 @@ from .values import (
     mixed,
     multiplied,
     nonlinear,
-    Source,
     summed,
     UNSCALED,
     Value,
@@ -36,7 +35,7 @@ def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     """The same entries in the same places, for factors above zero at least."""
     if jaxprs.is_statistic(eqn):
         for factor in values[0].factors("maxima"):
-            walk.recorded[factor.source.number] = walk.at
+            walk.recorded[factor.number] = walk.at
     return [
         v if v.shape == shape_of(y) else walk.unknown([v])
         for v, y in zip(values, eqn.outvars, strict=False)
@@ -227,12 +226,10 @@ def softcap_or_softmax(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     found = value.factors("logits", *([] if is_cap else ["capped"]))
     what = "capped" if is_cap else "weights"
     terms = summed(
-        (Factor(Source(what, f.source.number), f.event, f.pieces),)
-        for f in found
-        if f.is_linear
+        (Factor(what, f.number, f.event, f.pieces),) for f in found if f.is_linear
     )
     if is_cap:
-        walk.caps.update((f.source.number, walk.at) for term in terms for f in term)
+        walk.caps.update((f.number, walk.at) for term in terms for f in term)
     gates = 0 if is_cap else value.ends & walk.gates
     return mixed([value], terms or nonlinear([value]), gates=gates)
 
@@ -247,7 +244,7 @@ def reduce(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     if kinds:
         # What a softmax may be, of logits or of a product with a parameter.
         terms = tuple(
-            tuple(f for f in term if f.source.kind in kinds and f.is_linear)
+            tuple(f for f in term if f.kind in kinds and f.is_linear)
             for term in value.terms
         )
         if any(terms):
@@ -349,9 +346,9 @@ def _cut(walk: Walk, value: Value, dim: int, start: int, size: int) -> Value:
     for f in value.factors() if size == 1 and value.kind == Kind.ACTIVATION else ():
         along = {d for p in f.pieces for d in p.digits if d.dim == dim}
         for d in along if len(along) == 1 else ():
-            if d.axis is not None and d.size == walk.shapes[f.source.number][d.axis]:
+            if d.axis is not None and d.size == walk.shapes[f.number][d.axis]:
                 roles = ((d.axis, "cut"),)
-                walk.note("cut", f.source.number, events=1 << start, roles=roles)
+                walk.note("cut", f.number, events=1 << start, roles=roles)
     return value.sliced(dim, start, size)
 
 
@@ -380,6 +377,6 @@ def weigh(walk: Walk, weights: Value, other: Value, is_mixed: bool = False) -> N
         return
     for f in weights.factors("weights"):
         if not other.recent & f.event:
-            walk.note("weighed", f.source.number)
+            walk.note("weighed", f.number)
     if weights.gates and not other.recent & weights.gates and other.is_deep:
         walk.note("chosen", events=weights.gates)

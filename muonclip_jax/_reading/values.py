@@ -33,23 +33,17 @@ class Kind(enum.IntEnum):
     ACTIVATION = 2
 
 
-class Source(NamedTuple):
-    """What an array can be linear in.
+class Factor(NamedTuple):
+    """A source that a term is linear in.
 
-    `"parameter"`, by its place among the leaves; by the place of their product among
-    those of activations: `"logits"`, `"capped"`, what a softcap's tanh makes of them,
-    `"weights"`, what the exponential of a softmax does, and `"maxima"`, which a fused
-    kernel gives next to its output.
+    The kind is `"parameter"`, and its number is its place among the leaves, or, by the
+    place of a product among those of activations, `"logits"`, `"capped"`, what a
+    softcap's tanh makes of them, `"weights"`, what the exponential of a softmax does,
+    and `"maxima"`, which a fused kernel gives next to its output.
     """
 
     kind: str
     number: int
-
-
-class Factor(NamedTuple):
-    """A source that a term is linear in."""
-
-    source: Source
     # The place where it met an activation, as a bit; 0 before.
     event: int
     pieces: Pieces
@@ -123,7 +117,7 @@ class Value(NamedTuple):
 
     def factors(self, *kinds: str) -> list[Factor]:
         kinds = kinds or ("parameter",)
-        return [f for term in self.terms for f in term if f.source.kind in kinds]
+        return [f for term in self.terms for f in term if f.kind in kinds]
 
     def mapped(
         self, change: Callable[[Pieces], Pieces], shape: Shape, **changes: Any
@@ -158,7 +152,7 @@ DATA = Value(Kind.ACTIVATION)
 
 
 def parameter(index: int, shape: Shape, kind: Kind) -> Value:
-    factor = Factor(Source("parameter", index), 0, whole(shape))
+    factor = Factor("parameter", index, 0, whole(shape))
     return Value(kind, ((factor,),), shape)
 
 
@@ -204,7 +198,7 @@ def summed(terms: Iterable[Term]) -> Terms:
     others: list[Term] = []
     for term in terms:
         if any(f.is_linear for f in term):
-            key = tuple((f.source, f.event, f.is_linear) for f in term)
+            key = tuple((*f[:3], f.is_linear) for f in term)
             found.setdefault(key, []).append(term)
         else:
             others.append(term)
@@ -229,7 +223,7 @@ def _if_few(factor: Factor) -> Factor:
 def unscaled(terms: Iterable[Term]) -> Term:
     """What remains of terms where nothing scales them: where axes are."""
     factors = (f._replace(is_linear=False) for term in terms for f in term)
-    return product_of(f for f in factors if f.source.kind == "parameter")
+    return product_of(f for f in factors if f.kind == "parameter")
 
 
 def nonlinear(values: Iterable[Value]) -> Terms:
@@ -254,14 +248,14 @@ def multiplied(a: Value, b: Value) -> Terms:
             one = (unscaled(one),)
 
     def kept(term: Term, other: Value) -> Iterator[Factor]:
-        sources = {f.source for t in other.terms for f in t}
+        sources = {f[:2] for t in other.terms for f in t}
         for f in term:
-            if f.source.kind == "capped":
+            if f.kind == "capped":
                 by = math.nan if other.number is None else other.number
                 f = f._replace(scale=f.scale * by)
             # Of a softmax's weights, which are divided by their own sum, all stay.
-            elif f.source.kind != "weights":
-                is_same = other.recent & f.event if f.event else f.source in sources
+            elif f.kind != "weights":
+                is_same = other.recent & f.event if f.event else f[:2] in sources
                 f = f._replace(is_linear=f.is_linear and not is_same)
             yield f
 
@@ -274,11 +268,11 @@ def product_of(factors: Iterable[Factor]) -> Term:
     """A term in its only order, by event, with each factor once."""
     found: dict[Any, Factor] = {}
     for f in factors:
-        key = f.source, f.event
+        key = f[:3]
         if key in found:
             pieces = joined((*found[key].pieces, *f.pieces))
             is_linear = found[key].is_linear and f.is_linear
             f = f._replace(pieces=pieces, is_linear=is_linear)
         found[key] = f
-    ordered = sorted(found.values(), key=lambda f: (f.event, f.source))
+    ordered = sorted(found.values(), key=lambda f: (f.event, *f[:2]))
     return tuple(ordered[-_MOST_FACTORS:])

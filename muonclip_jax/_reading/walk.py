@@ -18,7 +18,6 @@ from .values import (
     mixed,
     parameter,
     product_of,
-    Source,
     summed,
     Terms,
     UNSCALED,
@@ -78,7 +77,7 @@ class Softmax(NamedTuple):
     axes: tuple[int, ...]
 
     def factors(self, *kinds: str) -> list[Factor]:
-        return [f for t in self.terms for f in t if f.source.kind in kinds]
+        return [f for t in self.terms for f in t if f.kind in kinds]
 
 
 Rule = Callable[["Walk", Any, list[Value]], "Value | list[Value]"]
@@ -166,7 +165,7 @@ class Walk:
 
         None of a product of parameters, whose own use is to be its factors.
         """
-        numbers = {f.source.number for f in value.factors()}
+        numbers = {f.number for f in value.factors()}
         for index in sorted(numbers) if not value.is_pair else ():
             self.note(kind, index)
 
@@ -202,29 +201,22 @@ class Walk:
 
     def run(self, body: Inner, args: Sequence[Value], branch: int = 0) -> list[Value]:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
-        jaxpr, outer, eqns = body.jaxpr, self.at, self.eqns
-        env: dict[Any, Value] = {}
+        outer, eqns = self.at, self.eqns
 
-        def read(atom: Any) -> Value:
-            return _known(atom.val) if jaxprs.is_literal(atom) else env[atom]
+        def shaped(values: Sequence[Value], atoms: Sequence[Any]) -> list[Value]:
+            pairs = zip(values, map(shape_of, atoms), strict=True)
+            return [v if v.shape == n else v._replace(shape=n) for v, n in pairs]
 
-        def write(atoms: Sequence[Any], values: Iterable[Value]) -> None:
-            for atom, value in zip(atoms, values, strict=True):
-                shape = shape_of(atom)
-                env[atom] = (
-                    value if value.shape == shape else value._replace(shape=shape)
-                )
-
-        write(jaxpr.invars, args)
-        write(jaxpr.constvars, map(_known, body.consts))
-        # Dead code would use parameters that the function does not depend on.
-        for i, eqn in jaxprs.live(jaxpr):
+        def step(i: int, eqn: Any, values: list[Value]) -> list[Value]:
             self.at, self.eqns = (*outer, branch, i), (*eqns, eqn)
-            outs = self._step(eqn, [read(v) for v in eqn.invars])
-            is_one = isinstance(outs, Value)
-            write(eqn.outvars, [outs] * len(eqn.outvars) if is_one else outs)
+            outs = self._step(eqn, values)
+            outs = [outs] * len(eqn.outvars) if isinstance(outs, Value) else outs
+            return shaped(outs, eqn.outvars)
+
+        # Dead code would use parameters that the function does not depend on.
+        outs = body.run(shaped(args, body.jaxpr.invars), step, _known, is_live=True)
         self.at, self.eqns = outer, eqns
-        return [read(v) for v in jaxpr.outvars]
+        return outs
 
     def _step(self, eqn: Any, values: list[Value]) -> Value | list[Value]:
         name = eqn.primitive.name
@@ -268,7 +260,7 @@ class Walk:
         outs = [out, *[rest] * (len(eqn.outvars) - 1)]
         if kernel.maxima is not None:
             shape = shape_of(eqn.outvars[kernel.maxima])
-            maxima = Factor(Source("maxima", index), 0, whole(shape))
+            maxima = Factor("maxima", index, 0, whole(shape))
             outs[kernel.maxima] = rest._replace(terms=((maxima,),))
         return outs
 
