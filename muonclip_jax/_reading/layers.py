@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from . import jaxprs
 from .pieces import Digit, Piece, Pieces, sliced
@@ -57,19 +57,10 @@ def attention_layers(walk: Walk) -> list[Layer]:
     """One for each softmax that weighs activations by products of activations."""
     weighed = walk.numbers_of("weighed")
 
-    def of(softmax: Softmax, factors: Iterable[Factor]) -> set[tuple[int, frozenset]]:
+    def of(softmax: Softmax, factors: Iterable[Factor]) -> set[tuple[Any, frozenset]]:
         """Products, and which of their entries a maximum or a sum is over."""
-        return {
-            (
-                f.number,
-                frozenset(
-                    (d.axis, d.stride, d.size)
-                    for d in f.digits
-                    if d.dim in softmax.axes
-                ),
-            )
-            for f in factors
-        }
+        own = ((f, [d for d in f.digits if d.dim in softmax.axes]) for f in factors)
+        return {(f.number, frozenset((d[3:], d.size) for d in ds)) for f, ds in own}
 
     # A softmax forms its maximum and its sum over the same entries, whichever way they
     # are turned in between. Other maxima of the logits are a program's own statistics.
@@ -77,7 +68,7 @@ def attention_layers(walk: Walk) -> list[Layer]:
     has_sum = {number for number, _ in sums}
     kinds = ("logits", "capped"), ("weights",)
     has_maximum = {f.number for s in walk.softmaxes for f in s.factors(*kinds[0])}
-    seen: set[int] = set()
+    seen: set[Any] = set()
     layers = []
     # The maximum that a softmax forms tells more than its sum does: there the mask and
     # the sink are still to be seen. Some form none.
@@ -103,13 +94,11 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
     refusals: list[str] = []
     counts: set[int] = set()
 
-    def keys_of(f: Factor) -> set[int]:
-        """The dimensions of the product that the softmax is over."""
-        return {d.axis for d in f.digits if d.dim in softmax.axes}
-
-    # Those with known keys first: they tell what the query's parameters are.
-    for f in sorted(factors, key=lambda f: not keys_of(f)):
-        logits, keys = walk.logits[f.number], keys_of(f)
+    # The dimensions of each product that the softmax is over. Those of which some are
+    # known first: they tell what the query's parameters are.
+    along = [({d.axis for d in f.digits if d.dim in softmax.axes}, f) for f in factors]
+    for keys, f in sorted(along, key=lambda x: not x[0]):
+        logits = walk.logits[f.number]
         queries = {part.parameter for part in (*layer.query, *layer.whole)}
         # The softmax is over dimensions of the key alone. Where these are lost, as by
         # Transformer-XL's shift of relative positions, the query has a parameter that
@@ -123,20 +112,13 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
             continue
         of_query, of_key = logits.sides if is_key[1] else logits.sides[::-1]
         own = [g for t in (*of_query, *of_key) for g in t]
-        own = [g for g in own if g.kind == "parameter"]
         layer.makers |= {g.number for g in own}
-        layer.head_dims = _heads_of(logits, keys, walk)
-        heads = tuple(layer.head_dims)
-        count = math.prod(stop // step for step, stop in layer.head_dims.values())
-        counts.add(count)
+        layer.head_dims = heads = _heads_of(logits, keys, walk)
+        counts.add(math.prod(stop // step for step, stop in heads.values()))
         layer.axes |= {
             (g.number, d.axis) for g in own for d in g.digits if d.dim in heads
         }
-        for region in _regions(logits, of_key, heads, count):
-            q, k = (
-                _parts(side, region, logits, heads, count)
-                for side in (of_query, of_key)
-            )
+        for q, k in _by_region(logits, (of_query, of_key), heads):
             # Both sides are scaled if each head has its own entries in both, or all
             # share both, as the gains of QK-norm. Else the query alone: keys that
             # several heads share stay. The key alone where nothing scales the query.
@@ -153,8 +135,7 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
             elif k:
                 refusals.append(
                     "nothing scales the query, such as one that is normed without a "
-                    "gain, and several query heads share a key, so that no head can be "
-                    "scaled by itself"
+                    "gain, and several query heads share a key"
                 )
             elif () in of_query and () in of_key:
                 refusals.append(
@@ -188,13 +169,12 @@ def _heads_of(logits: Logits, keys: set[int], walk: Walk) -> dict[int, tuple[int
         of_kernels: list[tuple[Pieces, set[int]]] = []
         of_others: list[tuple[Pieces, set[int]]] = []
         for term in terms:
-            factors = [f for f in term if f.kind == "parameter"]
-            made = [f for f in factors if any(d.dim is None for d in f.digits)][-1:]
-            pieces = tuple(p for f in made or factors for p in f.pieces)
-            dims = possible & {d.dim for f in made or factors for d in f.digits}
+            made = [f for f in term if any(d.dim is None for d in f.digits)][-1:]
+            pieces = tuple(p for f in made or term for p in f.pieces)
+            dims = possible & {d.dim for f in made or term for d in f.digits}
             if made:
                 of_kernels.append((pieces, dims))
-            elif factors:
+            elif term:
                 of_others.append((pieces, dims - free))
         own = of_kernels or of_others
         for dim in set.intersection(*(dims for _, dims in own)) if own else ():
@@ -220,66 +200,49 @@ def _digits(piece: Piece, heads: Sequence[int]) -> tuple[Digit, ...]:
     return tuple(sorted(own, key=lambda d: (heads.index(d.dim), -d.step)))  # type: ignore
 
 
-def _part(parameter: int, pieces: Pieces, heads: tuple[int, ...], count: int) -> Part:
-    found = {_digits(p, heads) for p in pieces}
-    is_telling, digits = any(found), found.pop() if len(found) == 1 else None
-    is_own = digits is not None and math.prod(d.size for d in digits) == count
-    return Part(parameter, pieces, heads, digits, is_own, is_telling)
+def _by_region(
+    logits: Logits, sides: tuple[Terms, Terms], head_dims: dict[int, tuple[int, int]]
+) -> Iterator[list[list[Part] | None]]:
+    """One factor of every summand of query and key, or `None` if one has none to scale.
 
-
-#: A range of the dimension that a product sums over.
-Region = tuple[int, int] | None
-
-
-def _regions(
-    logits: Logits, key: Terms, heads: tuple[int, ...], count: int
-) -> Iterable[Region]:
-    """Ranges of what is summed over in which keys are of one kind.
-
-    The key of latent attention is joined: one part has heads, the other, which a rotary
-    embedding turns, is the same for all of them.
+    Once for each range of what is summed over in which keys are of one kind. The key of
+    latent attention is joined: one part has heads, the other, which a rotary embedding
+    turns, is the same for all of them.
     """
-    dim, spans = len(logits.shape), {}
-    # Joined parts are along one dimension; two that are summed over are of one kind.
-    for term in key if len(logits.summed) == 1 else ():
-        linear = [f for f in term if f.kind == "parameter" and f.is_linear]
-        for p in (p for f in linear[-1:] for p in f.pieces):
-            part, (low, high) = _part(0, (p,), heads, count), p.span(dim)
-            span = spans.setdefault((part.is_own, part.is_telling), [low, high])
-            span[:] = min(span[0], low), max(span[1], high)
-    ranges = sorted(map(tuple, spans.values()))
-    is_divided = all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
-    if len(ranges) < 2 or not is_divided:
-        return [None]
-    return itertools.pairwise([0, *(low for low, _ in ranges[1:]), *logits.summed])
+    heads, at = tuple(head_dims), len(logits.shape)
+    count = math.prod(stop // step for step, stop in head_dims.values())
 
+    def part(parameter: int, pieces: Pieces) -> Part:
+        found = {_digits(p, heads) for p in pieces}
+        is_telling, digits = any(found), found.pop() if len(found) == 1 else None
+        is_own = digits is not None and math.prod(d.size for d in digits) == count
+        return Part(parameter, pieces, heads, digits, is_own, is_telling)
 
-def _parts(
-    terms: Terms, region: Region, logits: Logits, heads: tuple[int, ...], count: int
-) -> list[Part] | None:
-    """One factor of every summand in a region, or `None` if one has none to scale.
-
-    Of several, the last that tells heads apart; else the last: a gain comes after the
-    kernel that something nonlinear separates from the logits.
-    """
-    found: list[Part] = []
-    for term in terms:
-        if region:
-            at, (low, high) = len(logits.shape), region
-            cut = (sliced(f.pieces, at, low, high - low) for f in term)
-            pairs = zip(term, cut, strict=True)
-            term = tuple(f._replace(pieces=pieces) for f, pieces in pairs)
-            if not all(f.pieces for f in term):
+    def parts(terms: Terms, low: int, high: int) -> list[Part] | None:
+        found: list[Part] = []
+        for term in terms:
+            of = [(f, sliced(f.pieces, at, low, high - low)) for f in term]
+            if not all(pieces for _, pieces in of):
                 continue  # the summand is elsewhere
-        parts = [
-            _part(f.number, f.pieces, heads, count)
-            for f in term
-            if f.kind == "parameter" and f.is_linear
-        ]
-        if not parts:
-            return None
-        # In W_b (W_a x), low rank or latent, W_b has the heads; in LoRA's sum x A B, B.
-        own = [p for p in parts if p.is_own]
-        telling = [p for p in parts if p.is_telling]
-        found.append((own or telling or parts)[-1])
-    return found or None
+            own = [part(f.number, pieces) for f, pieces in of if f.is_linear]
+            if not own:
+                return None
+            # The last that tells heads apart: in W_b (W_a x), low rank or latent, W_b
+            # has them; in LoRA's sum x A B, B. Else the last: a gain comes after the
+            # kernel that something nonlinear separates from the logits.
+            best = [p for p in own if p.is_own] or [p for p in own if p.is_telling]
+            found.append((best or own)[-1])
+        return found or None
+
+    # Joined parts are along one dimension; of several, the first has no regions.
+    spans: dict[tuple[bool, bool], list[int]] = {}
+    for term in sides[1] if len(logits.summed) == 1 else ():
+        for p in (p for f in [f for f in term if f.is_linear][-1:] for p in f.pieces):
+            one, (low, high) = part(0, (p,)), p.span(at)
+            span = spans.setdefault((one.is_own, one.is_telling), [low, high])
+            span[:] = min(span[0], low), max(span[1], high)
+    ranges = sorted(spans.values())
+    is_divided = all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+    starts = [low for low, _ in ranges[1:]] if is_divided else []
+    for low, high in itertools.pairwise([0, *starts, logits.summed[0]]):
+        yield [parts(side, low, high) for side in sides]

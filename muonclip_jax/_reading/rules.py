@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from . import gates, jaxprs
@@ -42,34 +43,44 @@ def same(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     ]
 
 
-@rule("transpose")
-def transpose(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    order = list(eqn.params["permutation"])
-    to = [order.index(i) for i in range(len(order))]
-    return values[0].moved(to, shape_of(eqn.outvars[0]))
-
-
-@rule("reshape squeeze expand_dims")
-def reshape(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    return values[0].reshaped(shape_of(eqn.outvars[0]))
-
-
-@rule("broadcast_in_dim")
-def broadcast_in_dim(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    value, new = values[0], shape_of(eqn.outvars[0])
+def _broadcast(value: Value, new: Shape, params: Any) -> Value:
     is_spread = value.is_spread or math.prod(value.shape) < math.prod(new)
-    pairs = zip(eqn.params["broadcast_dimensions"], value.shape, strict=True)
+    pairs = zip(params["broadcast_dimensions"], value.shape, strict=True)
     to = [i if new[i] == n else None for i, n in pairs]
     return value.moved(to, new, is_spread=is_spread)
 
 
-@rule("tile")
-def tile(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    apart = tuple(
-        itertools.chain(*zip(eqn.params["reps"], values[0].shape, strict=True))
-    )
-    spread = values[0].moved(range(1, len(apart), 2), apart, is_spread=True)
-    return spread.reshaped(shape_of(eqn.outvars[0]))
+def _tile(value: Value, new: Shape, params: Any) -> Value:
+    pairs = zip(params["reps"], value.shape, strict=True)
+    apart = tuple(itertools.chain(*pairs))
+    spread = value.moved(range(1, len(apart), 2), apart, is_spread=True)
+    return spread.reshaped(new)
+
+
+def _along(value: Value, new: Shape, params: Any) -> Value:
+    """After what mixes entries, or turns their order, along some dimensions or all."""
+    axes = [params["axis"]] if "axis" in params else range(len(value.shape))
+    return value.lost_along(params.get("dimensions", axes), new)
+
+
+_OF_ONE: dict[str, Callable[[Value, Shape, Any], Value]] = {
+    "iota": lambda v, new, params: Value(is_counter=True),
+    "transpose": lambda v, new, params: v.moved(
+        [params["permutation"].index(i) for i in range(len(new))], new
+    ),
+    "broadcast_in_dim": _broadcast,
+    "tile": _tile,
+    **dict.fromkeys(
+        ("reshape", "squeeze", "expand_dims"), lambda v, new, params: v.reshaped(new)
+    ),
+    **dict.fromkeys(("cumsum", "reduce_window_sum", "fft", "rev"), _along),
+}
+
+
+@rule(" ".join(_OF_ONE))
+def of_one(walk: Walk, eqn: Any, values: list[Value]) -> Value:
+    value = values[0] if values else Value()
+    return _OF_ONE[eqn.primitive.name](value, shape_of(eqn.outvars[0]), eqn.params)
 
 
 @rule("slice")
@@ -78,13 +89,9 @@ def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     starts = eqn.params["start_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     for i, (start, n, stride) in enumerate(zip(starts, new, strides, strict=True)):
-        before, (old, *after) = value.shape[:i], value.shape[i:]
+        before, after = value.shape[:i], value.shape[i + 1 :]
         if stride == 1:
             value = _cut(walk, value, i, int(start), n)
-        elif old == n * stride and start < stride:
-            # Every other entry: one of each pair, as rotary embeddings cut them.
-            apart = value.reshaped((*before, n, stride, *after))
-            value = apart.sliced(i + 1, int(start), 1).reshaped((*before, n, *after))
         else:
             value = value.lost_along([i], (*before, n, *after))
     return value
@@ -128,16 +135,6 @@ def concatenate(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     return mixed(values, summed(terms))
 
 
-@rule("cumsum reduce_window_sum fft rev")
-def along(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    """What mixes entries, or turns their order, along some dimensions or all."""
-    (value, *_), new = values, shape_of(eqn.outvars[0])
-    if len(value.shape) != len(new):
-        return walk.unknown(values)
-    dims = eqn.params.get("dimensions", range(len(new)))
-    return value.lost_along([eqn.params["axis"]] if "axis" in eqn.params else dims, new)
-
-
 # Several operands of one shape.
 
 
@@ -151,11 +148,11 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     deep = [v for v in values if v.is_deep]
     values = _of_one_shape(walk, eqn, values)
     if eqn.primitive.name == "select_n":
-        mask, *cases = values
+        _, *cases = values
         # `where(i < 0, i + n, i)` is what an index becomes before it is used.
         trip = next((v.trip for v in cases if v.trip is not None), None)
         terms = summed(term for v in cases for term in v.terms)
-        return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
+        return mixed(values, terms, trip=trip)
     gates.features(walk, *values)
     out = mixed(values, summed(term for v in values for term in v.terms))
     if len(deep) < 2 or math.prod(shape_of(eqn.outvars[0])) == 1:
@@ -185,7 +182,7 @@ def times(walk: Walk, a: Value, b: Value) -> Value:
     gates.met(walk, a, b)
     weigh(walk, a, b)
     weigh(walk, b, a)
-    return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
+    return mixed((a, b), multiplied(a, b))
 
 
 @rule("div")
@@ -208,11 +205,8 @@ def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 )
 def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     values = _of_one_shape(walk, eqn, values)
-    # One-hot rows are `index == arange(n)`, and what a mask leaves of them.
-    is_onehot = {
-        "eq": any(v.is_counter for v in values),
-        "and": any(v.is_onehot for v in values),
-    }.get(eqn.primitive.name, False)
+    # One-hot rows are `index == arange(n)`.
+    is_onehot = eqn.primitive.name == "eq" and any(v.is_counter for v in values)
     return mixed(values, nonlinear(values), is_onehot=is_onehot)
 
 
@@ -328,11 +322,6 @@ def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to += [None] * (len(new.shape) - len(to))
     new = new.moved(to, operand.shape)
     return mixed([*values, new], summed((*operand.terms, *new.terms)))
-
-
-@rule("iota")
-def iota(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    return Value(is_counter=True)
 
 
 # What several rules share.

@@ -37,13 +37,13 @@ class Factor(NamedTuple):
     """A source that a term is linear in.
 
     The kind is `"parameter"`, and its number is its place among the leaves, or, by the
-    place of a product among those of activations, `"logits"`, `"capped"`, what a
-    softcap's tanh makes of them, `"weights"`, what the exponential of a softmax does,
-    and `"maxima"`, which a fused kernel gives next to its output.
+    address of a product of activations, `"logits"`, `"capped"`, what a softcap's tanh
+    makes of them, `"weights"`, what the exponential of a softmax does, and `"maxima"`,
+    which a fused kernel gives next to its output.
     """
 
     kind: str
-    number: int
+    number: Any
     # The place where it met an activation, as a bit; 0 before.
     event: int
     pieces: Pieces
@@ -148,12 +148,9 @@ class Value(NamedTuple):
         return self.moved([None if i in dims else i for i in range(len(shape))], shape)
 
 
-DATA = Value(Kind.ACTIVATION)
-
-
-def parameter(index: int, shape: Shape, kind: Kind) -> Value:
+def parameter(index: int, shape: Shape) -> Value:
     factor = Factor("parameter", index, 0, whole(shape))
-    return Value(kind, ((factor,),), shape)
+    return Value(Kind.PARAMETER, ((factor,),), shape)
 
 
 def constant(number: Any) -> Value:

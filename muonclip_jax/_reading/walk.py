@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,6 @@ from .jaxprs import Axes, Inner, shape_of
 from .pieces import Shape, whole
 from .values import (
     constant,
-    DATA,
     Factor,
     Kind,
     mixed,
@@ -47,7 +46,7 @@ class Note(NamedTuple):
     """
 
     kind: str
-    number: int = -1
+    number: Any = -1
     events: int = 0
     # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
     # between two parameters), "expert", "cut".
@@ -96,41 +95,37 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-# What is done with an index before it is one: counted from the front, and clipped.
+# What is done with an index before it is one, counted from the front.
 _ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
-    "mul": operator.mul,
     "lt": operator.lt,
     "ge": operator.ge,
-    "max": max,
-    "min": min,
     "select_n": lambda which, *cases: cases[int(which)],
-    "clamp": lambda low, x, high: min(max(x, low), high),
 }
 
 
 class Walk:
-    """One pass through a jaxpr; `tokens` are parameters to see as activations."""
+    """One pass through a jaxpr, and what it has noted so far."""
 
-    def __init__(self, shapes: Sequence[Shape], tokens: frozenset[int] = frozenset()):
-        self.shapes = shapes
-        self.tokens = tokens
+    def __init__(self, shapes: Sequence[Shape]):
+        self.shapes = shapes  # of the parameters
         # The equation at work, by its address and itself.
         self.at: Address = ()
         self.eqns: jaxprs.Eqns = ()
         self.kernels: set[int] = set()
         self.notes: list[Note] = []
         self.softmaxes: list[Softmax] = []
-        self.logits: list[Logits] = []
+        self.logits: dict[Address, Logits] = {}
         self.past_of: dict[int, int] = {}
-        self.caps: dict[int, Address] = {}  # where products were softcapped
-        self.recorded: dict[int, Address] = {}  # where kernels' statistics are named
+        self.caps: dict[Address, Address] = {}  # where products were softcapped
+        self.recorded: dict[
+            Address, Address
+        ] = {}  # where kernels' statistics are named
         self.gates = 0  # products over whose outputs a softmax was taken
         # The negative dimensions that trips of loops and devices of a mesh are.
         self.dims: dict[Address | Axes, int] = {}
         self._events: dict[Address, int] = {}
-        self._logits_at: dict[Address, int] = {}
 
     def event(self, *before: int) -> int:
         """The bit of this equation, the same whenever a loop comes by again.
@@ -147,7 +142,7 @@ class Walk:
     def devices(self) -> dict[int, Axes]:
         return {dim: of for of, dim in self.dims.items() if isinstance(of, Axes)}
 
-    def note(self, kind: str, number: int = -1, **more: Any) -> None:
+    def note(self, kind: str, number: Any = -1, **more: Any) -> None:
         self.notes.append(Note(kind, number, eqns=self.eqns, **more))
 
     def noted(self, *kinds: str) -> list[Note]:
@@ -157,7 +152,7 @@ class Walk:
         """The events of all notes of a kind, a bit each."""
         return functools.reduce(operator.or_, (n.events for n in self.noted(kind)), 0)
 
-    def numbers_of(self, *kinds: str) -> set[int]:
+    def numbers_of(self, *kinds: str) -> set[Any]:
         return {note.number for note in self.noted(*kinds)}
 
     def use(self, kind: str, value: Value) -> None:
@@ -192,12 +187,6 @@ class Walk:
         )
         past, recent = value.past | event, value.recent | event
         return Value(Kind.ACTIVATION, terms, value.shape, past, recent)
-
-    def product(self, logits: Logits) -> int:
-        """The number of a product of two activations."""
-        index = self._logits_at.setdefault(self.at, len(self.logits))
-        self.logits[index : index + 1] = [logits]
-        return index
 
     def run(self, body: Inner, args: Sequence[Value], branch: int = 0) -> list[Value]:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
@@ -252,15 +241,13 @@ class Walk:
         body = jaxprs.trace(kernel.plain, *shapes)
         (out,) = self.run(body, [values[i] for i in kernel.operands])
         # The first product of the plain one has the kernel's logits, and its line.
-        index = min(
-            n for at, n in self._logits_at.items() if at[: len(self.at)] == self.at
-        )
-        self.logits[index] = self.logits[index]._replace(eqns=self.eqns)
+        first = min(at for at in self.logits if at[: len(self.at)] == self.at)
+        self.logits[first] = self.logits[first]._replace(eqns=self.eqns)
         rest = mixed(values, UNSCALED)
         outs = [out, *[rest] * (len(eqn.outvars) - 1)]
         if kernel.maxima is not None:
             shape = shape_of(eqn.outvars[kernel.maxima])
-            maxima = Factor("maxima", index, 0, whole(shape))
+            maxima = Factor("maxima", first, 0, whole(shape))
             outs[kernel.maxima] = rest._replace(terms=((maxima,),))
         return outs
 
@@ -280,28 +267,14 @@ class Walk:
 def walked(
     body: Inner, shapes: Sequence[Shape], is_parameter: Sequence[bool]
 ) -> tuple[Walk, list[Value]]:
-    """Walks a jaxpr whose first inputs are parameters; the walk and its outputs.
-
-    A parameter that is looked up or added to activations is no weight where it meets
-    another parameter: learned queries are made keys of by a kernel. The first pass
-    shows which these are.
-    """
-    tokens: frozenset[int] = frozenset()
-    while True:
-        walk = Walk(shapes, tokens)
-        args = [
-            parameter(i, shape, Kind.ACTIVATION if i in tokens else Kind.PARAMETER)
-            if is_parameter[i]
-            else Value()
-            for i, shape in enumerate(shapes)
-        ]
-        data = len(body.jaxpr.invars) - len(args)
-        outs = walk.run(body, [*args, *[DATA] * data])
-        as_tokens = walk.numbers_of("elementwise", "looked up")
-        found = tokens | (as_tokens & walk.numbers_of("factor"))
-        if found == tokens:
-            return walk, outs
-        tokens = found
+    """Walks a jaxpr whose first inputs are parameters; the walk and its outputs."""
+    args = [
+        parameter(i, shape) if is_parameter[i] else Value()
+        for i, shape in enumerate(shapes)
+    ]
+    args += [Value(Kind.ACTIVATION)] * (len(body.jaxpr.invars) - len(args))
+    walk = Walk(shapes)
+    return walk, walk.run(body, args)
 
 
 def _known(value: Any) -> Value:
@@ -397,14 +370,9 @@ def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
 
 @rule("cond")
 def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    index, *args = values
+    _, *args = values
     outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
-    joined = [walk.either(out) for out in zip(*outs, strict=True)]
-    is_activation = [v.kind == Kind.ACTIVATION for v in joined]
-    return [
-        v._replace(past=v.past | index.past) if is_one else v
-        for v, is_one in zip(joined, is_activation, strict=True)
-    ]
+    return [walk.either(out) for out in zip(*outs, strict=True)]
 
 
 @rule("psum psum_invariant psum2 pmax pmin all_to_all psum_scatter reduce_scatter")
