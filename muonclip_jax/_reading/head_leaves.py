@@ -1,7 +1,7 @@
 """Attention layers that were read, as QK-Clip is given them: leaves by their paths."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._model.attention_layers import AttentionLayer
@@ -27,67 +27,59 @@ def named_layers(
     layers: Sequence[Layer], leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> list[NamedLayer]:
     """Every layer once, however often the function calls it."""
-    told = [(*_roles(layer, leaf_paths, shapes), layer) for layer in layers]
-    groups: list[tuple[Roles, str, list[Layer]]] = []
+
+    def is_same(a: tuple[Roles, str, Layer], b: tuple[Roles, str, Layer]) -> bool:
+        """Whether two calls are of one layer: they have the same parameters.
+
+        Unless they are told to have different parts of these, as layers have that a
+        Python loop picks from a stack.
+        """
+        if not b[2].parts:
+            one, two = ((x[1], x[2].makers, x[2].line) for x in (a, b))
+            return one == two
+        one, two = ({part.parameter for part in x[2].parts} for x in (a, b))
+        return one == two and not any(
+            x.path == y.path and x.is_apart_from(y)
+            for mine, theirs in zip(a[0], b[0], strict=False)
+            for x, y in itertools.product(mine, theirs)
+        )
+
+    calls = [(*_roles(layer, leaf_paths, shapes), layer) for layer in layers]
+    groups: list[list[tuple[Roles, str, Layer]]] = []
     # Those first of which it is known where the heads are.
-    for roles, refusal, layer in sorted(told, key=lambda x: bool(x[1])):
-        for known_roles, _, found in groups:
-            if _is_same(found[0], known_roles, layer, roles, refusal):
-                found.append(layer)
-                break
+    for call in sorted(calls, key=lambda call: bool(call[1])):
+        group = next((group for group in groups if is_same(group[0], call)), None)
+        if group is None:
+            groups.append([call])
         else:
-            groups.append((roles, refusal, [layer]))
+            group.append(call)
     # The path of a layer is that of its statistic, and of nothing else: the deepest
     # module that holds all leaves, or all that the logits were made of.
     modules, firsts = [], []
-    for roles, _, (layer, *_) in groups:
+    for (roles, _, layer), *_ in groups:
         own = {part.parameter for part in layer.parts} or layer.makers
         around = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
-        parts = zip(*around, strict=False)
-        same = itertools.takewhile(lambda x: len(set(x)) == 1, parts)
-        modules.append(tuple(part for part, *_ in same))
-        firsts.append(next((x.path for of in roles for x in of), ""))
-    # Of several layers in one module each is at its first leaf, with a number where
-    # others are there, too, and its leaves are named from the root.
-    clipped = [m for m, (roles, *_) in zip(modules, groups, strict=True) if roles]
+        levels = zip(*around, strict=False)
+        same = itertools.takewhile(lambda x: len(set(x)) == 1, levels)
+        modules.append(tuple(name for name, *_ in same))
+        firsts.append(next((x.path for leaves in roles for x in leaves), ""))
+    clipped = [m for m, group in zip(modules, groups, strict=True) if group[0][0]]
     named = []
-    for i, (roles, refusal, found) in enumerate(groups):
-        module, layer, start, below = modules[i], None, "", len("/".join(modules[i]))
+    for i, group in enumerate(groups):
+        (roles, refusal, _), *_ = group
+        module, start, below = modules[i], "", len("/".join((*modules[i], "")))
+        # Of several layers in one module each is at its first leaf, with a number where
+        # others are there, too, and its leaves are named from the root.
         if clipped.count(module) > 1 and roles:
             same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
-        if roles:
-            query, key, whole = (
-                tuple(
-                    x._replace(path=start + x.path[below:].removeprefix("/"))
-                    for x in leaves
-                )
-                for leaves in roles
-            )
-            layer = AttentionLayer("/".join(module), query, key, whole)
-        named.append(NamedLayer(module, layer, refusal, tuple(found)))
+        leaves = (
+            tuple(x._replace(path=start + x.path[below:]) for x in of) for of in roles
+        )
+        layer = AttentionLayer("/".join(module), *leaves) if roles else None
+        named.append(NamedLayer(module, layer, refusal, tuple(x[2] for x in group)))
     return named
-
-
-def _is_same(
-    known: Layer, known_roles: Roles, layer: Layer, roles: Roles, refusal: str
-) -> bool:
-    """Whether a call is of a layer: it has the same parameters.
-
-    Unless they are told to have different parts of these, as layers have that a Python
-    loop picks from a stack.
-    """
-    if not layer.parts:
-        told = (layer.makers, refusal, layer.line)
-        return told == (known.makers, known.refusal, known.line)
-    if {p.parameter for p in known.parts} != {p.parameter for p in layer.parts}:
-        return False
-    return not any(
-        x.path == y.path and x.is_apart_from(y)
-        for leaves, others in zip(roles, known_roles, strict=False)
-        for x, y in itertools.product(leaves, others)
-    )
 
 
 def _roles(
@@ -219,7 +211,10 @@ def _boxes(
         ranges, inside = [], dict.fromkeys((x.axis for x in view), 1)
         for x in view:
             places = {entry // x.stride % x.size for entry in region[x.axis]}
-            runs = _runs(places)
+            pairs = enumerate(sorted(places))  # runs of consecutive numbers
+            by_run = itertools.groupby(pairs, lambda pair: pair[1] - pair[0])
+            ends = ([at for _, at in run] for _, run in by_run)
+            runs = [(run[0], run[-1] + 1) for run in ends]
             inside[x.axis] *= len(places)
             if x.head is not None:
                 # The first head's place, of as many as are counted.
@@ -237,14 +232,3 @@ def _boxes(
             pairs = zip(cuts, full, strict=True)
             boxes.append(tuple(cut for cut, every in pairs if cut[1] != every))
     return boxes
-
-
-def _runs(places: Iterable[int]) -> list[tuple[int, int]]:
-    """Ranges of consecutive numbers."""
-    runs: list[tuple[int, int]] = []
-    for at in sorted(places):
-        if runs and runs[-1][1] == at:
-            runs[-1] = runs[-1][0], at + 1
-        else:
-            runs.append((at, at + 1))
-    return runs

@@ -150,6 +150,25 @@ def shifted(pieces: Pieces, low: Sequence[int]) -> Pieces:
     return tuple(p._replace(start=start) for p, start in pairs)
 
 
+def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
+    """In the opposite order along some dimensions: their digits count down."""
+
+    def of(piece: Piece) -> Piece:
+        start, offset, digits = list(piece.start), list(piece.offset), []
+        for d in piece.digits:
+            if d.dim in dims and d.dim is not None:
+                # From the other end of the digit, in the array and in the source.
+                start[d.dim] += (d.size - 1) * d.step
+                if d.axis is not None:
+                    offset[d.axis] += (d.size - 1) * d.stride
+                d = d._replace(stride=-d.stride)
+            digits.append(d)
+        start = [shape[i] - 1 - x if i in dims else x for i, x in enumerate(start)]
+        return _tidy(digits, start, offset)
+
+    return tuple(map(of, pieces))
+
+
 def sliced(pieces: Pieces, dim: int, start: int, size: int) -> Pieces:
     """The entries from start on, `size` of them, along a dimension."""
 

@@ -83,6 +83,8 @@ def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     # Along the window entries mix, and their number may change.
     image = image.lost_along(spatial, image.shape)
     kind = "depthwise" if groups > 1 and kernel.shape[inp] == 1 else "contracted"
+    if image.kind == Kind.PARAMETER and kernel.kind == Kind.CONSTANT:
+        kind = "elementwise"  # a fixed filter of a parameter
     sides = Side(image, tuple(to_image)), Side(kernel, tuple(to_kernel))
     return product(walk, eqn, sides, (), kind)
 
@@ -109,13 +111,16 @@ def product(
         return any(side.value.shape[dim] > 1 for dim in side.stack - own)
 
     # Tokens are no weight: what was copied for each example of a batch, and where two
-    # parameters meet, what was copied at all.
+    # parameters meet, what was copied at all, or normed.
     is_weight = [
         s.value.kind == Kind.PARAMETER and not is_copied(s, other.value)
         for s, other in zip(sides, sides[::-1], strict=True)
     ]
     if all(is_weight):
-        is_weight = [not s.value.is_spread for s in sides]
+        is_weight = [
+            not s.value.is_spread and all(f.is_linear for f in s.value.factors())
+            for s in sides
+        ]
     if all(is_weight):
         return _of_parameters(walk, sides, shape)
     sides = tuple(
@@ -257,6 +262,11 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to: list[int | None] = [None] * len(old)
     for i, at in zip(kept, numbers.offset_dims, strict=True):
         to[i] = at if sizes[i] == out.shape[i] else None
+    # Dimensions that both sides have in common, as `vmap` leaves them.
+    rest = [at for at in range(len(new)) if at not in numbers.offset_dims]
+    batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    for i, j in zip(*batch, strict=True):
+        to[i] = rest[j]
     out = out.moved(to, new)
     if value.kind != Kind.PARAMETER:
         return mixed((out, index), out.terms)

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import gates, jaxprs
 from .jaxprs import shape_of
-from .pieces import PICKED, Shape, shifted
+from .pieces import flipped, PICKED, Shape, shifted
 from .values import (
     Factor,
     Kind,
@@ -58,9 +58,9 @@ def _tile(value: Value, new: Shape, params: Any) -> Value:
 
 
 def _along(value: Value, new: Shape, params: Any) -> Value:
-    """After what mixes entries, or turns their order, along some dimensions or all."""
+    """After what mixes entries along a dimension or all."""
     axes = [params["axis"]] if "axis" in params else range(len(value.shape))
-    return value.lost_along(params.get("dimensions", axes), new)
+    return value.lost_along(axes, new)
 
 
 _OF_ONE: dict[str, Callable[[Value, Shape, Any], Value]] = {
@@ -68,12 +68,15 @@ _OF_ONE: dict[str, Callable[[Value, Shape, Any], Value]] = {
     "transpose": lambda v, new, params: v.moved(
         [params["permutation"].index(i) for i in range(len(new))], new
     ),
+    "rev": lambda v, new, params: v.mapped(
+        lambda p: flipped(p, params["dimensions"], new), new
+    ),
     "broadcast_in_dim": _broadcast,
     "tile": _tile,
     **dict.fromkeys(
         ("reshape", "squeeze", "expand_dims"), lambda v, new, params: v.reshaped(new)
     ),
-    **dict.fromkeys(("cumsum", "reduce_window_sum", "fft", "rev"), _along),
+    **dict.fromkeys(("cumsum", "reduce_window_sum", "fft"), _along),
 }
 
 
@@ -92,6 +95,10 @@ def slice_(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         before, after = value.shape[:i], value.shape[i + 1 :]
         if stride == 1:
             value = _cut(walk, value, i, int(start), n)
+        elif value.shape[i] == n * stride and start < stride:
+            # Every other entry: one of each pair, as rotary embeddings cut them.
+            apart = value.reshaped((*before, n, stride, *after))
+            value = apart.sliced(i + 1, int(start), 1).reshaped((*before, n, *after))
         else:
             value = value.lost_along([i], (*before, n, *after))
     return value
@@ -148,11 +155,11 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     deep = [v for v in values if v.is_deep]
     values = _of_one_shape(walk, eqn, values)
     if eqn.primitive.name == "select_n":
-        _, *cases = values
+        mask, *cases = values
         # `where(i < 0, i + n, i)` is what an index becomes before it is used.
         trip = next((v.trip for v in cases if v.trip is not None), None)
         terms = summed(term for v in cases for term in v.terms)
-        return mixed(values, terms, trip=trip)
+        return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
     gates.features(walk, *values)
     out = mixed(values, summed(term for v in values for term in v.terms))
     if len(deep) < 2 or math.prod(shape_of(eqn.outvars[0])) == 1:
@@ -182,7 +189,7 @@ def times(walk: Walk, a: Value, b: Value) -> Value:
     gates.met(walk, a, b)
     weigh(walk, a, b)
     weigh(walk, b, a)
-    return mixed((a, b), multiplied(a, b))
+    return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
 
 
 @rule("div")
@@ -205,8 +212,9 @@ def div(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 )
 def elementwise(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     values = _of_one_shape(walk, eqn, values)
-    # One-hot rows are `index == arange(n)`.
-    is_onehot = eqn.primitive.name == "eq" and any(v.is_counter for v in values)
+    # One-hot rows are `index == arange(n)`, and what a mask leaves of them.
+    is_equal, is_and = (eqn.primitive.name == name for name in ("eq", "and"))
+    is_onehot = any(v.is_counter & is_equal | v.is_onehot & is_and for v in values)
     return mixed(values, nonlinear(values), is_onehot=is_onehot)
 
 

@@ -127,7 +127,7 @@ class Value(NamedTuple):
         for term in self.terms:
             new = tuple(f._replace(pieces=change(f.pieces)) for f in term)
             if all(f.pieces for f in new):
-                terms.append(tuple(map(_if_few, new)))
+                terms.append(tuple(_joined(f, f) for f in new))
         return self._replace(terms=summed(terms), shape=shape, **changes)
 
     def moved(
@@ -148,9 +148,10 @@ class Value(NamedTuple):
         return self.moved([None if i in dims else i for i in range(len(shape))], shape)
 
 
-def parameter(index: int, shape: Shape) -> Value:
+def parameter(index: int, shape: Shape, is_token: bool) -> Value:
     factor = Factor("parameter", index, 0, whole(shape))
-    return Value(Kind.PARAMETER, ((factor,),), shape)
+    kind = Kind.ACTIVATION if is_token else Kind.PARAMETER
+    return Value(kind, ((factor,),), shape)
 
 
 def constant(number: Any) -> Value:
@@ -191,30 +192,25 @@ def summed(terms: Iterable[Term]) -> Terms:
     terms = list(dict.fromkeys(terms))
     if len(terms) == 1:
         return tuple(terms)
-    found: dict[Any, list[Term]] = {}
-    others: list[Term] = []
-    for term in terms:
-        if any(f.is_linear for f in term):
-            key = tuple((*f[:3], f.is_linear) for f in term)
-            found.setdefault(key, []).append(term)
-        else:
-            others.append(term)
+    found: dict[Any, Term] = {}
+    others = [term for term in terms if not any(f.is_linear for f in term)]
+    for term in (term for term in terms if any(f.is_linear for f in term)):
+        key = tuple((*f[:3], f.is_linear) for f in term)
+        pairs = zip(found.get(key, term), term, strict=True)
+        found[key] = tuple(_joined(*pair) for pair in pairs)
     if len(found) > _MOST_TERMS:
         return (unscaled(terms),)
-    scaled = (
-        tuple(
-            _if_few(of[0]._replace(pieces=joined(p for f in of for p in f.pieces)))
-            for of in zip(*alike, strict=True)
-        )
-        for alike in found.values()
-    )
-    return (*scaled, *([unscaled(others)] if others else []))
+    return (*found.values(), *([unscaled(others)] if others else []))
 
 
-def _if_few(factor: Factor) -> Factor:
-    """The factor, which cannot be scaled where its entries are in too many places."""
-    is_few = len(factor.pieces) <= MOST_PIECES
-    return factor if is_few else factor._replace(is_linear=False)
+def _joined(a: Factor, b: Factor) -> Factor:
+    """A factor whose entries are in the places of both.
+
+    Where these are too many, it cannot be scaled.
+    """
+    pieces = joined((*a.pieces, *b.pieces))
+    is_linear = a.is_linear and b.is_linear and len(pieces) <= MOST_PIECES
+    return a._replace(pieces=pieces, is_linear=is_linear)
 
 
 def unscaled(terms: Iterable[Term]) -> Term:
@@ -265,11 +261,6 @@ def product_of(factors: Iterable[Factor]) -> Term:
     """A term in its only order, by event, with each factor once."""
     found: dict[Any, Factor] = {}
     for f in factors:
-        key = f[:3]
-        if key in found:
-            pieces = joined((*found[key].pieces, *f.pieces))
-            is_linear = found[key].is_linear and f.is_linear
-            f = f._replace(pieces=pieces, is_linear=is_linear)
-        found[key] = f
+        found[f[:3]] = _joined(f, found.get(f[:3], f))
     ordered = sorted(found.values(), key=lambda f: (f.event, *f[:2]))
     return tuple(ordered[-_MOST_FACTORS:])

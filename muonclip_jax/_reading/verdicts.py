@@ -85,7 +85,7 @@ def verdicts(
             return said("head", kind, "writes the output")
         if i in of_heads:
             return said("vector", kind, "one number for each head")
-        sides = ((x if len(x) > 1 else x[0]) for x in (inputs, outputs))
+        sides: Any = ((x if x[1:] else x[0]) for x in (inputs, outputs))
         kind = "contracted" if "contracted" in of else "factor"
         words = "factor of a product" if kind == "factor" else ""
         return said("matrix", kind, words)._replace(

@@ -227,12 +227,7 @@ class Walk:
         if first.trip is not None or all(v == first for v in others):
             return first
         values = self.together(values)
-        return mixed(
-            values,
-            summed(term for v in values for term in v.terms),
-            is_onehot=all(v.is_onehot for v in values),
-            is_counter=all(v.is_counter for v in values),
-        )
+        return mixed(values, summed(term for v in values for term in v.terms))
 
     def _attend(self, kernel: kernels.Kernel, eqn: Any, values: list[Value]) -> Any:
         """A fused kernel: read as the plain attention that it stands for."""
@@ -267,14 +262,26 @@ class Walk:
 def walked(
     body: Inner, shapes: Sequence[Shape], is_parameter: Sequence[bool]
 ) -> tuple[Walk, list[Value]]:
-    """Walks a jaxpr whose first inputs are parameters; the walk and its outputs."""
-    args = [
-        parameter(i, shape) if is_parameter[i] else Value()
-        for i, shape in enumerate(shapes)
-    ]
-    args += [Value(Kind.ACTIVATION)] * (len(body.jaxpr.invars) - len(args))
-    walk = Walk(shapes)
-    return walk, walk.run(body, args)
+    """Walks a jaxpr whose first inputs are parameters; the walk and its outputs.
+
+    A parameter that is looked up or added to activations is no weight where it meets
+    another parameter: learned queries are made keys of by a kernel. The first pass
+    shows which these are.
+    """
+    tokens: set[int] = set()
+    while True:
+        walk = Walk(shapes)
+        args = [
+            parameter(i, shape, i in tokens) if is_parameter[i] else Value()
+            for i, shape in enumerate(shapes)
+        ]
+        args += [Value(Kind.ACTIVATION)] * (len(body.jaxpr.invars) - len(args))
+        outs = walk.run(body, args)
+        as_tokens = walk.numbers_of("elementwise", "looked up")
+        found = tokens | as_tokens & walk.numbers_of("factor")
+        if found == tokens:
+            return walk, outs
+        tokens = found
 
 
 def _known(value: Any) -> Value:
@@ -370,9 +377,12 @@ def while_(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
 
 @rule("cond")
 def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
-    _, *args = values
+    index, *args = values
     outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
-    return [walk.either(out) for out in zip(*outs, strict=True)]
+    either = (walk.either(out) for out in zip(*outs, strict=True))
+    # Whatever picks the branch has made the result, too: a router, of experts.
+    past = {Kind.ACTIVATION: index.past}
+    return [v._replace(past=v.past | past.get(v.kind, 0)) for v in either]
 
 
 @rule("psum psum_invariant psum2 pmax pmin all_to_all psum_scatter reduce_scatter")
