@@ -2,7 +2,7 @@
 
 `walk` follows the arrays of a jaxpr by rules for its primitives (`rules`, `products`);
 what it notes of each parameter is a verdict (`verdicts`), and of each softmax
-an attention layer (`layers`), whose leaves `head_leaves` describes to QK-Clip. Fused
+an attention layer (`layers`). Fused
 attention is read by a table (`kernels`). `recorded` runs the jaxpr again, with the
 maximum of the logits.
 """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src import source_info_util
-from jax.extend.core import jaxpr_as_fun, Literal
+from jax.extend.core import Literal
 
 from .._model.statistics import STATISTIC
 
@@ -227,10 +227,6 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with written_as(eqn):
         out = eqn.primitive.bind(*functions, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def run(closed: Any, values: Sequence[Any]) -> list[Any]:
-    return jaxpr_as_fun(closed)(*values)
 
 
 def call_again(eqn: Any, fun: Any) -> Any:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from . import gates
 from .jaxprs import shape_of
 from .pieces import Shape, whole
-from .rules import picked, times, weigh
+from .rules import note_features, note_scales, picked, times, weigh
 from .values import Factor, Kind, mixed, multiplied, summed, Value
 from .walk import Logits, rule, Walk
 
@@ -140,7 +139,7 @@ def product(
         matched = {pair[at] for pair in pairs if pair[1 - at] in experts}
         _note_weight(walk, weight, kind, matched)
         walk.note("fed", events=other.value.past)
-        gates.features(walk, other.value)
+        note_features(walk, other.value)
         kernels = {f.number for f in weight.value.factors()}
         walk.kernels |= kernels
     # One-hot rows that pick entries are a lookup, which is no layer of its own: what it
@@ -183,12 +182,12 @@ def _of_activations(
     a, b = (s.value for s in sides)
     if not (a.is_deep and b.is_deep and pairs):
         a, b = (side.over(shape) for side in sides)
-        gates.met(walk, a, b)
+        note_scales(walk, a, b)
         return mixed((a, b), multiplied(a, b), gates=0)
     over, terms, free = tuple(a.shape[i] for i, _ in pairs), [], []
     for i, side in enumerate(sides):
         dims = {*range(len(side.to))} - side.stack
-        gates.features(walk, side.value, dims=dims)
+        note_features(walk, side.value, dims=dims)
         # In the dimensions of the result and, after them, those summed over.
         to = list(side.to)
         for j, pair in enumerate(pairs):

@@ -13,8 +13,7 @@ from .._model.attention_layers import AttentionLayer
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
 from . import jaxprs
-from .head_leaves import named_layers, NamedLayer
-from .layers import attention_layers
+from .layers import attention_layers, named_layers, NamedLayer
 from .verdicts import Verdict, verdicts
 from .walk import Walk, walked
 

@@ -220,7 +220,10 @@ class _Recorder:
         own, start = inputs[first : first + consts], inputs[first + consts :]
 
         def is_on(both: Any) -> Any:
-            return jaxprs.run(condition, [*inputs[:first], *both[0]])[0]
+            values = [*inputs[:first], *both[0]]
+            return jaxprs.inner(condition).run(values, lambda _, *x: jaxprs.bound(*x))[
+                0
+            ]
 
         def step(both: Any) -> Any:
             state, stats = self.run(body, [*own, *both[0]], at)

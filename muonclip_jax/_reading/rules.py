@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from . import gates, jaxprs
+from . import jaxprs
 from .jaxprs import shape_of
 from .pieces import flipped, PICKED, Shape, shifted
 from .values import (
@@ -160,7 +160,7 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         trip = next((v.trip for v in cases if v.trip is not None), None)
         terms = summed(term for v in cases for term in v.terms)
         return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
-    gates.features(walk, *values)
+    note_features(walk, *values)
     out = mixed(values, summed(term for v in values for term in v.terms))
     if len(deep) < 2 or math.prod(shape_of(eqn.outvars[0])) == 1:
         return out  # a sum of losses, one number, is none of layers
@@ -186,7 +186,7 @@ def mul(walk: Walk, eqn: Any, values: list[Value]) -> Value:
 def times(walk: Walk, a: Value, b: Value) -> Value:
     """The product of two values entry by entry."""
     a, b = walk.together([a, b])
-    gates.met(walk, a, b)
+    note_scales(walk, a, b)
     weigh(walk, a, b)
     weigh(walk, b, a)
     return mixed((a, b), multiplied(a, b), is_onehot=a.is_onehot or b.is_onehot)
@@ -256,7 +256,7 @@ def reduce(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         for f in value.factors():
             if f.event & value.ends and any(d.dim in axes for d in f.digits):
                 walk.gates |= f.event
-    gates.features(walk, value, dims={*axes})
+    note_features(walk, value, dims={*axes})
     left = itertools.count()
     to = [None if i in axes else next(left) for i in range(len(value.shape))]
     out = value.moved(to, shape_of(eqn.outvars[0]))
@@ -377,3 +377,45 @@ def weigh(walk: Walk, weights: Value, other: Value, is_mixed: bool = False) -> N
             walk.note("weighed", f.number)
     if weights.gates and not other.recent & weights.gates and other.is_deep:
         walk.note("chosen", events=weights.gates)
+
+
+# Kernels whose outputs are one number for each head, gates, steps and decays, are
+# trained by AdamW (Qwen). The trace shows them where they first meet the outputs of
+# other kernels: they are multiplied with them, along fewer dimensions, one number for
+# all features of a head. What GLU, adaLN and squeeze-and-excitation multiply has as
+# many dimensions as what it is multiplied with, and of a key and a value in an outer
+# product neither has those of the other.
+
+
+def _outputs(walk: Walk, value: Value) -> dict[int, list[int]]:
+    """The dimensions that tell the outputs of each kernel apart, in its own order."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for f in value.factors():
+        if f.number in walk.kernels:
+            own = [(d.axis, -d.stride, d.dim) for d in f.seen if d.size > 1]
+            found[f.number] = found.get(f.number, []) + own
+    return {i: list(dict.fromkeys(x[-1] for x in sorted(found[i]))) for i in found}
+
+
+def note_scales(walk: Walk, a: Value, b: Value) -> None:
+    """Notes what outputs are that are multiplied with others for the first time."""
+    for kernel, value, other in ((a.sole, a, b), (b.sole, b, a)):
+        if kernel in (None, -1) or other.sole in (None, kernel):
+            continue
+        own, others = _outputs(walk, value).get(kernel, []), _outputs(walk, other)
+        theirs = [dims for i, dims in others.items() if i != kernel and dims]
+        if own and theirs:
+            # Heads come before their features in every kernel.
+            n = len(own)
+            is_scale = all(n < len(x) and {*own} == {*x[:n]} for x in theirs)
+            walk.note("scales" if is_scale else "features", kernel)
+
+
+def note_features(walk: Walk, *values: Value, dims: set[int] | None = None) -> None:
+    """Notes that outputs are features: here they are added, or summed over."""
+    soles = {v.sole for v in values} - {None}
+    for value in values if len(values) == 1 or len(soles) > 1 else ():
+        if value.sole not in (None, -1) and (
+            dims is None or dims & {*_outputs(walk, value).get(value.sole, ())}
+        ):
+            walk.note("features", value.sole)

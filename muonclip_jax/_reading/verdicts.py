@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from . import gates, jaxprs
+from . import jaxprs
 from .pieces import Shape
+from .rules import note_features
 from .values import Value
 from .walk import Note, Walk
 
@@ -35,7 +36,7 @@ def verdicts(
 ) -> list[Verdict]:
     """One for each parameter; heads of attention are along the axes `heads_at`."""
     for out in outs:
-        gates.features(walk, out)
+        note_features(walk, out)
     experts = {(n.number, n.roles[0][0]) for n in walk.noted("expert")}
     # An axis all of whose entries go their own way is a stack, too.
     cuts: dict[tuple[int, int], int] = {}
@@ -49,7 +50,8 @@ def verdicts(
     # apart as experts are, but of one matrix.
     fed = walk.events_of("fed")
     heads = functools.reduce(operator.or_, (out.ends for out in outs), 0) & ~fed
-    routers, of_heads = walk.events_of("chosen") & fed, gates.of_heads(walk)
+    routers = walk.events_of("chosen") & fed
+    of_heads = walk.numbers_of("scales") - walk.numbers_of("features")
     uses = walk.noted(*_USES)
 
     def verdict(i: int, shape: Shape) -> Verdict:

@@ -38,7 +38,7 @@ class Note(NamedTuple):
     - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
         each) went their own way.
     - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
-    - `"scales"`, `"features"`: what the outputs of kernel `number` are; see `gates`.
+    - `"scales"`, `"features"`: what the outputs of kernel `number` are; see `rules`.
     - `"fed"`: the activation that a weight was applied to came from `events`.
     - `"chosen"`: what `events` made decides where activations go.
     - `"weighed"`: a softmax of logits `number` weighs activations: it is attention.
@@ -119,9 +119,7 @@ class Walk:
         self.logits: dict[Address, Logits] = {}
         self.past_of: dict[int, int] = {}
         self.caps: dict[Address, Address] = {}  # where products were softcapped
-        self.recorded: dict[
-            Address, Address
-        ] = {}  # where kernels' statistics are named
+        self.recorded: dict[Address, Address] = {}  # where statistics are named
         self.gates = 0  # products over whose outputs a softmax was taken
         # The negative dimensions that trips of loops and devices of a mesh are.
         self.dims: dict[Address | Axes, int] = {}
