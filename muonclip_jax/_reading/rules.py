@@ -10,16 +10,7 @@ from typing import Any
 from . import jaxprs
 from .jaxprs import shape_of
 from .pieces import flipped, PICKED, Shape, shifted
-from .values import (
-    Factor,
-    Kind,
-    mixed,
-    multiplied,
-    nonlinear,
-    summed,
-    UNSCALED,
-    Value,
-)
+from .values import Factor, Kind, mixed, multiplied, nonlinear, summed, UNSCALED, Value
 from .walk import rule, Softmax, Walk
 
 
