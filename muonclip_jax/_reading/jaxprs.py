@@ -46,7 +46,7 @@ class Inner(NamedTuple):
     def run(
         self,
         values: Sequence[Any],
-        step: Callable[[int, Any, list[Any]], Sequence[Any]],
+        step: Callable[[int, Any, list[Any]], Sequence[Any]] | None = None,
         known: Callable[[Any], Any] = lambda x: x,
         is_live: bool = False,
     ) -> list[Any]:
@@ -54,6 +54,7 @@ class Inner(NamedTuple):
 
         `known` makes a value of what is no variable; `is_live` leaves out dead code.
         """
+        step = step or (lambda _, eqn, values: bound(eqn, values))
         env = dict(zip(self.jaxpr.invars, values, strict=True))
         env |= zip(self.jaxpr.constvars, map(known, self.consts), strict=True)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from .jaxprs import shape_of
 from .pieces import Shape, whole
 from .rules import note_features, note_scales, picked, times, weigh
-from .values import Factor, Kind, mixed, multiplied, summed, Value
+from .values import ACTIVATION, Factor, mixed, multiplied, summed, Value
 from .walk import Logits, rule, Walk
 
 
@@ -82,7 +82,7 @@ def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     # Along the window entries mix, and their number may change.
     image = image.lost_along(spatial, image.shape)
     kind = "depthwise" if groups > 1 and kernel.shape[inp] == 1 else "contracted"
-    if image.kind == Kind.PARAMETER and kernel.kind == Kind.CONSTANT:
+    if image.is_parameter and not kernel.kind:
         kind = "elementwise"  # a fixed filter of a parameter
     sides = Side(image, tuple(to_image)), Side(kernel, tuple(to_kernel))
     return product(walk, eqn, sides, (), kind)
@@ -112,7 +112,7 @@ def product(
     # Tokens are no weight: what was copied for each example of a batch, and where two
     # parameters meet, what was copied at all, or normed.
     is_weight = [
-        s.value.kind == Kind.PARAMETER and not is_copied(s, other.value)
+        s.value.is_parameter and not is_copied(s, other.value)
         for s, other in zip(sides, sides[::-1], strict=True)
     ]
     if all(is_weight):
@@ -155,7 +155,7 @@ def product(
     x = x._replace(terms=summed(linear))
     terms = multiplied(walk.met(weight.over(shape)), x)
     sole = None if not kernels else kernels.pop() if len(kernels) == 1 else -1
-    return Value(Kind.ACTIVATION, terms, shape, past, recent, ends, sole=sole)
+    return Value(ACTIVATION, terms, shape, past, recent, ends, sole=sole)
 
 
 def _of_parameters(walk: Walk, sides: tuple[Side, Side], shape: Shape) -> Value:
@@ -201,7 +201,7 @@ def _of_activations(
     past, recent = a.past | b.past | event, a.recent | b.recent | event
     walk.past_of[event] = past
     # What another activation is multiplied with is no output yet.
-    return Value(Kind.ACTIVATION, ((factor,),), shape, past, recent, sole=-1)
+    return Value(ACTIVATION, ((factor,),), shape, past, recent, sole=-1)
 
 
 def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:
@@ -267,7 +267,7 @@ def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     for i, j in zip(*batch, strict=True):
         to[i] = rest[j]
     out = out.moved(to, new)
-    if value.kind != Kind.PARAMETER:
+    if not value.is_parameter:
         return mixed((out, index), out.terms)
     if max((len({d.axis for d in f.seen}) for f in out.factors()), default=0) < 2:
         walk.use("looked up", value)

@@ -207,9 +207,8 @@ class _Recorder:
             outs, stats = self.run(body, [*inputs[:consts], *state, *slices], at)
             return outs[:carry], (outs[carry:], stats)
 
-        state, (rest, stats) = jaxprs.scan_again(
-            eqn, trip, inputs[consts:end], inputs[end:]
-        )
+        given = inputs[consts:end], inputs[end:]
+        state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
         loop = self._walk.dims[at]
         for n, x in stats.items():
             stats[n] = x if loop in self._sites[n].stack else x.max(0)
@@ -220,10 +219,7 @@ class _Recorder:
         own, start = inputs[first : first + consts], inputs[first + consts :]
 
         def is_on(both: Any) -> Any:
-            values = [*inputs[:first], *both[0]]
-            return jaxprs.inner(condition).run(values, lambda _, *x: jaxprs.bound(*x))[
-                0
-            ]
+            return jaxprs.inner(condition).run([*inputs[:first], *both[0]])[0]
 
         def step(both: Any) -> Any:
             state, stats = self.run(body, [*own, *both[0]], at)
@@ -280,22 +276,21 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
     """
     if jaxprs.is_statistic(eqn):
         return x
-    layer, axes, shape = site.layer, site.layer.softmax.axes, x.shape
+    layer, axes = site.layer, site.layer.softmax.axes
     is_sum = eqn.primitive.name == "reduce_sum"
     pieces = [p for f in layer.logits for p in f.pieces]
     digits = pieces[-1].digits  # of the last product
     # Next to the logits of query and key there may be others, such as a sink's.
     spans = [
         (min(p.span(i)[0] for p in pieces), max(p.span(i)[1] for p in pieces))
-        for i in range(len(shape))
+        for i in range(x.ndim)
     ]
+    all_of = [(0, n) for n in x.shape]
     of_heads = {d.dim for d in digits if d.axis in layer.head_dims}
     if site.cap_at:
         # The mask comes after the cap, and hides what is below anything it lets by.
         x = jnp.where(x >= -1.001 * abs(site.cap), before_cap * site.cap, -jnp.inf)
-    elif not is_sum and all(
-        spans[i] == (0, shape[i]) and i not in of_heads for i in axes
-    ):
+    elif not (is_sum or of_heads & {*axes} or any(spans[i] != all_of[i] for i in axes)):
         # What remains is to compare the maxima that the softmax has formed. XLA on CPU
         # keeps these inside softmax's own fusion, and folds both steps into one pass
         # that reads the logits again: 1.2 % of the bytes of GPT-2 at 4 layers of 256

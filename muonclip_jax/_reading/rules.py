@@ -1,16 +1,14 @@
 """What each primitive does with the values of its operands: all but products."""
 
-import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 from . import jaxprs
 from .jaxprs import shape_of
 from .pieces import flipped, PICKED, Shape, shifted
-from .values import Factor, Kind, mixed, multiplied, nonlinear, summed, UNSCALED, Value
+from .values import added, Factor, mixed, multiplied, nonlinear, summed, union, Value
 from .walk import rule, Softmax, Walk
 
 
@@ -114,7 +112,7 @@ def pad(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         moved = value.lost_along((i for i, c in enumerate(config) if any(c)), new)
     else:
         moved = value.mapped(lambda p: shifted(p, [low for low, *_ in config]), new)
-    return mixed((moved, fill), summed((*moved.terms, *fill.terms)))
+    return mixed((moved, fill), added((moved, fill)))
 
 
 @rule("concatenate stack")
@@ -149,17 +147,15 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         mask, *cases = values
         # `where(i < 0, i + n, i)` is what an index becomes before it is used.
         trip = next((v.trip for v in cases if v.trip is not None), None)
-        terms = summed(term for v in cases for term in v.terms)
-        return mixed(values, terms, is_onehot=mask.is_onehot, trip=trip)
+        return mixed(values, added(cases), is_onehot=mask.is_onehot, trip=trip)
     note_features(walk, *values)
-    out = mixed(values, summed(term for v in values for term in v.terms))
+    out = mixed(values, added(values))
     if len(deep) < 2 or math.prod(shape_of(eqn.outvars[0])) == 1:
         return out  # a sum of losses, one number, is none of layers
 
     def before(ends: int) -> int:
         """All that these events come from, but themselves."""
-        own = (past & ~bit for bit, past in walk.past_of.items() if bit & ends)
-        return functools.reduce(operator.or_, own, 0)
+        return union(past & ~bit for bit, past in walk.past_of.items() if bit & ends)
 
     # After a residual sum, of which one summand comes from the other, the layer has not
     # the last word: the output is written by what comes later, if anything.
@@ -271,7 +267,7 @@ def choose(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     values, outs = [walk.as_activation(v) for v in values], []
     for i, atom in enumerate(eqn.outvars):
         of, shape = values[i if eqn.primitive.name == "sort" else 0], shape_of(atom)
-        out = mixed(values, UNSCALED)
+        out = mixed(values)
         if shape == of.shape:
             out = of.lost_along([eqn.params.get("dimension", len(shape) - 1)], shape)
         outs.append(out._replace(is_spread=False))
@@ -286,7 +282,7 @@ def dynamic_slice(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     """A part whose place may be known, or that of a loop's trip; else it may be any."""
     value, *starts = values
     out = picked(value, dict(enumerate(starts)), shape_of(eqn.outvars[0]))
-    if value.kind == Kind.ACTIVATION:
+    if value.is_activation:
         return mixed((out, *starts), out.terms)
     # A parameter is one still, whatever picks its entries.
     for start in starts:
@@ -320,7 +316,7 @@ def update(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     to = [i if n == small and is_slice else None for i, (n, small) in pairs]
     to += [None] * (len(new.shape) - len(to))
     new = new.moved(to, operand.shape)
-    return mixed([*values, new], summed((*operand.terms, *new.terms)))
+    return mixed([*values, new], added((operand, new)))
 
 
 # What several rules share.
@@ -331,7 +327,7 @@ def _cut(walk: Walk, value: Value, dim: int, start: int, size: int) -> Value:
 
     `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
     """
-    for f in value.factors() if size == 1 and value.kind == Kind.ACTIVATION else ():
+    for f in value.factors() if size == 1 and value.is_activation else ():
         along = {d for p in f.pieces for d in p.digits if d.dim == dim}
         for d in along if len(along) == 1 else ():
             if d.axis is not None and d.size == walk.shapes[f.number][d.axis]:
@@ -361,7 +357,7 @@ def weigh(walk: Walk, weights: Value, other: Value, is_mixed: bool = False) -> N
     Data itself may be the value of attention, but only where its rows are mixed: what a
     loss multiplies with the labels is no attention.
     """
-    if not (other.is_deep or (is_mixed and other.kind == Kind.ACTIVATION)):
+    if not (other.is_deep or (is_mixed and other.is_activation)):
         return
     for f in weights.factors("weights"):
         if not other.recent & f.event:

@@ -6,9 +6,10 @@ all that QK-Clip needs to know; a factor that something nonlinear was made of is
 without that claim, for where its axes are.
 """
 
-import enum
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,12 +26,8 @@ from .pieces import (
 )
 
 
-class Kind(enum.IntEnum):
-    """Whether an array was made of parameters alone, of data too, or of neither."""
-
-    CONSTANT = 0
-    PARAMETER = 1
-    ACTIVATION = 2
+# Whether an array was made of parameters alone, of data too, or of neither.
+CONSTANT, PARAMETER, ACTIVATION = range(3)
 
 
 class Factor(NamedTuple):
@@ -84,7 +81,7 @@ _MOST_FACTORS = 6
 class Value(NamedTuple):
     """An array of the trace."""
 
-    kind: Kind = Kind.CONSTANT
+    kind: int = CONSTANT
     terms: Terms = UNSCALED
     shape: Shape = ()
     # The events it comes from, a bit each: the equations where a parameter met an
@@ -111,9 +108,17 @@ class Value(NamedTuple):
     sole: int | None = None
 
     @property
+    def is_parameter(self) -> bool:
+        return self.kind == PARAMETER
+
+    @property
+    def is_activation(self) -> bool:
+        return self.kind == ACTIVATION
+
+    @property
     def is_deep(self) -> bool:
         """Whether it is an activation that parameters had a part in."""
-        return self.kind == Kind.ACTIVATION and self.past != 0
+        return self.is_activation and self.past != 0
 
     def factors(self, *kinds: str) -> list[Factor]:
         kinds = kinds or ("parameter",)
@@ -150,7 +155,7 @@ class Value(NamedTuple):
 
 def parameter(index: int, shape: Shape, is_token: bool) -> Value:
     factor = Factor("parameter", index, 0, whole(shape))
-    kind = Kind.ACTIVATION if is_token else Kind.PARAMETER
+    kind = ACTIVATION if is_token else PARAMETER
     return Value(kind, ((factor,),), shape)
 
 
@@ -163,28 +168,29 @@ def constant(number: Any) -> Value:
     return Value(terms=UNSCALED if number else (), number=number)
 
 
-def mixed(values: Iterable[Value], terms: Terms, **changes: Any) -> Value:
+def union(bits: Iterable[int]) -> int:
+    """Events of any of several sets."""
+    return functools.reduce(operator.or_, bits, 0)
+
+
+def mixed(values: Iterable[Value], terms: Terms = UNSCALED, **changes: Any) -> Value:
     """What comes of several values, apart from what it is linear in."""
     values = list(values)
-    past = recent = ends = gates = 0
-    for v in values:
-        past, recent = past | v.past, recent | v.recent
-        ends, gates = ends | v.ends, gates | v.gates
-    kind = max((v.kind for v in values), default=Kind.CONSTANT)
     soles = {v.sole for v in values} - {None}
     out = Value(
-        kind,
+        max((v.kind for v in values), default=CONSTANT),
         terms,
         values[0].shape if values else (),
-        past,
-        recent,
-        ends,
-        gates,
-        any(v.is_spread for v in values),
-        any(v.is_pair for v in values),
+        *(union(bits) for bits in zip(*(v[3:7] for v in values), strict=True)),
+        is_spread=any(v.is_spread for v in values),
+        is_pair=any(v.is_pair for v in values),
         sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
     )
     return out._replace(**changes)
+
+
+def added(values: Iterable[Value]) -> Terms:
+    return summed(term for v in values for term in v.terms)
 
 
 def summed(terms: Iterable[Term]) -> Terms:

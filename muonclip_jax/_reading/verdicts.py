@@ -1,7 +1,5 @@
 """What each parameter is, by the uses that a walk noted."""
 
-import functools
-import operator
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 from . import jaxprs
 from .pieces import Shape
 from .rules import note_features
-from .values import Value
+from .values import union, Value
 from .walk import Note, Walk
 
 
@@ -49,7 +47,7 @@ def verdicts(
     # where activations go is no router unless something comes of it. Heads are cut
     # apart as experts are, but of one matrix.
     fed = walk.events_of("fed")
-    heads = functools.reduce(operator.or_, (out.ends for out in outs), 0) & ~fed
+    heads = union(out.ends for out in outs) & ~fed
     routers = walk.events_of("chosen") & fed
     of_heads = walk.numbers_of("scales") - walk.numbers_of("features")
     uses = walk.noted(*_USES)
@@ -80,7 +78,7 @@ def verdicts(
         kind = weights[0].kind
         if not inputs or not any(shape[axis] > 1 for axis in outputs):
             return said("vector", kind, "one output" if inputs else "elementwise")
-        events = functools.reduce(operator.or_, (use.events for use in weights))
+        events = union(use.events for use in weights)
         if events & routers:
             return said("router", kind, "chooses")
         if events & heads:

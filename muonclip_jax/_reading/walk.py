@@ -1,6 +1,5 @@
 """Follows the arrays of a jaxpr, and notes what is done with parameters."""
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,15 +10,16 @@ from . import jaxprs, kernels
 from .jaxprs import Axes, Inner, shape_of
 from .pieces import Shape, whole
 from .values import (
+    ACTIVATION,
+    added,
     constant,
     Factor,
-    Kind,
     mixed,
     parameter,
     product_of,
     summed,
     Terms,
-    UNSCALED,
+    union,
     Value,
 )
 
@@ -148,7 +148,7 @@ class Walk:
 
     def events_of(self, kind: str) -> int:
         """The events of all notes of a kind, a bit each."""
-        return functools.reduce(operator.or_, (n.events for n in self.noted(kind)), 0)
+        return union(note.events for note in self.noted(kind))
 
     def numbers_of(self, *kinds: str) -> set[Any]:
         return {note.number for note in self.noted(*kinds)}
@@ -164,14 +164,14 @@ class Walk:
 
     def as_activation(self, value: Value) -> Value:
         """A parameter that meets activations here otherwise than as their weight."""
-        if value.kind != Kind.PARAMETER:
+        if not value.is_parameter:
             return value
         self.use("elementwise", value)
         return self.met(value, self.event(-1))
 
     def together(self, values: Sequence[Value]) -> list[Value]:
         """Operands of one equation: activations, if one is."""
-        if any(v.kind == Kind.ACTIVATION for v in values):
+        if any(v.is_activation for v in values):
             return [self.as_activation(v) for v in values]
         return list(values)
 
@@ -184,7 +184,7 @@ class Walk:
             for term in value.terms
         )
         past, recent = value.past | event, value.recent | event
-        return Value(Kind.ACTIVATION, terms, value.shape, past, recent)
+        return Value(ACTIVATION, terms, value.shape, past, recent)
 
     def run(self, body: Inner, args: Sequence[Value], branch: int = 0) -> list[Value]:
         """The outputs of a jaxpr; its equations are inside the one that is at work."""
@@ -225,7 +225,7 @@ class Walk:
         if first.trip is not None or all(v == first for v in others):
             return first
         values = self.together(values)
-        return mixed(values, summed(term for v in values for term in v.terms))
+        return mixed(values, added(values))
 
     def _attend(self, kernel: kernels.Kernel, eqn: Any, values: list[Value]) -> Any:
         """A fused kernel: read as the plain attention that it stands for."""
@@ -236,7 +236,7 @@ class Walk:
         # The first product of the plain one has the kernel's logits, and its line.
         first = min(at for at in self.logits if at[: len(self.at)] == self.at)
         self.logits[first] = self.logits[first]._replace(eqns=self.eqns)
-        rest = mixed(values, UNSCALED)
+        rest = mixed(values)
         outs = [out, *[rest] * (len(eqn.outvars) - 1)]
         if kernel.maxima is not None:
             shape = shape_of(eqn.outvars[kernel.maxima])
@@ -247,14 +247,14 @@ class Walk:
     def unknown(self, values: list[Value]) -> Value:
         """What a primitive without a rule makes: it may have done anything."""
         for value in values:
-            if value.kind == Kind.PARAMETER:
+            if value.is_parameter:
                 self.use("unknown", value)
         # Attention needs query and key at least; an operation on one array is an
         # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(v.is_deep for v in values) > 1:
             self.note("hidden")
-        values = [self.met(v) if v.kind == Kind.PARAMETER else v for v in values]
-        return mixed(values, UNSCALED)
+        values = [self.met(v) if v.is_parameter else v for v in values]
+        return mixed(values)
 
 
 def walked(
@@ -273,7 +273,7 @@ def walked(
             parameter(i, shape, i in tokens) if is_parameter[i] else Value()
             for i, shape in enumerate(shapes)
         ]
-        args += [Value(Kind.ACTIVATION)] * (len(body.jaxpr.invars) - len(args))
+        args += [Value(ACTIVATION)] * (len(body.jaxpr.invars) - len(args))
         outs = walk.run(body, args)
         as_tokens = walk.numbers_of("elementwise", "looked up")
         found = tokens | as_tokens & walk.numbers_of("factor")
@@ -314,7 +314,7 @@ def _repeated(
         The same equation made it, in the trip before, by other parameters: what comes
         of that equation now has nothing to do with it.
         """
-        if value.kind != Kind.ACTIVATION:
+        if not value.is_activation:
             return value
         event = walk.event(-1 - i)
         terms = summed(
@@ -328,7 +328,7 @@ def _repeated(
         outs = walk.run(body, [*consts, *begin, *slices])
         after = []
         for old, new in zip(carry, outs, strict=False):
-            if new.kind == Kind.ACTIVATION:  # by parameters of some trip
+            if new.is_activation:  # by parameters of some trip
                 new = new.moved(range(len(new.shape)), new.shape, {trips: None})
             after.append(walk.either([old, new]))
         if after == carry:
@@ -379,7 +379,7 @@ def cond(walk: Walk, eqn: Any, values: list[Value]) -> list[Value]:
     outs = [walk.run(branch, args, i) for i, branch in enumerate(jaxprs.branches(eqn))]
     either = (walk.either(out) for out in zip(*outs, strict=True))
     # Whatever picks the branch has made the result, too: a router, of experts.
-    past = {Kind.ACTIVATION: index.past}
+    past = {ACTIVATION: index.past}
     return [v._replace(past=v.past | past.get(v.kind, 0)) for v in either]
 
 
