@@ -225,6 +225,7 @@ ARGUMENTS = {
             "dimension_numbers": TREE_OR_NONE,
             "per_head": FLAG,
             "stacks": FLAG,
+            "collapse": FLAG,
         },
     ),
     "flax_dimension_numbers": (
