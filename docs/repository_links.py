@@ -74,7 +74,9 @@ def _as_markdown(notebook: dict[str, Any]) -> str:
         if text:
             parts.append(f"```text\n{text.rstrip()}\n```")
         pictures = (out.get("data", {}).get("image/png") for out in cell["outputs"])
-        parts += [f"![figure](data:image/png;base64,{p.strip()})" for p in pictures if p]
+        parts += [
+            f"![figure](data:image/png;base64,{p.strip()})" for p in pictures if p
+        ]
     return "\n\n".join(parts)
 
 

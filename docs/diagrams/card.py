@@ -43,9 +43,7 @@ class Card:
         place = _rounded(x, y, width, height)
         self._drawing.append(drawsvg.Rectangle(*place, **style))
 
-    def mark(
-        self, x: float, y: float, width: float, height: float, color: str
-    ) -> None:
+    def mark(self, x: float, y: float, width: float, height: float, color: str) -> None:
         """A matrix, a part of one, or a bar; white lines part neighbors."""
         self.box(x, y, width, height, fill=color, stroke="#ffffff", radius=1)
 
