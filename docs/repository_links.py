@@ -24,6 +24,8 @@ PAGES = {
     "examples/muonclip_tutorial.ipynb": "tutorial.md",
 }
 _SOURCES = {page: source for source, page in PAGES.items()}
+# A picture from elsewhere, of which its text stays: the site loads nothing.
+BADGE = re.compile(r"!\[([^]]*)\]\(https:[^)]*\)")
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
@@ -67,7 +69,7 @@ def _as_markdown(notebook: dict[str, Any]) -> str:
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(BADGE.sub(r"\1", source))
             continue
         parts.append(f"```python\n{source}\n```")
         text = "".join("".join(out.get("text", "")) for out in cell["outputs"])
