@@ -101,7 +101,7 @@ def main() -> None:
             bar.set_postfix_str("compiling")
             results[name] = train(name, args, corpus, bar)
     picture = args.out / "comparison.png"
-    rates = dict.fromkeys(OPTIMIZERS, args.learning_rate)
+    rates = {name: float(args.learning_rate) for name in OPTIMIZERS}
     rates["adamw"] = args.adam_learning_rate
     draw(results, picture, threshold=args.threshold, rates=rates)
     (args.out / "results.json").write_text(json.dumps(results))
