@@ -1,4 +1,4 @@
-"""Questions to the search of the manual's site, and the page that has to come first.
+"""The manual's site: what its search finds first, and that it loads nothing from afar.
 
 The index is the one that the site is built with, and the ranking that of its theme:
 every word is a prefix, a title counts a thousand times as much as text, and a section
@@ -48,14 +48,20 @@ QUESTIONS = {
 
 
 @pytest.fixture(scope="module")
-def search(tmp_path_factory):
-    build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra docs")
-    lunr = pytest.importorskip("lunr", reason="needs the extra docs")
-    from lunr.stemmer import stemmer
+def site(tmp_path_factory):
+    build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra dev")
     from mkdocs.config import load_config
 
-    site = tmp_path_factory.mktemp("site")
-    build.build(load_config(str(ROOT / "docs" / "mkdocs.yml"), site_dir=str(site)))
+    folder = tmp_path_factory.mktemp("site")
+    build.build(load_config(str(ROOT / "docs" / "mkdocs.yml"), site_dir=str(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    lunr = pytest.importorskip("lunr", reason="needs the extra dev")
+    from lunr.stemmer import stemmer
+
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     for section in sections:
         for field in ("title", "text"):
@@ -86,3 +92,16 @@ def search(tmp_path_factory):
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_right_page_comes_first(search, question):
     assert search(question)[:1] == [QUESTIONS[question]], search(question)[:5]
+
+
+def test_the_site_works_offline(site):
+    """No script, style, picture or font of a page is on another host."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 50
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|source)[^>]* src=.?(https?:[^ >]*)", text)
+        for link in re.findall(r"<link[^>]*>", text):
+            if "canonical" not in link and "alternate" not in link:
+                loaded += re.findall(r"href=.?(https?:[^ >]*)", link)
+        assert loaded == [], page
