@@ -41,7 +41,7 @@ QUESTIONS = {
     "TrainState": "train_state",
     "pytorch": "from_torch",
     "optax.contrib.muon": "from_optax",
-    "per head": "per_head",
+    "per-head": "per_head",
     "bfloat16": "precision",
     "TPU": "accelerators",
 }
