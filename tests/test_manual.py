@@ -1,6 +1,6 @@
 """The code blocks of README and manual, page by page: Python runs, commands exist.
 
-A `text` block right behind a `python` block is what that prints, `...` for any text. A
+A `text` block right after a `python` block is what that prints, `...` for any text. A
 `python` block with a title needs what no test has; it is compiled, and its names exist.
 """
 
