@@ -1,8 +1,10 @@
-"""Links of a page to files outside `docs/`, which read well in a clone, for the site.
+"""Pages and links of the site that are elsewhere in the repository.
 
-A picture joins the site; any other file becomes a link to the repository.
+The report and the notebook are pages of the site. A picture joins it; a link to any
+other file outside of `docs/`, which reads well in a clone, goes to the repository.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -13,26 +15,71 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 
-LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
+# What is in a block of code is no link.
+LINK = re.compile(r"^ *```.*?^ *```$|(?<=\]\()([^)\s#]+)", re.DOTALL | re.MULTILINE)
 PICTURES = (".png", ".gif", ".svg")
+# Pages by the file that they are made from.
+PAGES = {
+    "benchmarks/report.md": "report.md",
+    "examples/muonclip_tutorial.ipynb": "tutorial.md",
+}
+_SOURCES = {page: source for source, page in PAGES.items()}
+# A picture from elsewhere, of which its text stays: the site loads nothing.
+BADGE = re.compile(r"!\[([^]]*)\]\(https:[^)]*\)")
+
+
+def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
+    for source, page in PAGES.items():
+        text = (_root(config) / source).read_text()
+        if source.endswith(".ipynb"):
+            text = _as_markdown(json.loads(text))
+        files.append(File.generated(config, page, content=text))
+    return files
 
 
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any
 ) -> str:
-    folder = posixpath.dirname(page.file.src_uri)
+    here = page.file.src_uri
+    source = _SOURCES.get(here, f"docs/{here}")
 
     def moved(match: re.Match[str]) -> str:
         link = match[1]
-        path = posixpath.normpath(posixpath.join("docs", folder, link))
-        if ":" in link or path.startswith("docs/"):
+        if link is None:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+        if ":" in link or (path.startswith("docs/") and source.startswith("docs/")):
             return link
-        if not path.endswith(PICTURES):
+        if path in PAGES:
+            target = PAGES[path]
+        elif path.startswith("docs/") and path.endswith(".md"):
+            target = path.removeprefix("docs/")
+        elif path.endswith(PICTURES):
+            target = _add_picture(path, config, files)
+        else:
             return _in_repository(path, config)
-        _add_picture(path, config, files)
-        return posixpath.relpath(f"pictures/{path}", folder or ".")
+        return posixpath.relpath(target, posixpath.dirname(here) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def _as_markdown(notebook: dict[str, Any]) -> str:
+    """The cells of a notebook with the outputs that it was saved with."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(BADGE.sub(r"\1", source))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        text = "".join("".join(out.get("text", "")) for out in cell["outputs"])
+        if text:
+            parts.append(f"```text\n{text.rstrip()}\n```")
+        pictures = (out.get("data", {}).get("image/png") for out in cell["outputs"])
+        parts += [
+            f"![figure](data:image/png;base64,{p.strip()})" for p in pictures if p
+        ]
+    return "\n\n".join(parts)
 
 
 def _in_repository(path: str, config: MkDocsConfig) -> str:
@@ -42,12 +89,13 @@ def _in_repository(path: str, config: MkDocsConfig) -> str:
     return f"{config.repo_url}/{'tree' if file.is_dir() else 'blob'}/main/{path}"
 
 
-def _add_picture(path: str, config: MkDocsConfig, files: Files) -> None:
+def _add_picture(path: str, config: MkDocsConfig, files: Files) -> str:
     uri = f"pictures/{path}"
     if files.get_file_from_path(uri) is None:
         files.append(
             File.generated(config, uri, abs_src_path=str(_root(config) / path))
         )
+    return uri
 
 
 def _root(config: MkDocsConfig) -> Path:

@@ -19,7 +19,7 @@ class Checkpoint(NamedTuple):
 class Checkpoints:
     """The newest checkpoints of one run, and the settings it was made with.
 
-    A run that is not resumed starts afresh; what lay in its folder is moved aside. Of
+    A run that is not resumed starts afresh; what was in its folder is moved aside. Of
     several processes, all call every method.
     """
 
@@ -29,7 +29,7 @@ class Checkpoints:
         self._settings = settings
         if not resume:
             _move_aside(folder)
-        # A run that was killed may leave an unfinished checkpoint behind.
+        # A run that was killed may leave an unfinished checkpoint.
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True
         )

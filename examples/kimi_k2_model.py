@@ -71,7 +71,7 @@ class LatentAttention(nnx.Module):
         latent, rope = jnp.split(self.wkv_a(x), [self.sizes.key_value_rank], axis=-1)
         both = self.wkv_b(self.kv_norm(latent))
         nope, value = jnp.split(both, [self.sizes.nope_head_dim], axis=-1)
-        # One rotary key serves all heads, which is why QK-Clip leaves it alone.
+        # All heads share one rotary key, which is why QK-Clip leaves it alone.
         rope = rotate(rope[:, :, None])
         rope = jnp.broadcast_to(rope, (*nope.shape[:-1], rope.shape[-1]))
         return jnp.concatenate([nope, rope], axis=-1), value

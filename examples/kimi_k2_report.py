@@ -92,7 +92,7 @@ def logit_colors(results: dict[str, History], threshold: float) -> colors.Normal
 
 
 def draw_heads(axes: Axes, name: str, history: History, norm: colors.Normalize) -> None:
-    """A row per head, coloured by its logits and dotted where it was clipped."""
+    """A row per head, colored by its logits and dotted where it was clipped."""
     steps, layers, heads = history.max_logits.shape
     axes.imshow(
         history.max_logits.reshape(steps, -1).T,

@@ -31,7 +31,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Logits of the next byte, `(batch, length)` to `(batch, length, vocabulary)`.
 
-    `activations` says how the residual stream lies on the mesh that is set, if one is.
+    `activations` is the sharding of the residual stream, over the mesh that is set.
     """
 
     def __init__(

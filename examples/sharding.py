@@ -1,4 +1,4 @@
-"""Where the arrays of model.py's transformer lie on a mesh of two axes."""
+"""Shardings of the arrays of model.py's transformer on a mesh of two axes."""
 
 import argparse
 import re

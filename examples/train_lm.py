@@ -1,6 +1,7 @@
-"""Trains a byte-level transformer with MuonClip, Muon and AdamW on real text.
+"""Trains a byte-level transformer with Muon, MuonClip and AdamW on real text.
 
     python examples/train_lm.py                           # compare all three
+    python examples/train_lm.py --quick                   # the same in 60 steps
     python examples/train_lm.py --optimizer muonclip --data book.txt --steps 1000
     python examples/train_lm.py --resume                  # go on after an interruption
 
@@ -23,13 +24,14 @@ from checkpoints import Checkpoints
 from corpus import Corpus, existing_file, VOCABULARY
 from flax import nnx
 from model import Transformer
-from tqdm import trange
-from train_lm_report import draw, History, table
+from tqdm import tqdm
+from train_lm_report import draw, History, NAMES, summary, table
 
 import muonclip_jax as mc
 
 
-OPTIMIZERS = ("adamw", "muon", "muonclip")
+OPTIMIZERS = ("muon", "muonclip", "adamw")
+BAR = "{desc} {percentage:3.0f} %|{bar}| {remaining} left{postfix}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,6 +46,13 @@ def parse_args() -> argparse.Namespace:
         "--compare", action="store_true", help="train with all (default)"
     )
     add_training_arguments(parser)
+    parser.add_argument(
+        "--quick",
+        dest="steps",
+        action="store_const",
+        const=60,
+        help="60 steps, with the rates that are tuned for 300",
+    )
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--eval-every", type=int, default=10)
     add(
@@ -79,16 +88,27 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     args = parse_args()
+    print(f"reading {args.data or 'the sources of the standard library'}", flush=True)
     corpus = Corpus(args.data)
     print(
         f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out"
     )
     chosen = [args.optimizer] if args.optimizer else list(OPTIMIZERS)
-    results = {name: train(name, args, corpus) for name in chosen}
-    print(table(results))
-    draw(results, args.out / "comparison.png", threshold=args.threshold)
+    results = {}
+    with tqdm(total=len(chosen) * args.steps, bar_format=BAR, smoothing=0) as bar:
+        for i, name in enumerate(chosen, 1):
+            bar.set_description_str(f"{NAMES[name]} ({i} of {len(chosen)})")
+            bar.set_postfix_str("compiling")
+            results[name] = train(name, args, corpus, bar)
+    picture = args.out / "comparison.png"
+    rates = {name: float(args.learning_rate) for name in OPTIMIZERS}
+    rates["adamw"] = args.adam_learning_rate
+    draw(results, picture, threshold=args.threshold, rates=rates)
     (args.out / "results.json").write_text(json.dumps(results))
-    print(f"picture: {args.out / 'comparison.png'}")
+    params = nnx.state(make_model(args), nnx.Param)
+    print(f"\nWhich parameters Muon updated:\n\n{mc.describe(params)}\n")
+    print(table(results), summary(results, threshold=args.threshold), sep="\n")
+    print(f"picture: {picture}")
 
 
 def make_optimizer(
@@ -137,7 +157,7 @@ class Metrics(NamedTuple):
 def train_step(
     model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array
 ) -> Metrics:
-    # nnx.capture returns what mc.attention_fn recorded beside the loss.
+    # nnx.capture returns what mc.attention_fn recorded next to the loss.
     recorded_loss = nnx.capture(loss_fn, nnx.Intermediate)
     gradient = nnx.value_and_grad(recorded_loss, has_aux=True)
     (loss, stats), grads = gradient(model, tokens)
@@ -155,7 +175,7 @@ def evaluate(model: Transformer, tokens: jax.Array) -> jax.Array:
     return loss
 
 
-def train(name: str, args: argparse.Namespace, corpus: Corpus) -> History:
+def train(name: str, args: argparse.Namespace, corpus: Corpus, bar: tqdm) -> History:
     """Trains with one optimizer and returns a record per evaluation."""
     model = make_model(args)
     optimizer = nnx.Optimizer(model, make_optimizer(name, args), wrt=nnx.Param)
@@ -163,13 +183,14 @@ def train(name: str, args: argparse.Namespace, corpus: Corpus) -> History:
     folder = args.out / name
     with Checkpoints(folder, settings(args), resume=args.resume) as checkpoints:
         first, history = restore(checkpoints, model, optimizer)
-        bar = trange(first, args.steps, initial=first, total=args.steps, desc=name)
+        bar.total -= first  # what a resumed run has done already takes no time
         pending, started = [], time.perf_counter()
-        for step in bar:
+        for step in range(first, args.steps):
             tokens = corpus.batch(
                 args.batch_size, args.context, seed=args.seed, step=step
             )
             pending.append(train_step(model, optimizer, jnp.asarray(tokens)))
+            bar.update()
             last = step + 1 == args.steps
             if last or (step + 1) % args.eval_every == 0:
                 record = summarize(pending, tokens[:, 1:].size, started)
@@ -233,7 +254,7 @@ def validate(model: Transformer, batches: list[np.ndarray]) -> float:
 
 
 def progress(record: dict[str, Any]) -> str:
-    line = "loss {loss:.3f}, max logit {max_logit:.1f}, clipped {clipped}"
+    line = "validation loss {validation_loss:.3f}, largest logit {max_logit:.1f}"
     return line.format(**record)
 
 

@@ -1,4 +1,4 @@
-"""The table and the picture at the end of a comparison."""
+"""The table, the sentence and the picture at the end of a comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,61 @@ def steps_to(history: History, loss: float) -> float | None:
     return None
 
 
-def draw(results: dict[str, History], file: Path, *, threshold: float) -> None:
+def summary(results: dict[str, History], *, threshold: float) -> str:
+    """What was won, in one sentence for each of Muon and the clip."""
+    sentences, ends = [], {name: history[-1] for name, history in results.items()}
+    if {"muon", "adamw"} <= results.keys():
+        goal = ends["adamw"]["validation_loss"]
+        gain = goal - ends["muon"]["validation_loss"]
+        reached, steps = steps_to(results["muon"], goal), ends["adamw"]["step"]
+        sentences.append(
+            f"Muon did not reach AdamW's final loss in {steps} steps."
+            if reached is None
+            else f"Muon reached AdamW's final loss after {reached:.0f} of {steps} "
+            f"steps ({reached / steps:.0%}) and ended {gain:.2f} nats lower."
+        )
+    if {"muon", "muonclip"} <= results.keys():
+        muon, clipped = _largest(results["muon"]), _largest(results["muonclip"])
+        sentences.append(
+            f"With QK-Clip at {threshold:g} the largest attention logit was "
+            f"{clipped:.1f}, without it {muon:.1f}."
+        )
+    return "\n".join(sentences)
+
+
+def draw(
+    results: dict[str, History],
+    file: Path,
+    *,
+    threshold: float,
+    rates: dict[str, float],
+) -> None:
     """Draws validation loss and largest logit against step."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for name, history in results.items():
         steps = [record["step"] for record in history]
-        style = dict(color=COLORS[name], label=NAMES[name])
+        label = f"{NAMES[name]}, learning rate {rates[name]:g}"
+        # Muon's curve stays visible under MuonClip's.
+        style = dict(color=COLORS[name], label=label, lw=3 if name == "muon" else 1.5)
         left.plot(steps, [r["validation_loss"] for r in history], **style)
         right.plot(steps, [r["max_logit"] for r in history], **style)
+    titles = ["Validation loss", "Largest attention logit"]
+    if {"muon", "adamw"} <= results.keys():
+        goal, last = (results["adamw"][-1][key] for key in ("validation_loss", "step"))
+        reached = steps_to(results["muon"], goal)
+        if reached is not None:
+            titles[0] = f"Muon needs {100 * reached / last:.0f} % of AdamW's steps"
+            left.hlines(goal, reached, last, color="black", lw=0.8, ls=":")
+            left.annotate(
+                f"AdamW's final loss,\nreached at step {reached:.0f}",
+                (reached, goal),
+                # Under the curves, where nothing is drawn.
+                xytext=(-70, -45),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "->"},
+            )
     if "muonclip" in results:
+        titles[1] = f"MuonClip holds the logits near {threshold:g}"
         right.axhline(threshold, color="black", linewidth=0.8, linestyle=":")
         place = right.get_yaxis_transform()  # share of the width, logit
         label = f"threshold {threshold:g}"
@@ -59,7 +105,8 @@ def draw(results: dict[str, History], file: Path, *, threshold: float) -> None:
     right.yaxis.set_major_formatter("{x:g}")
     right.yaxis.set_minor_formatter(ticker.NullFormatter())
     left.legend(frameon=False)
-    for axes in (left, right):
+    for axes, title in zip((left, right), titles, strict=True):
+        axes.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +118,16 @@ def _row(name: str, results: dict[str, History]) -> str:
     history = results[name]
     goal = results["adamw"][-1]["validation_loss"] if "adamw" in results else None
     reached = None if goal is None else steps_to(history, goal)
-    largest = max(record["max_logit"] for record in history)
     # The first interval holds the compilation, hence the median.
     speed = np.median([record["tokens_per_second"] for record in history])
     cells = (
         f"{history[-1]['validation_loss']:.4f}",
         "-" if reached is None else f"{reached:.0f}",
-        f"{largest:.1f}",
+        f"{_largest(history):.1f}",
         f"{speed:,.0f}",
     )
     return f"{NAMES[name]:10}" + "".join(f"{cell:>17}" for cell in cells)
+
+
+def _largest(history: History) -> float:
+    return max(record["max_logit"] for record in history)

@@ -136,7 +136,7 @@ def take_steps(args: argparse.Namespace, mesh: Mesh, checkpoints: Checkpoints) -
 
 def progress_bar(first: int, steps: int) -> tqdm:
     only_here = jax.process_index() == 0
-    tqdm.set_lock(threading.RLock())  # a killed process would leave a semaphore behind
+    tqdm.set_lock(threading.RLock())  # a killed process would leave a semaphore
     return tqdm(range(first, steps), initial=first, total=steps, disable=not only_here)
 
 

@@ -94,7 +94,8 @@ def hand_over_in(kind, monkeypatch):
 def table(params, **options):
     """Path to `(count, fan_in, fan_out)`, or `None` for AdamW, as `describe` says."""
     found = {}
-    for row in mc.describe(params, attention=[], **options).splitlines()[1:]:
+    text = mc.describe(params, attention=[], collapse=False, **options)
+    for row in text.split("\n\n")[0].splitlines()[1:]:
         path, _, matrices, *_ = re.split("  +", row)
         sizes = matrices.split(" x ")
         found[path] = None if len(sizes) < 3 else tuple(map(int, sizes))

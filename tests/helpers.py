@@ -299,7 +299,7 @@ def inputs(seed: int = 9, shape=(2, 6, 16)):
 
 
 def head_apart(muon, rate, weight_decay):
-    """The recipe of docs/tuning.md: the output head by an AdamW of its own."""
+    """The recipe of docs/tuning_rates.md: the output head by an AdamW of its own."""
 
     def head_or_rest(params):
         labels = mc.param_labels(params)

@@ -32,7 +32,7 @@ def test_scanned_layers():
 
 def test_grouped_queries_in_nnx():
     state = nnx.state(nnx_model(kv_heads=2), nnx.Param)
-    table = rows(mc.describe(state))
+    table = rows(mc.describe(state, collapse=False))
     assert table["layers/1/key/kernel"].endswith("key, 2 heads")
     assert table["layers/1/query/kernel"].endswith("query, 4 heads")
 
@@ -105,3 +105,55 @@ def test_hidden_leaves_are_shown_as_such():
 def test_ambiguous_leaves_are_named():
     with pytest.raises(ValueError, match="moe/wi"):
         mc.describe({"moe": {"wi": jnp.ones((4, 8, 16))}})
+
+
+def repeated_layers():
+    dense, experts = {"kernel": jnp.ones((4, 8))}, {}
+    for i in range(12):
+        experts[f"layer_{i}"] = {"experts": [jnp.ones((4, 8)), jnp.ones((4, 8))]}
+    # One layer with another shape between layers that are alike.
+    odd = {"kernel": jnp.ones((4, 16))}
+    return {"blocks": [dense, dense, odd, dense], "w1": dense, "w2": dense} | experts
+
+
+def test_layers_that_differ_in_their_index_alone_share_a_row():
+    table = mc.describe(repeated_layers())
+    paths = [line.split("  ")[0] for line in table.split("\n\n")[0].splitlines()[1:]]
+    assert paths == [
+        "blocks/0-1/kernel",
+        "blocks/3/kernel",
+        "blocks/2/kernel",
+        "layer_0-11/experts/0-1",
+        "w1/kernel",  # a name with a digit counts nothing
+        "w2/kernel",
+    ]
+    leaves = len(jax.tree.leaves(repeated_layers()))
+    every = mc.describe(repeated_layers(), collapse=False)
+    assert len(every.split("\n\n")[0].splitlines()) == leaves + 1
+
+
+def test_totals_are_those_of_the_state():
+    params = repeated_layers() | {"norm": {"scale": jnp.ones(16, jnp.bfloat16)}}
+    state = mc.muon(1e-2).init(params)
+    for line, name in zip(
+        mc.describe(params).splitlines()[-3:], ("muon", "adamw", "both"), strict=True
+    ):
+        inner = state.inner_states.get(name, state)
+        arrays = [x for x in jax.tree.leaves(inner) if x.ndim]
+        bytes_ = sum(x.size * x.dtype.itemsize for x in arrays)
+        assert line.startswith(name)
+        number, unit = line.split()[-2:]
+        assert float(number) * {"B": 1, "kB": 1000}[unit] == pytest.approx(
+            bytes_, rel=0.03
+        )
+        if name == "both":
+            assert f"{sum(x.size for x in jax.tree.leaves(params)):,}" in line
+
+
+def test_a_notebook_shows_html():
+    params = {"a<b": jnp.ones((2, 2)), "bias": jnp.ones(3)}
+    table = mc.describe(params)
+    html = table._repr_html_()
+    assert isinstance(table, str) and "a&lt;b" in html and "a<b" not in html
+    assert html.count("<tr>") == 3 and html.count("<th>") == html.count("</th>") == 6
+    assert "optimizer  parameters" in html

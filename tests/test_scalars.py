@@ -1,6 +1,8 @@
 """A run in numbers: each against what NumPy says of the same state."""
 
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import NNXModel, normal
+from helpers import NNXModel, normal, ROOT
+from test_manual import blocks
 
 import muonclip_jax as mc
 
@@ -93,3 +96,32 @@ def test_a_state_of_other_params_is_refused():
     other = {"attn": {name: {"kernel": jnp.ones(KERNEL)} for name in ("query", "key")}}
     with pytest.raises(ValueError, match="the optimizer state holds 6 heads"):
         mc.scalars(state, other)
+
+
+def test_the_loggers_of_the_manual_take_the_numbers(monkeypatch):
+    """Its blocks for wandb and TensorBoard, with a stand-in for either library."""
+    logged = []
+
+    def log(*args, **options):
+        (numbers,) = (x for x in args if isinstance(x, dict))
+        logged.append(json.loads(json.dumps(numbers)))
+
+    run = types.SimpleNamespace(log=log)
+    writer = types.SimpleNamespace(write_scalars=log)
+    writers = types.SimpleNamespace(create_default_writer=lambda path: writer)
+    stand_ins = {
+        "wandb": types.SimpleNamespace(init=lambda **_: run),
+        "clu": types.SimpleNamespace(metric_writers=writers),
+    }
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    _, state = one_step(mc.muonclip(0.1, ns_steps=1, **STACKED))
+    page = ROOT / "docs" / "logging.md"
+    titled = [b for b in blocks(page) if b.kind == "python" and "Needs" in b.title]
+    for block in titled:
+        code = block.code.replace("model=reading", "**options")
+        known = {"mc": mc, "state": state, "params": PARAMS, "loss": 1.5}
+        exec(code, known | {"options": STACKED})
+    assert len(logged) == len(titled) == 2
+    assert logged[0]["loss"] == 1.5
+    assert all(x["num_clipped"] == 2 for x in logged)

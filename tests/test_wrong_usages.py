@@ -226,6 +226,7 @@ ARGUMENTS = {
             "dimension_numbers": TREE_OR_NONE,
             "per_head": FLAG_OR_NONE,
             "stacks": FLAG,
+            "collapse": FLAG,
         },
     ),
     "flax_dimension_numbers": (

@@ -5,9 +5,9 @@ from typing import Any
 import drawsvg
 
 
-INK, GREY, FAINT = "#1f2430", "#667085", "#d5d9e2"
+INK, GRAY, FAINT = "#1f2430", "#667085", "#d5d9e2"
 ACCENT, PALE = "#3f51b5", "#eef0fa"
-COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8")
+COLORS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
@@ -20,7 +20,7 @@ class Card:
         self._drawing = drawsvg.Drawing(
             width, height, font_family=FONT, role="img", aria_label=title
         )
-        tip: dict[str, Any] = dict(fill=GREY, stroke="none")
+        tip: dict[str, Any] = dict(fill=GRAY, stroke="none")
         self._tip = drawsvg.Marker(-7, -4, 0, 4, scale=1, orient="auto")
         self._tip.append(drawsvg.Lines(-7, -4, 0, 0, -7, 4, close=True, **tip))
         self.box(0.5, 0.5, width - 1, height - 1, fill="#ffffff", radius=12)
@@ -43,11 +43,9 @@ class Card:
         place = _rounded(x, y, width, height)
         self._drawing.append(drawsvg.Rectangle(*place, **style))
 
-    def mark(
-        self, x: float, y: float, width: float, height: float, colour: str
-    ) -> None:
-        """A matrix, a part of one, or a bar; white lines part neighbours."""
-        self.box(x, y, width, height, fill=colour, stroke="#ffffff", radius=1)
+    def mark(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        """A matrix, a part of one, or a bar; white lines part neighbors."""
+        self.box(x, y, width, height, fill=color, stroke="#ffffff", radius=1)
 
     def text(
         self,
@@ -56,12 +54,12 @@ class Card:
         words: str,
         *,
         size: float = 13,
-        colour: str = INK,
+        color: str = INK,
         anchor: str = "middle",
         bold: bool = False,
         mono: bool = False,
     ) -> None:
-        style: dict[str, Any] = dict(fill=colour, text_anchor=anchor)
+        style: dict[str, Any] = dict(fill=color, text_anchor=anchor)
         style["dominant_baseline"] = "middle"
         if bold:
             style["font_weight"] = "600"
@@ -69,19 +67,19 @@ class Card:
             style["font_family"] = MONO
         self._drawing.append(drawsvg.Text(words, size, *_rounded(x, y), **style))
 
-    def line(self, *points: float, colour: str = GREY, dashed: bool = False) -> None:
-        self._lines(points, colour, {"stroke_dasharray": "4 3"} if dashed else {})
+    def line(self, *points: float, color: str = GRAY, dashed: bool = False) -> None:
+        self._lines(points, color, {"stroke_dasharray": "4 3"} if dashed else {})
 
-    def arrow(self, *points: float, colour: str = GREY) -> None:
-        self._lines(points, colour, {"marker_end": self._tip})
+    def arrow(self, *points: float, color: str = GRAY) -> None:
+        self._lines(points, color, {"marker_end": self._tip})
 
     def svg(self) -> str:
         return f"{self._drawing.as_svg()}\n"
 
     def _lines(
-        self, points: tuple[float, ...], colour: str, style: dict[str, Any]
+        self, points: tuple[float, ...], color: str, style: dict[str, Any]
     ) -> None:
-        style |= dict(fill="none", stroke=colour, stroke_width=1.5)
+        style |= dict(fill="none", stroke=color, stroke_width=1.5)
         self._drawing.append(drawsvg.Lines(*_rounded(*points), **style))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from card import ACCENT, Card, COLOURS, GREY, PALE
+from card import ACCENT, Card, COLORS, GRAY, PALE
 from jax.sharding import PartitionSpec as P
 from mesh_plan import Leaf, Matrix, Plan
 
@@ -56,7 +56,7 @@ LAYOUTS = {
         processes=2,
     ),
 }
-NOTHING = "nothing travels"
+NOTHING = "nothing is sent"
 SHAPES = {"square": (4, 512, 512), "wide": (4, 512, 1024)}
 
 
@@ -85,7 +85,7 @@ def _draw_processes(card: Card, count: int) -> None:
         x, height = MARGIN + i * (wide + GAP), 2 * HEIGHT + BAND + 28
         card.box(x - 5, TOP - 17, wide + 10, height, stroke=ACCENT, dashed=True)
         bottom = TOP + height - 28
-        card.text(x + wide / 2, bottom, f"process {i}", bold=True, colour=ACCENT)
+        card.text(x + wide / 2, bottom, f"process {i}", bold=True, color=ACCENT)
 
 
 def _draw_held(card: Card, plan: Plan, kinds: Kinds, device: int, x: float) -> None:
@@ -93,7 +93,7 @@ def _draw_held(card: Card, plan: Plan, kinds: Kinds, device: int, x: float) -> N
     places = ", ".join(f"{k} {v}" for k, v in plan.coordinates(device).items())
     _name_rows(card, plan, x, TOP + 16)
     card.text(x + 8, TOP + 2, f"device {device}", anchor="start", bold=True, size=12)
-    card.text(x + CELL - 8, TOP + 2, places, anchor="end", size=11, colour=GREY)
+    card.text(x + CELL - 8, TOP + 2, places, anchor="end", size=11, color=GRAY)
     held = {block.matrix: block for block in plan.held(device)}
     for leaf, matrix, left, top in _places(plan, x, TOP + 16):
         width, height = SIDES[kinds[leaf.name]]
@@ -105,7 +105,7 @@ def _draw_held(card: Card, plan: Plan, kinds: Kinds, device: int, x: float) -> N
                 top + first * height,
                 (end - start) * width,
                 (last - first) * height,
-                COLOURS[matrix.number],
+                COLORS[matrix.number],
             )
 
 
@@ -119,7 +119,7 @@ def _draw_owned(
     for leaf, matrix, left, top in _places(plan, x, y + 16):
         width, height = SIDES[kinds[leaf.name]]
         if matrix in owned:
-            card.mark(left, top, width, height, COLOURS[matrix.number])
+            card.mark(left, top, width, height, COLORS[matrix.number])
         else:
             card.box(left, top, width, height, radius=1, dashed=True)
 
@@ -138,7 +138,7 @@ def _places(
 def _name_rows(card: Card, plan: Plan, x: float, y: float) -> None:
     for row, leaf in enumerate(plan.leaves):
         place = x + 10, y + 5 + row * ROW
-        card.text(*place, leaf.name, size=10, anchor="start", mono=True, colour=GREY)
+        card.text(*place, leaf.name, size=10, anchor="start", mono=True, color=GRAY)
 
 
 def _draw_exchanges(card: Card, plan: Plan) -> None:

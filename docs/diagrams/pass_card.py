@@ -1,6 +1,6 @@
 """The passes of five steps: each begins with X X^T and ends with a product with X."""
 
-from card import ACCENT, Card, COLOURS, GREY, PALE
+from card import ACCENT, Card, COLORS, GRAY, PALE
 from internals import cut_into_passes
 
 from muonclip_jax import NS_COEFFS
@@ -36,20 +36,20 @@ def _draw_passes(card: Card, lengths: list[int], y: float) -> None:
         for _ in range(length):
             x += STEP
             card.box(x + 7, y + 2, STEP - 4, STEP - 4, fill="#ffffff", stroke=ACCENT)
-            card.text(x + 5 + STEP / 2, y + STEP / 2, str(step), colour=ACCENT)
+            card.text(x + 5 + STEP / 2, y + STEP / 2, str(step), color=ACCENT)
             step += 1
         _draw_product(card, x + 5 + STEP, y)
         x += 2 * STEP + 18
 
 
 def _draw_product(card: Card, x: float, y: float) -> None:
-    card.mark(x, y + 9, STEP - 4, STEP - 18, COLOURS[1])
+    card.mark(x, y + 9, STEP - 4, STEP - 18, COLORS[1])
 
 
 def _draw_legend(card: Card, y: float) -> None:
     _draw_product(card, LEFT, y - 7)
     words = "a product with the long side: first R = X Xᵀ, last X ← Q X"
-    card.text(LEFT + STEP + 4, y + 10, words, size=12, anchor="start", colour=GREY)
+    card.text(LEFT + STEP + 4, y + 10, words, size=12, anchor="start", color=GRAY)
     x = LEFT + 410
     card.box(x, y - 2, 24, 24, fill="#ffffff", stroke=ACCENT)
-    card.text(x + 34, y + 10, "a step on R", size=12, anchor="start", colour=GREY)
+    card.text(x + 34, y + 10, "a step on R", size=12, anchor="start", color=GRAY)

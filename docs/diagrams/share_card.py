@@ -1,6 +1,6 @@
 """What each device of a mesh iterates, in order, as long as it costs."""
 
-from card import Card, COLOURS, FAINT, GREY, PALE
+from card import Card, COLORS, FAINT, GRAY, PALE
 from jax.sharding import PartitionSpec as P
 from mesh_plan import Leaf, Plan
 
@@ -29,7 +29,7 @@ def share_card() -> Card:
 def _draw_share(card: Card, plan: Plan, device: int, y: float, unit: float) -> None:
     x = LEFT + EXCHANGE
     for stack, cost in plan.costs(device):
-        card.mark(x, y, cost * unit, 28, COLOURS[stack])
+        card.mark(x, y, cost * unit, 28, COLORS[stack])
         x += cost * unit
 
 
@@ -37,18 +37,18 @@ def _draw_exchanges(card: Card, stacks: int) -> None:
     for x in (LEFT, LEFT + EXCHANGE + WIDE + 8):
         card.box(x, TOP - 4, EXCHANGE - 8, 4 * ROW - 4, fill=PALE)
         middle = x + EXCHANGE / 2 - 4
-        card.text(middle, TOP + 2 * ROW - 14, f"{stacks} all-", size=11, colour=GREY)
-        card.text(middle, TOP + 2 * ROW + 2, "to-all", size=11, colour=GREY)
+        card.text(middle, TOP + 2 * ROW - 14, f"{stacks} all-", size=11, color=GRAY)
+        card.text(middle, TOP + 2 * ROW + 2, "to-all", size=11, color=GRAY)
 
 
 def _draw_legend(card: Card, plan: Plan) -> None:
     x, y = LEFT + EXCHANGE, TOP + 4 * ROW + 14
     for i, (stack, _) in enumerate(plan.stacks):
         m, n = stack.shape
-        card.mark(x, y, 12, 12, COLOURS[i])
+        card.mark(x, y, 12, 12, COLORS[i])
         words = f"{stack.count} of {m} x {n}"
         card.text(x + 18, y + 6, words, size=12, anchor="start")
         x += 140
-    card.line(x + 4, y - 6, x + 4, y + 20, colour=FAINT)
+    card.line(x + 4, y - 6, x + 4, y + 20, color=FAINT)
     words = "length: multiplications"
-    card.text(x + 18, y + 6, words, size=12, anchor="start", colour=GREY)
+    card.text(x + 18, y + 6, words, size=12, anchor="start", color=GRAY)

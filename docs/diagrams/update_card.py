@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from card import ACCENT, Card, GREY, PALE
+from card import ACCENT, Card, GRAY, PALE
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import muonclip_jax as mc
@@ -112,7 +112,7 @@ def _draw_box(card: Card, x: float, y: float, words: str, folder: str) -> None:
         card.text(x, y, words, bold=True)
         return
     card.text(x, y - 9, words, bold=True, size=12.5)
-    card.text(x, y + 10, folder, size=11, mono=True, colour=ACCENT)
+    card.text(x, y + 10, folder, size=11, mono=True, color=ACCENT)
 
 
 def _draw_forks(card: Card) -> None:
@@ -124,10 +124,10 @@ def _draw_forks(card: Card) -> None:
     bottom = _y("gradients") + HEIGHT / 2
     card.arrow(x, bottom, x, _y("adam"), _left_of("adam"), _y("adam"))
     words = "other leaves"
-    card.text(x + 8, _y("adam") - 12, words, size=11, colour=GREY, anchor="start")
+    card.text(x + 8, _y("adam") - 12, words, size=11, color=GRAY, anchor="start")
     x = _left_of("one") + WIDTH / 2
-    card.text(x, _y("one") - 34, "one device", size=11, colour=GREY)
-    card.text(x, _y("mesh") + 34, "a mesh", size=11, colour=GREY)
+    card.text(x, _y("one") - 34, "one device", size=11, color=GRAY)
+    card.text(x, _y("mesh") + 34, "a mesh", size=11, color=GRAY)
 
 
 def _left(column: int) -> float:

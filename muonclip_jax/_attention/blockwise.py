@@ -111,7 +111,7 @@ def _attend_forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
 def _attend_backward(blocks: Blocks, residuals, cotangents):
     inputs, value, *_ = residuals
     arrays = (inputs.query, inputs.key, value, inputs.bias, inputs.scale)
-    # The statistic is behind a stop_gradient: its cotangent, the second, is zero.
+    # The statistic goes through a stop_gradient: its cotangent, the second, is zero.
     d_query, d_key, d_value, d_bias, d_scale = on_automatic_axes(
         functools.partial(_gradient, blocks),
         *residuals,

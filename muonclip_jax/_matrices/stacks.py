@@ -266,7 +266,7 @@ def unstack(
     def at_run_time(stack: jax.Array) -> Sequence[jax.Array]:
         # For CPU, XLA compiles equal kernels once, and kernels that read a stack at
         # different known offsets are not equal: with 256 leaves the update compiled in
-        # 6.6 s in place of 2.9 (JAX 0.12). So offsets go through a loop, behind which
+        # 6.6 s in place of 2.9 (JAX 0.12). So offsets go through a loop, after which
         # XLA does not know them; of few numbers, since loops of many take it long, too:
         # each offset is a sum of two of about 2 sqrt(n).
         starts = list(itertools.accumulate(counts[:-1], initial=0))

@@ -108,7 +108,7 @@ def read_model(
     - `params`: a pytree of arrays or `jax.ShapeDtypeStruct`, or a module of NNX or
         Equinox; leaves that are no arrays stay as they are.
     - `args`, `kwargs`: of the function. Arrays and shapes are traced, all else is
-        handed over as it is.
+        passed as it is.
 
     **Returns:** a [`ModelReading`][].
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from corpus import Corpus
 from helpers import EXAMPLES, more, run_script
+from train_lm_report import summary
 
 
 SMALL = ["--steps=12", "--batch-size=4", "--context=16", "--eval-every=4"]
@@ -44,7 +45,11 @@ def test_comparison_prints_a_table_and_draws(comparison):
         "tokens/s",
     ):
         assert word in result.stdout
-    assert "max logit" in result.stderr and "clipped" in result.stderr
+    for word in ("Muon (1 of 3)", "MuonClip (2 of 3)", "AdamW (3 of 3)", "left,"):
+        assert word in result.stderr
+    assert "validation loss" in result.stderr and "largest logit" in result.stderr
+    assert "blocks/0/attention/key/kernel" in result.stdout  # which Muon updated
+    assert result.stdout.startswith("reading ")
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -153,3 +158,25 @@ def test_held_out_text_is_not_trained_on(tmp_path, size):
     corpus = Corpus(tmp_path / "text")
     assert len(corpus.train) + len(corpus.validation) == size
     assert size / 32 < len(corpus.validation) < size / 15  # one piece of 16
+
+
+def curve(*losses, logit=1.0):
+    records = enumerate(losses, 1)
+    return [
+        {"step": 10 * i, "validation_loss": loss, "max_logit": logit, "clipped": 0}
+        for i, loss in records
+    ]
+
+
+def test_the_sentence_says_what_was_won():
+    results = {
+        "muon": curve(3.0, 2.0, 1.0, logit=14.0),
+        "muonclip": curve(3.0, 2.0, 1.0, logit=9.0),
+        "adamw": curve(3.0, 2.5, 1.5),
+    }
+    said = summary(results, threshold=8.0)
+    assert "final loss after 25 of 30 steps (83%) and ended 0.50 nats lower" in said
+    assert "QK-Clip at 8 the largest attention logit was 9.0, without it 14.0" in said
+    slower = results | {"muon": curve(3.0, 2.9, 2.8)}
+    assert "did not reach AdamW's final loss in 30" in summary(slower, threshold=8.0)
+    assert summary({"muon": results["muon"]}, threshold=8.0) == ""

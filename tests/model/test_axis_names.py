@@ -70,7 +70,7 @@ def params_in(wrap):
 @pytest.mark.parametrize("kind", WRAP)
 def test_stacks_and_the_vocabulary(kind):
     text = mc.describe(params_in(WRAP[kind]), attention=[])
-    rows = {line.split()[0]: line for line in text.splitlines()}
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
     assert "3 x 8 x 16" in rows["blocks/up/kernel"]
     assert "4 x 7 x 16" in rows["experts_up"]
     assert rows["moe/router/kernel"].split("adamw")[1].split()[0] == "router"

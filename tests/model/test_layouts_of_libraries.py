@@ -255,7 +255,7 @@ def test_nothing_else_is_scaled(name):
         pytest.fail("draw other numbers: a head has no positive logit")
     after = mc.clip_qk(layout.params, stats, tau, model=reading)
     options = {"attention": reading.attention, "dimension_numbers": lambda p: None}
-    rows = mc.describe(layout.params, **options).splitlines()[1:]
+    rows = mc.describe(layout.params, collapse=False, **options).splitlines()[1:]
     queries, keys = (
         {row.split()[0] for row in rows if f"{role}," in row}
         for role in ("query", "key")

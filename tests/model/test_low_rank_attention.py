@@ -248,7 +248,7 @@ def test_lora_linear_of_nnx():
     model = nnx.eval_shape(lambda: Attention(nnx.Rngs(0)))
     reading = mc.read_model(Attention.__call__, model, jnp.ones((1, T, D)))
     text = mc.describe(nnx.state(model), model=reading)
-    rows = {row.split()[0]: row for row in text.splitlines()}
+    rows = {row.split()[0]: row for row in text.splitlines() if row}
     assert rows["q_proj/lora/lora_b"].endswith(f"query, {H} heads")
     assert rows["k_proj/lora/lora_b"].endswith(f"key, {K} heads")
     assert rows["q_proj/lora/lora_a"].endswith("-")

@@ -301,7 +301,7 @@ def test_gains_over_two_axes_with_their_shifts_are_no_matrices():
     gain = {"weight": (24, 40), "bias": (24, 40)}
     params = {"layers": [linear(40, 24), gain, linear(9, 40), {"weight": (24, 40)}]}
     text = mc.describe(abstract(params), attention=[])
-    rows = {row.split()[0]: row for row in text.splitlines()}
+    rows = {row.split()[0]: row for row in text.splitlines() if row}
     assert "adamw      norm" in rows["layers/1/weight"]
     # Without its shift it looks like a layer, but its number says nothing.
     assert "outputs first?" in rows["layers/3/weight"]

@@ -93,7 +93,8 @@ def test_the_longest_pattern_wins_and_the_rest_is_automatic():
     assert layers["1"] == {"experts_up": None, "up": {"kernel": None}}
     assert found["embed"]["embedding"] is None
     by_muon = mc.muon(1.0, dimension_numbers=rules)
-    assert mc.describe(PARAMS, dimension_numbers=rules).count("given") == 5
+    table = mc.describe(PARAMS, dimension_numbers=rules, collapse=False)
+    assert table.count("given") == 5
     assert by_muon.init(PARAMS)
 
 
@@ -113,5 +114,5 @@ def test_rules_that_say_nothing_are_refused(rules, message):
 
 def test_keys_of_the_params_make_a_prefix_and_no_patterns():
     numbers = {"embed": None, "layers": MATRIX}
-    found = mc.describe(PARAMS, dimension_numbers=numbers, attention=[])
+    found = mc.describe(PARAMS, dimension_numbers=numbers, attention=[], collapse=False)
     assert found.count("4 x 8 x 16") == found.count("1 x 8 x 16") == 3

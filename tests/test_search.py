@@ -1,0 +1,107 @@
+"""The manual's site: what its search finds first, and that it loads nothing from afar.
+
+The index is the one that the site is built with, and the ranking that of its theme:
+every word is a prefix, a title counts a thousand times as much as text, and a section
+that has all the words counts more than one that has some.
+"""
+
+import html
+import json
+import re
+
+import pytest
+from helpers import ROOT
+
+
+pytestmark = pytest.mark.more
+
+QUESTIONS = {
+    "installation": "",
+    "wandb": "logging",
+    "tensorboard": "logging",
+    "fine-tuning": "fine_tuning",
+    "finetune": "fine_tuning",
+    "LoRA": "fine_tuning",
+    "diffusion": "vision",
+    "DiT": "vision",
+    "mamba": "state_space",
+    "MLA": "qk_clip",
+    "GQA": "qk_clip",
+    "learning rate": "tuning",
+    "warmup": "tuning_schedules",
+    "loss spike": "spikes",
+    "NaN": "spikes",
+    "out of memory": "precision",
+    "FSDP": "layouts",
+    "checkpoint": "checkpoints",
+    "huggingface": "libraries",
+    "maxtext": "libraries",
+    "freeze": "frozen",
+    "gradient accumulation": "qk_clip_settings",
+    "TrainState": "train_state",
+    "pytorch": "from_torch",
+    "optax.contrib.muon": "from_optax",
+    "per-head": "per_head",
+    "bfloat16": "precision",
+    "TPU": "accelerators",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra dev")
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    build.build(load_config(str(ROOT / "docs" / "mkdocs.yml"), site_dir=str(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    lunr = pytest.importorskip("lunr", reason="needs the extra dev")
+    from lunr.stemmer import stemmer
+
+    sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    for section in sections:
+        for field in ("title", "text"):
+            text = re.sub(r"<[^>]*>", " ", section.get(field, ""))
+            # As the separator in mkdocs.yml splits words; lunr's own splits at spaces.
+            words = re.split(r"[\s\-,:!=\[\]()\"'`{}/]+|\.(?!\d)", html.unescape(text))
+            section[field] = " ".join(words)
+    fields = [{"field_name": "title", "boost": 1000}, {"field_name": "text"}]
+    builder = lunr.get_default_builder()
+    builder.pipeline.remove(stemmer)  # words of the theme's index keep their ends
+    index = lunr.lunr("location", fields, sections, builder=builder)
+
+    def pages(question):
+        words = re.findall(r"\w+", question.lower())
+        scores: dict[str, float] = {}
+        for found in index.search(" ".join(f"{word}*" for word in words)):
+            terms = list(found["match_data"].metadata)
+            seen = sum(any(t.startswith(w[:4]) for t in terms) for w in words)
+            is_page = "#" not in found["ref"]
+            score = found["score"] * (1 + (is_page + seen / len(words)) ** 2)
+            page = found["ref"].split("#")[0].rstrip("/")
+            scores[page] = max(score, scores.get(page, 0.0))
+        return sorted(scores, key=lambda page: -scores[page])
+
+    return pages
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_right_page_comes_first(search, question):
+    assert search(question)[:1] == [QUESTIONS[question]], search(question)[:5]
+
+
+def test_the_site_works_offline(site):
+    """No script, style, picture or font of a page is on another host."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 50
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|source)[^>]* src=.?(https?:[^ >]*)", text)
+        for link in re.findall(r"<link[^>]*>", text):
+            if "canonical" not in link and "alternate" not in link:
+                loaded += re.findall(r"href=.?(https?:[^ >]*)", link)
+        assert loaded == [], page
