@@ -333,7 +333,11 @@ class ByNames:
             ]
             why = "output head: as large as the vocabulary"
             head = Verdict(None, why, is_sure=False, label="head")
-            found = {leaf.own: head for leaf in of_vocabulary if not self.stacks[leaf.own].depth}
+            found = {
+                leaf.own: head
+                for leaf in of_vocabulary
+                if not self.stacks[leaf.own].depth
+            }
 
         why = "output head: nothing takes its outputs"
         head = Verdict(None, why, is_sure=False, label="head")

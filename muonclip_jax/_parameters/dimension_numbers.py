@@ -39,7 +39,7 @@ def flax_dimension_numbers(
 ) -> Any:
     """Finds the axes that form matrices in every leaf, by names and shapes.
 
-    Names and shapes are read together. Written as inputs -> outputs, a kernel of
+    Written as inputs -> outputs, a kernel of
 
     - `Dense` or `Linear` is `(in -> out)`; `(out, in)` where the bias or the framework
         says so: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
@@ -50,18 +50,17 @@ def flax_dimension_numbers(
     - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
 
     A stack of layers is an axis that all leaves of a module share, its norms among
-    them, in front, after the first axis or last; so is an axis that the params name
-    `layers` (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). A stack of
-    experts is known by its router. Every matrix of a stack is orthogonalized by itself.
-    Where an update comes without the names, as from `nnx.Optimizer`, pass the tree
-    that this returns, and not the function.
+    them, in front, after the first axis or last, or that the params name `layers`
+    (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax); where an update comes
+    without the names, as from `nnx.Optimizer`, pass the tree that this returns. A stack
+    of experts is known by its router. Every matrix of a stack is one by itself.
 
     Embeddings, positions, norms, biases, routers, gates of one number for each head
-    (`in_proj_ba` next to `A_log`) and all leaves of rank 0 and 1 in one layer are
-    `None`, for AdamW. So is the output head: a kernel named so (`head`,
-    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
-    one with a bias whose outputs nothing in the tree takes. Under an unknown name, a
-    leaf of rank 2 is a matrix. [`describe`][] says why.
+    (`in_proj_ba` next to `A_log`) and what has rank 0 or 1 in one layer are `None`, for
+    AdamW. So is the output head: a kernel named so (`head`, `lm_head`, `logits`, ...),
+    one with as many outputs as the embedding has entries, or one with a bias whose
+    outputs nothing takes. Under an unknown name, a leaf of rank 2 is a matrix.
+    [`describe`][] says why.
 
     **Arguments:**
 
@@ -69,10 +68,8 @@ def flax_dimension_numbers(
         pytree of arrays or `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are
         left hidden.
     - `per_head`: whether every head of a query, key or value projection is a matrix of
-        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. For
-        `dimension_numbers`: `functools.partial(mc.flax_dimension_numbers,
-        per_head=True)`. Heads that a `model=` or `attention=` shows, in flat and fused
-        kernels too, are cut by `per_head=True` of [`muon`][].
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. Heads that a
+        `model=` or `attention=` shows are cut by `per_head=True` of [`muon`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
         `nnx.vmap` stacks, where the leaves do not show it, such as
         `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
@@ -91,11 +88,11 @@ def flax_dimension_numbers(
 
         >>> import jax.numpy as jnp
         >>> import muonclip_jax as mc
+        >>> from optax.contrib import MuonDimensionNumbers
         >>> params = {
         ...     "attn": {"query": {"kernel": jnp.ones((16, 4, 8))}},
         ...     "experts_up": jnp.ones((4, 16, 32)),
         ... }
-        >>> from optax.contrib import MuonDimensionNumbers
         >>> rules = {"experts_*": MuonDimensionNumbers(-2, -1)}
         >>> found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
         >>> found["attn"]["query"]["kernel"]
@@ -165,13 +162,8 @@ def param_labels(
         >>> def is_head(params):
         ...     name = lambda label: "head" if label == "head" else "rest"
         ...     return jax.tree.map(name, mc.param_labels(params))
-        >>> tx = optax.partition(
-        ...     {
-        ...         "rest": mc.muon(1e-2),
-        ...         "head": optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
-        ...     },
-        ...     is_head,
-        ... )
+        >>> head = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
+        >>> tx = optax.partition({"rest": mc.muon(1e-2), "head": head}, is_head)
     """
     tree = paths.flatten(params)
     reading = ByNames(tree).verdicts() if model is None else _read(model, tree)

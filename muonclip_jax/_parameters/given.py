@@ -38,9 +38,7 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
     if not all(isinstance(key, str) for key in entries):
         return False
     params = tree.whole()
-    keys = (
-        set(params) if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
-    )
+    keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
     others = [key for key in entries if key not in keys]
     is_written_so = any(re.search(r"[*?\[/]", key) for key in others)
     return is_written_so or len(others) == len(entries)
@@ -65,7 +63,7 @@ def by_pattern(
                 "mc.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or 'auto'"
             )
     found: dict[Path, Any] = {}
-    used: set[str] = set()
+    unused = dict.fromkeys(patterns)
     for path in tree_paths:
         starts = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
         hits = [
@@ -73,10 +71,9 @@ def by_pattern(
             for pattern in patterns
             if any(x == pattern or fnmatch.fnmatchcase(x, pattern) for x in starts)
         ]
-        used.update(hits)
         if hits:
             found[path] = patterns[max(hits, key=len)]
-    unused = [pattern for pattern in patterns if pattern not in used]
+            unused = dict.fromkeys(x for x in unused if x not in hits)
     if unused:
         example = show(next(iter([*found, *tree_paths]), ()))
         raise ValueError(
@@ -94,22 +91,16 @@ def write_patterns(
 
     A star stands for the number of a module, where all that it matches are alike.
     """
-
-    def escape(name: str) -> str:
-        return re.sub(r"([*?\[])", r"[\1]", name)
-
-    def pattern(path: Path) -> str:
-        *modules, leaf = map(escape, path)
-        return "/".join([*(re.sub(r"\d+$", "*", name) for name in modules), leaf])
-
-    groups: dict[str, set[Any]] = {}
-    for path, guess in guesses.items():
-        groups.setdefault(pattern(path), set()).add(guess)
+    own = {x: re.sub(r"([*?\[])", r"[\1]", "/".join(x)) for x in guesses}
+    starred = {x: re.sub(r"\d+(?=/)", "*", name) for x, name in own.items()}
     others = ["/".join(path) for path in tree_paths if path not in guesses]
-    mixed = {x for x, y in groups.items() if len(y) > 1 or fnmatch.filter(others, x)}
+    alike: dict[str, set[Any]] = {}
+    for path, x in guesses.items():
+        alike.setdefault(starred[path], set()).add(x)
+    mixed = {x for x, y in alike.items() if len(y) > 1 or fnmatch.filter(others, x)}
     entries = {
-        escape("/".join(path)) if pattern(path) in mixed else pattern(path): guess
-        for path, guess in guesses.items()
+        own[path] if starred[path] in mixed else starred[path]: x
+        for path, x in guesses.items()
     }
     lines = [
         f'    "{key}": MuonDimensionNumbers({x.reduction_axis}, {x.output_axis}),'

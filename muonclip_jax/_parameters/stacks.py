@@ -139,7 +139,5 @@ def _shared(
             if x and p[: len(module)] != module
             if names.kind(p) == "embedding" or (len(x) == 1 and names.kind(p) == "norm")
         }
-        fits.sort(
-            key=lambda at: any({*at[len(x)].layer(x)} - known for x in vectors)
-        )
+        fits.sort(key=lambda at: any({*at[len(x)].layer(x)} - known for x in vectors))
     return {p: fits[0][len(shapes[p])] for p in inside} if fits else {}
