@@ -14,9 +14,9 @@ from ._model.attention_layers import (
 from ._model.per_head import heads_apart
 from ._options import flag
 from ._parameters import paths
+from ._parameters.by_names import Verdict
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.given import Model
-from ._parameters.by_names import Verdict
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")

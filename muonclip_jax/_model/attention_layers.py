@@ -13,6 +13,7 @@ from .._parameters import names, paths
 from .._parameters.by_names import ByNames
 from .._parameters.dimension_numbers import check_model
 from .._parameters.given import Model
+from .._parameters.paths import is_masked
 from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 
@@ -136,11 +137,11 @@ def flax_attention_layers(
         # a key that it shows, what it hides need not be a projection.
         is_one = path[-1:] == ("query",) and path in leaf_at.hidden
         module = path[:-1] if is_one else path[:-2]
-        key = (*module, "key", "kernel")
         # A query alone is no attention: a model for search has one, too.
-        if (is_one or path[-2:] == ("query", "kernel")) and key in leaf_at:
-            if not is_one or paths.is_masked(leaf_at[key]):
-                modules[module] = None
+        key = (*module, "key", "kernel")
+        is_query = is_one or path[-2:] == ("query", "kernel")
+        if is_query and key in leaf_at and (not is_one or is_masked(leaf_at[key])):
+            modules[module] = None
     layers = []
     for module in modules:
         leaves: dict[str, list[HeadLeaf]] = {"query": [], "key": []}
@@ -283,7 +284,7 @@ def _check_not_normalized(
     strays: dict[str, list[str]] = {}
     for layer in layers if norms else ():
         leaves = [layer.path_of(leaf) for leaf in layer.leaves]
-        if all(paths.is_masked(leaf_at[path]) for path in leaves):
+        if all(is_masked(leaf_at[path]) for path in leaves):
             continue
         own = {path[:n] for path in leaves for n in range(len(path) + 1)}
         depth = len(paths.split(layer.path))
@@ -335,7 +336,7 @@ def check_none_overlooked(
             names.projection(name) == "query" for name in path[-3:-1]
         )
         is_known = any(path[:n] in known for n in (len(path) - 2, len(path) - 3))
-        is_hidden = paths.is_masked(reading.leaf_at[own])
+        is_hidden = is_masked(reading.leaf_at[own])
         if is_query and own[-2:] != ("query", "kernel") and not is_known | is_hidden:
             overlooked.append(own)
     if overlooked:

@@ -6,10 +6,11 @@ projections of attention `q_proj` or `wq`. Read like this, one list of rules ser
 all. A leaf that no rule decides is open, and the caller asks.
 """
 
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -67,17 +68,13 @@ class ByNames:
             path: () if is_masked(leaf) else tuple(leaf.shape)
             for path, leaf in self.leaf_at.items()
         }
-        layers, axes = (
-            {path: self.stacks[path].layer(x) for path, x in of.items()}
-            for of in (
-                self._shape,
-                {path: (*range(-len(x), 0),) for path, x in self._shape.items()},
-            )
-        )
-        self.leaves = _leaves_of(layers, axes)
+        axes: dict[Path, tuple[int, ...]] = {}  # of one layer
+        for path, (start, depth) in self.stacks.items():
+            rank, stacked = len(self._shape[path]), range(start, start + depth)
+            axes[path] = tuple(i - rank for i in range(rank) if i not in stacked)
+        self.leaves = _leaves_of(self._shape, axes)
         self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
         self.own = {leaf.path: own for own, leaf in self.leaves.items()}
-        self._layouts = _layouts_of(self.leaves.values())
         # A mask of matrices hides vectors, and heads next to them.
         hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
         self._is_whole = not any(names.kind(p) in ("bias", "norm") for p in hidden)
@@ -103,6 +100,10 @@ class ByNames:
                 if last == ("router",) or (is_gate and {0, *leaf.shape} & counts):
                     self._routers[own] = leaf.path[:at], leaf.shape
 
+    @functools.cached_property
+    def _layouts(self) -> dict[Path, tuple[str, list[str]]]:
+        return _layouts_of(self.leaves.values())
+
     def has_heads(self, kernel: Path) -> bool | None:
         """Looks for an axis of heads in a kernel of attention; `None` if open."""
         if len(self.shapes.get(kernel, ())) < 3:
@@ -121,8 +122,14 @@ class ByNames:
                 found[own] = Verdict(None, "no floats")
             else:
                 found[own] = self._verdict(leaf, per_head)
-        if self._is_whole:
-            found |= self._unnamed_heads(found)
+        kernels = [
+            leaf
+            for own, leaf in self.leaves.items()
+            if len(leaf.shape) == 2 and leaf.path[-1:] == ("kernel",) and leaf.path[1:]
+            if found[own].numbers is not None and not found[own].is_open
+        ]
+        if kernels and self._is_whole:
+            found |= self._unnamed_heads(kernels, found)
         for own, verdict in found.items():
             stack = self.stacks[own]
             if stack.depth and verdict.numbers is not None and not verdict.is_open:
@@ -278,13 +285,14 @@ class ByNames:
             inputs = (-2,)
         return Verdict(leaf.numbers(inputs, outputs), "open", is_open=True)
 
-    def _unnamed_heads(self, verdicts: Mapping[Path, Verdict]) -> dict[Path, Verdict]:
+    def _unnamed_heads(
+        self, kernels: Sequence[Leaf], verdicts: Mapping[Path, Verdict]
+    ) -> dict[Path, Verdict]:
         """The kernels that write the output though they are not called a head.
 
         They have the size of the vocabulary, or nothing takes what they give: their
         outputs are the input of no other leaf. Layers of repeated blocks are none.
         """
-        kernels: list[Leaf] = []
         taken, unfolded = set(), set()
         for own, verdict in verdicts.items():
             leaf, full = self.leaves[own], self._shape[own]
@@ -300,14 +308,10 @@ class ByNames:
                     unfolded |= {channels} if is_transposed else set()
                 else:
                     taken |= {math.prod(inputs)}
-                if len(leaf.shape) == 2 and leaf.path[-1:] == ("kernel",):
-                    kernels += [leaf] if leaf.path[1:] and not verdict.is_open else []
             elif verdict.label == "head" and leaf.shape:
                 taken |= {leaf.shape[0]}
             elif leaf.shape and names.kind(leaf.path) in ("norm", "embedding"):
                 taken |= {leaf.shape[-1]}
-        if not kernels:
-            return {}
         alike = Counter(map(_twin, self.leaves.values()))
         labels = {own: verdict.label for own, verdict in verdicts.items()}
         tables = [
@@ -376,12 +380,13 @@ class ByNames:
 
 
 def _leaves_of(
-    layers: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
 ) -> dict[Path, Leaf]:
-    """Leaves of one layer in Flax's words, those turned that have outputs first."""
+    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
     written = names.in_flax(layers)
-    shapes = {path: layers[own] for own, path in written.items()}
-    biases = {own: shapes.get((*x[:-1], "bias")) for own, x in written.items()}
+    by_path = {path: layers[own] for own, path in written.items()}
+    biases = {own: by_path.get((*x[:-1], "bias")) for own, x in written.items()}
     kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
     weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
 
@@ -406,11 +411,11 @@ def _leaves_of(
         is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
         may_turn = own in weights or own[-1:] == ("0",)
         may_turn |= len(shape) == 2 and is_layer
-        by, outputs = 0, len(without_ones(bias or ()))
-        if len(shape) > 1 and may_turn and outputs < len(shape):
+        by = 0
+        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
             turned = is_turned(own)
             if turned:
-                by = outputs
+                by = len(without_ones(bias or ()))
             elif turned is None and is_weight and not is_open and weights_turned:
                 by = len(shape) - 1 if in_attention and module != "out" else 1
                 by *= names.kind(own) != "embedding"

@@ -100,7 +100,7 @@ def flax_dimension_numbers(
     """
     tree = paths.flatten(params)
     reading = ByNames(tree, stack_axes).verdicts(flag("per_head", per_head))
-    found = _decided(tree, reading, dimension_numbers)
+    found = resolve_verdicts(dimension_numbers, tree, reading=reading)
     return tree.unflatten(verdict.numbers for verdict in found)
 
 
@@ -193,8 +193,10 @@ def resolve_verdicts(
 ) -> list[Verdict]:
     """The verdict on each leaf, whichever way its numbers were given.
 
-    What rules leave to be found is found by `reading`, else by the model's, else by
+    What patterns leave to be found is found by `reading`, else by the model's, else by
     names. Leaves that are `described` otherwise may be left open.
+
+    **Raises:** `ValueError` that lists the leaves of which nothing tells.
     """
     given: Any = dimension_numbers
     if isinstance(given, OfTree):
@@ -203,27 +205,72 @@ def resolve_verdicts(
     is_found = given is None
     if not is_found and paths.is_function(given):
         given = given(tree.whole())
-    if is_found or is_patterns(given, tree):
-        if reading is None and model is not None:
-            reading = _read(model, tree)
-        return _decided(
-            tree, reading or ByNames(tree).verdicts(per_head), given, described
+    if not is_found and not is_patterns(given, tree):
+        if per_head:
+            raise ValueError(
+                "per_head=True has no effect next to dimension_numbers for all leaves: "
+                "make them by mc.flax_dimension_numbers(per_head=True), or give "
+                "patterns"
+            )
+        entries = broadcast(
+            given,
+            tree,
+            name="dimension_numbers",
+            is_entry=is_axes,
+            expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
+            remedy="; to give rules and have the rest found automatically, write "
+            "patterns, such as 'mlp*' in place of 'mlp'",
         )
-    if per_head:
-        raise ValueError(
-            "per_head=True has no effect next to dimension_numbers for all leaves: "
-            "make them by mc.flax_dimension_numbers(per_head=True), or give patterns"
-        )
-    entries = broadcast(
-        given,
-        tree,
-        name="dimension_numbers",
-        is_entry=is_axes,
-        expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
-        remedy="; to give rules and have the rest found automatically, write "
-        "patterns, such as 'mlp*' in place of 'mlp'",
-    )
-    return [Verdict(entry, "given") for entry in entries]
+        return [Verdict(entry, "given") for entry in entries]
+    if reading is None and model is not None:
+        reading = _read(model, tree)
+    found = dict(reading or ByNames(tree).verdicts(per_head))
+    for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
+        if numbers != AUTOMATIC and found[path].why != "hidden":
+            found[path] = Verdict(numbers, "given")
+    if any(x.is_open and path not in described for path, x in found.items()):
+        raise ValueError(_question(tree, found, described))
+    return list(found.values())
+
+
+def _question(
+    tree: paths.PathedTree,
+    found: Mapping[paths.Path, Verdict],
+    described: Collection[paths.Path],
+) -> str:
+    """Lists the leaves of which nothing tells, with a guess to paste."""
+    guesses = {
+        path: x.numbers
+        for path, x in found.items()
+        if x.is_open and x.numbers and path not in described
+    }
+    shapes = zip(tree.paths, tree.leaves, strict=True)
+    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
+    message = [
+        "cannot tell which axes of these leaves form matrices:",
+        *(f"  {lines[path]}" for path in guesses),
+    ]
+    if any(map(paths.is_masked, tree.leaves)):
+        message += [
+            "A mask hides leaves that may tell. Decide on all params: "
+            f"{BEFORE_THE_MASK}. Or say it here:"
+        ]
+    message += [
+        "The model's own function tells: model=mc.read_model(loss, params, *batch).",
+        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
+        "axes, then output axes; all other axes are a stack of matrices; None is "
+        "AdamW. Leaves that no pattern matches are found as before:",
+        "",
+        "from optax.contrib import MuonDimensionNumbers",
+        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
+    ]
+    unsure = [
+        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
+        for path, x in found.items()
+        if not x.is_sure
+    ]
+    message += ["", "Decided with little evidence:", *unsure] if unsure else []
+    return "\n".join(message)
 
 
 def check_model(model: Model | None) -> None:
@@ -263,59 +310,6 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
             why = f"not read: {by_names[path].why}"
             found[path] = by_names[path]._replace(why=why)
     return found
-
-
-def _decided(
-    tree: paths.PathedTree,
-    reading: Mapping[paths.Path, Verdict],
-    patterns: Mapping[str, Any] | None,
-    described: Collection[paths.Path] = (),
-) -> list[Verdict]:
-    """The verdict on each leaf: what a pattern says, or else the evidence in the tree.
-
-    **Raises:** `ValueError` that lists the leaves of which neither tells.
-    """
-    given = by_pattern(patterns, tree.paths) if patterns else {}
-    found = {
-        path: Verdict(given[path], "given")
-        if given.get(path, AUTOMATIC) != AUTOMATIC and verdict.why != "hidden"
-        else verdict
-        for path, verdict in reading.items()
-    }
-    guesses = {
-        path: x.numbers
-        for path, x in found.items()
-        if x.is_open and x.numbers and path not in described
-    }
-    if not guesses:
-        return list(found.values())
-    shapes = zip(tree.paths, tree.leaves, strict=True)
-    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
-    message = [
-        "cannot tell which axes of these leaves form matrices:",
-        *(f"  {lines[path]}" for path in guesses),
-    ]
-    if any(map(paths.is_masked, tree.leaves)):
-        message += [
-            "A mask hides leaves that may tell. Decide on all params: "
-            f"{BEFORE_THE_MASK}. Or say it here:"
-        ]
-    message += [
-        "The model's own function tells: model=mc.read_model(loss, params, *batch).",
-        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
-        "axes, then output axes; all other axes are a stack of matrices; None is "
-        "AdamW. Leaves that no pattern matches are found as before:",
-        "",
-        "from optax.contrib import MuonDimensionNumbers",
-        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
-    ]
-    unsure = [
-        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
-        for path, x in found.items()
-        if not x.is_sure
-    ]
-    message += ["", "Decided with little evidence:", *unsure] if unsure else []
-    raise ValueError("\n".join(message))
 
 
 def views_of(

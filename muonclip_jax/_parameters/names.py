@@ -159,6 +159,7 @@ def says_position(path: Path) -> bool:
     return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
 
 
+@functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str:
     """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()), "")

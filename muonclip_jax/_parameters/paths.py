@@ -16,13 +16,17 @@ Shape = tuple[int, ...]
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
 
+# Keys of the one array in a box: Flax ("value"), Haliax, penzai; or it has a number.
+_IN_BOX = {"value", "array", "data_array"}
+_Number = jax.tree_util.FlattenedIndexKey
+
 
 class LeafAt(dict[Path, Any]):
     """Leaves by path; `MaskedNode` for all below a module that a mask hides as one."""
 
-    def __init__(self, paths: Iterable[Path], leaves: Iterable[Any]):
-        super().__init__(zip(paths, leaves, strict=True))
-        self.hidden = {path for path, leaf in self.items() if is_masked(leaf)}
+    @functools.cached_property
+    def hidden(self) -> set[Path]:
+        return {path for path, leaf in self.items() if is_masked(leaf)}
 
     def __missing__(self, path: Path) -> optax.MaskedNode:
         if self.hides(path):
@@ -65,9 +69,9 @@ class PathedTree(NamedTuple):
 
         **Raises:** `ValueError`, naming the paths, for leaves that are no arrays.
         """
-        leaf_at = LeafAt(self.paths, self.leaves)
-        others = [p for p, x in leaf_at.items() if not is_array(x) and not is_masked(x)]
-        if others:
+        leaf_at = LeafAt(zip(self.paths, self.leaves, strict=True))
+        hidden = [path for path, leaf in leaf_at.items() if not hasattr(leaf, "dtype")]
+        if others := [path for path in hidden if not is_masked(leaf_at[path])]:
             raise ValueError(
                 f"no arrays: {show_all(others)}. Params hold arrays alone: write a "
                 "number as jnp.asarray(...), and pass an Equinox model as "
@@ -153,12 +157,13 @@ def _walk(
     if treedef.node_data() is None and children:
         yield path, names
         return
-    is_box = _is_box(node, is_leaf)
-    names = (_axis_names(node) or names) if is_box else names
-    for keys, child in children:
-        name = jax.tree_util.keystr(keys, simple=True)
-        below = path if is_box else path + split(name)
-        yield from _walk(child, below, names, is_leaf)
+    for (key,), child in children:
+        name, at = jax.tree_util.keystr((key,), simple=True), path
+        if (name in _IN_BOX or isinstance(key, _Number)) and _is_box(node, is_leaf):
+            names = _axis_names(node) or names
+        else:
+            at = (*path, *name.split("/")) if name else path
+        yield from _walk(child, at, names, is_leaf)
 
 
 def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
@@ -176,19 +181,15 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     if data is None or len(children) != 1:
         return False
     (((key,), child),), (kind, about) = children, data
-    # Haliax keeps `array`, penzai `data_array`; nodes without keys number it. A module
-    # may hold nothing but its `value`; a box says something about it.
-    name = jax.tree_util.keystr((key,), simple=True)
-    is_numbered = isinstance(key, jax.tree_util.FlattenedIndexKey)
     is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
-    if is_numbered or name in ("array", "data_array"):
+    if jax.tree_util.keystr((key,), simple=True) != "value":
         return is_end or _is_box(child, is_leaf)
+    # A module may hold nothing but its `value`; a box says something about it, or, in
+    # penzai, holds a named array, in one more box.
     if is_end:
-        return name == "value" and bool(about) and not issubclass(kind, Mapping)
-    # In penzai it holds a named array, in one more box.
+        return bool(about) and not issubclass(kind, Mapping)
     below = jax.tree.flatten_with_path(child, is_leaf=lambda x: x is not child)[0]
-    keys = [jax.tree_util.keystr(keys, simple=True) for keys, _ in below]
-    return name == "value" and keys == ["data_array"]
+    return [jax.tree_util.keystr(x, simple=True) for x, _ in below] == ["data_array"]
 
 
 @functools.cache

@@ -90,7 +90,7 @@ def find_stacks(
         raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
     seen: dict[Path, Stack] = {}  # the outermost of nested stacks holds them all
     for module in sorted(members, key=len):
-        if members[module][0] not in seen:
+        if members[module][1:] and members[module][0] not in seen:
             seen |= _shared(module, members[module], shapes)
     return found | seen
 
