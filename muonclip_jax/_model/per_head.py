@@ -108,23 +108,23 @@ def _of_heads(
             # A part of each head's outputs, as the key of a latent kernel is.
             output = tuple(sorted(place.axis(axis, rank) for axis in (*heads, axes[1])))
     view = matrix_view(shape, MatrixAxes(reduction, output))
-    # Which head each output belongs to, by what QK-Clip would scale it with. What it
-    # leaves alone, such as the value in a fused kernel, is a matrix of its own from one
-    # head to the next.
+    # Which head each output belongs to, queries even and keys odd: keys may be fewer.
+    # What no head scales, such as the value in a fused kernel, is a matrix of its own
+    # from one head to the next.
     alone = tuple(n if i in view.output else 1 for i, n in enumerate(shape))
-    owner = np.zeros(alone, int)
+    owner = np.full(alone, -1)
     for is_key, each in leaves:
-        count = each.heads(alone)
-        if count is None:
-            continue  # QK-Clip's `init` says why
-        # Above 1, which is no scale, queries even and keys odd: keys may be fewer.
-        marks = 2 + 2 * np.arange(count) + is_key
-        stack = (1,) * each.stack_of(rank).depth
-        scale = each.scale(alone, marks.reshape(*stack, count))
-        owner = np.where(np.broadcast_to(scale, alone) == 1, owner, scale)
+        if each.heads(alone) is not None:  # else QK-Clip's `init` says why
+            place = each.stack_of(rank)
+            own = each.owners(alone)
+            own = np.expand_dims(
+                own, tuple(place.start + i for i in range(place.depth))
+            )
+            owner = np.where(own < 0, owner, 2 * own + is_key)
+    owner = np.broadcast_to(owner, alone)
     owners = owner.ravel()
     runs = [(key, len(list(run))) for key, run in itertools.groupby(owners.tolist())]
-    found = [key for key, _ in runs if key]
+    found = [key for key, _ in runs if key >= 0]
     if len(set(found)) < len(found):
         raise ValueError(
             f"per_head=True cannot cut '{paths.show(path)}' {shape}: the outputs of a "
