@@ -49,6 +49,9 @@ class Leaf(NamedTuple):
     shape: Shape
     axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
     bias: Shape | None  # next to it; of no axes where a mask hides it
+    module: str
+    is_kernel: bool
+    is_conv: bool
     is_turned: bool = False  # the leaf has its outputs first
     is_open: bool = False  # nothing tells which of its axes are outputs
 
@@ -125,7 +128,7 @@ class ByNames:
         kernels = [
             leaf
             for own, leaf in self.leaves.items()
-            if len(leaf.shape) == 2 and leaf.path[-1:] == ("kernel",) and leaf.path[1:]
+            if len(leaf.shape) == 2 and leaf.is_kernel and leaf.path[1:]
             if found[own].numbers is not None and not found[own].is_open
         ]
         if kernels and self._is_whole:
@@ -141,9 +144,11 @@ class ByNames:
     def _verdict(self, leaf: Leaf, per_head: bool) -> Verdict:
         """The rules on one leaf, in their order; heads without a name come after."""
         own, path, shape, rank = leaf.own, leaf.path, leaf.shape, len(leaf.shape)
-        is_kernel, module = path[-1:] == ("kernel",), "".join(path[-2:-1])
+        is_kernel, is_conv, module = leaf.is_kernel, leaf.is_conv, leaf.module
         has_bias, bias = leaf.bias is not None, leaf.bias or ()
-        kind, kind_written = names.kind(own), names.kind(path)
+        # A checkpoint of PyTorch has the whole path in one name.
+        dotted = tuple(".".join(own).split("."))
+        kind, kind_written = names.kind(dotted), names.kind(path)
 
         # Vectors, whatever the rank: what is added or multiplied.
         if rank < 2 or 0 in shape:
@@ -156,8 +161,6 @@ class ByNames:
             return Verdict(None, "norm")
 
         # Tables: what is looked up. With a bias it is a layer, such as patches.
-        if "." in "".join(own[-1:]):
-            kind = kind_written
         axis_names = self._axis_names.get(own, ())
         if "vocab" in axis_names:
             first = axis_names.index("vocab") - len(axis_names) == leaf.axes[0]
@@ -170,14 +173,11 @@ class ByNames:
             return Verdict(None, kind, label="embedding" if is_table else "vector")
         if kind == "logarithms":
             return Verdict(None, kind)
-        if rank > 2 and sum(size != 1 for size in shape) == 1 and not is_kernel:
-            return Verdict(None, "vector")
         if "head" in (kind, kind_written):
             return Verdict(None, "output head: named so", label="head")
         if own in self._routers:
-            if 1 in shape:  # of the shared expert
-                return Verdict(None, "gate of one number")
-            return Verdict(None, "router", label="router")
+            # One number is the gate of the shared expert.
+            return Verdict(None, "router", label="vector" if 1 in shape else "router")
 
         # One row of weights has no singular values to make even.
         is_row = is_kernel and shape[-1] == 1 and not leaf.is_open
@@ -189,7 +189,7 @@ class ByNames:
                 # Steps and decays of linear attention, one number for each head: Qwen
                 # trains them by AdamW, others by Muon.
                 return self._open(leaf)
-            if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
+            if is_conv and min(shape) <= _WINDOW:
                 # RecurrentGemma: (window, channels)
                 return Verdict(None, "depthwise convolution", is_sure=False)
             # Under a name that says nothing, two gains for each of many features, or
@@ -215,15 +215,11 @@ class ByNames:
         # Kernels of attention, of pairs, of experts: their shapes together tell.
         role, letters = self._layouts.get(path, ("", []))
         has_heads = role in names.WITH_HEADS
-        # Norms, which the mask hides, would show a stack.
-        hides = has_heads and rank > 3 and not self._is_whole
-        if len(letters) == 1 and not (hides and "L" not in letters[0]):
+        if len(letters) == 1:
             inputs, outputs = _sides(letters[0])
             outputs = outputs[-1:] if per_head and has_heads else outputs
             why = "attention" if has_heads or role == "out" else "shapes together"
             return Verdict(leaf.numbers(inputs, outputs), why)
-        if letters or hides:
-            return self._open(leaf)
         for place, (features, experts) in self._routers.values():
             is_inside = path[: len(place)] == place and not leaf.is_open
             if is_inside and shape[-3] == experts and features in shape[-2:]:
@@ -238,7 +234,6 @@ class ByNames:
             return self._open(leaf)
 
         # Windows: one with one input for each output, depthwise, is no matrix.
-        is_conv = bool(names.CONVOLUTION.search(module))
         inner, window = shape[-2], shape[:-2]
         if leaf.is_turned:  # its outputs were in front, then its inputs
             inner, window = shape[0], shape[1:-1]
@@ -250,8 +245,7 @@ class ByNames:
             return Verdict(None, "one output")
 
         # A bias has one entry per output, which tells input axes from output axes.
-        is_padded = own[-1:] == ("weight",) or len(bias) >= rank
-        bias = without_ones(bias) if is_padded else bias
+        bias = without_ones(bias)
         fitting = [
             leaf.numbers(range(len(bias) - n - rank, -n), range(-n, 0))
             for n in range(1, len(bias) + 1)
@@ -273,7 +267,7 @@ class ByNames:
 
     def _open(self, leaf: Leaf) -> Verdict:
         """A guess to be checked by the user."""
-        rank, name = len(leaf.shape), "".join(leaf.path[-2:-1])
+        rank, name = len(leaf.shape), leaf.module
         inputs, outputs = tuple(range(-rank, -1)), (-1,)
         if rank == 3 and name in names.WITH_HEADS:
             inputs, outputs = (-3,), (-2, -1)
@@ -295,30 +289,33 @@ class ByNames:
         """
         taken, unfolded = set(), set()
         for own, verdict in verdicts.items():
-            leaf, full = self.leaves[own], self._shape[own]
+            leaf = self.leaves[own]
             if verdict.numbers is not None:
                 axes = verdict.numbers.reduction_axis
-                inputs = [full[i] for i in ((axes,) if isinstance(axes, int) else axes)]
-                is_named = names.CONVOLUTION.search("".join(leaf.path[-2:-1]))
-                if inputs[2:] or (is_named and inputs[1:]):
-                    # Neither the window nor the colors of a picture are features.
-                    channels = leaf.shape[0 if leaf.is_turned else -2]
-                    taken |= {channels} if channels > _COLORS else set()
-                    is_transposed = "transpose" in leaf.path[-2].lower()
-                    unfolded |= {channels} if is_transposed else set()
-                else:
-                    taken |= {math.prod(inputs)}
-            elif verdict.label == "head" and leaf.shape:
-                taken |= {leaf.shape[0]}
+                axes = (axes,) if isinstance(axes, int) else axes
+                channels = leaf.shape[0 if leaf.is_turned else -2]
+                # Neither the window nor the colors of a picture are features.
+                is_window = len(axes) > (1 if leaf.is_conv else 2)
+                inputs = math.prod(self._shape[own][i] for i in axes)
+                if not is_window or channels > _COLORS:
+                    taken.add(channels if is_window else inputs)
+                if is_window and "transpose" in leaf.module.lower():
+                    unfolded.add(channels)
+            elif leaf.shape and verdict.label == "head":
+                taken.add(leaf.shape[0])
             elif leaf.shape and names.kind(leaf.path) in ("norm", "embedding"):
-                taken |= {leaf.shape[-1]}
+                taken.add(leaf.shape[-1])
         alike = Counter(map(_twin, self.leaves.values()))
+        alone = {
+            leaf.own
+            for leaf in kernels
+            if alike[_twin(leaf)] < 2 and not self.stacks[leaf.own].depth
+        }
         labels = {own: verdict.label for own, verdict in verdicts.items()}
         tables = [
             leaf
             for own, leaf in self.leaves.items()
             if labels[own] == "embedding" and len(leaf.shape) == 2
-            if not names.says_position(own)
         ]
         found: dict[Path, Verdict] = {}
 
@@ -327,21 +324,16 @@ class ByNames:
         last: list[Leaf] = []
         if "head" not in labels.values():
             in_order = sorted(kernels, key=_in_order)
-            unnamed = [x for x in in_order if names.UNNAMED.fullmatch(x.path[-2])]
+            unnamed = [x for x in in_order if names.UNNAMED.fullmatch(x.module)]
             last = list({x.path[:-2]: x for x in unnamed}.values())
             sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]} - taken
-            turned = {(x.path[:-2], x.shape[::-1]) for x in tables}
-            turned |= {((), shape) for _, shape in turned}
+            turned = {(at, x.shape[::-1]) for x in tables for at in (x.path[:-2], ())}
             of_vocabulary = [x for x in last if (x.path[:-2], x.shape) in turned] or [
-                x for x in kernels if x.shape[1] in sizes and alike[_twin(x)] < 2
+                x for x in kernels if x.shape[1] in sizes and x.own in alone
             ]
             why = "output head: as large as the vocabulary"
             head = Verdict(None, why, is_sure=False, label="head")
-            found = {
-                leaf.own: head
-                for leaf in of_vocabulary
-                if not self.stacks[leaf.own].depth
-            }
+            found = {x.own: head for x in of_vocabulary if not self.stacks[x.own].depth}
 
         why = "output head: nothing takes its outputs"
         head = Verdict(None, why, is_sure=False, label="head")
@@ -350,16 +342,14 @@ class ByNames:
         for leaf in kernels:
             (features, outputs), parent = leaf.shape, leaf.path[:-2]
             is_inside = (*parent, "key", "kernel") in self.shapes
-            is_inside |= not names.IN_BLOCK.isdisjoint(names.words(leaf.path[-2]))
+            is_inside |= not names.IN_BLOCK.isdisjoint(names.words(leaf.module))
             if outputs in taken - {1} or is_inside or leaf.own in found:
                 continue
             # Fused projections and gates are taken apart: parts are taken.
             parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
             is_parts = parent and (outputs % features == 0 or taken & parts)
-            has_bias = (*leaf.path[:-1], "bias") in self.shapes
-            is_alone = alike[_twin(leaf)] < 2 and not self.stacks[leaf.own].depth
-            is_network = n_matrices > (1 if has_windows else 2)
-            if outputs == 1 or (has_bias and is_alone and is_network and not is_parts):
+            is_last = leaf.bias is not None and leaf.own in alone and not is_parts
+            if outputs == 1 or (is_last and n_matrices > (1 if has_windows else 2)):
                 # A decoder of pictures may unfold them to a first transposed window.
                 is_unfolded = any(outputs % size == 0 for size in unfolded)
                 found[leaf.own] = self._open(leaf) if is_unfolded else head
@@ -373,7 +363,7 @@ class ByNames:
         unsure += [
             leaf
             for own, leaf in self.leaves.items()
-            if labels[own] == "head" and leaf.path[:-2] and leaf.path[-2] == "head"
+            if labels[own] == "head" and leaf.path[:-2] and leaf.module == "head"
             if leaf.shape[-1] in taken
         ]
         return found | {leaf.own: self._open(leaf) for leaf in unsure}
@@ -405,7 +395,8 @@ def _leaves_of(
         is_weight, module = own in kernels & weights, "".join(path[-2:-1])
         in_attention = module in ("query", "key", "value", "out")
         is_open = is_weight and len(shape) > 2 and not bias
-        is_open &= not (in_attention or names.CONVOLUTION.search(module))
+        is_conv = bool(names.CONVOLUTION.search(module))
+        is_open &= not (in_attention or is_conv)
         # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
         # Equinox; and the first of pairs in stax.
         is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
@@ -420,7 +411,8 @@ def _leaves_of(
                 by = len(shape) - 1 if in_attention and module != "out" else 1
                 by *= names.kind(own) != "embedding"
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        found[own] = Leaf(own, path, shape, axes, bias, bool(by), is_open)
+        kinds = module, own in kernels, is_conv
+        found[own] = Leaf(own, path, shape, axes, bias, *kinds, bool(by), is_open)
     return found
 
 
@@ -434,7 +426,7 @@ def _layouts_of(
     known = {role for layout in names.LAYOUTS for role in layout}
     modules: dict[Path, dict[str, Leaf]] = {}
     for leaf in leaves:
-        at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
+        at = len(leaf.path) - 1 - leaf.is_kernel
         name = "".join(leaf.path[at : at + 1])
         if name in known and leaf.shape:
             modules.setdefault(leaf.path[:at], {})[name] = leaf
@@ -450,7 +442,7 @@ def _layouts_of(
             pairs += [
                 ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
                 for role, leaf in members.items()
-                if leaf.bias and leaf.path[-1] == "kernel"
+                if leaf.bias and leaf.is_kernel
             ]
             size: dict[str, int] = {}
             fits = all(len(letters) == len(shape) for letters, shape in pairs)
@@ -495,11 +487,9 @@ def _twin(leaf: Leaf) -> tuple[Path, Shape]:
     return (*modules, *leaf.path[-2:]), leaf.shape
 
 
-def _in_order(leaf: Leaf) -> list[tuple[float, str]]:
+def _in_order(leaf: Leaf) -> list[tuple[bool, int, str]]:
     """`Dense_10` after `Dense_9`, `linear` before `linear_1`, `out` at the end."""
-    numbers = [re.sub(r"\D", "", name) for name in leaf.path]
-    ends = [math.inf if name in ("out", "output") else 0.0 for name in leaf.path]
     return [
-        (float(number or end), name)
-        for number, end, name in zip(numbers, ends, leaf.path, strict=True)
+        (name in ("out", "output"), int(re.sub(r"\D", "", name) or 0), name)
+        for name in leaf.path
     ]

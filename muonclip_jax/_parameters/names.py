@@ -153,12 +153,6 @@ IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "at
 UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
 
 
-def says_position(path: Path) -> bool:
-    """Checks whether a table is of positions or segments, and not of a vocabulary."""
-    own = {word for name in path[-2:] for word in words(name)}
-    return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
-
-
 @functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str:
     """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
