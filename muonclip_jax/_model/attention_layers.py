@@ -161,7 +161,8 @@ def flax_attention_layers(
         roles = {role: tuple(found) for role, found in leaves.items()}
         layers.append(AttentionLayer("/".join(module), **roles))
     _check_no_others(layers, leaf_at)
-    return _checked(layers, leaf_at)
+    _check_not_normalized(layers, leaf_at)
+    return layers
 
 
 def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) -> None:
@@ -221,19 +222,12 @@ def resolve_attention(
                     f"of mc.HeadLeaf, such as (mc.HeadLeaf('query/kernel', 3),); got "
                     f"{leaves!r}"
                 )
-    return _checked(list(found), tree.by_path())
-
-
-def _checked(
-    layers: list[AttentionLayer], leaf_at: paths.LeafAt
-) -> list[AttentionLayer]:
-    for layer in layers:
-        is_one_sided = layer.rotary_query and not (layer.query or layer.key)
-        for role in ("query", "key") if not is_one_sided else ():
-            if not getattr(layer, role):
-                raise ValueError(
-                    f"attention layer '{show_layer(layer)}' names no {role}"
-                )
+        lacks = [role for role in ("query", "key") if not getattr(layer, role)]
+        if len(lacks) == 1 or (lacks and not layer.rotary_query):
+            raise ValueError(
+                f"attention layer '{show_layer(layer)}' names no {lacks[0]}"
+            )
+    layers, leaf_at = list(found), tree.by_path()
     named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
     if absent := [path for path in named if path not in leaf_at]:
         raise ValueError(

@@ -106,7 +106,7 @@ class HeadLeaf(NamedTuple):
         counts = [owner[meant].shape[i] for i in self.head_axes]
         heads = np.arange(math.prod(counts)).reshape(counts)
         order = sorted(range(len(counts)), key=self.head_axes.__getitem__)
-        others = [i for i in range(rank) if i - rank not in self.head_axes]
+        others = tuple(i for i in range(rank) if i - rank not in self.head_axes)
         owner[meant] = np.expand_dims(heads.transpose(order), others)
         if self.split:
             before, after = owner.shape[: split.start], owner.shape[stop:]

@@ -121,22 +121,20 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
     return PathedTree(tuple(paths), tuple(leaves), treedef, axis_names)
 
 
-def show(path: Path) -> str:
+def show(path: Path, root: str = "(the array itself)") -> str:
     """Writes a path the way error messages and tables show it."""
-    return "/".join(path) or "(the array itself)"
+    return "/".join(path) or root
 
 
-def show_module(path: Path) -> str:
-    """Writes the path of a module, which may be all of the params."""
-    return "/".join(path) or "(the root)"
+#: Writes the path of a module, which may be all of the params.
+show_module = functools.partial(show, root="(the root)")
 
 
 def show_all(paths: Iterable[Path], at_most: int | None = None) -> str:
     """Writes several paths, or the first of them and how many there are besides."""
     shown = [repr(show(path)) for path in paths]
-    named = ", ".join(shown[:at_most])
-    more = len(shown) - (len(shown) if at_most is None else at_most)
-    return f"{named} and {more} more" if more > 0 else named
+    named, more = ", ".join(shown[:at_most]), len(shown[at_most or len(shown) :])
+    return f"{named} and {more} more" if more else named
 
 
 def split(path: str) -> Path:
