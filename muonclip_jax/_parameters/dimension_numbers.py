@@ -209,8 +209,7 @@ def resolve_verdicts(
         if per_head:
             raise ValueError(
                 "per_head=True has no effect next to dimension_numbers for all leaves: "
-                "make them by mc.flax_dimension_numbers(per_head=True), or give "
-                "patterns"
+                "give patterns, or mc.flax_dimension_numbers(params, per_head=True)"
             )
         entries = broadcast(
             given,
@@ -246,16 +245,14 @@ def _question(
     }
     shapes = zip(tree.paths, tree.leaves, strict=True)
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
+    mask = (
+        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
+        "Or say it here:"
+    )
     message = [
         "cannot tell which axes of these leaves form matrices:",
         *(f"  {lines[path]}" for path in guesses),
-    ]
-    if any(map(paths.is_masked, tree.leaves)):
-        message += [
-            "A mask hides leaves that may tell. Decide on all params: "
-            f"{BEFORE_THE_MASK}. Or say it here:"
-        ]
-    message += [
+        *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
         "The model's own function tells: model=mc.read_model(loss, params, *batch).",
         "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
         "axes, then output axes; all other axes are a stack of matrices; None is "
@@ -264,12 +261,11 @@ def _question(
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
     ]
-    unsure = [
-        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
-        for path, x in found.items()
-        if not x.is_sure
-    ]
-    message += ["", "Decided with little evidence:", *unsure] if unsure else []
+    if unsure := [path for path, x in found.items() if not x.is_sure]:
+        message += ["", "Decided with little evidence:"]
+    for path in unsure:
+        by = "adamw" if found[path].numbers is None else "muon"
+        message.append(f"  {by} for {lines[path]}: {found[path].why}")
     return "\n".join(message)
 
 
@@ -316,18 +312,17 @@ def views_of(
     verdicts: Sequence[Verdict], tree: paths.PathedTree
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    views: list[MatrixView | None] = []
-    for path, leaf, (numbers, *_) in zip(*tree[:2], verdicts, strict=True):
+    views: list[MatrixView | None] = [None] * len(verdicts)
+    for i, (path, leaf) in enumerate(zip(*tree[:2], strict=True)):
+        numbers: Any = verdicts[i].numbers
         if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
-            views.append(None)
             continue
+        shape = tuple(leaf.shape)
         try:
-            view = matrix_view(tuple(leaf.shape), numbers)
+            view = matrix_view(shape, numbers)
         except ValueError as error:
-            raise ValueError(
-                f"dimension_numbers for '{paths.show(path)}' with shape "
-                f"{tuple(leaf.shape)}: {error}"
-            ) from None
+            at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
+            raise ValueError(f"{at}: {error}") from None
         is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
-        views.append(dataclasses.replace(view, is_directed=is_directed))
+        views[i] = dataclasses.replace(view, is_directed=is_directed)
     return views

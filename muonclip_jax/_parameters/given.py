@@ -121,8 +121,7 @@ def broadcast(
     """Gives every leaf the entry whose path begins its own.
 
     Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
-    `update` plain dicts. The rest is for the messages: what the user calls the tree,
-    what an entry may be besides `None`, and what to do about entries that are missing.
+    `update` plain dicts. `name`, `expected` and `remedy` are for the messages.
     """
 
     def is_leaf(x: Any) -> bool:
@@ -135,8 +134,11 @@ def broadcast(
             raise ValueError(
                 f"{name} at '{show(path)}' is {entry!r}; it must be {expected} or None"
             )
-    leaf_at = tree.by_path()
-    used, found, missing = set(), [], []
+    # A `None` may also be a parameter that is absent, such as the bias of a layer
+    # without one.
+    leaf_at, found, missing = tree.by_path(), [], []
+    unused = [path for path, entry in entries.items() if entry is not None]
+    used: set[Path] = set()
     for path in tree.paths:
         starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
         used.update(starts)
@@ -145,13 +147,7 @@ def broadcast(
         missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
         raise ValueError(f"{name} has no entry for {paths.show_all(missing)}{remedy}")
-    # A `None` may also be a parameter that is absent, such as the bias of a layer
-    # without one.
-    unused = [
-        path
-        for path, entry in entries.items()
-        if entry is not None and path not in used and not leaf_at.hides(path)
-    ]
+    unused = [x for x in unused if x not in used and not leaf_at.hides(x)]
     if tree.paths and unused:
         raise ValueError(
             f"{name} names {paths.show_all(unused)}, but no parameter has such a path"

@@ -17,8 +17,8 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
+# With GPT-2 in HuggingFace, and papers; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
-# GPT-2 in HuggingFace and papers; short forms name a table if nothing else follows.
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
 _SHORT = {"emb", "embd"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
@@ -31,7 +31,6 @@ _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
 _HEADS |= {"predictions"}  # Keras' applications
-_LOGITS = {"logit", "logits"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
 _ROLES = {
@@ -82,10 +81,10 @@ def words(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def kind(path: Path) -> str:
-    """Returns what a leaf of any shape is by its name and its module's, `""` if open.
+    """Returns what a leaf is by its name and its module's, whatever its shape.
 
-    One of `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`,
-    `"positions or tokens"`, `"head"`.
+    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"head"`, `"positions
+    or tokens"`, or `""`, which is open.
     """
     name = "/".join(path[-1:])
     own, module = words(name), words("/".join(path[-2:-1]))
@@ -122,19 +121,18 @@ def kind(path: Path) -> str:
         return "embedding"
     if {"log", "logs"} & {*own[:1], *ends}:
         return "logarithms"
+    is_position = (_POSITIONS | _TOKENS) & {*own} or ends & _LEARNED
     if is_kernel:
         # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
         is_position = name != "kernel" and first & _RELATIVE and not is_layer
-    else:
-        is_position = (_POSITIONS | _TOKENS) & {*own} or ends & _LEARNED
     if is_position:
         return "positions or tokens"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
-    is_head = any(
-        x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or _LOGITS & {*x})
-        for x in ((module,) if is_kernel else (module, own))
+    is_head = "W_U" in path[-2:] or any(
+        x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or {"logit", "logits"} & {*x})
+        for x in {module, called}
     )
-    return "head" if is_head or "W_U" in path[-2:] else ""
+    return "head" if is_head else ""
 
 
 CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
