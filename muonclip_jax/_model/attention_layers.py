@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from .._options import shown
 from .._parameters import names, paths
 from .._parameters.by_names import ByNames
-from .._parameters.dimension_numbers import check_model
-from .._parameters.given import Model
+from .._parameters.given import check_model, Model
 from .._parameters.paths import is_masked
 from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
@@ -147,7 +146,7 @@ def flax_attention_layers(
         leaves: dict[str, list[HeadLeaf]] = {"query": [], "key": []}
         # A plain kernel lacks the axis of heads. Counted as if it had one, it does not
         # fit, and QK-Clip refuses it; else its features would be taken for layers.
-        is_plain = reading.has_heads((*module, "query", "kernel")) is False
+        is_plain = reading.lacks_heads((*module, "query", "kernel"))
         for role, found in leaves.items():
             for name, ndim in (("kernel", 3), ("bias", 2)):
                 path = (*module, role, name)

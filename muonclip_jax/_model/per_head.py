@@ -12,13 +12,8 @@ from .._matrices.view import matrix_view
 from .._options import flag
 from .._parameters import paths
 from .._parameters.by_names import Verdict
-from .._parameters.dimension_numbers import (
-    check_model,
-    DimensionNumbers,
-    OfTree,
-    resolve_verdicts,
-)
-from .._parameters.given import Model
+from .._parameters.dimension_numbers import DimensionNumbers, OfTree, resolve_verdicts
+from .._parameters.given import check_model, Model
 from .attention_layers import Attention, resolve_attention
 from .head_leaf import HeadLeaf
 

@@ -107,12 +107,11 @@ class ByNames:
     def _layouts(self) -> dict[Path, tuple[str, list[str]]]:
         return _layouts_of(self.leaves.values())
 
-    def has_heads(self, kernel: Path) -> bool | None:
-        """Looks for an axis of heads in a kernel of attention; `None` if open."""
-        if len(self.shapes.get(kernel, ())) < 3:
-            return False
+    def lacks_heads(self, kernel: Path) -> bool:
+        """Checks that no axis of a kernel of attention is of heads, as far as known."""
         _, letters = self._layouts.get(kernel, ("", []))
-        return bool({*"NK"} & {*letters[0]}) if len(letters) == 1 else None
+        is_flat = len(letters) == 1 and {*"NK"}.isdisjoint(letters[0])
+        return is_flat or len(self.shapes.get(kernel, ())) < 3
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
@@ -416,9 +415,7 @@ def _leaves_of(
     return found
 
 
-def _layouts_of(
-    leaves: Iterable[Leaf],
-) -> dict[Path, tuple[str, list[str]]]:
+def _layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
     """The role of every kernel that a layout may name, and the letters that fit it.
 
     Several if layouts fit that take the kernel apart differently.

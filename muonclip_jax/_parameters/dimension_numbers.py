@@ -15,6 +15,7 @@ from .given import (
     AUTOMATIC,
     broadcast,
     by_pattern,
+    check_model,
     is_patterns,
     Model,
     write_patterns,
@@ -267,16 +268,6 @@ def _question(
         by = "adamw" if found[path].numbers is None else "muon"
         message.append(f"  {by} for {lines[path]}: {found[path].why}")
     return "\n".join(message)
-
-
-def check_model(model: Model | None) -> None:
-    """Raises for a `model=` that is no reading."""
-    wanted = ("dimension_numbers", "labels", "unknown")
-    if model is not None and not all(hasattr(model, x) for x in wanted):
-        raise ValueError(
-            f"model must be what mc.read_model(loss, params, *batch) returns, got a "
-            f"{type(model).__name__}"
-        )
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:

@@ -31,6 +31,16 @@ class Model(Protocol):
     def refused(self) -> Sequence[str]: ...
 
 
+def check_model(model: Model | None) -> None:
+    """Raises for a `model=` that is no reading."""
+    wanted = ("dimension_numbers", "labels", "unknown")
+    if model is not None and not all(hasattr(model, x) for x in wanted):
+        raise ValueError(
+            f"model must be what mc.read_model(loss, params, *batch) returns, got a "
+            f"{type(model).__name__}"
+        )
+
+
 def is_patterns(entries: Any, tree: PathedTree) -> bool:
     """Distinguishes patterns from a tree, or a prefix of one, with params' keys."""
     if not isinstance(entries, Mapping) or not entries:
