@@ -340,8 +340,7 @@ class ByNames:
         has_windows = any(len(x.shape) > 3 for x in self.leaves.values())
         for leaf in kernels:
             (features, outputs), parent = leaf.shape, leaf.path[:-2]
-            is_inside = (*parent, "key", "kernel") in self.shapes
-            is_inside |= not names.IN_BLOCK.isdisjoint(names.words(leaf.module))
+            is_inside = not names.IN_BLOCK.isdisjoint(names.words(leaf.module))
             if outputs in taken - {1} or is_inside or leaf.own in found:
                 continue
             # Fused projections and gates are taken apart: parts are taken.

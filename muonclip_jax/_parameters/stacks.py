@@ -91,29 +91,20 @@ def find_stacks(
     seen: dict[Path, Stack] = {}  # the outermost of nested stacks holds them all
     for module in sorted(members, key=len):
         if members[module][1:] and members[module][0] not in seen:
-            seen |= _shared(module, members[module], shapes)
+            seen |= _shared(members[module], shapes)
     return found | seen
 
 
-def _shared(
-    module: Path, inside: list[Path], shapes: Mapping[Path, Shape]
-) -> dict[Path, Stack]:
+def _shared(inside: list[Path], shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
     kinds = {p: names.kind(p) for p in inside}
     kernels = [p for p in inside if p[-1] in names.KERNELS and kinds[p] != "norm"]
-    biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
-    # A weight with more axes than its bias is a layer, whatever its module's name.
-    vectors = [
-        shapes[p]
-        for p in inside
-        if kinds[p] == "norm"
-        if p[-1] not in names.KERNELS
-        or not 0 < len(biases.get(p[:-1], ())) < len(shapes[p])
-    ]
+    vectors = [shapes[p] for p in inside if kinds[p] == "norm"]
     places: Iterable[int] = (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has after its first. Only one
         # that is not just the last axes of its kernel is of a stack.
+        biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
         own = {p: biases[p[:-1]] for p in kernels if p[:-1] in biases}
         own = {p: without_ones(x) if p[-1] == "weight" else x for p, x in own.items()}
         if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
@@ -124,20 +115,8 @@ def _shared(
     # A gain for each output of the one kernel next to it, as of each head, is no stack.
     if len(kernels) == 1 and all(x == shapes[kernels[0]][-len(x) :] for x in vectors):
         return {}
-    fits: list[dict[int, Stack]] = []  # by the rank of a leaf
     for axis in places:
-        at = {len(shapes[p]): stack_at(axis, len(shapes[p]), depth) for p in inside}
-        of_rank = {rank: stack for rank, stack in at.items() if stack}
-        if of_rank.keys() == at.keys():
-            sizes = {of_rank[len(shapes[p])].sizes(shapes[p]) for p in inside}
-            fits += [of_rank] if len(sizes) == 1 else []
-    if len(fits) > 1:
-        # Where layers and features are both shared, features are known outside.
-        known = {
-            x[-1]
-            for p, x in shapes.items()
-            if x and p[: len(module)] != module
-            if names.kind(p) == "embedding" or (len(x) == 1 and names.kind(p) == "norm")
-        }
-        fits.sort(key=lambda at: any({*at[len(x)].layer(x)} - known for x in vectors))
-    return {p: fits[0][len(shapes[p])] for p in inside} if fits else {}
+        found = {p: stack_at(axis, len(shapes[p]), depth) for p in inside}
+        if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
+            return {p: x for p, x in found.items() if x}
+    return {}
