@@ -164,9 +164,8 @@ class ByNames:
         if "vocab" in axis_names:
             first = axis_names.index("vocab") - len(axis_names) == leaf.axes[0]
             kind = "embedding" if first else "head"
-        if kind in ("embedding", "positions or tokens") and not (
-            is_kernel and has_bias
-        ):
+        is_layer = is_kernel and has_bias
+        if kind in ("embedding", "positions or tokens") and not is_layer:
             # One row is added to activations, nothing looks it up.
             is_table = kind == "embedding" and shape[0] > 1
             return Verdict(None, kind, label="embedding" if is_table else "vector")
@@ -214,11 +213,15 @@ class ByNames:
         # Kernels of attention, of pairs, of experts: their shapes together tell.
         role, letters = self._layouts.get(path, ("", []))
         has_heads = role in names.WITH_HEADS
-        if len(letters) == 1:
+        # Norms, which the mask hides, would show a stack.
+        hides = has_heads and rank > 3 and not self._is_whole
+        if len(letters) == 1 and ("L" in letters[0] or not hides):
             inputs, outputs = _sides(letters[0])
             outputs = outputs[-1:] if per_head and has_heads else outputs
             why = "attention" if has_heads or role == "out" else "shapes together"
             return Verdict(leaf.numbers(inputs, outputs), why)
+        if letters or hides:
+            return self._open(leaf)
         for place, (features, experts) in self._routers.values():
             is_inside = path[: len(place)] == place and not leaf.is_open
             if is_inside and shape[-3] == experts and features in shape[-2:]:
