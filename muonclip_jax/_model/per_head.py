@@ -1,6 +1,5 @@
 """One matrix per attention head, wherever the attention layers say that heads are."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -46,10 +45,9 @@ def heads_apart(
     is_cut = per_head is not False and layers is not None
     if model is None and not is_cut:
         return dict(dimension_numbers=dimension_numbers, per_head=per_head)
-    layers = layers if is_cut else ()
     must = bool(per_head)
-    found = functools.partial(_verdicts, layers, model, dimension_numbers, must)
-    return dict(dimension_numbers=OfTree(found), per_head=False)
+    arguments = (layers if is_cut else (), model, dimension_numbers, must)
+    return dict(dimension_numbers=OfTree(_verdicts, arguments), per_head=False)
 
 
 def _verdicts(
@@ -124,13 +122,11 @@ def _of_heads(
         if each.heads(alone) is not None:  # else QK-Clip's `init` says why
             place = each.stack_of(rank)
             own = each.owners(alone)
-            own = np.expand_dims(
-                own, tuple(place.start + i for i in range(place.depth))
-            )
+            stacked = tuple(place.start + i for i in range(place.depth))
+            own = np.expand_dims(own, stacked)
             owner = np.where(own < 0, owner, 2 * own + is_key)
-    owner = np.broadcast_to(owner, alone)
-    owners = owner.ravel()
-    runs = [(key, len(list(run))) for key, run in itertools.groupby(owners.tolist())]
+    owners = np.broadcast_to(owner, alone).ravel().tolist()
+    runs = [(key, len(list(run))) for key, run in itertools.groupby(owners)]
     found = [key for key, _ in runs if key >= 0]
     if len(set(found)) < len(found):
         if not must:

@@ -181,9 +181,10 @@ def param_labels(
 
 
 class OfTree(NamedTuple):
-    """A function from a tree to the verdict on each of its leaves."""
+    """A function that, given a tree last, returns the verdict on each of its leaves."""
 
-    verdicts: Callable[[paths.PathedTree], list[Verdict]]
+    function: Callable[..., list[Verdict]]
+    arguments: tuple[Any, ...]
 
 
 def resolve_verdicts(
@@ -205,7 +206,7 @@ def resolve_verdicts(
     """
     given: Any = dimension_numbers
     if isinstance(given, OfTree):
-        return given.verdicts(tree)
+        return given.function(*given.arguments, tree)
     # A function may answer None: AdamW for all of its leaves.
     is_found = given is None
     if not is_found and paths.is_function(given):

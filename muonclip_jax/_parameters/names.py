@@ -101,7 +101,10 @@ def kind(path: Path) -> str:
     if name in _VECTORS or (is_norm and name in ("w", "weight", "weights", "b")):
         return "norm"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    if ends & _GAINS or (not is_kernel and "shift" in own):
+    # So have those of hyper-connections (arXiv:2409.19606), `dynamic_alpha_fn`.
+    of_streams = {x + y for x in ("static", "dynamic") for y in ("alpha", "beta")}
+    is_shift = not is_kernel and "shift" in own
+    if ends & _GAINS or is_shift or "".join(own[:2]) in of_streams:
         return "gain"
     # A word has to end a table's name or begin it: `embeddings_project` is none.
     of_tokens = {"tok", "token", "word", "vocab", "embedding"} & {*called[:-1]}
