@@ -20,7 +20,7 @@ from ._attention.splash import splash_attention as splash_attention
 from ._describe import describe as describe
 from ._matrices.axes import MatrixAxes as MatrixAxes
 from ._model.attention_layers import AttentionLayer as AttentionLayer
-from ._model.finder import flax_attention_layers as flax_attention_layers
+from ._model.attention_layers import flax_attention_layers as flax_attention_layers
 from ._model.head_leaf import HeadLeaf as HeadLeaf
 from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.momentum import ScaleByMuonState as ScaleByMuonState

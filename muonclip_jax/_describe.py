@@ -7,17 +7,19 @@ import re
 import optax
 
 from ._matrices.pieces import pieces_of
-from ._matrices.stacks import plan_stacks
-from ._matrices.view import MatrixView
-from ._model.attention_layers import Attention, ROLES
-from ._model.finder import resolve_attention
-from ._model.model import attention_of
+from ._matrices.stacks import MatrixView, plan_stacks
+from ._model.attention_layers import (
+    Attention,
+    attention_of,
+    resolve_attention,
+    ROLES,
+)
 from ._model.per_head import heads_apart
 from ._options import flag
 from ._parameters import paths
+from ._parameters.by_names import Verdict
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.given import Model
-from ._parameters.reading import Verdict
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
@@ -50,7 +52,7 @@ def describe(
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     stacks: bool = False,
     collapse: bool = True,
 ) -> str:
@@ -104,7 +106,7 @@ def describe(
     attention = attention_of(model, attention)
     settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
-    views = views_of([verdict.numbers for verdict in verdicts], tree)
+    views = views_of(verdicts, tree)
     roles, refusal = _roles_or_refusal(attention, tree)
     rows = [
         _row(*entry, roles)

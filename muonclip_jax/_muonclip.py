@@ -11,6 +11,7 @@ from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
 from ._model.per_head import heads_apart
+from ._muon.momentum import RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
 from ._newton_schulz.coefficients import Schedule, Triple
@@ -29,7 +30,7 @@ def muonclip(
     alpha: optax.ScalarOrSchedule = 0.5,
     model: Model | None = None,
     attention: Attention | None = None,
-    beta: float | jax.Array | optax.Schedule = 0.95,
+    beta: float | jax.Array | optax.Schedule = RISING_BETA,
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,
@@ -42,7 +43,7 @@ def muonclip(
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
     mu_dtype: DTypeLike | None = None,
     dimension_numbers: DimensionNumbers | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float | jax.Array = 0.9,
     adam_b2: float | jax.Array = 0.95,
@@ -86,7 +87,7 @@ def muonclip(
     ??? cite "References"
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
-        (which has `nesterov=False`).
+        (which has `nesterov=False, per_head=False, beta=0.95`).
     """
     # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
     # algorithm 1): it has to see the update with learning rate and weight decay in it.

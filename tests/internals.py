@@ -14,8 +14,7 @@ import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._layout.layout import read_layout
-from muonclip_jax._matrices.stacks import plan_stacks, unstack
-from muonclip_jax._matrices.view import matrix_view, MatrixView
+from muonclip_jax._matrices.stacks import matrix_view, MatrixView, plan_stacks, unstack
 from muonclip_jax._mesh.block_layout import (
     axis_roles,
     AxisRoles,
@@ -50,7 +49,7 @@ from muonclip_jax._newton_schulz.polar import cut_into_passes, METHODS
 from muonclip_jax._newton_schulz.precondition import norm_by_hypotenuses
 from muonclip_jax._newton_schulz.solver import make_solver, Solver
 from muonclip_jax._parameters import paths
-from muonclip_jax._parameters.dimension_numbers import matrix_views
+from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._qk_clip.qk_clip import gammas
 
 
@@ -142,6 +141,11 @@ def platform_with(name: str, **values: Any) -> Iterator[Platform]:
     finally:
         PLATFORMS[key] = usual
         jax.clear_caches()
+
+
+def matrix_views(dimension_numbers: Any, tree: Any) -> list[MatrixView | None]:
+    """The matrices of each leaf, whichever way they were given."""
+    return views_of(resolve_verdicts(dimension_numbers, tree), tree)
 
 
 def orthogonalized(

@@ -48,7 +48,7 @@ def close(ours, theirs, params=MATRIX):
 
 
 #: Options that make the two agree on a matrix, but for one line of the table.
-SAME = dict(consistent_rms=0.2, weight_decay=0.1, nesterov=False)
+SAME = dict(beta=0.95, consistent_rms=0.2, weight_decay=0.1, nesterov=False)
 
 
 def by_rank():
@@ -140,6 +140,28 @@ def momentum():
     )
 
 
+def rising_beta():
+    assert THEIRS["beta"] == 0.95
+    rising = optax.linear_schedule(0.85, 0.95, 300)
+    assert close(mc.muon(1.0), mc.muon(1.0, beta=rising))
+    assert not close(mc.muon(1.0), mc.muon(1.0, beta=0.95))
+
+
+def heads():
+    kernel = {"kernel": normal(0, 6, 2, 3)}
+    params = {"query": kernel, "key": kernel}
+    axes = {name: {"kernel": MuonDimensionNumbers(0, (1, 2))} for name in params}
+    theirs = optax.contrib.muon(
+        1.0, **SAME, muon_weight_dimension_numbers=axes, adam_weight_decay=0.1
+    )
+    updates = [
+        tx.update(params, tx.init(params), params)[0]["query"]["kernel"]
+        for tx in (theirs, mc.muon(1.0, **SAME, per_head=False), mc.muon(1.0, **SAME))
+    ]
+    np.testing.assert_allclose(updates[1], updates[0], atol=1e-4)
+    assert not np.allclose(updates[2], updates[0], atol=1e-2)
+
+
 def second_moment():
     assert (THEIRS["adam_b2"], OURS["adam_b2"]) == (0.999, 0.95)
 
@@ -172,8 +194,9 @@ def positions():
 def state():
     theirs = optax.contrib.muon(1.0).init(MATRIX)
     assert optax.tree.get(theirs, "ns_coeffs").size == 3
-    leaves = jax.tree.leaves(mc.scale_by_muon().init(MATRIX))
-    chex.assert_trees_all_equal_shapes(leaves, jax.tree.leaves(MATRIX))
+    kept = mc.scale_by_muon().init(MATRIX)
+    assert kept.count == 0 and len(jax.tree.leaves(kept)) == 2
+    chex.assert_trees_all_equal_shapes(kept.mu, MATRIX)
 
 
 #: By how the line begins.
@@ -184,8 +207,10 @@ LINES = {
     "`ns_coeffs": coefficients,
     '`preconditioning="aol"': aol,
     "iterates in the dtype": dtype_of_the_iteration,
+    "heads of a kernel": heads,
     "`muon_weight_dimension_numbers": dimension_numbers,
     "`eps`": eps,
+    "`beta=0.95`": rising_beta,
     "average momentum": momentum,
     "`adam_b2": second_moment,
     "`nesterov`": nadam,

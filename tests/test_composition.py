@@ -160,7 +160,7 @@ def test_numbers_as_a_tree_and_as_a_function():
     as_tree, _ = run(mc.muonclip(1e-2, dimension_numbers=numbers))
     as_function, _ = run(mc.muonclip(1e-2, dimension_numbers=lambda p: numbers))
     chex.assert_trees_all_equal(as_tree, as_function)
-    default, _ = plain()
+    default, _ = run(mc.muonclip(1e-2, per_head=False))
     adamw, _ = run(optax.adamw(1e-2, b2=0.95, weight_decay=0.1))
     chex.assert_trees_all_close(as_tree["mlp"], adamw["mlp"], rtol=1e-5)
     for name in ("query", "key"):

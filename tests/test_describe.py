@@ -23,7 +23,7 @@ def test_scanned_layers():
     params = jax.eval_shape(ScannedModel().init, jax.random.key(0), inputs())
     table = rows(mc.describe(params))
     query = table["layers/attention/query/kernel"]
-    assert "(3, 16, 4, 4)" in query and "3 x 16 x 16" in query and "muon" in query
+    assert "(3, 16, 4, 4)" in query and "12 x 16 x 4" in query and "muon" in query
     assert query.endswith("query, 4 heads")
     bias = table["layers/attention/key/bias"]
     assert "adamw" in bias and bias.endswith("key, 4 heads")
@@ -61,7 +61,8 @@ def test_shows_a_matrix_for_each_head():
     params = {"attn": {name: {"kernel": kernel} for name in ("query", "key", "value")}}
     table = rows(mc.describe(params, per_head=True))
     assert all("4 x 32 x 8" in table[f"attn/{name}/kernel"] for name in params["attn"])
-    assert "1 x 32 x 32" in rows(mc.describe(params))["attn/query/kernel"]
+    whole = rows(mc.describe(params, per_head=False))
+    assert "1 x 32 x 32" in whole["attn/query/kernel"]
     by_names = mc.flax_attention_layers
     table = rows(mc.describe(params, per_head=True, attention=by_names))
     assert "4 x 32 x 8" in table["attn/key/kernel"]
@@ -91,7 +92,7 @@ def test_normalised_attention_is_shown_with_what_qk_clip_says():
     attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
     params = {"attn": attn | {"query_ln": {"scale": jnp.ones(8)}}}
     text = mc.describe(params)
-    assert "1 x 16 x 16" in rows(text)["attn/query/kernel"]
+    assert "2 x 16 x 8" in rows(text)["attn/query/kernel"]
     assert "QK-Clip cannot act on 'attn'" in text.splitlines()[-1]
     with pytest.raises(ValueError, match="cannot act"):
         mc.describe(params, attention=mc.flax_attention_layers)

@@ -11,7 +11,6 @@ import muonclip_jax as mc
 
 
 MUON_DEFAULTS = {
-    "beta": 0.95,
     "nesterov": True,
     "ns_coeffs": "keller",
     "ns_steps": 5,
@@ -20,6 +19,7 @@ MUON_DEFAULTS = {
     "weight_decay_mask": None,
     "mu_dtype": None,
     "dimension_numbers": None,
+    "per_head": None,
     "adam_learning_rate": None,
     "adam_b1": 0.9,
     "adam_b2": 0.95,
@@ -28,13 +28,13 @@ MUON_DEFAULTS = {
 }
 CLIP_DEFAULTS = {"threshold": 100.0, "alpha": 0.5, "attention": None}
 DIRECTION = (
-    "beta",
     "nesterov",
     "ns_coeffs",
     "ns_steps",
     "consistent_rms",
     "mu_dtype",
     "dimension_numbers",
+    "per_head",
 )
 
 

@@ -97,6 +97,10 @@ def test_muonclip_hands_every_option_on(monkeypatch, name):
     assert VALUES[name] != expected[name]
     expected[name] = VALUES[name]
     mc.muonclip(**{"learning_rate": RATE, name: VALUES[name]})
+    if name == "attention":
+        # Its heads are known then: which, tests/model/test_per_head.py says.
+        assert muon["dimension_numbers"] is not None
+        expected |= {key: muon[key] for key in ("dimension_numbers", "per_head")}
     assert muon | clip == expected
     both = muon.keys() & clip.keys()
     assert both == {"axis_name", "shardings", "model"}
@@ -124,6 +128,8 @@ def given_to(monkeypatch, module, make):
 def test_muon_and_scale_by_muon_take_the_same_direction(monkeypatch, name):
     default = given_to(monkeypatch, muon_module, lambda: mc.muon(RATE))
     changed = {name: VALUES[name]}
+    if name == "model":
+        changed["per_head"] = False  # else its heads are a function, made for each
     by_muon = given_to(monkeypatch, muon_module, lambda: mc.muon(RATE, **changed))
     alone = given_to(monkeypatch, scale_module, lambda: mc.scale_by_muon(**changed))
     assert by_muon == alone != default

@@ -69,6 +69,7 @@ NUMBER_OR_NONE = {"none"}
 RATE = {"function", "negative"}
 RATE_OR_NONE = RATE | {"none"}
 FLAG = {"bool"}
+FLAG_OR_NONE = FLAG | {"none"}
 WHOLE: set[str] = set()
 WHOLE_OR_NONE = {"none"}
 CHOICE: set[str] = set()
@@ -107,7 +108,7 @@ ADAMW = {
     "adam_weight_decay": RATE_OR_NONE,
     "cautious_weight_decay": FLAG,
     "neuron_b2": NUMBER_OR_NONE,
-    "per_head": FLAG,
+    "per_head": FLAG_OR_NONE,
 }
 CLIP = {"threshold": SCHEDULE, "alpha": SCHEDULE, "model": TREE_OR_NONE}
 CLIP["attention"] = TREE_OR_NONE
@@ -131,13 +132,13 @@ ARGUMENTS = {
     "muon": (step(lambda **o: mc.muon(**{"learning_rate": 1e-3} | o)), MUON | ADAMW),
     "scale_by_muon": (
         lambda **o: update(mc.scale_by_muon(**o), *[{"w": jnp.ones((3, 4))}] * 2),
-        MUON | {"per_head": FLAG},
+        MUON | {"per_head": FLAG_OR_NONE},
     ),
     "normalize_neurons": (
         lambda **o: update(mc.normalize_neurons(**o), *[{"w": jnp.ones((3, 4))}] * 2),
         {"b2": NUMBER, "eps": NUMBER}
         | {x: MUON[x] for x in ("model", "dimension_numbers")}
-        | {"per_head": FLAG},
+        | {"per_head": FLAG_OR_NONE},
     ),
     "add_cautious_decayed_weights": (
         step(mc.add_cautious_decayed_weights),
@@ -223,14 +224,14 @@ ARGUMENTS = {
             "attention": TREE_OR_NONE,
             "model": TREE_OR_NONE,
             "dimension_numbers": TREE_OR_NONE,
-            "per_head": FLAG,
+            "per_head": FLAG_OR_NONE,
             "stacks": FLAG,
             "collapse": FLAG,
         },
     ),
     "flax_dimension_numbers": (
         lambda **o: mc.flax_dimension_numbers(PARAMS, **o),
-        {"per_head": FLAG},
+        {"per_head": FLAG_OR_NONE},
     ),
 }
 

@@ -80,6 +80,14 @@ class Lab:
         self.results(run for of_key in lists.values() for run in of_key)
         return {key: self.results(of_key) for key, of_key in lists.items()}
 
+    def tried(self) -> list[tuple[Result, Result]]:
+        """The settings and the result of every run that is kept; none is trained."""
+        return [
+            (json.loads(key), result)
+            for key, result in self._results.items()
+            if "curve" in result
+        ]
+
     def once(self, name: str, measure: Callable[[], Result]) -> Result:
         """What `measure` returns, kept like the results of runs."""
         if name not in self._results:
@@ -125,7 +133,7 @@ class Lab:
             os.environ.update(_ENVIRONMENT)  # which processes read when they start
             context = multiprocessing.get_context("spawn")
             cores = context.Queue()
-            count = os.cpu_count() or 1
+            count = len(_allowed_cores()) or os.cpu_count() or 1
             for core in range(count):
                 cores.put(core)
             self._pool = concurrent.futures.ProcessPoolExecutor(
@@ -144,9 +152,15 @@ def losses(results: Iterable[Result], part: str = "report") -> list[float]:
 def _settle(cores: Any) -> None:
     """A worker keeps to one core, with one thread: the runs are what is parallel."""
     os.environ["NPROC"] = "1"
-    if hasattr(os, "sched_setaffinity"):
-        allowed = sorted(os.sched_getaffinity(0))
+    if allowed := _allowed_cores():
         os.sched_setaffinity(0, {allowed[cores.get() % len(allowed)]})
+
+
+def _allowed_cores() -> list[int]:
+    """Those that `taskset` leaves, where the system knows of such."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    return sorted(os.sched_getaffinity(0))
 
 
 def _work(run: Run) -> Result:

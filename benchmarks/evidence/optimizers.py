@@ -88,11 +88,13 @@ def make_optimizer(
         head = (head or at.adam_learning_rate or at.learning_rate) * ratio
         rates = _for_width(rates, ratio)
     beta = 0.95 if run.beta is None else run.beta
+    # Heads are as `matrices` says, not as by default.
+    others: dict[str, Any] = {"per_head": False, **dict(run.muon)}
     muon = mc.muon(
         **rates,
         beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],
-        **dict(run.muon),
+        **others,
     )
     return muon if head is None else _with_head_apart(muon, head, at)
 

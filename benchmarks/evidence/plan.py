@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .run import Run
-from .texts import CORPORA
+from .texts import CHECK, CORPORA
 
 
 T = TypeVar("T")
@@ -20,6 +20,12 @@ class Plan:
     figures: Path = Path("figures")
     quick: bool = False
     first_seed: int = 1  # that of tuning is 0
+
+    @property
+    def all_corpora(self) -> Sequence[str]:
+        """Those of the experiments; next to the usual ones that of the check."""
+        usual = list(self.corpora) == list(CORPORA)
+        return [*self.corpora, *(CHECK if usual else ())]
 
     def seeds(self, count: int) -> range:
         """Returns the seeds of the runs that are reported."""

@@ -9,7 +9,7 @@ from tables import Table
 from .lab import Lab, Unfinished
 from .plan import Plan
 from .section import Section
-from .texts import CORPORA, text
+from .texts import CHECK, CORPORA, text
 
 
 HEAD = """# What Muon and MuonClip claim, measured
@@ -73,11 +73,11 @@ def _texts(plan: Plan) -> str:
     rows = [
         [
             corpus,
-            CORPORA.get(corpus, "a file"),
+            (CORPORA | CHECK).get(corpus, "a file"),
             *(f"{len(part):,}" for part in (source.train, *source.parts.values())),
             source.digest,
         ]
-        for corpus, source in ((corpus, text(corpus)) for corpus in plan.corpora)
+        for corpus, source in ((one, text(one)) for one in plan.all_corpora)
     ]
     columns = ["corpus", "", "bytes to train", "to tune", "to report", "SHA-256"]
     return Table(columns, rows).markdown()

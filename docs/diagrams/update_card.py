@@ -24,7 +24,7 @@ ROWS = {"one": 100, "main": 131, "mesh": 162, "adam": 254, "clip": 340, "out": 4
 BOXES = {
     "gradients": (0, "main", "gradients", ()),
     "momentum": (1, "main", "momentum", ("_accumulate",)),
-    "matrices": (2, "main", "matrices", ("matrix_views",)),
+    "matrices": (2, "main", "matrices", ("views_of",)),
     "one": (3, "one", "stacks by shape", ("plan_stacks",)),
     "mesh": (3, "mesh", "to the owners", ("AllToAll.to_owners",)),
     "solver": (4, "main", "Newton-Schulz", ("Solver.iterate",)),

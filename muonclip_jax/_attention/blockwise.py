@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._explicit_axes import explicit_spec, on_automatic_axes
+from .._axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
 from .._options import whole_number
 from .logits import (

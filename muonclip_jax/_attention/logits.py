@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._explicit_axes import explicit_spec
-from .._jax_versions import manual_axes, varying
+from .._axes import explicit_spec, manual_axes, varying
 from .._options import array, FINITE, flag, FLOATS, number, whole_number
 
 

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .._explicit_axes import on_automatic_axes
+from .._axes import on_automatic_axes
 from .._model.statistics import largest
 from .logits import (
     Blocks,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._explicit_axes import on_automatic_axes
+from .._axes import on_automatic_axes
 from .._model.statistics import largest
 from .._options import FINITE, flag, number
 from .logits import broadcasting, fitting, make_window, result_specs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from .._jax_versions import manual_axes
+from .._axes import manual_axes
 from .._model.statistics import largest, STATISTIC
 from .._options import whole_number
 from .logits import fitting, make_window, scalar, segments

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._jax_versions import (
+from .._axes import (
     gather_everywhere,
     impose_no_sharding,
     is_checked,
@@ -25,8 +25,9 @@ from .._jax_versions import (
 from .._parameters import paths
 from .._parameters.paths import is_masked, Path, PathedTree, show
 from .shardings import (
+    check_one_mesh,
     check_spec,
-    find_mesh_specs,
+    found_sharding,
     given_shardings,
     mesh_axes,
     MeshSpecs,
@@ -51,9 +52,38 @@ class Layout(NamedTuple):
     cuts: Cuts
     replicas: Axes  # those of `axis_name=`
 
-    def mesh_specs(self, arrays: Sequence[Any]) -> MeshSpecs | None:
-        """The mesh of arrays in the place of the leaves, as far as it is known."""
-        return find_mesh_specs(self.tree.paths, arrays, self.given)
+    def mesh_specs(self, arrays: Sequence[Any] | None = None) -> MeshSpecs | None:
+        """The mesh of the leaves, or of arrays in their place, and their specs.
+
+        `None` if on none, or on one of one device. What the user gave counts; else what
+        arrays and, with explicit axes, tracers say. With automatic axes a tracer knows
+        its mesh but not its spec.
+
+        **Raises:** `ValueError`, naming the paths, for shardings that contradict each
+        other or do not fit the leaves.
+        """
+        ambient = jax.sharding.get_abstract_mesh()
+        if AxisType.Manual in ambient.axis_types:
+            return None  # inside `jax.shard_map`, where leaves are what a device holds
+        ambient = None if ambient.empty else ambient
+        arrays = self.tree.leaves if arrays is None else arrays
+        entries = zip(self.tree.paths, arrays, self.given, strict=True)
+        found = [found_sharding(*entry, ambient) for entry in entries]
+        meshes = [
+            (path, spec, mesh)
+            for path, (mesh, spec) in zip(self.tree.paths, found, strict=True)
+            if mesh is not None
+        ]
+        if not meshes:
+            return None
+        check_one_mesh(meshes)
+        # One that names its devices, if there is one.
+        mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
+        # One device has all matrices at hand, and the program without a mesh is
+        # shorter.
+        if mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+            return None
+        return MeshSpecs(mesh, tuple(spec for _, spec in found))
 
     def places(
         self, arrays: Sequence[Any], chosen: Sequence[bool]

@@ -1,7 +1,7 @@
 """On which mesh leaves are, and how its axes shard them, as far as it is known."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,39 +37,6 @@ class Place(NamedTuple):
     mesh: Any = None
     specs: Any = ()
     axes: tuple[Any, ...] = ()
-
-
-def find_mesh_specs(
-    paths: Sequence[Path], leaves: Sequence[Any], given: Sequence[Any]
-) -> MeshSpecs | None:
-    """The mesh of leaves and their specs; `None` if on none, or on one of one device.
-
-    What the user gave counts; else what arrays and, with explicit axes, tracers say.
-    With automatic axes a tracer knows its mesh but not its spec.
-
-    **Raises:** `ValueError`, naming the paths, for shardings that contradict each other
-    or do not fit the leaves.
-    """
-    ambient = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in ambient.axis_types:
-        return None  # inside `jax.shard_map`, where leaves are what a device holds
-    ambient = None if ambient.empty else ambient
-    entries = zip(paths, leaves, given, strict=True)
-    found = [_found(*entry, ambient) for entry in entries]
-    meshes = [
-        (path, spec, mesh)
-        for path, (mesh, spec) in zip(paths, found, strict=True)
-        if mesh is not None
-    ]
-    if not meshes:
-        return None
-    _check_one_mesh(meshes)
-    # One that names its devices, if there is one.
-    mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
-    # One device has all matrices at hand, and the program without a mesh is shorter.
-    if mesh.size == 1 or AxisType.Manual in mesh.axis_types:
-        return None
-    return MeshSpecs(mesh, tuple(spec for _, spec in found))
 
 
 class _Block:
@@ -134,7 +101,7 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     return own is not None and _same(own_mesh, mesh) and _same_spec(own, spec, mesh)
 
 
-def _found(
+def found_sharding(
     path: Path, leaf: Any, given: Any, ambient: AbstractMesh | None
 ) -> tuple[Any, Any]:
     """The mesh of a leaf, or else the one around it, and its spec."""
@@ -175,7 +142,7 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     return sharding.mesh, sharding.spec
 
 
-def _check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
+def check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
     first_path, first_spec, first = meshes[0]
     for path, spec, mesh in meshes[1:]:
         if not _same(mesh, first):

@@ -16,7 +16,7 @@ from jax.sharding import (
 )
 from jax.typing import DTypeLike
 
-from .._jax_versions import sharded_like
+from .._axes import sharded_like
 from .._parameters.paths import is_masked
 from .layout import Layout
 from .shardings import is_sharded_as, MeshSpecs

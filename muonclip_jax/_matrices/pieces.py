@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .view import MatrixView
+from .stacks import MatrixView
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._layout.shardings import mesh_axes
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 
 
 class AxisRoles(NamedTuple):

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._jax_versions import keep_sharding, sharded_like
+from .._axes import keep_sharding, sharded_like
 from .._matrices.pieces import divide
-from .._matrices.stacks import plan_stacks, Stack
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
 from .on_mesh import iterate_share
 from .ownership import assign_consecutive, Consecutive

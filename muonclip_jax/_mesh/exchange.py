@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax_versions import gather_everywhere
+from .._axes import gather_everywhere
 from .block_layout import AxisRoles, BlockLayout
 from .ownership import Owners
 

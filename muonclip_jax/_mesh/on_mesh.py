@@ -13,14 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._explicit_axes import resharded
-from .._jax_versions import is_checked, varying
+from .._axes import is_checked, resharded, varying
 from .._layout.layout import Axes, Cuts, gather, own_block
 from .._layout.shardings import mesh_axes
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import Part, Stack
-from .._matrices.view import MatrixView
-from .._newton_schulz.order import wait_for, zero_after
+from .._matrices.stacks import MatrixView, Part, Stack
 from .._newton_schulz.solver import Solver
 from .block_layout import block_layout, local_view
 from .exchange import Exchange, EXCHANGES
@@ -226,11 +223,28 @@ def _together(
     uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
     # Only arrays with a count wait: of the others every device has as many, and none is
     # late.
-    zero = zero_after(uneven)
+    zero = _zero_after(uneven)
     return [
-        x if count is None else wait_for(zero, x)
+        x if count is None else _wait_for(zero, x)
         for x, count in zip(arrays, counts, strict=True)
     ]
+
+
+def _zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
+    """0, but known only when all arrays are there: an ordering token."""
+    # Data, since XLA drops optimization barriers before it puts operations in order.
+    # Of any number `isnan` is 0 or 1, and the minimum with 0 is 0, which XLA does not
+    # see through.
+    numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
+    return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)
+
+
+def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:
+    """The same array, but whole only when the zero is known."""
+    # One entry waits for it, in place: a sum with all of them would be a copy.
+    corner = (0,) * x.ndim
+    entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, entry, corner)
 
 
 def plan_exchanges(

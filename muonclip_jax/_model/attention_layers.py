@@ -1,9 +1,19 @@
-"""Attention layers as QK-Clip sees them, and those that it cannot act on."""
+"""Attention layers as QK-Clip sees them: described, read, or stock Flax's by name.
 
+By names it is exact or an error: a layer that is found has all leaves that scale its
+logits, and attention that only looks like one names the reading of the model.
+"""
+
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .._options import shown
 from .._parameters import names, paths
+from .._parameters.by_names import ByNames
+from .._parameters.given import check_model, Model
+from .._parameters.paths import is_masked
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 
 
@@ -70,24 +80,155 @@ def show_layer(layer: AttentionLayer) -> str:
     return paths.show_module(paths.split(layer.path))
 
 
-def checked(
-    layers: list[AttentionLayer], leaf_at: paths.LeafAt
-) -> list[AttentionLayer]:
-    """The layers, if each names a query, a key and leaves that are there and its own.
+def attention_of(model: Model | None, attention: Attention | None) -> Attention | None:
+    """The attention layers: as given, else as read.
 
-    **Raises:** `ValueError`, naming layers and leaves, if not, and for attention that
-    QK-Clip cannot act on.
+    **Raises:** `ValueError` for a reading with logits that no parameter scales.
     """
-    for layer in layers:
-        is_one_sided = layer.rotary_query and not (layer.query or layer.key)
-        for role in ("query", "key") if not is_one_sided else ():
-            if not getattr(layer, role):
+    if attention is not None or model is None:
+        return attention
+    check_model(model)
+    if refused := list(model.refused):
+        raise ValueError(
+            "QK-Clip cannot scale the logits of\n  "
+            + "\n  ".join(refused)
+            + "\nFor the other layers alone give attention=reading.attention"
+        )
+    return list(model.attention)
+
+
+def flax_attention_layers(
+    params: Any, *, stack_axes: StackAxes = IN_FRONT
+) -> list[AttentionLayer]:
+    """Finds the attention layers of stock Flax: modules with `query` and `key`.
+
+    Works on Linen and NNX params, scanned layers included. All other attention:
+    [`read_model`][].
+
+    **Arguments:**
+
+    - `params`: of the model.
+    - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
+        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}` or,
+        in the last axis, -1. For `attention=`:
+        `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
+
+    **Returns:** a list of [`AttentionLayer`][].
+
+    **Raises:** `ValueError`, naming the layers, where query and key are normalized
+    after their projection (`normalize_qk=True`): scaling the weights does nothing
+    there. So too for projections with leaves besides kernel and bias, such as LoRA's.
+
+    !!! example
+
+        >>> import jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))  # features, heads, head_dim
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> (layer,) = mc.flax_attention_layers(params)
+        >>> layer.path, layer.query[0].path
+        ('attn', 'query/kernel')
+    """
+    reading, modules = ByNames(paths.flatten(params), stack_axes), {}
+    leaf_at = reading.leaf_at
+    for path in leaf_at:
+        # A mask may hide a projection as one, of which the name stays in sight. Next to
+        # a key that it shows, what it hides need not be a projection.
+        is_one = path[-1:] == ("query",) and path in leaf_at.hidden
+        module = path[:-1] if is_one else path[:-2]
+        # A query alone is no attention: a model for search has one, too.
+        key = (*module, "key", "kernel")
+        is_query = is_one or path[-2:] == ("query", "kernel")
+        if is_query and key in leaf_at and (not is_one or is_masked(leaf_at[key])):
+            modules[module] = None
+    layers = []
+    for module in modules:
+        leaves: dict[str, list[HeadLeaf]] = {"query": [], "key": []}
+        # A plain kernel lacks the axis of heads. Counted as if it had one, it does not
+        # fit, and QK-Clip refuses it; else its features would be taken for layers.
+        is_plain = reading.lacks_heads((*module, "query", "kernel"))
+        for role, found in leaves.items():
+            for name, ndim in (("kernel", 3), ("bias", 2)):
+                path = (*module, role, name)
+                if path in leaf_at:
+                    rank = len(getattr(leaf_at[path], "shape", ()))
+                    # Each leaf's own: a stack in the last axis begins elsewhere in a
+                    # bias than in its kernel.
+                    start = reading.stacks[path].start if path in reading.stacks else 0
+                    ndim = rank + 1 if is_plain and rank else ndim
+                    found.append(HeadLeaf(f"{role}/{name}", ndim, stack_axis=start))
+        roles = {role: tuple(found) for role, found in leaves.items()}
+        layers.append(AttentionLayer("/".join(module), **roles))
+    _check_no_others(layers, leaf_at)
+    _check_not_normalized(layers, leaf_at)
+    return layers
+
+
+def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) -> None:
+    """Raises for leaves of a projection besides its kernel and its bias."""
+    owner = {layer.path_of(leaf): layer for layer in layers for leaf in layer.leaves}
+    owner_of = {path[:-1]: layer for path, layer in owner.items()}
+    strays: dict[AttentionLayer, list[paths.Path]] = {}
+    for path in leaf_at:
+        found = [owner_of.get(path[:n]) for n in range(1, len(path))]
+        # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` next to `query`:
+        # the path of the kernel, after one more module somewhere on the way.
+        n = path.index("kernel") + 1 if "kernel" in path[:-1] else 0
+        found += [owner.get(path[:i] + path[i + 1 : n]) for i in range(n - 2)]
+        for layer in found if path not in owner else ():
+            strays.setdefault(layer, []).append(path) if layer else None
+    for layer, others in strays.items():
+        # A gain, a mask or an adapter may undo the scaling or need the same, and the
+        # logits would tell nobody.
+        raise ValueError(
+            f"QK-Clip cannot act on '{show_layer(layer)}' by names: they do not tell "
+            f"what {paths.show_all(others)} do to the logits, so scaling the kernels "
+            f"may not be enough. Use {READ_IT}; or name all leaves that scale query "
+            "and key by mc.HeadLeaf in an mc.AttentionLayer"
+        )
+
+
+def resolve_attention(
+    attention: Attention | None, tree: paths.PathedTree
+) -> list[AttentionLayer]:
+    """Returns the layers, whichever way they were given, all leaves of which exist.
+
+    **Raises:** `ValueError` for what is no sequence of layers, for leaves that are not
+    there or another layer's, and for attention that QK-Clip cannot act on.
+    """
+    # A layer by itself is a sequence, too: a named tuple.
+    found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
+    if attention is None:
+        found = flax_attention_layers
+    if callable(found):
+        found = found(tree.whole())
+    wanted = (
+        "attention= must be a sequence of mc.AttentionLayer, or a function from params "
+        "to one"
+    )
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise ValueError(f"{wanted}; got {shown(found)}")
+    for layer in found:
+        if not isinstance(layer, AttentionLayer):
+            raise ValueError(f"{wanted}; got a sequence with {layer!r}")
+        for role in ROLES:
+            leaves = getattr(layer, role)
+            # A leaf that is not in a tuple is one of strings and numbers itself.
+            is_tuple = isinstance(leaves, tuple) and not isinstance(leaves, HeadLeaf)
+            if not is_tuple or not all(isinstance(x, HeadLeaf) for x in leaves):
                 raise ValueError(
-                    f"attention layer '{show_layer(layer)}' names no {role}"
+                    f"{role} of attention layer '{show_layer(layer)}' must be a tuple "
+                    f"of mc.HeadLeaf, such as (mc.HeadLeaf('query/kernel', 3),); got "
+                    f"{leaves!r}"
                 )
+        lacks = [role for role in ("query", "key") if not getattr(layer, role)]
+        if len(lacks) == 1 or (lacks and not layer.rotary_query):
+            raise ValueError(
+                f"attention layer '{show_layer(layer)}' names no {lacks[0]}"
+            )
+    layers, leaf_at = list(found), tree.by_path()
     named = [layer.path_of(leaf) for layer in layers for leaf in layer.leaves]
-    absent = [path for path in named if path not in leaf_at]
-    if absent:
+    if absent := [path for path in named if path not in leaf_at]:
         raise ValueError(
             f"attention= names {paths.show_all(absent)}, which the params lack"
         )
@@ -110,39 +251,91 @@ def checked(
     return layers
 
 
+_QK = "(query|q|key|k|qk|querykey|queries|keys)"
+_NORM = (
+    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
+)
+# Norms of query and key after their projection (arXiv:2302.05442), as Flax, Gemma,
+# Qwen and diffusers spell them: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
+_QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
+# Latent attention (arXiv:2405.04434) has norms before the up-projections of query, and
+# of key and value. They come before the heads, and scaling after them does its work.
+_OF_LATENT_QUERY = re.compile(f"q{_NORM}|{_NORM}q")
+_OF_LATENT_KEY = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
+
+
 def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
     """Raises for norms next to the projections of a layer that are not its leaves."""
+    letters = {name: re.sub(r"[^a-z]", "", name.lower()) for x in leaf_at for name in x}
     norms: dict[paths.Path, dict[str, str]] = {}
     for path in leaf_at:
         for depth, name in enumerate(path):
-            if part := names.normalized_part(name):
-                norms.setdefault(path[:depth], {})[name] = part
+            if _QK_NORM.fullmatch(x := letters[name]) or _OF_LATENT_KEY.fullmatch(x):
+                norms.setdefault(path[:depth], {})[name] = x
     strays: dict[str, list[str]] = {}
     for layer in layers if norms else ():
         leaves = [layer.path_of(leaf) for leaf in layer.leaves]
-        if all(paths.is_masked(leaf_at[path]) for path in leaves):
+        if all(is_masked(leaf_at[path]) for path in leaves):
             continue
         own = {path[:n] for path in leaves for n in range(len(path) + 1)}
         depth = len(paths.split(layer.path))
-        found = set()
         for module in {path[:n] for path in leaves for n in range(depth, len(path))}:
             here = norms.get(module, {})
+            of_key = {name for name, x in here.items() if _OF_LATENT_KEY.fullmatch(x)}
             # `q_norm` may be either kind. It is the latent's where a layer is known to
             # be latent attention, or has the norm of the latent key and value.
-            is_latent = layer.rotary_query or "latent key and value" in here.values()
-            of_qk = {"query or key", *(() if is_latent else ("query, latent or not",))}
-            found |= {x for x in here if here[x] in of_qk and (*module, x) not in own}
-        strays |= {layer.path: sorted(found)} if found else {}
-    if strays:
+            is_latent = bool(layer.rotary_query or of_key)
+            strays[layer.path] = strays.get(layer.path, []) + [
+                name
+                for name, x in here.items()
+                if name not in of_key and (*module, name) not in own
+                if not (is_latent and _OF_LATENT_QUERY.fullmatch(x))
+            ]
+    if any(strays.values()):
         # Silent otherwise: the statistics would stay where they are, and step after
         # step the kernels would shrink.
-        modules = ", ".join(repr(paths.show_module(paths.split(x))) for x in strays)
-        found = dict.fromkeys(name for each in strays.values() for name in each)
+        modules = [paths.show_module(paths.split(x)) for x in strays if strays[x]]
+        found = sorted({name for each in strays.values() for name in each})
         raise ValueError(
-            f"QK-Clip cannot act on {modules}: query and key are normalized after the "
-            f"projection ({', '.join(found)}), so scaling their weights leaves the "
-            f"logits as they are. With {READ_IT} it scales the gains of the norms, if "
-            "the logits are linear in them; else use mc.muon without QK-Clip"
+            f"QK-Clip cannot act on {', '.join(map(repr, modules))}: query and key are "
+            f"normalized after the projection ({', '.join(found)}), so scaling their "
+            f"weights leaves the logits as they are. With {READ_IT} it scales the "
+            "gains of the norms, if the logits are linear in them; else use mc.muon "
+            "without QK-Clip"
+        )
+
+
+def check_none_overlooked(
+    tree: paths.PathedTree, layers: Sequence[AttentionLayer]
+) -> None:
+    """Raises for attention that its names show, where Flax's are looked for."""
+    # Silent otherwise: a model in which nothing is found trains like any other, and no
+    # head is ever clipped.
+    reading = ByNames(tree)
+    known = {paths.split(layer.path) for layer in layers}
+    overlooked = []
+    for path, own in reading.own.items():
+        # A model for search has a query, too. A key next to it makes it attention.
+        is_query = path[-2:] == ("query", "kernel")
+        is_query &= (*path[:-2], "key", "kernel") in reading.own
+        # Gemma's, in DeepMind's library and its ports: one einsum for key and value, or
+        # for all three.
+        is_query |= "".join(path[-2:-1]) in ("q_einsum", "qkv_einsum")
+        # With a frozen kernel out of the params, as in a partition of trainable leaves,
+        # the factors of LoRA are all that is left of the query.
+        is_query |= names.is_low_rank(path) and any(
+            names.projection(name) == "query" for name in path[-3:-1]
+        )
+        is_known = any(path[:n] in known for n in (len(path) - 2, len(path) - 3))
+        is_hidden = is_masked(reading.leaf_at[own])
+        if is_query and own[-2:] != ("query", "kernel") and not is_known | is_hidden:
+            overlooked.append(own)
+    if overlooked:
+        raise ValueError(
+            "by names QK-Clip finds the modules that are called query and key, as in "
+            f"stock Flax, and would not clip {paths.show_all(overlooked, at_most=3)}. "
+            f"Use {READ_IT}, or describe this attention by mc.AttentionLayer. To leave "
+            "it unclipped, pass attention=mc.flax_attention_layers"
         )

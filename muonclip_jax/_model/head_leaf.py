@@ -3,6 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -80,53 +81,48 @@ class HeadLeaf(NamedTuple):
             return None
         # A size of -1 rounds down: 10 into heads of 4 would be two heads and a rest
         # that no head scales.
-        size = layer[self.split_axis]
-        if math.prod(self._sizes(size)) != size:
-            return None
         view = self._view(layer)
-        axes = *self.head_axes, *self.parts
-        if not all(-len(view) <= axis < 0 for axis in axes):
+        if math.prod(view) != math.prod(layer):
             return None
-        return math.prod(self._counts(view))
+        if not all(-len(view) <= axis < 0 for axis in (*self.head_axes, *self.parts)):
+            return None
+        whole = slice(None)
+        sizes = {i: range(view[i])[self.parts.get(i, whole)] for i in self.head_axes}
+        return math.prod(map(len, sizes.values()))
 
-    def scale(self, shape: Shape, factors: Any) -> Any:
-        """Spreads `(*stack, heads)` factors out so that they multiply the leaf.
+    def owners(self, shape: Shape) -> np.ndarray:
+        """The head of each entry of one layer, -1 for none; it broadcasts to the layer.
 
-        In NumPy if they are NumPy's.
+        The one reading of `axis`, `split` and `part`: scales and matrices follow.
         """
-        xp: Any = np if isinstance(factors, np.ndarray) else jnp
-        place = self.stack_of(len(shape))
-        view = self._view(place.sizes(shape) + place.layer(shape))
-        # The stack in front, the heads at their axes, and 1 at all others.
-        *stack, heads = factors.shape
-        axes = self.head_axes if heads != 1 else ()
-        scale = factors.reshape(*stack, *(self._counts(view) if axes else ()))
+        view = self._view(self.stack_of(len(shape)).layer(shape))
+        rank, stop = len(view), len(view) + self.split_axis + 1
+        split = range(stop - len(self.split), stop if self.split else 0)
+        # In full where heads differ, and along factors, which are one axis again below.
+        told = {i % rank for i in (*self.head_axes, *self.parts)} | {*split}
+        owner = np.full([n if i in told else 1 for i, n in enumerate(view)], -1)
+        meant = tuple(self.parts.get(i - rank, slice(None)) for i in range(rank))
         # Heads are counted by the axes in the order given, which need not be theirs.
-        order = [len(stack) + axes.index(axis) for axis in sorted(axes)]
-        scale = scale.transpose(*range(len(stack)), *order)
-        others = [i for i in range(-len(view) + len(stack), 0) if i not in axes]
-        scale = xp.expand_dims(scale, tuple(others))
-        for axis, part in self.parts.items():
-            inside = np.zeros(view[axis], bool)
-            inside[part] = True
-            if axis in axes:
-                # Factors of heads that are a part of their axis, and 1 for the others.
-                start = int(np.argmax(inside))
-                widths = [(0, 0)] * scale.ndim
-                widths[axis] = (start, view[axis] - start - scale.shape[axis])
-                scale = xp.pad(scale, widths, constant_values=1)
-            else:
-                inside = inside.reshape(-1, *(1,) * (-axis - 1))
-                scale = xp.where(inside, scale, 1)
+        counts = [owner[meant].shape[i] for i in self.head_axes]
+        heads = np.arange(math.prod(counts)).reshape(counts)
+        order = sorted(range(len(counts)), key=self.head_axes.__getitem__)
+        others = tuple(i for i in range(rank) if i - rank not in self.head_axes)
+        owner[meant] = np.expand_dims(heads.transpose(order), others)
         if self.split:
-            # The axes of the split are one again, which needs each in its full size.
-            stop = len(view) + 1 + self.split_axis
-            start = stop - len(self.split)
-            before, after = scale.shape[:start], scale.shape[stop:]
-            scale = xp.broadcast_to(scale, before + view[start:stop] + after)
-            scale = scale.reshape(*before, -1, *after)
+            before, after = owner.shape[: split.start], owner.shape[stop:]
+            owner = owner.reshape(*before, -1, *after)
+        return owner
+
+    def scale(self, shape: Shape, factors: jax.Array) -> jax.Array:
+        """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
+        place, owner = self.stack_of(len(shape)), self.owners(shape)
+        # One factor is of all heads, which share a leaf of their layer.
+        at = np.clip(owner, 0, factors.shape[-1] - 1)
+        scale = factors.at[..., at].get(mode="promise_in_bounds")
         stacked = range(place.depth)
-        return xp.moveaxis(scale, stacked, [place.start + i for i in stacked])
+        return jnp.moveaxis(
+            jnp.where(owner < 0, 1, scale), stacked, [place.start + i for i in stacked]
+        )
 
     def row_spec(self, rank: int, spec: PartitionSpec) -> PartitionSpec | None:
         """The spec of a row `(*stack, heads)` where this one cuts the leaf.
@@ -184,18 +180,13 @@ class HeadLeaf(NamedTuple):
         pairs: Any = self.part or ()
         return dict([pairs] if pairs and isinstance(pairs[0], int) else pairs)
 
-    def _counts(self, view: Shape) -> Shape:
-        """How many heads there are along each axis of them, of all or of the part."""
-        sizes = ((axis, range(view[axis])) for axis in self.head_axes)
-        return tuple(len(n[self.parts.get(axis, slice(None))]) for axis, n in sizes)
-
     def _view(self, shape: Shape) -> Shape:
-        """The shape after `split`."""
+        """The shape of one layer after `split`."""
         at = len(shape) + self.split_axis
-        return shape[:at] + self._sizes(shape[at]) + shape[at + 1 :]
-
-    def _sizes(self, size: int) -> Shape:
-        """The sizes that an axis is split into."""
         known = math.prod(part for part in self.split if part != -1)
-        sizes = (size // known if part == -1 else part for part in self.split)
-        return tuple(sizes) if self.split else (size,)
+        sizes = (shape[at] // known if part == -1 else part for part in self.split)
+        return (
+            *shape[:at],
+            *(sizes if self.split else shape[at : at + 1]),
+            *shape[at + 1 :],
+        )

@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 
 from .._matrices.axes import Axes, MatrixAxes
-from .._matrices.view import matrix_view
+from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
-from .._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts
-from .._parameters.given import Model, numbers_of, OfTree
-from .._parameters.reading import Verdict
-from .attention_layers import Attention
-from .finder import resolve_attention
+from .._parameters.by_names import Verdict
+from .._parameters.dimension_numbers import (
+    DimensionNumbers,
+    GIVEN,
+    OfTree,
+    resolve_verdicts,
+)
+from .._parameters.given import check_model, Model
+from .attention_layers import Attention, resolve_attention
 from .head_leaf import HeadLeaf
 
 
 def heads_apart(
-    per_head: bool,
+    per_head: bool | None,
     model: Model | None,
     dimension_numbers: DimensionNumbers | None,
     attention: Attention | None = None,
@@ -28,21 +32,31 @@ def heads_apart(
     """`dimension_numbers` and `per_head` for Muon's leaves, of what the user gave.
 
     Heads are those of `attention`, else of `model`. Without either, `per_head` stays:
-    names tell which axes are heads in stock layers.
+    names tell which axes are heads in stock layers. `None` cuts what can be cut.
     """
-    numbers = numbers_of(model, dimension_numbers)
+    # What was made before, as by `muonclip` for `muon`, is all there is.
+    if isinstance(dimension_numbers, OfTree):
+        return dict(dimension_numbers=dimension_numbers, per_head=False)
+    check_model(model)
+    layers = attention
     if attention is None and model is not None:
         # Layers that QK-Clip cannot act on have heads all the same.
-        attention = list(model.attention)
-    if not flag("per_head", per_head) or attention is None:
-        return dict(dimension_numbers=numbers, per_head=per_head)
-    found = functools.partial(_verdicts, attention, numbers)
+        layers = list(model.attention)
+    per_head = per_head if per_head is None else flag("per_head", per_head)
+    is_cut = per_head is not False and layers is not None
+    if model is None and not is_cut:
+        return dict(dimension_numbers=dimension_numbers, per_head=per_head)
+    layers = layers if is_cut else ()
+    must = bool(per_head)
+    found = functools.partial(_verdicts, layers, model, dimension_numbers, must)
     return dict(dimension_numbers=OfTree(found), per_head=False)
 
 
 def _verdicts(
-    attention: Attention,
+    attention: Attention | None,
+    model: Model | None,
     dimension_numbers: DimensionNumbers | None,
+    must: bool,
     tree: paths.PathedTree,
 ) -> list[Verdict]:
     """The verdict on each leaf, with heads as matrices.
@@ -56,15 +70,18 @@ def _verdicts(
             # The parts of a query with a rotary embedding and without are one head.
             entry = leaf in layer.key, leaf
             described.setdefault(layer.path_of(leaf), []).append(entry)
-    found = resolve_verdicts(dimension_numbers, tree, described=described)
+    found = resolve_verdicts(dimension_numbers, tree, model=model, described=described)
     for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
         given = verdict.numbers
-        # A bias goes to AdamW, whatever heads it has; what the user has cut stays.
+        # A bias goes to AdamW, whatever heads it has; what the user has cut stays, and
+        # what the user has given, unless heads were asked for.
         if given is None or isinstance(given, MatrixAxes) or path not in described:
+            continue
+        if verdict.why == GIVEN and not must:
             continue
         if not paths.is_masked(leaf_at[path]):
             shape = tuple(leaf_at[path].shape)
-            axes: Any = _of_heads(path, shape, given, described[path])
+            axes: Any = _of_heads(path, shape, given, described[path], must)
             # What names leave open, the description of the heads tells.
             why = "heads" if verdict.is_open else verdict.why
             found[i] = verdict._replace(numbers=axes, why=why, is_open=False)
@@ -76,6 +93,7 @@ def _of_heads(
     shape: tuple[int, ...],
     given: Axes,
     leaves: Sequence[tuple[bool, HeadLeaf]],
+    must: bool,
 ) -> Axes:
     """The axes of a leaf, with the outputs of each of its heads as a matrix."""
     (_, leaf), *_ = leaves
@@ -97,24 +115,26 @@ def _of_heads(
             # A part of each head's outputs, as the key of a latent kernel is.
             output = tuple(sorted(place.axis(axis, rank) for axis in (*heads, axes[1])))
     view = matrix_view(shape, MatrixAxes(reduction, output))
-    # Which head each output belongs to, by what QK-Clip would scale it with. What it
-    # leaves alone, such as the value in a fused kernel, is a matrix of its own from one
-    # head to the next.
+    # Which head each output belongs to, queries even and keys odd: keys may be fewer.
+    # What no head scales, such as the value in a fused kernel, is a matrix of its own
+    # from one head to the next.
     alone = tuple(n if i in view.output else 1 for i, n in enumerate(shape))
-    owner = np.zeros(alone, int)
+    owner = np.full(alone, -1)
     for is_key, each in leaves:
-        count = each.heads(alone)
-        if count is None:
-            continue  # QK-Clip's `init` says why
-        # Above 1, which is no scale, queries even and keys odd: keys may be fewer.
-        marks = 2 + 2 * np.arange(count) + is_key
-        stack = (1,) * each.stack_of(rank).depth
-        scale = each.scale(alone, marks.reshape(*stack, count))
-        owner = np.where(np.broadcast_to(scale, alone) == 1, owner, scale)
+        if each.heads(alone) is not None:  # else QK-Clip's `init` says why
+            place = each.stack_of(rank)
+            own = each.owners(alone)
+            own = np.expand_dims(
+                own, tuple(place.start + i for i in range(place.depth))
+            )
+            owner = np.where(own < 0, owner, 2 * own + is_key)
+    owner = np.broadcast_to(owner, alone)
     owners = owner.ravel()
     runs = [(key, len(list(run))) for key, run in itertools.groupby(owners.tolist())]
-    found = [key for key, _ in runs if key]
+    found = [key for key, _ in runs if key >= 0]
     if len(set(found)) < len(found):
+        if not must:
+            return given
         raise ValueError(
             f"per_head=True cannot cut '{paths.show(path)}' {shape}: the outputs of a "
             "head do not follow one another. Leave its layer out of attention=, or "

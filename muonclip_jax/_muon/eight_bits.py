@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .._layout.zeros import StatePart
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 
 
 LARGEST = 127  # code

@@ -10,12 +10,13 @@ import optax
 from .._layout.layout import axes, Layout, over_replicas, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
     DimensionNumbers,
-    matrix_views,
+    resolve_verdicts,
+    views_of,
 )
 
 
@@ -56,27 +57,15 @@ class Leaves(NamedTuple):
                 )
 
 
-def read_leaves(
-    tree: Any,
-    dimension_numbers: DimensionNumbers | None,
-    per_head: bool,
-    shardings: Shardings | None,
-    axis_name: Hashable | None = None,
-) -> Leaves:
-    layout = read_layout(tree, shardings, axis_name)
-    views = matrix_views(dimension_numbers, layout.whole, per_head=per_head)
-    return Leaves(layout, views)
-
-
 def for_leaves(
     name: str,
     build: Callable[[Leaves], optax.GradientTransformationExtraArgs],
     state_type: type,
     *,
     dimension_numbers: DimensionNumbers | None,
-    per_head: bool,
+    per_head: bool | None,
     shardings: Shardings | None,
-    axis_name: Hashable | None,
+    axis_name: Hashable | None = None,
 ) -> OverReplicas:
     """The transformation `name`, which `build` makes for the leaves that it is given.
 
@@ -88,11 +77,14 @@ def for_leaves(
     axes(axis_name)  # raises at construction for what is none
 
     def read(tree: Any) -> Leaves:
-        return read_leaves(tree, dimension_numbers, per_head, shardings, axis_name)
+        layout = read_layout(tree, shardings, axis_name)
+        whole = layout.whole
+        verdicts = resolve_verdicts(dimension_numbers, whole, per_head=per_head)
+        return Leaves(layout, views_of(verdicts, whole))
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)
-        mesh_specs = leaves.layout.mesh_specs(leaves.tree.leaves)
+        mesh_specs = leaves.layout.mesh_specs()
         return counts_replicated(build(leaves).init(params), mesh_specs)
 
     def update_fn(updates, state, params=None, **extra_args):

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._explicit_axes import explicit_spec, on_automatic_axes
+from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes
 from .._layout.zeros import StatePart, zero_parts, zeros_like
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 from .._options import flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
@@ -27,7 +27,8 @@ class ScaleByMuonState(NamedTuple):
     - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
         which no `beta` up to 0.96 makes overflow; in 8 bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
-    - `count`: of the steps, where `beta` is a schedule, else `None`.
+    - `count`: of the steps, for a `beta` that is a schedule. It is kept for every
+        `beta`, so that a run can go on with another.
 
     !!! example
 
@@ -66,6 +67,11 @@ class Momentum(NamedTuple):
 #: A number, or a function from the count of steps to one.
 Beta = ArrayLike | Callable[[Any], Any]
 
+#: The default, as in modded-nanogpt: a long memory holds back the first steps, whose
+#: gradients turn fast, and pays once they no longer do. What it gains over 0.95:
+#: benchmarks/report.md, "Defaults" and "Momentum by length".
+RISING_BETA = optax.linear_schedule(0.85, 0.95, 300)
+
 
 def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum:
     """Momentum of a dtype, the params' if it is `None`.
@@ -75,38 +81,29 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
     """
     number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
-    if is_8_bits(float_dtype("mu_dtype", dtype, also="int8")):
-        return _scheduled(beta, _in_8_bits(nesterov))
-    return _scheduled(beta, _in_floats(dtype, nesterov))
+    is_coded = is_8_bits(float_dtype("mu_dtype", dtype, also="int8"))
+    kept = _in_8_bits(nesterov) if is_coded else _in_floats(dtype, nesterov)
+
+    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        # Counted for every beta, so that a run can go on with a schedule.
+        return kept.init(params, leaves)._replace(count=jnp.zeros((), jnp.int32))
+
+    def update(state: ScaleByMuonState, *arguments):
+        if (state.scales is not None) != is_coded:
+            was, now = ("'int8'", "a float")[:: -1 if is_coded else 1]
+            raise ValueError(
+                f"the state was made with {was} as mu_dtype, but mu_dtype is {now}. "
+                "Give the mu_dtype that the state was made with, or call init again"
+            )
+        now = beta(state.count) if callable(beta) else beta
+        ahead, after = kept.update(now, state, *arguments)
+        return ahead, after._replace(count=optax.safe_increment(state.count))
+
+    return Momentum(init, update)
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
     return dtype is not None and jnp.dtype(dtype) == jnp.int8
-
-
-def _scheduled(beta: Beta, momentum: Momentum) -> Momentum:
-    """Momentum whose updates take a beta first, with this one, a schedule or not."""
-
-    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        state = momentum.init(params, leaves)
-        if not callable(beta):
-            return state
-        return state._replace(count=jnp.zeros((), jnp.int32))
-
-    def update(state: ScaleByMuonState, *arguments):
-        if (state.count is not None) != callable(beta):
-            made, given = ("a number", "a schedule")[:: 1 if callable(beta) else -1]
-            raise ValueError(
-                f"the state was made with a beta that is {made}, but beta is {given}. "
-                "Give the beta that the state was made with, or call init again"
-            )
-        if not callable(beta):
-            return momentum.update(beta, state, *arguments)
-        count: Any = state.count
-        ahead, after = momentum.update(beta(count), state, *arguments)
-        return ahead, after._replace(count=optax.safe_increment(count))
-
-    return Momentum(init, update)
 
 
 def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
@@ -117,7 +114,6 @@ def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
         return ScaleByMuonState(mu)
 
     def update(beta, state, leaves, views, gradients):
-        _check_same_kind(state, has_scales=False)
         pairs = [
             _accumulate(beta, m, g, nesterov) if view else (m, g)
             for m, g, view in zip(
@@ -138,7 +134,6 @@ def _in_8_bits(nesterov: bool) -> Momentum:
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
 
     def update(beta, state, leaves, views, gradients):
-        _check_same_kind(state, has_scales=True)
         _check_whole(leaves)
         # Scales are by path, since leaves without a matrix have none.
         codes, momentum = leaves.tree.of(state.mu), list(gradients)
@@ -199,15 +194,6 @@ def _check_whole(leaves: Leaves) -> None:
             "mu_dtype='int8' finds the largest directions of whole matrices, but "
             f"shard_map cuts {paths.show_all(found)}; use mu_dtype='bfloat16' there, "
             "or update under jax.jit outside of jax.shard_map"
-        )
-
-
-def _check_same_kind(state: ScaleByMuonState, *, has_scales: bool) -> None:
-    if (state.scales is not None) != has_scales:
-        found, wanted = ("floats", "is") if has_scales else ("8 bits", "is not")
-        raise ValueError(
-            f"the state holds momentum in {found}, but mu_dtype {wanted} 'int8'. Give "
-            "the mu_dtype that the state was made with, or call init again"
         )
 
 

@@ -26,7 +26,7 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import broadcast, Model
 from .leaves import for_leaves, Leaves
-from .momentum import is_8_bits
+from .momentum import is_8_bits, RISING_BETA
 from .normalize_neurons import neuron_normalization
 from .scale_by_muon import make_direction, ShapeScale
 from .weight_decay import check_rates, decayed_weights
@@ -35,7 +35,7 @@ from .weight_decay import check_rates, decayed_weights
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    beta: float | jax.Array | optax.Schedule = 0.95,
+    beta: float | jax.Array | optax.Schedule = RISING_BETA,
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,
@@ -49,7 +49,7 @@ def muon(
     mu_dtype: DTypeLike | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: float | jax.Array = 0.9,
     adam_b2: float | jax.Array = 0.95,
@@ -88,7 +88,7 @@ def muon(
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
-    **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head` next to
+    **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head=True` next to
     `dimension_numbers` that leave nothing open, for a `neuron_b2` outside [0, 1], and
     from an update without params.
 

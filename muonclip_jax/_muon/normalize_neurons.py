@@ -9,19 +9,18 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from .._explicit_axes import explicit_spec, on_automatic_axes
-from .._jax_versions import impose_no_sharding, keep_sharding
+from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
 from .._layout.layout import cut_axes, gather, own_block
 from .._layout.shardings import Shardings
 from .._layout.zeros import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
 from .._options import NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
-from .leaves import check_matrices_only, Leaves, read_leaves
+from .leaves import check_matrices_only, for_leaves, Leaves
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -49,7 +48,7 @@ def normalize_neurons(
     eps: float | jax.Array = 1e-10,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     shardings: Shardings | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divides each neuron of an update by its root mean square over time.
@@ -94,21 +93,18 @@ def normalize_neurons(
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
-    axes = heads_apart(per_head, model, dimension_numbers)
 
-    def read(tree: Any) -> Leaves:
-        leaves = read_leaves(tree, **axes, shardings=shardings)
+    def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         check_matrices_only(leaves, "normalize_neurons")
-        return leaves
+        return neuron_normalization(leaves, b2, eps)
 
-    def init_fn(params: optax.Params) -> optax.OptState:
-        return neuron_normalization(read(params), b2, eps).init(params)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        normalization = neuron_normalization(read(updates), b2, eps)
-        return normalization.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return for_leaves(
+        "normalize_neurons",
+        build,
+        NormalizeNeuronsState,
+        **heads_apart(per_head, model, dimension_numbers),
+        shardings=shardings,
+    )
 
 
 def neuron_normalization(

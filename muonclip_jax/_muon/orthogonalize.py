@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 
-from .._explicit_axes import explicit_spec, on_automatic_axes, on_whole_leaves
+from .._axes import explicit_spec, on_automatic_axes, on_whole_leaves
 from .._layout.layout import Layout, on_whole_blocks
 from .._layout.shardings import Place
 from .._matrices.pieces import divide
-from .._matrices.stacks import plan_stacks, Stack
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView, plan_stacks, Stack
 from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
 from .._newton_schulz.platforms import STACK_LEAVES

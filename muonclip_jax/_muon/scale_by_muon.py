@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._layout.layout import own_block
 from .._layout.shardings import Shardings
 from .._matrices.pieces import along_outputs
-from .._matrices.view import MatrixView
+from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
 from .._newton_schulz.coefficients import Schedule, Triple
 from .._newton_schulz.platforms import Kernel
@@ -23,7 +23,7 @@ from .._options import NOT_NEGATIVE, number
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
-from .momentum import Momentum, momentum_in, ScaleByMuonState
+from .momentum import Momentum, momentum_in, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
 
@@ -32,7 +32,7 @@ ShapeScale = float | jax.Array | Literal["mup"] | None
 
 def scale_by_muon(
     *,
-    beta: float | jax.Array | optax.Schedule = 0.95,
+    beta: float | jax.Array | optax.Schedule = RISING_BETA,
     nesterov: bool = True,
     ns_coeffs: str | Triple | Schedule = "keller",
     ns_steps: int | jax.Array = 5,
@@ -44,7 +44,7 @@ def scale_by_muon(
     mu_dtype: DTypeLike | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
-    per_head: bool = False,
+    per_head: bool | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -65,11 +65,13 @@ def scale_by_muon(
     Keller Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's
     Algorithm 1 does not; Kimi and Moonlight scale by the maximum, Keller Jordan by
     the ratio; optax averages momentum with bias correction, which without
-    Nesterov is the same direction.
+    Nesterov is the same direction. Kimi K2's algorithm to the letter is
+    `nesterov=False, per_head=False, beta=0.95`.
 
     **Arguments:**
 
-    - `beta`: momentum decay: a number or a schedule.
+    - `beta`: momentum decay: a number or a schedule; by default it rises from 0.85 to
+        0.95 over 300 steps, `optax.linear_schedule(0.85, 0.95, 300)`.
     - `nesterov`: whether to look one step ahead.
     - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
     - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
@@ -90,7 +92,9 @@ def scale_by_muon(
     - `per_head`: whether every head of a query and a key is a matrix of its own, as in
         Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5: as an axis, or in a flat or
         fused kernel. With a `model` those that it shows; without, the axes that are
-        heads in stock layers, those of the value too.
+        heads in stock layers, those of the value too. `None` means wherever heads are
+        known and `dimension_numbers` do not say otherwise; `True` raises where that
+        cannot be, `False` keeps them in one matrix.
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
         params. Every device then gets its share of the matrices, whole, and returns

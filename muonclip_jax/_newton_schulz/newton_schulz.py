@@ -5,7 +5,7 @@ import math
 import jax
 from jax.typing import DTypeLike
 
-from .._explicit_axes import on_whole_matrices
+from .._axes import on_whole_matrices
 from .._options import array, is_float
 from .coefficients import Schedule, Triple
 from .platforms import Kernel

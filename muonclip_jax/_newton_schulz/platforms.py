@@ -155,7 +155,7 @@ GPU = Platform(
 )
 
 #: The matrix units multiply bfloat16. How much is iterated at once, and that two stacks
-#: take turns (`order.py`), is the best of what its compiler was asked for v5p
+#: take turns (`take_turns`), is the best of what its compiler was asked for v5p
 #: (`benchmarks/tpu_ahead_of_time.py`); none of it has run.
 TPU = Platform(
     name="tpu",

@@ -57,15 +57,11 @@ def _divide_by_norm_jvp(scaled_norm, primals, tangents):
     # above, 0 would meet infinity in the sums that do not count. A zero matrix has no
     # derivative; this gives it one of 0.
     ((parts,), (dparts,)) = primals, tangents
-    (x, factor, norm), dx = _with_norms(parts, scaled_norm), put_together(dparts)
+    (x, factor, norm), dx = _with_norms(parts, scaled_norm), jnp.concatenate(dparts)
     y = x * factor / jnp.where(norm > 0, norm, 1)
     dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
     along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
     return y, dy - y * along
-
-
-def put_together(parts: Sequence[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _with_norms(
@@ -73,7 +69,7 @@ def _with_norms(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stack of some parts, a factor for each of its matrices, and their norms."""
     factors, norms = zip(*map(scaled_norm, parts), strict=True)
-    return put_together(parts), put_together(factors), put_together(norms)
+    return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
 def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,9 +20,8 @@ from .coefficients import (
     Schedule,
     Triple,
 )
-from .order import take_turns
 from .platforms import Kernel, Platform, PLATFORMS
-from .polar import METHODS, PolarMethod, Range, run_in_loop
+from .polar import METHODS, PolarMethod, Range, run_in_loop, take_turns
 from .precondition import precondition, Preconditioning
 from .products import round_to
 

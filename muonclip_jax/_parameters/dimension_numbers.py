@@ -2,31 +2,32 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
-from .._matrices.axes import Axes, is_axes
-from .._matrices.view import matrix_view, MatrixView
+from .._matrices.axes import is_axes
+from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import paths
+from .by_names import ByNames, EitherWay, Verdict
 from .given import (
     AUTOMATIC,
     broadcast,
     by_pattern,
+    check_model,
     is_patterns,
     Model,
-    numbers_of,
-    OfModel,
-    OfTree,
     write_patterns,
 )
-from .reading import EitherWay, Reading, Verdict
 from .stacks import IN_FRONT, StackAxes
 
 
 #: What to say to a transformation that sees but a part of the params.
 BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
+
+#: Why a leaf has the axes that the user gave it.
+GIVEN = "given"
 
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
 #: from patterns of paths, or a function that makes one of these from the parameters.
@@ -42,7 +43,7 @@ def flax_dimension_numbers(
 ) -> Any:
     """Finds the axes that form matrices in every leaf, by names and shapes.
 
-    Names and shapes are read together. Written as inputs -> outputs, a kernel of
+    Written as inputs -> outputs, a kernel of
 
     - `Dense` or `Linear` is `(in -> out)`; `(out, in)` where the bias or the framework
         says so: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
@@ -53,18 +54,17 @@ def flax_dimension_numbers(
     - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
 
     A stack of layers is an axis that all leaves of a module share, its norms among
-    them, in front, after the first axis or last; so is an axis that the params name
-    `layers` (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). A stack of
-    experts is known by its router. Every matrix of a stack is orthogonalized by itself.
-    Where an update comes without the names, as from `nnx.Optimizer`, pass the tree
-    that this returns, and not the function.
+    them, in front, after the first axis or last, or that the params name `layers`
+    (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax); where an update comes
+    without the names, as from `nnx.Optimizer`, pass the tree that this returns. A stack
+    of experts is known by its router. Every matrix of a stack is one by itself.
 
     Embeddings, positions, norms, biases, routers, gates of one number for each head
-    (`in_proj_ba` next to `A_log`) and all leaves of rank 0 and 1 in one layer are
-    `None`, for AdamW. So is the output head: a kernel named so (`head`,
-    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
-    one with a bias whose outputs nothing in the tree takes. Under an unknown name, a
-    leaf of rank 2 is a matrix. [`describe`][] says why.
+    (`in_proj_ba` next to `A_log`) and what has rank 0 or 1 in one layer are `None`, for
+    AdamW. So is the output head: a kernel named so (`head`, `lm_head`, `logits`, ...),
+    one with as many outputs as the embedding has entries, or one with a bias whose
+    outputs nothing takes. Under an unknown name, a leaf of rank 2 is a matrix.
+    [`describe`][] says why.
 
     **Arguments:**
 
@@ -72,10 +72,8 @@ def flax_dimension_numbers(
         pytree of arrays or `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are
         left hidden.
     - `per_head`: whether every head of a query, key or value projection is a matrix of
-        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. For
-        `dimension_numbers`: `functools.partial(mc.flax_dimension_numbers,
-        per_head=True)`. Heads that a `model=` or `attention=` shows, in flat and fused
-        kernels too, are cut by `per_head=True` of [`muon`][].
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. Heads that a
+        `model=` or `attention=` shows are cut by `per_head=True` of [`muon`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
         `nnx.vmap` stacks, where the leaves do not show it, such as
         `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
@@ -94,19 +92,19 @@ def flax_dimension_numbers(
 
         >>> import jax.numpy as jnp
         >>> import muonclip_jax as mc
+        >>> from optax.contrib import MuonDimensionNumbers
         >>> params = {
         ...     "attn": {"query": {"kernel": jnp.ones((16, 4, 8))}},
         ...     "experts_up": jnp.ones((4, 16, 32)),
         ... }
-        >>> from optax.contrib import MuonDimensionNumbers
         >>> rules = {"experts_*": MuonDimensionNumbers(-2, -1)}
         >>> found = mc.flax_dimension_numbers(params, dimension_numbers=rules)
         >>> found["attn"]["query"]["kernel"]
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
     tree = paths.flatten(params)
-    reading = Reading(tree, stack_axes).verdicts(flag("per_head", per_head))
-    found = _decided(tree, reading, dimension_numbers)
+    reading = ByNames(tree, stack_axes).verdicts(flag("per_head", per_head))
+    found = resolve_verdicts(dimension_numbers, tree, reading=reading)
     return tree.unflatten(verdict.numbers for verdict in found)
 
 
@@ -168,18 +166,12 @@ def param_labels(
         >>> def is_head(params):
         ...     name = lambda label: "head" if label == "head" else "rest"
         ...     return jax.tree.map(name, mc.param_labels(params))
-        >>> tx = optax.partition(
-        ...     {
-        ...         "rest": mc.muon(1e-2),
-        ...         "head": optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
-        ...     },
-        ...     is_head,
-        ... )
+        >>> head = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
+        >>> tx = optax.partition({"rest": mc.muon(1e-2), "head": head}, is_head)
     """
     tree = paths.flatten(params)
-    numbers = numbers_of(model, dimension_numbers)
-    reading = Reading(tree).verdicts() if model is None else _read(model, tree)
-    verdicts = resolve_verdicts(numbers, tree, reading=reading)
+    reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
+    verdicts = resolve_verdicts(dimension_numbers, tree, reading=reading)
     return tree.unflatten(
         "matrix"
         if given.numbers is not None and not paths.is_masked(given.numbers)
@@ -188,45 +180,98 @@ def param_labels(
     )
 
 
+class OfTree(NamedTuple):
+    """A function from a tree to the verdict on each of its leaves."""
+
+    verdicts: Callable[[paths.PathedTree], list[Verdict]]
+
+
 def resolve_verdicts(
-    dimension_numbers: DimensionNumbers | None,
+    dimension_numbers: DimensionNumbers | OfTree | None,
     tree: paths.PathedTree,
     *,
-    per_head: bool = False,
+    model: Model | None = None,
+    per_head: bool | None = False,
     reading: Mapping[paths.Path, Verdict] | None = None,
     described: Collection[paths.Path] = (),
 ) -> list[Verdict]:
     """The verdict on each leaf, whichever way its numbers were given.
 
+    What patterns leave to be found is found by `reading`, else by the model's, else by
+    names: with `per_head`, or where it is `None`, those of stock heads tell heads.
     Leaves that are `described` otherwise may be left open.
+
+    **Raises:** `ValueError` that lists the leaves of which nothing tells.
     """
     given: Any = dimension_numbers
     if isinstance(given, OfTree):
         return given.verdicts(tree)
-    if isinstance(given, OfModel):
-        reading, given = reading or _read(given.model, tree), given.others
     # A function may answer None: AdamW for all of its leaves.
     is_found = given is None
-    if paths.is_function(given):
+    if not is_found and paths.is_function(given):
         given = given(tree.whole())
-    if is_found or is_patterns(given, tree):
-        reading = reading or Reading(tree).verdicts(per_head)
-        return _decided(tree, reading, given, described)
-    if per_head:
-        raise ValueError(
-            "per_head=True has no effect next to dimension_numbers for all leaves: "
-            "make them by mc.flax_dimension_numbers(per_head=True), or give patterns"
+    if not is_found and not is_patterns(given, tree):
+        if per_head:
+            raise ValueError(
+                "per_head=True has no effect next to dimension_numbers for all leaves: "
+                "give patterns, or mc.flax_dimension_numbers(params, per_head=True)"
+            )
+        entries = broadcast(
+            given,
+            tree,
+            name="dimension_numbers",
+            is_entry=is_axes,
+            expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
+            remedy="; to give rules and have the rest found automatically, write "
+            "patterns, such as 'mlp*' in place of 'mlp'",
         )
-    entries = broadcast(
-        given,
-        tree,
-        name="dimension_numbers",
-        is_entry=is_axes,
-        expected="mc.MuonDimensionNumbers, mc.MatrixAxes",
-        remedy="; to give rules and have the rest found automatically, write "
-        "patterns, such as 'mlp*' in place of 'mlp'",
+        return [Verdict(entry, GIVEN) for entry in entries]
+    if reading is None and model is not None:
+        reading = _read(model, tree)
+    found = dict(reading or ByNames(tree).verdicts(per_head is not False))
+    for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
+        if numbers != AUTOMATIC and found[path].why != "hidden":
+            found[path] = Verdict(numbers, GIVEN)
+    if any(x.is_open and path not in described for path, x in found.items()):
+        raise ValueError(_question(tree, found, described))
+    return list(found.values())
+
+
+def _question(
+    tree: paths.PathedTree,
+    found: Mapping[paths.Path, Verdict],
+    described: Collection[paths.Path],
+) -> str:
+    """Lists the leaves of which nothing tells, with a guess to paste."""
+    guesses = {
+        path: x.numbers
+        for path, x in found.items()
+        if x.is_open and x.numbers and path not in described
+    }
+    shapes = zip(tree.paths, tree.leaves, strict=True)
+    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
+    mask = (
+        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
+        "Or say it here:"
     )
-    return [Verdict(entry, "given") for entry in entries]
+    message = [
+        "cannot tell which axes of these leaves form matrices:",
+        *(f"  {lines[path]}" for path in guesses),
+        *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
+        "The model's own function tells: model=mc.read_model(loss, params, *batch).",
+        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
+        "axes, then output axes; all other axes are a stack of matrices; None is "
+        "AdamW. Leaves that no pattern matches are found as before:",
+        "",
+        "from optax.contrib import MuonDimensionNumbers",
+        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
+    ]
+    if unsure := [path for path, x in found.items() if not x.is_sure]:
+        message += ["", "Decided with little evidence:"]
+    for path in unsure:
+        by = "adamw" if found[path].numbers is None else "muon"
+        message.append(f"  {by} for {lines[path]}: {found[path].why}")
+    return "\n".join(message)
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
@@ -236,115 +281,43 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
 
     **Raises:** `ValueError` for leaves that the reading does not have.
     """
-
-    def by_path(of_leaves: Any) -> dict[paths.Path, Any]:
-        flat = paths.flatten(of_leaves, is_leaf=lambda x: x is None or is_axes(x))
-        return dict(zip(flat.paths, flat.leaves, strict=True))
-
-    numbers, labels = by_path(model.dimension_numbers), by_path(model.labels)
+    check_model(model)
+    numbers, labels = (
+        dict(zip(*paths.flatten(x, lambda x: x is None or is_axes(x))[:2], strict=True))
+        for x in (model.dimension_numbers, model.labels)
+    )
     leaf_at, unknown = tree.by_path(), set(model.unknown)
-    by_name = Reading(tree).verdicts() if unknown else {}
-    missing = [
-        path
-        for path, leaf in leaf_at.items()
-        if path not in labels and not paths.is_masked(leaf)
-    ]
-    if missing:
+    in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
+    if missing := [path for path in in_sight if path not in labels]:
         raise ValueError(
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
             "Give read_model the params that the optimizer gets"
         )
-    found: dict[paths.Path, Verdict] = {}
-    for path, leaf in leaf_at.items():
-        if paths.is_masked(leaf):
-            found[path] = Verdict(None, "hidden")
-        elif paths.show(path) in unknown:
-            verdict = by_name[path]
-            found[path] = verdict._replace(why=f"not read: {verdict.why}")
-        else:
-            found[path] = Verdict(numbers[path], "read", label=labels[path])
+    found = dict.fromkeys(leaf_at, Verdict(None, "hidden"))
+    by_names = ByNames(tree).verdicts() if unknown else {}
+    for path in in_sight:
+        found[path] = Verdict(numbers[path], "read", label=labels[path])
+        if paths.show(path) in unknown:
+            why = f"not read: {by_names[path].why}"
+            found[path] = by_names[path]._replace(why=why)
     return found
 
 
-def _decided(
-    tree: paths.PathedTree,
-    reading: Mapping[paths.Path, Verdict],
-    patterns: Mapping[str, Any] | None,
-    described: Collection[paths.Path] = (),
-) -> list[Verdict]:
-    """The verdict on each leaf: what a pattern says, or else the evidence in the tree.
-
-    **Raises:** `ValueError` that lists the leaves of which neither tells.
-    """
-    given = by_pattern(patterns, tree.paths) if patterns else {}
-    found = {
-        path: Verdict(given[path], "given")
-        if given.get(path, AUTOMATIC) != AUTOMATIC and verdict.why != "hidden"
-        else verdict
-        for path, verdict in reading.items()
-    }
-    guesses = {
-        path: x.numbers
-        for path, x in found.items()
-        if x.is_open and x.numbers and path not in described
-    }
-    if not guesses:
-        return list(found.values())
-    shapes = zip(tree.paths, tree.leaves, strict=True)
-    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
-    is_masked = any(map(paths.is_masked, tree.leaves))
-    mask = (
-        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
-        "Or say it here:"
-    )
-    unsure = [
-        f"  {'adamw' if x.numbers is None else 'muon'} for {lines[path]}: {x.why}"
-        for path, x in found.items()
-        if not x.is_sure
-    ]
-    message = [
-        "cannot tell which axes of these leaves form matrices:",
-        *(f"  {lines[path]}" for path in guesses),
-        *([mask] if is_masked else []),
-        "The model's own function tells: model=mc.read_model(loss, params, *batch).",
-        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
-        "axes, then output axes; all other axes are a stack of matrices; None is "
-        "AdamW. Leaves that no pattern matches are found as before:",
-        "",
-        "from optax.contrib import MuonDimensionNumbers",
-        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
-        *(["", "Decided with little evidence:", *unsure] if unsure else []),
-    ]
-    raise ValueError("\n".join(message))
-
-
-def matrix_views(
-    dimension_numbers: DimensionNumbers | None,
-    tree: paths.PathedTree,
-    *,
-    per_head: bool = False,
-) -> list[MatrixView | None]:
-    """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    verdicts = resolve_verdicts(dimension_numbers, tree, per_head=per_head)
-    return views_of([verdict.numbers for verdict in verdicts], tree)
-
-
 def views_of(
-    all_numbers: Sequence[Axes | None], tree: paths.PathedTree
+    verdicts: Sequence[Verdict], tree: paths.PathedTree
 ) -> list[MatrixView | None]:
     """Returns a view per leaf, `None` for one that is hidden or holds no matrix."""
-    views: list[MatrixView | None] = []
-    for path, leaf, numbers in zip(*tree[:2], all_numbers, strict=True):
+    views: list[MatrixView | None] = [None] * len(verdicts)
+    for i, (path, leaf) in enumerate(zip(*tree[:2], strict=True)):
+        numbers: Any = verdicts[i].numbers
         if numbers is None or paths.is_masked(numbers) or paths.is_masked(leaf):
-            views.append(None)
             continue
+        shape = tuple(leaf.shape)
         try:
-            view = matrix_view(tuple(leaf.shape), numbers)
+            view = matrix_view(shape, numbers)
         except ValueError as error:
-            raise ValueError(
-                f"dimension_numbers for '{paths.show(path)}' with shape "
-                f"{tuple(leaf.shape)}: {error}"
-            ) from None
+            at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
+            raise ValueError(f"{at}: {error}") from None
         is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
-        views.append(dataclasses.replace(view, is_directed=is_directed))
+        views[i] = dataclasses.replace(view, is_directed=is_directed)
     return views

@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -31,33 +31,14 @@ class Model(Protocol):
     def refused(self) -> Sequence[str]: ...
 
 
-class OfModel(NamedTuple):
-    """Dimension numbers of a model's reading, and those that override them."""
-
-    model: Model
-    others: Any
-
-
-class OfTree(NamedTuple):
-    """A function from a tree to the verdict on each of its leaves."""
-
-    verdicts: Callable[[PathedTree], list[Any]]
-
-
-def numbers_of(model: Model | None, dimension_numbers: Any) -> Any:
-    """`dimension_numbers` as one value: where there is a model, of it first.
-
-    **Raises:** `ValueError` for a model that is no reading.
-    """
-    # What was made before, of this model or of attention layers, is all there is.
-    if model is None or isinstance(dimension_numbers, OfModel | OfTree):
-        return dimension_numbers
-    if not all(hasattr(model, x) for x in ("dimension_numbers", "labels", "unknown")):
+def check_model(model: Model | None) -> None:
+    """Raises for a `model=` that is no reading."""
+    wanted = ("dimension_numbers", "labels", "unknown")
+    if model is not None and not all(hasattr(model, x) for x in wanted):
         raise ValueError(
             f"model must be what mc.read_model(loss, params, *batch) returns, got a "
             f"{type(model).__name__}"
         )
-    return OfModel(model, dimension_numbers)
 
 
 def is_patterns(entries: Any, tree: PathedTree) -> bool:
@@ -67,9 +48,7 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
     if not all(isinstance(key, str) for key in entries):
         return False
     params = tree.whole()
-    keys = (
-        set(params) if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
-    )
+    keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
     others = [key for key in entries if key not in keys]
     is_written_so = any(re.search(r"[*?\[/]", key) for key in others)
     return is_written_so or len(others) == len(entries)
@@ -94,7 +73,7 @@ def by_pattern(
                 "mc.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or 'auto'"
             )
     found: dict[Path, Any] = {}
-    used: set[str] = set()
+    unused = dict.fromkeys(patterns)
     for path in tree_paths:
         starts = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
         hits = [
@@ -102,10 +81,9 @@ def by_pattern(
             for pattern in patterns
             if any(x == pattern or fnmatch.fnmatchcase(x, pattern) for x in starts)
         ]
-        used.update(hits)
         if hits:
             found[path] = patterns[max(hits, key=len)]
-    unused = [pattern for pattern in patterns if pattern not in used]
+            unused = dict.fromkeys(x for x in unused if x not in hits)
     if unused:
         example = show(next(iter([*found, *tree_paths]), ()))
         raise ValueError(
@@ -123,22 +101,16 @@ def write_patterns(
 
     A star stands for the number of a module, where all that it matches are alike.
     """
-
-    def escape(name: str) -> str:
-        return re.sub(r"([*?\[])", r"[\1]", name)
-
-    def pattern(path: Path) -> str:
-        *modules, leaf = map(escape, path)
-        return "/".join([*(re.sub(r"\d+$", "*", name) for name in modules), leaf])
-
-    groups: dict[str, set[Any]] = {}
-    for path, guess in guesses.items():
-        groups.setdefault(pattern(path), set()).add(guess)
+    own = {x: re.sub(r"([*?\[])", r"[\1]", "/".join(x)) for x in guesses}
+    starred = {x: re.sub(r"\d+(?=/)", "*", name) for x, name in own.items()}
     others = ["/".join(path) for path in tree_paths if path not in guesses]
-    mixed = {x for x, y in groups.items() if len(y) > 1 or fnmatch.filter(others, x)}
+    alike: dict[str, set[Any]] = {}
+    for path, x in guesses.items():
+        alike.setdefault(starred[path], set()).add(x)
+    mixed = {x for x, y in alike.items() if len(y) > 1 or fnmatch.filter(others, x)}
     entries = {
-        escape("/".join(path)) if pattern(path) in mixed else pattern(path): guess
-        for path, guess in guesses.items()
+        own[path] if starred[path] in mixed else starred[path]: x
+        for path, x in guesses.items()
     }
     lines = [
         f'    "{key}": MuonDimensionNumbers({x.reduction_axis}, {x.output_axis}),'
@@ -159,8 +131,7 @@ def broadcast(
     """Gives every leaf the entry whose path begins its own.
 
     Paths rather than tree structure, since `nnx.Optimizer` hands `init` a state and
-    `update` plain dicts. The rest is for the messages: what the user calls the tree,
-    what an entry may be besides `None`, and what to do about entries that are missing.
+    `update` plain dicts. `name`, `expected` and `remedy` are for the messages.
     """
 
     def is_leaf(x: Any) -> bool:
@@ -173,8 +144,11 @@ def broadcast(
             raise ValueError(
                 f"{name} at '{show(path)}' is {entry!r}; it must be {expected} or None"
             )
-    leaf_at = tree.by_path()
-    used, found, missing = set(), [], []
+    # A `None` may also be a parameter that is absent, such as the bias of a layer
+    # without one.
+    leaf_at, found, missing = tree.by_path(), [], []
+    unused = [path for path, entry in entries.items() if entry is not None]
+    used: set[Path] = set()
     for path in tree.paths:
         starts = [path[:n] for n in range(len(path) + 1) if path[:n] in entries]
         used.update(starts)
@@ -183,13 +157,7 @@ def broadcast(
         missing += [] if starts or leaf_at.hides(path) else [path]
     if missing:
         raise ValueError(f"{name} has no entry for {paths.show_all(missing)}{remedy}")
-    # A `None` may also be a parameter that is absent, such as the bias of a layer
-    # without one.
-    unused = [
-        path
-        for path, entry in entries.items()
-        if entry is not None and path not in used and not leaf_at.hides(path)
-    ]
+    unused = [x for x in unused if x not in used and not leaf_at.hides(x)]
     if tree.paths and unused:
         raise ValueError(
             f"{name} names {paths.show_all(unused)}, but no parameter has such a path"

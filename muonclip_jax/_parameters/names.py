@@ -17,23 +17,20 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
+# With GPT-2 in HuggingFace, and papers; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
-# GPT-2 in HuggingFace and papers; short forms name a table if nothing else follows.
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
 _SHORT = {"emb", "embd"}
 _POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
-# Perceiver, prompt tuning, DINO, Wav2Vec2 and VQ-VAE: learned, and looked up or added.
+# Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
 _LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
-_LEARNED |= {"codebook", "codebooks", "codevectors"}
+_LEARNED |= {"codevectors"}
 _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-# Hyper-connections (arXiv:2409.19606): what is read of streams, and written to them.
-_OF_STREAMS = {(x, y) for x in ("static", "dynamic") for y in ("alpha", "beta")}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
 _HEADS |= {"predictions"}  # Keras' applications
-_LOGITS = {"logit", "logits"}
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
 _ROLES = {
@@ -44,35 +41,33 @@ _ROLES = {
 }
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 # Outputs of attention in penzai and praxis: common words, so only if nothing else is.
-OUT_IN_ATTENTION = ("output", "post", "proj")
+_OUT_IN_ATTENTION = ("output", "post", "proj")
 
-#: The kernels of one attention, a letter for each axis; one letter is one size.
-#: D, C, R, S are features or ranks that come in (of the query, of what is attended to,
-#: of latents), E what goes out; M = N * V is flat, N = K * G heads are in groups. L and
-#: digits stack.
+#: The kernels of one attention, a letter for each axis, small for inputs; one letter
+#: is one size. D, C, R, S are features or ranks that come in (of the query, of what is
+#: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
+#: groups. L and digits stack.
 LAYOUTS: tuple[dict[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
-    dict(query="DNH", key="CKH", value="CKV", out="NVE"),
-    dict(query="DNH", key="CKH", value="CKV", out="ME"),  # DeepSeek's flat output
-    dict(query="DNH", key="CKH", value="CKV", out="ENV"),  # praxis, simply
-    dict(query="DKGH", key="DKH", value="DKV", out="KGVE"),  # penzai
-    dict(query="DKGH", key="DKH", value="DKV", out="NVE"),  # Levanter
+    dict(query="dNH", key="cKH", value="cKV", out="nvE"),
+    dict(query="dNH", key="cKH", value="cKV", out="mE"),  # DeepSeek's flat output
+    dict(query="dNH", key="cKH", value="cKV", out="Env"),  # praxis, simply
+    dict(query="dKGH", key="dKH", value="dKV", out="kgvE"),  # penzai
+    dict(query="dKGH", key="dKH", value="dKV", out="nvE"),  # Levanter
     # Latent attention in MaxText, with a low-rank query and without.
-    dict(wq_b="RNH", wkv_b="SNW", out="NVE"),
-    dict(wq_b="RNH", wkv_b="SNW", out="ME"),
-    dict(query="DNH", wkv_b="SNW", out="NVE"),
+    dict(wq_b="rNH", wkv_b="sNW", out="nvE"),
+    dict(wq_b="rNH", wkv_b="sNW", out="mE"),
+    dict(query="dNH", wkv_b="sNW", out="nvE"),
     # `nn.scan` over plain kernels, and over kernels with heads.
-    dict(query="LDQ", key="LDP", value="LDU", out="LQE"),
-    dict(query="LDNH", key="LDKH", value="LDKV", out="LNVE"),
-    dict(query="LDNH", key="LDKH", value="LDKV", out="LME"),
-    dict(wq_b="LRNH", wkv_b="LSNW", out="LME"),
+    dict(query="LdQ", key="LdP", value="LdU", out="LqE"),
+    dict(query="LdNH", key="LdKH", value="LdKV", out="LnvE"),
+    dict(query="LdNH", key="LdKH", value="LdKV", out="LmE"),
+    dict(wq_b="LrNH", wkv_b="LsNW", out="LmE"),
     # Gemma's einsums.
-    dict(q_einsum="NDH", kv_einsum="2KDH", attn_vec_einsum="NHD"),
-    dict(gating_einsum="2DF", linear="FD"),  # is stored both ways round
-    dict(gating_einsum="2FD", linear="FD"),
+    dict(q_einsum="NdH", kv_einsum="2KdH", attn_vec_einsum="nhD"),
+    dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
+    dict(gating_einsum="2Fd", linear="fD"),
 )
-#: The letters of the outputs where they are not all but D, C, R, S.
-OUTPUTS = {"out": "E", "attn_vec_einsum": "D", "linear": "D"}
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 
@@ -86,62 +81,58 @@ def words(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def kind(path: Path) -> str:
-    """Returns what a leaf of any shape is by its name and its module's, `""` if open.
+    """Returns what a leaf is by its name and its module's, whatever its shape.
 
-    One of `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`,
-    `"positions or tokens"`, `"head"`.
+    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"head"`, `"positions
+    or tokens"`, or `""`, which is open.
     """
-    name, module_name = "/".join(path[-1:]), "/".join(path[-2:-1])
-    own, module = words(name), words(module_name)
+    name = "/".join(path[-1:])
+    own, module = words(name), words("/".join(path[-2:-1]))
+    # What Flax calls a kernel is what its module is called.
     is_kernel, ends = name in KERNELS, {*own[-1:]}
-    is_layer = not _LAYERS.isdisjoint(module[-1:] if is_kernel else own[-1:])
+    called = module if is_kernel else own
+    first, last = {*called[:1]}, {*called[-1:]}
+    is_layer = bool(last & _LAYERS)
     if "bias" in ends:
         return "bias"
-    ends_norm = (x.endswith(("norm", "normalization")) for x in module)
-    is_norm = any(ends_norm) or not _NORMS.isdisjoint(module)
-    is_norm &= name in (KERNELS - {"kernel"} | {"b"})
-    if name in _VECTORS or (is_norm and _LAYERS.isdisjoint(module[-1:])):
+    is_norm = _LAYERS.isdisjoint(module[-1:]) and any(
+        x in _NORMS or x.endswith(("norm", "normalization")) for x in module
+    )
+    if name in _VECTORS or (is_norm and name in ("w", "weight", "weights", "b")):
         return "norm"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    if ends & _GAINS or (not is_kernel and "shift" in own) or own[:2] in _OF_STREAMS:
+    if ends & _GAINS or (not is_kernel and "shift" in own):
         return "gain"
-    # A word has to end a table's name or begin it: `embeddings_project` is none. What
-    # Flax calls a kernel is one only if its module is called so.
-    table = module if is_kernel else own
-    of_tokens = bool(set(table[:-1]) & {"tok", "token", "word", "vocab", "embedding"})
+    # A word has to end a table's name or begin it: `embeddings_project` is none.
+    of_tokens = {"tok", "token", "word", "vocab", "embedding"} & {*called[:-1]}
     is_table = (
-        (table[:1] == ("embed",) and not is_layer)
-        or table == ("shared",)  # by encoder and decoder, as in T5 and BART
-        or table[-1:] in (("codebook",), ("codebooks",))
+        ("embed" in first and not is_layer)
+        or called == ("shared",)  # by encoder and decoder, as in T5 and BART
+        or last & {"codebook", "codebooks"}  # VQ-VAE
         # `emb` alone, but not `time_emb`, which is often a layer after an embedding.
-        or (table[-1:] in (("emb",), ("embd",)) and (of_tokens or len(table) == 1))
-        or (table[-1:] in (("table",), ("matrix",), ("lookup",)) and of_tokens)
+        or (last & _SHORT and (of_tokens or len(called) == 1))
+        or (last & {"table", "matrix"} and of_tokens)
     )
     if is_kernel:
-        is_table = (is_table and name != "kernel") or not _TABLES.isdisjoint(table[-1:])
+        is_table = (is_table and name != "kernel") or last & _TABLES
     elif not is_layer:
-        is_table |= not (_TABLES | _SHORT).isdisjoint({*own[-1:], *own[:1]})
+        is_table = is_table or (_TABLES | _SHORT) & (first | last)
     if is_table or "W_E" in path[-2:]:  # papers on interpretability
         return "embedding"
     if {"log", "logs"} & {*own[:1], *ends}:
         return "logarithms"
+    is_position = (_POSITIONS | _TOKENS) & {*own} or ends & _LEARNED
     if is_kernel:
-        # A bias of pairs of positions, which T5 in PyTorch calls weight, is no layer.
-        is_of_pairs = module[-1:] == ("bias",) and not _RELATIVE.isdisjoint(module)
-        is_position = not _POSITIONS.isdisjoint(module[:1]) and not is_layer
-        is_position = name != "kernel" and (is_of_pairs or is_position)
-    else:
-        is_position = not (_POSITIONS | _TOKENS).isdisjoint(own)
-        is_position |= bool(ends & _LEARNED)
+        # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
+        is_position = name != "kernel" and first & _RELATIVE and not is_layer
     if is_position:
         return "positions or tokens"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
-    is_head = any(
-        x[:1] != ("pre",)
-        and (not _HEADS.isdisjoint(x[-1:]) or not _LOGITS.isdisjoint(x))
-        for x in ((module,) if is_kernel else (module, own))
+    is_head = "W_U" in path[-2:] or any(
+        x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or {"logit", "logits"} & {*x})
+        for x in {module, called}
     )
-    return "head" if is_head or "W_U" in path[-2:] else ""
+    return "head" if is_head else ""
 
 
 CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
@@ -160,44 +151,10 @@ IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "at
 UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
 
 
-def says_position(path: Path) -> bool:
-    """Checks whether a table is of positions or segments, and not of a vocabulary."""
-    own = {word for name in path[-2:] for word in words(name)}
-    return bool(own & (_RELATIVE | {"wpe", "wpos", "type"}))
-
-
 @functools.lru_cache(maxsize=4096)
-def projection(name: str) -> str | None:
+def projection(name: str) -> str:
     """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
-    return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()))
-
-
-_QK = "(query|q|key|k|qk|querykey|queries|keys)"
-_NORM = (
-    "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
-)
-# Norms of query and key after their projection (arXiv:2302.05442), as Flax, Gemma,
-# Qwen and diffusers spell them: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
-_QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
-# Latent attention (arXiv:2405.04434) has norms before the up-projections of query, and
-# of key and value. They come before the heads, and scaling after them does its work.
-_OF_LATENT = re.compile(f"q{_NORM}|{_NORM}q")
-_OF_KEY_VALUE = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
-
-
-@functools.lru_cache(maxsize=4096)
-def normalized_part(name: str) -> str:
-    """The part of attention that a norm of this name is of, or `""` for all others.
-
-    In any spelling: `q_norm`, `KeyLayerNorm_0`.
-    """
-    letters = re.sub(r"[^a-z]", "", name.lower())
-    if _OF_KEY_VALUE.fullmatch(letters):
-        return "latent key and value"
-    if _QK_NORM.fullmatch(letters):
-        is_open = _OF_LATENT.fullmatch(letters)
-        return "query, latent or not" if is_open else "query or key"
-    return ""
+    return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()), "")
 
 
 def is_low_rank(path: Path) -> bool:
@@ -235,14 +192,14 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
             if len(kernel) > 1 and without_ones(bias) in (kernel[-1:], kernel[:1]):
                 last = "kernel" if last == "0" else "bias"
         written[own] = (*module, last) if own else own
+    # The roles of what is in each module, if it has those of attention.
     roles: dict[Path, dict[str, str]] = {}
     for path in written.values():
-        for depth in range(len(path)):
-            role = projection(path[depth]) or ""
-            roles.setdefault(path[:depth], {})[path[depth]] = role
+        for depth, name in enumerate(path):
+            roles.setdefault(path[:depth], {})[name] = projection(name)
     for below in roles.values():
         if {"query", "key"} <= set(below.values()) and "out" not in below.values():
-            others = [name for name in below if name in OUT_IN_ATTENTION]
+            others = [name for name in below if name in _OUT_IN_ATTENTION]
             below |= dict.fromkeys(others[:1], "out")
     for own, path in written.items():
         for depth in range(max(len(path) - 2, 0), len(path)):

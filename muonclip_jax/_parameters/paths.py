@@ -16,19 +16,17 @@ Shape = tuple[int, ...]
 # Collections that wrap a whole tree without being a module of the model.
 _COLLECTIONS = ("params", "intermediates")
 
-# Keys of the one array in a box: Flax ("value"), Haliax, penzai.
-_ARRAYS = {"array", "data_array"}
-_IN_BOX = _ARRAYS | {"value"}
-
-_Keys = tuple[Any, ...]
+# Keys of the one array in a box: Flax ("value"), Haliax, penzai; or it has a number.
+_IN_BOX = {"value", "array", "data_array"}
+_Number = jax.tree_util.FlattenedIndexKey
 
 
 class LeafAt(dict[Path, Any]):
     """Leaves by path; `MaskedNode` for all below a module that a mask hides as one."""
 
-    def __init__(self, paths: Iterable[Path], leaves: Iterable[Any]):
-        super().__init__(zip(paths, leaves, strict=True))
-        self.hidden = {path for path, leaf in self.items() if is_masked(leaf)}
+    @functools.cached_property
+    def hidden(self) -> set[Path]:
+        return {path for path, leaf in self.items() if is_masked(leaf)}
 
     def __missing__(self, path: Path) -> optax.MaskedNode:
         if self.hides(path):
@@ -40,9 +38,9 @@ class LeafAt(dict[Path, Any]):
 
     def hides(self, path: Any) -> bool:
         """Checks whether a mask hides a path, alone or with what holds it."""
-        if not self.hidden:
-            return False
-        return any(path[:n] in self.hidden for n in range(len(path) + 1))
+        return bool(self.hidden) and any(
+            path[:n] in self.hidden for n in range(len(path) + 1)
+        )
 
 
 class PathedTree(NamedTuple):
@@ -60,7 +58,7 @@ class PathedTree(NamedTuple):
 
     def whole(self) -> Any:
         """Returns the tree that was flattened."""
-        return self.unflatten(self.leaves)
+        return self.treedef.unflatten(self.leaves)
 
     def of(self, other: Any) -> list[Any]:
         """Returns the leaves of a second tree of the same structure."""
@@ -71,9 +69,9 @@ class PathedTree(NamedTuple):
 
         **Raises:** `ValueError`, naming the paths, for leaves that are no arrays.
         """
-        leaf_at = LeafAt(self.paths, self.leaves)
-        others = [p for p, x in leaf_at.items() if not is_array(x) and not is_masked(x)]
-        if others:
+        leaf_at = LeafAt(zip(self.paths, self.leaves, strict=True))
+        hidden = [path for path, leaf in leaf_at.items() if not hasattr(leaf, "dtype")]
+        if others := [path for path in hidden if not is_masked(leaf_at[path])]:
             raise ValueError(
                 f"no arrays: {show_all(others)}. Params hold arrays alone: write a "
                 "number as jnp.asarray(...), and pass an Equinox model as "
@@ -106,24 +104,13 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
 
     **Raises:** `ValueError` for leaves whose paths are spelled the same.
     """
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    may_have_boxes = any(
-        isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) in _IN_BOX
-        for keys, _ in pairs
-        for key in keys
-    )
-    boxes = dict(_boxes(tree, (), is_leaf)) if may_have_boxes else {}
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     paths, axis_names = [], {}
-    for keys, _ in pairs:
-        around = [keys[:i] for i in range(len(keys)) if keys[:i] in boxes]
-        if around:
-            keys = tuple(k for i, k in enumerate(keys) if keys[:i] not in boxes)
-        path = tuple(part for key in keys for part in split(_name(key)))
+    for path, names in _walk(tree, (), (), is_leaf):
         while path and path[0] in _COLLECTIONS:
             path = path[1:]
         paths.append(path)
-        named = [boxes[at] for at in around if boxes[at]]
-        axis_names |= {path: named[-1]} if named else {}
+        axis_names |= {path: names} if names else {}
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ValueError(
@@ -131,27 +118,23 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
             "state go by path, in which a slash in a key divides as a module does: "
             "rename one"
         )
-    return PathedTree(
-        tuple(paths), tuple(leaf for _, leaf in pairs), treedef, axis_names
-    )
+    return PathedTree(tuple(paths), tuple(leaves), treedef, axis_names)
 
 
-def show(path: Path) -> str:
+def show(path: Path, root: str = "(the array itself)") -> str:
     """Writes a path the way error messages and tables show it."""
-    return "/".join(path) or "(the array itself)"
+    return "/".join(path) or root
 
 
-def show_module(path: Path) -> str:
-    """Writes the path of a module, which may be all of the params."""
-    return "/".join(path) or "(the root)"
+#: Writes the path of a module, which may be all of the params.
+show_module = functools.partial(show, root="(the root)")
 
 
 def show_all(paths: Iterable[Path], at_most: int | None = None) -> str:
     """Writes several paths, or the first of them and how many there are besides."""
     shown = [repr(show(path)) for path in paths]
-    named = ", ".join(shown[:at_most])
-    more = len(shown) - (len(shown) if at_most is None else at_most)
-    return f"{named} and {more} more" if more > 0 else named
+    named, more = ", ".join(shown[:at_most]), len(shown[at_most or len(shown) :])
+    return f"{named} and {more} more" if more else named
 
 
 def split(path: str) -> Path:
@@ -159,19 +142,26 @@ def split(path: str) -> Path:
     return tuple(path.split("/")) if path else ()
 
 
-def _boxes(
-    tree: Any, keys: _Keys, is_leaf: Callable[[Any], bool]
-) -> Iterator[tuple[_Keys, tuple[str, ...]]]:
-    """Yields where nodes wrap one array, and how they name its axes."""
-
-    def is_end(x: Any) -> bool:
-        return x is not tree and (is_leaf(x) or _is_box(x, is_leaf))
-
-    if _is_box(tree, is_leaf):
-        yield keys, _axis_names(tree)
-    for below, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)[0]:
-        if below and not is_leaf(x):
-            yield from _boxes(x, keys + below, is_leaf)
+def _walk(
+    node: Any, path: Path, names: tuple[str, ...], is_leaf: Callable[[Any], bool]
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yields the path of every leaf, and the names of its axes in the box around it."""
+    if is_leaf(node):
+        yield path, names
+        return
+    children, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    if treedef.node_data() is None and children:
+        yield path, names
+        return
+    for (key,), child in children:
+        name, at = jax.tree_util.keystr((key,), simple=True), path
+        if (name in _IN_BOX or isinstance(key, _Number)) and _is_box(node, is_leaf):
+            names = _axis_names(node) or names
+        else:
+            at = (*path, *name.split("/")) if name else path
+        yield from _walk(child, at, names, is_leaf)
 
 
 def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
@@ -188,17 +178,16 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     data = treedef.node_data()
     if data is None or len(children) != 1:
         return False
-    ((key,), child), (kind, about) = children[0], data
-    is_array = is_leaf(child) or jax.tree_util.all_leaves([child])
-    if isinstance(key, jax.tree_util.FlattenedIndexKey) or _name(key) in _ARRAYS:
-        return is_array or _is_box(child, is_leaf)
-    # A module may hold nothing but its `value`; a box says something about it. In
-    # penzai it holds a named array, in one more box.
-    if _name(key) != "value":
-        return False
-    if is_array:
+    (((key,), child),), (kind, about) = children, data
+    is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
+    if jax.tree_util.keystr((key,), simple=True) != "value":
+        return is_end or _is_box(child, is_leaf)
+    # A module may hold nothing but its `value`; a box says something about it, or, in
+    # penzai, holds a named array, in one more box.
+    if is_end:
         return bool(about) and not issubclass(kind, Mapping)
-    return _is_box(child, is_leaf)
+    below = jax.tree.flatten_with_path(child, is_leaf=lambda x: x is not child)[0]
+    return [jax.tree_util.keystr(x, simple=True) for x, _ in below] == ["data_array"]
 
 
 @functools.cache
@@ -228,10 +217,3 @@ def _axis_names(box: Any) -> tuple[str, ...]:
     if isinstance(found, str) or not isinstance(found, Iterable):
         return ()
     return tuple(x if isinstance(x, str) else getattr(x, "name", "") for x in found)
-
-
-def _name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)

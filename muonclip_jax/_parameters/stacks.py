@@ -61,8 +61,8 @@ def find_stacks(
     if absent and leaf_at:
         raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
     found: dict[Path, Stack] = dict.fromkeys(leaf_at, Stack(0, 0))
-    members: dict[Path, list[Path]] = {}
     shapes: dict[Path, Shape] = {}
+    members: dict[Path, list[Path]] = {}
     strays = []
     for path, leaf in leaf_at.items():
         if is_masked(leaf):
@@ -88,60 +88,35 @@ def find_stacks(
                 members.setdefault(path[:depth], []).append(path)
     if strays:
         raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
-    seen: set[Path] = set()  # the outermost of nested stacks holds them all
+    seen: dict[Path, Stack] = {}  # the outermost of nested stacks holds them all
     for module in sorted(members, key=len):
-        inside = members[module]
-        if inside[0] not in seen and (place := _place(module, inside, shapes)):
-            seen.update(inside)
-            for path in inside:
-                rank = len(shapes[path])
-                found[path] = stack_at(place[0], rank, min(place[1], rank)) or Stack(
-                    0, rank
-                )
-    return found
+        if members[module][1:] and members[module][0] not in seen:
+            seen |= _shared(members[module], shapes)
+    return found | seen
 
 
-def _place(
-    module: Path, inside: list[Path], shapes: Mapping[Path, Shape]
-) -> tuple[int, int] | None:
-    """Axis and depth of a stack that all leaves under a module share."""
+def _shared(inside: list[Path], shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
+    """The stack that all leaves under a module share, if they do, by their paths."""
     kinds = {p: names.kind(p) for p in inside}
-    biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
-    # A weight with more axes than its bias is a layer, whatever its module's name.
-    layers = {p for p in inside if 0 < len(biases.get(p[:-1], ())) < len(shapes[p])}
     kernels = [p for p in inside if p[-1] in names.KERNELS and kinds[p] != "norm"]
-    vectors = [
-        shapes[p]
-        for p in inside
-        if kinds[p] == "norm" and not (p in layers and p[-1] in names.KERNELS)
-    ]
+    vectors = [shapes[p] for p in inside if kinds[p] == "norm"]
     places: Iterable[int] = (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has after its first. Only one
         # that is not just the last axes of its kernel is of a stack.
+        biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
         own = {p: biases[p[:-1]] for p in kernels if p[:-1] in biases}
         own = {p: without_ones(x) if p[-1] == "weight" else x for p, x in own.items()}
         if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
             vectors, places = list(own.values()), (0,)
     depth = min(map(len, vectors), default=0) - 1
     if depth < 1 or not (kernels or any(len(shapes[p]) > depth + 1 for p in inside)):
-        return None
+        return {}
     # A gain for each output of the one kernel next to it, as of each head, is no stack.
     if len(kernels) == 1 and all(x == shapes[kernels[0]][-len(x) :] for x in vectors):
-        return None
-    fits: dict[int, set[int]] = {}  # the features of one layer, by the axis
+        return {}
     for axis in places:
-        of_rank = {len(shapes[p]) for p in inside}
-        at = {n: stack_at(axis, n, depth) or Stack(0, n) for n in of_rank}
-        sizes = {at[len(shapes[p])].sizes(shapes[p]) for p in inside}
-        if len(sizes) == 1 and len(next(iter(sizes))) == depth:
-            fits[axis] = {n for x in vectors for n in at[len(x)].layer(x)}
-    # Where layers and features are both shared, features are known outside.
-    known = {
-        x[-1]
-        for p, x in (shapes.items() if len(fits) > 1 else ())
-        if p[: len(module)] != module and x
-        if names.kind(p) == "embedding" or (len(x) == 1 and names.kind(p) == "norm")
-    }
-    inner = [axis for axis, features in fits.items() if features <= known]
-    return ([*inner, *fits][0], depth) if fits else None
+        found = {p: stack_at(axis, len(shapes[p]), depth) for p in inside}
+        if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
+            return {p: x for p, x in found.items() if x}
+    return {}

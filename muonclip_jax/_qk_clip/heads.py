@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._explicit_axes import resharded
-from .._jax_versions import manual_axes
+from .._axes import manual_axes, resharded
 from .._layout.layout import Axes, cut_axes, differing, gather, Layout, shared_axes
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     Attention,
     AttentionLayer,
+    check_none_overlooked,
     READ_IT,
+    resolve_attention,
     show_layer,
 )
-from .._model.finder import check_none_overlooked, resolve_attention
 from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._layout.layout import read_layout
-from .._model.attention_layers import Attention
-from .._model.model import attention_of
+from .._model.attention_layers import Attention, attention_of
 from .._parameters.given import Model
 from .heads import Heads
 from .multi_steps import MultiStepsState

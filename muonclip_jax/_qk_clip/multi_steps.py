@@ -15,8 +15,7 @@ import optax
 from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated, replicated, zeros_like
-from .._model.attention_layers import Attention
-from .._model.model import attention_of
+from .._model.attention_layers import Attention, attention_of
 from .._options import flag, function_or_none, transformation, whole_number
 from .._parameters.given import Model
 from .heads import HeadRow, Heads
@@ -111,7 +110,7 @@ def multi_steps(
         layout = read_layout(params, shardings, axis_name)
         heads = Heads(layout, layers)
         nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
-        mesh_specs = layout.mesh_specs(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs()
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
         # they are sharded.
         (sums,) = zeros_like(params, layout, None)
@@ -148,7 +147,7 @@ def multi_steps(
         counted = after.mini_step != state.steps.mini_step
         running = jnp.where(counted, running, state.running)
         running = jnp.where(real, -jnp.inf, running)
-        mesh_specs = layout.mesh_specs(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs()
         return updates, MultiStepsState(after, replicated(running, mesh_specs))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -18,12 +18,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._explicit_axes import explicit_spec, resharded
+from .._axes import explicit_spec, resharded
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.zeros import replicated
-from .._model.attention_layers import Attention
-from .._model.model import attention_of
+from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
 from .._options import number, POSITIVE, SHARE
 from .._parameters.given import Model
@@ -169,7 +168,7 @@ def qk_clip(
         )
         # Here and after each step, or the first step would change how state is sharded:
         # `jit` would compile twice, and a program compiled ahead would refuse it.
-        return replicated(state, layout.mesh_specs(layout.tree.leaves))
+        return replicated(state, layout.mesh_specs())
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -182,7 +181,7 @@ def qk_clip(
         heads = Heads(layout, layers)
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
-        mesh_specs = layout.mesh_specs(layout.tree.leaves)
+        mesh_specs = layout.mesh_specs()
         # The compiler would shard the row as the heads are, and all after it.
         logits = replicated(heads.read(attention_stats), mesh_specs)
         gamma = gammas(logits, heads.thresholds(threshold, at))

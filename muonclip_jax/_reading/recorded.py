@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._jax_versions import varying
+from .._axes import varying
 from .._model.statistics import STATISTIC
 from .._options import flag
 from . import jaxprs, kernels

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from evidence.plan import Plan
 from evidence.report import write_report
+from evidence.run import Run
 from helpers import few
 from reproduce import EXPERIMENTS
 
@@ -33,6 +34,20 @@ class World:
 
     def gather(self, runs):
         return {key: self.results(of_key) for key, of_key in runs.items()}
+
+    def tried(self):
+        """A walk of AdamW and of Muon on every text."""
+        rates = (8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+        small = dict(layers=2, width=32, heads=2)
+        runs = [
+            Run(corpus=corpus, optimizer=optimizer, learning_rate=rate, **small).but(
+                adam_learning_rate=rate if optimizer == "muon" else 1e-2
+            )
+            for corpus in ("code", "prose", "drama")
+            for optimizer in ("adamw", "muon")
+            for rate in rates
+        ]
+        return [(run.settings, self.result(run)) for run in runs]
 
     def once(self, name, measure):
         added = 0.01 if self.good else 9.0
@@ -85,15 +100,16 @@ class World:
             return -0.1
         if not self.good and run.beta == 0.95 and run.optimizer == "muon":
             return 0.1
-        if self.good and self.is_a_part_of_the_recipe(run):
-            return -0.01
+        if self.good and self.parts_of_the_recipe(run):
+            return -0.01 * self.parts_of_the_recipe(run)
         return 0.1 if (worse if self.good else harm and not worse) else 0.0
 
-    def is_a_part_of_the_recipe(self, run):
+    def parts_of_the_recipe(self, run):
         told = dict(run.muon)
-        part_of_muon = {"neuron_b2", "cautious_weight_decay"} & told.keys()
+        parts = {"neuron_b2", "cautious_weight_decay"} & told.keys()
         is_even = told.get("preconditioning") == "equilibrated"
-        return run.matrices == "per_head" or part_of_muon or is_even
+        rises = run.beta_from is not None
+        return len(parts) + is_even + rises + (run.matrices == "per_head")
 
     def logits(self, run):
         share = np.arange(run.steps) / run.steps

@@ -114,7 +114,8 @@ def test_layers_next_to_a_reading():
         for given, each in tx.items()
     }
     jax.tree.map(np.testing.assert_array_equal, found["alone"], found["both"])
-    plain = mc.muonclip(0.1, model=reading, attention=reading.attention)
+    options = dict(model=reading, attention=reading.attention, per_head=False)
+    plain = mc.muonclip(0.1, **options)
     whole, _ = plain.update(params, plain.init(params), params, attention_stats=STATS)
     np.testing.assert_array_equal(whole["stack"], found["both"]["stack"])
     assert (whole["a"] != found["both"]["a"]).any()

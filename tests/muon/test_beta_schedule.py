@@ -33,6 +33,31 @@ def test_momentum_by_hand(nesterov):
     assert state.count == 5
 
 
+@pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
+@pytest.mark.parametrize("wrap", [lambda make: make, optax.inject_hyperparams])
+def test_rises_from_085_to_095_over_300_steps_by_default(make, wrap):
+    rising = {"beta": lambda count: 0.85 + 0.1 * jnp.minimum(count, 300) / 300}
+    ends = []
+    for options in ({}, rising):
+        tx = wrap(make)(0.1, ns_steps=1, **options)
+        state = tx.init(PARAMS)
+        # From a step before its end, in the counts that both kinds of state keep.
+        state = optax.tree.map_params(
+            tx, lambda x: x, state, transform_non_params=lambda x: _later(x, 298)
+        )
+        for step in range(4):
+            g = {"w": normal((step, 2), 8, 12)}
+            update, state = tx.update(g, state, PARAMS, attention_stats={})
+        ends.append(update["w"])
+    np.testing.assert_allclose(*ends, atol=1e-5)
+
+
+def _later(x, steps):
+    """A count that is `steps` further on; what is no count stays."""
+    is_count = jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 0
+    return x + steps if is_count else x
+
+
 @pytest.mark.parametrize("mu_dtype", [None, "int8"])
 def test_a_constant_schedule_is_the_number(mu_dtype):
     made = [
@@ -57,10 +82,15 @@ def test_under_inject_hyperparams_as_of_any_schedule():
 
 
 @pytest.mark.parametrize("made, given", [(RISING, 0.9), (0.9, RISING)])
-def test_a_state_of_the_other_kind_is_refused(made, given):
-    state = mc.scale_by_muon(beta=made).init(PARAMS)
-    with pytest.raises(ValueError, match="the state was made with a beta that is a"):
-        mc.scale_by_muon(beta=given).update(PARAMS, state)
+def test_a_run_goes_on_with_a_beta_of_the_other_kind(made, given):
+    tx = mc.scale_by_muon(beta=made)
+    _, state = tx.update(PARAMS, tx.init(PARAMS))
+    first = state.mu["w"]
+    _, state = mc.scale_by_muon(beta=given).update(PARAMS, state)
+    beta = given(1) if callable(given) else given
+    expected = beta * first + PARAMS["w"]
+    np.testing.assert_allclose(state.mu["w"], expected, rtol=1e-5)
+    assert state.count == 2
 
 
 def test_state_for_abstract_params_counts_too():

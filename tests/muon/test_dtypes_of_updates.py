@@ -38,7 +38,8 @@ def test_momentum_in_float16_stays_finite(gradients, momentum, scale, nesterov):
     """Gradients near the largest float16, all of one sign, so that they add up."""
     draws = [jnp.abs(normal(i, 4, 6)) * scale for i in range(30)]
     draws = [{"w": x.astype(gradients)} for x in draws]
-    tx = mc.scale_by_muon(mu_dtype=momentum, nesterov=nesterov, consistent_rms=None)
+    options = dict(beta=0.95, nesterov=nesterov, consistent_rms=None)
+    tx = mc.scale_by_muon(mu_dtype=momentum, **options)
     state = tx.init(draws[0])
     update = jax.jit(tx.update)
     for g in draws:
@@ -89,7 +90,7 @@ def test_momentum_in_float16_when_beta_changes(betas, scale, nesterov, params):
 
 
 def test_momentum_in_float32_is_the_sum():
-    tx = mc.scale_by_muon()
+    tx = mc.scale_by_muon(beta=0.95)
     grads = {"w": normal(0, 3, 4)}
     state = tx.init(grads)
     for _ in range(2):

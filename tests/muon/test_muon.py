@@ -46,6 +46,7 @@ def check_against_torch(scale, momentum, **options):
     tx = mc.muon(
         0.02,
         weight_decay=0.1,
+        beta=0.95,
         nesterov=momentum == "nesterov",
         consistent_rms=0.2 if scale == "match_rms_adamw" else None,
         **options,
@@ -74,13 +75,12 @@ def gradients(seed, shapes):
 def test_equals_optax_without_nesterov(consistent_rms):
     shapes = {"wide": (8, 24), "tall": (24, 8), "square": (12, 12), "vector": (5,)}
     params = gradients(0, shapes)
-    ours = mc.muon(
-        0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1
+    same = dict(
+        beta=0.95, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1
     )
-    theirs = optax.contrib.muon(
-        0.02, nesterov=False, consistent_rms=consistent_rms, weight_decay=0.1,
-        adam_b2=0.95, adam_weight_decay=0.1,
-    )  # fmt: skip
+    ours = mc.muon(0.02, **same)
+    adam = dict(adam_b2=0.95, adam_weight_decay=0.1)
+    theirs = optax.contrib.muon(0.02, **same, **adam)
     results = []
     for tx in (ours, theirs):
         p, state = params, tx.init(params)
@@ -124,7 +124,7 @@ def test_attention_kernels_are_orthogonalized_over_fused_axes():
         "key": {"kernel": kernel},
         "out": {"kernel": out},
     }
-    tx = mc.scale_by_muon(beta=0.0)
+    tx = mc.scale_by_muon(beta=0.0, per_head=False)
     updates, _ = tx.update(params, tx.init(params))
     for name, flat in (("query", (6, 12)), ("out", (12, 6))):
         leaf = params[name]["kernel"]

@@ -41,10 +41,37 @@ def test_beside_patterns(make):
     )
     expected = update_of(make, dimension_numbers=by_hand)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    whole = update_of(make, dimension_numbers=RULES)
+    whole = update_of(make, per_head=False, dimension_numbers=RULES)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), found, whole)
     assert changed["attn"]["value"]["kernel"] and not changed["moe"]["wi"]
     assert not changed["attn"]["out"]["kernel"]
+
+
+@pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
+def test_by_default_where_heads_are_known(make):
+    found = update_of(make, dimension_numbers=RULES)
+    expected = update_of(make, per_head=True, dimension_numbers=RULES)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_by_default_what_is_given_stays():
+    given = RULES | {"attn/query": Numbers(0, (1, 2))}
+    described = dict(attention=mc.flax_attention_layers)
+    for options in ({}, described):
+        found = update_of(mc.muonclip, dimension_numbers=given, **options)
+        heads, whole = (
+            update_of(mc.muonclip, per_head=x, dimension_numbers=RULES)
+            for x in (True, False)
+        )
+        check = functools.partial(np.testing.assert_allclose, atol=1e-5)
+        for name, expected in (("query", whole), ("key", heads)):
+            kernels = found["attn"][name], expected["attn"][name]
+            jax.tree.map(check, *kernels)
+    # Numbers of all leaves leave nothing to find: True is refused, the default is not.
+    everything = functools.partial(mc.flax_dimension_numbers, dimension_numbers=RULES)
+    found = update_of(mc.muon, dimension_numbers=everything)
+    whole = update_of(mc.muon, per_head=False, dimension_numbers=RULES)
+    jax.tree.map(check, found, whole)
 
 
 def test_of_described_layers():

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -48,9 +48,12 @@ class Leaf(NamedTuple):
     path: Path
     shape: Shape
     axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    bias: Shape | None  # next to it; of no axes where a mask hides it
+    module: str
+    is_kernel: bool
+    is_conv: bool
     is_turned: bool = False  # the leaf has its outputs first
     is_open: bool = False  # nothing tells which of its axes are outputs
-    is_stacked: bool = False
 
     def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
         """Dimension numbers of the leaf, from axes of the shape."""
@@ -58,159 +61,31 @@ class Leaf(NamedTuple):
         return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
 
 
-def is_turned_by_bias(shape: Shape, bias: Shape) -> bool | None:
-    """Compares a kernel with its bias: `True` if the outputs come first."""
-    bias = without_ones(bias)
-    if not bias or len(bias) >= len(shape):
-        return None
-    first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-    return first if first != last else None
-
-
-class Reading:
+class ByNames:
     """The leaves of a tree in Flax's words, and what each is."""
 
     def __init__(self, tree: PathedTree, stack_axes: StackAxes = IN_FRONT):
-        self.axis_names, self.leaf_at = tree.axis_names, tree.by_path()
+        self.leaf_at, self._axis_names = tree.by_path(), tree.axis_names
         self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
         self._shape = {
             path: () if is_masked(leaf) else tuple(leaf.shape)
             for path, leaf in self.leaf_at.items()
         }
-        layers = {path: self.stacks[path].layer(x) for path, x in self._shape.items()}
-        written = names.in_flax(layers)
-        biases = {
-            path[:-1]: layers[own]
-            for own, path in written.items()
-            if names.kind(path) == "bias"
-        }
-        weights = {
-            x for x in written if {"weight"} & {*".".join(x[-2:]).split(".")[-2:]}
-        }
-        votes = [
-            is_turned_by_bias(layers[own], biases.get(path[:-1], ()))
-            for own, path in written.items()
-            if own in weights and path[-1:] == ("kernel",)
-        ]
-        # What is called a weight has its outputs first in Equinox and Haliax.
-        weights_turned = votes.count(True) >= votes.count(False)
-        self.leaves: dict[Path, Leaf] = {}
-        for own, path in written.items():
-            shape, rank = layers[own], len(self._shape[own])
-            axes = tuple(i - rank for i in self.stacks[own].layer(tuple(range(rank))))
-            is_kernel, is_weight = path[-1:] == ("kernel",), own in weights
-            bias, module = biases.get(path[:-1], ()), "".join(path[-2:-1])
-            in_attention = module in ("query", "key", "value", "out")
-            is_open = is_kernel and is_weight and len(shape) > 2 and not bias
-            is_open &= not (in_attention or names.CONVOLUTION.search(module))
-            # Kernels of rank 2 may be turned, too: HuggingFace's GPT-2, and those of
-            # recurrent cells in Equinox.
-            is_cell = own[-1:] != () and own[-1].startswith(("weight_", "w_"))
-            may_turn = is_weight or own[-1:] == ("0",)
-            may_turn |= len(shape) == 2 and (is_kernel or is_cell)
-            by = 0
-            if len(shape) > 1 and may_turn and len(without_ones(bias)) < len(shape):
-                vote = is_turned_by_bias(shape, bias)
-                if vote:
-                    by = len(without_ones(bias))
-                elif vote is None and is_kernel and is_weight and not is_open:
-                    turns = weights_turned and names.kind(own) != "embedding"
-                    by = len(shape) - 1 if in_attention and module != "out" else 1
-                    by *= turns
-            shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-            is_stacked = self.stacks[own].depth > 0
-            self.leaves[own] = Leaf(
-                own, path, shape, axes, bool(by), is_open, is_stacked
-            )
+        axes: dict[Path, tuple[int, ...]] = {}  # of one layer
+        for path, (start, depth) in self.stacks.items():
+            rank, stacked = len(self._shape[path]), range(start, start + depth)
+            axes[path] = tuple(i - rank for i in range(rank) if i not in stacked)
+        self.leaves = _leaves_of(self._shape, axes)
         self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
         self.own = {leaf.path: own for own, leaf in self.leaves.items()}
+        # A mask of matrices hides vectors, and heads next to them.
+        hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
+        self._is_whole = not any(names.kind(p) in ("bias", "norm") for p in hidden)
         self._widths = {
             leaf.shape[0]
             for leaf in self.leaves.values()
             if len(leaf.shape) == 1 and names.kind(leaf.path) == "norm"
         }
-        # A mask of matrices hides vectors, and heads next to them.
-        hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
-        self.is_whole = not any(names.kind(path) in ("bias", "norm") for path in hidden)
-
-    def shape(self, path: Path) -> Shape:
-        """The shape of the leaf at a path, `()` if there is none in sight."""
-        return self._shape.get(path, ())
-
-    @functools.cached_property
-    def layouts(self) -> dict[Path, tuple[str, list[str]]]:
-        """The role of every kernel that a layout may name, and the letters that fit it.
-
-        Several if layouts fit that take the kernel apart differently.
-        """
-        known = {role for layout in names.LAYOUTS for role in layout}
-        modules: dict[Path, dict[str, Path]] = {}
-        for leaf in self.leaves.values():
-            at = len(leaf.path) - 1 - (leaf.path[-1:] == ("kernel",))
-            name = "".join(leaf.path[at : at + 1])
-            if name in known and leaf.shape:
-                modules.setdefault(leaf.path[:at], {})[name] = leaf.path
-        found: dict[Path, tuple[str, list[str]]] = {}
-        for members in modules.values():
-            shapes = {role: self.shapes[path] for role, path in members.items()}
-            fitting: list[dict[str, str]] = []
-            of_width: list[dict[str, str]] = []
-            likely: list[dict[str, str]] = []
-            for layout in names.LAYOUTS if max(map(len, shapes.values())) > 2 else ():
-                if not shapes.keys() <= layout.keys():
-                    continue
-                pairs = [(layout[role], shape) for role, shape in shapes.items()]
-                for role, path in members.items():
-                    # A bias has the outputs of its kernel, and its layers.
-                    bias = self.shapes.get((*path[:-1], "bias"))
-                    if bias and path[-1] == "kernel":
-                        inputs, _ = _sides(role, layout[role])
-                        rank = len(layout[role])
-                        outputs = [i for i in range(-rank, 0) if i not in inputs]
-                        pairs += [("".join(layout[role][i] for i in outputs), bias)]
-                size: dict[str, int] = {}
-                fits = all(len(letters) == len(shape) for letters, shape in pairs)
-                fits = fits and all(
-                    size.setdefault(x, int(x) if x.isdigit() else n) == n
-                    for letters, shape in pairs
-                    for x, n in zip(letters, shape, strict=True)
-                )
-                for whole, *parts in ("MNV", "NKG"):
-                    if fits and {whole, *parts} <= size.keys():
-                        fits = size[whole] == math.prod(size[x] for x in parts)
-                if not fits:
-                    continue
-                fitting.append(layout)
-                # Most outputs are as wide as what came in.
-                features, heads = size.get("D", 0), size.get("N", 0)
-                if size.get("E", features) != features:
-                    continue
-                of_width.append(layout)
-                # Features as many as heads hold would be a coincidence in a stack; and
-                # in Flax a query without a value has heads.
-                is_likely = features == heads * size.get("H", 0)
-                is_likely |= "value" not in shapes and features >= heads
-                if is_likely and "L" not in "".join(layout.values()):
-                    likely.append(layout)
-            for role, path in members.items():
-                letters = [layout[role] for layout in likely or of_width or fitting]
-                found[path] = role, list({_sides(role, x): x for x in letters}.values())
-        return found
-
-    def has_heads(self, module: Path) -> bool | None:
-        """Looks for an axis of heads in the projections of a module; `None` if open."""
-        for role in ("query", "wq_b", "key", "value"):
-            path = (*module, role, "kernel")
-            if self.shapes.get(path):
-                _, letters = self.layouts.get(path, ("", []))
-                if len(self.shapes[path]) < 3:
-                    return False
-                return bool({*"NK"} & {*letters[0]}) if len(letters) == 1 else None
-        return False
-
-    @functools.cached_property
-    def _routers(self) -> dict[Path, tuple[Path, Shape]]:
-        """Where the experts of each router are, and its shape, by its path."""
         # How many experts are below each module; 0 for such as have a number each.
         experts: dict[Path, set[int]] = {}
         for path, shape in self.shapes.items():
@@ -218,15 +93,25 @@ class Reading:
                 if name == "experts" or len(shape) > 2:
                     count = shape[-3] if len(shape) > 2 else 0
                     experts.setdefault(path[:depth], set()).add(count)
-        found = {}
-        for own, path, shape, *_ in self.leaves.values():
-            for at in range(len(path) if len(shape) == 2 else 0):
-                last = names.words(path[at])[-1:]
-                is_gate = last == ("gate",) and at > len(path) - 3
-                is_gate = is_gate and {0, *shape} & experts.get(path[:at], set())
-                if last == ("router",) or is_gate:
-                    found[own] = path[:at], shape
-        return found
+        # Where the experts of each router are, and its shape, by its path.
+        self._routers: dict[Path, tuple[Path, Shape]] = {}
+        for own, leaf in self.leaves.items():
+            for at, name in enumerate(leaf.path if len(leaf.shape) == 2 else ()):
+                last = names.words(name)[-1:]
+                is_gate = last == ("gate",) and at > len(leaf.path) - 3
+                counts = experts.get(leaf.path[:at], set())
+                if last == ("router",) or (is_gate and {0, *leaf.shape} & counts):
+                    self._routers[own] = leaf.path[:at], leaf.shape
+
+    @functools.cached_property
+    def _layouts(self) -> dict[Path, tuple[str, list[str]]]:
+        return _layouts_of(self.leaves.values())
+
+    def lacks_heads(self, kernel: Path) -> bool:
+        """Checks that no axis of a kernel of attention is of heads, as far as known."""
+        _, letters = self._layouts.get(kernel, ("", []))
+        is_flat = len(letters) == 1 and {*"NK"}.isdisjoint(letters[0])
+        return is_flat or len(self.shapes.get(kernel, ())) < 3
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
@@ -239,8 +124,14 @@ class Reading:
                 found[own] = Verdict(None, "no floats")
             else:
                 found[own] = self._verdict(leaf, per_head)
-        if self.is_whole:
-            found |= self._unnamed_heads(found)
+        kernels = [
+            leaf
+            for own, leaf in self.leaves.items()
+            if len(leaf.shape) == 2 and leaf.is_kernel and leaf.path[1:]
+            if found[own].numbers is not None and not found[own].is_open
+        ]
+        if kernels and self._is_whole:
+            found |= self._unnamed_heads(kernels, found)
         for own, verdict in found.items():
             stack = self.stacks[own]
             if stack.depth and verdict.numbers is not None and not verdict.is_open:
@@ -252,16 +143,15 @@ class Reading:
     def _verdict(self, leaf: Leaf, per_head: bool) -> Verdict:
         """The rules on one leaf, in their order; heads without a name come after."""
         own, path, shape, rank = leaf.own, leaf.path, leaf.shape, len(leaf.shape)
-        is_kernel, module = path[-1:] == ("kernel",), "".join(path[-2:-1])
-        bias = self.shapes.get((*path[:-1], "bias"), ())
-        has_bias = (*path[:-1], "bias") in self.shapes
-        kind, kind_written = names.kind(own), names.kind(path)
+        is_kernel, is_conv, module = leaf.is_kernel, leaf.is_conv, leaf.module
+        has_bias, bias = leaf.bias is not None, leaf.bias or ()
+        # A checkpoint of PyTorch has the whole path in one name.
+        dotted = tuple(".".join(own).split("."))
+        kind, kind_written = names.kind(dotted), names.kind(path)
 
         # Vectors, whatever the rank: what is added or multiplied.
-        if rank < 2:
+        if rank < 2 or 0 in shape:
             return Verdict(None, "vector")
-        if 0 in shape:
-            return Verdict(None, "empty")
         if "bias" in (kind, kind_written):
             return Verdict(None, "bias")
         # A shift of the same shape makes a gain of it, whatever its name.
@@ -270,28 +160,22 @@ class Reading:
             return Verdict(None, "norm")
 
         # Tables: what is looked up. With a bias it is a layer, such as patches.
-        if "." in "".join(own[-1:]):
-            kind = kind_written
-        axis_names = self.axis_names.get(own, ())
+        axis_names = self._axis_names.get(own, ())
         if "vocab" in axis_names:
             first = axis_names.index("vocab") - len(axis_names) == leaf.axes[0]
             kind = "embedding" if first else "head"
-        if kind in ("embedding", "positions or tokens") and not (
-            is_kernel and has_bias
-        ):
+        is_layer = is_kernel and has_bias
+        if kind in ("embedding", "positions or tokens") and not is_layer:
             # One row is added to activations, nothing looks it up.
             is_table = kind == "embedding" and shape[0] > 1
             return Verdict(None, kind, label="embedding" if is_table else "vector")
         if kind == "logarithms":
             return Verdict(None, kind)
-        if rank > 2 and sum(size != 1 for size in shape) == 1 and not is_kernel:
-            return Verdict(None, "vector")
         if "head" in (kind, kind_written):
             return Verdict(None, "output head: named so", label="head")
         if own in self._routers:
-            if 1 in shape:  # of the shared expert
-                return Verdict(None, "gate of one number")
-            return Verdict(None, "router", label="router")
+            # One number is the gate of the shared expert.
+            return Verdict(None, "router", label="vector" if 1 in shape else "router")
 
         # One row of weights has no singular values to make even.
         is_row = is_kernel and shape[-1] == 1 and not leaf.is_open
@@ -303,7 +187,7 @@ class Reading:
                 # Steps and decays of linear attention, one number for each head: Qwen
                 # trains them by AdamW, others by Muon.
                 return self._open(leaf)
-            if names.CONVOLUTION.search(module) and min(shape) <= _WINDOW:
+            if is_conv and min(shape) <= _WINDOW:
                 # RecurrentGemma: (window, channels)
                 return Verdict(None, "depthwise convolution", is_sure=False)
             # Under a name that says nothing, two gains for each of many features, or
@@ -320,22 +204,22 @@ class Reading:
             numbers = leaf.numbers((-2,), (-1,))
             # Biases tell which way round weights are, those of others, too.
             hides = own[-1:] == ("weight",) or (has_bias and not bias)
-            if hides and not self.is_whole:
+            if hides and not self._is_whole:
                 numbers = EitherWay(*numbers)
             return Verdict(numbers, why, is_sure)
-        if not self.is_whole and own[-1:] == ("weight",):
+        if not self._is_whole and own[-1:] == ("weight",):
             return self._open(leaf)
 
         # Kernels of attention, of pairs, of experts: their shapes together tell.
-        role, letters = self.layouts.get(path, ("", []))
+        role, letters = self._layouts.get(path, ("", []))
         has_heads = role in names.WITH_HEADS
         # Norms, which the mask hides, would show a stack.
-        hides = has_heads and rank > 3 and not self.is_whole
-        if len(letters) == 1 and not (hides and "L" not in letters[0]):
-            sides = _sides(role, letters[0])
-            sides = (sides[0], sides[1][-1:]) if per_head and has_heads else sides
+        hides = has_heads and rank > 3 and not self._is_whole
+        if len(letters) == 1 and ("L" in letters[0] or not hides):
+            inputs, outputs = _sides(letters[0])
+            outputs = outputs[-1:] if per_head and has_heads else outputs
             why = "attention" if has_heads or role == "out" else "shapes together"
-            return Verdict(leaf.numbers(*sides), why)
+            return Verdict(leaf.numbers(inputs, outputs), why)
         if letters or hides:
             return self._open(leaf)
         for place, (features, experts) in self._routers.values():
@@ -352,7 +236,6 @@ class Reading:
             return self._open(leaf)
 
         # Windows: one with one input for each output, depthwise, is no matrix.
-        is_conv = bool(names.CONVOLUTION.search(module))
         inner, window = shape[-2], shape[:-2]
         if leaf.is_turned:  # its outputs were in front, then its inputs
             inner, window = shape[0], shape[1:-1]
@@ -364,8 +247,7 @@ class Reading:
             return Verdict(None, "one output")
 
         # A bias has one entry per output, which tells input axes from output axes.
-        is_padded = own[-1:] == ("weight",) or len(bias) >= rank
-        bias = without_ones(bias) if is_padded else bias
+        bias = without_ones(bias)
         fitting = [
             leaf.numbers(range(len(bias) - n - rank, -n), range(-n, 0))
             for n in range(1, len(bias) + 1)
@@ -379,7 +261,7 @@ class Reading:
             return self._open(leaf)
         # A hidden bias would distinguish scanned convolutions from those of more axes.
         is_told = rank < 4 or (rank == 4 and shape[0] == shape[1])
-        if is_conv and (is_told or self.is_whole or not has_bias):
+        if is_conv and (is_told or self._is_whole or not has_bias):
             return Verdict(leaf.numbers(range(-rank, -1), (-1,)), "convolution")
         if set(shape[:-2]) == {1}:
             return Verdict(leaf.numbers((-2,), (-1,)), "one layer")
@@ -387,7 +269,7 @@ class Reading:
 
     def _open(self, leaf: Leaf) -> Verdict:
         """A guess to be checked by the user."""
-        rank, name = len(leaf.shape), "".join(leaf.path[-2:-1])
+        rank, name = len(leaf.shape), leaf.module
         inputs, outputs = tuple(range(-rank, -1)), (-1,)
         if rank == 3 and name in names.WITH_HEADS:
             inputs, outputs = (-3,), (-2, -1)
@@ -399,43 +281,43 @@ class Reading:
             inputs = (-2,)
         return Verdict(leaf.numbers(inputs, outputs), "open", is_open=True)
 
-    def _unnamed_heads(self, verdicts: Mapping[Path, Verdict]) -> dict[Path, Verdict]:
+    def _unnamed_heads(
+        self, kernels: Sequence[Leaf], verdicts: Mapping[Path, Verdict]
+    ) -> dict[Path, Verdict]:
         """The kernels that write the output though they are not called a head.
 
         They have the size of the vocabulary, or nothing takes what they give: their
         outputs are the input of no other leaf. Layers of repeated blocks are none.
         """
-        kernels: list[Leaf] = []
         taken, unfolded = set(), set()
         for own, verdict in verdicts.items():
-            leaf, full = self.leaves[own], self._shape[own]
+            leaf = self.leaves[own]
             if verdict.numbers is not None:
                 axes = verdict.numbers.reduction_axis
-                inputs = [full[i] for i in ((axes,) if isinstance(axes, int) else axes)]
-                is_named = names.CONVOLUTION.search("".join(leaf.path[-2:-1]))
-                if inputs[2:] or (is_named and inputs[1:]):
-                    # Neither the window nor the colors of a picture are features.
-                    channels = leaf.shape[0 if leaf.is_turned else -2]
-                    taken |= {channels} if channels > _COLORS else set()
-                    is_transposed = "transpose" in leaf.path[-2].lower()
-                    unfolded |= {channels} if is_transposed else set()
-                else:
-                    taken |= {math.prod(inputs)}
-                if len(leaf.shape) == 2 and leaf.path[-1:] == ("kernel",):
-                    kernels += [leaf] if leaf.path[1:] and not verdict.is_open else []
-            elif verdict.label == "head" and leaf.shape:
-                taken |= {leaf.shape[0]}
+                axes = (axes,) if isinstance(axes, int) else axes
+                channels = leaf.shape[0 if leaf.is_turned else -2]
+                # Neither the window nor the colors of a picture are features.
+                is_window = len(axes) > (1 if leaf.is_conv else 2)
+                inputs = math.prod(self._shape[own][i] for i in axes)
+                if not is_window or channels > _COLORS:
+                    taken.add(channels if is_window else inputs)
+                if is_window and "transpose" in leaf.module.lower():
+                    unfolded.add(channels)
+            elif leaf.shape and verdict.label == "head":
+                taken.add(leaf.shape[0])
             elif leaf.shape and names.kind(leaf.path) in ("norm", "embedding"):
-                taken |= {leaf.shape[-1]}
-        if not kernels:
-            return {}
+                taken.add(leaf.shape[-1])
         alike = Counter(map(_twin, self.leaves.values()))
+        alone = {
+            leaf.own
+            for leaf in kernels
+            if alike[_twin(leaf)] < 2 and not self.stacks[leaf.own].depth
+        }
         labels = {own: verdict.label for own, verdict in verdicts.items()}
         tables = [
             leaf
             for own, leaf in self.leaves.items()
             if labels[own] == "embedding" and len(leaf.shape) == 2
-            if not names.says_position(own)
         ]
         found: dict[Path, Verdict] = {}
 
@@ -444,17 +326,16 @@ class Reading:
         last: list[Leaf] = []
         if "head" not in labels.values():
             in_order = sorted(kernels, key=_in_order)
-            unnamed = [x for x in in_order if names.UNNAMED.fullmatch(x.path[-2])]
+            unnamed = [x for x in in_order if names.UNNAMED.fullmatch(x.module)]
             last = list({x.path[:-2]: x for x in unnamed}.values())
             sizes = {x.shape[0] for x in tables if x.shape[0] != x.shape[1]} - taken
-            turned = {(x.path[:-2], x.shape[::-1]) for x in tables}
-            turned |= {((), shape) for _, shape in turned}
+            turned = {(at, x.shape[::-1]) for x in tables for at in (x.path[:-2], ())}
             of_vocabulary = [x for x in last if (x.path[:-2], x.shape) in turned] or [
-                x for x in kernels if x.shape[1] in sizes and alike[_twin(x)] < 2
+                x for x in kernels if x.shape[1] in sizes and x.own in alone
             ]
             why = "output head: as large as the vocabulary"
             head = Verdict(None, why, is_sure=False, label="head")
-            found = {leaf.own: head for leaf in of_vocabulary if not leaf.is_stacked}
+            found = {x.own: head for x in of_vocabulary if not self.stacks[x.own].depth}
 
         why = "output head: nothing takes its outputs"
         head = Verdict(None, why, is_sure=False, label="head")
@@ -462,17 +343,14 @@ class Reading:
         has_windows = any(len(x.shape) > 3 for x in self.leaves.values())
         for leaf in kernels:
             (features, outputs), parent = leaf.shape, leaf.path[:-2]
-            is_inside = (*parent, "key", "kernel") in self.shapes
-            is_inside |= not names.IN_BLOCK.isdisjoint(names.words(leaf.path[-2]))
+            is_inside = not names.IN_BLOCK.isdisjoint(names.words(leaf.module))
             if outputs in taken - {1} or is_inside or leaf.own in found:
                 continue
             # Fused projections and gates are taken apart: parts are taken.
             parts = {outputs // n for n in (2, 3, 4) if outputs % n == 0}
             is_parts = parent and (outputs % features == 0 or taken & parts)
-            has_bias = (*leaf.path[:-1], "bias") in self.shapes
-            is_alone = alike[_twin(leaf)] < 2 and not leaf.is_stacked
-            is_network = n_matrices > (1 if has_windows else 2)
-            if outputs == 1 or (has_bias and is_alone and is_network and not is_parts):
+            is_last = leaf.bias is not None and leaf.own in alone and not is_parts
+            if outputs == 1 or (is_last and n_matrices > (1 if has_windows else 2)):
                 # A decoder of pictures may unfold them to a first transposed window.
                 is_unfolded = any(outputs % size == 0 for size in unfolded)
                 found[leaf.own] = self._open(leaf) if is_unfolded else head
@@ -486,23 +364,119 @@ class Reading:
         unsure += [
             leaf
             for own, leaf in self.leaves.items()
-            if labels[own] == "head" and leaf.path[:-2] and leaf.path[-2] == "head"
+            if labels[own] == "head" and leaf.path[:-2] and leaf.module == "head"
             if leaf.shape[-1] in taken
         ]
         return found | {leaf.own: self._open(leaf) for leaf in unsure}
 
 
-def _sides(role: str, letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _leaves_of(
+    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+) -> dict[Path, Leaf]:
+    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
+    written = names.in_flax(layers)
+    by_path = {path: layers[own] for own, path in written.items()}
+    biases = {own: by_path.get((*x[:-1], "bias")) for own, x in written.items()}
+    kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
+    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+
+    def is_turned(own: Path) -> bool | None:
+        """Compares a kernel with its bias, which has its outputs."""
+        shape, bias = layers[own], without_ones(biases[own] or ())
+        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+        return first if first != last and 0 < len(bias) < len(shape) else None
+
+    # What is called a weight has its outputs first in Equinox and Haliax.
+    votes = [is_turned(own) for own in kernels & weights]
+    weights_turned = votes.count(True) >= votes.count(False)
+    found: dict[Path, Leaf] = {}
+    for own, path in written.items():
+        shape, axes, bias = layers[own], axes_of[own], biases[own]
+        is_weight, module = own in kernels & weights, "".join(path[-2:-1])
+        in_attention = module in ("query", "key", "value", "out")
+        is_open = is_weight and len(shape) > 2 and not bias
+        is_conv = bool(names.CONVOLUTION.search(module))
+        is_open &= not (in_attention or is_conv)
+        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
+        # Equinox; and the first of pairs in stax.
+        is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
+        may_turn = own in weights or own[-1:] == ("0",)
+        may_turn |= len(shape) == 2 and is_layer
+        by = 0
+        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
+            turned = is_turned(own)
+            if turned:
+                by = len(without_ones(bias or ()))
+            elif turned is None and is_weight and not is_open and weights_turned:
+                by = len(shape) - 1 if in_attention and module != "out" else 1
+                by *= names.kind(own) != "embedding"
+        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+        kinds = module, own in kernels, is_conv
+        found[own] = Leaf(own, path, shape, axes, bias, *kinds, bool(by), is_open)
+    return found
+
+
+def _layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
+    """The role of every kernel that a layout may name, and the letters that fit it.
+
+    Several if layouts fit that take the kernel apart differently.
+    """
+    known = {role for layout in names.LAYOUTS for role in layout}
+    modules: dict[Path, dict[str, Leaf]] = {}
+    for leaf in leaves:
+        at = len(leaf.path) - 1 - leaf.is_kernel
+        name = "".join(leaf.path[at : at + 1])
+        if name in known and leaf.shape:
+            modules.setdefault(leaf.path[:at], {})[name] = leaf
+    found: dict[Path, tuple[str, list[str]]] = {}
+    for members in modules.values():
+        fitting: list[list[dict[str, str]]] = [[], [], []]
+        is_general = max(len(leaf.shape) for leaf in members.values()) > 2
+        for layout in names.LAYOUTS if is_general else ():
+            if not members.keys() <= layout.keys():
+                continue
+            pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
+            # A bias has the outputs of its kernel, and its layers.
+            pairs += [
+                ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
+                for role, leaf in members.items()
+                if leaf.bias and leaf.is_kernel
+            ]
+            size: dict[str, int] = {}
+            fits = all(len(letters) == len(shape) for letters, shape in pairs)
+            fits = fits and all(
+                size.setdefault(x, int(x) if x.isdigit() else n) == n
+                for letters, shape in pairs
+                for x, n in zip(letters.upper(), shape, strict=True)
+            )
+            for whole, *parts in ("MNV", "NKG"):
+                if fits and {whole, *parts} <= size.keys():
+                    fits = size[whole] == math.prod(size[x] for x in parts)
+            # Most outputs are as wide as what came in. Features as many as heads hold
+            # would be a coincidence in a stack; and in Flax a query without a value has
+            # heads.
+            features, heads = size.get("D", 0), size.get("N", 0)
+            of_width = size.get("E", features) == features
+            is_likely = features == heads * size.get("H", 0)
+            is_likely |= "value" not in members and features >= heads
+            is_likely &= "L" not in "".join(layout.values())
+            for is_so, those in zip((is_likely, True, True), fitting, strict=True):
+                if fits and is_so and (of_width or those is fitting[2]):
+                    those.append(layout)
+        likeliest = next((those for those in fitting if those), [])
+        for role, leaf in members.items():
+            letters = {_sides(x): x for x in (layout[role] for layout in likeliest)}
+            found[leaf.path] = role, list(letters.values())
+    return found
+
+
+def _sides(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Input and output axes of a kernel in a layout, from the end."""
-    free = [
-        (i - len(letters), letter)
-        for i, letter in enumerate(letters)
-        if letter != "L" and not letter.isdigit()
-    ]
-    outputs = names.OUTPUTS.get(role) or {x for _, x in free} - {*"DCRS"}
+    axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
     return (
-        tuple(i for i, letter in free if letter not in outputs),
-        tuple(i for i, letter in free if letter in outputs),
+        tuple(i for i, x in axes if x.islower()),
+        tuple(i for i, x in axes if x.isupper()),
     )
 
 
@@ -512,11 +486,9 @@ def _twin(leaf: Leaf) -> tuple[Path, Shape]:
     return (*modules, *leaf.path[-2:]), leaf.shape
 
 
-def _in_order(leaf: Leaf) -> list[tuple[float, str]]:
+def _in_order(leaf: Leaf) -> list[tuple[bool, int, str]]:
     """`Dense_10` after `Dense_9`, `linear` before `linear_1`, `out` at the end."""
-    numbers = [re.sub(r"\D", "", name) for name in leaf.path]
-    ends = [math.inf if name in ("out", "output") else 0.0 for name in leaf.path]
     return [
-        (float(number or end), name)
-        for number, end, name in zip(numbers, ends, leaf.path, strict=True)
+        (name in ("out", "output"), int(re.sub(r"\D", "", name) or 0), name)
+        for name in leaf.path
     ]

@@ -1,0 +1,285 @@
+"""Muon by several libraries: one model, text, grid of rates, the same initial weights.
+
+    python benchmarks/libraries.py                       # those that are installed here
+    OTHER/bin/python benchmarks/libraries.py keras_muon  # in an environment of its own
+
+Each library is a file in `libraries/`; how to add one is said there. Results are lines
+in `libraries/results.jsonl`, and those that are there are not made again. The table of
+all that is there is printed at the end: steps to AdamW's loss, the time of an update,
+and the bytes that it keeps.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+from environment import environment
+from evidence.intervals import Interval, interval
+from evidence.model import Transformer
+from evidence.run import Run
+from evidence.texts import text
+from evidence.training import mean_loss
+from evidence.tuning import RATES
+from flax import nnx
+from libraries import Arrays, Leaf, Start
+from tables import Table
+from walk import neighbours, walk
+
+
+HERE = Path(__file__).parent
+GOAL = "adamw"
+NAMES = ("adamw", "this_package", "optax_muon", "rollfast_muon", "keras_muon")
+NAMES += ("torch_muon", "heavyball_muon")
+STEPS, WARM_UP, DECAY, EVALUATIONS, SEEDS = 400, 20, 0.1, 10, (1, 2, 3, 4, 5)
+START = 1.6e-2
+MODEL = Run(corpus="prose", layers=2, width=32, heads=2, statistics=False)
+# The model of "The recipe in a larger model": 3.1 million parameters in matrices.
+TIMED = MODEL.but(layers=4, width=256, heads=4)
+REPEATS = 15
+
+
+def main() -> None:
+    args = parse_args()
+    results = Results(args.out)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # Every run makes its optimizer anew, and would compile it anew.
+        folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", folder)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        for name in args.libraries:
+            try:
+                start = importlib.import_module(f"libraries.{name}").Optimizer
+            except ModuleNotFoundError as missing:
+                print(f"{name} is left out: {missing}")
+                continue
+            measure(name, start, results, args.steps)
+    print(table(results).markdown())
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("libraries", nargs="*", default=NAMES, help=", ".join(NAMES))
+    default = HERE / "libraries" / "results.jsonl"
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--steps", type=int, default=STEPS, help="fewer for a trial")
+    return parser.parse_args()
+
+
+class Results:
+    """Lines of JSON, by what they are of."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.lines = {line["of"]: line for line in map(json.loads, lines)}
+
+    def once(self, of: str, make) -> dict[str, Any]:
+        if of not in self.lines:
+            line = {"of": of, **make(), "environment": environment()}
+            self.lines[of] = line
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(of, *(f"{k} {v}" for k, v in line.items() if k in ("tune", "ms")))
+        return self.lines[of]
+
+
+def measure(name: str, start: Start, results: Results, steps: int) -> None:
+    """Tunes the rate with seed 0, trains with the others, and times an update."""
+
+    def run(rate: float, seed: int) -> dict[str, Any]:
+        of = f"{name}, rate {rate:g}, seed {seed}, {steps} steps"
+        return results.once(of, lambda: train(start, rate, seed, steps))
+
+    def beside(rate: float) -> Iterator[float]:
+        yield from neighbours(RATES, rate)
+
+    best = walk(START, beside, lambda rates: [run(r, 0)["tune"] for r in rates])
+    of_seeds = [run(best, seed) for seed in SEEDS]
+    timed = results.once(f"{name}, time", lambda: time_update(start))
+    package = getattr(start, "package", name)
+    results.once(
+        f"{name}, summary of {steps} steps",
+        lambda: {
+            "library": name,
+            "version": f"{package} {version(package)}",
+            "rate": best,
+            "curves": [r["curve"] for r in of_seeds],
+            "weights": [r["weights"] for r in of_seeds],
+            "ms": timed["ms"],
+            "state": timed["state"],
+        },
+    )
+
+
+def version(package: str) -> str:
+    if package == "muonclip_jax":
+        return "of this checkout"
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+class Task:
+    """A model by the paths of its params, with 2-D kernels, and its loss."""
+
+    def __init__(self, run: Run):
+        model = Transformer(run, nnx.Rngs(0))
+        self._graph, state, self._others = nnx.split(model, nnx.Param, ...)
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(state)
+        paths = [
+            "/".join(str(getattr(k, "key", k)) for k in path if hasattr(k, "key"))
+            for path, _ in leaves
+        ]
+        self._shapes = {p: x.shape for p, (_, x) in zip(paths, leaves, strict=True)}
+        self.leaves = {path: self._leaf(path) for path in paths}
+        self.gradient = jax.jit(jax.value_and_grad(self._loss))
+        self.loss = jax.jit(lambda p, x: jax.lax.map(lambda b: self._loss(p, b), x))
+
+    def params(self, seed: int) -> Arrays:
+        """Initial weights, by NumPy: those of JAX and Flax differ between versions."""
+        generator, drawn = np.random.default_rng(seed), {}
+        for path, shape in self._shapes.items():
+            flat = np.ones(self._flat(path, shape), np.float32)
+            if flat.ndim > 1:
+                # An embedding has its features last, and no inputs to sum over.
+                inputs = flat.shape["embed" in path]
+                flat = generator.normal(size=flat.shape) / np.sqrt(inputs)
+            drawn[path] = flat.astype(np.float32)
+        return drawn
+
+    def _flat(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) != 3:
+            return shape
+        # (heads, features, outputs) after attention, (inputs, heads, features) before
+        a, b, c = shape
+        return (a * b, c) if "out/" in path else (a, b * c)
+
+    def _leaf(self, path: str) -> Leaf:
+        shape = self._shapes[path]
+        is_matrix = path.startswith("blocks") and len(shape) > 1
+        has_heads = len(shape) == 3 and "out/" not in path
+        return Leaf(is_matrix, shape[-1] if has_heads else None)
+
+    def _loss(self, params: Any, tokens: jax.Array) -> jax.Array:
+        leaves = [params[path].reshape(shape) for path, shape in self._shapes.items()]
+        state = jax.tree_util.tree_unflatten(self._tree, leaves)
+        return mean_loss(nnx.merge(self._graph, state, self._others), tokens)
+
+
+@functools.cache
+def task_of(run: Run) -> Task:
+    return Task(run)
+
+
+def train(start: Start, rate: float, seed: int, steps: int) -> dict[str, Any]:
+    """The loss on the text to report on along the run, and at its end that to tune."""
+    task, source, run = task_of(MODEL), text(MODEL.corpus), MODEL
+    held_out = {
+        part: source.held_out(part, 512, run.context).reshape(-1, 16, run.context + 1)
+        for part in ("tune", "report")
+    }
+    params, curve = task.params(seed), []
+    weights = sum(float(np.abs(x).sum(dtype=np.float64)) for x in params.values())
+    optimizer = start(params, task.leaves, DECAY)
+    for i in range(steps):
+        tokens = source.batch(run.batch, run.context, seed, i)
+        _, gradients = task.gradient(params, tokens)
+        gradients = {path: np.asarray(x) for path, x in gradients.items()}
+        params = optimizer.step(gradients, rate * min(1.0, (i + 1) / WARM_UP))
+        if (i + 1) * EVALUATIONS % steps < EVALUATIONS:
+            loss = float(task.loss(params, held_out["report"]).mean())
+            curve.append((i + 1, round(loss, 5)))
+    tune = float(task.loss(params, held_out["tune"]).mean())
+    tune = round(tune, 5) if np.isfinite(tune) else float("inf")
+    return {"curve": curve, "tune": tune, "weights": round(weights, 3)}
+
+
+def time_update(start: Start) -> dict[str, Any]:
+    """The least of several, since other load can only add."""
+    task, generator = task_of(TIMED), np.random.default_rng(0)
+    params = task.params(0)
+    gradients = {
+        path: generator.normal(size=x.shape).astype(np.float32)
+        for path, x in params.items()
+    }
+    optimizer = start(params, task.leaves, DECAY)
+    seconds = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        optimizer.step(gradients, 1e-3)
+        seconds.append(time.perf_counter() - begin)
+    count = sum(x.size for x in params.values())
+    state = optimizer.state_bytes() / count
+    return {"ms": round(1e3 * min(seconds[1:]), 1), "state": round(state, 2)}
+
+
+def steps_to(curve: list[list[float]], goal: float) -> float:
+    """Where a curve first comes to the goal, in a straight line between its points."""
+    before = None
+    for step, loss in curve:
+        if loss <= goal:
+            if before is None:
+                return step
+            return before[0] + (step - before[0]) * (before[1] - goal) / (
+                before[1] - loss
+            )
+        before = (step, loss)
+    return float("nan")
+
+
+def table(results: Results) -> Table:
+    """Of all libraries that are finished, in the order of the steps they need."""
+    found = {
+        line["library"]: line for line in results.lines.values() if "library" in line
+    }
+    columns = ["", "version", "rate", "loss", "steps to AdamW's loss", "of AdamW's"]
+    columns += ["update, ms", "state, bytes a parameter"]
+    if GOAL not in found:
+        return Table(columns)
+    goals = [curve[-1][1] for curve in found[GOAL]["curves"]]
+    steps = {
+        name: interval(
+            [steps_to(c, g) for c, g in zip(line["curves"], goals, strict=True)]
+        )
+        for name, line in found.items()
+    }
+    for name, line in found.items():
+        if line["weights"] != found[GOAL]["weights"]:
+            warnings.warn(f"{name} began with other weights", stacklevel=2)
+    last = found[GOAL]["curves"][0][-1][0]
+    rows = [
+        [
+            name,
+            found[name]["version"],
+            f"{found[name]['rate']:g}",
+            interval([curve[-1][1] for curve in found[name]["curves"]]).show(),
+            steps[name].show(".0f"),
+            Interval(steps[name].mean / last, steps[name].half / last).show(".0%"),
+            f"{found[name]['ms']:.0f}",
+            f"{found[name]['state']:.1f}",
+        ]
+        for name in sorted(found, key=lambda name: steps[name].mean)
+    ]
+    return Table(columns, rows)
+
+
+if __name__ == "__main__":
+    main()

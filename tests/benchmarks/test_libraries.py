@@ -1,0 +1,133 @@
+"""The comparison of libraries: what it reads off the curves, and a new library."""
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import ROOT, run_script
+from libraries import Leaf, optax_muon, this_package
+
+import muonclip_jax as mc
+
+
+SCRIPT = ROOT / "benchmarks" / "libraries.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module: by name it is the folder."""
+    spec = importlib.util.spec_from_file_location("compare_libraries", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("goal", "steps"), [(2.5, 15.0), (3.0, 10), (9.0, 10), (1.5, 35.0), (0.5, np.nan)]
+)
+def test_steps_to_a_loss_are_read_off_between_the_points(script, goal, steps):
+    curve = [[10, 3.0], [20, 2.0], [30, 2.0], [40, 1.0]]
+    np.testing.assert_equal(script.steps_to(curve, goal), steps)
+
+
+class Stranger:
+    """Gradient descent, as a library that somebody adds."""
+
+    package = "stranger"
+
+    def __init__(self, params, leaves, decay):
+        assert leaves.keys() == params.keys() and decay == 0.1
+        self.params, self.leaves = params, leaves
+
+    def step(self, gradients, rate):
+        assert {k: x.shape for k, x in gradients.items()} == {
+            k: x.shape for k, x in self.params.items()
+        }
+        self.params = {k: x - rate * gradients[k] for k, x in self.params.items()}
+        return self.params
+
+    def state_bytes(self):
+        return 0
+
+
+@pytest.mark.more
+def test_a_stranger_is_tuned_trained_timed_and_goes_on_where_it_stopped(
+    script, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(script, "TIMED", script.MODEL)
+    monkeypatch.setattr(script, "SEEDS", (1, 2))
+    file = tmp_path / "results.jsonl"
+    script.measure("stranger", Stranger, script.Results(file), 10)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    tuned = {x["of"]: x["tune"] for x in lines if "seed 0" in x["of"]}
+    summary = lines[-1]
+    best = min(tuned, key=tuned.get)
+    assert f"rate {summary['rate']:g}," in best and len(tuned) > 2
+    assert [c[-1][0] for c in summary["curves"]] == [10, 10]
+    assert summary["state"] == 0 and summary["version"].startswith("stranger")
+    before = file.read_text()
+    script.measure("stranger", Stranger, script.Results(file), 10)
+    assert file.read_text() == before
+    # AdamW's row is the goal: a table without it is empty.
+    assert not script.table(script.Results(file)).rows
+
+
+def test_leaves_are_those_of_the_model(script):
+    task = script.task_of(script.MODEL)
+    params, again = task.params(1), task.params(1)
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    assert (params["head/kernel"] != task.params(2)["head/kernel"]).any()
+    assert all(x.ndim == 2 for k, x in params.items() if task.leaves[k].is_matrix)
+    count = sum(leaf.is_matrix for leaf in task.leaves.values())
+    assert count == 6 * script.MODEL.layers
+    assert task.leaves["blocks/0/attention/query/kernel"] == Leaf(True, 16)
+    assert task.leaves["blocks/0/attention/out/kernel"] == Leaf(True, None)
+    assert not task.leaves["embed/embedding"].is_matrix
+
+
+@pytest.mark.parametrize(
+    ("library", "make"),
+    [
+        (this_package, lambda axes: mc.muon(0.1, dimension_numbers=axes)),
+        (
+            optax_muon,
+            lambda axes: optax.contrib.muon(
+                0.1,
+                weight_decay=0.1,
+                adam_weight_decay=0.1,
+                adam_b2=0.95,
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=axes,
+            ),
+        ),
+    ],
+)
+def test_a_step_is_that_of_the_library(library, make):
+    generator = np.random.default_rng(0)
+    shapes = {"w": (8, 4), "bias": (4,)}
+    params, *gradients = (
+        {k: generator.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+        for _ in range(3)
+    )
+    leaves = {"w": Leaf(True), "bias": Leaf(False)}
+    found = library.Optimizer(params, leaves, 0.1)
+    tx = make({"w": mc.MuonDimensionNumbers(0, 1), "bias": None})
+    state, expected = tx.init(params), params
+    for gradient in gradients:
+        stepped = found.step(gradient, 0.1)
+        updates, state = tx.update(gradient, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    for name in shapes:
+        np.testing.assert_allclose(stepped[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert found.state_bytes() >= 4 * (32 + 2 * 4)
+
+
+@pytest.mark.more
+def test_what_is_not_installed_is_left_out(tmp_path):
+    out = tmp_path / "results.jsonl"
+    found = run_script(SCRIPT, "rollfast_muon", "--out", out, "--steps", "10")
+    assert "rollfast_muon is left out: No module named 'rollfast'" in found.stdout
+    assert not out.exists()
