@@ -52,8 +52,8 @@ count(jax.eval_shape, tx.update, params, state, params)
     [
         # An eager update of one leaf on one CPU device, and one that is traced with
         # shardings given. Both reached when written: to go beyond is to add a concept.
-        pytest.param(ONE_DEVICE, 120, 26, id="one device"),
-        pytest.param(MESH, 182, 30, id="a mesh"),
+        pytest.param(ONE_DEVICE, 106, 23, id="one device"),
+        pytest.param(MESH, 166, 28, id="a mesh"),
     ],
 )
 def test_functions_that_one_update_enters(update, functions, files):

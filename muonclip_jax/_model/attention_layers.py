@@ -129,7 +129,13 @@ def flax_attention_layers(
         >>> layer.path, layer.query[0].path
         ('attn', 'query/kernel')
     """
-    reading, modules = ByNames(paths.flatten(params), stack_axes), {}
+    return _by_names(paths.flatten(params), stack_axes)
+
+
+def _by_names(
+    tree: paths.PathedTree, stack_axes: StackAxes = IN_FRONT
+) -> list[AttentionLayer]:
+    reading, modules = ByNames(tree, stack_axes), {}
     leaf_at = reading.leaf_at
     for path in leaf_at:
         # A mask may hide a projection as one, of which the name stays in sight. Next to
@@ -199,8 +205,8 @@ def resolve_attention(
     # A layer by itself is a sequence, too: a named tuple.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
     if attention is None:
-        found = flax_attention_layers
-    if callable(found):
+        found = _by_names(tree)
+    elif callable(found):
         found = found(tree.whole())
     wanted = (
         "attention= must be a sequence of mc.AttentionLayer, or a function from params "

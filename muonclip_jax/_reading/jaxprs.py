@@ -7,12 +7,12 @@ the parameters of a loop are called, or how it tells the line of code it comes f
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import source_info_util
-from jax.extend.core import jaxpr_as_fun, Literal
+from jax.extend.core import Literal
 
 from .._model.statistics import STATISTIC
 
@@ -42,6 +42,29 @@ class Inner(NamedTuple):
 
     jaxpr: Any
     consts: Sequence[Any]
+
+    def run(
+        self,
+        values: Sequence[Any],
+        step: Callable[[int, Any, list[Any]], Sequence[Any]] | None = None,
+        known: Callable[[Any], Any] = lambda x: x,
+        is_live: bool = False,
+    ) -> list[Any]:
+        """Its outputs, where `step` gives those of an equation from its inputs.
+
+        `known` makes a value of what is no variable; `is_live` leaves out dead code.
+        """
+        step = step or (lambda _, eqn, values: bound(eqn, values))
+        env = dict(zip(self.jaxpr.invars, values, strict=True))
+        env |= zip(self.jaxpr.constvars, map(known, self.consts), strict=True)
+
+        def read(atoms: Sequence[Any]) -> list[Any]:
+            return [known(x.val) if isinstance(x, Literal) else env[x] for x in atoms]
+
+        eqns = list(enumerate(self.jaxpr.eqns))
+        for i, eqn in _live(self.jaxpr) if is_live else eqns:
+            env |= zip(eqn.outvars, step(i, eqn, read(eqn.invars)), strict=True)
+        return read(self.jaxpr.outvars)
 
 
 class Loop(NamedTuple):
@@ -75,9 +98,8 @@ def trace(fun: Any, *args: Any) -> Inner:
 
 def called(eqn: Any) -> Inner | None:
     """The jaxpr that an equation runs once; `None` if it is no such call."""
-    if eqn.primitive.name in _OPAQUE:
-        return None
-    found = (inner(eqn.params.get(key)) for key in _RUN_ONCE)
+    keys = _RUN_ONCE if eqn.primitive.name not in _OPAQUE else ()
+    found = (inner(eqn.params.get(key)) for key in keys)
     return next((body for body in found if hasattr(body.jaxpr, "eqns")), None)
 
 
@@ -103,9 +125,9 @@ def branches(eqn: Any) -> list[Inner]:
 
 
 def counts_trips(loop: Loop, i: int) -> bool:
-    """Whether a loop adds one to its i-th carry in every trip, as `fori_loop` does."""
+    """Whether a loop adds one to its i-th input in every trip, as `fori_loop` does."""
     jaxpr = loop.body.jaxpr
-    before, after = jaxpr.invars[loop.consts + i], jaxpr.outvars[i]
+    before, after = jaxpr.invars[i], jaxpr.outvars[i - loop.consts]
     made = [eqn for eqn in jaxpr.eqns if after in eqn.outvars]
     if not made or made[0].primitive.name != "add":
         return False
@@ -118,7 +140,7 @@ def is_statistic(eqn: Any) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == STATISTIC
 
 
-def live(jaxpr: Any) -> list[tuple[int, Any]]:
+def _live(jaxpr: Any) -> list[tuple[int, Any]]:
     """The equations that outputs depend on, with their places among all of them.
 
     Statistics of attention are among them, though most losses do not return these.
@@ -131,10 +153,6 @@ def live(jaxpr: Any) -> list[tuple[int, Any]]:
     return kept[::-1]
 
 
-def is_literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
-
-
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable; a token or a reference has none to speak of."""
     return tuple(map(int, getattr(atom.aval, "shape", ())))
@@ -142,13 +160,11 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, Axes]]:
     """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`)."""
-    sizes = eqn.params["mesh"].shape
-    cuts = []
+    sizes, cuts = eqn.params["mesh"].shape, []
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
         names = (names,) if isinstance(names, str) else tuple(names or ())
         count = math.prod(sizes[name] for name in names)
-        if count > 1:
-            cuts.append((dim, Axes(names, count)))
+        cuts += [(dim, Axes(names, count))] if count > 1 else []
     return cuts
 
 
@@ -214,10 +230,6 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def run(closed: Any, values: Sequence[Any]) -> list[Any]:
-    return jaxpr_as_fun(closed)(*values)
-
-
 def call_again(eqn: Any, fun: Any) -> Any:
     """A function of arrays that is run as an equation runs the jaxpr in it.
 
@@ -227,12 +239,11 @@ def call_again(eqn: Any, fun: Any) -> Any:
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
         fun.__name__ = params["name"]
-        return jax.jit(
-            fun,
-            in_shardings=tuple(params["in_shardings"]),
-            out_shardings=(list(params["out_shardings"]), None),
-            inline=params["inline"],
-        )
+        shardings = {
+            "in_shardings": tuple(params["in_shardings"]),
+            "out_shardings": (list(params["out_shardings"]), None),
+        }
+        return jax.jit(fun, **shardings, inline=params["inline"])
     if name in ("remat2", "checkpoint"):
         policy, prevent_cse = params["policy"], params["prevent_cse"]
         return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)

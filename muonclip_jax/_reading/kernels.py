@@ -18,10 +18,10 @@ from . import jaxprs
 class Kernel(NamedTuple):
     """A call of a kernel."""
 
-    # Where among its inputs query, key and value are.
-    operands: Sequence[int]
     # `(batch, heads, length, dim)`; else with the length before the heads.
     heads_first: bool
+    # Where among its inputs query, key and value are.
+    operands: Sequence[int] = (0, 1, 2)
     # The largest logit of each head, from all inputs; `None` if no equation says it.
     largest: Callable[[Sequence[Any]], jax.Array] | None = None
     # The output that has the maximum of each row of logits.
@@ -29,37 +29,24 @@ class Kernel(NamedTuple):
 
     def plain(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         """Attention without mask and scale, which change nothing of what is linear."""
-        group = query.shape[self._heads] // key.shape[self._heads]
-        key, value = (jnp.repeat(x, group, self._heads) for x in (key, value))
-        q, k, out = ("bhqd", "bhkd", "bhqe") if self.heads_first else _HEADS_LATER
-        weights = jax.nn.softmax(jnp.einsum(f"{q},{k}->bhqk", query, key))
-        return jnp.einsum(f"bhqk,{k.replace('d', 'e')}->{out}", weights, value)
+        if not self.heads_first:
+            query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        group = query.shape[1] // key.shape[1]
+        key, value = (jnp.repeat(x, group, 1) for x in (key, value))
+        out = jax.nn.softmax(query @ key.mT) @ value
+        return out if self.heads_first else jnp.swapaxes(out, 1, 2)
 
-    @property
-    def _heads(self) -> int:
-        return 1 if self.heads_first else 2
-
-
-_HEADS_LATER = "bqhd", "bkhd", "bqhe"
 
 # Kernels of Pallas, by the end of their function and file, have scale and mask in their
 # code. Of their inputs the first three arrays of rank 4 are query, key and value.
 _SPLASH = "tpu/splash_attention/splash_attention_kernel.py"
+_TOKAMAX = "tokamax/_src/ops/experimental"
 _PALLAS = {
-    "mha_forward at jax/experimental/pallas/ops/gpu/attention.py": Kernel((), False),
-    "_flash_attention_kernel at jax/experimental/pallas/ops/tpu/flash_attention.py": (
-        Kernel((), True)
-    ),
-    f"splash_mha_fwd_no_residuals at jax/experimental/pallas/ops/{_SPLASH}": (
-        Kernel((), True)
-    ),
-    f"splash_mha_fwd_no_residuals at tokamax/_src/ops/experimental/{_SPLASH}": (
-        Kernel((), True)
-    ),
+    ("mha_forward", "pallas/ops/gpu/attention.py"): Kernel(False),
+    ("_flash_attention_kernel", "pallas/ops/tpu/flash_attention.py"): Kernel(True),
+    ("splash_mha_fwd_no_residuals", _SPLASH): Kernel(True),  # JAX's and tokamax's
     # That of `mc.splash_attention`: output, logarithms of sums, maxima.
-    f"splash_mha_fwd_residuals at tokamax/_src/ops/experimental/{_SPLASH}": (
-        Kernel((), True, maxima=2)
-    ),
+    ("splash_mha_fwd_residuals", f"{_TOKAMAX}/{_SPLASH}"): Kernel(True, maxima=2),
 }
 
 
@@ -69,12 +56,11 @@ def kernel_of(eqn: Any) -> Kernel | None:
     if name == "dot_product_attention_fwd_wrapper":
         return _cudnn(eqn)
     function, _, path = name.partition(" at ")
-    for known, kernel in _PALLAS.items():
-        own, _, end = known.partition(" at ")
-        if function == own and path.endswith(f"/{end}"):
-            shapes = [jaxprs.shape_of(x) for x in eqn.invars]
-            operands = [i for i, shape in enumerate(shapes) if len(shape) == 4][:3]
-            return kernel._replace(operands=operands) if len(operands) == 3 else None
+    ranks = [len(jaxprs.shape_of(x)) for x in eqn.invars]
+    operands = [i for i, rank in enumerate(ranks) if rank == 4][:3]
+    for (own, file), kernel in _PALLAS.items():
+        if function == own and path.endswith(f"/{file}") and len(operands) == 3:
+            return kernel._replace(operands=operands)
     return None
 
 
@@ -92,7 +78,7 @@ def _cudnn(eqn: Any) -> Kernel:
     is_packed = any(0 not in jaxprs.shape_of(x) for x in eqn.invars[6:10])
     is_modified = params.get("score_mod") is not None
     if is_packed or is_modified or mask == "ALIBI":
-        return Kernel((0, 1, 2), heads_first)
+        return Kernel(heads_first)
 
     def largest(inputs: Sequence[Any]) -> jax.Array:
         query, key, _, bias, query_lengths, key_lengths = inputs[:6]
@@ -112,4 +98,4 @@ def _cudnn(eqn: Any) -> Kernel:
             options["local_window_size"] = (window - 1, 0)
         return max_logits(query, key, is_causal="CAUSAL" in mask, **options)
 
-    return Kernel((0, 1, 2), heads_first, largest)
+    return Kernel(heads_first, largest=largest)

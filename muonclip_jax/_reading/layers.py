@@ -1,14 +1,20 @@
-"""The attention layers that a walk noted: what makes each head's logits larger."""
+"""The attention layers that a walk noted: what makes each head's logits larger.
+
+As QK-Clip is given them, they are leaves by their paths, and where in each heads are.
+"""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+from .._model.attention_layers import AttentionLayer
+from .._model.head_leaf import HeadLeaf
+from .._parameters import paths
 from . import jaxprs
-from .pieces import Digit, Pieces, sliced
-from .values import Factor, Term, Terms
+from .pieces import Digit, PICKED, Piece, Pieces, Shape, sliced
+from .values import Factor, Terms
 from .walk import Logits, Softmax, Walk
 
 
@@ -18,24 +24,10 @@ class Part(NamedTuple):
     parameter: int
     pieces: Pieces  # in the product's dimensions, then those summed over
     heads: tuple[int, ...]  # which of these dimensions tell heads apart
+    # The digits that do, major first; `None` if pieces disagree.
+    digits: tuple[Digit, ...] | None
     is_own: bool  # every head has entries of its own
     is_telling: bool  # some heads have: those that share a key, each group its own
-
-
-#: What no parameter scales, for people.
-_NONLINEAR = (
-    "something nonlinear, such as a norm without a gain, stands between the parameters "
-    "and both sides of the product"
-)
-_DATA_ADDED = (
-    "data or constants are added to both sides of the product, and no parameter scales "
-    "these"
-)
-_GROUPED_KEY = (
-    "nothing scales the query, such as one that is normed without a gain, and several "
-    "query heads share a key, so that no head can be scaled by itself"
-)
-_BOTH_SIDES = "query and key could not be told apart"
 
 
 @dataclasses.dataclass
@@ -67,89 +59,100 @@ class Layer:
         return [*self.query, *self.key, *self.whole, *self.shared]
 
 
-_LOGITS = ("logits", "capped")
-_WHICH_MAXIMUM = (
-    "the program forms maxima of these logits, none over what its softmax sums over"
-)
-
-
 def attention_layers(walk: Walk) -> list[Layer]:
     """One for each softmax that weighs activations by products of activations."""
-    weighed = {note.number for note in walk.notes if note.kind == "weighed"}
+    weighed = walk.numbers_of("weighed")
 
-    def along(softmax: Softmax, f: Factor) -> tuple[int, frozenset]:
-        """A product, and which of its entries a maximum or a sum is over."""
-        digits = (d for p in f.pieces for d in p.digits if d.dim in softmax.axes)
-        entries = {(d.axis, d.stride, d.size) for d in digits if d.axis is not None}
-        return f.source.number, frozenset(entries)
-
-    def of(softmax: Softmax, *kinds: str) -> list[Factor]:
-        return [f for t in softmax.terms for f in t if f.source.kind in kinds]
+    def of(softmax: Softmax, factors: Iterable[Factor]) -> set[tuple[Any, frozenset]]:
+        """Products, and which of their entries a maximum or a sum is over."""
+        own = ((f, [d for d in f.digits if d.dim in softmax.axes]) for f in factors)
+        return {(f.number, frozenset((d[3:], d.size) for d in ds)) for f, ds in own}
 
     # A softmax forms its maximum and its sum over the same entries, whichever way they
     # are turned in between. Other maxima of the logits are a program's own statistics.
-    summed: dict[int, set[frozenset]] = {}
-    for softmax in walk.softmaxes:
-        for number, entries in (along(softmax, f) for f in of(softmax, "weights")):
-            summed.setdefault(number, set()).add(entries)
-    has_maximum = {f.source.number for s in walk.softmaxes for f in of(s, *_LOGITS)}
-    seen: set[int] = set()
+    sums = set().union(*(of(s, s.factors("weights")) for s in walk.softmaxes))
+    has_sum = {number for number, _ in sums}
+    kinds = ("logits", "capped"), ("weights",)
+    has_maximum = {f.number for s in walk.softmaxes for f in s.factors(*kinds[0])}
+    seen: set[Any] = set()
     layers = []
     # The maximum that a softmax forms tells more than its sum does: there the mask and
     # the sink are still to be seen. Some form none.
-    for kinds in (_LOGITS, ("weights",)):
-        for softmax in walk.softmaxes:
-            factors = of(softmax, *kinds)
-            own = {along(softmax, f) for f in factors}
-            numbers = {n for n, entries in own if entries in summed.get(n, {entries})}
-            if numbers & weighed and not numbers & seen:
-                seen |= numbers
-                layer = _layer(walk, softmax, factors)
-                if kinds != _LOGITS and numbers & has_maximum:
-                    # The exponentials may be of what a maximum was subtracted from.
-                    layer.refusal = layer.refusal or _WHICH_MAXIMUM
-                layers.append(layer)
+    for kind, softmax in itertools.product(kinds, walk.softmaxes):
+        factors = softmax.factors(*kind)
+        own = of(softmax, factors)
+        numbers = {x[0] for x in own if x in sums or x[0] not in has_sum}
+        if numbers & weighed and not numbers & seen:
+            seen |= numbers
+            layers.append(_layer(walk, softmax, factors))
+            if kind == kinds[1] and numbers & has_maximum:
+                # The exponentials may be of what a maximum was subtracted from.
+                layers[-1].refusal = layers[-1].refusal or (
+                    "the program forms maxima of these logits, none over what its "
+                    "softmax sums over"
+                )
     return sorted(layers, key=lambda layer: layer.softmax.address)
 
 
 def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
-    line = jaxprs.line(walk.logits[factors[0].source.number].eqns)
+    line = jaxprs.line(walk.logits[factors[0].number].eqns)
     layer = Layer(softmax, line, tuple(factors))
     refusals: list[str] = []
     counts: set[int] = set()
 
-    def keys_of(f: Factor) -> set[int]:
-        """The dimensions of the product that the softmax is over."""
-        digits = (d for p in f.pieces for d in p.digits if d.dim in softmax.axes)
-        return {d.axis for d in digits if d.axis is not None}
-
-    # Those with known keys first: they tell what the query's parameters are.
-    for f in sorted(factors, key=lambda f: not keys_of(f)):
-        logits, keys = walk.logits[f.source.number], keys_of(f)
+    # The dimensions of each product that the softmax is over. Those of which some are
+    # known first: they tell what the query's parameters are.
+    along = [({d.axis for d in f.digits if d.dim in softmax.axes}, f) for f in factors]
+    for keys, f in sorted(along, key=lambda x: not x[0]):
+        logits = walk.logits[f.number]
         queries = {part.parameter for part in (*layer.query, *layer.whole)}
-        of_key = _side_of_key(logits, keys, queries)
-        if of_key is None:
-            refusals.append(_BOTH_SIDES)
+        # The softmax is over dimensions of the key alone. Where these are lost, as by
+        # Transformer-XL's shift of relative positions, the query has a parameter that
+        # the query of another product has, too.
+        made = [{f.number for t in side for f in t} for side in logits.sides]
+        is_key = [
+            keys <= logits.free[i] if keys else made[1 - i] & queries for i in (0, 1)
+        ]
+        if not any(is_key):
+            refusals.append("query and key could not be told apart")
             continue
-        sides = logits.sides[1 - of_key], logits.sides[of_key]
-        made = (f.source for side in sides for term in side for f in term)
-        layer.makers |= {source.number for source in made if source.kind == "parameter"}
-        layer.head_dims = _heads_of(logits, keys, walk)
-        heads = tuple(layer.head_dims)
-        count = math.prod(stop // step for step, stop in layer.head_dims.values())
-        counts.add(count)
+        of_query, of_key = logits.sides if is_key[1] else logits.sides[::-1]
+        own = [g for t in (*of_query, *of_key) for g in t]
+        layer.makers |= {g.number for g in own}
+        layer.head_dims = heads = _heads_of(logits, keys, walk)
+        counts.add(math.prod(stop // step for step, stop in heads.values()))
         layer.axes |= {
-            (g.source.number, d.axis)
-            for term in itertools.chain(*sides)
-            for g in term
-            for p in g.pieces
-            for d in p.digits
-            if g.source.kind == "parameter" and d.dim in heads and d.axis is not None
+            (g.number, d.axis) for g in own for d in g.digits if d.dim in heads
         }
-        for region in _regions(logits, sides[1], heads, count):
-            q, k = (_parts(side, region, logits, heads, count) for side in sides)
-            is_added = all(() in side for side in sides)
-            _divide(layer, q, k, is_added, refusals)
+        for q, k in _by_region(logits, (of_query, of_key), heads):
+            # Both sides are scaled if each head has its own entries in both, or all
+            # share both, as the gains of QK-norm. Else the query alone: keys that
+            # several heads share stay. The key alone where nothing scales the query.
+            q_own, k_own = (p is not None and all(x.is_own for x in p) for p in (q, k))
+            is_told = any(part.is_telling for part in (*(q or ()), *(k or ())))
+            if q and k and ((q_own and k_own) or not is_told):
+                layer.query += q
+                layer.key += k
+            elif q and (q_own or not k_own):
+                layer.whole += q
+                layer.shared += k or []
+            elif k and (k_own or not is_told):
+                layer.whole += k
+            elif k:
+                refusals.append(
+                    "nothing scales the query, such as one that is normed without a "
+                    "gain, and several query heads share a key"
+                )
+            elif () in of_query and () in of_key:
+                refusals.append(
+                    "data or constants are added to both sides of the product, and no "
+                    "parameter scales these"
+                )
+            else:
+                refusals.append(
+                    "something nonlinear, such as a norm without a gain, stands "
+                    "between the parameters and both sides of the product"
+                )
     if len(counts) > 1:
         refusals.append(f"its products have {sorted(counts)} heads")
     layer.heads = max(counts, default=0)
@@ -157,185 +160,321 @@ def _layer(walk: Walk, softmax: Softmax, factors: Sequence[Factor]) -> Layer:
     return layer
 
 
-def _divide(
-    layer: Layer,
-    q: list[Part] | None,
-    k: list[Part] | None,
-    is_added: bool,
-    refusals: list[str],
-) -> None:
-    """Says of both sides of a product which one a clip scales.
-
-    Both, if each head has its own entries in both, or all share both, as the gains of
-    QK-norm. Else the query alone: keys that several heads share stay. The key alone
-    where nothing scales the query.
-    """
-    q_own, k_own = (p is not None and all(x.is_own for x in p) for p in (q, k))
-    is_told = any(part.is_telling for part in (*(q or ()), *(k or ())))
-    if q and k and ((q_own and k_own) or not is_told):
-        layer.query += q
-        layer.key += k
-    elif q and (q_own or not k_own):
-        layer.whole += q
-        layer.shared += k or []
-    elif k and (k_own or not is_told):
-        layer.whole += k
-    else:
-        refusals.append(_GROUPED_KEY if k else _DATA_ADDED if is_added else _NONLINEAR)
-
-
-def _side_of_key(logits: Logits, keys: set[int], queries: set[int]) -> int | None:
-    """Which side is the key: the softmax is over dimensions of the key alone.
-
-    Where these are lost, as by Transformer-XL's shift of relative positions, the query
-    has a parameter that the query of another product has, too.
-    """
-    for i in (1, 0):
-        of_query = {f.source.number for t in logits.sides[1 - i] for f in t}
-        if keys <= logits.free[i] if keys else of_query & queries:
-            return i
-    return None
-
-
 def _heads_of(logits: Logits, keys: set[int], walk: Walk) -> dict[int, tuple[int, int]]:
-    """The dimensions that are heads of one side at least, and which part of each."""
-    told = [_told_by(logits, side, walk) for side in (0, 1)]
+    """The dimensions that are heads of one side at least, and which part of each.
+
+    Along them a side's entries are of other parameters. Devices are one, if each has
+    some of the heads. What a kernel makes has its outputs; all summands, such as
+    biases, adapters and a second stream of tokens, agree in what is a head. A table of
+    positions, before the kernel or added to what it makes, tells positions apart, and
+    so do learned tokens alone, which have positions where the other side has none.
+    """
+    possible = {*range(len(logits.shape)), *walk.devices}
+    told: dict[int, list[Piece]] = {}
+    for terms, free in zip(logits.sides, logits.free, strict=True):
+        of_kernels: list[tuple[Pieces, set[int]]] = []
+        of_others: list[tuple[Pieces, set[int]]] = []
+        for term in terms:
+            made = [f for f in term if any(d.dim is None for d in f.digits)][-1:]
+            pieces = tuple(p for f in made or term for p in f.pieces)
+            dims = possible & {d.dim for f in made or term for d in f.digits}
+            if made:
+                of_kernels.append((pieces, dims))
+            elif term:
+                of_others.append((pieces, dims - free))
+        own = of_kernels or of_others
+        for dim in set.intersection(*(dims for _, dims in own)) if own else ():
+            every = (p for pieces, _ in own for p in pieces)
+            told.setdefault(dim, []).extend(p for p in every if _digits(p, (dim,)))
     heads = {}
-    for dim in sorted((told[0].keys() | told[1].keys()) - keys):
+    for dim in sorted(told.keys() - keys):
         extent = logits.shape[dim] if dim >= 0 else walk.devices[dim].size
-        pieces = [p for of in told for p in of.get(dim, ())]
-        digits = [d for p in pieces for d in p.digits if d.dim == dim]
-        own = [d for d in digits if d.axis is not None]
+        digits = [d for p in told[dim] for d in _digits(p, (dim,))]
         heads[dim] = 1, extent
         # Along the rest of a dimension all have the same: it is the batch's.
-        if dim >= 0 and all(p.span(dim) == (0, extent) for p in pieces):
-            heads[dim] = min(d.step for d in own), max(d.step * d.size for d in own)
+        if dim >= 0 and all(p.span(dim) == (0, extent) for p in told[dim]):
+            heads[dim] = (
+                min(d.step for d in digits),
+                max(d.step * d.size for d in digits),
+            )
     return heads
 
 
-def _told_by(logits: Logits, side: int, walk: Walk) -> dict[int, Pieces]:
-    """Dimensions along which a side's entries are of other parameters, and how.
+def _digits(piece: Piece, heads: Sequence[int]) -> tuple[Digit, ...]:
+    """The digits that tell heads apart, major first."""
+    own = (d for d in piece.digits if d.dim in heads and d.axis is not None)
+    return tuple(sorted(own, key=lambda d: (heads.index(d.dim), -d.step)))  # type: ignore
 
-    Devices are one, if each has some of the heads. What a kernel makes has its outputs;
-    all summands agree in what is a head. A table of positions, before the kernel or
-    added to what it makes, tells positions apart, and so do learned tokens alone, which
-    have positions where the other side has none.
+
+def _by_region(
+    logits: Logits, sides: tuple[Terms, Terms], head_dims: dict[int, tuple[int, int]]
+) -> Iterator[list[list[Part] | None]]:
+    """One factor of every summand of query and key, or `None` if one has none to scale.
+
+    Once for each range of what is summed over in which keys are of one kind. The key of
+    latent attention is joined: one part has heads, the other, which a rotary embedding
+    turns, is the same for all of them.
     """
-    of_kernels: list[tuple[Pieces, set[int]]] = []
-    of_others: list[tuple[Pieces, set[int]]] = []
-    possible = {*range(len(logits.shape)), *walk.devices}
-    for term in logits.sides[side]:
-        factors = [f for f in term if f.source.kind == "parameter"]
-        kernels = [f for f in factors if _is_summed(f)][-1:]
-        pieces = tuple(p for f in kernels or factors for p in f.pieces)
-        digits = [d for p in pieces for d in p.digits if d.axis is not None]
-        dims = possible & {d.dim for d in digits}
-        if kernels:
-            of_kernels.append((pieces, dims))
-        elif factors:
-            of_others.append((pieces, dims - logits.free[side]))
-    # Biases, adapters and a second stream of tokens are summands, each with its own
-    # other dimensions.
-    told = of_kernels or of_others
-    agreed = set.intersection(*(dims for _, dims in told)) if told else set()
-    every = tuple(p for pieces, _ in told for p in pieces)
-    return {dim: tuple(p for p in every if _is_telling((p,), [dim])) for dim in agreed}
+    heads, at = tuple(head_dims), len(logits.shape)
+    count = math.prod(stop // step for step, stop in head_dims.values())
 
+    def part(parameter: int, pieces: Pieces) -> Part:
+        found = {_digits(p, heads) for p in pieces}
+        is_telling, digits = any(found), found.pop() if len(found) == 1 else None
+        is_own = digits is not None and math.prod(d.size for d in digits) == count
+        return Part(parameter, pieces, heads, digits, is_own, is_telling)
 
-def _is_summed(factor: Factor) -> bool:
-    return any(d.dim is None for p in factor.pieces for d in p.digits)
+    def parts(terms: Terms, low: int, high: int) -> list[Part] | None:
+        found: list[Part] = []
+        for term in terms:
+            of = [(f, sliced(f.pieces, at, low, high - low)) for f in term]
+            if not all(pieces for _, pieces in of):
+                continue  # the summand is elsewhere
+            own = [part(f.number, pieces) for f, pieces in of if f.is_linear]
+            if not own:
+                return None
+            # The last that tells heads apart: in W_b (W_a x), low rank or latent, W_b
+            # has them; in LoRA's sum x A B, B. Else the last: a gain comes after the
+            # kernel that something nonlinear separates from the logits.
+            best = [p for p in own if p.is_own] or [p for p in own if p.is_telling]
+            found.append((best or own)[-1])
+        return found or None
 
-
-def head_digits(pieces: Pieces, heads: Sequence[int]) -> tuple[Digit, ...] | None:
-    """The digits that tell heads apart, major first; `None` if pieces disagree."""
-    found = {
-        tuple(
-            sorted(
-                (d for d in p.digits if d.dim in heads and d.axis is not None),
-                key=lambda d: (heads.index(d.dim), -d.step),  # type: ignore[arg-type]
-            )
-        )
-        for p in pieces
-    }
-    return found.pop() if len(found) == 1 else None
-
-
-def _is_own(pieces: Pieces, heads: Sequence[int], count: int) -> bool:
-    digits = head_digits(pieces, heads)
-    return digits is not None and math.prod(d.size for d in digits) == count
-
-
-def _is_telling(pieces: Pieces, heads: Sequence[int]) -> bool:
-    return any(d.axis is not None and d.dim in heads for p in pieces for d in p.digits)
-
-
-#: A range of the dimension that a product sums over.
-Region = tuple[int, int] | None
-
-
-def _regions(
-    logits: Logits, key: Terms, heads: Sequence[int], count: int
-) -> Iterable[Region]:
-    """Ranges of what is summed over in which keys are of one kind.
-
-    The key of latent attention is joined: one part has heads, the other, which a rotary
-    embedding turns, is the same for all of them.
-    """
-    # Joined parts are along one dimension; two that are summed over are of one kind.
-    if len(logits.summed) != 1:
-        return [None]
-    dim, extent = len(logits.shape), logits.summed[0]
+    # Joined parts are along one dimension; of several, the first has no regions.
     spans: dict[tuple[bool, bool], list[int]] = {}
-    for term in key:
-        linear = [f for f in term if f.source.kind == "parameter" and f.is_linear]
-        for p in (p for f in linear[-1:] for p in f.pieces):
-            low, high = p.span(dim)
-            kind = _is_own((p,), heads, count), _is_telling((p,), heads)
-            span = spans.setdefault(kind, [low, high])
+    for term in sides[1] if len(logits.summed) == 1 else ():
+        for p in (p for f in [f for f in term if f.is_linear][-1:] for p in f.pieces):
+            one, (low, high) = part(0, (p,)), p.span(at)
+            span = spans.setdefault((one.is_own, one.is_telling), [low, high])
             span[:] = min(span[0], low), max(span[1], high)
-    ranges = sorted(map(tuple, spans.values()))
+    ranges = sorted(spans.values())
     is_divided = all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
-    if len(ranges) < 2 or not is_divided:
-        return [None]
-    return itertools.pairwise([0, *(low for low, _ in ranges[1:]), extent])
+    starts = [low for low, _ in ranges[1:]] if is_divided else []
+    for low, high in itertools.pairwise([0, *starts, logits.summed[0]]):
+        yield [parts(side, low, high) for side in sides]
 
 
-def _parts(
-    terms: Terms, region: Region, logits: Logits, heads: tuple[int, ...], count: int
-) -> list[Part] | None:
-    """One factor of every summand in a region, or `None` if one has none to scale.
+# As QK-Clip is given them.
 
-    Of several, the last that tells heads apart; else the last: a gain comes after the
-    kernel that something nonlinear separates from the logits.
+
+class NamedLayer(NamedTuple):
+    """An attention layer by its path, the deepest module that holds all its leaves."""
+
+    path: paths.Path
+    layer: AttentionLayer | None  # as QK-Clip is given it, if it can scale it
+    refusal: str  # why not, for people; else empty
+    found: tuple[Layer, ...]  # several where one layer is called often
+
+
+Roles = tuple[tuple[HeadLeaf, ...], ...]
+
+
+def named_layers(
+    layers: Sequence[Layer], leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
+) -> list[NamedLayer]:
+    """Every layer once, however often the function calls it."""
+
+    def is_same(a: tuple[Roles, str, Layer], b: tuple[Roles, str, Layer]) -> bool:
+        """Whether two calls are of one layer: they have the same parameters.
+
+        Unless they are told to have different parts of these, as layers have that a
+        Python loop picks from a stack.
+        """
+        if not b[2].parts:
+            one, two = ((x[1], x[2].makers, x[2].line) for x in (a, b))
+            return one == two
+        one, two = ({part.parameter for part in x[2].parts} for x in (a, b))
+        return one == two and not any(
+            x.path == y.path and x.is_apart_from(y)
+            for mine, theirs in zip(a[0], b[0], strict=False)
+            for x, y in itertools.product(mine, theirs)
+        )
+
+    calls = [(*_roles(layer, leaf_paths, shapes), layer) for layer in layers]
+    groups: list[list[tuple[Roles, str, Layer]]] = []
+    # Those first of which it is known where the heads are.
+    for call in sorted(calls, key=lambda call: bool(call[1])):
+        group = next((group for group in groups if is_same(group[0], call)), None)
+        if group is None:
+            groups.append([call])
+        else:
+            group.append(call)
+    # The path of a layer is that of its statistic, and of nothing else: the deepest
+    # module that holds all leaves, or all that the logits were made of.
+    modules, firsts = [], []
+    for (roles, _, layer), *_ in groups:
+        own = {part.parameter for part in layer.parts} or layer.makers
+        around = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
+        levels = zip(*around, strict=False)
+        same = itertools.takewhile(lambda x: len(set(x)) == 1, levels)
+        modules.append(tuple(name for name, *_ in same))
+        firsts.append(next((x.path for leaves in roles for x in leaves), ""))
+    clipped = [m for m, group in zip(modules, groups, strict=True) if group[0][0]]
+    named = []
+    for i, group in enumerate(groups):
+        (roles, refusal, _), *_ = group
+        module, start, below = modules[i], "", len("/".join((*modules[i], "")))
+        # Of several layers in one module each is at its first leaf, with a number where
+        # others are there, too, and its leaves are named from the root.
+        if clipped.count(module) > 1 and roles:
+            same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
+            number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
+            module, start, below = (*paths.split(firsts[i]), *number), "/", 0
+        leaves = (
+            tuple(x._replace(path=start + x.path[below:]) for x in of) for of in roles
+        )
+        layer = AttentionLayer("/".join(module), *leaves) if roles else None
+        named.append(NamedLayer(module, layer, refusal, tuple(x[2] for x in group)))
+    return named
+
+
+def _roles(
+    layer: Layer, leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
+) -> tuple[Roles, str]:
+    """Query, key and what brings the whole, by paths from the root, or why none are."""
+    if layer.refusal:
+        return (), layer.refusal
+    groups = layer.query, layer.key, layer.whole
+    if not layer.query and layer.shared and all(p.is_own for p in layer.whole):
+        # Key heads for several queries each are a key, which QK-Clip then leaves alone.
+        groups = layer.whole, layer.shared, []
+    roles = []
+    for parts in groups:
+        found: list[HeadLeaf] = []
+        for part in parts:
+            path, shape = "/".join(leaf_paths[part.parameter]), shapes[part.parameter]
+            leaves = _head_leaves(path, shape, part, parts is layer.shared)
+            if isinstance(leaves, str):
+                why = leaves or "no HeadLeaf says where the heads are in '{}' {}"
+                return (), why.format(path, shape)
+            # Several products of the same leaves scale them once.
+            found += [x for x in leaves if x not in found]
+        roles.append(tuple(found))
+    if any(x in (*roles[0], *roles[1]) for x in roles[2]):
+        return (), "the same entries would be scaled for two roles"
+    return tuple(roles), ""
+
+
+# Where a parameter has heads, as `HeadLeaf` says it.
+
+
+class _Axis(NamedTuple):
+    """An axis of one layer of a leaf, or a factor of it where heads cut it."""
+
+    axis: int
+    size: int
+    stride: int
+    head: Digit | None = None
+
+
+def _head_leaves(
+    path: str, shape: Shape, part: Part, is_key: bool
+) -> list[HeadLeaf] | str:
+    """The leaf, once for every box of entries; or why `HeadLeaf` cannot say it.
+
+    Axes are cut into the factors that heads are counted by. In these, the entries of
+    the first head, in the first layer of a stack, are boxes.
     """
-    found: list[Part] = []
-    for term in terms:
-        inside = _inside(term, region, logits)
-        if term and inside is None:
-            continue  # the summand is elsewhere
-        parts = [
-            Part(
-                f.source.number,
-                f.pieces,
-                heads,
-                _is_own(f.pieces, heads, count),
-                _is_telling(f.pieces, heads),
-            )
-            for f in inside or ()
-            if f.source.kind == "parameter" and f.is_linear
-        ]
-        if not parts:
+    digits: list[Any] = [d for p in part.pieces for d in p.digits if d.axis is not None]
+    others = [d for d in digits if d.dim not in part.heads]
+    if any(d.dim == PICKED for d in others):
+        return (
+            "an index that is no counter of a loop picks a layer of '{}' {}: use "
+            "jax.lax.scan over the stack, or an index that counts 0, 1, ..."
+        )
+    stack = sorted({d.axis for d in others if d.dim is not None and d.dim < 0})
+    is_apart = len(stack) > 1 and stack[-1] - stack[0] >= len(stack)
+    if part.digits is None or is_apart:
+        return ""
+    axes, view = [i for i in range(len(shape)) if i not in stack], []
+    for axis in axes:
+        room, start = shape[axis], len(view)
+        for d in sorted(part.digits, key=lambda d: -d.stride):
+            if d.axis != axis:
+                continue
+            if d.stride < 1 or room % d.stride:
+                return ""
+            count, room = room // d.stride, d.stride
+            # Heads of others may be there, too: queries before keys that groups share.
+            if count % d.size == 0 and count > d.size:
+                view.append(_Axis(axis, count // d.size, d.stride * d.size))
+                count = d.size
+            view.append(_Axis(axis, count, d.stride, d))
+        if room > 1 or len(view) == start:
+            view.append(_Axis(axis, room, 1))
+    heads = [next(i for i, x in enumerate(view) if x.head == d) for d in part.digits]
+    if not part.digits and (part.is_own or is_key):
+        # One head for all others: it has an axis of its own once one is cut.
+        last = view[-1]
+        view.insert(-1, _Axis(last.axis, 1, last.size))
+        heads = [len(view) - 2]
+    split = [axis for axis in axes if sum(x.axis == axis for x in view) > 1]
+    boxes = _boxes(view, part)
+    if len(split) > 1 or boxes is None:
+        return ""
+    ends = tuple(i - len(view) for i in heads)
+    return [
+        HeadLeaf(
+            path,
+            len(axes),
+            ends[0] if len(ends) == 1 else ends or None,
+            tuple(x.size for x in view if x.axis in split),
+            box[0] if len(box) == 1 else box or None,
+            stack[0] if stack else 0,
+            axes.index(split[0]) - len(axes) if split else -1,
+        )
+        for box in boxes
+    ]
+
+
+def _boxes(
+    view: Sequence[_Axis], part: Part
+) -> list[tuple[tuple[int, slice], ...]] | None:
+    """The axes of a view that are cut, with the slices, for each box of entries."""
+    # The entries of the first head along each axis; pieces that complete one another,
+    # as the even and odd entries that a rotary embedding turns, are one region.
+    regions: list[list[set[int]]] = []
+    for p in part.pieces:
+        region = []
+        for axis, offset in enumerate(p.offset):
+            steps = [
+                range(0, d.size * d.stride, d.stride)
+                for d in p.digits
+                if d.axis == axis and d not in (part.digits or ())
+                if d.dim is None or d.dim >= 0
+            ]
+            region.append({offset + sum(at) for at in itertools.product(*steps)})
+        for other in regions:
+            differ = [i for i, x in enumerate(region) if x != other[i]]
+            if len(differ) < 2:
+                for i in differ:
+                    other[i] |= region[i]
+                break
+        else:
+            regions.append(region)
+    boxes = []
+    for region in regions:
+        ranges, inside = [], dict.fromkeys((x.axis for x in view), 1)
+        for x in view:
+            places = {entry // x.stride % x.size for entry in region[x.axis]}
+            pairs = enumerate(sorted(places))  # runs of consecutive numbers
+            by_run = itertools.groupby(pairs, lambda pair: pair[1] - pair[0])
+            ends = ([at for _, at in run] for _, run in by_run)
+            runs = [(run[0], run[-1] + 1) for run in ends]
+            inside[x.axis] *= len(places)
+            if x.head is not None:
+                # The first head's place, of as many as are counted.
+                runs = [(low, low + x.head.size) for low, _ in runs]
+                if len(places) > 1:
+                    return None
+            ranges.append(runs)
+        # A box around entries that are no product of ranges has others in it, which
+        # scaling it would scale.
+        if any(inside[axis] != len(region[axis]) for axis in inside):
             return None
-        # In W_b (W_a x), low rank or latent, W_b has the heads; in LoRA's sum x A B, B.
-        own = [p for p in parts if p.is_own]
-        telling = [p for p in parts if p.is_telling]
-        found.append((own or telling or parts)[-1])
-    return found or None
-
-
-def _inside(term: Term, region: Region, logits: Logits) -> list[Factor] | None:
-    if region is None:
-        return list(term)
-    dim, (low, high) = len(logits.shape), region
-    kept = [f._replace(pieces=sliced(f.pieces, dim, low, high - low)) for f in term]
-    return kept if all(f.pieces for f in kept) else None
+        for box in itertools.product(*ranges):
+            cuts = ((i - len(view), slice(*of)) for i, of in enumerate(box))
+            full = (slice(0, x.size) for x in view)
+            pairs = zip(cuts, full, strict=True)
+            boxes.append(tuple(cut for cut, every in pairs if cut[1] != every))
+    return boxes

@@ -8,7 +8,7 @@ cuts into heads is known to have a head for every head_dim entries of its axis.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,12 +46,6 @@ class Piece(NamedTuple):
     start: Shape  # in the array
     offset: Shape  # in the source
 
-    @property
-    def axes(self) -> set[int]:
-        """The axes of the source that are seen along dimensions of the array."""
-        seen = (d for d in self.digits if d.dim is not None and d.dim >= 0)
-        return {d.axis for d in seen if d.axis is not None}
-
     def span(self, dim: int) -> tuple[int, int]:
         """The range along a dimension of the array in which it has entries."""
         length = sum((d.size - 1) * d.step for d in self.digits if d.dim == dim)
@@ -85,17 +79,14 @@ def moved(
     `to` says where each dimension goes, and `loops` where each loop does. Along
     dimensions of `shape` that none goes to, the array is the same everywhere.
     """
+    places = {None: None, **dict(enumerate(to)), **loops}
 
     def of(piece: Piece) -> Piece:
         start = [0] * len(shape)
         for at, dim in zip(piece.start, to, strict=True):
             if dim is not None and dim >= 0:
                 start[dim] = at
-        digits = []
-        for d in piece.digits:
-            if d.dim is not None:
-                d = d._replace(dim=to[d.dim] if d.dim >= 0 else loops.get(d.dim, d.dim))
-            digits.append(d)
+        digits = [d._replace(dim=places.get(d.dim, d.dim)) for d in piece.digits]
         reached = {*to, *(d.dim for d in digits if d.dim in loops.values())}
         new = [Digit(n, i, 1) for i, n in enumerate(shape) if i not in reached]
         return _tidy([*digits, *new], start, piece.offset)
@@ -107,68 +98,56 @@ def reshaped(pieces: Pieces, old: Shape, new: Shape) -> Pieces:
     """After a reshape: all is along one dimension first, which is then cut again."""
     if not math.prod(old):
         return ()
-    inner_old, inner_new = _inner(old), _inner(new)
+    # Counting by one along a dimension passes all dimensions after it.
+    inner, outer = (
+        [math.prod(shape[i + 1 :]) for i in range(len(shape))] for shape in (old, new)
+    )
     pairs = zip(old, new, strict=False)
     alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     # Where no digits can say it, entries may be anywhere but along what stays.
     nowhere = [i if i < alike else None for i in range(len(old))]
 
-    def of(piece: Piece) -> Piece:
-        flat = sum(at * n for at, n in zip(piece.start, inner_old, strict=True))
-        start = [flat // n % size for n, size in zip(inner_new, new, strict=True)]
-        digits, ends = [], list(start)
-        for digit in piece.digits:
-            if digit.dim is None or digit.dim < 0:
-                digits.append(digit)
+    def cut(digit: Digit) -> list[Digit] | None:
+        """A digit of the flat array as digits of the dimensions it goes through."""
+        if digit.dim is None or digit.dim < 0:
+            return [digit]
+        step = digit.step * inner[digit.dim]
+        parts, size, stride = [], digit.size, digit.stride
+        for dim in reversed(range(len(new))):
+            room = outer[dim] * new[dim]
+            if size == 1 or step >= room:
                 continue
-            # Counting by one along a dimension passes all dimensions after it.
-            step = digit.step * inner_old[digit.dim]
-            parts = _cut(digit, step, inner_new, new)
-            if parts is None:
-                return moved((piece,), nowhere, new)[0]
-            for part in parts:
-                if part.dim is not None:
-                    ends[part.dim] += (part.size - 1) * part.step
-            digits += parts
+            if step % outer[dim]:
+                return None
+            count = size
+            if step * size > room:
+                count, rest = divmod(room, step)
+                if rest or size % count:
+                    return None
+            parts.append(Digit(count, dim, step // outer[dim], digit.axis, stride))
+            size, step, stride = size // count, step * count, stride * count
+        return parts if size == 1 else None
+
+    def of(piece: Piece) -> Piece:
+        flat = sum(at * n for at, n in zip(piece.start, inner, strict=True))
+        start = [flat // n % size for n, size in zip(outer, new, strict=True)]
+        parts = [cut(d) for d in piece.digits]
+        digits = [d for of in parts for d in of or ()]
+        found = Piece(tuple(digits), tuple(start), piece.offset)
         # Digits count separately: none carries from one dimension to the next.
-        if any(end >= size for end, size in zip(ends, new, strict=True)):
+        carries = any(found.span(i)[1] > n for i, n in enumerate(new))
+        if None in parts or carries:
             return moved((piece,), nowhere, new)[0]
-        return _tidy(digits, start, piece.offset)
+        return _tidy(*found)
 
     return joined(map(of, pieces))
-
-
-def _cut(
-    digit: Digit, step: int, inner: Sequence[int], shape: Shape
-) -> list[Digit] | None:
-    """A digit of a flat array as digits of the dimensions that it goes through."""
-    parts, size, stride = [], digit.size, digit.stride
-    for dim in reversed(range(len(shape))):
-        room = inner[dim] * shape[dim]
-        if size == 1 or step >= room:
-            continue
-        if step % inner[dim]:
-            return None
-        count = size
-        if step * size > room:
-            count, rest = divmod(room, step)
-            if rest or size % count:
-                return None
-        parts.append(Digit(count, dim, step // inner[dim], digit.axis, stride))
-        size, step, stride = size // count, step * count, stride * count
-    return parts if size == 1 else None
-
-
-def _inner(shape: Shape) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def shifted(pieces: Pieces, low: Sequence[int]) -> Pieces:
     """Between zeros, `low` of them in front of each dimension."""
     starts = (tuple(map(sum, zip(p.start, low, strict=True))) for p in pieces)
-    return tuple(
-        p._replace(start=start) for p, start in zip(pieces, starts, strict=True)
-    )
+    pairs = zip(pieces, starts, strict=True)
+    return tuple(p._replace(start=start) for p, start in pairs)
 
 
 def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
@@ -184,8 +163,7 @@ def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
                     offset[d.axis] += (d.size - 1) * d.stride
                 d = d._replace(stride=-d.stride)
             digits.append(d)
-        for dim in dims:
-            start[dim] = shape[dim] - 1 - start[dim]
+        start = [shape[i] - 1 - x if i in dims else x for i, x in enumerate(start)]
         return _tidy(digits, start, offset)
 
     return tuple(map(of, pieces))
@@ -193,43 +171,38 @@ def flipped(pieces: Pieces, dims: Sequence[int], shape: Shape) -> Pieces:
 
 def sliced(pieces: Pieces, dim: int, start: int, size: int) -> Pieces:
     """The entries from start on, `size` of them, along a dimension."""
-    found = (_sliced(piece, dim, start, size) for piece in pieces)
-    return joined(itertools.chain.from_iterable(found))
 
+    def inside(piece: Piece) -> list[Piece]:
+        own = sorted((d for d in piece.digits if d.dim == dim), key=lambda d: -d.step)
+        at, stop = piece.start[dim], start + size
+        low = [-start if i == dim else 0 for i in range(len(piece.start))]
+        if not own:
+            return [*shifted((piece,), low)] if start <= at < stop else []
+        # The major digit counts blocks of what the minor digits span: blocks that the
+        # slice has as a whole stay one piece, those at its ends are sliced themselves.
+        major, *minor = own
+        others = [d for d in piece.digits if d.dim != dim]
+        span = 1 + sum((d.size - 1) * d.step for d in minor)
 
-def _sliced(piece: Piece, dim: int, start: int, size: int) -> list[Piece]:
-    own = sorted((d for d in piece.digits if d.dim == dim), key=lambda d: -d.step)
-    others = [d for d in piece.digits if d.dim != dim]
-    at, stop = piece.start[dim], start + size
-    if not own:
-        place = [*piece.start[:dim], at - start, *piece.start[dim + 1 :]]
-        return [_tidy(others, place, piece.offset)] if start <= at < stop else []
-    # The major digit counts blocks of what the minor digits span: blocks that the slice
-    # has as a whole stay one piece, and those at its ends are sliced by themselves.
-    major, *minor = own
-    span = 1 + sum((d.size - 1) * d.step for d in minor)
+        def blocks(first: int, count: int) -> Piece:
+            """The piece with so many blocks of the major digit alone."""
+            offset, begin = list(piece.offset), list(piece.start)
+            begin[dim] += first * major.step
+            if major.axis is not None:
+                offset[major.axis] += first * major.stride
+            return _tidy([*others, *minor, major._replace(size=count)], begin, offset)
 
-    def blocks(first: int, count: int) -> Piece:
-        """The piece with so many blocks of the major digit alone."""
-        offset, begin = list(piece.offset), list(piece.start)
-        begin[dim] += first * major.step
-        if major.axis is not None:
-            offset[major.axis] += first * major.stride
-        kept = (major._replace(size=count),) if count > 1 else ()
-        return Piece((*others, *minor, *kept), tuple(begin), tuple(offset))
+        first = max(0, -((at - start) // major.step))
+        last = min(major.size - 1, (stop - span - at) // major.step)
+        found: list[Piece] = []
+        if last >= first:
+            found += shifted((blocks(first, last - first + 1),), low)
+        for i in {first - 1, max(last + 1, first)} if minor else ():
+            if 0 <= i < major.size:
+                found += inside(blocks(i, 1))
+        return found
 
-    first = max(0, -((at - start) // major.step))
-    last = min(major.size - 1, (stop - span - at) // major.step)
-    found: list[Piece] = []
-    if last >= first:
-        part = blocks(first, last - first + 1)
-        place = list(part.start)
-        place[dim] -= start
-        found = [_tidy(part.digits, place, part.offset)]
-    for i in {first - 1, max(last + 1, first)} if minor else ():
-        if 0 <= i < major.size:
-            found += _sliced(blocks(i, 1), dim, start, size)
-    return found
+    return joined(itertools.chain.from_iterable(map(inside, pieces)))
 
 
 def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
@@ -244,18 +217,9 @@ def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
     for d in sorted(digits, key=key):
         if d.size == 1 or (d.dim is None and d.axis is None):
             continue
-        major = kept[-1] if kept else None
-        if (
-            major
-            and (major.dim, major.axis) == (d.dim, d.axis)
-            and major.step == d.step * d.size
-            and major.stride == d.stride * d.size
-        ):
-            kept[-1] = d._replace(size=major.size * d.size)
+        major = kept[-1]._replace(size=d.size) if kept else None
+        if major == d._replace(step=d.step * d.size, stride=d.stride * d.size):
+            kept[-1] = d._replace(size=kept[-1].size * d.size)
         elif d not in kept or d.dim is not None:
             kept.append(d)
     return Piece(tuple(kept), tuple(start), tuple(offset))
-
-
-#: A change of all pieces alike.
-Change = Callable[[Pieces], Pieces]

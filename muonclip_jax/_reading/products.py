@@ -1,14 +1,12 @@
 """Products and lookups: the primitives in which parameters show what they are."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from . import gates
 from .jaxprs import shape_of
-from .pieces import PICKED, Shape, whole
-from .rules import times, weigh
-from .values import Factor, Kind, mixed, multiplied, Source, summed, Value
+from .pieces import Shape, whole
+from .rules import note_features, note_scales, picked, times, weigh
+from .values import ACTIVATION, Factor, mixed, multiplied, summed, Value
 from .walk import Logits, rule, Walk
 
 
@@ -16,7 +14,6 @@ class Side(NamedTuple):
     """One operand of a product."""
 
     value: Value
-    shape: Shape
     # The dimension of the result that each of its own becomes; `None` if summed over.
     to: tuple[int | None, ...]
     # Dimensions of matrices that have nothing to do with one another.
@@ -26,67 +23,68 @@ class Side(NamedTuple):
         """The operand in the dimensions of the result."""
         return self.value.moved(self.to, shape)
 
+    @property
+    def gone(self) -> set[int]:
+        """The dimensions that are summed over."""
+        return {i for i, to in enumerate(self.to) if to is None}
+
 
 #: Dimensions that are summed over, of both sides.
 Pairs = Sequence[tuple[int, int]]
 
 
-@rule("dot_general")
+@rule("dot_general ragged_dot_general ragged_dot")
 def dot_general(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    (ca, cb), _ = numbers = eqn.params["dimension_numbers"]
-    pairs = tuple(zip(ca, cb, strict=True))
-    return product(walk, eqn, _sides(eqn, values, numbers), pairs)
+    """Of the result, batch dimensions are first, then what is free on each side.
 
+    In a ragged product, rows of the left go to the matrix of their group on the right.
+    """
+    groups: tuple[int, ...] = ()
+    if "ragged_dot_dimension_numbers" in eqn.params:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        groups = tuple(numbers.rhs_group_dimensions)
+        if not groups:  # a gradient's mode
+            return walk.unknown(values)
+        (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
+    else:
+        (ca, cb), (ba, bb) = eqn.params["dimension_numbers"]
+    a, b = values[:2]
+    free_a = [i for i in range(len(a.shape)) if i not in (*ca, *ba)]
+    free_b = [i for i in range(len(b.shape)) if i not in (*cb, *bb, *groups)]
 
-@rule("ragged_dot_general ragged_dot")
-def ragged_dot(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    """Rows of the left side go to the matrix of their group on the right."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    groups = tuple(numbers.rhs_group_dimensions)
-    if not groups:  # a gradient's mode
-        return walk.unknown(values)
-    sides = _sides(eqn, values, numbers.dot_dimension_numbers, groups)
-    return product(walk, eqn, sides, ())
+    def side(value: Value, order: list[int | None], stack: Any) -> Side:
+        dims = range(len(value.shape))
+        to = tuple(order.index(i) if i in order else None for i in dims)
+        return Side(value, to, frozenset(stack))
 
-
-def _sides(eqn: Any, values: list[Value], numbers: Any, groups=()) -> tuple[Side, Side]:
-    """Operands of a product whose result is batch, then what is free on each side."""
-    (ca, cb), (ba, bb) = numbers
-    a, b = map(shape_of, eqn.invars[:2])
-    free_a = [i for i in range(len(a)) if i not in (*ca, *ba)]
-    free_b = [i for i in range(len(b)) if i not in (*cb, *bb, *groups)]
-
-    def side(i: int, shape: Shape, order: list[int | None], stack: Any) -> Side:
-        to = (order.index(i) if i in order else None for i in range(len(shape)))
-        return Side(values[i], shape, tuple(to), frozenset(stack))
-
-    return (
-        side(0, a, [*ba, *free_a], ba),
-        side(1, b, [*bb, *[None] * len(free_a), *free_b], (*bb, *groups)),
+    sides = (
+        side(a, [*ba, *free_a], ba),
+        side(b, [*bb, *[None] * len(free_a), *free_b], (*bb, *groups)),
     )
+    pairs = () if groups else tuple(zip(ca, cb, strict=True))
+    return product(walk, eqn, sides, pairs)
 
 
 @rule("conv_general_dilated")
 def conv(walk: Walk, eqn: Any, values: list[Value]) -> Value:
     numbers = eqn.params["dimension_numbers"]
     groups = eqn.params["feature_group_count"]
-    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    image, kernel = values
     batch, feature, *spatial = numbers.lhs_spec
     out_batch, out_feature, *_ = numbers.out_spec
     out, inp, *_ = numbers.rhs_spec
-    to_a: list[int | None] = [None] * len(a)
-    to_b: list[int | None] = [None] * len(b)
-    to_a[batch], to_b[out] = out_batch, out_feature
+    to_image: list[int | None] = [None] * len(image.shape)
+    to_kernel: list[int | None] = [None] * len(kernel.shape)
+    to_image[batch], to_kernel[out] = out_batch, out_feature
     # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
-    if groups > 1 and shape_of(eqn.outvars[0])[out_feature] == a[feature]:
-        to_a[feature] = out_feature
+    if groups > 1 and shape_of(eqn.outvars[0])[out_feature] == image.shape[feature]:
+        to_image[feature] = out_feature
     # Along the window entries mix, and their number may change.
-    mixed_along = [None if i in spatial else i for i in range(len(a))]
-    image = values[0].moved(mixed_along, a)
-    kind = "depthwise" if groups > 1 and b[inp] == 1 else "contracted"
-    if image.kind == Kind.PARAMETER and values[1].kind == Kind.CONSTANT:
+    image = image.lost_along(spatial, image.shape)
+    kind = "depthwise" if groups > 1 and kernel.shape[inp] == 1 else "contracted"
+    if image.is_parameter and not kernel.kind:
         kind = "elementwise"  # a fixed filter of a parameter
-    sides = Side(image, a, tuple(to_a)), Side(values[1], b, tuple(to_b))
+    sides = Side(image, tuple(to_image)), Side(kernel, tuple(to_kernel))
     return product(walk, eqn, sides, (), kind)
 
 
@@ -101,41 +99,48 @@ def product(
     shape = shape_of(eqn.outvars[0])
     # A product that sums over nothing, where one side has no other dimensions, is
     # one of entries: `einsum("...k,k->...k")` is how some norms apply their gain.
-    if any(side.stack == {*range(len(side.shape))} for side in sides):
-        one, two = (side.over(shape) for side in sides)
-        return times(walk, one, two)
+    if any(side.stack == {*range(len(side.to))} for side in sides):
+        return times(walk, *(side.over(shape) for side in sides))
+
+    def is_copied(side: Side, other: Value) -> bool:
+        """Whether a parameter is the same in every example that an activation has."""
+        if not (side.value.is_spread and other.is_deep):
+            return False
+        own = {d.dim for f in side.value.factors() for d in f.digits}
+        return any(side.value.shape[dim] > 1 for dim in side.stack - own)
+
     # Tokens are no weight: what was copied for each example of a batch, and where two
     # parameters meet, what was copied at all, or normed.
-    is_parameter = [
-        s.value.kind == Kind.PARAMETER and not _is_copied(s, other.value)
+    is_weight = [
+        s.value.is_parameter and not is_copied(s, other.value)
         for s, other in zip(sides, sides[::-1], strict=True)
     ]
-    if all(is_parameter):
-        is_parameter = [
+    if all(is_weight):
+        is_weight = [
             not s.value.is_spread and all(f.is_linear for f in s.value.factors())
             for s in sides
         ]
-        if all(is_parameter):
-            return _of_parameters(walk, sides, shape)
+    if all(is_weight):
+        return _of_parameters(walk, sides, shape)
     sides = tuple(
-        s if is_weight else s._replace(value=walk.as_activation(s.value))
-        for s, is_weight in zip(sides, is_parameter, strict=True)
+        s if is_one else s._replace(value=walk.as_activation(s.value))
+        for s, is_one in zip(sides, is_weight, strict=True)
     )  # type: ignore[assignment]
-    if not any(is_parameter):
+    if not any(is_weight):
         return _of_activations(walk, sides, shape, pairs)
-    at = is_parameter.index(True)
+    at = is_weight.index(True)
     weight, other = sides[at], sides[1 - at]
+    event, ends, kernels = walk.event(), 0, set()
     if other.value.is_onehot:
         walk.use("looked up", weight.value)
-        event, ends, kernels = walk.event, 0, set()
     else:
-        event = ends = walk.event
+        ends = event
         experts = _note_experts(walk, other)
         matched = {pair[at] for pair in pairs if pair[1 - at] in experts}
         _note_weight(walk, weight, kind, matched)
         walk.note("fed", events=other.value.past)
-        gates.features(walk, other.value)
-        kernels = {f.source.number for f in weight.value.factors()}
+        note_features(walk, other.value)
+        kernels = {f.number for f in weight.value.factors()}
         walk.kernels |= kernels
     # One-hot rows that pick entries are a lookup, which is no layer of its own: what it
     # gives is made by whatever chose the rows.
@@ -144,38 +149,25 @@ def product(
     x = other.over(shape)
     # Axes are known up to the next weight: its outputs are new.
     linear = (
-        tuple(f for f in term if f.is_linear and f.source.kind != "weights")
+        tuple(f for f in term if f.is_linear and f.kind != "weights")
         for term in x.terms
     )
-    x = dataclasses.replace(x, terms=summed(linear))
+    x = x._replace(terms=summed(linear))
     terms = multiplied(walk.met(weight.over(shape)), x)
     sole = None if not kernels else kernels.pop() if len(kernels) == 1 else -1
-    return Value(Kind.ACTIVATION, terms, past, recent, ends, sole=sole)
-
-
-def _is_copied(side: Side, other: Value) -> bool:
-    """Whether a parameter is the same in every example that an activation has."""
-    if not (side.value.is_spread and other.is_deep):
-        return False
-    factors = side.value.factors()
-    own = {
-        d.dim for f in factors for p in f.pieces for d in p.digits if d.axis is not None
-    }
-    return any(side.shape[dim] > 1 for dim in side.stack - own)
+    return Value(ACTIVATION, terms, shape, past, recent, ends, sole=sole)
 
 
 def _of_parameters(walk: Walk, sides: tuple[Side, Side], shape: Shape) -> Value:
     """Two parameters make one of low rank, which is the weight of what follows."""
     for side, free in zip(sides, ("input?", "output?"), strict=True):
-        gone = {i for i, to in enumerate(side.to) if to is None}
         for f in side.value.factors():
-            digits = [d for p in f.pieces for d in p.digits if d.dim in gone]
-            ranks = {d.axis for d in digits if d.axis is not None}
+            ranks = {d.axis for d in f.digits if d.dim in side.gone}
             # Where nothing else tells, inputs are the first's, as in x @ (A @ B).
-            others = {axis for p in f.pieces for axis in p.axes} - ranks
+            others = {d.axis for d in f.seen} - ranks
             roles = [(axis, "rank") for axis in sorted(ranks)]
             roles += [(axis, free) for axis in sorted(others)]
-            walk.note("factor", f.source.number, roles=tuple(roles))
+            walk.note("factor", f.number, roles=tuple(roles))
     a, b = (side.over(shape) for side in sides)
     return mixed((a, b), multiplied(a, b), is_pair=True, is_spread=False)
 
@@ -185,39 +177,31 @@ def _of_activations(
 ) -> Value:
     """Two activations: these may be the logits of attention, or what they weigh."""
     for weights, side in zip(sides, sides[::-1], strict=True):
-        free = (i for i, to in enumerate(side.to) if to is not None)
-        is_mixed = bool(pairs) and any(i not in side.stack for i in free)
+        is_mixed = bool(pairs) and not {*range(len(side.to))} <= side.gone | side.stack
         weigh(walk, weights.value, side.value, is_mixed)
     a, b = (s.value for s in sides)
     if not (a.is_deep and b.is_deep and pairs):
-        one, two = (side.over(shape) for side in sides)
-        for mine, other in ((one, two), (two, one)):
-            gates.met(walk, mine, other)
-        return mixed((one, two), multiplied(one, two), gates=0)
-    for side in sides:
-        gates.features(walk, side.value, dims={*range(len(side.shape))} - side.stack)
-    over = tuple(sides[0].shape[i] for i, _ in pairs)
-    terms, free = [], []
+        a, b = (side.over(shape) for side in sides)
+        note_scales(walk, a, b)
+        return mixed((a, b), multiplied(a, b), gates=0)
+    over, terms, free = tuple(a.shape[i] for i, _ in pairs), [], []
     for i, side in enumerate(sides):
+        dims = {*range(len(side.to))} - side.stack
+        note_features(walk, side.value, dims=dims)
         # In the dimensions of the result and, after them, those summed over.
         to = list(side.to)
         for j, pair in enumerate(pairs):
             to[pair[i]] = len(shape) + j
-        terms.append(side.value.moved(to, (*shape, *over)).terms)
-        free.append(
-            frozenset(
-                at
-                for i, at in enumerate(side.to)
-                if at is not None and i not in side.stack
-            )
-        )
-    index = walk.product(Logits(walk.eqns, shape, over, tuple(terms), tuple(free)))  # type: ignore
-    factor = Factor(Source("logits", index), walk.event, whole(shape))
-    past = a.past | b.past | walk.event
-    recent = a.recent | b.recent | walk.event
-    walk.past_of[walk.event] = past
+        made = side.value.moved(to, (*shape, *over)).terms
+        terms.append([tuple(f for f in t if f.kind == "parameter") for t in made])
+        free.append(frozenset(side.to[j] for j in dims - side.gone))
+    made: Any = walk.eqns, shape, over, tuple(map(tuple, terms)), tuple(free)
+    walk.logits[walk.at], event = Logits(*made), walk.event()
+    factor = Factor("logits", walk.at, event, whole(shape))
+    past, recent = a.past | b.past | event, a.recent | b.recent | event
+    walk.past_of[event] = past
     # What another activation is multiplied with is no output yet.
-    return Value(Kind.ACTIVATION, ((factor,),), past, recent, sole=-1)
+    return Value(ACTIVATION, ((factor,),), shape, past, recent, sole=-1)
 
 
 def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:
@@ -230,19 +214,13 @@ def _note_weight(walk: Walk, side: Side, kind: str, experts: set[int]) -> None:
 
     for term in side.value.terms:
         for f in term:
-            digits = [d for p in f.pieces for d in p.digits]
-            roles = tuple(
-                dict.fromkeys(
-                    (d.axis, role(d.dim))
-                    for d in digits
-                    if d.axis is not None and d.dim is not None
-                )
-            )
+            digits = [d for d in f.digits if d.dim is not None]
+            roles = tuple(dict.fromkeys((d.axis, role(d.dim)) for d in digits))
             # A gain of the weight: what has not both sides, unless a part of a product.
             is_alone = len(term) == 1 or side.value.is_pair
             is_weight = is_alone or {"input", "output"} <= {said for _, said in roles}
             used = kind if is_weight else "elementwise"
-            walk.note(used, f.source.number, events=walk.event, roles=roles)
+            walk.note(used, f.number, events=walk.event(), roles=roles)
 
 
 def _note_experts(walk: Walk, side: Side) -> set[int]:
@@ -253,24 +231,15 @@ def _note_experts(walk: Walk, side: Side) -> set[int]:
     expert. Where it sums over what was weighed alone, that is the input, as classes are
     of an expected embedding.
     """
-    weighed = {
-        d.dim
-        for f in side.value.factors()
-        for p in f.pieces
-        for d in p.digits
-        if f.event & walk.gates and d.axis is not None and d.dim is not None
-    }
-    gone = {i for i, to in enumerate(side.to) if to is None}
-    dims: frozenset[Any] = side.stack | (weighed & gone if gone - weighed else set())
-    for f in side.value.factors() if dims else ():
-        along: dict[int, set[int]] = {}
-        for d in (d for p in f.pieces for d in p.digits):
-            if d.axis is not None and d.dim is not None and d.dim >= 0:
-                along.setdefault(d.axis, set()).add(d.dim)
-        for axis, found in along.items():
-            if found <= dims:
-                walk.note("expert", f.source.number, roles=((axis, "expert"),))
-    return set(dims)
+    factors = side.value.factors()
+    weighed = {d.dim for f in factors if f.event & walk.gates for d in f.digits}
+    is_each = bool(side.gone - weighed)
+    dims = {*side.stack, *(weighed & side.gone if is_each else ())}
+    for f in factors if dims else ():
+        for axis in {d.axis for d in f.seen}:
+            if {d.dim for d in f.seen if d.axis == axis} <= dims:
+                walk.note("expert", f.number, roles=((axis, "expert"),))
+    return dims
 
 
 # Lookups.
@@ -278,37 +247,32 @@ def _note_experts(walk: Walk, side: Side) -> set[int]:
 
 @rule("gather")
 def gather(walk: Walk, eqn: Any, values: list[Value]) -> Value:
-    value, index = values
+    (value, index), new = values, shape_of(eqn.outvars[0])
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    if index.number is not None:
-        for i in numbers.start_index_map:
-            at = min(max(int(index.number), 0), old[i] - sizes[i])
-            value = value.sliced(i, at, sizes[i])
-            old = (*old[:i], sizes[i], *old[i + 1 :])
+    # By one index, not one for each token: a slice.
+    is_picked = len(numbers.offset_dims) == len(new)
+    indexed, old = numbers.start_index_map, value.shape
+    out = value
+    if index.number is not None or is_picked:
+        shape = tuple(sizes[i] if i in indexed else n for i, n in enumerate(old))
+        out = picked(value, dict.fromkeys(indexed, index), shape)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [i for i in range(len(old)) if i not in gone]
     to: list[int | None] = [None] * len(old)
     for i, at in zip(kept, numbers.offset_dims, strict=True):
-        to[i] = at if sizes[i] == old[i] else None
-    is_picked = len(numbers.offset_dims) == len(new)  # by one index, not one per token
-    for i in numbers.start_index_map if is_picked else ():
-        if sizes[i] == 1 < old[i]:
-            to[i] = PICKED if index.trip is None else index.trip
+        to[i] = at if sizes[i] == out.shape[i] else None
     # Dimensions that both sides have in common, as `vmap` leaves them.
     rest = [at for at in range(len(new)) if at not in numbers.offset_dims]
-    for i, j in zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    ):
+    batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    for i, j in zip(*batch, strict=True):
         to[i] = rest[j]
-    out = value.moved(to, new)
-    if value.kind != Kind.PARAMETER:
+    out = out.moved(to, new)
+    if not value.is_parameter:
         return mixed((out, index), out.terms)
-    seen = [set().union(*(p.axes for p in f.pieces)) for f in out.factors()]
-    if max(map(len, seen), default=0) < 2:
+    if max((len({d.axis for d in f.seen}) for f in out.factors()), default=0) < 2:
         walk.use("looked up", value)
         met = walk.met(out)
-        return dataclasses.replace(met, past=met.past | index.past)
+        return met._replace(past=met.past | index.past)
     # What is left may be matrices, one for each entry of the index, as experts that
     # tokens choose, or tokens. A product will tell.
-    return dataclasses.replace(out, past=index.past, is_spread=not is_picked)
+    return out._replace(past=index.past, is_spread=not is_picked)

@@ -13,8 +13,7 @@ from .._model.attention_layers import AttentionLayer
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
 from . import jaxprs
-from .head_leaves import named_layers, NamedLayer
-from .layers import attention_layers
+from .layers import attention_layers, named_layers, NamedLayer
 from .verdicts import Verdict, verdicts
 from .walk import Walk, walked
 
@@ -62,38 +61,32 @@ class ModelReading:
 
     def __str__(self) -> str:
         rows = [["path", "shape", "label", "inputs > outputs", "use", "line"]]
-        for path, leaf, v in zip(
-            self._tree.paths, self._tree.leaves, self._verdicts, strict=True
+        # What names say where that is something else. Leaves that they leave open are
+        # described: by the reading.
+        tree, said = self._tree, ["names say"]
+        named = resolve_verdicts(None, tree, described=tree.paths)
+        for path, leaf, v, name in zip(
+            tree.paths, tree.leaves, self._verdicts, named, strict=True
         ):
-            label, line = v.label + ("" if v.is_known else "?"), v.line or "-"
-            shape, axes = tuple(leaf.shape), _axes(v.numbers, len(leaf.shape))
-            rows.append([paths.show(path), str(shape), label, axes, v.use, line])
-        if any(by_name := self._by_name()):
-            for row, said in zip(rows, ["names say", *by_name], strict=True):
-                row.append(said)
+            axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
+            label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
+            rows.append([paths.show(path), shape, label, axes, v.use, v.line or "-"])
+            why = "nothing" if name.is_open else f"{by_name} ({name.why})"
+            is_same = axes == by_name and not name.is_open
+            said.append("" if is_same or not v.is_known else why)
+        if any(said[1:]):
+            rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
         lines = _aligned(rows)
         if self._layers:
             columns = ["attention", "heads", "logits", "QK-Clip scales"]
             lines += ["", *_aligned([columns, *map(_layer_row, self._layers)])]
-        hidden = [
+        lines += [""] if self._hidden else []
+        lines += [
             f"{what}: what it does with activations cannot be read; if it is "
             "attention, its logits are unknown"
             for what in self._hidden
         ]
-        return "\n".join(lines + ([""] if hidden else []) + hidden)
-
-    def _by_name(self) -> list[str]:
-        """What the names of each leaf say of it, where that is something else."""
-        # Leaves that names leave open are described: by the reading.
-        tree = self._tree
-        named = resolve_verdicts(None, tree, described=tree.paths)
-        found = []
-        for leaf, read, name in zip(tree.leaves, self._verdicts, named, strict=True):
-            axes = [_axes(v.numbers, len(leaf.shape)) for v in (read, name)]
-            said = "nothing" if name.is_open else f"{axes[1]} ({name.why})"
-            is_same = axes[0] == axes[1] and not name.is_open
-            found.append("" if is_same or not read.is_known else said)
-        return found
+        return "\n".join(lines)
 
 
 def read_model(
@@ -137,7 +130,7 @@ def read_model(
         >>> reading.dimension_numbers["up"]
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
-    return read_call(call_of(fun, params, args, kwargs)).reading
+    return read_call(call_of(fun, params, args, kwargs))[0]
 
 
 class Call(NamedTuple):
@@ -158,26 +151,22 @@ def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Cal
     if nnx is not None and isinstance(params, nnx.Module):
         return _call_of_module(nnx, fun, params, args, kwargs)
     tree = paths.flatten(params)
-    arrays = [i for i, x in enumerate(tree.leaves) if paths.is_array(x)]
     others, treedef = jax.tree.flatten((args, kwargs))
-    data = [i for i, x in enumerate(others) if paths.is_array(x)]
+    given, end = [*tree.leaves, *others], len(tree.leaves)
+    at = [i for i, x in enumerate(given) if paths.is_array(x)]
     returned: list[Any] = []
 
-    def of_arrays(*flat: Any) -> Any:
-        own, rest = list(tree.leaves), list(others)
-        for i, x in zip(arrays, flat[: len(arrays)], strict=True):
-            own[i] = x
-        for i, x in zip(data, flat[len(arrays) :], strict=True):
-            rest[i] = x
-        args, kwargs = treedef.unflatten(rest)
-        out, structure = jax.tree.flatten(fun(tree.unflatten(own), *args, **kwargs))
+    def of_arrays(*arrays: Any) -> Any:
+        flat = list(given)
+        for i, x in zip(at, arrays, strict=True):
+            flat[i] = x
+        args, kwargs = treedef.unflatten(flat[end:])
+        out = fun(tree.unflatten(flat[:end]), *args, **kwargs)
+        out, structure = jax.tree.flatten(out)
         made = [i for i, x in enumerate(out) if paths.is_array(x)]
         # No tracer is kept: it would outlive its trace.
-        returned[:] = (
-            structure,
-            made,
-            [None if i in made else x for i, x in enumerate(out)],
-        )
+        kept = [None if i in made else x for i, x in enumerate(out)]
+        returned[:] = structure, made, kept
         return [out[i] for i in made]
 
     def outputs(values: Sequence[Any]) -> Any:
@@ -186,9 +175,9 @@ def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Cal
             out[i] = x
         return structure.unflatten(out)
 
-    values = [tree.leaves[i] for i in arrays] + [others[i] for i in data]
+    values = [given[i] for i in at]
     body = jaxprs.trace(of_arrays, *values)
-    return Call(tree, arrays, body, values, outputs)
+    return Call(tree, [i for i in at if i < end], body, values, outputs)
 
 
 def _call_of_module(nnx: Any, fun: Any, module: Any, args: Any, kwargs: Any) -> Call:
@@ -213,83 +202,70 @@ def _call_of_module(nnx: Any, fun: Any, module: Any, args: Any, kwargs: Any) -> 
     return call._replace(outputs=outputs)
 
 
-class Read(NamedTuple):
-    """A reading, the walk that it is of, its attention layers, and what may be one."""
-
-    reading: ModelReading
-    walk: Walk
-    layers: tuple[NamedLayer, ...]
-    hidden: tuple[str, ...]
-
-
-def read_call(call: Call) -> Read:
+def read_call(call: Call) -> tuple[ModelReading, Walk, list[NamedLayer], list[str]]:
+    """A reading, its walk, its attention layers, and operations that may be one."""
     tree = call.tree
+    own = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
     shown = tree._replace(
-        paths=tuple(tree.paths[i] for i in call.arrays),
-        leaves=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype)
-            for x in (tree.leaves[i] for i in call.arrays)
-        ),
+        paths=tuple(path for path, _ in own),
+        leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in own),
     )
-    shapes = [tuple(map(int, x.shape)) for x in shown.leaves]
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in shown.leaves]
+    shapes = [tuple(map(int, x.shape)) for _, x in own]
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in own]
     walk, outs = walked(call.body, shapes, is_float)
     layers = attention_layers(walk)
     heads_at = set().union(*(layer.axes for layer in layers))
     found = verdicts(walk, outs, is_float, heads_at)
-    numbers: list[Any] = [None] * len(tree.leaves)
-    labels: list[Any] = [None] * len(tree.leaves)
-    for i, verdict in zip(call.arrays, found, strict=True):
-        numbers[i], labels[i] = verdict.numbers, verdict.label
-    named = tuple(named_layers(layers, shown.paths, shapes))
-    hidden = dict.fromkeys(
+    by_leaf = dict(zip(call.arrays, found, strict=True))
+    every = [by_leaf.get(i) for i in range(len(tree.leaves))]
+    named = named_layers(layers, shown.paths, shapes)
+    hidden = [
         f"{n.eqns[-1].primitive.name} at {jaxprs.line(n.eqns)}"
-        for n in walk.notes
-        if n.kind == "hidden"
-    )
+        for n in walk.noted("hidden")
+    ]
+    hidden = list(dict.fromkeys(hidden))
     unknown = zip(shown.paths, found, strict=True)
     reading = ModelReading(
-        tree.unflatten(numbers),
-        tree.unflatten(labels),
+        tree.unflatten(v and v.numbers for v in every),
+        tree.unflatten(v and v.label for v in every),
         tuple(n.layer for n in named if n.layer is not None),
         tuple(paths.show(path) for path, v in unknown if not v.is_known),
         shown,
         tuple(found),
-        named,
+        tuple(named),
         tuple(hidden),
     )
-    return Read(reading, walk, named, tuple(hidden))
+    return reading, walk, named, hidden
 
 
 # The table.
 
 
 def _layer_row(named: NamedLayer) -> list[str]:
-    found = named.found[0]
+    found, layer = named.found[0], named.layer
     lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
     scaled = f"nothing: {named.refusal}"
-    if layer := named.layer:
+    if layer is not None:
         # Keys that heads share are a key to QK-Clip, which leaves them alone.
         key = "key" if found.key else "the key stays:"
-        roles = [
-            ("query", layer.query),
-            (key, layer.key),
-            ("by the whole", layer.rotary_query),
-        ]
+        roles = {
+            "query": layer.query,
+            key: layer.key,
+            "by the whole": layer.rotary_query,
+        }
         scaled = "; ".join(
             f"{role} {', '.join(dict.fromkeys(leaf.path for leaf in leaves))}"
-            for role, leaves in roles
+            for role, leaves in roles.items()
             if leaves
         )
-    return [paths.show_module(named.path), str(named.heads), lines, scaled]
+    return [paths.show_module(named.path), str(found.heads), lines, scaled]
 
 
 def _axes(numbers: MuonDimensionNumbers | None, rank: int) -> str:
-    if numbers is None:
-        return "-"
-    sides = (numbers.reduction_axis, numbers.output_axis)
+    sides = (numbers.reduction_axis, numbers.output_axis) if numbers else ()
     as_axes = ((x,) if isinstance(x, int) else x for x in sides)
-    return " > ".join(", ".join(str(i % rank) for i in axes) for axes in as_axes)
+    of_sides = (", ".join(str(i % rank) for i in axes) for axes in as_axes)
+    return " > ".join(of_sides) or "-"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,15 +6,14 @@ all that QK-Clip needs to know; a factor that something nonlinear was made of is
 without that claim, for where its axes are.
 """
 
-import dataclasses
-import enum
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .pieces import (
-    Change,
     joined,
     MOST_PIECES,
     moved,
@@ -27,31 +26,21 @@ from .pieces import (
 )
 
 
-class Kind(enum.IntEnum):
-    """Whether an array was made of parameters alone, of data too, or of neither."""
-
-    CONSTANT = 0
-    PARAMETER = 1
-    ACTIVATION = 2
-
-
-class Source(NamedTuple):
-    """What an array can be linear in.
-
-    `"parameter"`, by its place among the leaves; by the place of their product among
-    those of activations: `"logits"`, `"capped"`, what a softcap's tanh makes of them,
-    `"weights"`, what the exponential of a softmax does, and `"maxima"`, which a fused
-    kernel gives next to its output.
-    """
-
-    kind: str
-    number: int
+# Whether an array was made of parameters alone, of data too, or of neither.
+CONSTANT, PARAMETER, ACTIVATION = range(3)
 
 
 class Factor(NamedTuple):
-    """A source that a term is linear in."""
+    """A source that a term is linear in.
 
-    source: Source
+    The kind is `"parameter"`, and its number is its place among the leaves, or, by the
+    address of a product of activations, `"logits"`, `"capped"`, what a softcap's tanh
+    makes of them, `"weights"`, what the exponential of a softmax does, and `"maxima"`,
+    which a fused kernel gives next to its output.
+    """
+
+    kind: str
+    number: Any
     # The place where it met an activation, as a bit; 0 before.
     event: int
     pieces: Pieces
@@ -61,6 +50,16 @@ class Factor(NamedTuple):
     is_linear: bool = True
     # What a softcap was multiplied with after its tanh, if numbers alone; else NaN.
     scale: float = 1.0
+
+    @property
+    def digits(self) -> list[Any]:
+        """The digits of all pieces that move along an axis of the source."""
+        return [d for p in self.pieces for d in p.digits if d.axis is not None]
+
+    @property
+    def seen(self) -> list[Any]:
+        """Those that move along a dimension of the array, too."""
+        return [d for d in self.digits if d.dim is not None and d.dim >= 0]
 
 
 #: A product: doubling the entries of any one of its linear factors doubles it.
@@ -79,12 +78,12 @@ _MOST_TERMS = 12
 _MOST_FACTORS = 6
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """An array of the trace."""
 
-    kind: Kind = Kind.CONSTANT
+    kind: int = CONSTANT
     terms: Terms = UNSCALED
+    shape: Shape = ()
     # The events it comes from, a bit each: the equations where a parameter met an
     # activation, or two activations each other. `recent` are those in the same trip of
     # the innermost loop, `ends` the products with parameters since which no other came.
@@ -109,41 +108,55 @@ class Value:
     sole: int | None = None
 
     @property
+    def is_parameter(self) -> bool:
+        return self.kind == PARAMETER
+
+    @property
+    def is_activation(self) -> bool:
+        return self.kind == ACTIVATION
+
+    @property
     def is_deep(self) -> bool:
         """Whether it is an activation that parameters had a part in."""
-        return self.kind == Kind.ACTIVATION and self.past != 0
+        return self.is_activation and self.past != 0
 
-    def factors(self, kind: str = "parameter") -> list[Factor]:
-        return [f for term in self.terms for f in term if f.source.kind == kind]
+    def factors(self, *kinds: str) -> list[Factor]:
+        kinds = kinds or ("parameter",)
+        return [f for term in self.terms for f in term if f.kind in kinds]
 
-    def mapped(self, change: Change, **changes: Any) -> "Value":
+    def mapped(
+        self, change: Callable[[Pieces], Pieces], shape: Shape, **changes: Any
+    ) -> "Value":
         """The value whose pieces are changed all alike; terms without any are zero."""
         terms = []
         for term in self.terms:
             new = tuple(f._replace(pieces=change(f.pieces)) for f in term)
             if all(f.pieces for f in new):
-                terms.append(tuple(map(_if_few, new)))
-        return dataclasses.replace(self, terms=summed(terms), **changes)
+                terms.append(tuple(_joined(f, f) for f in new))
+        return self._replace(terms=summed(terms), shape=shape, **changes)
 
     def moved(
         self, to: Sequence[int | None], shape: Shape, loops=NO_LOOPS, **changes: Any
     ) -> "Value":
-        return self.mapped(lambda p: moved(p, to, shape, loops), **changes)
+        return self.mapped(lambda p: moved(p, to, shape, loops), shape, **changes)
 
-    def reshaped(self, old: Shape, new: Shape) -> "Value":
-        return self.mapped(lambda p: reshaped(p, old, new))
+    def reshaped(self, shape: Shape) -> "Value":
+        return self.mapped(lambda p: reshaped(p, self.shape, shape), shape)
 
     def sliced(self, dim: int, start: int, size: int) -> "Value":
-        return self.mapped(lambda p: sliced(p, dim, start, size))
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return self.mapped(lambda p: sliced(p, dim, start, size), shape)
+
+    def lost_along(self, dims: Iterable[int], shape: Shape) -> "Value":
+        """The value whose entries may be anywhere along some dimensions."""
+        dims = {*dims}
+        return self.moved([None if i in dims else i for i in range(len(shape))], shape)
 
 
-CONSTANT = Value()
-DATA = Value(Kind.ACTIVATION)
-
-
-def parameter(index: int, shape: Shape, kind: Kind = Kind.PARAMETER) -> Value:
-    factor = Factor(Source("parameter", index), 0, whole(shape))
-    return Value(kind, ((factor,),))
+def parameter(index: int, shape: Shape, is_token: bool) -> Value:
+    factor = Factor("parameter", index, 0, whole(shape))
+    kind = ACTIVATION if is_token else PARAMETER
+    return Value(kind, ((factor,),), shape)
 
 
 def constant(number: Any) -> Value:
@@ -151,34 +164,33 @@ def constant(number: Any) -> Value:
     # So what is padded or masked with zeros is as linear as it was. With -1e9 it has a
     # summand that nothing scales, of which only the softmax's own logits are followed.
     if not isinstance(number, bool | int | float):
-        return CONSTANT
+        return Value()
     return Value(terms=UNSCALED if number else (), number=number)
 
 
-def mixed(values: Iterable[Value], terms: Terms, **changes: Any) -> Value:
+def union(bits: Iterable[int]) -> int:
+    """Events of any of several sets."""
+    return functools.reduce(operator.or_, bits, 0)
+
+
+def mixed(values: Iterable[Value], terms: Terms = UNSCALED, **changes: Any) -> Value:
     """What comes of several values, apart from what it is linear in."""
     values = list(values)
-    past = recent = ends = gates = 0
-    for v in values:
-        past, recent = past | v.past, recent | v.recent
-        ends, gates = ends | v.ends, gates | v.gates
+    soles = {v.sole for v in values} - {None}
     out = Value(
-        max((v.kind for v in values), default=Kind.CONSTANT),
+        max((v.kind for v in values), default=CONSTANT),
         terms,
-        past,
-        recent,
-        ends,
-        gates,
-        any(v.is_spread for v in values),
-        any(v.is_pair for v in values),
-        sole=_sole_of(values),
+        values[0].shape if values else (),
+        *(union(bits) for bits in zip(*(v[3:7] for v in values), strict=True)),
+        is_spread=any(v.is_spread for v in values),
+        is_pair=any(v.is_pair for v in values),
+        sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
     )
-    return dataclasses.replace(out, **changes) if changes else out
+    return out._replace(**changes)
 
 
-def _sole_of(values: Iterable[Value]) -> int | None:
-    found = {v.sole for v in values} - {None}
-    return found.pop() if len(found) == 1 else -1 if found else None
+def added(values: Iterable[Value]) -> Terms:
+    return summed(term for v in values for term in v.terms)
 
 
 def summed(terms: Iterable[Term]) -> Terms:
@@ -186,38 +198,31 @@ def summed(terms: Iterable[Term]) -> Terms:
     terms = list(dict.fromkeys(terms))
     if len(terms) == 1:
         return tuple(terms)
-    found: dict[Any, list[Term]] = {}
-    others: list[Term] = []
-    for term in terms:
-        if any(f.is_linear for f in term):
-            key = tuple((f.source, f.event, f.is_linear) for f in term)
-            found.setdefault(key, []).append(term)
-        else:
-            others.append(term)
+    found: dict[Any, Term] = {}
+    others = [term for term in terms if not any(f.is_linear for f in term)]
+    for term in (term for term in terms if any(f.is_linear for f in term)):
+        key = tuple((*f[:3], f.is_linear) for f in term)
+        pairs = zip(found.get(key, term), term, strict=True)
+        found[key] = tuple(_joined(*pair) for pair in pairs)
     if len(found) > _MOST_TERMS:
         return (unscaled(terms),)
-    scaled = [
-        tuple(
-            _if_few(of[0]._replace(pieces=joined(p for f in of for p in f.pieces)))
-            for of in zip(*alike, strict=True)
-        )
-        if len(alike) > 1
-        else alike[0]
-        for alike in found.values()
-    ]
-    return (*scaled, unscaled(others)) if others else tuple(scaled)
+    return (*found.values(), *([unscaled(others)] if others else []))
 
 
-def _if_few(factor: Factor) -> Factor:
-    """The factor, which cannot be scaled where its entries are in too many places."""
-    is_few = len(factor.pieces) <= MOST_PIECES
-    return factor if is_few else factor._replace(is_linear=False)
+def _joined(a: Factor, b: Factor) -> Factor:
+    """A factor whose entries are in the places of both.
+
+    Where these are too many, it cannot be scaled.
+    """
+    pieces = joined((*a.pieces, *b.pieces))
+    is_linear = a.is_linear and b.is_linear and len(pieces) <= MOST_PIECES
+    return a._replace(pieces=pieces, is_linear=is_linear)
 
 
 def unscaled(terms: Iterable[Term]) -> Term:
     """What remains of terms where nothing scales them: where axes are."""
     factors = (f._replace(is_linear=False) for term in terms for f in term)
-    return product_of(f for f in factors if f.source.kind == "parameter")
+    return product_of(f for f in factors if f.kind == "parameter")
 
 
 def nonlinear(values: Iterable[Value]) -> Terms:
@@ -242,17 +247,16 @@ def multiplied(a: Value, b: Value) -> Terms:
             one = (unscaled(one),)
 
     def kept(term: Term, other: Value) -> Iterator[Factor]:
-        sources = {f.source for t in other.terms for f in t}
+        sources = {f[:2] for t in other.terms for f in t}
         for f in term:
-            if f.source.kind == "capped":
+            if f.kind == "capped":
                 by = math.nan if other.number is None else other.number
-                yield f._replace(scale=f.scale * by)
-            elif f.source.kind == "weights":
-                yield f  # softmax divides them by their own sum
-            elif other.recent & f.event if f.event else f.source in sources:
-                yield f._replace(is_linear=False)
-            else:
-                yield f
+                f = f._replace(scale=f.scale * by)
+            # Of a softmax's weights, which are divided by their own sum, all stay.
+            elif f.kind != "weights":
+                is_same = other.recent & f.event if f.event else f[:2] in sources
+                f = f._replace(is_linear=f.is_linear and not is_same)
+            yield f
 
     return summed(
         product_of((*kept(x, b), *kept(y, a))) for x, y in itertools.product(one, two)
@@ -263,11 +267,6 @@ def product_of(factors: Iterable[Factor]) -> Term:
     """A term in its only order, by event, with each factor once."""
     found: dict[Any, Factor] = {}
     for f in factors:
-        key = f.source, f.event
-        if key in found:
-            pieces = joined((*found[key].pieces, *f.pieces))
-            is_linear = found[key].is_linear and f.is_linear
-            f = f._replace(pieces=pieces, is_linear=is_linear)
-        found[key] = f
-    ordered = sorted(found.values(), key=lambda f: (f.event, f.source))
+        found[f[:3]] = _joined(f, found.get(f[:3], f))
+    ordered = sorted(found.values(), key=lambda f: (f.event, *f[:2]))
     return tuple(ordered[-_MOST_FACTORS:])
