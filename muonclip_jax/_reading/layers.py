@@ -240,7 +240,7 @@ def _by_region(
             found.append((best or own)[-1])
         return found or None
 
-    # Joined parts are along one dimension; of several, the first has no regions.
+    # Joined parts are along one dimension; two that are summed over are of one kind.
     spans: dict[tuple[bool, bool], list[int]] = {}
     for term in sides[1] if len(logits.summed) == 1 else ():
         for p in (p for f in [f for f in term if f.is_linear][-1:] for p in f.pieces):

@@ -86,7 +86,7 @@ def moved(
         for at, dim in zip(piece.start, to, strict=True):
             if dim is not None and dim >= 0:
                 start[dim] = at
-        digits = [d._replace(dim=places.get(d.dim, d.dim)) for d in piece.digits]
+        digits = [Digit(d[0], places.get(d.dim, d.dim), *d[2:]) for d in piece.digits]
         reached = {*to, *(d.dim for d in digits if d.dim in loops.values())}
         new = [Digit(n, i, 1) for i, n in enumerate(shape) if i not in reached]
         return _tidy([*digits, *new], start, piece.offset)
@@ -217,9 +217,9 @@ def _tidy(digits: Iterable[Digit], start: Sequence[int], offset: Sequence[int]):
     for d in sorted(digits, key=key):
         if d.size == 1 or (d.dim is None and d.axis is None):
             continue
-        major = kept[-1]._replace(size=d.size) if kept else None
-        if major == d._replace(step=d.step * d.size, stride=d.stride * d.size):
-            kept[-1] = d._replace(size=kept[-1].size * d.size)
+        size = kept[-1].size if kept else 0
+        if kept[-1:] == [(size, d.dim, d.step * d.size, d.axis, d.stride * d.size)]:
+            kept[-1] = d._replace(size=size * d.size)
         elif d not in kept or d.dim is not None:
             kept.append(d)
     return Piece(tuple(kept), tuple(start), tuple(offset))

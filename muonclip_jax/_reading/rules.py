@@ -147,7 +147,9 @@ def add(walk: Walk, eqn: Any, values: list[Value]) -> Value:
         mask, *cases = values
         # `where(i < 0, i + n, i)` is what an index becomes before it is used.
         trip = next((v.trip for v in cases if v.trip is not None), None)
-        return mixed(values, added(cases), is_onehot=mask.is_onehot, trip=trip)
+        rows = [v for v in cases if v.number != 0]  # between masked ones
+        is_onehot = mask.is_onehot or (bool(rows) and all(v.is_onehot for v in rows))
+        return mixed(values, added(cases), is_onehot=is_onehot, trip=trip)
     note_features(walk, *values)
     out = mixed(values, added(values))
     if len(deep) < 2 or math.prod(shape_of(eqn.outvars[0])) == 1:

@@ -181,6 +181,7 @@ def mixed(values: Iterable[Value], terms: Terms = UNSCALED, **changes: Any) -> V
         max((v.kind for v in values), default=CONSTANT),
         terms,
         values[0].shape if values else (),
+        # Past, recent, ends and gates.
         *(union(bits) for bits in zip(*(v[3:7] for v in values), strict=True)),
         is_spread=any(v.is_spread for v in values),
         is_pair=any(v.is_pair for v in values),
@@ -214,6 +215,8 @@ def _joined(a: Factor, b: Factor) -> Factor:
 
     Where these are too many, it cannot be scaled.
     """
+    if a is b and len(a.pieces) <= MOST_PIECES:
+        return a
     pieces = joined((*a.pieces, *b.pieces))
     is_linear = a.is_linear and b.is_linear and len(pieces) <= MOST_PIECES
     return a._replace(pieces=pieces, is_linear=is_linear)

@@ -231,6 +231,74 @@ def test_convolutions_by_their_kernel():
     }
 
 
+def test_a_kernel_whose_window_is_turned():
+    def loss(p, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_transpose(
+            x, p["up"], (2, 2), "SAME", dimension_numbers=dims, transpose_kernel=True
+        )
+        return cross_entropy(jnp.tanh(x).mean((1, 2)) @ p["out"])
+
+    image = jax.ShapeDtypeStruct((B, 9, 9, 3), jnp.float32)
+    found = said(loss, shapes(up=(3, 3, 6, 3), out=(6, V)), image)
+    assert found == {"up": ((0, 1, 3), 2), "out": "head"}
+
+
+def _masked(p, x, tokens):
+    rows = jax.nn.one_hot(tokens, V)
+    return jnp.where(tokens[..., None] > 1, rows, 0) @ p["table"]
+
+
+def _weighted(p, x, tokens):
+    return jax.nn.one_hot(tokens, V) * (tokens > 1)[..., None] @ p["table"]
+
+
+@pytest.mark.parametrize("lookup", [_masked, _weighted])
+def test_masked_rows_are_a_lookup(lookup):
+    def loss(p, x, tokens):
+        return cross_entropy(jnp.tanh(lookup(p, x, tokens) @ p["w"]) @ p["out"])
+
+    params = shapes(table=(V, D), w=(D, D), out=(D, V))
+    found = said(loss, params, X, TOKENS)
+    assert found == {"table": "embedding", "w": (0, 1), "out": "head"}
+
+
+def test_every_other_output_of_a_kernel():
+    def loss(p, x):
+        # JAX 0.8 makes a lookup of p["w"][:, i::2], which tells no weight from a table.
+        parts = (jax.lax.slice_in_dim(p["w"], i, None, 2, axis=1) for i in range(2))
+        gate, up = (x @ part for part in parts)
+        return cross_entropy(jax.nn.silu(gate) * up @ p["down"] @ p["out"])
+
+    found = said(loss, shapes(w=(D, 32), down=(16, D), out=(D, V)), X)
+    assert found == {"w": (0, 1), "down": (0, 1), "out": "head"}
+
+
+def test_a_router_that_picks_a_branch():
+    def loss(p, x):
+        chosen = jnp.argmax(x.mean((0, 1)) @ p["router"])
+        ways = [lambda x, name=name: jnp.tanh(x @ p[name]) for name in "ab"]
+        return cross_entropy(jax.lax.switch(chosen, ways, x) @ p["out"])
+
+    found = said(loss, shapes(router=(D, 2), a=(D, D), b=(D, D), out=(D, V)), X)
+    assert found == {"router": "router", "a": (0, 1), "b": (0, 1), "out": "head"}
+
+
+def test_learned_tokens_that_their_layer_is_added_to():
+    """No example has a copy of them when their query is made."""
+
+    def loss(p, x):
+        query, key = p["tokens"] @ p["q"], x @ p["k"]
+        weights = jax.nn.softmax(jnp.einsum("qd,bkd->bqk", query, key))
+        out = p["tokens"] + weights @ (x @ p["v"])
+        return cross_entropy(jnp.tanh(out) @ p["out"])
+
+    kernels = dict.fromkeys("qkv", (D, D))
+    found = said(loss, shapes(tokens=(3, D), out=(D, V), **kernels), X)
+    matrices = dict.fromkeys("qkv", (0, 1))
+    assert found == {"tokens": "vector", "out": "head", **matrices}
+
+
 def test_factors_of_low_rank_are_matrices():
     def loss(p, x):
         h = jnp.tanh(x @ (p["w"] + p["a"] @ p["b"]))
