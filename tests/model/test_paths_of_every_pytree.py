@@ -100,7 +100,7 @@ def attention(make):
 @pytest.mark.parametrize("make", [*CONTAINERS.values(), state])
 def test_value_of_attention_is_a_matrix_in_each(make):
     rows = mc.describe(attention(make))
-    assert rows.count("1 x 16 x 32") == 3 and rows.count("1 x 32 x 16") == 1
+    assert rows.count("4 x 16 x 8") == 3 and rows.count("1 x 32 x 16") == 1
     assert "value/kernel" in rows
 
 
