@@ -119,7 +119,7 @@ def test_the_layers_of_nnx_are_params_as_they_are(make):
     numbers = mc.flax_dimension_numbers(layer)
     expected = None
     for told in (None, numbers, mc.flax_dimension_numbers):
-        tx = mc.muon(1e-2, dimension_numbers=told)
+        tx = mc.muon(1e-2, dimension_numbers=told, per_head=False)
         updates, _ = tx.update(grads, tx.init(layer), layer)
         assert jax.tree.structure(updates) == jax.tree.structure(layer)
         leaves = jax.tree.leaves(updates)
