@@ -6,7 +6,9 @@
 Each library is a file in `libraries/`; how to add one is said there. Results are lines
 in `libraries/results.jsonl`, and those that are there are not made again. The table of
 all that is there is printed at the end: steps to AdamW's loss, the time of an update,
-and the bytes that it keeps.
+and the bytes that it keeps. Times are of the processor, so keep it to one core:
+
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/libraries.py
 """
 
 import argparse
@@ -213,7 +215,10 @@ def train(start: Start, rate: float, seed: int, steps: int) -> dict[str, Any]:
 
 
 def time_update(start: Start) -> dict[str, Any]:
-    """The least of several, since other load can only add."""
+    """The processor's time, the least of several: other load counts little then.
+
+    Run it on one core, since the work of several adds up.
+    """
     task, generator = task_of(TIMED), np.random.default_rng(0)
     params = task.params(0)
     gradients = {
@@ -223,9 +228,9 @@ def time_update(start: Start) -> dict[str, Any]:
     optimizer = start(params, task.leaves, DECAY)
     seconds = []
     for _ in range(REPEATS + 1):
-        begin = time.perf_counter()
+        begin = time.process_time()
         optimizer.step(gradients, 1e-3)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     count = sum(x.size for x in params.values())
     state = optimizer.state_bytes() / count
     return {"ms": round(1e3 * min(seconds[1:]), 1), "state": round(state, 2)}
@@ -251,7 +256,7 @@ def table(results: Results) -> Table:
         line["library"]: line for line in results.lines.values() if "library" in line
     }
     columns = ["", "version", "rate", "loss", "steps to AdamW's loss", "of AdamW's"]
-    columns += ["update, ms", "state, bytes a parameter"]
+    columns += ["update, ms of a core", "state, bytes a parameter"]
     if GOAL not in found:
         return Table(columns)
     goals = [curve[-1][1] for curve in found[GOAL]["curves"]]

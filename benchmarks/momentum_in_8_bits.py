@@ -86,7 +86,7 @@ def synthetic() -> Iterator[Matrices]:
 
 def of_training() -> Iterator[Matrices]:
     """The gradients of three kernels in the second block."""
-    tx = optax.chain(remember(), mc.muon(RATE, adam_learning_rate=RATE))
+    tx = optax.chain(remember(), mc.muon(RATE, beta=0.95, adam_learning_rate=RATE))
     graph, state = start(spectra.MODEL, tx)
     step = jax.jit(functools.partial(train_step, graph, tx), donate_argnums=0)
     text = Text("code", validation=15)
@@ -134,7 +134,9 @@ class Momentum:
     """Muon's momentum in one dtype, and the update that it would make."""
 
     def __init__(self, dtype: str, gradients: Matrices):
-        options: dict[str, Any] = dict(mu_dtype=dtype, dimension_numbers=AXES)
+        options: dict[str, Any] = dict(
+            beta=0.95, mu_dtype=dtype, dimension_numbers=AXES
+        )
         # One step of Newton-Schulz where only the momentum is asked for.
         quick, whole = (mc.scale_by_muon(ns_steps=n, **options) for n in (1, 5))
         self.state = quick.init(gradients)

@@ -45,7 +45,13 @@ def momentum(
 ) -> dict[str, np.ndarray]:
     """Muon's momentum in the first block of the example after some steps."""
     text = text or Text("code", validation=15)
-    tx = mc.muon(schedule(2e-2), adam_learning_rate=schedule(6e-3), weight_decay=0.5)
+    tx = mc.muon(
+        schedule(2e-2),
+        beta=0.95,
+        per_head=False,
+        adam_learning_rate=schedule(6e-3),
+        weight_decay=0.5,
+    )
     graph, state = start(model, tx)
     step = jax.jit(functools.partial(train_step, graph, tx), donate_argnums=0)
     for i in range(steps):

@@ -34,7 +34,7 @@ NEURONS, CAUTIOUS = ("neuron_b2", 0.95), ("cautious_weight_decay", True)
 EVEN = ("preconditioning", "equilibrated")
 
 ADAMW, ADAMW_BETA, MUON = "AdamW", "AdamW, b1 tuned", "Muon"
-ALL, DEFAULT = "heads, neurons and cautious decay", "mc.muonclip(learning_rate)"
+ALL, DEFAULT = "heads, neurons and cautious decay", "one rate, beta 0.95, heads"
 STATELESS = "heads, evenness and cautious decay"
 PARTS = {
     "one matrix per head": HEADS,
@@ -203,7 +203,7 @@ def rate_table(found: Mapping[Key, Measured]) -> Table:
 def bounds() -> str:
     """What `reached` asks, for a remark."""
     return (
-        f"{ALL} need at most {LIMITS[ALL]:.0%} of AdamW's tokens and the default at "
+        f"{ALL} need at most {LIMITS[ALL]:.0%} of AdamW's tokens and {DEFAULT} at "
         f"most {LIMITS[DEFAULT]:.0%}. The bounds are this project's own."
     )
 

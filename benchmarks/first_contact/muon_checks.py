@@ -105,6 +105,7 @@ def against_torch(scale: str, momentum: str, dtype: str) -> Compared:
     params: Any = {name: jnp.asarray(recorded[f"{name}_params"][0]) for name in names}
     tx = mc.muon(
         0.02,
+        beta=0.95,  # as recorded
         nesterov=momentum == "nesterov",
         consistent_rms=0.2 if matches else None,
         ns_dtype=dtype,

@@ -69,8 +69,8 @@ def muon(
 
     **Arguments:**
 
-    - `learning_rate`: a float or a schedule. With `consistent_rms=0.2` a learning rate
-        and weight decay tuned for AdamW carry over.
+    - `learning_rate`: a float or a schedule. Set twice the learning rate of your tuned
+        AdamW, but at most 0.03, for both sides; its weight decay carries over.
     - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
         `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
         `model`, `dimension_numbers`, `per_head`, `shardings`, `axis_name`: as for

@@ -88,7 +88,7 @@ def scale_by_muon(
         axes. Leaves of which it tells nothing are found by their names.
     - `dimension_numbers`: a tree of `mc.MuonDimensionNumbers` or [`MatrixAxes`][], a
         prefix of one, a mapping from patterns of paths, or a function of the params. It
-        overrides `model`; by default [`flax_dimension_numbers`][].
+        overrides `model`; by default [`flax_dimension_numbers`][], with heads apart.
     - `per_head`: whether every head of a query and a key is a matrix of its own, as in
         Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5: as an axis, or in a flat or
         fused kernel. With a `model` those that it shows; without, the axes that are

@@ -125,6 +125,14 @@ def test_a_step_is_that_of_the_library(library, make):
     assert found.state_bytes() >= 4 * (32 + 2 * 4)
 
 
+def test_the_table_of_the_readme_is_that_of_the_results(script):
+    results = script.Results(SCRIPT.with_suffix("") / "results.jsonl")
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert f"\n\n{script.table(results).markdown()}\n\n" in page
+    names = {line.get("library") for line in results.lines.values()} - {None}
+    assert names == set(script.NAMES)
+
+
 @pytest.mark.more
 def test_what_is_not_installed_is_left_out(tmp_path):
     out = tmp_path / "results.jsonl"

@@ -111,7 +111,8 @@ def test_training_step_is_that_of_the_public_optimizer(
     if optimizer == "adamw":
         tx = optax.adamw(0.1, b2=0.95, weight_decay=0.3)
     else:
-        tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3)
+        options = dict(beta=0.95, per_head=False)
+        tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3, **options)
         if head is not None:
             tx = head_apart(tx, head, 0.3)
     tx = optax.chain(tx, mc.qk_clip(threshold))

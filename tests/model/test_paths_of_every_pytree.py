@@ -100,7 +100,7 @@ def attention(make):
 @pytest.mark.parametrize("make", [*CONTAINERS.values(), state])
 def test_value_of_attention_is_a_matrix_in_each(make):
     rows = mc.describe(attention(make))
-    assert rows.count("1 x 16 x 32") == 3 and rows.count("1 x 32 x 16") == 1
+    assert rows.count("4 x 16 x 8") == 3 and rows.count("1 x 32 x 16") == 1
     assert "value/kernel" in rows
 
 
@@ -119,7 +119,7 @@ def test_the_layers_of_nnx_are_params_as_they_are(make):
     numbers = mc.flax_dimension_numbers(layer)
     expected = None
     for told in (None, numbers, mc.flax_dimension_numbers):
-        tx = mc.muon(1e-2, dimension_numbers=told)
+        tx = mc.muon(1e-2, dimension_numbers=told, per_head=False)
         updates, _ = tx.update(grads, tx.init(layer), layer)
         assert jax.tree.structure(updates) == jax.tree.structure(layer)
         leaves = jax.tree.leaves(updates)

@@ -134,7 +134,7 @@ def check(seed):
         stats = {"attn": {"max_logits": jnp.asarray(logits, case["statistics"])}}
         case["logit_as_given"] = float(jnp.asarray(case["logit"], case["statistics"]))
         options = {"ns_steps": STEPS, "nesterov": case["nesterov"]}
-        options |= {"weight_decay": DECAY}
+        options |= {"weight_decay": DECAY, "beta": 0.95}
         whole = step_of(mc.muonclip(RATE, **options), attention_stats=stats)
         plain = step_of(mc.muon(RATE, **options))
         if case["is_jitted"]:

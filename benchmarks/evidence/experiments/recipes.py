@@ -49,9 +49,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "has: learning rate, weight decay, decay of the momentum (b1 of AdamW, beta of "
         "Muon) and the learning rate of Muon's AdamW side. AdamW's b1 is 0.9 in one "
         "arm, as everywhere else in this report, and tuned in another. The baseline "
-        "is a Muon that is tuned in full. The last arm is the package's default, with "
-        "one matrix per head and one learning rate for both sides, which is all that "
-        f"is tuned. {SEEDS} seeds.",
+        "is a Muon that is tuned in full. The last arm has one matrix per head, beta "
+        "0.95 and one learning rate for both sides, which is all that is tuned: the "
+        f"experiment on defaults goes on from it. {SEEDS} seeds.",
         tables=[share_table(found), part_table(found), rate_table(found)],
         parts=parts_of_claim(found),
         figure="recipes.png",
