@@ -109,6 +109,11 @@ def _axes(
         for i, vote in enumerate(votes)
         if shape[i] > 1 and (vote["input"] or vote["output"])
     }
+    # Applied both ways as often, as the weight of a tied autoencoder is: the first use
+    # tells which side is the input.
+    if "input" not in roles.values() and any(vote["input"] for vote in votes):
+        sides = ("input", "output")
+        roles = {i: x for i, x in uses[0].roles if x in sides and shape[i] > 1}
     ranks = [i for i, vote in enumerate(votes) if vote["rank"] and i not in roles]
     if ranks and not roles:
         for i, vote in enumerate(votes):

@@ -82,6 +82,17 @@ def test_hidden_states_are_no_output_of_a_head(is_loss):
     assert said(hidden, shapes(a=(D, D), b=(D, D)), X) == {"a": (0, 1), "b": (0, 1)}
 
 
+def test_a_weight_that_is_applied_both_ways_has_the_inputs_of_its_first_use():
+    def there_and_back(p, x):
+        return jax.nn.relu(jax.nn.relu(x @ p["w"]) @ p["w"].T)
+
+    params = shapes(w=(D, 6), o=(D, 4))
+    found = said(lambda p, x: jnp.sum(there_and_back(p, x) @ p["o"]), params, X)
+    assert found == {"w": (0, 1), "o": "head"}
+    # An autoencoder's weight writes the output, too.
+    assert said(there_and_back, shapes(w=(D, 6)), X) == {"w": "head"}
+
+
 def test_a_tied_embedding_is_looked_up_and_writes():
     def loss(p, tokens):
         x = jax.nn.one_hot(tokens, V) @ p["embed"]
