@@ -54,13 +54,13 @@ def describe(
         >>> attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
         >>> params = {"attn": attn, "norm": {"scale": jnp.ones(16)}}
         >>> print(mc.describe(params, stacks=True))
-        path               shape       matrices     optimizer  why        attention
-        attn/key/kernel    (16, 2, 8)  1 x 16 x 16  muon       attention  key, 2 heads
-        attn/query/kernel  (16, 2, 8)  1 x 16 x 16  muon       attention  query, 2 heads
-        norm/scale         (16,)       -            adamw      vector     -
+        path               shape       matrices    optimizer  why        attention
+        attn/key/kernel    (16, 2, 8)  2 x 16 x 8  muon       attention  key, 2 heads
+        attn/query/kernel  (16, 2, 8)  2 x 16 x 8  muon       attention  query, 2 heads
+        norm/scale         (16,)       -           adamw      vector     -
         <BLANKLINE>
         orthogonalized together:
-        2 x 16 x 16 float32 from 2 leaves
+        4 x 8 x 16 float32 from 2 leaves
     """
     if params is None:
         raise ValueError("describe needs the params, got None")
