@@ -87,7 +87,7 @@ def test_muon_takes_what_was_read():
     }
     grads = jax.grad(loss)(PARAMS, TOKENS)
     given = mc.muon(1e-2, dimension_numbers=numbers)
-    by_model = mc.muon(1e-2, model=reading())
+    by_model = mc.muon(1e-2, model=reading(), per_head=False)
     expected, _ = given.update(grads, given.init(PARAMS), PARAMS)
     found, _ = by_model.update(grads, by_model.init(PARAMS), PARAMS)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
