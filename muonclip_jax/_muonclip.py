@@ -56,14 +56,41 @@ def muonclip(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
 
-    **Arguments:**
+    **Arguments:** in four groups. The model and where it is:
 
-    - `threshold`, `alpha`, `attention`: as for [`qk_clip`][].
-    - `model`: as for [`muon`][] and for [`qk_clip`][].
-    - `shardings`, `axis_name`: as for [`muon`][] and for [`qk_clip`][].
-    - `per_head`: as for [`scale_by_muon`][], of the layers that `attention` describes,
-        if it does.
-    - all others: as for [`muon`][].
+    - `model`: what [`read_model`][] returns. Without it names and shapes tell.
+    - `dimension_numbers`: axes of matrices, or patterns of paths to them, to `None`
+        (AdamW) or to `"auto"`; they override the model.
+    - `per_head`: whether every head is a matrix of its own: by default where heads are
+        known, by `model`, by `attention` or by the names of stock layers.
+    - `attention`: the layers that are clipped, where `model` does not tell.
+    - `shardings`, `axis_name`: how a mesh shards the params, and the mapped axes that
+        divide the batch; see the manual's pages on devices.
+
+    The clip, as [`qk_clip`][] has it:
+
+    - `threshold`: the largest logit that is left alone, or a schedule of it.
+    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
+
+    The rates, for both sides unless one is given for AdamW's, as [`muon`][] has them:
+
+    - `learning_rate`: a float or a schedule. Set twice the learning rate of your tuned
+        AdamW, but at most 0.03.
+    - `weight_decay`, `weight_decay_mask`, `cautious_weight_decay`: decoupled decay, the
+        leaves that have it, and whether only where the step makes a weight smaller.
+    - `adam_learning_rate`, `adam_weight_decay`: Muon's if `None`.
+    - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`.
+
+    The update of a matrix, as [`scale_by_muon`][] has it:
+
+    - `beta`, `nesterov`, `mu_dtype`: decay of the momentum, a number or a schedule (by
+        default it rises from 0.85 to 0.95 over 300 steps), whether to look one step
+        ahead, and the dtype in which momentum is kept.
+    - `ns_coeffs`, `ns_steps`, `preconditioning`: the polynomials of Newton-Schulz, how
+        many, and what is evened out before.
+    - `ns_method`, `ns_dtype`, `ns_kernel`: how they are computed.
+    - `consistent_rms`: the root mean square of the update, `"mup"` or `None`.
+    - `neuron_b2`: decay of NorMuon's mean squares; `None` leaves them out.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose update is
     `tx.update(grads, state, params, attention_stats=stats)`.
