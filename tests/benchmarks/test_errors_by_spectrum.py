@@ -1,5 +1,6 @@
 """Errors of Newton-Schulz as the benchmark has them, and the matrices it takes."""
 
+import functools
 import sys
 
 import jax
@@ -72,6 +73,10 @@ def momentum_of_example(monkeypatch, file, *options, steps=2):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", "--layers=1", *options])
     args, corpus = train_lm.parse_args(), train_lm.Corpus(file)
     model = train_lm.make_model(args)
+    # The benchmark's momentum has one beta, whatever the default is.
+    monkeypatch.setattr(
+        train_lm.mc, "muon", functools.partial(mc.muon, beta=0.95, per_head=False)
+    )
     tx = train_lm.make_optimizer("muon", args)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     for step in range(steps):

@@ -109,7 +109,7 @@ def test_describe_sends_the_six_matrices_of_a_block_to_muon(executed):
     rows = [line.split() for line in printed(executed).splitlines() if "kernel" in line]
     matrices = {row[0] for row in rows if "muon" in row}
     attention = {f"attention/{name}" for name in ("query", "key", "value", "out")}
-    assert matrices == {f"blocks/0-1/{m}/kernel" for m in attention | {"up", "down"}}
+    assert matrices == {f"blocks/0/{m}/kernel" for m in attention | {"up", "down"}}
 
 
 def test_committed_outputs_are_of_one_run_from_top_to_bottom(committed):
