@@ -1,5 +1,6 @@
 """A tree of leaves as a trace reads it, once: paths, matrices, shardings."""
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -57,6 +58,19 @@ class Leaves(NamedTuple):
                 )
 
 
+def read_leaves(
+    tree: Any,
+    *,
+    dimension_numbers: DimensionNumbers | None,
+    per_head: bool | None,
+    shardings: Shardings | None,
+    axis_name: Hashable | None = None,
+) -> Leaves:
+    layout = read_layout(tree, shardings, axis_name)
+    verdicts = resolve_verdicts(dimension_numbers, layout.whole, per_head=per_head)
+    return Leaves(layout, views_of(verdicts, layout.whole))
+
+
 def for_leaves(
     name: str,
     build: Callable[[Leaves], optax.GradientTransformationExtraArgs],
@@ -65,7 +79,7 @@ def for_leaves(
     dimension_numbers: DimensionNumbers | None,
     per_head: bool | None,
     shardings: Shardings | None,
-    axis_name: Hashable | None = None,
+    axis_name: Hashable | None,
 ) -> OverReplicas:
     """The transformation `name`, which `build` makes for the leaves that it is given.
 
@@ -75,12 +89,13 @@ def for_leaves(
     a state that was restored does without `init`. The state is a `state_type`.
     """
     axes(axis_name)  # raises at construction for what is none
-
-    def read(tree: Any) -> Leaves:
-        layout = read_layout(tree, shardings, axis_name)
-        whole = layout.whole
-        verdicts = resolve_verdicts(dimension_numbers, whole, per_head=per_head)
-        return Leaves(layout, views_of(verdicts, whole))
+    read = functools.partial(
+        read_leaves,
+        dimension_numbers=dimension_numbers,
+        per_head=per_head,
+        shardings=shardings,
+        axis_name=axis_name,
+    )
 
     def init_fn(params: optax.Params) -> optax.OptState:
         leaves = read(params)

@@ -20,7 +20,7 @@ from .._options import NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
-from .leaves import check_matrices_only, for_leaves, Leaves
+from .leaves import check_matrices_only, Leaves, read_leaves
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -93,18 +93,22 @@ def normalize_neurons(
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
+    axes = heads_apart(per_head, model, dimension_numbers)
 
-    def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+    # Not by `for_leaves`, which keeps gradients from changing how state is sharded that
+    # they are added to: updates are scaled where they are, and stay sharded as they are.
+    def of(tree: Any) -> optax.GradientTransformationExtraArgs:
+        leaves = read_leaves(tree, **axes, shardings=shardings)
         check_matrices_only(leaves, "normalize_neurons")
         return neuron_normalization(leaves, b2, eps)
 
-    return for_leaves(
-        "normalize_neurons",
-        build,
-        NormalizeNeuronsState,
-        **heads_apart(per_head, model, dimension_numbers),
-        shardings=shardings,
-    )
+    def init_fn(params: optax.Params) -> optax.OptState:
+        return of(params).init(params)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        return of(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def neuron_normalization(

@@ -245,7 +245,7 @@ def test_losses_as_by_hand(name, clips):
         if clips:
             options |= {"attention": reading.attention, "threshold": 0.5}
         make = mc.muonclip if clips else mc.muon
-        tx = make(1e-2, adam_learning_rate=3e-3, **options)
+        tx = make(1e-2, adam_learning_rate=3e-3, per_head=False, **options)
         return optax.with_extra_args_support(tx)
 
     found = losses(model, make(model=reading))
