@@ -95,8 +95,8 @@ def normalize_neurons(
     number("eps", eps, NOT_NEGATIVE)
     axes = heads_apart(per_head, model, dimension_numbers)
 
-    # Not by `for_leaves`, which keeps gradients from changing how state is sharded that
-    # they are added to: updates are scaled where they are, and stay sharded as they are.
+    # Not by `for_leaves`, which keeps gradients from changing the sharding of state
+    # that they are added to: updates are scaled where they are, and stay sharded so.
     def of(tree: Any) -> optax.GradientTransformationExtraArgs:
         leaves = read_leaves(tree, **axes, shardings=shardings)
         check_matrices_only(leaves, "normalize_neurons")
