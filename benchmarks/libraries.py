@@ -20,7 +20,6 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +108,8 @@ def measure(name: str, start: Start, results: Results, steps: int) -> None:
         of = f"{name}, rate {rate:g}, seed {seed}, {steps} steps"
         return results.once(of, lambda: train(start, rate, seed, steps))
 
-    def beside(rate: float) -> Iterator[float]:
-        yield from neighbours(RATES, rate)
-
-    best = walk(START, beside, lambda rates: [run(r, 0)["tune"] for r in rates])
+    near = functools.partial(neighbours, RATES)
+    best = walk(START, near, lambda rates: [run(r, 0)["tune"] for r in rates])
     of_seeds = [run(best, seed) for seed in SEEDS]
     timed = results.once(f"{name}, time", lambda: time_update(start))
     package = getattr(start, "package", name)

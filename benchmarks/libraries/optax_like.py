@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from . import Arrays
+from . import Arrays, Leaf
 
 
 class OfOptax:
@@ -35,6 +35,25 @@ class OfOptax:
         return sum(x.nbytes for x in jax.tree.leaves(self._state))
 
 
-def axes_of(leaves: Mapping[str, Any], axes: Any) -> dict[str, Any]:
-    """Dimension numbers: `axes` for matrices, `None` for the rest."""
-    return {path: axes if leaf.is_matrix else None for path, leaf in leaves.items()}
+class OfOptaxMuon(OfOptax):
+    """The `muon` of a module that has `optax.contrib`'s, with the same arguments."""
+
+    def __init__(
+        self, params: Arrays, leaves: Mapping[str, Leaf], decay: float, module: Any
+    ):
+        matrix = module.MuonDimensionNumbers(0, 1)
+        numbers = {
+            path: matrix if leaf.is_matrix else None for path, leaf in leaves.items()
+        }
+
+        def make(rate: Any) -> optax.GradientTransformation:
+            return module.muon(
+                rate,
+                weight_decay=decay,
+                adam_weight_decay=decay,
+                adam_b2=0.95,
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=numbers,
+            )
+
+        super().__init__(params, make)

@@ -1,25 +1,12 @@
 """optax.contrib.muon"""
 
-import optax
-from optax.contrib import muon, MuonDimensionNumbers
+import optax.contrib
 
-from .optax_like import axes_of, OfOptax
+from .optax_like import OfOptaxMuon
 
 
-class Optimizer(OfOptax):
+class Optimizer(OfOptaxMuon):
     package = "optax"
 
     def __init__(self, params, leaves, decay):
-        numbers = axes_of(leaves, MuonDimensionNumbers(0, 1))
-
-        def make(rate) -> optax.GradientTransformation:
-            return muon(
-                rate,
-                weight_decay=decay,
-                adam_weight_decay=decay,
-                adam_b2=0.95,
-                consistent_rms=0.2,
-                muon_weight_dimension_numbers=numbers,
-            )
-
-        super().__init__(params, make)
+        super().__init__(params, leaves, decay, optax.contrib)
