@@ -44,6 +44,7 @@ EXPERIMENTS = (
     "recipe_at_scale",
     "defaults",
     "rate_rule",
+    "stress",
     "overhead",
     "adam_clip",
     "other_seeds",

@@ -87,7 +87,18 @@ class World:
         noise = 0.05 * np.random.default_rng(run.seed).standard_normal()
         spikes = 9.0 * (steps % 100 == 99) * (not self.good and run.clips)
         level = 6 + 0.05 * off_rate + noise + self.cost(run)
-        return level - 0.3 * np.log(tokens) + spikes
+        return level - 0.3 * np.log(tokens) + spikes + self.stress(run, steps)
+
+    def stress(self, run, steps):
+        """Single steps that no other run shares, fewer the more is done about them."""
+        if run.probe != "losses":
+            return 0.0
+        more = run.clips or dict(run.muon).get("ns_steps", 0)
+        count = 2 * (1 + (run.optimizer == "muon") + bool(more))
+        step = sum(map(ord, run.key)) % 7 + 20 * np.arange(
+            8 - count if self.good else count
+        )
+        return 1.0 * np.isin(steps, 300 + step)
 
     def cost(self, run):
         """Of a choice, or of clipping."""
