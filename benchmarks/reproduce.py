@@ -81,7 +81,7 @@ def seed(value: str) -> int:
 
 def main() -> None:
     args = parse_args()
-    folder, report = places(args)
+    folder, report, details = places(args)
     corpora = [str(args.data)] if args.data else list(CORPORA)
     plan = Plan(corpora[:1] if args.quick else corpora, folder, args.quick, args.seed)
     # Other seeds are for what is reported: the rates stay those that were tuned.
@@ -97,7 +97,7 @@ def main() -> None:
         finally:
             lab.close()
             lab.trains = False
-            write_report(report, EXPERIMENTS, lab, plan)
+            write_report(report, details, EXPERIMENTS, lab, plan)
     print(f"report: {report}")
 
 
@@ -112,15 +112,13 @@ def compiled_once() -> Iterator[None]:
         yield
 
 
-def places(args: argparse.Namespace) -> tuple[Path, Path]:
-    """The folder of results and figures, and the report: those that are committed only
-    for the experiments as they stand."""
-    if args.out:
-        return args.out, args.out / "report.md"
-    if args.quick or args.data or args.seed != 1:
-        folder = Path("runs/reproduce")
-        return folder, folder / "report.md"
-    return HERE / "results", HERE / "report.md"
+def places(args: argparse.Namespace) -> tuple[Path, Path, Path]:
+    """The folder of results and figures, the report, and all experiments: those that
+    are committed only for the experiments as they stand."""
+    if not (args.out or args.quick or args.data or args.seed != 1):
+        return HERE / "results", HERE / "report.md", HERE / "evidence/experiments.md"
+    folder = args.out or Path("runs/reproduce")
+    return folder, folder / "report.md", folder / "experiments.md"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from evidence.page import anchor, QUESTIONS
 from evidence.plan import Plan
 from evidence.report import write_report
 from evidence.run import Run
@@ -162,20 +163,40 @@ def test_verdict_is_that_of_the_world(name, good, tmp_path):
 def test_quick_plans_are_rendered_too(tmp_path):
     write_report(
         tmp_path / "new" / "report.md",
+        tmp_path / "new" / "experiments.md",
         EXPERIMENTS,
         World(True),
         Plan(["code"], tmp_path / "new", quick=True),
     )
-    report = (tmp_path / "new" / "report.md").read_text()
+    report = (tmp_path / "new" / "experiments.md").read_text()
     assert "failed" not in report and "not finished" not in report
     assert report.count("**Verdict: ") == len(EXPERIMENTS)
+
+
+@pytest.mark.more
+def test_the_page_answers_every_question_in_five_minutes(tmp_path):
+    """Of a world in which every claim holds, and read at 230 words a minute."""
+    file, details = tmp_path / "report.md", tmp_path / "all" / "experiments.md"
+    plan = Plan(["code", "prose"], tmp_path / "results")
+    write_report(file, details, EXPERIMENTS, World(True), plan)
+    page, headings = file.read_text(), details.read_text()
+    assert page.count("**What this does not show.**") == len(QUESTIONS) == 5
+    assert len(page.split()) < 5 * 230
+    assert not re.search(r"\bnan\b|not finished", page, re.IGNORECASE)
+    for figure in re.findall(r"!\[[^]]+\]\((results/[^)]+)\)", page):
+        assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
+    names = {anchor(line[3:]) for line in headings.splitlines() if line[:3] == "## "}
+    links = re.findall(r"\(all/experiments\.md#([^)]+)\)", page)
+    assert links and set(links) <= names
 
 
 def test_an_experiment_that_fails_does_not_take_the_others_along(tmp_path):
     world = World(True)
     world.once = lambda name, measure: {}
     names = ["overhead", "no_harm"]
-    write_report(tmp_path / "report.md", names, world, Plan(["code"], tmp_path))
-    report = (tmp_path / "report.md").read_text()
+    details = tmp_path / "experiments.md"
+    plan = Plan(["code"], tmp_path)
+    write_report(tmp_path / "report.md", details, names, world, plan)
+    report = details.read_text()
     assert "| overhead | failed: KeyError('width') |" in report
     assert "## No harm" in report

@@ -93,13 +93,7 @@ Key = tuple[str, str]  # corpus, size
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    found: dict[Key, Measured] = {}
-    before: dict[str, dict[str, Run]] = {}  # the settings found in the smaller model
-    for size, model in MODELS.items():
-        for corpus in plan.all_corpora:
-            best = walk(lab, plan, corpus, model, before.get(corpus, {}))
-            found[corpus, size] = measure(lab, plan, model, best)
-            before[corpus] = best
+    found = measured(lab, plan)
     draw(plan, found)
     check = " and ".join(CHECK)
     return Section(
@@ -121,6 +115,17 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "% of what the tuned rate gains over AdamW. Heads have more comparisons in "
         "the experiment on recipes.",
     )
+
+
+def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
+    found: dict[Key, Measured] = {}
+    before: dict[str, dict[str, Run]] = {}  # the settings found in the smaller model
+    for size, model in MODELS.items():
+        for corpus in plan.all_corpora:
+            best = walk(lab, plan, corpus, model, before.get(corpus, {}))
+            found[corpus, size] = measure(lab, plan, model, best)
+            before[corpus] = best
+    return found
 
 
 def walk(

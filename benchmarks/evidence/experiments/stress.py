@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from pictures import panels
 from tables import Table
 
@@ -25,7 +26,7 @@ SHAPE: dict[str, Any] = dict(
     layers=2, width=32, heads=2, steps=STEPS, schedule="constant", weight_decay=0.1
 )
 MUON: dict[str, Any] = dict(matrices="per_head", beta=0.95, beta_from=0.85)
-ARMS: Mapping[str, Mapping[str, Any]] = {
+ARMS: dict[str, dict[str, Any]] = {
     "AdamW": dict(optimizer="adamw", beta=0.9),
     "Muon": MUON,
     "MuonClip": MUON | dict(threshold=THRESHOLD),
@@ -34,10 +35,11 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "Muon, 10 steps": MUON
     | dict(muon=(("ns_coeffs", "deepseek_v4"), ("ns_steps", 10))),
 }
+CLIP = "the clip: fewer spikes than without"
 # Who is to have fewer spikes than whom, at which multiples of the best rate.
 CLAIMS = {
     "Muon: fewer spikes than AdamW": ("Muon", "AdamW", (2, 4)),
-    "the clip: fewer spikes than without": ("MuonClip", "Muon", FACTORS),
+    CLIP: ("MuonClip", "Muon", FACTORS),
     "8 steps of Newton-Schulz: fewer spikes than 5": ("Muon, 8 steps", "Muon", FACTORS),
     "10 steps: fewer spikes than 5": ("Muon, 10 steps", "Muon", FACTORS),
 }
@@ -56,9 +58,8 @@ Found = Mapping[tuple[str, int], Arm]  # by name and multiple
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    corpus = plan.corpora[0]
-    best = {name: best_rate(lab, plan, corpus, name) for name in ("AdamW", "Muon")}
-    found = measure(lab, plan, runs(plan, corpus, best))
+    corpus, best = plan.corpora[0], best_rates(lab, plan)
+    found = measured(lab, plan)
     draw(plan, found)
     rates = " and ".join(f"{rate:g} for {name}" for name, rate in best.items())
     return Section(
@@ -85,6 +86,15 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     )
 
 
+def best_rates(lab: Lab, plan: Plan) -> dict[str, float]:
+    corpus = plan.corpora[0]
+    return {name: best_rate(lab, plan, corpus, name) for name in ("AdamW", "Muon")}
+
+
+def measured(lab: Lab, plan: Plan) -> Found:
+    return measure(lab, runs(plan, plan.corpora[0], best_rates(lab, plan)))
+
+
 def best_rate(lab: Lab, plan: Plan, corpus: str, name: str) -> float:
     """The best constant rate; Muon's is that of both its sides."""
     start = plan.run(corpus, **SHAPE | dict(learning_rate=8e-3) | ARMS[name])
@@ -99,13 +109,13 @@ def runs(plan: Plan, corpus: str, best: Mapping[str, float]) -> dict[Any, list[R
         for factor in FACTORS:
             rate = factor * best.get(name, best["Muon"])
             settings = dict(learning_rate=rate, adam_learning_rate=rate)
-            run = plan.run(corpus, **SHAPE | dict(changes) | settings)
+            run = plan.run(corpus, **SHAPE | changes | settings)
             run = run.but(probe="losses", evaluations=5)
             found[name, factor] = list(plan.over_seeds(run, SEEDS))
     return found
 
 
-def measure(lab: Lab, plan: Plan, runs: dict[Any, list[Run]]) -> Found:
+def measure(lab: Lab, runs: dict[Any, list[Run]]) -> Found:
     results = lab.gather(runs)
     of_seeds = zip(*results.values(), strict=True)
     counts = np.array([stress_spikes([r["losses"] for r in rs]) for rs in of_seeds])
@@ -161,14 +171,19 @@ def claim_table(found: Found) -> Table:
 def draw(plan: Plan, found: Found) -> None:
     titles = [f"spikes in {COUNTED:,} steps", "training loss at 4 times the best rate"]
     with panels(plan.figures / "stress.png", titles) as (counts, curves):
-        for i, (name, color) in enumerate(zip(ARMS, CYCLE, strict=False)):
-            of = [interval(found[name, factor].spikes) for factor in FACTORS]
-            # Side by side, so that intervals do not cover each other.
-            x = [j + 0.12 * (i - len(ARMS) // 2) for j in range(len(FACTORS))]
-            means, halves = [one.mean for one in of], [one.half for one in of]
-            counts.errorbar(x, means, yerr=halves, fmt="o", color=color, label=name)
+        draw_counts(counts, found)
+        for name, color in zip(ARMS, CYCLE, strict=False):
             curve = found[name, FACTORS[-1]].curves[0]
             curves.plot(curve, color=color, linewidth=0.7)
-        counts.set_xticks(range(len(FACTORS)), [f"{f} x" for f in FACTORS])
-        counts.set(xlabel="constant rate over the best")
         curves.set(xlabel="step of the first seed", ylabel="nats per byte")
+
+
+def draw_counts(axes: Axes, found: Found) -> None:
+    for i, (name, color) in enumerate(zip(ARMS, CYCLE, strict=False)):
+        of = [interval(found[name, factor].spikes) for factor in FACTORS]
+        # Side by side, so that intervals do not cover each other.
+        x = [j + 0.12 * (i - len(ARMS) // 2) for j in range(len(FACTORS))]
+        means, halves = [one.mean for one in of], [one.half for one in of]
+        axes.errorbar(x, means, yerr=halves, fmt="o", color=color, label=name)
+    axes.set_xticks(range(len(FACTORS)), [f"{factor} x" for factor in FACTORS])
+    axes.set(xlabel="constant rate over the best")
