@@ -27,6 +27,7 @@ from evidence.texts import CORPORA
 
 
 HERE = Path(__file__).parent
+LABORATORY = HERE / "evidence"
 EXPERIMENTS = (
     "token_efficiency",
     "token_conditions",
@@ -85,7 +86,7 @@ def main() -> None:
     corpora = [str(args.data)] if args.data else list(CORPORA)
     plan = Plan(corpora[:1] if args.quick else corpora, folder, args.quick, args.seed)
     # Other seeds are for what is reported: the rates stay those that were tuned.
-    known = HERE / "results" / "tuning.jsonl" if args.seed != 1 else None
+    known = LABORATORY / "results" / "tuning.jsonl" if args.seed != 1 else None
     lab = Lab(folder, known=known, environment=environment())
     with compiled_once():
         try:
@@ -116,7 +117,8 @@ def places(args: argparse.Namespace) -> tuple[Path, Path, Path]:
     """The folder of results and figures, the report, and all experiments: those that
     are committed only for the experiments as they stand."""
     if not (args.out or args.quick or args.data or args.seed != 1):
-        return HERE / "results", HERE / "report.md", HERE / "evidence/experiments.md"
+        details = LABORATORY / "experiments.md"
+        return LABORATORY / "results", HERE / "report.md", details
     folder = args.out or Path("runs/reproduce")
     return folder, folder / "report.md", folder / "experiments.md"
 

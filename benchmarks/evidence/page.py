@@ -186,7 +186,7 @@ def rate(lab: Lab, plan: Plan) -> Answer:
         one.plot(shared, means, "o-", color=CYCLE[0], label="mean")
         one.set_xscale("log", base=2)
         one.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
-        one.set_ylim(bottom=0, top=0.3)
+        one.set_ylim(bottom=0)
     rates = [(case, rate_rule.rule(case.adamw)) for case in cases]
     known = [cost for c, r in rates if math.isfinite(cost := c.cost(r))]
     kept = sum(case.kept(rate) >= rate_rule.KEPT for case, rate in rates)
