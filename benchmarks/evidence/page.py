@@ -129,7 +129,11 @@ def tokens(lab: Lab, plan: Plan) -> Answer:
             of_size = {c: m for (c, s), m in found.items() if s == size}
             for i, (goal, color) in enumerate(goals.items()):
                 # A share that some seed does not reach has no interval to draw.
-                means = {c: m.outcomes[goal].share for c, m in of_size.items()}
+                means = {
+                    corpus: measured.outcomes[goal].share
+                    for corpus, measured in of_size.items()
+                    if goal in measured.outcomes
+                }
                 name = "AdamW with b1 = 0.9" if goal == ADAMW else goal
                 rows(one, {}, means, color=color, label=f"over {name}", shift=-0.2 * i)
             one.axvline(1, color="black", linewidth=0.8)
@@ -138,9 +142,9 @@ def tokens(lab: Lab, plan: Plan) -> Answer:
     shares = {
         goal: _listed(
             {
-                c: m.outcomes[goal].show_share()
-                for (c, s), m in found.items()
-                if s == largest
+                corpus: measured.outcomes[goal].show_share()
+                for (corpus, size), measured in found.items()
+                if size == largest and goal in measured.outcomes
             }
         )
         for goal in goals
@@ -245,7 +249,7 @@ def stability(lab: Lab, plan: Plan) -> Answer:
         "page_stability.png",
         "Spikes by optimizer and rate; logits with the clip and without",
         "Whether 15.5 trillion tokens pass without a spike, as Kimi K2 reports: spikes "
-        "that come from logits of thousands over weeks do not occur in 1,500 steps of "
+        "that come from logits of thousands over weeks do not occur in 1,000 steps of "
         "a model of width 32, so nothing here supports or refutes that sentence.",
         ("stress", "explosion"),
     )
