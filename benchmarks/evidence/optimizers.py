@@ -126,7 +126,7 @@ def _for_width(rates: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 
 def clip(run: Run, params: Any, stats: Any, at: Hyperparameters) -> Any:
-    """QK-Clip behind the step, if the run clips."""
+    """QK-Clip after the step, if the run clips."""
     if not run.clips:
         return params
     if run.sharing == "balanced":

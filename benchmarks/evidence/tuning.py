@@ -51,7 +51,7 @@ def tuned(
     """
     seeds = [run.seed] if seeds is None else seeds
 
-    def beside(run: Run) -> Iterator[Run]:
+    def near(run: Run) -> Iterator[Run]:
         for axis in axes:
             for value in neighbours(grid[axis], getattr(run, axis)):
                 one = dict(adam_learning_rate=value) if one_rate else {}
@@ -62,4 +62,4 @@ def tuned(
         found = losses(lab.results(repeated, kept_in="tuning"), part="tune")
         return np.reshape(found, (len(runs), len(seeds))).mean(axis=1).tolist()
 
-    return walk(run, beside, measured)
+    return walk(run, near, measured)
