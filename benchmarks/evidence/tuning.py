@@ -15,7 +15,11 @@ RATES = tuple(1e-3 * 2**i for i in range(-3, 10))
 DECAYS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
 BETAS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 GRID = dict(
-    learning_rate=RATES, weight_decay=DECAYS, adam_learning_rate=RATES, beta=BETAS
+    learning_rate=RATES,
+    weight_decay=DECAYS,
+    adam_learning_rate=RATES,
+    beta=BETAS,
+    b2=(0.9, 0.95, 0.98, 0.99, 0.995, 0.999),
 )
 AXES = ("learning_rate", "weight_decay")
 
