@@ -149,7 +149,7 @@ def tokens(lab: Lab, plan: Plan) -> Answer:
         )
         for goal in goals
     }
-    smallest = list(defaults.MODELS)[0]
+    smallest = next(iter(defaults.MODELS))
     both = defaults.ADAMW_BOTH
     b2 = _listed(
         {
