@@ -44,6 +44,7 @@ EXPERIMENTS = (
     "warm_up",
     "recipe_at_scale",
     "defaults",
+    "candidates",
     "rate_rule",
     "stress",
     "overhead",
