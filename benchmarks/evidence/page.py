@@ -11,6 +11,7 @@ import numpy as np
 from pictures import panels
 
 from .experiments import (
+    candidates,
     choices,
     defaults,
     explosion,
@@ -292,7 +293,7 @@ def extras(lab: Lab, plan: Plan) -> Answer:
         "What each addition does to the loss, by text",
         "How additions add up beyond those that were tried together; what they do in "
         "larger models, where others have measured NorMuon and nobody evenness.",
-        ("defaults", "recipes"),
+        ("defaults", "candidates", "recipes"),
     )
 
 
@@ -305,6 +306,10 @@ def _extras(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
             difference = defaults.gained(of, part) if size == smallest else None
             if difference is not None:
                 found[corpus, part] = difference
+    for corpus, of in candidates.measured(lab, plan).items():
+        for arm in candidates.ALONE:
+            if arm in candidates.BASES:
+                found[corpus, arm] = of.gained(arm)
     larger = list(recipes.SIZES)[-1]
     for (corpus, size), of in recipes.measured(lab, plan).items():
         for part in ("neurons normalized", "cautious decay"):

@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    found = {corpus: measure(lab, plan, corpus) for corpus in plan.all_corpora}
+    found = measured(lab, plan)
     draw(plan, found)
     return Section(
         title="Candidates",
@@ -85,6 +85,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "for where the authors begin is not known here. The hyperball holds every "
         "matrix, of a head too, at the norm that it was drawn with.",
     )
+
+
+def measured(lab: Lab, plan: Plan) -> dict[str, Measured]:
+    return {corpus: measure(lab, plan, corpus) for corpus in plan.all_corpora}
 
 
 def measure(lab: Lab, plan: Plan, corpus: str) -> Measured:
