@@ -153,8 +153,9 @@ def draw(plan: Plan, found: dict[str, Measured]) -> None:
         for one, measured in zip(axes, found.values(), strict=False):
             for arm, color in zip(ALONE, CYCLE, strict=False):
                 curves = [result["curve"] for result in measured.results[arm]]
-                steps, _, loss = np.mean(curves, axis=0).T
+                # The first looks are so high that they would hide the last.
+                steps, _, loss = np.mean(curves, axis=0)[2:].T
                 one.plot(steps, loss, color=color, label=arm, linewidth=1.2)
-            one.set(xlabel="step", ylabel="nats per byte", yscale="log")
+            one.set(xlabel="step", ylabel="nats per byte")
         for one, measured in zip(axes[len(found) :], found.values(), strict=True):
             losses_over(one, {arm: measured.gained(arm) for arm in BASES})
