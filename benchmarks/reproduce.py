@@ -43,6 +43,7 @@ EXPERIMENTS = (
     "warm_up",
     "recipe_at_scale",
     "defaults",
+    "candidates",
     "rate_rule",
     "overhead",
     "adam_clip",

@@ -11,6 +11,7 @@ from optax.contrib import MuonDimensionNumbers
 import muonclip_jax as mc
 
 from .balanced_clip import balanced_clip
+from .candidates import CANDIDATES, decay_share
 from .run import Run
 
 
@@ -36,7 +37,7 @@ def hyperparameters(run: Run) -> list[Hyperparameters]:
         Hyperparameters(
             np.float32(run.learning_rate * factor),
             np.float32(run.adam_learning_rate * factor),
-            np.float32(run.weight_decay),
+            np.float32(run.weight_decay * decay_share(run, factor)),
             np.float32(run.threshold),
             None if head is None else np.float32(head * factor),
             None if decay is None else np.float32(decay),
@@ -90,7 +91,7 @@ def make_optimizer(
     beta = 0.95 if run.beta is None else run.beta
     # Heads are as `matrices` says, not as by default.
     others: dict[str, Any] = {"per_head": False, **dict(run.muon)}
-    muon = mc.muon(
+    muon = CANDIDATES[run.candidate](
         **rates,
         beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],

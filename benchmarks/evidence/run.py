@@ -40,6 +40,7 @@ class Run:
     sharing: str = "head"  # or "layer", or "balanced" for grouped queries
     matrices: str = "default"  # or "per_head", "one_expert_matrix", "adam_experts"
     muon: tuple[tuple[str, Any], ...] = ()  # further arguments of mc.muon
+    candidate: str = ""  # in place of mc.muon, one of `CANDIDATES`
 
     evaluations: int = 1  # over the run, the last at its end
     probe: str = ""  # "steps" keeps every step, "geometry" the spectra

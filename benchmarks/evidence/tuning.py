@@ -41,7 +41,7 @@ def tuned(
     axes: Sequence[str] = AXES,
     *,
     one_rate: bool = False,
-    grid: Mapping[str, Sequence[float]] = GRID,
+    grid: Mapping[str, Sequence[Any]] = GRID,
     seeds: Sequence[int] | None = None,
 ) -> Run:
     """The best of the grid by the loss on the part to tune on, from the run's place.
@@ -54,7 +54,8 @@ def tuned(
     def beside(run: Run) -> Iterator[Run]:
         for axis in axes:
             for value in neighbours(grid[axis], getattr(run, axis)):
-                one = dict(adam_learning_rate=value) if one_rate else {}
+                is_rate = one_rate and axis == "learning_rate"
+                one = dict(adam_learning_rate=value) if is_rate else {}
                 yield run.but(**one | {axis: value})
 
     def measured(runs: list[Run]) -> list[float]:

@@ -109,7 +109,8 @@ class World:
         parts = {"neuron_b2", "cautious_weight_decay"} & told.keys()
         is_even = told.get("preconditioning") == "equilibrated"
         rises = run.beta_from is not None
-        return len(parts) + is_even + rises + (run.matrices == "per_head")
+        others = (rises, run.matrices == "per_head", run.candidate != "")
+        return len(parts) + is_even + sum(others)
 
     def logits(self, run):
         share = np.arange(run.steps) / run.steps
