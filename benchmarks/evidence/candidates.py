@@ -5,7 +5,7 @@ Each has the arguments of `mc.muon`, of which it changes one thing.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def hold_back_first(
         u, v = first_direction(momentum)
         return gain * update - (gain - 1) * (u @ update @ v) * jnp.outer(u, v)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state: Any, params=None, **extra_args):
         updates, state = muon.update(updates, state, params, **extra_args)
         numbers = dimension_numbers(params)
         return each_matrix(one, numbers, updates, state.mu), state
@@ -75,13 +75,13 @@ def sinkhorn(**arguments: Any) -> optax.GradientTransformationExtraArgs:
     def balanced(axis: int) -> optax.GradientTransformation:
         return optax.chain(
             optax.trace(arguments["beta"], nesterov=True),
-            optax.stateless_with_tree_map(lambda u, _: even_rows(u, axis)),
+            optax.stateless_with_tree_map(lambda u, _: even_rows(jnp.asarray(u), axis)),
             optax.add_decayed_weights(decay),
             optax.scale_by_learning_rate(learning_rate),
         )
 
     # Words are along the first axis of an embedding, and along the last of a head.
-    steps = {
+    steps: dict[Hashable, optax.GradientTransformation] = {
         "rest": mc.muon(**arguments),
         "embedding": balanced(0),
         "head": balanced(-1),
