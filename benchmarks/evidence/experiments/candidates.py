@@ -30,10 +30,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "squared decay": dict(candidate="squared decay"),
     HYPERBALL: dict(candidate="hyperball"),
 }
-# A fixed norm changes what a schedule does, so that it needs the default under each.
+# A fixed norm changes what a schedule does, so that it needs the default without one.
 ARMS = ALONE | {
-    f"{arm}, {schedule}": ALONE[arm] | dict(schedule=schedule)
-    for schedule in ("constant", "linear")
+    f"{arm}, constant rate": ALONE[arm] | dict(schedule="constant")
     for arm in (DEFAULT, HYPERBALL)
 }
 # Each candidate, and the default under its schedule.
@@ -71,7 +70,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "(arXiv:2606.16899): matrices of a fixed norm save 20 to 30 % of the tokens; "
         "schedules explain much of that (arXiv:2607.22444).",
         setting="24,576 matrix parameters, 400 steps of 1,024 bytes, cosine schedule "
-        "unless another is named. The default, `mc.muonclip(learning_rate)`, and one "
+        "but for two arms. The default, `mc.muonclip(learning_rate)`, and one "
         "candidate next to it. Of every arm the one learning rate of both sides is "
         f"tuned, and SAMuon-lite's `g` in {', '.join(gain(x) for x in GAINS)}. "
         f"{SEEDS} seeds.",
