@@ -9,7 +9,13 @@ from pathlib import Path
 import jax
 
 
-_NOT_RESULTS = [":/", ":(top,exclude)benchmarks/results", ":!report.md"]
+_NOT_RESULTS = [
+    ":/",
+    ":(top,exclude)benchmarks/results",
+    ":(top,exclude)benchmarks/evidence/results",
+    ":(top,exclude)benchmarks/evidence/experiments.md",
+    ":(top,exclude)benchmarks/report.md",
+]
 
 
 def environment() -> str:

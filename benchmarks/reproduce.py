@@ -27,6 +27,7 @@ from evidence.texts import CORPORA
 
 
 HERE = Path(__file__).parent
+LABORATORY = HERE / "evidence"
 EXPERIMENTS = (
     "token_efficiency",
     "token_conditions",
@@ -44,6 +45,7 @@ EXPERIMENTS = (
     "recipe_at_scale",
     "defaults",
     "rate_rule",
+    "stress",
     "overhead",
     "adam_clip",
     "other_seeds",
@@ -80,11 +82,11 @@ def seed(value: str) -> int:
 
 def main() -> None:
     args = parse_args()
-    folder, report = places(args)
+    folder, report, details = places(args)
     corpora = [str(args.data)] if args.data else list(CORPORA)
     plan = Plan(corpora[:1] if args.quick else corpora, folder, args.quick, args.seed)
     # Other seeds are for what is reported: the rates stay those that were tuned.
-    known = HERE / "results" / "tuning.jsonl" if args.seed != 1 else None
+    known = LABORATORY / "results" / "tuning.jsonl" if args.seed != 1 else None
     lab = Lab(folder, known=known, environment=environment())
     with compiled_once():
         try:
@@ -96,7 +98,7 @@ def main() -> None:
         finally:
             lab.close()
             lab.trains = False
-            write_report(report, EXPERIMENTS, lab, plan)
+            write_report(report, details, EXPERIMENTS, lab, plan)
     print(f"report: {report}")
 
 
@@ -111,15 +113,14 @@ def compiled_once() -> Iterator[None]:
         yield
 
 
-def places(args: argparse.Namespace) -> tuple[Path, Path]:
-    """The folder of results and figures, and the report: those that are committed only
-    for the experiments as they stand."""
-    if args.out:
-        return args.out, args.out / "report.md"
-    if args.quick or args.data or args.seed != 1:
-        folder = Path("runs/reproduce")
-        return folder, folder / "report.md"
-    return HERE / "results", HERE / "report.md"
+def places(args: argparse.Namespace) -> tuple[Path, Path, Path]:
+    """The folder of results and figures, the report, and all experiments: those that
+    are committed only for the experiments as they stand."""
+    if not (args.out or args.quick or args.data or args.seed != 1):
+        details = LABORATORY / "experiments.md"
+        return LABORATORY / "results", HERE / "report.md", details
+    folder = args.out or Path("runs/reproduce")
+    return folder, folder / "report.md", folder / "experiments.md"
 
 
 if __name__ == "__main__":

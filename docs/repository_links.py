@@ -1,6 +1,6 @@
 """Pages and links of the site that are elsewhere in the repository.
 
-The report and the notebook are pages of the site. A picture joins it; a link to any
+The report, all experiments and the notebook are pages of the site. A picture joins it; a link to any
 other file outside of `docs/`, which reads well in a clone, goes to the repository.
 """
 
@@ -21,6 +21,7 @@ PICTURES = (".png", ".gif", ".svg")
 # Pages by the file that they are made from.
 PAGES = {
     "benchmarks/report.md": "report.md",
+    "benchmarks/evidence/experiments.md": "experiments.md",
     "examples/muonclip_tutorial.ipynb": "tutorial.md",
 }
 _SOURCES = {page: source for source, page in PAGES.items()}

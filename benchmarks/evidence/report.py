@@ -1,19 +1,22 @@
-"""Writes the report of all experiments that are finished."""
+"""Writes the report: one page, and all experiments that are finished."""
 
 import importlib
+import posixpath
 from collections.abc import Sequence
 from pathlib import Path
 
 from tables import Table
 
 from .lab import Lab, Unfinished
+from .page import write_page
 from .plan import Plan
 from .section import Section
 from .texts import CHECK, CORPORA, text
 
 
-HEAD = """# What Muon and MuonClip claim, measured
+HEAD = """# Every claim about Muon and MuonClip that was measured
 
+[The report]({page}) answers what a user asks in five minutes; here is all of it.
 Written by `python benchmarks/reproduce.py`; every figure comes from the runs in
 `{results}`, one JSON line each. `±` is the 95 % interval of a mean over seeds, by
 Student's t; differences are paired by seed: the same initial weights and batches.
@@ -32,8 +35,13 @@ def section(name: str, lab: Lab, plan: Plan) -> Section:
     return module.experiment(lab, plan)
 
 
-def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None:
-    """`lab` trains nothing: what is missing is said to be so."""
+def write_report(
+    file: Path, details: Path, names: Sequence[str], lab: Lab, plan: Plan
+) -> None:
+    """Writes the page to `file`, and every experiment to `details`.
+
+    `lab` trains nothing: what is missing is said to be so.
+    """
     sections: dict[str, Section | str] = {}
     for name in names:
         try:
@@ -42,9 +50,15 @@ def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None
             sections[name] = f"not finished: {missing}"
         except Exception as error:  # one that fails must not take the others along
             sections[name] = f"failed: {error!r}"
-    folder = plan.figures.name
+    # From where the details are; results may be in another folder.
+    folder = posixpath.relpath(
+        plan.figures.absolute().as_posix(), details.parent.absolute().as_posix()
+    )
+    page = posixpath.relpath(
+        file.absolute().as_posix(), details.parent.absolute().as_posix()
+    )
     parts = [
-        HEAD.format(results=folder),
+        HEAD.format(results=folder, page=page),
         _texts(plan),
         _summary(sections),
         _origin(lab),
@@ -53,8 +67,9 @@ def write_report(file: Path, names: Sequence[str], lab: Lab, plan: Plan) -> None
         if isinstance(content, Section):
             command = f"`python benchmarks/reproduce.py {name}`"
             parts.append(content.markdown(folder, command))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+    details.parent.mkdir(parents=True, exist_ok=True)
+    details.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+    write_page(file, details, lab, plan, sections)
 
 
 def _summary(sections: dict[str, Section | str]) -> str:

@@ -42,7 +42,7 @@ class Run:
     muon: tuple[tuple[str, Any], ...] = ()  # further arguments of mc.muon
 
     evaluations: int = 1  # over the run, the last at its end
-    probe: str = ""  # "steps" keeps every step, "geometry" the spectra
+    probe: str = ""  # "steps" keeps every step, "losses" less, "geometry" the spectra
 
     def but(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)

@@ -89,6 +89,8 @@ def result_of(run: Run, history: History) -> dict[str, Any]:
         result["losses"] = [rounded(x) for x in jax.device_get(history.losses)]
         result["logits"] = [rounded(x) for x in logits.max(axis=(1, 2))]
         result["last_fired"] = last_fired(logits, run.threshold)
+    if run.probe == "losses":  # a thousandth is a hundredth of what is a spike
+        result["losses"] = [round(float(x), 3) for x in jax.device_get(history.losses)]
     if run.probe == "geometry":
         result["geometry"] = history.geometry
     return result

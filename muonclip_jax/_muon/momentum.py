@@ -69,7 +69,7 @@ Beta = ArrayLike | Callable[[Any], Any]
 
 #: The default, as in modded-nanogpt: a long memory holds back the first steps, whose
 #: gradients turn fast, and pays once they no longer do. What it gains over 0.95:
-#: benchmarks/report.md, "Defaults" and "Momentum by length".
+#: benchmarks/evidence/experiments.md, "Defaults" and "Momentum by length".
 RISING_BETA = optax.linear_schedule(0.85, 0.95, 300)
 
 

@@ -11,7 +11,7 @@ from evidence.optimizers import Hyperparameters
 from evidence.plan import Plan
 from evidence.probe import geometry, svd_entropy
 from evidence.run import Run
-from evidence.spikes import spikes
+from evidence.spikes import spikes, stress_spikes, stress_steps
 from evidence.training import last_fired, scaled
 
 
@@ -23,6 +23,22 @@ def test_spikes_by_the_stated_rule():
     assert spikes(losses) == [120, 300]
     losses[200] = math.nan
     assert spikes(losses) == [120, 200, 300]
+
+
+def test_stress_spikes_are_those_of_a_run_and_not_of_its_batch():
+    generator = np.random.default_rng(0)
+    batch = 0.13 * generator.standard_normal(600)  # more than the bound, for all runs
+    own = 0.01 * generator.standard_normal((5, 600))
+    losses = 3.0 - 0.001 * np.arange(600) + batch + own
+    losses[:, 250] += 2.0  # a hard batch
+    losses[1, 300:303] += 0.5  # three steps, all counted
+    losses[2, [50, 570]] += 0.5  # without a whole window around them
+    assert stress_spikes(losses.tolist()).tolist() == [0, 3, 0, 0, 0]
+    assert stress_steps(600) == 400
+    # A run that stopped, or whose loss is none, spikes in every step from there on.
+    short = [row[: 450 if i == 3 else None] for i, row in enumerate(losses.tolist())]
+    short[4][400:] = [math.nan] * 200
+    assert stress_spikes(short).tolist() == [0, 3, 0, 50, 100]
 
 
 def test_interval_against_the_table_of_student():

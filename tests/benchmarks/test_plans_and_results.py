@@ -17,7 +17,7 @@ from evidence.training import evaluates
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-RESULTS = sorted((BENCHMARKS / "results").glob("*.jsonl"))
+RESULTS = sorted((BENCHMARKS / "evidence" / "results").glob("*.jsonl"))
 
 
 def test_schedules():

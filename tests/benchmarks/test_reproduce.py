@@ -69,7 +69,8 @@ def test_interrupted_experiment_goes_on_where_it_stopped(finished):
 @pytest.mark.more
 def test_report_says_what_came_out_and_what_is_missing(finished):
     out, _, result = finished
-    report = (out / "report.md").read_text()
+    report = (out / "experiments.md").read_text()
+    assert "Not finished: " in (out / "report.md").read_text()
     assert "## AdamClip" in report and "**Verdict: " in report
     assert "| explosion | not finished: " in report
     assert f"({out.name}/adam_clip.png)" in report
@@ -82,7 +83,7 @@ def test_finished_runs_are_not_trained_again(finished):
     out, _, _ = finished
     lab = Lab(out, trains=False)
     section = adam_clip.experiment(lab, Plan(["code"], out, quick=True))
-    assert f"**Verdict: {section.verdict}" in (out / "report.md").read_text()
+    assert f"**Verdict: {section.verdict}" in (out / "experiments.md").read_text()
 
 
 @pytest.mark.parametrize(

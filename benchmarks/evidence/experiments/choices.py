@@ -48,13 +48,7 @@ WORSE = ("query, key and value fused", "experts by AdamW", "without Nesterov")
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    pairs = {
-        (corpus, name): pair(lab, plan, corpus, CHOICES[name])
-        for corpus in plan.corpora
-        for name in plan.some(list(CHOICES))
-    }
-    lab.results(run for both in pairs.values() for side in both for run in side)
-    differences = {key: difference(lab, *both) for key, both in pairs.items()}
+    differences = compared(lab, plan)
     draw(plan, differences)
     return Section(
         title="Choices",
@@ -83,6 +77,17 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "experts by AdamW and momentum without Nesterov are worse beyond the interval. "
         + failed(differences),
     )
+
+
+def compared(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
+    """Each choice's loss over the default's, by corpus and choice."""
+    pairs = {
+        (corpus, name): pair(lab, plan, corpus, CHOICES[name])
+        for corpus in plan.corpora
+        for name in plan.some(list(CHOICES))
+    }
+    lab.results(run for both in pairs.values() for side in both for run in side)
+    return {key: difference(lab, *both) for key, both in pairs.items()}
 
 
 def holds(differences: dict[tuple[str, str], Interval]) -> dict[tuple[str, str], bool]:

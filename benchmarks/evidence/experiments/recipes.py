@@ -31,11 +31,7 @@ SIZES = {
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    found = {
-        (corpus, size): measure_best(lab, plan, SIZES[size], best)
-        for corpus in plan.corpora
-        for size, best in walks(lab, plan, corpus).items()
-    }
+    found = measured(lab, plan)
     draw(plan.figures / "recipes.png", len(plan.corpora), found)
     return Section(
         title="Recipes",
@@ -59,6 +55,14 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "every part lowers the loss beyond its interval, and if in the larger model "
         f"{bounds()}",
     )
+
+
+def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
+    return {
+        (corpus, size): measure_best(lab, plan, SIZES[size], best)
+        for corpus in plan.corpora
+        for size, best in walks(lab, plan, corpus).items()
+    }
 
 
 def walks(lab: Lab, plan: Plan, corpus: str) -> dict[str, dict[str, Run]]:

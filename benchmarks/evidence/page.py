@@ -1,0 +1,364 @@
+"""The report's one page: what a user asks, the answer, one figure, and its limits."""
+
+import math
+import posixpath
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pictures import panels
+
+from .experiments import (
+    choices,
+    defaults,
+    explosion,
+    no_harm,
+    rate_rule,
+    recipes,
+    stress,
+    token_conditions,
+)
+from .intervals import Interval, interval
+from .lab import Lab, Unfinished
+from .plan import Plan
+from .recipe import ADAMW, ADAMW_BETA
+from .recipe import PARTS as RECIPE_PARTS
+from .section import Section
+from .style import band, CYCLE, losses_over, rows
+
+
+class Answer(NamedTuple):
+    """To one question; `experiments` are where it comes from, by name."""
+
+    answer: str
+    figure: str
+    shown: str  # by the figure, for who cannot see it
+    limits: str
+    experiments: Sequence[str]
+
+
+HEAD = """# Muon and MuonClip, measured
+
+Five questions, each with an answer, a figure, and what the answer does not show. Every
+claim, setting, table and verdict is in [all experiments]({details}). Small
+transformers on bytes of source code, prose (six novels) and drama (Shakespeare), on two
+CPU cores; AdamW is tuned at least as carefully as Muon. `±` and the bars are 95 %
+intervals over seeds, by Student's t, paired by seed where two losses are compared.
+Losses are in nats per byte of text that neither training nor tuning saw. Written by
+`python benchmarks/reproduce.py` from the runs in `{results}`."""
+
+BEYOND = """## What none of this shows
+
+- **Scale.** The largest model has 3 million parameters in matrices and sees 0.4 million
+  bytes. Others have measured larger ones: 1.4 times fewer tokens than a tuned AdamW at
+  0.1 B parameters, 1.1 times at 1.2 B (Wen et al., arXiv:2509.02046).
+- **Other texts, tokenizers and tasks.** Intervals are those over seeds; the texts and
+  the tuned rates stay the same.
+- **Accelerators.** Nothing here ran on a GPU or TPU."""
+
+
+def write_page(
+    file: Path,
+    details: Path,
+    lab: Lab,
+    plan: Plan,
+    sections: Mapping[str, Section | str],
+) -> None:
+    """`lab` trains nothing; a question whose runs are missing is said to be open."""
+    figures = _relative(plan.figures, file)
+    parts = [HEAD.format(results=figures, details=_relative(details, file))]
+    for question, ask in QUESTIONS.items():
+        try:
+            found = ask(lab, plan)
+        except Unfinished as missing:
+            parts.append(f"## {question}\n\nNot finished: {missing}.")
+            continue
+        links = [
+            _link(content, _relative(details, file))
+            for name in found.experiments
+            if isinstance(content := sections.get(name), Section)
+        ]
+        commands = " ".join(found.experiments)
+        parts += [
+            f"## {question}",
+            found.answer,
+            f"![{found.shown}]({figures}/{found.figure})",
+            f"**What this does not show.** {found.limits}",
+            f"From {', '.join(links)}: `python benchmarks/reproduce.py {commands}`",
+        ]
+    parts += [_nulls(sections, _relative(details, file)), BEYOND]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+
+
+def anchor(title: str) -> str:
+    """A heading's name in a link, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _link(section: Section, details: str) -> str:
+    return f"[{section.title}]({details}#{anchor(section.title)})"
+
+
+def _relative(target: Path, file: Path) -> str:
+    return posixpath.relpath(
+        target.absolute().as_posix(), file.parent.absolute().as_posix()
+    )
+
+
+def _nulls(sections: Mapping[str, Section | str], details: str) -> str:
+    """Every part of a claim that did not hold anywhere, by experiment."""
+    lines = []
+    for content in sections.values():
+        if isinstance(content, Section):
+            never = [name for name, holds in content.parts.items() if not any(holds)]
+            if never:
+                lines.append(f"- {_link(content, details)}: {'; '.join(never)}.")
+    return "\n".join(["## What did not reproduce, or did not pay", "", *lines])
+
+
+def tokens(lab: Lab, plan: Plan) -> Answer:
+    found = defaults.measured(lab, plan)
+    goals = {ADAMW_BETA: CYCLE[1], ADAMW: CYCLE[0]}
+    titles = [f"{size} parameters in matrices" for size in defaults.MODELS]
+    file = plan.figures / "page_tokens.png"
+    with panels(file, titles, xlabel="tokens over AdamW's") as axes:
+        for one, size in zip(axes, defaults.MODELS, strict=True):
+            of_size = {c: m for (c, s), m in found.items() if s == size}
+            for i, (goal, color) in enumerate(goals.items()):
+                # A share that some seed does not reach has no interval to draw.
+                means = {c: m.outcomes[goal].share for c, m in of_size.items()}
+                name = "AdamW with b1 = 0.9" if goal == ADAMW else goal
+                rows(one, {}, means, color=color, label=f"over {name}", shift=-0.2 * i)
+            one.axvline(1, color="black", linewidth=0.8)
+            one.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    largest = list(defaults.MODELS)[-1]
+    shares = {
+        goal: _listed(
+            {
+                c: m.outcomes[goal].show_share()
+                for (c, s), m in found.items()
+                if s == largest
+            }
+        )
+        for goal in goals
+    }
+    return Answer(
+        "Against an AdamW whose rate, decay and b1 are tuned, `mc.muonclip(rate)` with "
+        "the rate of the rule below and nothing tuned reaches the same loss with "
+        f"{shares[ADAMW_BETA]} of its tokens, in a model with {largest} parameters in "
+        "matrices. Against AdamW with b1 = 0.9, as most people have it, it is "
+        f"{shares[ADAMW]}.",
+        "page_tokens.png",
+        "Share of a tuned AdamW's tokens, by text and size of the model",
+        "Shares at larger scale, where they have been found nearer to one; runs longer "
+        "than 400 steps; tiny batches, which take most of the gain away (last figure).",
+        ("defaults",),
+    )
+
+
+def rate(lab: Lab, plan: Plan) -> Answer:
+    cases = [case for case in rate_rule.cases_of(lab, plan) if case.one_rate]
+    if not cases:
+        raise Unfinished("no walks of other experiments")
+    file = plan.figures / "page_rate.png"
+    by_multiple: dict[float, list[float]] = {}
+    with panels(
+        file, [""], xlabel="rate over the rule's", ylabel="nats over the best rate's"
+    ) as (one,):
+        for i, case in enumerate(cases):
+            rule = rate_rule.rule(case.adamw)
+            costs = {r / rule: case.cost(r) for r in sorted(case.tried)}
+            one.plot(
+                list(costs),
+                list(costs.values()),
+                color="#999999",
+                linewidth=0.8,
+                label=None if i else "one text, model and momentum",
+            )
+            for multiple, cost in costs.items():
+                by_multiple.setdefault(multiple, []).append(cost)
+        # Where most of the cases were tried, so that the mean is over the same ones.
+        shared = sorted(m for m, c in by_multiple.items() if 2 * len(c) > len(cases))
+        means = [float(np.mean(by_multiple[m])) for m in shared]
+        one.plot(shared, means, "o-", color=CYCLE[0], label="mean")
+        one.set_xscale("log", base=2)
+        one.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
+        one.set_ylim(bottom=0)
+    rates = [(case, rate_rule.rule(case.adamw)) for case in cases]
+    known = [cost for c, r in rates if math.isfinite(cost := c.cost(r))]
+    kept = sum(case.kept(rate) >= rate_rule.KEPT for case, rate in rates)
+    half, twice = (_mean_at(by_multiple, multiple) for multiple in (0.5, 2.0))
+    return Answer(
+        "Set twice the learning rate of your tuned AdamW, but at most 0.03, for both "
+        f"sides. In {len(cases)} settings of text, model, momentum, length and batch "
+        f"this costs {np.mean(known):.3f} nats on average and {max(known):.3f} at most "
+        "next to the best rate on a grid of factors of 2, and keeps at least "
+        f"{rate_rule.KEPT:.0%} of the gain over AdamW in {kept}. Half of it costs "
+        f"{half} nats on average, twice it {twice}.",
+        "page_rate.png",
+        "Loss by the learning rate over the rule's: lowest at the rule's",
+        "Rates of models above 3 million parameters; schedules other than cosine and "
+        "constant; a batch of 4 sequences, where AdamW's own rate was the better one.",
+        ("rate_rule",),
+    )
+
+
+def _mean_at(costs: Mapping[float, Sequence[float]], multiple: float) -> str:
+    near = [v for m, v in costs.items() if math.isclose(m, multiple)]
+    return f"{np.mean(near[0]):.3f}" if near else "-"
+
+
+def stability(lab: Lab, plan: Plan) -> Answer:
+    found = stress.measured(lab, plan)
+    unheld, corpus = lab.gather(explosion.runs(plan)), plan.corpora[0]
+    titles = [
+        f"loss spikes in {stress.COUNTED:,} steps",
+        f"largest attention logit ({corpus})",
+    ]
+    with panels(plan.figures / "page_stability.png", titles) as (counts, logits):
+        stress.draw_counts(counts, found)
+        for arm, color in zip(("no clip", CLIPPED), CYCLE, strict=False):
+            curves = np.array(
+                [explosion.smooth(result["logits"]) for result in unheld[corpus, arm]]
+            )
+            x = explosion.WINDOW * (0.5 + np.arange(curves.shape[1]))
+            band(logits, x, curves, color=color, label=arm)
+        logits.set(xlabel="step", yscale="log")
+    most = max(stress.FACTORS)
+    spikes = {n: interval(found[n, most].spikes).show(".1f") for n in stress.ARMS}
+    clip = stress.difference(found, stress.CLIP, most)
+    fewer = "fewer" if clip.high < 0 else "no fewer beyond the interval"
+    heights = {
+        arm: np.mean([result["peak"] for result in unheld[corpus, arm]])
+        for arm in ("no clip", CLIPPED)
+    }
+    return Answer(
+        "At a high constant rate and without weight decay the largest attention logit "
+        f"comes to {heights['no clip']:,.0f} without QK-Clip, and to "
+        f"{heights[CLIPPED]:,.0f} with a threshold of 100, most of it within 1.2 "
+        f"thresholds. At {most} times the best constant rate there are, in "
+        f"{stress.COUNTED:,} steps, {_listed(spikes)} loss spikes: with the clip "
+        f"{fewer} than without ({clip.span('+.1f')}).",
+        "page_stability.png",
+        "Spikes by optimizer and rate; logits with the clip and without",
+        "Whether 15.5 trillion tokens pass without a spike, as Kimi K2 reports: spikes "
+        "that come from logits of thousands over weeks do not occur in 1,500 steps of "
+        "a model of width 32, so nothing here supports or refutes that sentence.",
+        ("stress", "explosion"),
+    )
+
+
+CLIPPED = "threshold 100"
+
+
+def extras(lab: Lab, plan: Plan) -> Answer:
+    differences = _extras(lab, plan)
+    corpora = list(dict.fromkeys(corpus for corpus, _ in differences))
+    names = list(dict.fromkeys(name for _, name in differences))
+    label = "nats per byte; negative is better"
+    with panels(plan.figures / "page_extras.png", corpora, xlabel=label) as axes:
+        for one, corpus in zip(axes, corpora, strict=True):
+            means = {
+                n: differences[corpus, n] for n in names if (corpus, n) in differences
+            }
+            losses_over(one, means)
+            one.locator_params(axis="x", nbins=5)
+    of_name = {n: [d for (_, m), d in differences.items() if m == n] for n in names}
+    pay = [n for n, of in of_name.items() if all(d.high < 0 for d in of)]
+    never = [n for n, of in of_name.items() if not any(d.high < 0 for d in of)]
+    return Answer(
+        f"Lower the loss beyond the interval on every text: {', '.join(pay)}. On none: "
+        f"{', '.join(never)}. A `beta` that rises and a matrix for each head are the "
+        "default; what else pays is one argument: `neuron_b2=0.95` (NorMuon) or "
+        '`preconditioning="equilibrated"`.',
+        "page_extras.png",
+        "What each addition does to the loss, by text",
+        "How additions add up beyond those that were tried together; what they do in "
+        "larger models, where others have measured NorMuon and nobody evenness.",
+        ("defaults", "recipes"),
+    )
+
+
+def _extras(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
+    """Losses over those without the addition, by text and addition."""
+    found: dict[tuple[str, str], Interval] = {}
+    smallest, *_ = defaults.MODELS
+    for (corpus, size), of in defaults.measured(lab, plan).items():
+        for part in defaults.PARTS:
+            difference = defaults.gained(of, part) if size == smallest else None
+            if difference is not None:
+                found[corpus, part] = difference
+    larger = list(recipes.SIZES)[-1]
+    for (corpus, size), of in recipes.measured(lab, plan).items():
+        for part in ("neurons normalized", "cautious decay"):
+            if size == larger and part in RECIPE_PARTS:
+                found[corpus, part] = recipes.difference(of, part)
+    return found
+
+
+def harm(lab: Lab, plan: Plan) -> Answer:
+    found = choices.compared(lab, plan)
+    clipped = no_harm.compared(no_harm.trained(lab, plan))
+    shares = {
+        corpus: token_conditions.measure_all(lab, plan, corpus)
+        for corpus in plan.corpora
+    }
+    # With `--quick` not every choice is tried.
+    names = [name for name in HARMFUL if (plan.corpora[0], name) in found]
+    titles = [f"{corpus}: loss" for corpus in plan.corpora]
+    titles += [f"{corpus}: share of AdamW's tokens" for corpus in plan.corpora]
+    with panels(plan.figures / "page_harm.png", titles, rows=2) as axes:
+        for one, corpus in zip(axes, plan.corpora, strict=False):
+            means = {n: found[corpus, n] for n in names}
+            means["a clip at a fifth of the logits"] = clipped[corpus, 5.0]
+            losses_over(one, means)
+            one.set(xlabel="nats per byte over the default")
+        for one, corpus in zip(axes[len(plan.corpora) :], plan.corpora, strict=True):
+            of = {c: o.share for c, o in shares[corpus].items() if c in CONDITIONS}
+            rows(one, {}, of, color=CYCLE[1])
+            one.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    small = _listed({c: of["4 sequences"].show_share() for c, of in shares.items()})
+    cost = _listed({c: f"{clipped[c, 5.0].mean:+.2f} nats" for c in plan.corpora})
+    worse = [n for n in names if all(found[c, n].low > 0 for c in plan.corpora)]
+    return Answer(
+        f"Tiny batches: with 4 sequences the share of AdamW's tokens is {small}. A "
+        f"threshold far below the natural logits, here at a fifth: {cost}. And, worse "
+        f"beyond the interval on every text: {'; '.join(worse)}.",
+        "page_harm.png",
+        "What makes the loss higher, and on what the share of tokens depends",
+        "Harm that takes longer than 400 steps to show.",
+        ("choices", "no_harm", "token_conditions"),
+    )
+
+
+HARMFUL = (
+    "without Nesterov",
+    "3 steps",
+    "query, key and value fused",
+    "experts in one matrix",
+    "experts by AdamW",
+)
+CONDITIONS = (
+    "4 sequences",
+    token_conditions.BASE,
+    token_conditions.LARGE_BATCH,
+    token_conditions.LONG,
+    token_conditions.UNTUNED,
+)
+
+QUESTIONS: Mapping[str, Callable[[Lab, Plan], Answer]] = {
+    "How many tokens does it save?": tokens,
+    "Which learning rate do I set?": rate,
+    "How stable is it?": stability,
+    "Which extras pay?": extras,
+    "What breaks it?": harm,
+}
+
+
+def _listed(of: Mapping[str, Any]) -> str:
+    """`45% (code) and 47% (prose)`."""
+    *most, last = [f"{value} ({name})" for name, value in of.items()]
+    return f"{', '.join(most)} and {last}" if most else last
