@@ -1,7 +1,8 @@
 """Pages and links of the site that are elsewhere in the repository.
 
-The report, all experiments and the notebook are pages of the site. A picture joins it; a link to any
-other file outside of `docs/`, which reads well in a clone, goes to the repository.
+The report, all experiments and the notebook are pages of the site. A picture joins it;
+a link to any other file outside of `docs/`, which reads well in a clone, goes to the
+repository.
 """
 
 import json

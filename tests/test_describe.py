@@ -87,7 +87,7 @@ def test_shows_what_is_given():
     assert "4 x 8 x 16" in table["wi"] and table["attn/wk"].endswith("key, 2 heads")
 
 
-def test_normalised_attention_is_shown_with_what_qk_clip_says():
+def test_normalized_attention_is_shown_with_what_qk_clip_says():
     kernel = jnp.ones((16, 2, 8))
     attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
     params = {"attn": attn | {"query_ln": {"scale": jnp.ones(8)}}}
