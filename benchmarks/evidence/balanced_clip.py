@@ -10,7 +10,7 @@ def balanced_clip(params: Any, stats: Any, threshold: jax.Array) -> Any:
     """Scales a key by the root of its queries' least gamma, and these by the rest.
 
     The package leaves a key alone that several queries share. Here the head with the
-    least gamma shrinks by the root alone and its neighbours grow to make up for their
+    least gamma shrinks by the root alone and its neighbors grow to make up for their
     key, so that the logits of every head come to gamma times what they were, as there.
 
     - `params`: kernels `<layer>/query` and `<layer>/key`, `(width, heads, features)`;

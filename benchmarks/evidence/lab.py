@@ -109,7 +109,7 @@ class Lab:
         return found is not None and found["text"] == text(run.corpus).digest
 
     def _train(self, runs: Sequence[Run], file: str) -> None:
-        # The longest first, to end together; neighbours differ in what they compile.
+        # The longest first, to end together; neighbors differ in what they compile.
         runs = sorted(runs, key=lambda run: (-run.tokens * run.width, run.seed))
         futures = {self._workers().submit(_work, run): run for run in runs}
         with tqdm(total=len(runs), desc=file, unit="run") as bar:

@@ -74,7 +74,8 @@ def make_optimizer(
     """Returns the optimizer without QK-Clip, for which see `clip`."""
     if run.optimizer == "adamw":
         b1 = 0.9 if run.beta is None else run.beta
-        adamw = optax.adamw(at.learning_rate, b1, 0.95, weight_decay=at.weight_decay)
+        b2 = 0.95 if run.b2 is None else run.b2
+        adamw = optax.adamw(at.learning_rate, b1, b2, weight_decay=at.weight_decay)
         return optax.with_extra_args_support(adamw)
     rates = dict(
         learning_rate=at.learning_rate,
@@ -126,7 +127,7 @@ def _for_width(rates: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 
 def clip(run: Run, params: Any, stats: Any, at: Hyperparameters) -> Any:
-    """QK-Clip behind the step, if the run clips."""
+    """QK-Clip after the step, if the run clips."""
     if not run.clips:
         return params
     if run.sharing == "balanced":

@@ -33,6 +33,7 @@ class Run:
     adam_weight_decay: float | None = None  # that of the rest with Muon, if apart
     tuned_at: int | None = None  # the width at which these five were tuned
     beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
+    b2: float | None = None  # AdamW's where it is alone, by default 0.95
     beta_from: float | None = None  # where it begins, if it rises over 300 steps
     schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
     warm_up: float = 0.05  # share of the steps over which the rate rises

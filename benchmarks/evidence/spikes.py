@@ -10,7 +10,7 @@ _SCALE = 1.4826  # of a median absolute deviation to a standard deviation
 
 
 def spikes(losses: Sequence[float]) -> list[int]:
-    """Steps whose loss lies `LIMIT` deviations above the median of those before.
+    """Steps whose loss is `LIMIT` deviations above the median of those before.
 
     Steps in a row count once. The deviation is the median absolute one, scaled to be a
     normal distribution's standard deviation.
@@ -30,7 +30,7 @@ WINDOW, ABOVE = 201, 0.1  # of the stress test
 
 
 def stress_spikes(losses: Sequence[Sequence[float]]) -> np.ndarray:
-    """How many steps of each run lie above its rolling median by more than a bound.
+    """How many steps of each run are above its rolling median by more than a bound.
 
     `losses` are of runs that saw the same batches, `(runs, steps)`; those that stopped
     early are shorter. The rule is that of Qwen's stress test, with one difference:

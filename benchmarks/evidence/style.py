@@ -1,4 +1,4 @@
-"""Names and colours of what the figures compare."""
+"""Names and colors of what the figures compare."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

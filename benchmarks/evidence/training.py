@@ -27,7 +27,7 @@ BALANCE_RATE = 1e-2
 class Carry(NamedTuple):
     params: Any
     optimizer: Any
-    others: Any  # what the model keeps beside its params
+    others: Any  # what the model keeps next to its params
 
 
 class Program(NamedTuple):
@@ -39,7 +39,7 @@ class Program(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a run leaves behind, step by step."""
+    """The losses, logits and matrices of a run, step by step."""
 
     losses: list[jax.Array]
     logits: list[jax.Array]  # of every layer and head
@@ -113,7 +113,7 @@ def batches(source: Text, part: str, run: Run) -> jax.Array:
 
 
 def scaled(logits: np.ndarray, run: Run) -> int:
-    """How often a query head was scaled; with some ways of sharing beside another."""
+    """How often a query head was scaled; with some ways of sharing it is not alone."""
     sizes = {"layer": run.heads, "balanced": run.heads // (run.key_heads or run.heads)}
     size = sizes.get(run.sharing, 1)
     over = (logits > run.threshold).reshape(-1, logits.shape[-1] // size, size)

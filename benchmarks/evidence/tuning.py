@@ -15,7 +15,11 @@ RATES = tuple(1e-3 * 2**i for i in range(-3, 10))
 DECAYS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
 BETAS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 GRID = dict(
-    learning_rate=RATES, weight_decay=DECAYS, adam_learning_rate=RATES, beta=BETAS
+    learning_rate=RATES,
+    weight_decay=DECAYS,
+    adam_learning_rate=RATES,
+    beta=BETAS,
+    b2=(0.9, 0.95, 0.98, 0.99, 0.995, 0.999),
 )
 AXES = ("learning_rate", "weight_decay")
 
@@ -51,7 +55,7 @@ def tuned(
     """
     seeds = [run.seed] if seeds is None else seeds
 
-    def beside(run: Run) -> Iterator[Run]:
+    def near(run: Run) -> Iterator[Run]:
         for axis in axes:
             for value in neighbours(grid[axis], getattr(run, axis)):
                 one = dict(adam_learning_rate=value) if one_rate else {}
@@ -62,4 +66,4 @@ def tuned(
         found = losses(lab.results(repeated, kept_in="tuning"), part="tune")
         return np.reshape(found, (len(runs), len(seeds))).mean(axis=1).tolist()
 
-    return walk(run, beside, measured)
+    return walk(run, near, measured)

@@ -1,4 +1,4 @@
-"""QK-Clip behind AdamW."""
+"""QK-Clip after AdamW."""
 
 from ..intervals import paired
 from ..lab import Lab, losses
@@ -28,8 +28,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     return Section(
         title="AdamClip",
         claim="Su (kexue.fm/archives/11126): logits explode under Adam too, and "
-        "QK-Clip works behind any optimizer.",
-        setting=f"AdamW with `mc.clip_qk` behind it: 3 layers of width 64, {STEPS} "
+        "QK-Clip works after any optimizer.",
+        setting=f"AdamW with `mc.clip_qk` after it: 3 layers of width 64, {STEPS} "
         f"steps at a constant rate of {RATE:g}, without weight decay; {SEEDS} seeds.",
         tables=[table(arms, ARMS)],
         parts={

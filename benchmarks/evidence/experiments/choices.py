@@ -72,7 +72,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         },
         figure="choices.png",
         remarks="It counts as reproduced if, on every corpus, the intervals of Polar "
-        f"Express, bfloat16 momentum and matrices per head lie within {SAME:g} nats of "
+        f"Express, bfloat16 momentum and matrices per head are within {SAME:g} nats of "
         f"the default, 6 or 8 steps gain less than {SAME:g}, and fused kernels, "
         "experts by AdamW and momentum without Nesterov are worse beyond the interval. "
         + failed(differences),

@@ -49,7 +49,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         setting=f"3 layers of width 64, 4 heads, {STEPS} steps at a constant rate of "
         f"{RATE:g}, high for this size, without weight decay unless an arm says so; "
         f"{SEEDS} seeds. The percentile is over all steps. A spike is a step whose "
-        "training loss lies 6 scaled median deviations above the median of the 50 "
+        "training loss is 6 scaled median deviations above the median of the 50 "
         "before it.",
         tables=[table(arms, ARMS)],
         parts={

@@ -55,7 +55,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="geometry.png",
         remarks="It counts as reproduced if more than 90 % of the matrices, seed by "
         "seed, have the higher entropy with Muon on every corpus, and the RMS of "
-        "Muon's steps lies between 0.15 and 0.25 for every shape: Newton-Schulz "
+        "Muon's steps is between 0.15 and 0.25 for every shape: Newton-Schulz "
         "leaves singular values between 0.7 and 1.2, not at 1.",
     )
 

@@ -60,7 +60,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "training step, for T steps of Newton-Schulz, width m and B tokens a batch. "
         "QK-Clip's statistics are logits that attention forms anyway.",
         setting=f"Whole training steps on all cores, {REPEATS} of each side in turn, "
-        "medians of the ratios of neighbours and their quartiles; context 64, "
+        "medians of the ratios of neighbors and their quartiles; context 64, "
         "feed-forward 4 m.",
         tables=[Table(columns, rows)],
         parts={
@@ -135,9 +135,9 @@ def draw(plan: Plan, cells: list[dict[str, Any]]) -> None:
             x = np.array([c["tokens"] for c in of_width])
             for i, (side, color) in enumerate(zip(OURS, CYCLE, strict=False)):
                 low, median, high = np.array([added(c, side) for c in of_width]).T
-                error, beside = (median - low, high - median), 1.1 ** (i - 1)
+                error, shift = (median - low, high - median), 1.1 ** (i - 1)
                 style: dict[str, Any] = dict(fmt="o-", color=color, label=side)
-                one.errorbar(x * beside, median, error, linewidth=1, **style)
+                one.errorbar(x * shift, median, error, linewidth=1, **style)
             bounds = [c["bound"] for c in of_width]
             one.plot(x, bounds, ":", color="black", label="T m / B")
             # Linear where the times are no larger than their noise.

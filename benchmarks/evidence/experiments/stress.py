@@ -18,7 +18,7 @@ from ..style import CYCLE
 from ..tuning import tuned
 
 
-STEPS, SEEDS, FACTORS = 1500, 10, (1, 2, 4)
+STEPS, SEEDS, FACTORS = 1000, 10, (1, 2, 4)
 COUNTED = 10_000  # the steps that a count is given for, as Qwen does
 # Two thirds of what logits come to by themselves at the best rate.
 THRESHOLD = 10.0

@@ -45,7 +45,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "(71 %).",
         setting="400 steps of 1,024 bytes. Both optimizers tuned on a grid of "
         "learning rate (factors of 2) and weight decay (factors of 3), by a walk to "
-        "the best value among its neighbours on both axes, with one seed, another "
+        "the best value among its neighbors on both axes, with one seed, another "
         f"than the {SEEDS} that are reported, and another part of the text. Muon's "
         "AdamW side keeps AdamW's best rate. Under the cosine schedule Muon is also "
         f"trained for {', '.join(f'{s:.0%}' for s in SHARES[:-1])} of the steps, each "
@@ -59,7 +59,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         },
         figure="token_efficiency.png",
         remarks="A claim counts as reproduced unless the interval of the largest "
-        "size under the cosine schedule lies above its figure on some corpus: "
+        "size under the cosine schedule is above its figure on some corpus: "
         f"{said(shares)}. All sizes saw the same tokens, so that the fitted laws are "
         "not those of compute-optimal training. What the share depends on, the next "
         "section asks.",
@@ -171,7 +171,7 @@ def draw(plan: Plan, outcomes: Outcomes, largest, fits) -> None:
 
 
 def draw_tokens(axes: Axes, outcome: Outcome) -> None:
-    """Muon's loss by its tokens, beside AdamW's at the end."""
+    """Muon's loss by its tokens, next to AdamW's at the end."""
     goal = interval(outcome.adamw)
     axes.axhspan(goal.low, goal.high, color=COLORS["adamw"], alpha=0.3, linewidth=0)
     axes.axhline(goal.mean, color=COLORS["adamw"], label=NAMES["adamw"])

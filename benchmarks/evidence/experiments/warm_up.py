@@ -60,7 +60,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         setting="Models of the experiments on tokens, 400 steps, where weight decay "
         "and the rate of the AdamW side are those found there. The rate rises from "
         "zero in a straight line over a share of the steps, on both sides, and the "
-        "cosine begins behind it. The learning rate is tuned anew for each share, by "
+        "cosine begins after it. The learning rate is tuned anew for each share, by "
         f"the mean of {len(TUNING_SEEDS)} seeds. {SEEDS} seeds.",
         tables=[rate_table(found), loss_table(found)],
         parts={

@@ -46,10 +46,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "best learning rate where it is as widths grow, and Essential AI "
         "(arXiv:2505.02222) finds that rates transfer. Moonlight's (arXiv:2502.16982), "
         "0.2 sqrt(max(m, n)), is meant to give a step the RMS of AdamW's, so that "
-        "AdamW's rates serve, and says nothing of widths; both are put to the test.",
+        "AdamW's rates work, and says nothing of widths; both are put to the test.",
         setting=f"2 layers, heads of 16, {STEPS} steps, cosine schedule, weight decay "
         f"0.1, rates in factors of 2, {SEEDS} seeds. The best rate is that of a "
-        "parabola through the best of the grid and its neighbours, in the logarithm "
+        "parabola through the best of the grid and its neighbors, in the logarithm "
         "of the rate, on the part of the text to tune on; the loss lost is that of "
         "the part to report on.",
         tables=[Table(columns, [outcome.row() for outcome in outcomes.values()])],
@@ -134,7 +134,7 @@ def grid_runs(plan: Plan, corpus: str, scaling: str, width: int) -> list[list[Ru
 
 
 def best_octave(loss: np.ndarray) -> float:
-    """Where a parabola through the best and its neighbours is least; NaN at an end."""
+    """Where a parabola through the best and its neighbors is least; NaN at an end."""
     best = int(np.argmin(loss))
     if best in (0, len(loss) - 1):
         return float("nan")
