@@ -31,5 +31,5 @@ def neighbors(values: Sequence[float], value: float) -> list[float]:
     return [*values[max(0, i - 1) : i], *values[i + 1 : i + 2]]
 
 
-# By this name to `evidence/`, until its next report.
+# By this name to `evidence/tuning.py`, until its next report.
 neighbours = neighbors  # codespell:ignore neighbours
