@@ -24,7 +24,7 @@ def alternate(sides: Sides, repeats: int) -> Times:
 
 
 def ratio(times: Times, above: str, below: str) -> float:
-    """The median of the ratios of neighbours."""
+    """The median of the ratios of neighbors."""
     return statistics.median(ratios(times, above, below))
 
 

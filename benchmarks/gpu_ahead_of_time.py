@@ -10,7 +10,7 @@ The update of `scale_by_muon` on the stage of Kimi K2 that one device of its pip
 has: 216 matrices of 2,048 x 7,168. Launches, arithmetic and bytes are those of the
 compiled program. The least time is what these take at rates seen on an H200, without
 cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
-An exchange runs beside products if some lie between its start and its end in the
+An exchange runs during products if some are between its start and its end in the
 schedule, and is hidden as far as these take as long as it does on its link. The tables
 of kernels are those of `gpu_kernels.py`.
 """
@@ -30,7 +30,7 @@ from gpu_kernels import add_kernels
 from gpu_program import (
     Exchange,
     exchanges,
-    share_beside_products,
+    share_during_products,
     share_hidden,
     sum_of,
     Work,
@@ -151,7 +151,7 @@ def compile_update(plan: Plan) -> Compiled:
 
 
 def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
-    """Params by shape, dtype and place, and how they lie on a mesh if there is one."""
+    """Params by shape, dtype and place, sharded if there is a mesh."""
     axes = (AxisType.Auto,)
     mesh = Mesh(np.array(gpus(chip, plan.gpus)), ("fsdp",), axis_types=axes)
     is_cut = plan.gpus > 1
@@ -187,14 +187,14 @@ def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
         1e3 * total.seconds,
         compiled.temporary_bytes / 1e9,
         sum(x.bytes for x in compiled.exchanges) / 1e9 or None,
-        share_beside_products(compiled.exchanges),
+        share_during_products(compiled.exchanges),
         share_hidden(compiled.exchanges),
         compiled.seconds,
     )
 
 
 def draw(file: Path, found: dict[Plan, Compiled]) -> None:
-    """Products and the rest of each plan, one behind the other, by chip."""
+    """Products and the rest of each plan, one after the other, by chip."""
     chips = list(dict.fromkeys(plan.chip for plan in found))
     label = "least time of one update, ms"
     with panels(file, [CHIPS[chip].name for chip in chips], xlabel=label) as axes:

@@ -198,8 +198,8 @@ def exchanges(program: Program, chip: Chip) -> list[Exchange]:
     return found
 
 
-def share_beside_products(found: list[Exchange]) -> float | None:
-    """The share of the exchanged bytes that travel while products run."""
+def share_during_products(found: list[Exchange]) -> float | None:
+    """The share of the exchanged bytes that are sent while products run."""
     total = sum(x.bytes for x in found)
     return sum(x.bytes for x in found if x.products) / total if total else None
 

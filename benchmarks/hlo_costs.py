@@ -58,8 +58,8 @@ class Traffic:
         count, exposed = trips * self.count, trips * self.exposed
         return Traffic(count, trips * self.bytes, count, exposed)
 
-    def beside(self, cycles: int, rate: float) -> "Traffic":
-        """The same, of what travels while something else runs for so many cycles.
+    def next_to(self, cycles: int, rate: float) -> "Traffic":
+        """The same, of what is sent while something else runs for so many cycles.
 
         `rate` is in bytes a cycle.
         """
@@ -90,14 +90,14 @@ class Costs:
         collectives = {k: v.repeated(trips) for k, v in self.collectives.items()}
         return Costs(trips * self.flops, trips * self.cycles, collectives)
 
-    def beside(self, cycles: int, rate: float) -> "Costs":
+    def next_to(self, cycles: int, rate: float) -> "Costs":
         """The same, of a collective while something else runs for so many cycles."""
-        collectives = {k: v.beside(cycles, rate) for k, v in self.collectives.items()}
+        collectives = {k: v.next_to(cycles, rate) for k, v in self.collectives.items()}
         return dataclasses.replace(self, collectives=collectives)
 
     @property
     def exposed(self) -> float | None:
-        """The share of the bytes that travel while nothing else runs."""
+        """The share of the bytes that are sent while nothing else runs."""
         total = sum(traffic.bytes for traffic in self.collectives.values())
         exposed = sum(traffic.exposed for traffic in self.collectives.values())
         return exposed / total if total else None
@@ -135,14 +135,14 @@ def _costs(context: Context, computation: Computation) -> Costs:
     }
     for name, instruction in computation.items():
         if re.fullmatch(f"({KINDS})(-start)?|async-start", instruction.opcode):
-            cycles = sum(costs[x].cycles for x in _scheduled_beside(computation, name))
+            cycles = sum(costs[x].cycles for x in _meanwhile(computation, name))
             rate = bytes_per_cycle(_group_size(instruction), context.sides)
-            costs[name] = costs[name].beside(cycles, rate)
+            costs[name] = costs[name].next_to(cycles, rate)
     return _sum(costs.values())
 
 
 def bytes_per_cycle(devices: int, sides: Sequence[int]) -> float:
-    """What each of some neighbours can send in an exchange of all with all.
+    """What each of some neighbors can send in an exchange of all with all.
 
     Half of a ring of `n` sends half of its bytes over the two links to either side, so
     that each has `8 / n` links to itself, and two at most: in the longest direction.
@@ -161,7 +161,7 @@ def _group_size(collective: Instruction) -> int:
     return first.count(",") + 1
 
 
-def _scheduled_beside(computation: Computation, start: str) -> list[str]:
+def _meanwhile(computation: Computation, start: str) -> list[str]:
     """What stands between start and end of a collective: nothing if it waits."""
     names = [*computation]
     names = names[names.index(start) + 1 :]

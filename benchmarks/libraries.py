@@ -38,7 +38,7 @@ from evidence.tuning import RATES
 from flax import nnx
 from libraries import Arrays, Leaf, Start
 from tables import Table
-from walk import neighbours, walk
+from walk import neighbors, walk
 
 
 HERE = Path(__file__).parent
@@ -108,7 +108,7 @@ def measure(name: str, start: Start, results: Results, steps: int) -> None:
         of = f"{name}, rate {rate:g}, seed {seed}, {steps} steps"
         return results.once(of, lambda: train(start, rate, seed, steps))
 
-    near = functools.partial(neighbours, RATES)
+    near = functools.partial(neighbors, RATES)
     best = walk(START, near, lambda rates: [run(r, 0)["tune"] for r in rates])
     of_seeds = [run(best, seed) for seed in SEEDS]
     timed = results.once(f"{name}, time", lambda: time_update(start))

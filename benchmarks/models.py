@@ -1,4 +1,4 @@
-"""Shapes of known models' parameters, and how they lie on the chips that train them."""
+"""Shapes of known models' parameters, and how the chips that train them shard them."""
 
 import dataclasses
 import math

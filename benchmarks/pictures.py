@@ -36,11 +36,11 @@ def panels(
         one.set(**settings)
         one.set_title(title, loc="left", fontsize=11)
     yield axes
-    labelled = [one for one in axes if one.get_legend_handles_labels()[1]]
-    if len(labelled) > 1:
-        add_common_legend(figure, labelled)
+    labeled = [one for one in axes if one.get_legend_handles_labels()[1]]
+    if len(labeled) > 1:
+        add_common_legend(figure, labeled)
     for one in axes:
-        if labelled == [one]:
+        if labeled == [one]:
             one.legend(frameon=False)
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.3)

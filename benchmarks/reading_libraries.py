@@ -64,8 +64,10 @@ def read(model: Model) -> dict[str, Any]:
     counts, lines = collections.Counter(), []
     leaves, treedef = jax.tree.flatten(built.params)
     numbers = treedef.flatten_up_to(reading.dimension_numbers)
-    table = str(reading).splitlines()[1:]  # a line for each leaf, in their order
-    for line, leaf, answer in zip(table, leaves, numbers, strict=False):
+    table = reading.table(collapse=False)  # a line for each leaf, in their order
+    for line, leaf, answer in zip(
+        table.splitlines()[1:], leaves, numbers, strict=False
+    ):
         path = line.split()[0]
         assert str(leaf.shape) in line, f"{line} is not of {leaf.shape}"
         want, *others = model.verdicts_of(path, leaf.shape)
@@ -184,8 +186,8 @@ def by_names(model: Model) -> collections.Counter[str]:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), built.params
     )
     leaves = jax.tree.leaves(params)
-    table = str(mc.read_model(built.fun, params, *built.args)).splitlines()[1:]
-    paths = [line.split()[0] for line in table[: len(leaves)]]
+    table = mc.read_model(built.fun, params, *built.args).table(collapse=False)
+    paths = [line.split()[0] for line in table.splitlines()[1 : len(leaves) + 1]]
     asked: set[str] = set()
     try:
         found = mc.flax_dimension_numbers(params)

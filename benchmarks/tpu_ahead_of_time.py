@@ -11,7 +11,7 @@
 Arithmetic, memory, traffic and cycles are what the TPU compiler plans and estimates for
 one chip, the busiest where they differ, in one update. It makes no estimate for the
 collectives themselves: exposed are the bytes for which no other work is scheduled
-beside them, at 100 GB/s a link (`hlo_costs.py`). Nothing runs, so none of it is a time;
+meanwhile, at 100 GB/s a link (`hlo_costs.py`). Nothing runs, so none of it is a time;
 the seconds are those of tracing and compiling here.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
     options.add_argument(
         "--without-shardings",
         action="store_true",
-        help="ours as if nobody said how the leaves lie",
+        help="ours as if nobody said how the leaves are sharded",
     )
     options.add_argument("--topology", help="instead of the model's own")
     options.add_argument("--layers", type=int, default=4, help="of Llama-1B's 16")
@@ -129,7 +129,7 @@ def arguments(
     whole = NamedSharding(mesh, PartitionSpec())
 
     def placed(path, leaf):
-        # Momentum lies as its parameter; counters are everywhere.
+        # Momentum is sharded as its parameter; counters are everywhere.
         names = [key.key for key in path if getattr(key, "key", None) in shardings]
         sharding = shardings[names[-1]] if names else whole
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

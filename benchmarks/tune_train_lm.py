@@ -2,7 +2,7 @@
 
     python benchmarks/tune_train_lm.py
 
-Walks from the example's own settings to better neighbours and prints the losses on its
+Walks from the example's own settings to better neighbors and prints the losses on its
 way. Each is that of one run of the example at its default length; finished runs are
 kept in `--out`, so that an interrupted walk goes on where it stopped.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tables import parser, Report
-from walk import neighbours, walk
+from walk import neighbors, walk
 
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_lm.py"
@@ -35,10 +35,10 @@ class Grid(NamedTuple):
     rates: tuple[float, ...]
     start: Place
 
-    def beside(self, place: Place) -> Iterator[Place]:
-        for rate in neighbours(self.rates, place.rate):
+    def next_to(self, place: Place) -> Iterator[Place]:
+        for rate in neighbors(self.rates, place.rate):
             yield place._replace(rate=rate)
-        for decay in neighbours(WEIGHT_DECAYS, place.decay):
+        for decay in neighbors(WEIGHT_DECAYS, place.decay):
             yield place._replace(decay=decay)
 
 
@@ -72,7 +72,7 @@ def seen(optimizer: str, grid: Grid, args: argparse.Namespace) -> dict[Place, fl
                 found[place] = loss(optimizer, grid.flag, place, args)
         return [found[place] for place in places]
 
-    walk(grid.start, grid.beside, losses)
+    walk(grid.start, grid.next_to, losses)
     return found
 
 

@@ -88,9 +88,9 @@ def draw(
             left.annotate(
                 f"AdamW's final loss,\nreached at step {reached:.0f}",
                 (reached, goal),
-                # Under the curves, where nothing is drawn.
-                xytext=(-70, -45),
-                textcoords="offset points",
+                # The corner that falling curves leave empty.
+                xytext=(0.03, 0.05),
+                textcoords="axes fraction",
                 arrowprops={"arrowstyle": "->"},
             )
     if "muonclip" in results:

@@ -1,8 +1,7 @@
 """A table of a model's leaves: their matrices, optimizer and role in attention."""
 
-import html
+import inspect
 import math
-import re
 
 import optax
 
@@ -15,35 +14,18 @@ from ._model.attention_layers import (
     ROLES,
 )
 from ._model.per_head import heads_apart
+from ._muon.muon import muon
+from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
 from ._parameters import paths
 from ._parameters.by_names import Verdict
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.given import Model
+from ._tables import collapsed, Row, Table, totals
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
-# The part of a path that counts layers or experts: `3`, `layer_3`.
-_INDEX = re.compile(r"(|.*_)(\d+)")
-
-_Row = tuple[str, ...]
-
-
-class _Table(str):
-    """Text that a notebook shows as an HTML table."""
-
-    rows: list[_Row]
-    below: str
-
-    def _repr_html_(self) -> str:
-        cells = [[html.escape(cell) for cell in row] for row in self.rows]
-        head, *body = ("</td><td>".join(row) for row in cells)
-        body = "".join(f"<tr><td>{row}</td></tr>" for row in body)
-        head = head.replace("td>", "th>")
-        return (
-            f"<table><thead><tr><th>{head}</th></tr></thead><tbody>{body}</tbody>"
-            f"</table><pre>{html.escape(self.below)}</pre>"
-        )
+_DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 
 
 def describe(
@@ -53,6 +35,9 @@ def describe(
     dimension_numbers: DimensionNumbers | None = None,
     attention: Attention | None = None,
     per_head: bool | None = None,
+    weight_decay: optax.ScalarOrSchedule | None = None,
+    weight_decay_mask: Mask = None,
+    adam_weight_decay: optax.ScalarOrSchedule | None = None,
     stacks: bool = False,
     collapse: bool = True,
 ) -> str:
@@ -71,6 +56,8 @@ def describe(
 
     - `params`: as for [`flax_dimension_numbers`][].
     - `model`, `dimension_numbers`, `attention`, `per_head`: as for [`muonclip`][].
+    - `weight_decay`, `weight_decay_mask`, `adam_weight_decay`: as for [`muonclip`][];
+        with any of them the column "decay" says what decays each leaf.
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
         together, as count x short side x long side and the dtype of the params.
     - `collapse`: whether repeated layers share a row; `False` lists every leaf.
@@ -108,16 +95,22 @@ def describe(
     verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of(verdicts, tree)
     roles, refusal = _roles_or_refusal(attention, tree)
-    rows = [
+    columns: list[Row] = [_COLUMNS]
+    columns += [
         _row(*entry, roles)
         for entry in zip(tree.paths, tree.leaves, views, verdicts, strict=True)
     ]
-    if flag("collapse", collapse):
-        # Experts within a layer first, then layers, whose rows are alike by then.
-        for place in reversed(range(max(map(len, tree.paths), default=0))):
-            rows = _collapsed(rows, place)
-    rows = [_COLUMNS, *rows]
-    below = ["", *_aligned(_totals(tree, views))]
+    rates = (weight_decay, adam_weight_decay)
+    if any(x is not None for x in (*rates, weight_decay_mask)):
+        decays = ["decay", *_decays(tree, views, *rates, weight_decay_mask)]
+        # Next to the optimizer, which it is an argument of.
+        columns = [
+            (*row[:4], decay, *row[4:])
+            for row, decay in zip(columns, decays, strict=True)
+        ]
+    head, *rows = columns
+    rows = [head, *(collapsed(rows) if flag("collapse", collapse) else rows)]
+    blocks = [_totals(tree, views)]
     if flag("stacks", stacks):
         # As on CPU and GPU, which turn tall matrices and stack them with wide ones.
         pieces = [
@@ -126,63 +119,53 @@ def describe(
             for piece in (pieces_of(view) if view else ())
         ]
         plan = plan_stacks([x for x, _ in pieces], [view for _, view in pieces])
-        below += [
-            "",
-            "orthogonalized together:",
-            *(map(str, plan) if plan else ["nothing"]),
-        ]
-    below += ["", refusal] if refusal else []
-    table = _Table("\n".join(_aligned(rows) + below))
-    table.rows, table.below = rows, "\n".join(below).strip()
-    return table
+        stacked = [*map(str, plan)] or ["nothing"]
+        blocks += [["orthogonalized together:", *stacked]]
+    blocks += [[refusal]] if refusal else []
+    return Table.of(rows, blocks)
 
 
-def _collapsed(rows: list[_Row], place: int) -> list[_Row]:
-    """Joins rows that differ alone in the index at one place of the path."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for path, *cells in rows:
-        parts = path.split("/")
-        match = _INDEX.fullmatch(parts[place]) if place < len(parts) else None
-        before = "/".join([*parts[:place], match[1]]) if match else path
-        after = "/".join(["", *parts[place + 1 :]]) if match else ""
-        numbers = found.setdefault((before, after, *cells), [])
-        numbers += [int(match[2])] if match else []
-    joined = []
-    for (before, after, *cells), numbers in found.items():
-        # Runs without a gap: number minus position is the same for all of one.
-        runs: dict[int, list[int]] = {}
-        for i, number in enumerate(sorted(numbers)):
-            runs.setdefault(number - i, []).append(number)
-        spans = [f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs.values()]
-        joined += [(before + span + after, *cells) for span in spans or [""]]
-    return joined
-
-
-def _totals(tree: paths.PathedTree, views: list[MatrixView | None]) -> list[_Row]:
+def _totals(tree: paths.PathedTree, views: list[MatrixView | None]) -> list[str]:
     """What each optimizer has: momentum for Muon, two moments for AdamW."""
-    count, memory = {"muon": 0, "adamw": 0}, {"muon": 0, "adamw": 0}
+    own = []
     for leaf, view in zip(tree.leaves, views, strict=True):
         if not paths.is_masked(leaf):
             name, copies = ("muon", 1) if view else ("adamw", 2)
-            count[name] += math.prod(leaf.shape)
-            memory[name] += copies * math.prod(leaf.shape) * leaf.dtype.itemsize
-    count["both"], memory["both"] = sum(count.values()), sum(memory.values())
-    rows = [("optimizer", "parameters", "share", "state")]
-    for name, n in count.items():
-        share, size, unit = n / max(count["both"], 1), float(memory[name]), "B"
-        for larger in ("kB", "MB", "GB", "TB"):
-            if size >= 1000:
-                size, unit = size / 1000, larger
-        state = f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        rows.append((name, f"{n:,}", f"{100 * share:.0f} %", state))
-    return rows
+            count = math.prod(leaf.shape)
+            own.append((name, count, copies * count * leaf.dtype.itemsize))
+    return totals(("optimizer", "state"), own, ("muon", "adamw"), "both", _bytes)
 
 
-def _aligned(rows: list[_Row]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _decays(
+    tree: paths.PathedTree,
+    views: list[MatrixView | None],
+    of_muon: optax.ScalarOrSchedule | None,
+    of_adam: optax.ScalarOrSchedule | None,
+    mask: Mask,
+) -> list[str]:
+    """What decays each leaf: a number, a schedule, or nothing."""
+    if of_muon is None:
+        of_muon = _DEFAULT_DECAY
+    if of_adam is None:
+        of_adam = of_muon
+    check_rates(weight_decay=of_muon, adam_weight_decay=of_adam)
+    masks = decay_mask(mask, tree)
+    if masks is None:
+        # Not `True`: what a mask around this hides has no entry, either.
+        masks = tree.unflatten([True] * len(views))
+    rates = [of_muon if view else of_adam for view in views]
+    shown = ["schedule" if callable(x) else f"{x:g}" for x in rates]
     return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        text if is_on is True and text != "0" else "-"
+        for text, is_on in zip(shown, tree.of(masks), strict=True)
     ]
 
 

@@ -186,7 +186,7 @@ CASES = {
     "cross-attention": StockAttention(),
     "sink": SinkAttention(),
     "parallel block": ParallelBlock(),
-    "normalised, a gain per head": NormalisedHeads(),
+    "normalized, a gain per head": NormalisedHeads(),
     "stacked at axis 1": Stacked(StockAttention, axis=1),
     "latent, stacked at axis 1": Stacked(LatentAttention, axis=1),
     "fused, stacked at axis 1": Stacked(FusedAttention, axis=1),

@@ -104,7 +104,7 @@ _MORE = [
 
 @pytest.fixture(params=["plain", *_MORE])
 def every_container(request, monkeypatch):
-    """Params in each of the containers that libraries hand over, for a whole file."""
+    """Params in each of the containers that libraries pass on, for a whole file."""
     import containers
 
-    containers.hand_over_in(request.param, monkeypatch)
+    containers.passed_in(request.param, monkeypatch)

@@ -79,7 +79,7 @@ WRAP = {
 }
 
 
-def hand_over_in(kind, monkeypatch):
+def passed_in(kind, monkeypatch):
     """Lets the public functions read the params of a test in another container."""
 
     def in_container(function):

@@ -275,7 +275,7 @@ def nnx_model(**options):
 
 
 def clip_at_rest(attention=None, model=None):
-    """An update of zeros behind `qk_clip`, compiled for all thresholds and shares."""
+    """An update of zeros after `qk_clip`, compiled for all thresholds and shares."""
 
     @jax.jit
     def step(params, stats, threshold, alpha=0.5):

@@ -309,7 +309,7 @@ def test_nnx_optimizer_passes_the_captured_state():
     )
 
 
-def test_optax_clip_behind_any_optimizer():
+def test_optax_clip_after_any_optimizer():
     params, state = run(optax.chain(optax.adamw(1e-3), mc.qk_clip()), steps=1)
     adamw, _ = run(optax.adamw(1e-3), steps=1)
     chex.assert_trees_all_close(params, mc.clip_qk(adamw, STATS), rtol=1e-6)

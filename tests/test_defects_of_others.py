@@ -16,7 +16,7 @@ def ones(*shape):
     return {name: {"kernel": jnp.ones(shape)} for name in ("query", "key")}
 
 
-def test_negative_logit_beside_a_firing_head():
+def test_negative_logit_next_to_a_firing_head():
     """Megatron-LM: `tau/S` of a negative S, and a NaN from its root (PR #7517)."""
     params = {"attn": ones(3, 4, 2)}
     stats = {"attn": {"max_logits": jnp.asarray([400.0, -5.0, -0.0, 0.0])}}

@@ -87,7 +87,7 @@ def test_shows_what_is_given():
     assert "4 x 8 x 16" in table["wi"] and table["attn/wk"].endswith("key, 2 heads")
 
 
-def test_normalised_attention_is_shown_with_what_qk_clip_says():
+def test_normalized_attention_is_shown_with_what_qk_clip_says():
     kernel = jnp.ones((16, 2, 8))
     attn = {"query": {"kernel": kernel}, "key": {"kernel": kernel}}
     params = {"attn": attn | {"query_ln": {"scale": jnp.ones(8)}}}
@@ -157,3 +157,44 @@ def test_a_notebook_shows_html():
     assert isinstance(table, str) and "a&lt;b" in html and "a<b" not in html
     assert html.count("<tr>") == 3 and html.count("<th>") == html.count("</th>") == 6
     assert "optimizer  parameters" in html
+
+
+@pytest.mark.parametrize(
+    "decay",
+    [
+        dict(weight_decay=0.25),
+        dict(weight_decay=0.25, adam_weight_decay=0.5),
+        dict(adam_weight_decay=0.0),
+        dict(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        dict(weight_decay_mask={"attention": True, "norm": False}),
+    ],
+)
+def test_decay_is_what_an_update_without_gradients_takes_off(decay):
+    kernel = {"kernel": jnp.ones((8, 2, 4)), "bias": jnp.ones((2, 4))}
+    params = {
+        "attention": {"query": kernel, "key": kernel},
+        "norm": {"scale": jnp.ones(8)},
+    }
+    tx = mc.muon(1.0, **decay)
+    updates, _ = tx.update(optax.tree.zeros_like(params), tx.init(params), params)
+    table = mc.describe(params, collapse=False, **decay).split("\n\n")[0]
+    head, *lines = (line.split() for line in table.splitlines())
+    assert head[3:5] == ["optimizer", "decay"]
+    shown = {path: line[line.index(word) + 1] for path, *line in lines
+             for word in ("muon", "adamw") if word in line}  # fmt: skip
+    for path, update in jax.tree.leaves_with_path(updates):
+        rate = shown["/".join(key.key for key in path)]
+        rate = 0.0 if rate == "-" else float(rate)
+        assert float(-update.ravel()[0]) == pytest.approx(rate)
+
+
+def test_decay_is_shown_where_it_is_asked_for():
+    params = {"w": jnp.ones((2, 3)), "gone": optax.MaskedNode()}
+    assert "decay" not in mc.describe(params)
+    table = mc.describe(params, weight_decay=optax.constant_schedule(0.1))
+    assert rows(table)["w"].split("  ")[-3].strip() == "schedule"
+    assert "schedule" not in rows(table)["gone"]
+    with pytest.raises(ValueError, match="weight_decay_mask has no entry for 'w'"):
+        mc.describe(params, weight_decay_mask={})
+    with pytest.raises(ValueError, match="weight_decay must be a number"):
+        mc.describe(params, weight_decay="0.1")

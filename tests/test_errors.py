@@ -94,7 +94,7 @@ def test_scalar_statistics():
         update(PARAMS, {"decoder": {"attn": {"max_logits": jnp.ones(())}}})
 
 
-def test_qk_normalised_linen_attention_at_init():
+def test_qk_normalized_linen_attention_at_init():
     model = LinenModel(options=(("normalize_qk", True),))
     params = linen_variables(model, inputs())["params"]
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_qk_normalised_linen_attention_at_init():
     mc.muon(1e-3).init(params)
 
 
-def test_qk_normalised_nnx_attention_at_init():
+def test_qk_normalized_nnx_attention_at_init():
     model = nnx_model(normalize_qk=True)
     with pytest.raises(ValueError, match="'layers/0', 'layers/1'.*normalized"):
         nnx.Optimizer(model, mc.muonclip(1e-3), wrt=nnx.Param)

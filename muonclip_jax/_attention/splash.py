@@ -149,13 +149,14 @@ def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:
 
 def _tokamax() -> Any:
     try:
-        # Not exported by tokamax 0.0.12, which pyproject.toml pins for that reason.
+        # Private, so that pyproject.toml has an upper bound. What 0.0.17 exports takes
+        # neither a mask that the kernel computes nor `interpret`.
         from tokamax._src.ops.experimental.tpu.splash_attention import (  # pyright: ignore[reportMissingImports]
             splash_attention_kernel,
         )
     except ImportError as error:
         raise ImportError(
-            "splash_attention needs tokamax 0.0.12: pip install 'muonclip_jax[tokamax]'"
+            "splash_attention needs tokamax: pip install 'muonclip_jax[tokamax]'"
         ) from error
     return splash_attention_kernel
 

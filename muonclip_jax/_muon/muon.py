@@ -22,14 +22,13 @@ from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
-from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
-from .._parameters.given import broadcast, Model
+from .._parameters.given import Model
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits, RISING_BETA
 from .normalize_neurons import neuron_normalization
 from .scale_by_muon import make_direction, ShapeScale
-from .weight_decay import check_rates, decayed_weights
+from .weight_decay import check_rates, decay_mask, decayed_weights
 
 
 def muon(
@@ -150,7 +149,7 @@ def muon(
         # as a tree of bools, which both groups below see through their own masks.
         mask = None
         if weight_decay_mask is not None:
-            mask = _decay_mask(weight_decay_mask, leaves.layout.whole)
+            mask = decay_mask(weight_decay_mask, leaves.layout.whole)
         decay = functools.partial(
             decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )
@@ -184,28 +183,6 @@ def muon(
         **heads_apart(per_head, model, dimension_numbers),
         shardings=shardings,
         axis_name=axis_name,
-    )
-
-
-def _decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
-    """The mask of each leaf, by path: a prefix will do, and NNX's states."""
-    if paths.is_function(mask):
-        mask = mask(tree.whole())
-    if mask is None:
-        return None
-    entries = broadcast(
-        mask,
-        tree,
-        name="weight_decay_mask",
-        is_entry=lambda x: jax.tree_util.all_leaves([x]),
-        expected="a bool",
-    )
-    # `None`, and what a mask around this hides, decays nothing.
-    return tree.unflatten(
-        x is not None
-        and not paths.is_masked(x)
-        and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
-        for path, x in zip(tree.paths, entries, strict=True)
     )
 
 

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._options import FINITE, number
+from .._options import FINITE, flag, number
+from .._parameters import paths
+from .._parameters.given import broadcast
 
 
 Mask = Any | Callable[[optax.Params], Any] | None
@@ -93,6 +95,28 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
     for name, rate in rates.items():
         is_needed = name in ("learning_rate", "weight_decay")
         number(name, rate, FINITE, "a schedule", *([] if is_needed else ["None"]))
+
+
+def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
+    """The mask of each leaf, by path: a prefix will do, and NNX's states."""
+    if paths.is_function(mask):
+        mask = mask(tree.whole())
+    if mask is None:
+        return None
+    entries = broadcast(
+        mask,
+        tree,
+        name="weight_decay_mask",
+        is_entry=lambda x: jax.tree_util.all_leaves([x]),
+        expected="a bool",
+    )
+    # `None`, and what a mask around this hides, decays nothing.
+    return tree.unflatten(
+        x is not None
+        and not paths.is_masked(x)
+        and flag(f"weight_decay_mask at '{paths.show(path)}'", x)
+        for path, x in zip(tree.paths, entries, strict=True)
+    )
 
 
 def _agree(x: jax.Array, y: jax.Array) -> jax.Array:

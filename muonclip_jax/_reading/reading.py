@@ -1,6 +1,7 @@
 """`read_model`: what a function does with every parameter."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from .._model.attention_layers import AttentionLayer
+from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
+from .._tables import aligned, collapsed, Table, totals
 from . import jaxprs
 from .layers import attention_layers, named_layers, NamedLayer
 from .verdicts import Verdict, verdicts
@@ -24,7 +27,9 @@ class ModelReading:
 
     Printed, it is a table with the file and line where each leaf is used, and what
     names would say of it where that is something else. Below are the attention layers:
-    where their logits are, and what [`qk_clip`][] can scale.
+    where their logits are, and what [`qk_clip`][] can scale; then the parameters of
+    each label. Repeated layers share a row, and a notebook shows HTML, as of
+    [`describe`][].
 
     **Arguments:**
 
@@ -59,12 +64,14 @@ class ModelReading:
         hidden = [f"{what}, which may be attention" for what in self._hidden]
         return (*layers, *hidden)
 
-    def __str__(self) -> str:
+    def table(self, *, collapse: bool = True) -> Table:
+        """The table that is printed; `collapse=False` lists every leaf and layer."""
         rows = [["path", "shape", "label", "inputs > outputs", "use", "line"]]
         # What names say where that is something else. Leaves that they leave open are
         # described: by the reading.
         tree, said = self._tree, ["names say"]
         named = resolve_verdicts(None, tree, described=tree.paths)
+        own = []
         for path, leaf, v, name in zip(
             tree.paths, tree.leaves, self._verdicts, named, strict=True
         ):
@@ -74,19 +81,27 @@ class ModelReading:
             why = "nothing" if name.is_open else f"{by_name} ({name.why})"
             is_same = axes == by_name and not name.is_open
             said.append("" if is_same or not v.is_known else why)
+            own.append((label, math.prod(leaf.shape), 1))
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
-        lines = _aligned(rows)
-        if self._layers:
-            columns = ["attention", "heads", "logits", "QK-Clip scales"]
-            lines += ["", *_aligned([columns, *map(_layer_row, self._layers)])]
-        lines += [""] if self._hidden else []
-        lines += [
+        shown = collapsed if flag("collapse", collapse) else list
+        layers = shown([_layer_row(layer) for layer in self._layers])
+        attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
+        hidden = [
             f"{what}: what it does with activations cannot be read; if it is "
             "attention, its logits are unknown"
             for what in self._hidden
         ]
-        return "\n".join(lines)
+        labels = sorted({label for label, *_ in own})
+        by_label = totals(("label", "leaves"), own, labels, "all")
+        blocks = [aligned(attention) if layers else [], by_label, hidden]
+        return Table.of([rows[0], *shown(rows[1:])], blocks)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
 
 def read_model(
@@ -266,11 +281,3 @@ def _axes(numbers: MuonDimensionNumbers | None, rank: int) -> str:
     as_axes = ((x,) if isinstance(x, int) else x for x in sides)
     of_sides = (", ".join(str(i % rank) for i in axes) for axes in as_axes)
     return " > ".join(of_sides) or "-"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -26,8 +26,8 @@ def naive_attention(query, key, value, *, bias=None, mask=None, scale=None):
 def slope(function, arrays, directions, step=1e-5):
     """Of `function(*arrays)` along the directions, by a central difference."""
     pairs = [(np.float64(x), d) for x, d in zip(arrays, directions, strict=True)]
-    ahead, behind = (function(*(x + s * d for x, d in pairs)) for s in (step, -step))
-    return (ahead - behind) / (2 * step)
+    ahead, back = (function(*(x + s * d for x, d in pairs)) for s in (step, -step))
+    return (ahead - back) / (2 * step)
 
 
 def draw(seed, *shapes, dtype=np.float32):

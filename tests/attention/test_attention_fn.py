@@ -78,7 +78,7 @@ def linen_projections(layer_params, x):
     return project("query"), project("key")
 
 
-def test_linen_statistic_sits_beside_query_and_key():
+def test_linen_statistic_is_next_to_query_and_key():
     x = inputs()
     model = LinenModel()
     params = linen_variables(model, x)["params"]

@@ -1,4 +1,4 @@
-"""Attention where batch, heads or lengths lie on the axes of a mesh, or under vmap."""
+"""Attention where batch, heads or lengths are on the axes of a mesh, or under vmap."""
 
 import functools
 
@@ -118,8 +118,8 @@ def test_explicit_axes(layout):
         arrays = list(map(jax.device_put, ARRAYS, specs))
         (_, results), _ = value = jax.jit(grad)(*arrays)
         same(value)
-    lies = [jax.typeof(x).sharding.spec for x in (arrays[0], *results)]
-    assert lies[1] == lies[0] and lies[2][0] == lies[3][0] == lies[0][-2]
+    specs = [jax.typeof(x).sharding.spec for x in (arrays[0], *results)]
+    assert specs[1] == specs[0] and specs[2][0] == specs[3][0] == specs[0][-2]
 
 
 def test_explicit_axes_eagerly_and_by_jax_nn():

@@ -70,7 +70,7 @@ def test_windows(window, blocks, request):
     if blocks:
         request.getfixturevalue("small_blocks")
     options, sees = WINDOWS[window]
-    # Many heads, so that for some the largest logit lies on the window's edge.
+    # Many heads, so that for some the largest logit is on the window's edge.
     query, key = qk(11, 11, heads=64, key_heads=64, batch=(1,))
     mask = np.asarray([[sees(i, j) for j in range(11)] for i in range(11)])
     expected = naive_logits(query, key, mask).max(axis=(0, 2, 3))

@@ -168,7 +168,7 @@ def test_shares_of_the_tokens_by_condition():
     assert not token_conditions.saves(outcomes["4 sequences"])
 
 
-def test_a_repetition_lies_inside_its_interval():
+def test_a_repetition_is_inside_its_interval():
     reported = intervals.Interval(1.0, 0.1)
     assert other_seeds.repeats(reported, intervals.Interval(1.14, 9.0))
     assert not other_seeds.repeats(reported, intervals.Interval(0.85, 0.1))

@@ -12,7 +12,7 @@ import gpu_program
 import pytest
 from gpu_chips import Chip, CHIPS, target_of
 from gpu_kernels import machine_code
-from gpu_program import exchanges, share_beside_products, share_hidden, work_by_kind
+from gpu_program import exchanges, share_during_products, share_hidden, work_by_kind
 from hlo_program import parse
 
 
@@ -76,13 +76,13 @@ def test_work_of_a_program(monkeypatch):
     assert work["all-to-all"].launches == 2
 
 
-def test_exchanges_beside_products(monkeypatch):
+def test_exchanges_during_products(monkeypatch):
     monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.0)
     found = exchanges(parse(PROGRAM), SLOW._replace(copies=4.0, products=4.0))
     assert found == [("all-to-all", 16, 16, 10), ("all-to-all", 16, 16, 0)]
-    assert share_beside_products(found) == 0.5
+    assert share_during_products(found) == 0.5
     assert share_hidden(found) == 10 / 32
-    assert share_hidden([]) is share_beside_products([]) is None
+    assert share_hidden([]) is share_during_products([]) is None
 
 
 def test_work_of_a_kernel_for_symmetric_products():

@@ -208,7 +208,7 @@ def test_collectives_of_a_program_for_two_devices():
     }
 
 
-def test_what_is_exposed_is_what_nothing_runs_beside():
+def test_what_is_exposed_is_sent_while_nothing_runs():
     """Ten times an exchange that waits, one half hidden and one hidden."""
     size = 100 * 2 * LINK
     shape = f"s8[{size}]"
@@ -245,7 +245,7 @@ config={{"known_trip_count":{{"n":"10"}}}}
     assert exposed == {"all-to-all": 10 * size * 3 // 2, "collective-permute": 0}
     assert costs.exposed == 0.5
     assert hlo_costs(text.replace("estimated", "other")).exposed == 1.0
-    # Over a ring of 16 chips a quarter as much travels.
+    # Over a ring of 16 chips a quarter as much is sent.
     far = text.replace("dimensions={0}", "replica_groups=[1,16]<=[16]")
     assert hlo_costs(far, sides=(16, 1, 1)).exposed == (1 + 7 / 8) / 3
 

@@ -1,4 +1,4 @@
-"""What benchmarks compute beside times, and how they print and keep it."""
+"""What benchmarks compute besides times, and how they print and keep it."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_the_fastest_product():
     assert optimizer_step.share_of_peak(shapes, times) == pytest.approx(0.4)
 
 
-def test_ratios_are_of_neighbours():
+def test_ratios_are_of_neighbors():
     times = {"ours": [1.0, 2.0, 10.0], "peer": [2.0, 4.0, 30.0]}
     assert compare(times, "ours", "peer") == (2.0, 4.0, 2.0)
     order = []

@@ -94,7 +94,7 @@ def test_how_often_each_device_runs_its_loops():
     ]
 
 
-def test_how_often_each_device_runs_its_loops_where_nobody_says_how_leaves_lie():
+def test_how_often_each_device_runs_its_loops_where_nobody_gives_shardings():
     """Nine large matrices in order, and both small ones after the last of them."""
     model = Model(
         {"large": (9, 128, 2**17), "small": (2, 16, 32)},

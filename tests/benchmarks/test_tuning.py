@@ -32,7 +32,7 @@ class Bowl:
         return {"curve": [[10, loss if run.learning_rate < 0.2 else math.nan, 0.0]]}
 
 
-def test_tuning_ends_where_both_axes_have_worse_neighbours():
+def test_tuning_ends_where_both_axes_have_worse_neighbors():
     for best in [(3, 2), (7, 4), (5, 0), (6, 5)]:
         lab = Bowl(*best)
         start = dict(learning_rate=tuning.RATES[6], adam_learning_rate=tuning.RATES[6])
@@ -77,7 +77,7 @@ def test_rates_of_the_example_are_walked_to(monkeypatch, best):
     found = tune_train_lm.seen("adamw", GRIDS["adamw"], argparse.Namespace())
     assert list(found) == seen and len(set(seen)) == len(seen)
     assert min(found, key=lambda place: found[place]) == best
-    assert set(GRIDS["adamw"].beside(Place(*best))) <= set(found)
+    assert set(GRIDS["adamw"].next_to(Place(*best))) <= set(found)
 
 
 def test_losses_stand_by_rate_and_decay(capsys):

@@ -115,7 +115,7 @@ def test_alone_leaves_the_run_without_the_clip_out(script, tmp_path):
 
 @pytest.fixture(scope="module")
 def step_at_rate_zero():
-    """What one step sees, does and leaves behind when only the clip may act."""
+    """What one step sees, does and leaves when only the clip may act."""
     model = drawn(abstract_model(layers=2), scale=1.0)
     before = largest(forward(model)[1]).reshape(2, 4)
     tau = float(np.median(before[0]))
@@ -136,7 +136,7 @@ def step_at_rate_zero():
 def test_next_forward_gives_min_of_logit_and_threshold(step_at_rate_zero):
     *_, before, after, tau = step_at_rate_zero
     assert (before[0] > tau).any() and (before[0] <= tau).any()
-    # Behind a clipped layer the next one sees other inputs.
+    # After a clipped layer the next one sees other inputs.
     np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
 
 
@@ -230,7 +230,7 @@ def test_the_bias_moves_towards_underused_experts():
 
 def test_balancing_evens_the_load():
     router = make_router()
-    x = router_inputs() + 1.0  # a common direction favours some experts
+    x = router_inputs() + 1.0  # a common direction favors some experts
     router(x)
     uneven = router.load[...].max() - 30  # a fair share of 120 tokens, twice
     for _ in range(200):

@@ -87,7 +87,7 @@ import processes
 processes.HEARTBEAT_TIMEOUT = {timeout}
 
 def wait():
-    os.write(1, b"started\\n")  # in one piece, beside that of the other
+    os.write(1, b"started\\n")  # in one piece, whatever the other writes
     time.sleep(600)
 
 def die():

@@ -71,7 +71,7 @@ def test_parameters_are_divided(args, mesh, request):
 
 
 @pytest.mark.parametrize("mesh", MESHES, indirect=True)
-def test_momenta_lie_beside_their_parameters(args, mesh):
+def test_momenta_are_sharded_as_their_parameters(args, mesh):
     create, _ = train_sharded.compile_for(mesh, args)
     state = create.eval_shape()
     momenta = shards(state.opt_state)

@@ -1,4 +1,4 @@
-"""Blocks of leaves inside `jax.shard_map`: `shardings` beside `axis_name`."""
+"""Blocks of leaves inside `jax.shard_map`: `shardings` next to `axis_name`."""
 
 import functools
 import math
@@ -82,7 +82,7 @@ def expected(**options):
 
 
 def specs_of_state(state):
-    """The momentum of a leaf lies as it does, and a vector for each matrix as well."""
+    """The momentum of a leaf is sharded as the leaf, and so are vectors of matrices."""
 
     def spec(path, x):
         name = jax.tree_util.keystr(path[-1:], simple=True)
@@ -121,14 +121,14 @@ def test_same_as_on_one_device(axis_name, is_checked):
 
 
 @pytest.mark.more
-def test_neurons_are_normalised_over_all_blocks():
+def test_neurons_are_normalized_over_all_blocks():
     options = dict(neuron_b2=0.9, cautious_weight_decay=True)
     tx = make(shardings=SPECS, axis_name="data", **options)
     assert_close(walk(*in_shard_map(tx)), expected(**options))
 
 
 def test_a_step_of_its_own():
-    """`normalize_neurons` behind `scale_by_muon`, with the same shardings."""
+    """`normalize_neurons` after `scale_by_muon`, with the same shardings."""
     names = ["up0", "both", "whole"]
     params = {name: PARAMS[name] for name in names}
     specs = {name: SPECS[name] for name in names}

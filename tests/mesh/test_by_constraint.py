@@ -1,4 +1,4 @@
-"""Where nobody says how leaves lie: the same numbers, shared out by constraints."""
+"""Without any shardings given: the same numbers, shared out by constraints."""
 
 import functools
 
@@ -138,7 +138,7 @@ def lowered_for(platform, kind=AxisType.Auto, is_on_mesh=True):
     make = functools.partial(
         mc.scale_by_muon, dimension_numbers={"w": MuonDimensionNumbers(-2, -1)}
     )
-    # Another's state: its own would tell how the parameters lie.
+    # Another's state: its own would tell how the parameters are sharded.
     traced = jax.jit(make().update).trace(params, make().init(params))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
@@ -176,8 +176,8 @@ def loads_of(counts, costs, devices):
 def test_slots_hold_all_matrices_in_order(stacks, devices):
     counts, costs = zip(*stacks, strict=True)
     for count, share in zip(counts, loads_of(counts, costs, devices)[1], strict=True):
-        before, behind = share.padding
-        filled = np.pad(np.ones(count, int), (before, behind))
+        before, after = share.padding
+        filled = np.pad(np.ones(count, int), (before, after))
         by_device = filled.reshape(devices, share.slots)
         np.testing.assert_array_equal(by_device.sum(axis=1), share.counts)
         # A device iterates its first slots.

@@ -1,4 +1,4 @@
-"""Explicit axes: beside automatic ones, under `vmap`, and without an optimizer."""
+"""Explicit axes: next to automatic ones, under `vmap`, and without an optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_same_as_on_one_device(types, told):
         np.testing.assert_allclose(updates[name], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_shardings_that_contradict_the_explicit_axis_beside_an_automatic_one():
+def test_shardings_that_contradict_the_explicit_axis_next_to_an_automatic_one():
     mesh = mesh_of(A, E)
     params = jax.device_put(PARAMS["wide"], NamedSharding(mesh, P("a", "b")))
     wrong = make(NamedSharding(mesh, P("b", "a")))

@@ -1,4 +1,4 @@
-"""Leaves of size zero pass through, on a mesh and beside others."""
+"""Leaves of size zero pass through, on a mesh and next to others."""
 
 import chex
 import jax

@@ -1,4 +1,4 @@
-"""A mesh that is set, and a program none of whose arguments lie on it yet."""
+"""A mesh that is set, and a program none of whose arguments are on it yet."""
 
 import jax
 import jax.numpy as jnp

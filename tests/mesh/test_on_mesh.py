@@ -87,7 +87,7 @@ def momentum_of(state):
 
 
 def two_steps(tx, grads, params, jit=jax.jit):
-    """The second update, and the momentum behind it."""
+    """The second update, and the momentum after it."""
     state, update = tx.init(params), jit(tx.update)
     _, state = update(grads, state, params)
     updates, state = update(grads, state, params)
@@ -152,7 +152,7 @@ def test_without_jit():
 
 @pytest.mark.more
 def test_under_vmap():
-    """Two runs at once, of which nobody says how they lie."""
+    """Two runs at once, of which nobody says how they are sharded."""
     _, _, params, grads = placed("fsdp")
     tx = make()
     both = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (grads, params))

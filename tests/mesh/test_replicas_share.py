@@ -163,7 +163,7 @@ def test_two_axes_and_one_of_two():
         assert_close(walk(jax.jit(step), tx.init(PARAMS))[0], expected())
 
 
-def test_beside_an_automatic_axis():
+def test_next_to_an_automatic_axis():
     """Params that the compiler cuts along the other axis."""
     mesh, tx = mesh_of(2, 2), make("data")
     step = jax.shard_map(

@@ -62,7 +62,7 @@ def test_next_forward_gives_min_of_logit_and_threshold(case, alpha):
 
 
 #: Of these a layer has but one part in query and key, or shares its key's.
-WHOLE = {"Gemma", "normalised, a gain per head"}
+WHOLE = {"Gemma", "normalized, a gain per head"}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in WHOLE])

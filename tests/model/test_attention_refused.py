@@ -65,7 +65,7 @@ OTHERS = ("norm", "q_a_layernorm", "kv_norm", "kv_a_layernorm", "ln_1", "q_proj_
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_behind_the_projections(kind, norm):
+def test_norms_after_the_projections(kind, norm):
     attention, params = KINDS[kind]
     tx = mc.qk_clip(attention=attention)
     with pytest.raises(
@@ -82,8 +82,8 @@ def test_norms_behind_the_projections(kind, norm):
 def test_norms_elsewhere_are_no_concern(kind):
     latent = [latent_layer("attn", 4)], LATENT_PARAMS
     attention, params = (KINDS | {"latent": latent})[kind]
-    beside = {name: SCALE for name in OTHERS}
-    tree = {"attn": params | beside, "other": {"q_norm": SCALE}, "k_norm": SCALE}
+    norms = {name: SCALE for name in OTHERS}
+    tree = {"attn": params | norms, "other": {"q_norm": SCALE}, "k_norm": SCALE}
     if kind == "flat at the root":
         tree.pop("k_norm")
     mc.qk_clip(attention=attention).init(tree)
@@ -110,7 +110,7 @@ def test_layers_that_clip_the_gains_are_let_through():
         mc.qk_clip(attention=[half]).init(params)
 
 
-def test_hidden_layers_may_be_normalised():
+def test_hidden_layers_may_be_normalized():
     params = {"a": STOCK_PARAMS | {"q_norm": SCALE}, "b": STOCK_PARAMS}
     params = jax.tree.map(lambda p: jnp.ones(p.shape), params)
     one_by_one = jax.tree.map_with_path(lambda keys, _: keys[0].key == "b", params)
@@ -136,8 +136,8 @@ OTHER_NAMES = {
 @pytest.mark.parametrize("kind", OTHER_NAMES)
 def test_attention_under_other_names_is_not_overlooked(kind):
     params = {"a": OTHER_NAMES[kind], "b": {"kernel": jnp.ones((8, 8))}}
-    beside = params | {"stock": STOCK_PARAMS}
-    for tree in (params, beside):
+    mixed = params | {"stock": STOCK_PARAMS}
+    for tree in (params, mixed):
         for call in (mc.qk_clip().init, lambda params: mc.clip_qk(params, {})):
             with pytest.raises(ValueError, match=r"'a/q.*mc\.read_model"):
                 call(tree)

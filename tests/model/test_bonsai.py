@@ -24,11 +24,11 @@ SMALL = {151936: 23, 1024: 20, 3072: 28, 16: 4, 8: 2, 128: 8}
 X = np.random.default_rng(1).normal(size=(7, SMALL[1024]))
 
 
-def params_of(normalised):
+def params_of(normalized):
     params = {}
     for leaf in TREE["leaves"]:
         *modules, name = leaf["path"]
-        if not normalised and modules[-1] in ("q_norm", "k_norm"):
+        if not normalized and modules[-1] in ("q_norm", "k_norm"):
             continue
         inner = params
         for module in modules:
@@ -61,21 +61,21 @@ def first_layer(params, x):
     return jnp.einsum("hqk,khe->qhe", weights, jnp.repeat(value, 2, 1))
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_clip(normalised):
-    params = params_of(normalised)
-    if normalised:
+@pytest.mark.parametrize("normalized", [False, True])
+def test_clip(normalized):
+    params = params_of(normalized)
+    if normalized:
         with pytest.raises(ValueError, match="not clip .*q_proj/kernel.*read_model"):
             mc.qk_clip().init(params)
     reading = mc.read_model(first_layer, params, jnp.asarray(X, jnp.float32))
     (layer,) = reading.attention
-    may_change = {f"0/attn/[qk]_{'norm/scale' if normalised else 'proj/kernel'}": ...}
+    may_change = {f"0/attn/[qk]_{'norm/scale' if normalized else 'proj/kernel'}": ...}
 
     def largest(params):
         return {layer.path: logits(params).max((1, 2))}
 
     clipping.check_clip(
-        params, largest, may_change, shared=normalised, attention=[layer]
+        params, largest, may_change, shared=normalized, attention=[layer]
     )
 
 

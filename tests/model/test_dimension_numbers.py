@@ -188,7 +188,7 @@ def test_scanned_convolution_is_known_by_its_bias():
 
 
 @pytest.mark.parametrize("width, hidden", [(16, 50), (16, 64)])
-def test_unnamed_output_head_is_found_beside_the_embedding(width, hidden):
+def test_unnamed_output_head_is_found_next_to_the_embedding(width, hidden):
     params = {
         "Embed_0": {"embedding": jnp.ones((50, width))},
         "Dense_2": {"kernel": jnp.ones((width, hidden))},
@@ -202,7 +202,7 @@ def test_unnamed_output_head_is_found_beside_the_embedding(width, hidden):
     assert found["Dense_2/kernel"] and found["block/up/kernel"]
 
 
-def test_last_dense_beside_tied_embeddings_is_no_head():
+def test_last_dense_next_to_tied_embeddings_is_no_head():
     params = {
         "Embed_0": {"embedding": jnp.ones((64, 16))},
         "Dense_0": {"kernel": jnp.ones((16, 64))},

@@ -1,4 +1,4 @@
-"""Query, key and value: heads or a stack, by what lies beside, or an error."""
+"""Query, key and value: heads or a stack, by their siblings, or an error."""
 
 import jax
 import jax.numpy as jnp
@@ -112,15 +112,15 @@ def test_a_hidden_query_leaves_the_key_what_it_was():
     assert table(params)["attn/key/kernel"] == (1, 16, 32)
 
 
-@pytest.mark.parametrize("beside", [{}, {"embed": {"embedding": jnp.ones((5, 4))}}])
-def test_a_kernel_at_the_root_goes_by_its_rank(beside):
+@pytest.mark.parametrize("siblings", [{}, {"embed": {"embedding": jnp.ones((5, 4))}}])
+def test_a_kernel_at_the_root_goes_by_its_rank(siblings):
     for shape, expected in (((4, 5), (1, 4, 5)), ((4,), None), ((), None)):
-        params = {"kernel": jnp.ones(shape)} | beside
+        params = {"kernel": jnp.ones(shape)} | siblings
         assert table(params)["kernel"] == expected
-    beside_attention = {"query": kernel(8, 2, 4), "key": kernel(8, 2, 4)}
-    assert table(beside_attention | {"kernel": jnp.ones((3, 4))})["kernel"] == (1, 3, 4)
+    attention = {"query": kernel(8, 2, 4), "key": kernel(8, 2, 4)}
+    assert table(attention | {"kernel": jnp.ones((3, 4))})["kernel"] == (1, 3, 4)
     with pytest.raises(ValueError, match=r"kernel \(2, 3, 4, 5\)"):
-        mc.describe({"kernel": jnp.ones((2, 3, 4, 5))} | beside)
+        mc.describe({"kernel": jnp.ones((2, 3, 4, 5))} | siblings)
 
 
 @pytest.mark.parametrize("name", ["output_layer", "output", "OutputDense_0"])

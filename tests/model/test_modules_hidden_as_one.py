@@ -123,7 +123,7 @@ NUMBERS = mc.flax_dimension_numbers(PARAMS)
         {"shardings": jax.tree.map(lambda p: PartitionSpec(), PARAMS)},
     ],
 )
-def test_labels_of_modules_beside_trees_of_all_leaves(options):
+def test_labels_of_modules_next_to_trees_of_all_leaves(options):
     labels = LABELS | {"l2": LABELS["l2"] | {"up": "frozen"}}
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",))
 

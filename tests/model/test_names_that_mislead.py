@@ -55,7 +55,7 @@ def test_as_many_classes_as_a_window_is_wide_or_a_picture_has_colors():
     assert [mask[name]["kernel"] for name in shapes] == [True, True, False]
 
 
-def test_a_gain_for_each_head_beside_its_projection_makes_no_stack():
+def test_a_gain_for_each_head_next_to_its_projection_makes_no_stack():
     projection = {"kernel": (32, 4, 8), "norm": {"scale": (4, 8)}}
     shapes = {"query": projection, "key": projection, "value": {"kernel": (32, 4, 8)}}
     shapes["out"] = {"kernel": (4, 8, 32)}
@@ -129,13 +129,13 @@ def test_values_and_gates_in_one_kernel_are_no_head():
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "others",
     [{}, {"log_std": (1, 6)}, {"cls": (1, 1, 64)}, {"prelu": {"alpha": (1, 64)}}],
 )
-def test_axes_of_one_take_no_outputs_of_a_head(beside):
+def test_axes_of_one_take_no_outputs_of_a_head(others):
     sizes = dense((17, 64), (64, 64), (64, 1))
     layers = {f"Dense_{i}": layer for i, layer in enumerate(sizes)}
-    mask = mc.matrix_mask(abstract(layers | beside))
+    mask = mc.matrix_mask(abstract(layers | others))
     assert [mask[name]["kernel"] for name in layers] == [True, True, False]
 
 
@@ -220,7 +220,7 @@ def test_tables_and_gains_by_other_names(path, shape):
         ("prompt_encoder/weight", (256, 64)),
     ],
 )
-def test_layers_behind_tables_and_gains_are_matrices(path, shape):
+def test_layers_after_tables_and_gains_are_matrices(path, shape):
     tree = {"embed": {"embedding": (99, 64)}, "down": {"kernel": (256, 64)}}
     mask = mc.matrix_mask(abstract(tree | nested(path, shape)))
     assert sum(jax.tree.leaves(mask)) == 2 and mask["down"]["kernel"]
@@ -243,13 +243,13 @@ def told(params, path):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_depthwise_convolutions_hold_no_matrix(window, has_bias):
     """One input for each output, as Flax, Haiku and PyTorch keep them."""
-    beside = {"up": dense((24, 96))[0], "down": dense((96, 24))[0]}
+    denses = {"up": dense((24, 96))[0], "down": dense((96, 24))[0]}
     bias = {"bias": (24,)} if has_bias else {}
-    flax = {"Conv_0": {"kernel": (*window, 1, 24)} | bias} | beside
+    flax = {"Conv_0": {"kernel": (*window, 1, 24)} | bias} | denses
     assert told(abstract({"block": flax}), "Conv_0/kernel") == {
         "block/Conv_0/kernel": None
     }
-    haiku = {"depthwise_conv2_d": {"w": (*window, 1, 24)} | {"b": (24,)}, **beside}
+    haiku = {"depthwise_conv2_d": {"w": (*window, 1, 24)} | {"b": (24,)}, **denses}
     assert not told(abstract(haiku), "conv2_d/w")["depthwise_conv2_d/w"]
     bias = {"bias": (24, *(1 for _ in window))} if has_bias else {}
     layers = {"conv": {"weight": (24, 1, *window)} | bias, "up": linear(96, 24)}

@@ -1,4 +1,4 @@
-"""Layers whose queries and keys are normalised: the gains of the norms are scaled."""
+"""Layers whose queries and keys are normalized: the gains of the norms are scaled."""
 
 import chex
 import flax.linen as nn
@@ -35,7 +35,7 @@ class NormalisedAttention(nn.Module):
         return layer(x, x, sow_weights=True)
 
 
-def linen_normalised():
+def linen_normalized():
     model = NormalisedAttention()
     params = linen_variables(model, inputs())["params"]
 
@@ -45,7 +45,7 @@ def linen_normalised():
     return params, lambda p: linen_stats(model, p, inputs()), run
 
 
-def nnx_normalised():
+def nnx_normalized():
     graph, state = nnx.split(nnx_model(normalize_qk=True))
 
     def run(state, x):
@@ -57,7 +57,7 @@ def nnx_normalised():
     return state, lambda s: nnx_stats(nnx.merge(graph, s), inputs()), run
 
 
-@pytest.mark.parametrize("make", [linen_normalised, nnx_normalised])
+@pytest.mark.parametrize("make", [linen_normalized, nnx_normalized])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_gains_of_qk_norm_scale_all_heads_of_a_layer(make, alpha):
     """The largest head lands on the threshold, and the others keep their share."""
@@ -78,7 +78,7 @@ def test_gains_of_qk_norm_scale_all_heads_of_a_layer(make, alpha):
 
 def test_scaling_the_projections_under_qk_norm_does_nothing():
     """Why they are refused: a witness."""
-    params, measure, _ = linen_normalised()
+    params, measure, _ = linen_normalized()
     name = "MultiHeadDotProductAttention_0"
     smaller = jax.tree.map(lambda p: p, params)
     for role in ("query", "key"):
@@ -117,7 +117,7 @@ def test_statistics_of_another_stack_are_refused_with_the_shape_expected():
 
 
 def test_the_refusal_by_names_names_the_reading():
-    params, _, run = linen_normalised()
+    params, _, run = linen_normalized()
     with pytest.raises(
         ValueError, match=r"normalized after the projection.*mc\.read_model"
     ):

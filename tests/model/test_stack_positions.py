@@ -71,7 +71,7 @@ def test_each_layer_is_as_it_is_alone(axis, per_head):
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 5), st.integers(-6, 6))
-def test_an_axis_is_normalised_or_refused(rank, axis):
+def test_an_axis_is_normalized_or_refused(rank, axis):
     shape = tuple(range(2, 2 + rank))
     params = {"a": {"b": {"kernel": np.ones(shape), "gain": np.ones(2)}}}
     for find in (mc.flax_dimension_numbers, mc.flax_attention_layers):

@@ -27,7 +27,7 @@ LEAVES = {
     "turned": ((10, 6), (1,), (0,), "oi->io"),
     "square": ((6, 6), (0,), (1,), "io->io"),
     "stacked": ((3, 6, 10), (1,), (2,), "nio->nio"),
-    "stacked behind": ((6, 3, 10), (0,), (2,), "ino->nio"),
+    "stacked last": ((6, 3, 10), (0,), (2,), "ino->nio"),
     "per head": ((12, 3, 4), (0,), (2,), "ino->nio"),
     "query": ((8, 3, 4), (0,), (1, 2), "ihd->i(hd)"),
     "out": ((3, 4, 8), (0, 1), (2,), "hdo->(hd)o"),
@@ -105,7 +105,7 @@ def test_what_the_state_holds():
         "tall": (10, 1),
         "turned": (10, 1),
         "stacked": (3, 1, 10),
-        "stacked behind": (1, 3, 10),
+        "stacked last": (1, 3, 10),
         "per head": (12, 3, 1),
         "query": (1, 3, 4),
         "out": (3, 4, 1),
@@ -127,7 +127,7 @@ def test_dtypes_and_nothing(dtype):
     assert tx.update(empty, tx.init(empty))[0]["w"].shape == (0, 8)
 
 
-def test_muon_puts_it_behind_the_direction():
+def test_muon_puts_it_after_the_direction():
     params = {"up": {"kernel": normal(1, 8, 24), "bias": normal(2, 24)}}
     by_option = mc.muon(0.1, neuron_b2=0.8, weight_decay=0.0)
     by_hand = optax.chain(
@@ -248,7 +248,7 @@ def test_muon_on_a_mesh(type_):
 
 
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
-def test_beside_metadata_of_axes(type_):
+def test_next_to_metadata_of_axes(type_):
     """Flax lays what is in a param's box as the param: `v` is in none."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(type_,))
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", None))
@@ -261,7 +261,7 @@ def test_beside_metadata_of_axes(type_):
         assert (model.kernel[...] != before).all()
 
 
-def test_beside_boxes_of_linen():
+def test_next_to_boxes_of_linen():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     init = nn.with_partitioning(nn.initializers.lecun_normal(), ("x", "y"))
     layer, tx = (

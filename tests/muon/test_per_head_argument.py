@@ -34,7 +34,7 @@ def update_of(make, params=PARAMS, **options):
 
 
 @pytest.mark.parametrize("make", [mc.muon, mc.muonclip])
-def test_beside_patterns(make):
+def test_next_to_patterns(make):
     found = update_of(make, per_head=True, dimension_numbers=RULES)
     by_hand = functools.partial(
         mc.flax_dimension_numbers, per_head=True, dimension_numbers=RULES
@@ -89,7 +89,7 @@ def test_of_described_layers():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_not_beside_numbers_of_all_leaves():
+def test_not_next_to_numbers_of_all_leaves():
     numbers = mc.flax_dimension_numbers(PARAMS, dimension_numbers=RULES, per_head=True)
     with pytest.raises(ValueError, match="per_head=True has no effect"):
         mc.muon(0.1, per_head=True, dimension_numbers=numbers).init(PARAMS)

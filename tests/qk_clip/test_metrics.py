@@ -180,7 +180,7 @@ def test_a_threshold_of_a_layer_that_is_not_positive():
 
 
 def test_the_state_survives_a_random_walk_of_statistics():
-    """Fractions and steps agree with a count kept beside them."""
+    """Fractions and steps agree with counts that the test keeps."""
     generator = np.random.default_rng(0)
     last, tx = np.full((3, 2), -1), mc.qk_clip(100.0)
     state, update = tx.init(PARAMS), jax.jit(tx.update)

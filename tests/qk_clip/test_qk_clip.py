@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def without_biases(params, stats, threshold, **options):
-    """What a clip that forgets the biases leaves behind: a witness for the tests."""
+    """What a clip that forgets the biases leaves: a witness for the tests."""
     clipped = mc.clip_qk(params, stats, threshold, **options)
     tree = paths.flatten(params)
     kept = [

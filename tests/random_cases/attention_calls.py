@@ -19,7 +19,7 @@ CALLS = (
 
 
 def differentiate(function, axis=None):
-    """Arrays to (output, statistic) and gradients; maximised and summed over an axis.
+    """Arrays to (output, statistic) and gradients; maximized and summed over an axis.
 
     The gradient of what all devices share, such as a bias, is summed by its type.
     """
@@ -109,6 +109,6 @@ def called(function, call, arrays):
         mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,))
         specs = over_heads(arrays) if "heads" in call else over_batch(arrays)
         with jax.set_mesh(mesh):
-            lie = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
-            return jax.jit(run)(jax.device_put(arrays, lie))
+            sharded = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+            return jax.jit(run)(jax.device_put(arrays, sharded))
     return jax.jit(run)(arrays)

@@ -107,7 +107,7 @@ def latent_layer(generator, heads, stack_axes):
     return shapes, [layer], scale
 
 
-def normalised_layer(generator, heads, stack_axes):
+def normalized_layer(generator, heads, stack_axes):
     shapes = {"query_ln/scale": (WIDTH,), "key_ln/scale": (WIDTH,)}
     shapes["query/kernel"] = shapes["key/kernel"] = (FEATURES, heads, WIDTH)
     if chance(generator, 0.5):
@@ -146,6 +146,6 @@ LAYOUTS = {
     "flat": flat_layer,
     "fused": fused_layer,
     "latent": latent_layer,
-    "normalised": normalised_layer,
+    "normalized": normalized_layer,
     "gemma": gemma_layer,
 }

@@ -107,7 +107,7 @@ def check(seed):
     shapes, attention, scale = make(generator, case["heads"], stack_axes)
     rows = () if case["stack"] is None else (LAYERS,)
     logits = generator.choice(LOGITS, (*rows, case["heads"])).astype(np.float32)
-    if case["layout"] == "normalised":
+    if case["layout"] == "normalized":
         # All heads of a layer go by their largest.
         logits = np.where(np.isfinite(logits), logits, np.float32(7))
     scales = scales_of(shapes, scale, logits, case)
@@ -129,7 +129,7 @@ def check(seed):
             assert after.dtype == case["params"]
             compare(after, factor * (p + u), np.abs(p) + np.abs(u), name)
             compare(leaf_at(at_rest, name), factor * p, 0, f"{name} at rest")
-        shared = case["layout"] == "normalised"
+        shared = case["layout"] == "normalized"
         compare_state(state, logits, case["threshold"], shared)
 
 

@@ -91,7 +91,7 @@ def check(seed):
     layer = {str(name): MODULES[name](generator) for name in names}
     axis, per_head = pick(generator, 0, 1, 2, -1, -2, -3, 7, -7), chance(generator, 0.3)
     # Takes what the layer gives, which would be an output head otherwise.
-    beside = {"other": {"kernel": (4, FEATURES)}}
+    stray = {"other": {"kernel": (4, FEATURES)}}
     shapes = jax.tree.leaves(layer, is_leaf=is_shape)
     fits = all(0 <= place(axis, len(s) + 1) <= len(s) for s in shapes if s)
     with told(seed, layer=layer, axis=axis, per_head=per_head):
@@ -102,9 +102,9 @@ def check(seed):
             return
         tree = jax.tree.map(lambda s: stacked(s, axis), layer, is_leaf=is_shape)
         options = {"stack_axes": {"layers": axis}, "per_head": per_head}
-        *found, other = numbers_of({"layers": tree} | beside, **options)
+        *found, other = numbers_of({"layers": tree} | stray, **options)
         assert other == MuonDimensionNumbers(-2, -1)
-        *alone, _ = numbers_of({"layers": layer} | beside, per_head=per_head)
+        *alone, _ = numbers_of({"layers": layer} | stray, per_head=per_head)
         for shape, numbers, expected in zip(shapes, found, alone, strict=True):
             rank = len(shape) + 1
             actual = axes_in_layer(numbers, rank, place(axis, rank))

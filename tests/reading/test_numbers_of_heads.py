@@ -92,7 +92,7 @@ def _added(p, x):
     return jnp.tanh(cut(x @ p["v"]) + (x @ p["w"])[..., None])
 
 
-def _features_besides(p, x):
+def _features_of_their_own(p, x):
     """It scales heads, but another kernel takes it, too."""
     gate = jnp.tanh(x @ p["w"])
     return cut(x @ p["v"]) * gate[..., None] + cut(jnp.tanh(gate @ p["more"]))
@@ -107,7 +107,7 @@ def _features_besides(p, x):
         (_outer_product, {"w": (D, 5), "out": (5 * D, OUT)}),
         (_shared_by_heads, {"w": (D, D // HEADS)}),
         (_added, {"w": (D, HEADS)}),
-        (_features_besides, {"w": (D, HEADS), "more": (HEADS, D)}),
+        (_features_of_their_own, {"w": (D, HEADS), "more": (HEADS, D)}),
     ],
 )
 def test_other_products_with_activations_are_of_matrices(fun, shapes):

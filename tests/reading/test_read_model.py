@@ -553,7 +553,66 @@ def test_the_table():
         f"{first.ljust(len(first) - len('line') + len(at))}  names say",
         f"out   (8, 11)  head    -                 writes the output  {at}  {names}",
         f"w     (8, 8)   matrix  0 > 1             contracted         {at}",
+        "",
+        "label   parameters  share  leaves",
+        "head    88          58 %   1",
+        "matrix  64          42 %   1",
+        "all     152         100 %  2",
     ]
+
+
+def _layers(p, x):
+    for i in range(3):
+        layer = p["blocks"][i]
+        logits = jnp.einsum("bqd,bkd->bqk", x @ layer["q"], x @ layer["k"])
+        x = x + jax.nn.softmax(logits) @ (x @ layer["v"])
+    return cross_entropy(x @ p["out"])
+
+
+def _params_of_layers():
+    blocks = [shapes(**dict.fromkeys("qkv", (D, D))) for _ in range(3)]
+    return {"blocks": blocks, **shapes(out=(D, V), unused=(D,))}
+
+
+def test_repeated_layers_share_a_row_of_the_table():
+    reading = mc.read_model(_layers, _params_of_layers(), X)
+    leaves, attention, totals = (x.splitlines() for x in str(reading).split("\n\n"))
+    paths = ["blocks/0-2/k", "blocks/0-2/q", "blocks/0-2/v", "out", "unused"]
+    assert [line.split()[0] for line in leaves[1:]] == paths
+    assert [line.split()[:2] for line in attention[1:]] == [["blocks/0-2", "1"]]
+    every, layers, same = reading.table(collapse=False).split("\n\n")
+    assert len(every.splitlines()) == 1 + 11 and len(layers.splitlines()) == 1 + 3
+    assert same.splitlines() == totals
+    with pytest.raises(ValueError, match="collapse must be True or False"):
+        reading.table(collapse="no")
+
+
+def test_the_table_ends_with_the_parameters_of_each_label():
+    params = _params_of_layers()
+    reading = mc.read_model(_layers, params, X)
+    *_, totals = str(reading).split("\n\n")
+    found = {line.split()[0]: line.split()[1:] for line in totals.splitlines()[1:]}
+    sizes = {}
+    for label, leaf in zip(
+        jax.tree.leaves(reading.labels), jax.tree.leaves(params), strict=True
+    ):
+        # What no call uses is a guess.
+        label += "?" if leaf is params["unused"] else ""
+        sizes.setdefault(label, []).append(leaf.size)
+    sizes["all"] = [leaf.size for leaf in jax.tree.leaves(params)]
+    assert found.keys() == sizes.keys() == {"head", "matrix", "vector?", "all"}
+    for label, (parameters, share, _, leaves) in found.items():
+        assert int(parameters) == sum(sizes[label])
+        assert int(leaves) == len(sizes[label])
+        assert float(share) == round(100 * sum(sizes[label]) / sum(sizes["all"]))
+
+
+def test_a_notebook_shows_the_table_as_html():
+    reading = mc.read_model(_layers, _params_of_layers(), X)
+    html, text = reading._repr_html_(), str(reading)
+    assert html.count("<tr>") == 1 + 5 and html.count("<th>") == 7
+    assert "<td>0 &gt; 1</td>" in html and "0 > 1" not in html
+    assert text.split("\n\n")[-1] in html  # the totals
 
 
 def test_the_table_says_what_names_would():

@@ -1,4 +1,4 @@
-"""`init` puts the moments where their parameters lie, so that one compilation does."""
+"""`init` shards the moments as their parameters, so that one compilation does."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def make(shardings=None):
 
 
 def misplaced(state, shardings):
-    """The moments that lie elsewhere than their parameters."""
+    """The moments that are sharded otherwise than their parameters."""
     found, seen = [], set()
     for keys, x in jax.tree_util.tree_leaves_with_path(state):
         names = [key.key for key in keys if getattr(key, "key", None) in SHAPES]
@@ -78,7 +78,7 @@ def test_explicit_axes_tell(is_set):
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
 def test_abstract_params(jit):
-    """Nothing but `shardings` says where anything lies."""
+    """Nothing but `shardings` says how anything is sharded."""
     mesh, shardings, params = placed(A, A)
     shapes = jax.eval_shape(lambda: params)
     assert not misplaced(jit(lambda: make(shardings).init(shapes))(), shardings)
