@@ -29,7 +29,3 @@ def neighbors(values: Sequence[float], value: float) -> list[float]:
     """The next smaller and the next larger one, where there are such."""
     i = values.index(value)
     return [*values[max(0, i - 1) : i], *values[i + 1 : i + 2]]
-
-
-# By this name to `evidence/tuning.py`, until its next report.
-neighbours = neighbors  # codespell:ignore neighbours

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from walk import neighbours, walk
+from walk import neighbors, walk
 
 from .lab import Lab, losses
 from .plan import Plan
@@ -57,7 +57,7 @@ def tuned(
 
     def near(run: Run) -> Iterator[Run]:
         for axis in axes:
-            for value in neighbours(grid[axis], getattr(run, axis)):
+            for value in neighbors(grid[axis], getattr(run, axis)):
                 is_rate = one_rate and axis == "learning_rate"
                 one = dict(adam_learning_rate=value) if is_rate else {}
                 yield run.but(**one | {axis: value})
