@@ -1,6 +1,6 @@
 """LightBench's tasks and rules in JAX: AdamW and Muon next to the published results.
 
-    python benchmarks/lightbench.py                       # all: 20 minutes of a core
+    python benchmarks/lightbench.py                       # all tasks
     python benchmarks/lightbench.py --tasks beale xor_digit
     python benchmarks/lightbench.py --quick               # a trial of the script
     python benchmarks/lightbench.py --published FILE.md   # LightBench's own results
@@ -77,11 +77,13 @@ def main() -> None:
     winners = []
     for name in args.tasks:
         for row, found in rows(name, args.quick, args.seed):
-            others = published[name]
-            cells = [row.adamw, row.difficulty in others["AdamW"]]
-            cells += [row.muon, row.difficulty in others["Muon"]]
-            matrices = "yes" if row.matrices else "no"
-            verdicts.add(name, row.difficulty, matrices, *map(_mark, cells))
+            theirs = (None, None)  # of a task of one's own
+            if of_task := published.get(name):
+                theirs = [
+                    _mark(row.difficulty in of_task[o]) for o in ("AdamW", "Muon")
+                ]
+            cells = (_mark(row.adamw), theirs[0], _mark(row.muon), theirs[1])
+            verdicts.add(name, row.difficulty, _mark(row.matrices), *cells)
             winners += [(name, row.difficulty, *winner) for winner in found]
         report.write()
     columns = {"task": "", "difficulty": "", "optimizer": "", "step": ",.0f"}
@@ -350,8 +352,8 @@ def add_counts(report: Report, rows: list) -> None:
             table.add(label, str(len(chosen)), *counts)
 
 
-def _mark(passed: bool) -> str:
-    return "yes" if passed else "no"
+def _mark(holds: bool) -> str:
+    return "yes" if holds else "no"
 
 
 if __name__ == "__main__":

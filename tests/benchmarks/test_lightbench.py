@@ -1,5 +1,6 @@
 """LightBench's tasks against its own modules, and when an attempt passes."""
 
+import dataclasses
 import functools
 import json
 
@@ -9,7 +10,7 @@ import lightbench
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, ROOT, tolerance
+from helpers import assert_close, few, ROOT, tolerance
 from lightbench_recurrent import LSTM, Pairs, Parity, RNN
 from lightbench_tasks import loss_at_most, Step, Task, TASKS
 
@@ -93,7 +94,7 @@ def test_a_loss_and_its_gradient_are_those_of_lightbench(name):
     assert_close(gradient, recorded(name, "gradients"), share)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", few(NETWORKS, "xor_sequence", "xor_spot_rnn"))
 def test_networks_are_those_of_lightbench(name):
     params = in_float32(recorded(name, "params"))
     data = [jnp.asarray(RECORDED[f"{name}/{which}"]) for which in ("first", "second")]
@@ -331,6 +332,18 @@ def test_the_script_prints_what_passed(monkeypatch, capsys, tmp_path):
     assert "| rosenbrock | trivial | no | yes | yes | yes | yes |" in printed
     assert "| vectors | 1 | 1 | 1 | 1 | 1 |" in printed
     assert len(json.loads(file.read_text())["tables"]) == 3
+
+
+def test_a_new_task_is_one_entry(monkeypatch, capsys):
+    def bowl(params, step, difficulty):
+        return jnp.sum(params["x"] ** 2) - 0.5
+
+    task = dataclasses.replace(stranger(bowl), difficulties={"trivial": None})
+    monkeypatch.setitem(TASKS, "bowl", task)
+    monkeypatch.setattr("sys.argv", ["lightbench.py", "--tasks", "bowl"])
+    lightbench.main()
+    printed = capsys.readouterr().out
+    assert "| bowl | trivial | no | yes | - | yes | - |" in printed
 
 
 def test_a_task_that_does_not_exist_is_named(monkeypatch, capsys):
