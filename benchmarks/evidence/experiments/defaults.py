@@ -89,6 +89,7 @@ class Measured(NamedTuple):
     best: dict[str, Run]  # of AdamW and of each arm
     losses: dict[str, list[float]]  # after all steps, seed by seed
     outcomes: dict[str, Outcome]  # at the rule's rate, by the AdamW that is to reach
+    at_best: Outcome  # at the tuned rate, to reach the AdamW with b1 = 0.9
     rule_cost: float  # of the rule's rate over the best one, in the walk
     kept: float  # the share of the best rate's gain over AdamW that the rule's has
 
@@ -161,10 +162,13 @@ def measure(lab: Lab, plan: Plan, model: Model, best: dict[str, Run]) -> Measure
     rate = rule(best[ADAMW].learning_rate)
     by_rule = best[NEW].but(learning_rate=rate, adam_learning_rate=rate)
     by_length = lengths(by_rule, model.shares)
+    best_by_length = lengths(best[NEW], model.shares)
     whole = best if 1.0 in model.shares else {n: best[n] for n in GOALS if n in best}
     runs = {name: reported(plan, run, model.seeds) for name, run in whole.items()}
-    shorter = {run.steps: reported(plan, run, model.seeds) for run in by_length}
-    lab.gather({**runs, **shorter})
+    shorter = [
+        reported(plan, run, model.seeds) for run in (*by_length, *best_by_length)
+    ]
+    lab.gather({**runs, **dict(enumerate(shorter))})
     # As in the experiment on the rule: one seed, on the text to tune on.
     adamw, at_rule, at_best = (
         losses(lab.results([run], kept_in="tuning"), part="tune")[0]
@@ -180,6 +184,9 @@ def measure(lab: Lab, plan: Plan, model: Model, best: dict[str, Run]) -> Measure
             for goal in GOALS
             if goal in best
         },
+        measure_share(
+            lab, plan, Pair(best[ADAMW], best[NEW]), best_by_length, model.seeds
+        ),
         at_rule - at_best,
         (adamw - at_rule) / (adamw - at_best) if adamw > at_best else math.nan,
     )
@@ -219,7 +226,7 @@ def shown(difference: Interval | None) -> str:
 def share_table(found: dict[Key, Measured]) -> Table:
     columns = ["corpus", "matrix parameters", f"tokens over {ADAMW}'s"]
     columns += [f"over those of {goal}" for goal in GOALS[1:]]
-    columns += ["AdamW's rate", "tuned rate"]
+    columns += [f"at the tuned rate, over {ADAMW}'s", "AdamW's rate", "tuned rate"]
     columns += ["cost of the rule's rate", "gain kept"]
     entries = [
         [
@@ -229,6 +236,7 @@ def share_table(found: dict[Key, Measured]) -> Table:
                 m.outcomes[goal].show_share() if goal in m.outcomes else "-"
                 for goal in GOALS
             ),
+            m.at_best.show_share(),
             f"{m.best[ADAMW].learning_rate:.2g}",
             f"{m.best[NEW].learning_rate:.2g}",
             f"{m.rule_cost:.3f}",
