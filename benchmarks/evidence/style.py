@@ -45,5 +45,6 @@ def losses_over(
     """Rows of losses over another's, and how much of it would be too much."""
     rows(axes, {}, means, color=CYCLE[1])
     axes.axvline(0, color="black", linewidth=0.8)
+    axes.locator_params(axis="x", nbins=5)  # numbers of small losses are long
     if most is not None:
         axes.axvline(most, color="black", linewidth=0.8, linestyle=":")

@@ -213,6 +213,7 @@ def part_table(found: dict[Key, Measured]) -> Table:
     entries = [
         [corpus, size, *(shown(gained(measured, part)) for part in PARTS)]
         for (corpus, size), measured in found.items()
+        if any(gained(measured, part) for part in PARTS)
     ]
     caption = "What each part adds to the loss, in nats per byte, with the 95 % "
     caption += "interval; negative is better."
