@@ -166,8 +166,8 @@ def tokens(lab: Lab, plan: Plan) -> Answer:
         "the rate of the rule below and nothing tuned reaches the same loss with "
         f"{shares[ADAMW_BETA]} of its tokens, in a model with {largest} parameters in "
         "matrices. Against AdamW with b1 = 0.9, as most people have it, it is "
-        f"{shares[ADAMW]}; with Muon's rate tuned too, {at_best}. In the smallest model "
-        f"AdamW's b2 was tuned as well, and came to {b2}.",
+        f"{shares[ADAMW]}; with Muon's rate tuned too, {at_best}. In the smallest "
+        f"model AdamW's b2 was tuned as well, and came to {b2}.",
         "page_tokens.png",
         "Share of a tuned AdamW's tokens, by text and size of the model",
         "Shares at larger scale, where they have been found nearer to one; runs longer "
