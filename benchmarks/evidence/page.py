@@ -25,7 +25,6 @@ from .intervals import Interval, interval
 from .lab import Lab, Unfinished
 from .plan import Plan
 from .recipe import ADAMW, ADAMW_BETA
-from .recipe import PARTS as RECIPE_PARTS
 from .section import Section
 from .style import band, CYCLE, losses_over, rows
 
@@ -236,7 +235,7 @@ def stability(lab: Lab, plan: Plan) -> Answer:
         f"largest attention logit ({corpus})",
     ]
     with panels(plan.figures / "page_stability.png", titles) as (counts, logits):
-        stress.draw_counts(counts, found)
+        stress.draw_by_rate(counts, found, "spikes")
         for arm, color in zip(("no clip", CLIPPED), CYCLE, strict=False):
             curves = np.array(
                 [explosion.smooth(result["logits"]) for result in unheld[corpus, arm]]
@@ -298,6 +297,9 @@ def extras(lab: Lab, plan: Plan) -> Answer:
     )
 
 
+CAUTIOUS = "cautious decay"
+
+
 def _extras(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
     """Losses over those without the addition, by text and addition."""
     found: dict[tuple[str, str], Interval] = {}
@@ -313,9 +315,8 @@ def _extras(lab: Lab, plan: Plan) -> dict[tuple[str, str], Interval]:
                 found[corpus, arm] = of.gained(arm)
     larger = list(recipes.SIZES)[-1]
     for (corpus, size), of in recipes.measured(lab, plan).items():
-        for part in ("neurons normalized", "cautious decay"):
-            if size == larger and part in RECIPE_PARTS:
-                found[corpus, part] = recipes.difference(of, part)
+        if size == larger:
+            found[corpus, CAUTIOUS] = recipes.difference(of, CAUTIOUS)
     return found
 
 

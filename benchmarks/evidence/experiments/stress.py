@@ -51,7 +51,6 @@ class Arm(NamedTuple):
     spikes: list[float]  # in `COUNTED` steps
     losses: list[float]  # after all steps
     peaks: list[float]  # the largest attention logit
-    curves: np.ndarray  # training losses, (seeds, steps)
 
 
 Found = Mapping[tuple[str, int], Arm]  # by name and multiple
@@ -125,15 +124,9 @@ def measure(lab: Lab, runs: dict[Any, list[Run]]) -> Found:
             (share * counts[:, i]).tolist(),
             losses(of_arm),
             [result["peak"] for result in of_arm],
-            np.array([padded(r["losses"], runs[key][0].steps) for r in of_arm]),
         )
         for i, (key, of_arm) in enumerate(results.items())
     }
-
-
-def padded(losses: list[float], steps: int) -> list[float]:
-    """A run that stopped early, since its loss was no longer finite, to its end."""
-    return [*losses, *[np.nan] * (steps - len(losses))]
 
 
 def difference(found: Found, claim: str, factor: int) -> Interval:
@@ -147,8 +140,8 @@ def seen(found: Found) -> str:
     halves = [difference(found, c, f).half for c in CLAIMS for f in FACTORS]
     means = [np.mean(arm.spikes) for arm in found.values()]
     return (
-        f"A difference of {np.mean(halves):.0f} spikes could be seen, on average, where "
-        f"there are {np.mean(means):.0f}."
+        f"A difference of {np.mean(halves):.0f} spikes could be seen, on average, "
+        f"where there are {np.mean(means):.0f}."
     )
 
 
@@ -179,19 +172,17 @@ def claim_table(found: Found) -> Table:
 
 
 def draw(plan: Plan, found: Found) -> None:
-    titles = [f"spikes in {COUNTED:,} steps", "training loss at 4 times the best rate"]
-    with panels(plan.figures / "stress.png", titles) as (counts, curves):
-        draw_counts(counts, found)
-        for name, color in zip(ARMS, CYCLE, strict=False):
-            curve = found[name, FACTORS[-1]].curves[0]
-            curves.plot(curve, color=color, linewidth=0.7)
-        curves.set(xlabel="step of the first seed", ylabel="nats per byte")
+    titles = [f"loss spikes in {COUNTED:,} steps", "final loss, nats per byte"]
+    with panels(plan.figures / "stress.png", titles) as (counts, ends):
+        draw_by_rate(counts, found, "spikes")
+        draw_by_rate(ends, found, "losses")
 
 
-def draw_counts(axes: Axes, found: Found) -> None:
+def draw_by_rate(axes: Axes, found: Found, what: str) -> None:
+    """Means and intervals of one field of every arm."""
     for i, (name, color) in enumerate(zip(ARMS, CYCLE, strict=False)):
-        of = [interval(found[name, factor].spikes) for factor in FACTORS]
-        # Side by side, so that intervals do not cover each other.
+        of = [interval(getattr(found[name, factor], what)) for factor in FACTORS]
+        # Next to each other, so that intervals do not cover one another.
         x = [j + 0.12 * (i - len(ARMS) // 2) for j in range(len(FACTORS))]
         means, halves = [one.mean for one in of], [one.half for one in of]
         axes.errorbar(x, means, yerr=halves, fmt="o", color=color, label=name)
