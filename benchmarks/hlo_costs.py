@@ -58,7 +58,7 @@ class Traffic:
         count, exposed = trips * self.count, trips * self.exposed
         return Traffic(count, trips * self.bytes, count, exposed)
 
-    def next_to(self, cycles: int, rate: float) -> "Traffic":
+    def during(self, cycles: int, rate: float) -> "Traffic":
         """The same, of what is sent while something else runs for so many cycles.
 
         `rate` is in bytes a cycle.
@@ -90,9 +90,9 @@ class Costs:
         collectives = {k: v.repeated(trips) for k, v in self.collectives.items()}
         return Costs(trips * self.flops, trips * self.cycles, collectives)
 
-    def next_to(self, cycles: int, rate: float) -> "Costs":
+    def during(self, cycles: int, rate: float) -> "Costs":
         """The same, of a collective while something else runs for so many cycles."""
-        collectives = {k: v.next_to(cycles, rate) for k, v in self.collectives.items()}
+        collectives = {k: v.during(cycles, rate) for k, v in self.collectives.items()}
         return dataclasses.replace(self, collectives=collectives)
 
     @property
@@ -137,7 +137,7 @@ def _costs(context: Context, computation: Computation) -> Costs:
         if re.fullmatch(f"({KINDS})(-start)?|async-start", instruction.opcode):
             cycles = sum(costs[x].cycles for x in _meanwhile(computation, name))
             rate = bytes_per_cycle(_group_size(instruction), context.sides)
-            costs[name] = costs[name].next_to(cycles, rate)
+            costs[name] = costs[name].during(cycles, rate)
     return _sum(costs.values())
 
 

@@ -26,7 +26,7 @@ from .lab import Lab, Unfinished
 from .plan import Plan
 from .recipe import ADAMW, ADAMW_BETA
 from .section import Section
-from .style import band, CYCLE, losses_over, rows
+from .style import CYCLE, losses_over, rows
 
 
 class Answer(NamedTuple):
@@ -67,8 +67,8 @@ def write_page(
     sections: Mapping[str, Section | str],
 ) -> None:
     """`lab` trains nothing; a question whose runs are missing is said to be open."""
-    figures = _relative(plan.figures, file)
-    parts = [HEAD.format(results=figures, details=_relative(details, file))]
+    figures, others = relative(plan.figures, file), relative(details, file)
+    parts = [HEAD.format(results=figures, details=others)]
     for question, ask in QUESTIONS.items():
         try:
             found = ask(lab, plan)
@@ -76,7 +76,7 @@ def write_page(
             parts.append(f"## {question}\n\nNot finished: {missing}.")
             continue
         links = [
-            _link(content, _relative(details, file))
+            _link(content, others)
             for name in found.experiments
             if isinstance(content := sections.get(name), Section)
         ]
@@ -88,9 +88,7 @@ def write_page(
             f"**What this does not show.** {found.limits}",
             f"From {', '.join(links)}: `python benchmarks/reproduce.py {commands}`",
         ]
-    parts += [_nulls(sections, _relative(details, file)), BEYOND]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+    write(file, [*parts, _nulls(sections, others), BEYOND])
 
 
 def anchor(title: str) -> str:
@@ -102,10 +100,16 @@ def _link(section: Section, details: str) -> str:
     return f"[{section.title}]({details}#{anchor(section.title)})"
 
 
-def _relative(target: Path, file: Path) -> str:
+def relative(target: Path, file: Path) -> str:
+    """The target in a link of the file."""
     return posixpath.relpath(
         target.absolute().as_posix(), file.parent.absolute().as_posix()
     )
+
+
+def write(file: Path, parts: Sequence[str]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
 
 
 def _nulls(sections: Mapping[str, Section | str], details: str) -> str:
@@ -186,15 +190,15 @@ def rate(lab: Lab, plan: Plan) -> Answer:
     ) as (one,):
         for i, case in enumerate(cases):
             rule = rate_rule.rule(case.adamw)
-            costs = {r / rule: case.cost(r) for r in sorted(case.tried)}
+            curve = {r / rule: case.cost(r) for r in sorted(case.tried)}
             one.plot(
-                list(costs),
-                list(costs.values()),
+                list(curve),
+                list(curve.values()),
                 color="#999999",
                 linewidth=0.8,
                 label=None if i else "one text, model and momentum",
             )
-            for multiple, cost in costs.items():
+            for multiple, cost in curve.items():
                 by_multiple.setdefault(multiple, []).append(cost)
         # Where most of the cases were tried, so that the mean is over the same ones.
         shared = sorted(m for m, c in by_multiple.items() if 2 * len(c) > len(cases))
@@ -203,16 +207,14 @@ def rate(lab: Lab, plan: Plan) -> Answer:
         one.set_xscale("log", base=2)
         one.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
         one.set_ylim(bottom=0)
-    rates = [(case, rate_rule.rule(case.adamw)) for case in cases]
-    known = [cost for c, r in rates if math.isfinite(cost := c.cost(r))]
-    kept = sum(case.kept(rate) >= rate_rule.KEPT for case, rate in rates)
+    costs, kept = rate_rule.judge(cases, rate_rule.rule)
     half, twice = (_mean_at(by_multiple, multiple) for multiple in (0.5, 2.0))
     return Answer(
         "Set twice the learning rate of your tuned AdamW, but at most 0.03, for both "
         f"sides. In {len(cases)} settings of text, model, momentum, length and batch "
-        f"this costs {np.mean(known):.3f} nats on average and {max(known):.3f} at most "
+        f"this costs {np.mean(costs):.3f} nats on average and {max(costs):.3f} at most "
         "next to the best rate on a grid of factors of 2, and keeps at least "
-        f"{rate_rule.KEPT:.0%} of the gain over AdamW in {kept}. Half of it costs "
+        f"{rate_rule.KEPT:.0%} of the gain over AdamW in {sum(kept)}. Half of it costs "
         f"{half} nats on average, twice it {twice}.",
         "page_rate.png",
         "Loss by the learning rate over the rule's: lowest at the rule's",
@@ -237,11 +239,8 @@ def stability(lab: Lab, plan: Plan) -> Answer:
     with panels(plan.figures / "page_stability.png", titles) as (counts, logits):
         stress.draw_by_rate(counts, found, "spikes")
         for arm, color in zip(("no clip", CLIPPED), CYCLE, strict=False):
-            curves = np.array(
-                [explosion.smooth(result["logits"]) for result in unheld[corpus, arm]]
-            )
-            x = explosion.WINDOW * (0.5 + np.arange(curves.shape[1]))
-            band(logits, x, curves, color=color, label=arm)
+            style = dict(color=color, label=arm)
+            explosion.draw_course(logits, unheld[corpus, arm], "logits", **style)
         logits.set(xlabel="step", yscale="log")
     most = max(stress.FACTORS)
     spikes = {n: interval(found[n, most].spikes).show(".1f") for n in stress.ARMS}

@@ -1,14 +1,13 @@
 """Writes the report: one page, and all experiments that are finished."""
 
 import importlib
-import posixpath
 from collections.abc import Sequence
 from pathlib import Path
 
 from tables import Table
 
 from .lab import Lab, Unfinished
-from .page import write_page
+from .page import relative, write, write_page
 from .plan import Plan
 from .section import Section
 from .texts import CHECK, CORPORA, text
@@ -51,12 +50,7 @@ def write_report(
         except Exception as error:  # one that fails must not take the others along
             sections[name] = f"failed: {error!r}"
     # From where the details are; results may be in another folder.
-    folder = posixpath.relpath(
-        plan.figures.absolute().as_posix(), details.parent.absolute().as_posix()
-    )
-    page = posixpath.relpath(
-        file.absolute().as_posix(), details.parent.absolute().as_posix()
-    )
+    folder, page = relative(plan.figures, details), relative(file, details)
     parts = [
         HEAD.format(results=folder, page=page),
         _texts(plan),
@@ -67,8 +61,7 @@ def write_report(
         if isinstance(content, Section):
             command = f"`python benchmarks/reproduce.py {name}`"
             parts.append(content.markdown(folder, command))
-    details.parent.mkdir(parents=True, exist_ok=True)
-    details.write_text("\n\n".join(part.rstrip() for part in parts) + "\n")
+    write(details, parts)
     write_page(file, details, lab, plan, sections)
 
 

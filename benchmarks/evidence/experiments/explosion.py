@@ -156,11 +156,19 @@ def draw(plan: Plan, file: str, arms: Trained) -> None:
             i = 2 * list(plan.corpora).index(corpus)
             style = dict(color=CYCLE[order.index(arm)], label=arm)
             for one, name in zip(axes[i : i + 2], ("logits", "losses"), strict=True):
-                curves = np.array([smooth(result[name]) for result in results])
-                band(one, WINDOW * (0.5 + np.arange(curves.shape[1])), curves, **style)
+                draw_course(one, results, name, **style)
             axes[i].set(xlabel="step", ylabel="largest logit", yscale="log")
             axes[i + 1].set(xlabel="step", ylabel="training loss, nats per byte")
             leave_out_the_beginning(axes[i + 1])
+
+
+def draw_course(
+    axes: Axes, results: list[Result], name: str, *, color: str, label: str
+) -> None:
+    """One field of every step, smoothed, over the seeds."""
+    curves = np.array([smooth(result[name]) for result in results])
+    x = WINDOW * (0.5 + np.arange(curves.shape[1]))
+    band(axes, x, curves, color=color, label=label)
 
 
 def leave_out_the_beginning(axes: Axes) -> None:

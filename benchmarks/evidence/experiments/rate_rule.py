@@ -5,7 +5,7 @@ Nothing is trained: what is read is every walk that the other experiments made.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,8 +81,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         raise Unfinished("no walks of other experiments")
     draw(plan, cases)
     factor = interval([math.log2(case.best / case.adamw) for case in cases])
-    costs = [case.cost(rule(case.adamw)) for case in cases]
-    known = [cost for cost in costs if math.isfinite(cost)]
+    by_rule, by_adamw = judge(cases, rule), judge(cases, float)
     return Section(
         title="The rate to set",
         claim="Moonlight (arXiv:2502.16982): with updates of AdamW's root mean square, "
@@ -93,24 +92,32 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "one seed, on the text to tune on, factors of 2. Nothing is trained here.",
         tables=[summary(cases), case_table(cases)],
         parts={
-            "the rule keeps 80% of the gain": [
-                case.kept(rule(case.adamw)) >= KEPT
-                for case in cases
-                if math.isfinite(case.cost(rule(case.adamw)))
-            ],
-            "AdamW's rate keeps 80% of the gain": [
-                case.kept(case.adamw) >= KEPT
-                for case in cases
-                if math.isfinite(case.cost(case.adamw))
-            ],
+            "the rule keeps 80% of the gain": by_rule.kept,
+            "AdamW's rate keeps 80% of the gain": by_adamw.kept,
         },
         figure="rate_rule.png",
         remarks=f"Over {len(cases)} cases the best rate is {2**factor.mean:.1f} times "
         f"AdamW's ({2**factor.low:.1f} to {2**factor.high:.1f}, a geometric mean)"
-        f"{power(cases)}. The rule costs {np.mean(known):.3f} nats on average and "
-        f"{max(known):.3f} at most. Its two numbers follow from the cases on code "
-        "and prose; those on the third text were known when it was written.",
+        f"{power(cases)}. The rule costs {np.mean(by_rule.costs):.3f} nats on "
+        f"average and {max(by_rule.costs):.3f} at most. Its two numbers follow from "
+        "the cases on code and prose; those on the third text were known when it was "
+        "written.",
     )
+
+
+class Judged(NamedTuple):
+    """One way to choose rates, in the cases where its rate was tried."""
+
+    costs: list[float]
+    kept: list[bool]  # enough of what the best rate gains
+
+
+def judge(cases: list[Case], choose: Callable[[float], float]) -> Judged:
+    """`choose` is Muon's rate by AdamW's."""
+    rates = [(case, choose(case.adamw)) for case in cases]
+    tried = [(case, rate) for case, rate in rates if rate in case.tried]
+    costs = [case.cost(rate) for case, rate in tried]
+    return Judged(costs, [case.kept(rate) >= KEPT for case, rate in tried])
 
 
 def power(cases: list[Case]) -> str:
@@ -176,14 +183,8 @@ def summary(cases: list[Case]) -> Table:
     entries = []
     for kind, of_kind in kinds.items():
         for name, choose in {"the rule": rule, "AdamW's rate": float}.items():
-            known = [
-                (case, case.cost(choose(case.adamw)))
-                for case in of_kind
-                if math.isfinite(case.cost(choose(case.adamw)))
-            ]
-            if known:
-                kept = [c.kept(choose(c.adamw)) >= KEPT for c, _ in known]
-                costs = [cost for _, cost in known]
+            costs, kept = judge(of_kind, choose)
+            if costs:
                 shown = [f"{np.mean(costs):.3f}", f"{max(costs):.3f}"]
                 entries.append([kind, name, *shown, f"{sum(kept)} of {len(kept)}"])
     columns = ["cases", "", "loss over the best rate's: mean", "most", "80% kept"]

@@ -11,8 +11,8 @@ from ..lab import Lab, losses, Result
 from ..plan import Plan
 from ..run import Run
 from ..section import Section
-from ..style import band, CYCLE
-from .explosion import percentiles, smooth, WINDOW
+from ..style import CYCLE
+from .explosion import draw_course, percentiles
 
 
 STEPS, SEEDS, THRESHOLD = 3000, 3, 30.0
@@ -117,8 +117,7 @@ def draw(plan: Plan, arms) -> None:
     settings: dict[str, Any] = dict(xlabel="step", ylabel="largest logit")
     with panels(plan.figures / "rise_and_decay.png", plan.corpora, **settings) as axes:
         for (corpus, arm), results in arms.items():
-            curves = np.array([smooth(result["logits"]) for result in results])
-            x = WINDOW * (0.5 + np.arange(curves.shape[1]))
             one = axes[list(plan.corpora).index(corpus)]
-            band(one, x, curves, color=CYCLE[1 - list(ARMS).index(arm)], label=arm)
+            color = CYCLE[1 - list(ARMS).index(arm)]
+            draw_course(one, results, "logits", color=color, label=arm)
             one.axhline(THRESHOLD, color="black", linewidth=0.8, linestyle=":")

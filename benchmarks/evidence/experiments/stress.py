@@ -11,11 +11,13 @@ from tables import Table
 from ..intervals import Interval, interval, paired
 from ..lab import Lab, losses
 from ..plan import Plan
+from ..recipe import HEADS
 from ..run import Run
 from ..section import Section
 from ..spikes import ABOVE, stress_spikes, stress_steps, WINDOW
 from ..style import CYCLE
 from ..tuning import tuned
+from .defaults import RISING
 
 
 STEPS, SEEDS, FACTORS = 1000, 10, (1, 2, 4)
@@ -25,7 +27,7 @@ THRESHOLD = 10.0
 SHAPE: dict[str, Any] = dict(
     layers=2, width=32, heads=2, steps=STEPS, schedule="constant", weight_decay=0.1
 )
-MUON: dict[str, Any] = dict(matrices="per_head", beta=0.95, beta_from=0.85)
+MUON = RISING | HEADS
 ARMS: dict[str, dict[str, Any]] = {
     "AdamW": dict(optimizer="adamw", beta=0.9),
     "Muon": MUON,
@@ -57,8 +59,7 @@ Found = Mapping[tuple[str, int], Arm]  # by name and multiple
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
-    corpus, best = plan.corpora[0], best_rates(lab, plan)
-    found = measured(lab, plan)
+    best, found = best_rates(lab, plan), measured(lab, plan)
     draw(plan, found)
     rates = " and ".join(f"{rate:g} for {name}" for name, rate in best.items())
     return Section(
@@ -66,13 +67,13 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         claim="Qwen3.8-Flash-Next: at twice the best rate AdamW spikes 4.3 times in "
         "10,000 steps and Muon 0.2 times; 8 steps of Newton-Schulz make spikes fewer "
         "and smaller. Kimi K2 (arXiv:2507.20534): with QK-Clip no loss spike.",
-        setting=f"2 layers of width 32, {STEPS} steps of 1,024 bytes ({corpus}) at a "
-        f"constant rate, weight decay 0.1. The best rates are {rates}, tuned with "
-        "another seed. Muon is the package's default, MuonClip clips at "
-        f"{THRESHOLD:g}, which logits pass by themselves. A spike is a step whose "
-        f"training loss is more than {ABOVE:g} above the median of the {WINDOW} steps "
-        "around it; what a batch moves in the median of all runs that saw it is the "
-        f"batch's own and taken off. {SEEDS} seeds.",
+        setting=f"2 layers of width 32, {STEPS} steps of 1,024 bytes "
+        f"({plan.corpora[0]}) at a constant rate, weight decay 0.1. The best rates are "
+        f"{rates}, tuned with another seed. Muon is the package's default, MuonClip "
+        f"clips at {THRESHOLD:g}, which logits pass by themselves. A spike is a step "
+        f"whose training loss is more than {ABOVE:g} above the median of the {WINDOW} "
+        "steps around it; what a batch moves in the median of all runs that saw it is "
+        f"the batch's own and taken off. {SEEDS} seeds.",
         tables=[table(found), claim_table(found)],
         parts={
             claim: [difference(found, claim, factor).high < 0 for factor in factors]
@@ -86,29 +87,29 @@ def experiment(lab: Lab, plan: Plan) -> Section:
 
 
 def best_rates(lab: Lab, plan: Plan) -> dict[str, float]:
-    corpus = plan.corpora[0]
-    return {name: best_rate(lab, plan, corpus, name) for name in ("AdamW", "Muon")}
+    return {name: best_rate(lab, plan, name) for name in ("AdamW", "Muon")}
 
 
 def measured(lab: Lab, plan: Plan) -> Found:
-    return measure(lab, runs(plan, plan.corpora[0], best_rates(lab, plan)))
+    return measure(lab, runs(plan, best_rates(lab, plan)))
 
 
-def best_rate(lab: Lab, plan: Plan, corpus: str, name: str) -> float:
+def best_rate(lab: Lab, plan: Plan, name: str) -> float:
     """The best constant rate; Muon's is that of both its sides."""
-    start = plan.run(corpus, **SHAPE | dict(learning_rate=8e-3) | ARMS[name])
+    settings = SHAPE | dict(learning_rate=8e-3) | ARMS[name]
+    start = plan.run(plan.corpora[0], **settings)
     start = start.but(adam_learning_rate=start.learning_rate)
     one_rate = start.optimizer == "muon"
     return tuned(lab, start, ("learning_rate",), one_rate=one_rate).learning_rate
 
 
-def runs(plan: Plan, corpus: str, best: Mapping[str, float]) -> dict[Any, list[Run]]:
+def runs(plan: Plan, best: Mapping[str, float]) -> dict[Any, list[Run]]:
     found = {}
     for name, changes in ARMS.items():
         for factor in FACTORS:
             rate = factor * best.get(name, best["Muon"])
             settings = dict(learning_rate=rate, adam_learning_rate=rate)
-            run = plan.run(corpus, **SHAPE | changes | settings)
+            run = plan.run(plan.corpora[0], **SHAPE | changes | settings)
             run = run.but(probe="losses", evaluations=5)
             found[name, factor] = list(plan.over_seeds(run, SEEDS))
     return found
