@@ -62,7 +62,7 @@ class Inner(NamedTuple):
             return [known(x.val) if isinstance(x, Literal) else env[x] for x in atoms]
 
         eqns = list(enumerate(self.jaxpr.eqns))
-        for i, eqn in _live(self.jaxpr) if is_live else eqns:
+        for i, eqn in live(self.jaxpr) if is_live else eqns:
             env |= zip(eqn.outvars, step(i, eqn, read(eqn.invars)), strict=True)
         return read(self.jaxpr.outvars)
 
@@ -84,6 +84,9 @@ class Axes(NamedTuple):
 
 #: An equation, after those that it is inside of.
 Eqns = tuple[Any, ...]
+
+#: Where an equation is: its place in the jaxpr, and so on for those inside of it.
+Address = tuple[int, ...]
 
 
 def inner(closed: Any) -> Inner:
@@ -140,7 +143,7 @@ def is_statistic(eqn: Any) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == STATISTIC
 
 
-def _live(jaxpr: Any) -> list[tuple[int, Any]]:
+def live(jaxpr: Any) -> list[tuple[int, Any]]:
     """The equations that outputs depend on, with their places among all of them.
 
     Statistics of attention are among them, though most losses do not return these.

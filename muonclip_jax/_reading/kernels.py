@@ -99,3 +99,10 @@ def _cudnn(eqn: Any) -> Kernel:
         return max_logits(query, key, is_causal="CAUSAL" in mask, **options)
 
     return Kernel(heads_first, largest=largest)
+
+
+def body_of(kernel: Kernel, eqn: Any) -> jaxprs.Inner:
+    """The jaxpr of the plain attention that a kernel stands for, on its operands."""
+    avals = [eqn.invars[i].aval for i in kernel.operands]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    return jaxprs.trace(kernel.plain, *shapes)

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
-from . import jaxprs
-from .pieces import Shape
-from .rules import note_features
-from .values import union, Value
-from .walk import Note, Walk
+from .facts import Fact, union
+from .uses import Note, Uses
+
+
+Shape = tuple[int, ...]
 
 
 class Verdict(NamedTuple):
@@ -23,45 +23,40 @@ class Verdict(NamedTuple):
     is_known: bool = True  # False if nothing uses it, or what cannot be read
 
 
-_USES = "looked up", "contracted", "factor", "elementwise", "depthwise", "unknown"
+_USES = "looked up", "contracted", "factor", "elementwise", "depthwise", "data", "unknown"
 
 
 def verdicts(
-    walk: Walk,
-    outs: Sequence[Value],
-    is_float: Sequence[bool],
-    heads_at: Set[tuple[int, int]],
+    uses: Uses, outs: Sequence[Fact], shapes: Sequence[Shape], is_float: Sequence[bool]
 ) -> list[Verdict]:
-    """One for each parameter; heads of attention are along the axes `heads_at`."""
-    for out in outs:
-        note_features(walk, out)
-    experts = {(n.number, n.roles[0][0]) for n in walk.noted("expert")}
+    """One for each parameter."""
+    experts = {(n.number, n.roles[0][0]) for n in uses.noted("expert")}
     # An axis all of whose entries go their own way is a stack, too.
     cuts: dict[tuple[int, int], int] = {}
-    for note in walk.noted("cut"):
+    for note in uses.noted("cut"):
         at = note.number, note.roles[0][0]
         cuts[at] = cuts.get(at, 0) | note.events
-        if cuts[at] == (1 << walk.shapes[at[0]][at[1]]) - 1:
+        if cuts[at] == (1 << shapes[at[0]][at[1]]) - 1:
             experts.add(at)
     # What another product with a parameter is applied to is no output; what decides
     # where activations go is no router unless something comes of it. Heads are cut
     # apart as experts are, but of one matrix.
-    fed = walk.events_of("fed")
+    fed = uses.events_of("fed")
     heads = union(out.ends for out in outs) & ~fed
-    routers = walk.events_of("chosen") & fed
-    of_heads = walk.numbers_of("scales") - walk.numbers_of("features")
-    uses = walk.noted(*_USES)
+    routers = uses.events_of("chosen") & fed
+    of_heads = uses.numbers_of("scales") - uses.numbers_of("features")
+    noted = uses.noted(*_USES)
 
     def verdict(i: int, shape: Shape) -> Verdict:
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "")
-        own = [note for note in uses if note.number == i]
+        own = [note for note in noted if note.number == i]
         of = {note.kind: note for note in reversed(own)}  # the first of each kind
         if not own:
             return Verdict("vector", None, "not used", "", is_known=False)
 
         def said(label: str, kind: str, words: str = "", **more: Any) -> Verdict:
-            line = jaxprs.line(of[kind].eqns)
+            line = of[kind].line
             return Verdict(label, None, words or kind, line, **more)
 
         if "looked up" in of:
@@ -69,10 +64,10 @@ def verdicts(
             return said("embedding", "looked up", tied)
         weights = [u for u in own if u.kind in ("contracted", "factor")]
         if not weights:
-            for kind in ("elementwise", "depthwise"):
+            for kind in ("elementwise", "depthwise", "data"):
                 if kind in of:
                     return said("vector", kind)
-            what = f"unknown: {of['unknown'].eqns[-1].primitive.name}"
+            what = f"unknown: {of['unknown'].at.name}"
             return said("vector", "unknown", what, is_known=False)
         inputs, outputs = _axes(weights, shape, {a for j, a in experts if j == i})
         kind = weights[0].kind
@@ -92,7 +87,7 @@ def verdicts(
             numbers=MuonDimensionNumbers(*sides)
         )
 
-    return [verdict(i, shape) for i, shape in enumerate(walk.shapes)]
+    return [verdict(i, shape) for i, shape in enumerate(shapes)]
 
 
 def _axes(

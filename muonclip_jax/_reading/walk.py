@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import jaxprs, kernels
-from .jaxprs import Axes, Inner, shape_of
+from .jaxprs import Address, Axes, Inner, shape_of
 from .pieces import Shape, whole
 from .values import (
     ACTIVATION,
@@ -22,10 +22,6 @@ from .values import (
     union,
     Value,
 )
-
-
-#: Where an equation is: its place in the jaxpr, and so on for those inside of it.
-Address = tuple[int, ...]
 
 
 class Note(NamedTuple):

@@ -1,0 +1,397 @@
+"""What each variable of a graph is made of: found once, forward, a few bits each.
+
+These say where to look: labels are followed back from there.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from .graph import Atom, Eqn, Frame, Graph
+from .jaxprs import shape_of
+from .labels import contracted, PRODUCTS, sides
+
+
+class Fact(NamedTuple):
+    """What a variable is made of; of sets, a bit for each member.
+
+    An event is an equation in which parameters meet activations: it stands for what
+    comes of it, where the same parameters may be used again elsewhere.
+    """
+
+    leaves: int = 0  # parameters
+    trained: int = 0  # those that a gradient reaches from here
+    has_data: bool = False
+    # A parameter that no activation was multiplied with yet. Data alone may have been:
+    # a mask, a scale, noise or an average among the arguments leaves a weight a weight.
+    is_weight: bool = False
+    # It was copied along new dimensions, or looked up, as tokens are: no weight.
+    is_spread: bool = False
+    is_pair: bool = False  # a product of parameters
+    # A comparison with 0, 1, 2, ..., and these numbers.
+    is_onehot: bool = False
+    is_counter: bool = False
+    events: int = 0  # since the innermost loop's trip began
+    past: int = 0  # all of them
+    # The products with parameters since which no other came.
+    ends: int = 0
+    # The kernel whose outputs alone these are, up to what each goes through by itself;
+    # -1 for those of several, `None` for what no kernel made.
+    sole: int | None = None
+    # Products of two values made by parameters, of which it is entry by entry a
+    # function; of those in `weights`, the exponential; of those in `mixed`, such
+    # weights after a product with a parameter; `pairs` are products that nothing was
+    # summed of yet.
+    products: int = 0
+    weights: int = 0
+    mixed: int = 0
+    pairs: int = 0
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether it is an activation that parameters had a part in."""
+        return self.leaves != 0 and not self.is_weight
+
+    @property
+    def is_token(self) -> bool:
+        """Whether it is a parameter that meets others as an activation does."""
+        return self.is_weight and (self.is_spread or self.has_data)
+
+
+DATA = Fact(has_data=True)
+
+_RANDOM = frozenset(
+    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
+    "threefry2x32".split()
+)
+
+
+def union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
+
+
+def members(bits: int) -> list[int]:
+    """The numbers of the bits that are set."""
+    return [i for i in range(bits.bit_length()) if bits >> i & 1]
+
+
+class Facts:
+    """The facts of all variables of a graph."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.products: dict[int, Eqn] = {}  # by their bit
+        self.met_at: dict[int, Eqn] = {}  # events by their bit
+        self._bits: dict[Any, int] = {}
+        self._events: dict[Any, int] = {}
+        self._past_of: dict[int, int] = {}
+        self._of: dict[tuple[int, int], Fact] = {}
+        own = graph.is_parameter
+        inputs = [
+            Fact(1 << i, 1 << i, is_weight=True) if i < len(own) and own[i] else DATA
+            for i in range(len(graph.top.jaxpr.invars))
+        ]
+        self.outputs = self._run(graph.top, inputs)
+
+    def of(self, atom: Atom) -> Fact:
+        if isinstance(atom.var, Literal):
+            return Fact()
+        return self._of.get(atom.key(), Fact())
+
+    def all_of(self, atoms: Iterable[Atom]) -> list[Fact]:
+        return [self.of(atom) for atom in atoms]
+
+    def event(self, at: Eqn) -> int:
+        """The bit of an equation where parameters meet activations; 0 if none do."""
+        return self._events.get(at.key(), 0)
+
+    def product(self, at: Eqn) -> int:
+        """The bit of a product; 0 for other equations."""
+        return self._bits.get(at.key(), 0)
+
+    def before(self, events: int) -> int:
+        """All that events come from, but themselves."""
+        return union(past & ~e for e, past in self._past_of.items() if e & events)
+
+    # Frames.
+
+    def _run(self, frame: Frame, inputs: list[Fact]) -> list[Fact]:
+        for var, fact in zip(frame.jaxpr.invars, inputs, strict=True):
+            self._of[id(frame), id(var)] = fact
+        for i in frame.live:
+            at = Eqn(frame, i)
+            for var, fact in zip(at.eqn.outvars, self._outputs(at), strict=True):
+                self._of[id(frame), id(var)] = fact
+        return [self.of(Atom(frame, var)) for var in frame.jaxpr.outvars]
+
+    def _outputs(self, at: Eqn) -> list[Fact]:
+        n = len(at.eqn.outvars)
+        if not (frames := at.frame.inside.get(at.i)):
+            return [self._primitive(at)] * n
+        runs = [self._inside(inner) for inner in frames]
+        outs = [either(run[k] for run in runs) for k in range(min(n, len(runs[0])))]
+        if at.name == "cond":
+            # Whatever picks the branch has made the result, too: a router, of experts.
+            past = self.of(at.inputs()[0]).past
+            outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
+        rest = self._mixed(at, self.all_of(at.inputs()))
+        return [*outs, *[rest] * (n - len(outs))]
+
+    def _inside(self, inner: Frame) -> list[Fact]:
+        assert inner.parent is not None
+        own = [self.of(Atom(inner.parent, x.atom)) for x in inner.outer]
+        if inner.kind not in ("scan", "while"):
+            return self._run(inner, own)
+        carried = range(inner.first, inner.first + inner.carries)
+        while True:
+            # It ends: what a value can be made of only grows. Each trip has parameters
+            # of its own, so what comes of an event in the one before is no news of it.
+            begin = [
+                x._replace(events=0) if i in carried else x for i, x in enumerate(own)
+            ]
+            outs = self._run(inner, begin)
+            after = list(own)
+            for i in carried:
+                after[i] = either([own[i], outs[i - inner.first]])
+            if after == own:
+                return [own[i] for i in carried] + outs[len(carried) :]
+            own = after
+
+    # Equations.
+
+    def _primitive(self, at: Eqn) -> Fact:
+        inputs, name = self.all_of(at.inputs()), at.name
+        out = self._mixed(at, inputs)
+        if name in PRODUCTS and not self.is_entrywise(at):
+            return self._product(at, inputs, out)
+        if name in ("mul", *PRODUCTS):
+            x, y = at.inputs()
+            if all(f.is_deep for f in inputs) and x.var is not y.var:
+                # Summed over, it is a product of query and key that is written out.
+                out = out._replace(pairs=out.pairs | self._new(at))
+            a, b = inputs
+            is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
+            return out._replace(is_onehot=is_onehot)
+        rule = _RULES.get(name)
+        return rule(self, at, inputs, out) if rule else out
+
+    def is_entrywise(self, at: Eqn) -> bool:
+        """Whether a product sums over nothing, and one side has nothing else.
+
+        `einsum("...k,k->...k")` is how some norms apply their gain.
+        """
+        to = sides(at.eqn) if at.name == "dot_general" else None
+        if to is None:
+            return False
+        both = {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
+        return any(all(d in both for d in x) for x in to)
+
+    def weight_of(self, at: Eqn) -> int | None:
+        """Which operand of a product is the weight of the other; `None` for neither."""
+        a, b = self.all_of(at.inputs()[:2])
+        if a.is_weight and b.is_weight:
+            tokens = [a.is_token, b.is_token]
+            return 1 - tokens.index(True) if sum(tokens) == 1 else None
+        for i, weight, other in ((0, a, b), (1, b, a)):
+            if weight.is_weight and not (weight.is_spread and other.is_deep and self._is_copied(at, i)):
+                return i
+        return None
+
+    def _is_copied(self, at: Eqn, i: int) -> bool:
+        """Whether an operand is the same in every example that the other one has."""
+        to = sides(at.eqn)
+        if to is None:
+            return False
+        both = {d for d in to[1 - i] if d is not None}
+        return any(to[i][d] in both for d in self.graph.copied(at.inputs()[i]))
+
+    def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+        """A sum of products: of an activation and its weight, of any two, of weights."""
+        a, b = inputs[:2]
+        # What products, or the weights of a softmax, are multiplied with is something
+        # new.
+        out = out._replace(products=0, weights=0, mixed=0, pairs=0, is_onehot=False)
+        if not out.leaves:
+            return out
+        if a.leaves and b.leaves:
+            out = out._replace(products=self._new(at))
+        if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
+            # Two parameters make one of low rank.
+            return out._replace(is_weight=True, is_pair=True, is_spread=False)
+        event = self._meet(at, out)
+        i = self.weight_of(at)
+        out = out._replace(
+            is_weight=False,
+            is_pair=False,
+            is_spread=False,
+            events=out.events | event,
+            past=out.past | event,
+        )
+        if i is None:
+            return out._replace(sole=-1)
+        weight, other = inputs[i], inputs[1 - i]
+        out = out._replace(mixed=other.weights)
+        if other.is_onehot:  # a lookup, which is no layer of its own
+            return out._replace(ends=0, sole=None)
+        kernels = members(weight.leaves)
+        return out._replace(ends=event, sole=kernels[0] if len(kernels) == 1 else -1)
+
+    def _meet(self, at: Eqn, out: Fact) -> int:
+        bit = self._events.setdefault(at.key(), 1 << len(self._events))
+        self.met_at[bit] = at
+        self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
+        return bit
+
+    def _new(self, at: Eqn) -> int:
+        if at.key() not in self._bits:
+            self._bits[at.key()] = 1 << len(self._bits)
+            self.products[self._bits[at.key()]] = at
+        return self._bits[at.key()]
+
+    def _mixed(self, at: Eqn, inputs: list[Fact]) -> Fact:
+        """What comes of several values, entry by entry."""
+        out = _union(inputs)
+        if not out.leaves:
+            return out
+        if out.is_weight:
+            return out._replace(is_spread=any(x.is_spread for x in inputs))
+        if any(x.is_weight for x in inputs):
+            event = self._meet(at, out)
+            out = out._replace(events=out.events | event, past=out.past | event)
+        return out
+
+
+def either(facts: Iterable[Fact]) -> Fact:
+    """One of several, no matter which."""
+    facts = list(facts)
+    first, *others = facts
+    return first if all(x == first for x in others) else _union(facts)
+
+
+_SETS = "leaves trained events past ends products weights mixed pairs".split()
+
+
+def _union(facts: list[Fact]) -> Fact:
+    soles = {x.sole for x in facts} - {None}
+    sets = {name: union(getattr(x, name) for x in facts) for name in _SETS}
+    return Fact(
+        **sets,
+        has_data=any(x.has_data for x in facts),
+        is_weight=sets["leaves"] != 0 and all(x.is_weight or not x.leaves for x in facts),
+        is_spread=any(x.is_spread for x in facts),
+        is_pair=any(x.is_pair for x in facts),
+        sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
+    )
+
+
+# Primitives that make more of their operands than `_mixed` says.
+
+
+def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """After a residual sum, of which one summand comes from the other, the layer has not
+    the last word: the output is written by what comes later, if anything.
+    """
+    deep = [x for x in inputs if x.is_deep]
+    if len(deep) != 2 or math.prod(shape_of(at.eqn.outvars[0])) == 1:
+        return out  # a sum of losses, one number, is none of layers
+    a, b = (x.ends for x in deep)
+    is_after = not (a and b) or facts.before(a) & b or facts.before(b) & a
+    return out._replace(ends=0) if a != b and is_after else out
+
+
+def _select(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    mask, *cases = inputs
+    pairs = zip(cases, at.inputs()[1:], strict=True)
+    rows = [x for x, atom in pairs if atom.frame.number(atom.var) != 0]
+    is_onehot = bool(rows) and all(x.is_onehot for x in rows)
+    return out._replace(is_onehot=mask.is_onehot or is_onehot)
+
+
+def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    return out._replace(weights=out.weights | out.products)
+
+
+def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    is_product = out.pairs and not out.weights
+    return out._replace(products=out.pairs, pairs=0) if is_product else out
+
+
+def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """The maximum of logits is a number to subtract, no logit."""
+    return out._replace(products=0, weights=0, pairs=0)
+
+
+def _gather(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    of, index = inputs[0], inputs[1]
+    if not of.is_weight:
+        return out
+    offsets = at.eqn.params["dimension_numbers"].offset_dims
+    if len(offsets) == len(shape_of(at.eqn.outvars[0])):  # by one index: a slice
+        return of._replace(past=of.past | index.past)
+    if len(offsets) > 1:  # matrices of experts, or tokens: a product shows which
+        return of._replace(has_data=True, past=of.past | index.past)
+    # A row of a table. Whatever chose it, as an output head does of the next token, is
+    # not what feeds the layers after it.
+    event = facts._meet(at, of)
+    return of._replace(
+        is_weight=False, events=of.events | event, past=of.past | event, is_spread=False
+    )
+
+
+def _dynamic_slice(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    of, past = inputs[0], union(x.past for x in inputs)
+    return of._replace(past=past) if of.is_weight else out
+
+
+def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    old, new = (math.prod(shape_of(x)) for x in (at.eqn.invars[0], at.eqn.outvars[0]))
+    return out._replace(is_spread=out.is_spread or (out.is_weight and old < new))
+
+
+def _same(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    return inputs[0] if inputs else out
+
+
+def _stop(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    return out._replace(trained=0)
+
+
+def _equal(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """One-hot rows are `index == arange(n)`."""
+    return out._replace(is_onehot=any(x.is_counter for x in inputs))
+
+
+def _and(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    return out._replace(is_onehot=any(x.is_onehot for x in inputs))
+
+
+def _iota(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    return Fact(is_counter=True)
+
+
+def _random(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    return Fact(has_data=out.has_data)
+
+
+_RULES: dict[str, Any] = {
+    **dict.fromkeys("add sub add_any max min".split(), _sum),
+    "select_n": _select,
+    "exp": _exponential,
+    "exp2": _exponential,
+    "reduce_sum": _reduce_sum,
+    **dict.fromkeys("reduce_max reduce_min argmax argmin".split(), _greatest),
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
+    "broadcast_in_dim": _broadcast,
+    "tile": _broadcast,
+    **dict.fromkeys("convert_element_type copy reshape squeeze".split(), _same),
+    "stop_gradient": _stop,
+    "eq": _equal,
+    "and": _and,
+    "iota": _iota,
+    **dict.fromkeys(_RANDOM, _random),
+}

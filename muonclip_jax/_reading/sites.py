@@ -1,0 +1,191 @@
+"""Where logits enter a softmax, and which head each of them is of there.
+
+Scaled and masked, but before the softmax subtracts their maximum. The recorder takes
+the largest there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._model.statistics import largest
+from . import jaxprs
+from .graph import Atom, Eqn
+from .labels import joined, marks, moves
+
+
+if TYPE_CHECKING:
+    from .attention import Heads, Product, Reader
+
+
+@dataclasses.dataclass
+class Site:
+    """Where logits are an operand of an equation, and what they are there.
+
+    - `at`: the equation, whose first operand they are.
+    - `is_maximum`: its result has the maximum of them along `axes`.
+    - `dims`: the dimensions along which heads are.
+    - `rows`: for each head which of the entries of `dims`, in C order, are its own.
+    - `spans`: where there is more than logits along a dimension, such as a sink.
+    - `factor`: what they are multiplied with before the exponential.
+    - `cap_at`: the softcap, whose operand they are before it, and its `cap`.
+    """
+
+    at: Eqn
+    is_maximum: bool
+    axes: tuple[int, ...]
+    dims: tuple[int, ...] = ()
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
+    spans: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    factor: float = 1.0
+    cap_at: Eqn | None = None
+    cap: float = math.inf
+
+    def largest(self, x: Any, out: Any, before_cap: Any) -> jax.Array:
+        """The maximum of the logits of every head, `(heads,)`."""
+        if jaxprs.is_statistic(self.at.eqn):
+            return x
+        if self.cap_at:
+            # The mask comes after the cap, and hides what is below anything it lets by.
+            x = jnp.where(x >= -1.001 * abs(self.cap), before_cap * self.cap, -jnp.inf)
+        elif self.is_maximum and not self.spans and not {*self.dims} & {*self.axes}:
+            # What remains is to compare the maxima that the softmax has formed. XLA on
+            # CPU keeps these inside softmax's own fusion, and folds both steps into one
+            # pass that reads the logits again: 1.2 % of the bytes of GPT-2 at 4 layers
+            # of 256 (benchmarks/record_attention.py). With a barrier between them it is
+            # the same.
+            x = jnp.expand_dims(out, self.axes)
+        x = jax.lax.stop_gradient(x)
+        for dim, span in self.spans.items():
+            if x.shape[dim] > 1:
+                x = jax.lax.slice_in_dim(x, *span, axis=dim)
+        rest = [i for i in range(x.ndim) if i not in self.dims]
+        found = largest(x, rest) if rest else x
+        found = found.transpose(np.argsort(np.argsort(self.dims))).ravel()
+        found = found[self.rows]
+        return largest(found, 1) * self.factor if self.rows.shape[1] > 1 else found[:, 0] * self.factor
+
+
+class Unclear(Exception):
+    """Logits that enter a softmax in a way that cannot be recorded."""
+
+
+def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int) -> Site:
+    site = _entrance(reader, exp, bits)
+    atom = site.at.inputs()[0]
+    lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+    bit = reader.facts.product(product.at)
+    sizes = dict(enumerate(atom.shape))
+    each = tuple(marks(rank, lead + d, n) for d, n in sizes.items())
+    labels, along = reader.to_product(atom, each or (marks(rank, 0, 1),), bit)
+    if labels is None:
+        raise Unclear("its logits could not be followed into the softmax")
+    of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
+    def varies(label: Any) -> bool:
+        line = joined(label, [a for a in range(label.ndim) if a not in of_heads])
+        return len(set(line.ravel().tolist())) > 1
+    site.dims = tuple(d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x))
+    _count(reader, site, product, heads, bit, of_heads)
+    if along["joins"]:
+        site.spans = _spans(reader, site, bit)
+    if along["caps"]:
+        (cap_at, scale), *_ = along["caps"]
+        if cap_at.frame is not site.at.frame or math.isnan(scale):
+            raise Unclear(
+                "they are softcapped by a number that is not known, or in a function of "
+                "their own: write cap * jnp.tanh(logits / cap), with a number for the "
+                "cap, in the function that has the softmax"
+            )
+        site.cap_at, site.cap = cap_at, scale
+    return site
+
+
+def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
+    """From an exponential back to where its operand was not shifted yet."""
+    factor = math.log(2) if exp.name == "exp2" else 1.0
+    start = Site(exp, False, (), factor=factor)
+    atom = exp.inputs()[0]
+    while True:
+        label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
+        found = [o.at for o, _ in reader.graph.origins(atom, (label,)) if o.at]
+        if len(found) != 1:
+            return start
+        (at,), (inputs) = found, found[0].inputs()
+        facts = reader.facts.all_of(inputs)
+        own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
+        if at.name == "sub" and own[:1] == [0]:
+            maxima = [x for x in reader.maxima(inputs[1], bits)] if own == [0] or len(own) == 2 else []
+            if maxima:
+                best = maxima[0]
+                axes = tuple(best.eqn.params["axes"])
+                return Site(best, True, axes, factor=factor)
+            if own == [0, 1]:
+                return Site(at, False, (), factor=factor)
+        if reader.facts.product(at) & bits or not own:
+            return start
+        if at.name in ("mul", "div") and len(own) == 1:
+            number = inputs[1 - own[0]].frame.number(inputs[1 - own[0]].var)
+            number = number if isinstance(number, int | float) and number else math.nan
+            factor = factor * number if at.name == "mul" else factor / number
+        elif not moves(at.eqn, 0, 0, at.frame.number):
+            return start
+        atom = inputs[own[-1] if at.name == "select_n" else own[0]]
+
+
+def _count(reader: Reader, site: Site, product: Product, heads: Heads, bit: int, of_heads: Any) -> None:
+    """Finds the rows of each head: entries along the dimensions of heads."""
+    atom = site.at.inputs()[0]
+    lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+    sizes = [atom.shape[d] for d in site.dims]
+    count = math.prod(sizes)
+    cannot = (
+        "they enter the softmax in an order in which heads cannot be told apart: keep an "
+        "axis for them"
+    )
+    if count > 1 << 14:
+        raise Unclear(cannot)
+    numbers = np.arange(count).reshape([sizes[site.dims.index(a - lead)] if a - lead in site.dims else 1 for a in range(rank)])
+    label = np.vectorize(lambda x: 1 << int(x), otypes=[object])(numbers)
+    labels, _ = reader.to_product(atom, (label,), bit)
+    assert labels is not None
+    found = joined(labels[0], [a for a in range(labels[0].ndim) if a not in of_heads])
+    local = heads.label
+    # On a mesh each device has its own heads, the first those of the first device.
+    for lead_of in product.at.frame.lead:
+        if lead_of.axis in heads.axes:
+            local = local.take([0], lead_of.axis)
+    shape = np.broadcast_shapes(found.shape, local.shape)
+    pairs = zip(np.broadcast_to(found, shape).ravel(), np.broadcast_to(local, shape).ravel(), strict=True)
+    of: dict[int, int] = {}
+    for entries, head in pairs:
+        of[int(head)] = of.get(int(head), 0) | int(entries)
+    rows = [[i for i in range(count) if of[head] >> i & 1] for head in sorted(of)]
+    is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
+    if not is_apart or len({*map(len, rows)}) != 1 or not rows[0]:
+        raise Unclear(cannot)
+    site.rows = np.array(rows)
+
+
+def _spans(reader: Reader, site: Site, bit: int) -> dict[int, tuple[int, int]]:
+    """Where logits are along dimensions that have more than these."""
+    atom = site.at.inputs()[0]
+    lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+    spans = {}
+    for d, n in enumerate(atom.shape):
+        if n == 1 or d in site.dims:
+            continue
+        shape = [n if a == lead + d else 1 for a in range(rank)]
+        up = np.arange(n, dtype=float).reshape(shape)
+        low, high = math.inf, -math.inf
+        labels, _ = reader.to_product(atom, (up, -up), bit)
+        if labels is not None:
+            high, low = float(labels[0].max()), -float(labels[1].max())
+        if (low, high + 1) != (0, n):
+            spans[d] = int(low), int(high) + 1
+    return spans

@@ -1,0 +1,527 @@
+"""What is done with every parameter, noted wherever it meets activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .attention import Reader
+from .facts import Fact, members, union
+from .graph import Atom, Eqn, Frame, Labels
+from .jaxprs import shape_of
+from .labels import contracted, is_varied, KNOWN, marks, moved, moves, PRODUCTS, sides, small
+
+
+class Note(NamedTuple):
+    """One thing that is done, to be judged when all is known.
+
+    With a parameter, `number` by its place among the leaves: `"contracted"`,
+    `"depthwise"`, `"looked up"`, `"elementwise"` (added to or multiplied with
+    activations), `"data"` (with data alone), `"factor"` (of a product of two
+    parameters) or `"unknown"`. Besides:
+
+    - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
+        each) went their own way.
+    - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
+    - `"scales"`, `"features"`: what the outputs of kernel `number` are; see `Uses`.
+    - `"fed"`: the activation that a weight was applied to came from `events`.
+    - `"chosen"`: what `events` made decides where activations go.
+    - `"hidden"`: activations went through an operation that cannot be read.
+    """
+
+    kind: str
+    number: Any = -1
+    events: int = 0
+    # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
+    # between two parameters), "expert", "cut".
+    roles: tuple[tuple[int, str], ...] = ()
+    at: Eqn | None = None
+
+    @property
+    def line(self) -> str:
+        return self.at.line if self.at else ""
+
+
+# Which of several is greatest may decide where activations go.
+_CHOICES = frozenset("argmax argmin top_k approx_top_k sort".split())
+
+# Linear algebra may hide what it does with parameters, but no attention.
+_ALGEBRA = frozenset(
+    "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product eigh "
+    "eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf ormqr geqp3 "
+    "hessenberg".split()
+)
+
+
+class Kernel(NamedTuple):
+    """A product with a weight, which made an activation."""
+
+    at: Eqn
+    i: int  # which operand the weight is
+    labels: Labels  # of its result
+
+
+class Uses:
+    """The notes of a graph.
+
+    Kernels whose outputs are one number for each head, gates, steps and decays, are
+    trained by AdamW (Qwen). The trace shows them where they first meet the outputs of
+    other kernels: they are multiplied with them, along fewer dimensions, one number for
+    all features of a head. What GLU, adaLN and squeeze-and-excitation multiply has as
+    many dimensions as what it is multiplied with, and of a key and a value in an outer
+    product neither has those of the other.
+    """
+
+    def __init__(self, reader: Reader, queries: frozenset[int] = frozenset()):
+        self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
+        self.notes: list[Note] = []
+        self._sums = [
+            at
+            for at in reader.equations
+            if at.name == "reduce_sum" and self._facts.of(at.inputs()[0]).weights
+        ]
+        for at in reader.equations:
+            if frames := at.frame.inside.get(at.i):
+                self._handed(at, frames)
+            else:
+                self._note(at)
+        for var in self._graph.top.jaxpr.outvars:
+            self._are_features(self._graph.top.jaxpr, Atom(self._graph.top, var))
+
+    def noted(self, *kinds: str) -> list[Note]:
+        return [note for note in self.notes if note.kind in kinds]
+
+    def events_of(self, kind: str) -> int:
+        return union(note.events for note in self.noted(kind))
+
+    def numbers_of(self, *kinds: str) -> set[Any]:
+        return {note.number for note in self.noted(*kinds)}
+
+    def _add(self, kind: str, at: Eqn | None, number: Any = -1, **more: Any) -> None:
+        self.notes.append(Note(kind, number, at=at, **more))
+
+    def _use(self, kind: str, at: Eqn, fact: Fact) -> None:
+        """Notes the same use of all parameters that a weight is made of.
+
+        None of a product of parameters, whose own use is to be its factors.
+        """
+        for number in members(fact.leaves) if not fact.is_pair else ():
+            self._add(kind, at, number)
+
+    # Equations.
+
+    def _note(self, at: Eqn) -> None:
+        inputs, name = at.inputs(), at.name
+        facts = self._facts.all_of(inputs)
+        if not any(f.leaves for f in facts):
+            return
+        if name in PRODUCTS and not self._facts.is_entrywise(at):
+            self._product(at, inputs, facts)
+            return
+        if name not in KNOWN:
+            self._unknown(at, facts)
+        elif name in _CHOICES:
+            self._choice(at, inputs[0], facts)
+        elif name == "gather" and facts[0].is_weight and self._facts.event(at):
+            self._use("looked up", at, facts[0])
+        elif self._facts.event(at):
+            for fact in facts:
+                if fact.is_weight:
+                    self._use("elementwise", at, fact)
+        elif any(f.is_weight for f in facts) and any(f.has_data and not f.leaves for f in facts):
+            for fact in facts:
+                if fact.is_weight:
+                    self._use("data", at, fact)
+        if not any(f.is_deep for f in facts):
+            return
+        if name in ("mul", *PRODUCTS):
+            self._weigh(at, facts)
+            self._scales(at, inputs, facts)
+        elif name in ("add", "sub", "add_any", "max", "min"):
+            if len({f.sole for f in facts} - {None}) > 1:
+                for atom, fact in zip(inputs, facts, strict=True):
+                    self._is_feature(at, atom, fact)
+        elif name.startswith("reduce_") and "axes" in at.eqn.params:
+            self._is_feature(at, inputs[0], facts[0], {*at.eqn.params["axes"]})
+        elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
+            self._cut(at, inputs[0], facts[0])
+
+    def _handed(self, at: Eqn, frames: list[Frame]) -> None:
+        """A parameter that is what a loop begins with, or that a branch returns."""
+        inner = frames[0]
+        for i, outer in enumerate(inner.outer if inner.kind in ("scan", "while") else ()):
+            if outer.how == "carry":
+                start = self._facts.of(Atom(at.frame, outer.atom))
+                carried = self._facts.of(Atom(inner, inner.jaxpr.invars[i]))
+                if start.is_weight and not carried.is_weight:
+                    self._use("elementwise", at, start)
+        if at.name == "cond":
+            for k, var in enumerate(at.eqn.outvars):
+                if self._facts.of(Atom(at.frame, var)).is_deep:
+                    for one in frames:
+                        fact = self._facts.of(Atom(one, one.jaxpr.outvars[k]))
+                        if fact.is_weight:
+                            self._use("elementwise", at, fact)
+
+    def _unknown(self, at: Eqn, facts: list[Fact]) -> None:
+        """A primitive without a rule: it may have done anything."""
+        for fact in facts:
+            if fact.is_weight:
+                self._use("unknown", at, fact)
+        # Attention needs query and key at least; an operation on one array is an
+        # activation or a norm, and that on an array and data a mask or a lookup.
+        if sum(f.is_deep for f in facts) > 1 and at.name not in _ALGEBRA:
+            self._add("hidden", at)
+
+    def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
+        """Whatever decides an order may decide where activations go.
+
+        So the outputs of a router do, which are seen in the array. Distances to the
+        codes of a vector quantizer are sums over outputs: no kernel before them is a
+        router.
+        """
+        for fact in facts:
+            if fact.is_weight:
+                self._use("elementwise", at, fact)
+        ends = facts[0].ends
+        for kernel in self._kernels(atom, self._each(atom)) if ends else ():
+            event = self._facts.event(kernel.at)
+            if event & ends and any(
+                is_varied(label)
+                for _, labels in self._leaves(kernel)
+                for label in labels
+            ):
+                self._add("chosen", at, events=event)
+
+    # Products.
+
+    def _product(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+        a, b = facts[:2]
+        out = self._facts.of(at.output())
+        if out.is_weight:
+            self._of_parameters(at, inputs)
+            return
+        i = self._facts.weight_of(at) if a.leaves or b.leaves else None
+        for j in (0, 1):
+            if facts[j].is_weight and j != i:
+                self._use("elementwise", at, facts[j])
+        if i is None:
+            self._weigh(at, facts)
+            self._of_activations(at, inputs, facts)
+            return
+        weight, other = facts[i], facts[1 - i]
+        if other.is_onehot:
+            self._use("looked up", at, weight)
+            return
+        self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
+        self._add("fed", at, events=other.past)
+        self._is_feature(at, inputs[1 - i], other)
+
+    def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
+        """Notes what the axes of each parameter are in the weight of a product."""
+        atom = at.inputs()[i]
+        to = sides(at.eqn)
+        if to is None:
+            return
+        both = {d for d in to[1 - i] if d is not None}
+        lead = len(atom.frame.lead)
+        kind = "contracted"
+        groups = set()
+        if at.name == "conv_general_dilated":
+            kernel = at.inputs()[1]
+            inp = at.eqn.params["dimension_numbers"].rhs_spec[1]
+            if at.eqn.params["feature_group_count"] > 1 and kernel.shape[inp] == 1:
+                kind = "depthwise"
+            both = set()
+            if i == 0:
+                fact = self._facts.of(kernel)
+                kind = kind if fact.has_data or fact.leaves else "elementwise"
+        elif at.name != "dot_general" and i == 1:
+            groups = {*at.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions}
+
+        def role(d: int) -> str:
+            if d in experts or d in groups or (to[i][d] is not None and to[i][d] in both):
+                return "stack"
+            return "input" if to[i][d] is None else "output"
+
+        of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
+        said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
+        labels = self._each(atom) + tuple(
+            marks(lead + len(atom.shape), x.axis, x.size) for x in of_loops
+        )
+        is_pair = self._facts.of(atom).is_pair
+        for summand in self._reader.scaling.of(atom, labels):
+            for f in summand.factors:
+                roles = tuple(dict.fromkeys(
+                    (axis, word)
+                    for label, word in zip(f.labels, said, strict=True)
+                    for axis in range(label.ndim)
+                    if is_varied(label, axis)
+                ))
+                # A gain of the weight: what has not both sides, unless a part of a
+                # product.
+                is_alone = len(summand.factors) == 1 or is_pair
+                is_weight = is_alone or {"input", "output"} <= {x for _, x in roles}
+                used = kind if is_weight else "elementwise"
+                event = self._facts.event(at)
+                self._add(used, at, f.parameter, events=event, roles=roles)
+
+    def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
+        """Two parameters make one of low rank, which is the weight of what follows."""
+        to = sides(at.eqn)
+        for atom, own, free in zip(inputs, to or (), ("input?", "output?"), strict=False):
+            for summand in self._reader.scaling.of(atom, self._each(atom)):
+                for f in summand.factors:
+                    axes = [
+                        (axis, own[d] is None)
+                        for d, label in enumerate(f.labels)
+                        for axis in range(label.ndim)
+                        if is_varied(label, axis)
+                    ]
+                    ranks = {axis for axis, is_over in axes if is_over}
+                    # Where nothing else shows, inputs are the first's, as in
+                    # x @ (A @ B).
+                    others = {axis for axis, _ in axes} - ranks
+                    roles = [(axis, "rank") for axis in sorted(ranks)]
+                    roles += [(axis, free) for axis in sorted(others)]
+                    self._add("factor", at, f.parameter, roles=tuple(roles))
+
+    def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+        if not (all(f.is_deep for f in facts[:2]) and contracted(at.eqn)):
+            self._scales(at, inputs, facts)
+            return
+        to = sides(at.eqn) or ([], [])
+        for j in (0, 1):
+            both = {d for d in to[1 - j] if d is not None}
+            own = {d for d, x in enumerate(to[j]) if x not in both}
+            self._is_feature(at, inputs[j], facts[j], own)
+
+    def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
+        """Notes what of an activation's making are experts; the weight's dimensions.
+
+        Entries that go to different matrices are of experts. So are those that the
+        softmax of a router has weighed before a product sums over them and over inputs:
+        of each expert. Where it sums over what was weighed alone, that is the input, as
+        classes are of an expected embedding.
+        """
+        to = sides(at.eqn)
+        if to is None or at.name == "conv_general_dilated" or not other.is_deep:
+            return set()
+        both = {d for d in to[i] if d is not None}
+        stack = {d for d, x in enumerate(to[1 - i]) if x is not None and x in both}
+        gone = {d for d, x in enumerate(to[1 - i]) if x is None and atom.shape[d] > 1}
+        weighed = self._weighed(atom, other) if other.weights and gone else set()
+        dims = {d for d in stack if atom.shape[d] > 1}
+        if gone - weighed:
+            dims |= weighed & gone
+        if not dims:
+            return set()
+        each = self._each(atom)
+        for kernel in self._kernels(atom, each):
+            for number, labels in self._leaves(kernel):
+                along: dict[int, set[int]] = {}
+                for d, label in enumerate(labels):
+                    for axis in range(label.ndim):
+                        if is_varied(label, axis):
+                            along.setdefault(axis, set()).add(d)
+                for axis, found in along.items():
+                    if found <= dims:
+                        self._add("expert", at, number, roles=((axis, "expert"),))
+        pairs = {a[1 - i]: a[i] for a in contracted(at.eqn)}
+        return {pairs[d] for d in dims if d in pairs}
+
+    def _routers(self, bits: int) -> list[tuple[int, Eqn]]:
+        """Of products those with a weight over whose outputs a softmax is taken."""
+        found = []
+        for k in members(bits):
+            at = self._facts.products[1 << k]
+            i = self._facts.weight_of(at) if at.name in PRODUCTS else None
+            to = sides(at.eqn) if i is not None else None
+            if i is None or to is None or not self._facts.event(at):
+                continue
+            free = {d for d in to[i] if d is not None} - {d for d in to[1 - i] if d is not None}
+            for total in self._sums:
+                atom = total.inputs()[0]
+                if not self._facts.of(atom).weights & 1 << k:
+                    continue
+                lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+                axes = total.eqn.params["axes"]
+                labels, _ = self._reader.to_product(
+                    atom, tuple(marks(rank, lead + a, atom.shape[a]) for a in axes), 1 << k
+                )
+                inner = len(at.frame.lead)
+                if any(x.shape[inner + d] > 1 for x in labels or () for d in free):
+                    found.append((1 << k, at))
+                    break
+        return found
+
+    def _weighed(self, atom: Atom, fact: Fact) -> set[int]:
+        """The dimensions along which the softmax of a router has weighed an array."""
+        dims: set[int] = set()
+        for bit, at in self._routers(fact.weights):
+            labels, _ = self._reader.to_product(atom, self._each(atom), bit)
+            lead = len(at.frame.lead)
+            to = sides(at.eqn) or ([], [])
+            i = self._facts.weight_of(at) or 0
+            own = {d for d in to[i] if d is not None} - {d for d in to[1 - i] if d is not None}
+            for d, label in enumerate(labels or ()):
+                if any(label.shape[lead + x] > 1 for x in own):
+                    dims.add(d)
+        return dims
+
+    def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
+        """Notes routers whose softmax weighs other activations."""
+        for mine, other in (facts[:2], facts[1::-1]):
+            if mine.weights and other.is_deep:
+                for _, router in self._routers(mine.weights & ~other.weights):
+                    event = self._facts.event(router)
+                    if not other.events & event:
+                        self._add("chosen", at, events=event)
+
+    # What kernels made an activation, and along which dimensions.
+
+    def _each(self, atom: Atom) -> Labels:
+        lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+        return tuple(marks(rank, lead + d, n) for d, n in enumerate(atom.shape))
+
+    def _kernels(self, atom: Atom, labels: Labels) -> Iterator[Kernel]:
+        """The nearest products with weights that an activation comes from."""
+        known: set[Any] = set()
+        found: list[Kernel] = []
+
+        def follow(atom: Atom, labels: Labels) -> None:
+            for origin, _ in self._graph.origins(atom, labels):
+                at = origin.at
+                if at is None:
+                    continue
+                key = at.key(), tuple((x.shape, x.tobytes()) for x in origin.labels)
+                if key in known:
+                    continue
+                known.add(key)
+                facts = self._facts.all_of(at.inputs())
+                if at.name in PRODUCTS and not self._facts.is_entrywise(at):
+                    i = self._facts.weight_of(at)
+                    if i is not None and not facts[1 - i].is_onehot and facts[i].leaves:
+                        found.append(Kernel(at, i, origin.labels))
+                    elif contracted(at.eqn) and all(f.is_deep for f in facts):
+                        continue
+                    if i is not None:
+                        continue
+                back = moves(at.eqn, origin.k, len(at.frame.lead), at.frame.number)
+                for i, move in back:
+                    if facts[i].is_deep:
+                        follow(at.inputs()[i], tuple(map(move, origin.labels)))
+
+        if labels:
+            follow(atom, labels)
+        yield from found
+
+    def _leaves(self, kernel: Kernel) -> Iterator[tuple[int, Labels]]:
+        """The parameters of a kernel's weight, with the labels of its outputs."""
+        at, i, labels = kernel
+        to = sides(at.eqn)
+        if to is None:
+            return
+        lead = len(at.frame.lead)
+        own = tuple(small(moved(x, lead, to[i])) for x in labels)
+        for summand in self._reader.scaling.of(at.inputs()[i], own):
+            for f in summand.factors:
+                yield f.parameter, f.labels
+
+    def _outputs(self, atom: Atom) -> dict[int, list[int]]:
+        """The dimensions that tell the outputs of each kernel apart, in its own order."""
+        found: dict[int, dict[int, tuple[int, int]]] = {}
+        for kernel in self._kernels(atom, self._each(atom)):
+            for number, labels in self._leaves(kernel):
+                for d, label in enumerate(labels):
+                    for axis in range(label.ndim):
+                        if is_varied(label, axis):
+                            # Major ones change less often along an axis.
+                            line = label.swapaxes(0, axis).reshape(label.shape[axis], -1)
+                            changes = int((line[1:] != line[:-1]).any(1).sum())
+                            found.setdefault(number, {}).setdefault(d, (axis, changes))
+        return {
+            number: sorted(dims, key=dims.__getitem__) for number, dims in found.items()
+        }
+
+    def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
+        """Notes what outputs are that are multiplied with others for the first time."""
+        if len(facts) < 2:
+            return
+        for i in (0, 1):
+            kernel, other = facts[i].sole, facts[1 - i].sole
+            if kernel in (None, -1) or other in (None, kernel):
+                continue
+            own = self._in_result(at, i, self._outputs(inputs[i]).get(kernel, []))
+            others = self._outputs(inputs[1 - i])
+            theirs = [
+                self._in_result(at, 1 - i, dims)
+                for number, dims in others.items()
+                if number != kernel and dims
+            ]
+            if own and theirs:
+                # Heads come before their features in every kernel.
+                n = len(own)
+                is_scale = all(n < len(x) and {*own} == {*x[:n]} for x in theirs)
+                self._add("scales" if is_scale else "features", at, kernel)
+
+    def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
+        if at.name in PRODUCTS:
+            to = sides(at.eqn) or ([], [])
+            return [x for d in dims if (x := to[i][d]) is not None]
+        skipped = len(at.output().shape) - len(at.inputs()[i].shape)
+        return [d + skipped for d in dims]
+
+    def _is_feature(
+        self, at: Any, atom: Atom, fact: Fact, dims: set[int] | None = None
+    ) -> None:
+        """Notes that outputs are features: here they are added, or summed over."""
+        if not fact.is_deep or fact.sole in (None, -1):
+            return
+        if dims is None or dims & {*self._outputs(atom).get(fact.sole, ())}:  # type: ignore
+            self._add("features", None, fact.sole)
+
+    def _are_features(self, at: Any, atom: Atom) -> None:
+        self._is_feature(at, atom, self._facts.of(atom))
+
+    def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
+        """A slice of one entry along a parameter's own axis may be a matrix's outputs.
+
+        `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
+        """
+        if not fact.is_deep:
+            return
+        starts = _one_entry(at)
+        if not starts:
+            return
+        each = self._each(atom)
+        for kernel in self._kernels(atom, tuple(each[d] for d in starts)):
+            for number, labels in self._leaves(kernel):
+                for (d, entries), label in zip(starts.items(), labels, strict=True):
+                    axes = [a for a in range(label.ndim) if is_varied(label, a)]
+                    if len(axes) == 1 and label.shape[axes[0]] == atom.shape[d] == self._graph.shapes[number][axes[0]]:
+                        roles = ((axes[0], "cut"),)
+                        self._add("cut", at, number, events=union(1 << x for x in entries), roles=roles)
+
+
+def _one_entry(at: Eqn) -> dict[int, list[int]]:
+    """The dimensions of which an equation takes single entries, and which."""
+    old, params = shape_of(at.eqn.invars[0]), at.eqn.params
+    if at.name == "slice":
+        pairs = zip(params["start_indices"], shape_of(at.eqn.outvars[0]), old, strict=True)
+        return {d: [int(s)] for d, (s, n, m) in enumerate(pairs) if n == 1 < m}
+    if at.name in ("split", "unstack"):
+        axis = params["axis"]
+        sizes = params.get("sizes", (1,) * old[axis])
+        starts = itertools.accumulate(sizes, initial=0)
+        return {axis: [s for s, n in zip(starts, sizes, strict=False) if n == 1]}
+    if at.name == "dynamic_slice":
+        sizes = zip(params["slice_sizes"], old, at.eqn.invars[1:], strict=True)
+        found = {d: at.frame.number(x) for d, (n, m, x) in enumerate(sizes) if n == 1 < m}
+        return {d: [s] for d, s in found.items() if isinstance(s, int)}
+    numbers = params["dimension_numbers"]
+    start = at.frame.number(at.eqn.invars[1])
+    dims = numbers.start_index_map
+    is_one = len(dims) == 1 and isinstance(start, int)
+    return {dims[0]: [start]} if is_one and params["slice_sizes"][dims[0]] == 1 else {}
