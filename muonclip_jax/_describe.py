@@ -176,10 +176,9 @@ def _row(
         return (paths.show(path), "masked", "-", "-", "-", "-")
     shape, parts = tuple(leaf.shape), []
     for role, part in roles.get(path, ()):
-        # A leaf that all heads share has no count; one that does not fit has none yet,
-        # and QK-Clip's `init` says why.
-        count = "all" if part.axis is None else part.heads(shape)
-        parts.append(f"{role}, {'no' if count is None else count} heads")
+        # One that does not fit has no heads yet, and QK-Clip's `init` says why.
+        count = owned.heads if (owned := part.owned(shape)) else "no"
+        parts.append(f"{role}, {'all' if count == 1 else count} heads")
     return (
         paths.show(path),
         str(shape),

@@ -15,20 +15,30 @@ from .._parameters.given import check_model, Model
 from .._parameters.paths import is_masked
 from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
+from .owned_leaf import OwnedLeaf
+
+
+#: A leaf as people write it, or as a reading has it.
+Leaf = HeadLeaf | OwnedLeaf
 
 
 class AttentionLayer(NamedTuple):
     """One attention layer: its statistic, and the leaves that QK-Clip scales by it.
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
-    `(*stack, heads)`; every leaf named here has the axes of `stack` in front.
+    `(*stack, heads)`; a leaf named here has the axes of `stack`, unless the layers of
+    the stack share it. Leaves are [`HeadLeaf`][]s; those of a reading list the head of
+    every entry.
 
     **Arguments:**
 
     - `path`: of the module, from the root of the params.
     - `query`, `key`: leaves that share the scaling, `gamma**alpha` and
-        `gamma**(1-alpha)`. A key with fewer heads, shared by several query heads, is
-        left alone and `query` is scaled by the whole `gamma`.
+        `gamma**(1-alpha)`. A key that several query heads or several layers share is
+        left alone, and `query` is scaled by the whole `gamma`; so too the other way
+        round. A leaf that is both takes `gamma**0.5`, for every `alpha`. Where that
+        leaves a layer nothing to scale, the layers that share its leaves are clipped
+        together, by the smallest `gamma` of them.
     - `rotary_query`: leaves whose partner is a key that all heads share and that stays
         as it is, such as the rotary part of multi-head latent attention: the whole
         `gamma` scales them for every `alpha`. A query whose key no parameter scales, or
@@ -50,16 +60,16 @@ class AttentionLayer(NamedTuple):
     """
 
     path: str
-    query: tuple[HeadLeaf, ...]
-    key: tuple[HeadLeaf, ...]
-    rotary_query: tuple[HeadLeaf, ...] = ()
+    query: tuple[Leaf, ...]
+    key: tuple[Leaf, ...]
+    rotary_query: tuple[Leaf, ...] = ()
     threshold: Any = None
 
     @property
-    def leaves(self) -> tuple[HeadLeaf, ...]:
+    def leaves(self) -> tuple[Leaf, ...]:
         return self.query + self.rotary_query + self.key
 
-    def path_of(self, leaf: HeadLeaf) -> paths.Path:
+    def path_of(self, leaf: Leaf) -> paths.Path:
         """The path of one of its leaves from the root of the params."""
         path = paths.split(leaf.path.removeprefix("/"))
         return path if leaf.path.startswith("/") else paths.split(self.path) + path
@@ -149,7 +159,7 @@ def _by_names(
             modules[module] = None
     layers = []
     for module in modules:
-        leaves: dict[str, list[HeadLeaf]] = {"query": [], "key": []}
+        leaves: dict[str, list[Leaf]] = {"query": [], "key": []}
         # A plain kernel lacks the axis of heads. Counted as if it had one, it does not
         # fit, and QK-Clip refuses it; else its features would be taken for layers.
         is_plain = reading.lacks_heads((*module, "query", "kernel"))
@@ -200,7 +210,7 @@ def resolve_attention(
     """Returns the layers, whichever way they were given, all leaves of which exist.
 
     **Raises:** `ValueError` for what is no sequence of layers, for leaves that are not
-    there or another layer's, and for attention that QK-Clip cannot act on.
+    there, for layers at one path, and for attention that QK-Clip cannot act on.
     """
     # A layer by itself is a sequence, too: a named tuple.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
@@ -221,7 +231,7 @@ def resolve_attention(
             leaves = getattr(layer, role)
             # A leaf that is not in a tuple is one of strings and numbers itself.
             is_tuple = isinstance(leaves, tuple) and not isinstance(leaves, HeadLeaf)
-            if not is_tuple or not all(isinstance(x, HeadLeaf) for x in leaves):
+            if not is_tuple or not all(isinstance(x, Leaf) for x in leaves):
                 raise ValueError(
                     f"{role} of attention layer '{show_layer(layer)}' must be a tuple "
                     f"of mc.HeadLeaf, such as (mc.HeadLeaf('query/kernel', 3),); got "
@@ -238,21 +248,12 @@ def resolve_attention(
         raise ValueError(
             f"attention= names {paths.show_all(absent)}, which the params lack"
         )
-    # Scaled for two layers, entries would get the product of both scales, and neither
-    # layer would end at its threshold. One layer may name a leaf twice: a fused kernel
-    # is query and key, in different parts; and layers may have parts of one leaf.
-    owners: dict[paths.Path, list[tuple[int, HeadLeaf]]] = {}
-    for i, layer in enumerate(layers):
-        for leaf in layer.leaves:
-            path = layer.path_of(leaf)
-            for other, known in owners.setdefault(path, []):
-                if other != i and not leaf.is_apart_from(known):
-                    first, second = show_layer(layers[other]), show_layer(layer)
-                    raise ValueError(
-                        f"attention layers '{first}' and '{second}' both name "
-                        f"'{paths.show(path)}'; a leaf is scaled by one layer"
-                    )
-            owners[path].append((i, leaf))
+    modules = [show_layer(layer) for layer in layers]
+    if twice := sorted({name for name in modules if modules.count(name) > 1}):
+        raise ValueError(
+            f"attention= has several layers at {', '.join(map(repr, twice))}; each has "
+            "a path and a statistic of its own"
+        )
     _check_not_normalized(layers, leaf_at)
     return layers
 

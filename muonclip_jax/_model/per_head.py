@@ -19,7 +19,7 @@ from .._parameters.dimension_numbers import (
 )
 from .._parameters.given import check_model, Model
 from .attention_layers import Attention, resolve_attention
-from .head_leaf import HeadLeaf
+from .owned_leaf import OwnedLeaf
 
 
 def heads_apart(
@@ -62,22 +62,26 @@ def _verdicts(
     As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
     """
     leaf_at = tree.by_path()
-    described: dict[paths.Path, list[tuple[bool, HeadLeaf]]] = {}
+    described: dict[paths.Path, list[tuple[bool, OwnedLeaf]]] = {}
     for layer in resolve_attention(attention, tree):
         for leaf in layer.leaves:
-            # The parts of a query with a rotary embedding and without are one head.
-            entry = leaf in layer.key, leaf
-            described.setdefault(layer.path_of(leaf), []).append(entry)
+            path = layer.path_of(leaf)
+            own = described.setdefault(path, [])
+            is_hidden = paths.is_masked(leaf_at[path])
+            # Where one does not fit, QK-Clip's `init` says why.
+            if not is_hidden and (owned := leaf.owned(tuple(leaf_at[path].shape))):
+                # The parts of a query with a rotary embedding and without are one head.
+                own.append((leaf in layer.key, owned))
     found = resolve_verdicts(dimension_numbers, tree, model=model, described=described)
     for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
         given = verdict.numbers
         # A bias goes to AdamW, whatever heads it has; what the user has cut stays, and
         # what the user has given, unless heads were asked for.
-        if given is None or isinstance(given, MatrixAxes) or path not in described:
+        if given is None or isinstance(given, MatrixAxes):
             continue
         if verdict.why == GIVEN and not must:
             continue
-        if not paths.is_masked(leaf_at[path]):
+        if described.get(path):
             shape = tuple(leaf_at[path].shape)
             axes: Any = _of_heads(path, shape, given, described[path], must)
             # What names leave open, the description of the heads tells.
@@ -90,41 +94,40 @@ def _of_heads(
     path: paths.Path,
     shape: tuple[int, ...],
     given: Axes,
-    leaves: Sequence[tuple[bool, HeadLeaf]],
+    leaves: Sequence[tuple[bool, OwnedLeaf]],
     must: bool,
 ) -> Axes:
     """The axes of a leaf, with the outputs of each of its heads as a matrix."""
     (_, leaf), *_ = leaves
-    rank, heads = len(shape), leaf.head_axes
-    if not heads:
+    if all(x.owners.size == 1 for _, x in leaves):
         return given  # of all heads at once
     reduction, output = given.reduction_axis, given.output_axis
-    if not leaf.split:
+    axes = [i for i in range(len(shape)) if i not in leaf.stack]
+    along = dict(zip(axes, map(leaf.along, range(len(axes))), strict=True))
+    cut = {i for i in axes if leaf.mask.shape[i] > 1 and along[i][1] == 1}
+    heads = {i for i in axes if along[i][1] > 1}
+    if heads and all(along[i][0] == along[i][1] for i in heads):
         # Heads have axes of their own: these are a stack. So is the axis that tells key
         # from value in Gemma's kernel of both.
-        axes = [axis for axis in range(-leaf.ndim, 0) if axis not in heads]
-        if len(axes) == 3 and len(leaf.parts) == 1 and {*leaf.parts} <= {*axes}:
-            axes.remove(*leaf.parts)
-        if len(axes) == 2:
-            place = leaf.stack_of(rank)
-            reduction, output = (place.axis(axis, rank) for axis in axes)
-            if not {*leaf.parts} & {*axes}:
+        rest = [i for i in axes if i not in heads]
+        if len(rest) == 3 and len(cut) == 1:
+            rest.remove(*cut)
+        if len(rest) == 2:
+            reduction, output = rest
+            if not cut & {*rest}:
                 return type(given)(reduction, output)
             # A part of each head's outputs, as the key of a latent kernel is.
-            output = tuple(sorted(place.axis(axis, rank) for axis in (*heads, axes[1])))
+            output = tuple(sorted((*heads, output)))
     view = matrix_view(shape, MatrixAxes(reduction, output))
     # Which head each output belongs to, queries even and keys odd: keys may be fewer.
     # What no head scales, such as the value in a fused kernel, is a matrix of its own
     # from one head to the next.
     alone = tuple(n if i in view.output else 1 for i, n in enumerate(shape))
+    inputs = tuple(i for i in range(len(shape)) if i not in view.output)
     owner = np.full(alone, -1)
     for is_key, each in leaves:
-        if each.heads(alone) is not None:  # else QK-Clip's `init` says why
-            place = each.stack_of(rank)
-            own = each.owners(alone)
-            stacked = tuple(place.start + i for i in range(place.depth))
-            own = np.expand_dims(own, stacked)
-            owner = np.where(own < 0, owner, 2 * own + is_key)
+        own = np.expand_dims(each.owners, each.stack).max(inputs, keepdims=True)
+        owner = np.where(own < 0, owner, 2 * own + is_key)
     owners = np.broadcast_to(owner, alone).ravel().tolist()
     runs = [(key, len(list(run))) for key, run in itertools.groupby(owners)]
     found = [key for key, _ in runs if key >= 0]

@@ -33,11 +33,6 @@ class Stack(NamedTuple):
         """The shape of the leaf in one layer."""
         return shape[: self.start] + shape[self.start + self.depth :]
 
-    def axis(self, axis: int, rank: int) -> int:
-        """Where an axis of one layer is in the leaf of this rank; both from the end."""
-        index = axis + rank - self.depth
-        return axis if index >= self.start else axis - self.depth
-
 
 def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
     """A stack that begins at an axis or, from the end, ends there, if it can."""

@@ -1,20 +1,30 @@
-"""An attention layer bound to its leaves: its heads, and the scale of each leaf."""
+"""An attention layer bound to its leaves: its heads, and its statistic."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._layout.layout import cut_axes, own_block
+from .._layout.layout import cut_axes
 from .._layout.shardings import mesh_axes
-from .._model.attention_layers import AttentionLayer, READ_IT
-from .._model.head_leaf import HeadLeaf
+from .._model.attention_layers import AttentionLayer, READ_IT, ROLES
+from .._model.owned_leaf import OwnedLeaf
 from .._model.statistics import largest, STATISTIC
 from .._parameters.paths import Path, show, show_module, split
 
 
+class Use(NamedTuple):
+    """A leaf in one of its roles in a layer."""
+
+    path: Path
+    leaf: OwnedLeaf
+    row: tuple[int, ...]  # (*stack, heads) as the leaf has them
+    role: str
+
+
 class BoundLayer:
-    """The heads of a layer as they can be scaled, and the scales of its leaves.
+    """The heads of a layer as they can be scaled, and its leaves.
 
     Shapes are those of the whole leaves, which mapped axes may cut: whether query heads
     share a key shows in the whole layer alone.
@@ -28,26 +38,58 @@ class BoundLayer:
         leaf_at: dict[Path, Any],
         cut_at: dict[Path, PartitionSpec],
     ):
-        self._layer = layer
-        self._leaf_at = leaf_at
-        self._cut_at = cut_at
         self.path = split(layer.path)
         self.threshold = layer.threshold
-        # Heads that share a leaf can only be scaled together, as if they were one.
-        self.is_shared = any(leaf.axis is None for leaf in layer.leaves)
-        self._first = layer.leaves[0]  # of the query, or of what is scaled alone
-        self._stack = self._first.stack(self._shape_of(self._first))
-        self._heads = 1 if self.is_shared else self._count(self._first)
-        if not self._fits():
+        self._cut_at = cut_at
+        own = map(layer.path_of, layer.leaves)
+        shapes = {path: tuple(leaf_at[path].shape) for path in own}
+        self._leaves = ", ".join(f"'{show(path)}' {x}" for path, x in shapes.items())
+        self.uses: list[Use] = []
+        for role in ROLES:
+            for given in getattr(layer, role):
+                path = layer.path_of(given)
+                if leaf := given.owned(shapes[path]):
+                    stack = (shapes[path][axis] for axis in leaf.stack)
+                    self.uses.append(Use(path, leaf, (*stack, leaf.heads), role))
+        #: `(*stack, heads)` of the layer. Leaves may have less: those that several
+        #: heads share, or all layers of the stack.
+        self.shape: tuple[int, ...] = (
+            *max((use.row[:-1] for use in self.uses), key=len, default=()),
+            max((use.row[-1] for use in self.uses), default=0),
+        )
+        if len(self.uses) < len(layer.leaves) or not all(map(self._fits, self.uses)):
             # Flax kernels are named, since another layout (features last, say) is the
             # likely cause: the numbers of heads then disagree.
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
-                f"together: {self._leaves()}. Expected are Flax kernels (*stack, "
+                f"together: {self._leaves}. Expected are Flax kernels (*stack, "
                 "features, heads, head_dim) with key heads that divide the query's. "
                 f"Other layouts: {READ_IT}, or describe them in attention="
             )
-        self.shape: tuple[int, ...] = (*self._stack, self._heads)
+        # The statistic tells how many heads there are, if they share all leaves. They
+        # can only be scaled together, as if they were one.
+        self.is_shared = self.shape[-1] == 1
+
+    def is_whole(self, use: Use) -> bool:
+        """Whether every head of every layer of the stack has entries of its own."""
+        return use.row == self.shape
+
+    def row_of(self, use: Use, row: Any) -> Any:
+        """The part of `(*stack, heads)` that a leaf has: of what shares it, the first.
+
+        Query heads that share a key follow one another.
+        """
+        depth, group = len(use.row) - 1, self.shape[-1] // max(1, use.row[-1])
+        first = (0,) * (len(self.shape) - 1 - depth)
+        return row[(slice(None),) * depth + first][..., :: max(1, group)]
+
+    def sharing(self, use: Use) -> np.ndarray:
+        """For every head of the layer the first that shares its entries of a leaf."""
+        here = np.arange(np.prod(self.shape)).reshape(self.shape)
+        own = self.row_of(use, here)
+        own = np.repeat(own, self.shape[-1] // max(1, use.row[-1]), -1)
+        own = np.expand_dims(own, tuple(range(len(use.row) - 1, len(self.shape) - 1)))
+        return np.broadcast_to(own, self.shape)
 
     def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
         """The statistic of the heads as they can be scaled, and how it is cut.
@@ -56,22 +98,22 @@ class BoundLayer:
         shape tells which: it is that of the whole layer, or what the spec of the query
         makes of it.
         """
-        heads, row = self._heads, statistic
+        row, expected = statistic, self.shape
         if self.is_shared:
-            heads, row = statistic.shape[-1], largest(statistic, -1)[..., None]
-        expected = (*self._stack, heads)
+            row = largest(statistic, -1)[..., None]
+            expected = (*self.shape[:-1], statistic.shape[-1])
         if statistic.shape == expected:
             return row, PartitionSpec()
-        leaf = self._first
-        cut = self._cut_at[self._layer.path_of(leaf)]
-        spec = leaf.row_spec(len(self._shape_of(leaf)), cut)
+        use = max(self.uses, key=self.is_whole)  # the first that is, of the query
+        cut = self._cut_at[use.path]
+        spec = use.leaf.row_spec(cut, [jax.lax.axis_size(mesh_axes(x)) for x in cut])
         counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec or ()]
         parts = [divmod(n, by) for n, by in zip(expected, counts, strict=False)]
         # Blocks that end within a head, or have heads from several places (those of a
         # split axis), have no statistic of their own.
         if spec is None or any(rest for _, rest in parts):
             raise ValueError(
-                f"{sorted(cut_axes(cut))} cut '{show(self._layer.path_of(leaf))}' "
+                f"{sorted(cut_axes(cut))} cut '{show(use.path)}' "
                 "across heads: inside jax.shard_map give the statistics "
                 f"'{show((*self.path, STATISTIC))}' of all heads, {expected}"
             )
@@ -81,59 +123,13 @@ class BoundLayer:
             raise ValueError(
                 f"the statistics '{show((*self.path, STATISTIC))}' have "
                 f"shape {statistic.shape}, which does not fit the heads of "
-                f"{self._leaves()}; expected is {expected}, (*stack, heads){here}"
+                f"{self._leaves}; expected is {expected}, (*stack, heads){here}"
             )
         return row, spec
 
-    def scales(
-        self, by_query: jax.Array, by_key: jax.Array, by_both: jax.Array
-    ) -> dict[Path, jax.Array]:
-        """One scale per leaf; several parts of a fused leaf multiply into one.
-
-        A query and its key share `gamma` as `by_query` and `by_key`; a query whose key
-        stays as it is is scaled `by_both`, the whole of it.
-        """
-        layer, scales = self._layer, {}
-        roles = [(layer.query, by_query), (layer.key, by_key)]
-        # In grouped-query attention several query heads share a key, of which the paper
-        # says nothing. Scaled for the largest of them, the key would shrink the logits
-        # of the others, too. So it stays, as the paper's shared rotary key does, and
-        # each query alone brings its logits to the threshold.
-        keys = {self._count(leaf) for leaf in layer.key}
-        if not self.is_shared and keys and keys != {self._heads}:
-            roles = [(layer.query, by_both)]
-        # The logits of latent attention are q_c k_c + q_r k_r. The rotary key k_r is
-        # one for all heads and stays, so that q_r needs the whole gamma for its part of
-        # the sum to shrink as the other does (arXiv:2507.20534, algorithm 1).
-        for leaves, factors in [*roles, (layer.rotary_query, by_both)]:
-            for leaf in leaves:
-                path = layer.path_of(leaf)
-                scale = leaf.scale(self._shape_of(leaf), factors)
-                scales[path] = scales[path] * scale if path in scales else scale
-        # Made for whole leaves, since only these know which head an entry belongs to.
-        return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
-
-    def _fits(self) -> bool:
-        leaves, layer = self._layer.leaves, self._layer
-        if any(self._count(leaf) is None for leaf in leaves):
-            return False
-        if any(leaf.stack(self._shape_of(leaf)) != self._stack for leaf in leaves):
-            return False
-        queries = {self._count(leaf) for leaf in layer.query + layer.rotary_query}
-        keys = {self._count(leaf) for leaf in layer.key}
-        if self.is_shared:
-            return True
-        if len(queries) != 1 or len(keys) > 1:
-            return False
-        key_heads = keys.pop() if keys else self._heads
-        return self._heads % key_heads == 0 if key_heads else not self._heads
-
-    def _count(self, leaf: HeadLeaf) -> Any:
-        return leaf.heads(self._shape_of(leaf))
-
-    def _shape_of(self, leaf: HeadLeaf) -> tuple[int, ...]:
-        return tuple(self._leaf_at[self._layer.path_of(leaf)].shape)
-
-    def _leaves(self) -> str:
-        leaves = {self._layer.path_of(x): self._shape_of(x) for x in self._layer.leaves}
-        return ", ".join(f"'{show(path)}' {shape}" for path, shape in leaves.items())
+    def _fits(self, use: Use) -> bool:
+        heads, own = self.shape[-1], use.row[-1]
+        is_part = self.shape[: len(use.row) - 1] == use.row[:-1]
+        # Keys may be shared by groups of query heads, and any leaf by all heads.
+        is_count = use.role == "key" or own in (1, heads)
+        return is_part and is_count and (heads % own == 0 if own else not heads)

@@ -1,6 +1,6 @@
 """The heads of all attention layers in one row: read, divided by layer, scaled.
 
-statistics -> row -> gamma -> one row per layer -> one scale per leaf.
+statistics -> row -> gamma -> one row per layer and share -> one scale per leaf.
 
 One row, since it needs one collective and one state of the same structure for every
 model, where an array for each layer would need as many as there are layers.
@@ -14,10 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._axes import manual_axes, resharded
-from .._layout.layout import Axes, cut_axes, differing, gather, Layout, shared_axes
+from .._layout.layout import (
+    Axes,
+    cut_axes,
+    differing,
+    gather,
+    Layout,
+    own_block,
+    shared_axes,
+)
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     Attention,
@@ -31,6 +40,7 @@ from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split
 from .bound_layer import BoundLayer
+from .shares import clipped_together, Scaled, scaled_leaves
 
 
 _HOW_TO_RECORD = (
@@ -75,7 +85,7 @@ class Heads:
         layers, leaf_at = resolve_attention(attention, tree), tree.by_path()
         if attention is None:
             check_none_overlooked(tree, layers)
-        cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
+        self._cut_at = cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
         self._replicas = layout.replicas
         self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}
@@ -181,19 +191,39 @@ class Heads:
             rows.append(jnp.broadcast_to(threshold[..., None], layer.shape))
         return _to_row(rows)
 
+    @functools.cached_property
+    def _scaled(self) -> list[Scaled]:
+        return scaled_leaves(self.layers)
+
+    def joint(self, gamma: jax.Array) -> jax.Array:
+        """The smallest gamma of heads that can only be scaled together, for all."""
+        first = clipped_together(self.layers, self._scaled)
+        if np.array_equal(first, np.arange(self.count)):
+            return gamma
+        return jnp.ones_like(gamma).at[first].min(gamma)[first]
+
     def scales(self, gamma: jax.Array, alpha: Any) -> dict[Path, jax.Array]:
         """The scale of each leaf, in an array that broadcasts to it."""
-        # A logit is bilinear in the weights of query and key, biases included. By the
-        # first two it is scaled by their product: gamma for any alpha, since the powers
+        # A logit is bilinear in the weights of query and key, biases included. It is
+        # scaled by the product of both shares: gamma for any alpha, since the powers
         # add up to 1, and S becomes gamma * S = tau.
-        shares = gamma**alpha, gamma ** (1 - alpha), gamma
-        by_layer = zip(*(self.by_layer(share) for share in shares), strict=True)
+        rows = {
+            "alpha": gamma**alpha,
+            "rest": gamma ** (1 - alpha),
+            "half": jnp.sqrt(gamma),
+            "whole": gamma,
+        }
+        by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
-        for layer, factors in zip(self.layers, by_layer, strict=True):
-            for path, scale in layer.scales(*factors).items():
-                # Layers may have parts of one leaf.
-                scales[path] = scales[path] * scale if path in scales else scale
-        return scales
+        for i, use, share in self._scaled:
+            factors = self.layers[i].row_of(use, by_layer[share][i])
+            scale = use.leaf.scale(factors)
+            # Parts of a leaf have entries of their own; entries that several layers or
+            # roles have are scaled once.
+            path = use.path
+            scales[path] = jnp.minimum(scales[path], scale) if path in scales else scale
+        # Made for whole leaves, since only these know which head an entry belongs to.
+        return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
 
     def _check_matched(self, stats: dict[Path, jax.Array]) -> None:
         missing = [layer.path for layer in self.layers if layer.path not in stats]

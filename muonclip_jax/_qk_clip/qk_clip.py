@@ -3,9 +3,9 @@
 statistics, attention layers -> gamma per head -> scale per leaf -> params or updates.
 
 Explicit here, where the paper (arXiv:2507.20534, section 2.1) is silent: biases scale
-with their kernel; a key shared by several query heads is left alone, as the paper
-leaves the shared rotary key, and the query gets the whole gamma; a head without a
-finite statistic is left alone.
+with their kernel; a key shared by several query heads or layers is left alone, as the
+paper leaves the shared rotary key, and the query gets the whole gamma (`shares`); a
+head without a finite statistic is left alone.
 """
 
 import functools
@@ -184,7 +184,7 @@ def qk_clip(
         mesh_specs = layout.mesh_specs()
         # The compiler would shard the row as the heads are, and all after it.
         logits = replicated(heads.read(attention_stats), mesh_specs)
-        gamma = gammas(logits, heads.thresholds(threshold, at))
+        gamma = heads.joint(gammas(logits, heads.thresholds(threshold, at)))
         scale_at = heads.scales(gamma, at(alpha))
         tree = layout.tree
         scaled = [
@@ -258,7 +258,8 @@ def clip_qk(
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
     heads = Heads(layout, attention_of(model, attention))
-    gamma = gammas(heads.read(attention_stats), heads.thresholds(threshold, _at))
+    logits = heads.read(attention_stats)
+    gamma = heads.joint(gammas(logits, heads.thresholds(threshold, _at)))
     scale_at = heads.scales(gamma, _at(alpha))
     scaled = [
         _scale_weight(p, scale_at[path]) if path in scale_at else p

@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._model.attention_layers import AttentionLayer
-from .._model.head_leaf import HeadLeaf
+from .._model.owned_leaf import joined, OwnedLeaf
 from .._parameters import paths
 from . import jaxprs
 from .pieces import Digit, PICKED, Piece, Pieces, Shape, sliced
@@ -23,9 +25,6 @@ class Part(NamedTuple):
 
     parameter: int
     pieces: Pieces  # in the product's dimensions, then those summed over
-    heads: tuple[int, ...]  # which of these dimensions tell heads apart
-    # The digits that do, major first; `None` if pieces disagree.
-    digits: tuple[Digit, ...] | None
     is_own: bool  # every head has entries of its own
     is_telling: bool  # some heads have: those that share a key, each group its own
 
@@ -222,7 +221,7 @@ def _by_region(
         found = {_digits(p, heads) for p in pieces}
         is_telling, digits = any(found), found.pop() if len(found) == 1 else None
         is_own = digits is not None and math.prod(d.size for d in digits) == count
-        return Part(parameter, pieces, heads, digits, is_own, is_telling)
+        return Part(parameter, pieces, is_own, is_telling)
 
     def parts(terms: Terms, low: int, high: int) -> list[Part] | None:
         found: list[Part] = []
@@ -266,7 +265,7 @@ class NamedLayer(NamedTuple):
     found: tuple[Layer, ...]  # several where one layer is called often
 
 
-Roles = tuple[tuple[HeadLeaf, ...], ...]
+Roles = tuple[tuple[OwnedLeaf, ...], ...]
 
 
 def named_layers(
@@ -321,7 +320,8 @@ def named_layers(
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
             module, start, below = (*paths.split(firsts[i]), *number), "/", 0
         leaves = (
-            tuple(x._replace(path=start + x.path[below:]) for x in of) for of in roles
+            tuple(dataclasses.replace(x, path=start + x.path[below:]) for x in of)
+            for of in roles
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
         named.append(NamedLayer(module, layer, refusal, tuple(x[2] for x in group)))
@@ -340,141 +340,78 @@ def _roles(
         groups = layer.whole, layer.shared, []
     roles = []
     for parts in groups:
-        found: list[HeadLeaf] = []
+        # Several products of the same leaves scale them once.
+        found: dict[OwnedLeaf, None] = {}
         for part in parts:
             path, shape = "/".join(leaf_paths[part.parameter]), shapes[part.parameter]
-            leaves = _head_leaves(path, shape, part, parts is layer.shared)
-            if isinstance(leaves, str):
-                why = leaves or "no HeadLeaf says where the heads are in '{}' {}"
-                return (), why.format(path, shape)
-            # Several products of the same leaves scale them once.
-            found += [x for x in leaves if x not in found]
+            leaf = _owned_leaf(path, shape, part.pieces, layer.head_dims)
+            if isinstance(leaf, str):
+                return (), leaf.format(path, shape)
+            found[leaf] = None
         roles.append(tuple(found))
-    if any(x in (*roles[0], *roles[1]) for x in roles[2]):
-        return (), "the same entries would be scaled for two roles"
     return tuple(roles), ""
 
 
-# Where a parameter has heads, as `HeadLeaf` says it.
-
-
-class _Axis(NamedTuple):
-    """An axis of one layer of a leaf, or a factor of it where heads cut it."""
-
-    axis: int
-    size: int
-    stride: int
-    head: Digit | None = None
-
-
-def _head_leaves(
-    path: str, shape: Shape, part: Part, is_key: bool
-) -> list[HeadLeaf] | str:
-    """The leaf, once for every box of entries; or why `HeadLeaf` cannot say it.
-
-    Axes are cut into the factors that heads are counted by. In these, the entries of
-    the first head, in the first layer of a stack, are boxes.
-    """
-    digits: list[Any] = [d for p in part.pieces for d in p.digits if d.axis is not None]
-    others = [d for d in digits if d.dim not in part.heads]
-    if any(d.dim == PICKED for d in others):
+def _owned_leaf(
+    path: str, shape: Shape, pieces: Pieces, head_dims: dict[int, tuple[int, int]]
+) -> OwnedLeaf | str:
+    """The leaf with the head of every entry in these pieces; or why it has none."""
+    # Trips of loops are layers; the outermost loop has the first of negative numbers.
+    own = {d for p in pieces for d in p.digits if d.axis is not None}
+    loops: Any = [d for d in own if d.dim is not None and d.dim < 0]
+    loops = sorted((d for d in loops if d.dim not in head_dims), key=lambda d: -d.dim)
+    if any(d.dim == PICKED for d in loops):
         return (
             "an index that is no counter of a loop picks a layer of '{}' {}: use "
             "jax.lax.scan over the stack, or an index that counts 0, 1, ..."
         )
-    stack = sorted({d.axis for d in others if d.dim is not None and d.dim < 0})
-    is_apart = len(stack) > 1 and stack[-1] - stack[0] >= len(stack)
-    if part.digits is None or is_apart:
-        return ""
-    axes, view = [i for i in range(len(shape)) if i not in stack], []
-    for axis in axes:
-        room, start = shape[axis], len(view)
-        for d in sorted(part.digits, key=lambda d: -d.stride):
-            if d.axis != axis:
-                continue
-            if d.stride < 1 or room % d.stride:
-                return ""
-            count, room = room // d.stride, d.stride
-            # Heads of others may be there, too: queries before keys that groups share.
-            if count % d.size == 0 and count > d.size:
-                view.append(_Axis(axis, count // d.size, d.stride * d.size))
-                count = d.size
-            view.append(_Axis(axis, count, d.stride, d))
-        if room > 1 or len(view) == start:
-            view.append(_Axis(axis, room, 1))
-    heads = [next(i for i, x in enumerate(view) if x.head == d) for d in part.digits]
-    if not part.digits and (part.is_own or is_key):
-        # One head for all others: it has an axis of its own once one is cut.
-        last = view[-1]
-        view.insert(-1, _Axis(last.axis, 1, last.size))
-        heads = [len(view) - 2]
-    split = [axis for axis in axes if sum(x.axis == axis for x in view) > 1]
-    boxes = _boxes(view, part)
-    if len(split) > 1 or boxes is None:
-        return ""
-    ends = tuple(i - len(view) for i in heads)
-    return [
-        HeadLeaf(
-            path,
-            len(axes),
-            ends[0] if len(ends) == 1 else ends or None,
-            tuple(x.size for x in view if x.axis in split),
-            box[0] if len(box) == 1 else box or None,
-            stack[0] if stack else 0,
-            axes.index(split[0]) - len(axes) if split else -1,
+    stack = tuple(d.axis for d in loops)
+    is_whole = all((d.size, d.stride) == (shape[d.axis], 1) for d in loops)
+    if len({*stack}) < len(stack) or not is_whole:
+        return (
+            "a loop does not go through all layers in '{}' {} one by one: use "
+            "jax.lax.scan over an axis that has all of them, and no others"
         )
-        for box in boxes
-    ]
 
+    def is_even(axis: int) -> bool:
+        """Whether all pieces have the axis as a whole, for whichever head."""
+        of = ([d for d in p.digits if d.axis == axis] for p in pieces)
+        n = shape[axis]
+        return all([d.size for d in x] == [n] and x[0].dim not in head_dims for x in of)
 
-def _boxes(
-    view: Sequence[_Axis], part: Part
-) -> list[tuple[tuple[int, slice], ...]] | None:
-    """The axes of a view that are cut, with the slices, for each box of entries."""
-    # The entries of the first head along each axis; pieces that complete one another,
-    # as the even and odd entries that a rotary embedding turns, are one region.
-    regions: list[list[set[int]]] = []
-    for p in part.pieces:
-        region = []
-        for axis, offset in enumerate(p.offset):
-            steps = [
-                range(0, d.size * d.stride, d.stride)
-                for d in p.digits
-                if d.axis == axis and d not in (part.digits or ())
-                if d.dim is None or d.dim >= 0
-            ]
-            region.append({offset + sum(at) for at in itertools.product(*steps)})
-        for other in regions:
-            differ = [i for i, x in enumerate(region) if x != other[i]]
-            if len(differ) < 2:
-                for i in differ:
-                    other[i] |= region[i]
-                break
-        else:
-            regions.append(region)
-    boxes = []
-    for region in regions:
-        ranges, inside = [], dict.fromkeys((x.axis for x in view), 1)
-        for x in view:
-            places = {entry // x.stride % x.size for entry in region[x.axis]}
-            pairs = enumerate(sorted(places))  # runs of consecutive numbers
-            by_run = itertools.groupby(pairs, lambda pair: pair[1] - pair[0])
-            ends = ([at for _, at in run] for _, run in by_run)
-            runs = [(run[0], run[-1] + 1) for run in ends]
-            inside[x.axis] *= len(places)
-            if x.head is not None:
-                # The first head's place, of as many as are counted.
-                runs = [(low, low + x.head.size) for low, _ in runs]
-                if len(places) > 1:
-                    return None
-            ranges.append(runs)
-        # A box around entries that are no product of ranges has others in it, which
-        # scaling it would scale.
-        if any(inside[axis] != len(region[axis]) for axis in inside):
-            return None
-        for box in itertools.product(*ranges):
-            cuts = ((i - len(view), slice(*of)) for i, of in enumerate(box))
-            full = (slice(0, x.size) for x in view)
-            pairs = zip(cuts, full, strict=True)
-            boxes.append(tuple(cut for cut, every in pairs if cut[1] != every))
-    return boxes
+    def is_told(d: Digit) -> bool:
+        """Whether it leads to another entry or, if it repeats one, to another head."""
+        if d.axis is not None:
+            return d.axis not in even
+        step, stop = head_dims.get(d.dim, (0, 0))  # type: ignore
+        return d.step < stop and d.step * d.size > step
+
+    # Along even axes one entry is as good as all.
+    even = {*stack, *filter(is_even, range(len(shape)))}
+    sizes = [1 if axis in even else n for axis, n in enumerate(shape)]
+    count = math.prod(stop // step for step, stop in head_dims.values())
+    entries, heads = [], []
+    for p in pieces:
+        own = [d for d in p.digits if is_told(d)]
+        counters = np.indices([d.size for d in own], sparse=True)
+        pairs = [*zip(own, counters, strict=True)]
+        at: list[Any] = [0 if i in even else x for i, x in enumerate(p.offset)]
+        for d, n in pairs:
+            if d.axis is not None:
+                at[d.axis] = at[d.axis] + d.stride * n
+        head = np.zeros((), int)
+        for dim, (step, stop) in head_dims.items():
+            start = p.start[dim] if dim >= 0 else 0
+            along = start + sum(d.step * n for d, n in pairs if d.dim == dim)
+            head = head * (stop // step) + along % stop // step
+        both = np.broadcast_arrays(np.ravel_multi_index(tuple(at), sizes), head)
+        entries.append(both[0].ravel())
+        heads.append(both[1].ravel())
+    entry, head = np.concatenate(entries), np.concatenate(heads)
+    first = np.full(math.prod(sizes), count)
+    np.minimum.at(first, entry, head)
+    # Heads that have an entry in common are one: a group that shares a key, or all.
+    same = joined(count, first[entry], head)
+    groups, number = np.unique(same, return_inverse=True)
+    owners = np.append(number, -1)[first].reshape(sizes).squeeze(stack)
+    return OwnedLeaf(path, stack, owners, len(groups))

@@ -127,8 +127,9 @@ def test_heads_are_found_and_scaled_wherever_the_stack_is(axis):
 
 def test_a_head_leaf_out_of_range_names_the_leaf():
     leaf = mc.HeadLeaf("wq", 2, split=(2, -1), stack_axis=2)
-    assert leaf.heads((8, 6, 3)) == 2 and leaf.stack((8, 6, 3)) == (3,)
+    owned = leaf.owned((8, 6, 3))
+    assert owned.heads == 2 and owned.stack == (2,)
     with pytest.raises(ValueError, match="stack_axis=3 is out of range for 'wq'"):
-        leaf._replace(stack_axis=3).heads((8, 6, 3))
-    two = leaf._replace(stack_axis=-1)
-    assert two.stack((8, 6, 3, 5)) == (3, 5) and two.heads((8, 6, 3, 5)) == 2
+        leaf._replace(stack_axis=3).owned((8, 6, 3))
+    two = leaf._replace(stack_axis=-1).owned((8, 6, 3, 5))
+    assert two.stack == (2, 3) and two.heads == 2

@@ -46,9 +46,8 @@ def test_this_packages_own_are_read_and_recorded(name):
         return jnp.sum(out**2)
 
     layer = layer_of(jax.jit(loss))
-    assert layer == mc.AttentionLayer(
-        "", (mc.HeadLeaf("q", **FLAT),), (mc.HeadLeaf("k", **FLAT),)
-    )
+    query, key = (mc.HeadLeaf(name, **FLAT).owned((D, H * DIM)) for name in "qk")
+    assert layer == mc.AttentionLayer("", (query,), (key,))
     value, stats = jax.jit(mc.record_attention(jax.checkpoint(loss)))(PARAMS, X)
     np.testing.assert_allclose(value, loss(PARAMS, X), rtol=1e-4)
     largest = expected(PARAMS, np.tril(np.ones((T, T), bool)))

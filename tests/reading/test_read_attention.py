@@ -208,9 +208,8 @@ def test_the_same_leaves_however_attention_is_computed(way):
     reading = mc.read_model(lambda p, x: jnp.sum(WAYS[way](p, x) ** 2), PARAMS, X)
     (layer,) = reading.attention
     heads = {"ndim": 2, "axis": -2, "split": (H, DIM)}
-    assert layer == mc.AttentionLayer(
-        "", (mc.HeadLeaf("q", **heads),), (mc.HeadLeaf("k", **heads),)
-    )
+    query, key = (mc.HeadLeaf(name, **heads).owned((D, H * DIM)) for name in "qk")
+    assert layer == mc.AttentionLayer("", (query,), (key,))
 
 
 def _without_gains(p, x):

@@ -1,0 +1,135 @@
+"""Which head owns each entry of a leaf: what a layer is scaled and cut by."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._parameters.paths import Shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnedLeaf:
+    """A leaf of an attention layer, with the head that owns each of its entries.
+
+    Leaves are equal if their fields are: `owners` has one entry along every axis on
+    which nothing depends, whatever it was made of.
+
+    **Arguments:**
+
+    - `path`: below the layer or, with a slash in front, from the root of the params.
+    - `stack`: the axes of the leaf that are a stack of layers, the outermost first.
+    - `owners`: integers that broadcast to one layer of the leaf, which has no axes of
+        the stack: the head of each entry, -1 where no head scales it.
+    - `heads`: how many heads are counted. Heads that share all their entries count as
+        one, so that it is 1 for a gain of all heads.
+    """
+
+    path: str
+    stack: tuple[int, ...]
+    owners: np.ndarray
+    heads: int
+
+    def __post_init__(self):
+        owners = np.asarray(self.owners, np.int32)
+        for axis in range(owners.ndim):
+            first = owners.take([0], axis) if owners.shape[axis] else owners
+            owners = first if (owners == first).all() else owners
+        owners.flags.writeable = False
+        object.__setattr__(self, "owners", owners)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnedLeaf) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Any:
+        owners = self.owners
+        return self.path, self.stack, self.heads, owners.shape, owners.tobytes()
+
+    @property
+    def mask(self) -> np.ndarray:
+        """True for entries that some head owns; it broadcasts to the whole leaf."""
+        return np.expand_dims(self.owners >= 0, self.stack)
+
+    def owned(self, shape: Shape) -> "OwnedLeaf | None":
+        """The leaf itself if it can have this shape, as [`HeadLeaf`][] has it made."""
+        layer = [n for i, n in enumerate(shape) if i not in self.stack]
+        is_deep = len(shape) == len(layer) + len(self.stack)
+        if not is_deep or len(layer) != self.owners.ndim:
+            return None
+        pairs = zip(self.owners.shape, layer, strict=True)
+        return self if all(own in (1, n) for own, n in pairs) else None
+
+    def is_apart_from(self, other: "OwnedLeaf") -> bool:
+        """Whether two descriptions of one leaf have no entry in common."""
+        return not (self.mask & other.mask).any()
+
+    def spread(self, of_heads: Any, rest: int) -> Any:
+        """Gives every entry what its head has in `(*stack, heads)`, others the `rest`.
+
+        It broadcasts to the whole leaf. Numbers of NumPy stay NumPy's.
+        """
+        at, xp = np.maximum(self.owners, 0), jnp
+        if isinstance(of_heads, np.ndarray):
+            found, xp = of_heads[..., at], np
+        else:
+            found = of_heads.at[..., at].get(mode="promise_in_bounds")
+        found = xp.where(self.owners < 0, rest, found)
+        return xp.moveaxis(found, range(len(self.stack)), self.stack)
+
+    def scale(self, factors: jax.Array) -> jax.Array:
+        """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
+        return self.spread(factors, 1)
+
+    def along(self, axis: int) -> tuple[int, int]:
+        """How many entries of one line along an axis have an owner, and how many own.
+
+        An axis of heads has as many of one as of the other, and one on which the head
+        does not depend has 1 owner. In between, heads are a part of the axis.
+        """
+        ordered = np.sort(self.owners, axis)
+        owned = (ordered >= 0).sum(axis)
+        own = (np.diff(ordered, axis=axis, prepend=-1) > 0).sum(axis)
+        return int(owned.max(initial=0)), int(own.max(initial=0))
+
+    def row_spec(
+        self, cut: PartitionSpec, counts: Sequence[int]
+    ) -> PartitionSpec | None:
+        """The spec of a row `(*stack, heads)` where `cut` is that of the leaf.
+
+        `counts` says into how many blocks each entry cuts. `None` where a block of the
+        leaf has no run of consecutive heads, as one of the fused (3, heads, head_dim)
+        has heads of the query and of no key, or the other way round.
+        """
+        rest = (i for i in range(self.mask.ndim) if i not in self.stack)
+        entries = dict(enumerate(cut))
+        of_heads = None
+        for axis, at in enumerate(rest):
+            entry = entries.get(at)
+            if entry is None or self.along(axis)[1] < 2:
+                continue
+            blocks = np.array_split(self.owners, counts[at], axis)
+            runs = np.array_split(np.arange(self.heads), counts[at])
+            pairs = zip(blocks, runs, strict=True)
+            is_run = all(np.array_equal(np.unique(b[b >= 0]), run) for b, run in pairs)
+            if not is_run or self.heads % counts[at] or of_heads is not None:
+                return None
+            of_heads = entry
+        return PartitionSpec(*map(entries.get, self.stack), of_heads)
+
+
+def joined(count: int, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """For each number the smallest that a chain of pairs connects it with."""
+    found = np.arange(count)
+    differ = one != other
+    for a, b in {*zip(one[differ].tolist(), other[differ].tolist(), strict=True)}:
+        low, high = sorted((found[a], found[b]))
+        found[found == high] = low
+    return found
