@@ -1,11 +1,9 @@
 """Reading a model from its trace: what a function does with every parameter.
 
-`walk` follows the arrays of a jaxpr by rules for its primitives (`rules`, `products`);
-what it notes of each parameter is a verdict (`verdicts`), and of each softmax an
-attention layer (`layers`). Fused attention is read by a table (`kernels`). `recorded`
-runs the jaxpr again, with the maximum of the logits.
+`graph` finds the equation that made a variable, through loops and calls, and `facts`
+what each is made of. From there marks are followed back (`labels`): from the softmax to
+the parameters that scale its logits (`attention`, `scaling`) and from every product to
+the axes of its weight (`uses`). Of what was noted, verdicts are given (`verdicts`).
+Fused attention is read by a table (`kernels`). `recorded` runs the jaxpr again, with
+the maximum of the logits where they enter the softmax (`sites`).
 """
-
-# They register what follows arrays through each primitive.
-from . import products as products
-from . import rules as rules

@@ -59,12 +59,18 @@ class Layer:
     # heads share, or a side that no parameter scales.
     whole: list[Part] = dataclasses.field(default_factory=list)
     shared: list[Part] = dataclasses.field(default_factory=list)
+    # All parameters that either side was made of, and of these learned queries.
     makers: set[int] = dataclasses.field(default_factory=set)
+    tokens: set[int] = dataclasses.field(default_factory=set)
     devices: tuple[str, ...] = ()  # axes of a mesh along which heads are
     loops: frozenset[Any] = frozenset()  # loops whose trips are different layers
     site: Site | None = None
     refusal: str = ""
     unclear: str = ""  # why its statistic cannot be recorded
+
+    @property
+    def parts(self) -> list[Part]:
+        return [*self.query, *self.key, *self.whole, *self.shared]
 
     @property
     def line(self) -> str:
@@ -313,6 +319,7 @@ class _OneLayer:
             for pair in self._by_region(product, order, heads):
                 pairs.append(pair)
                 queries |= {p.parameter for p in pair.query or ()}
+            layer.tokens |= self._tokens(product)
             layer.devices = tuple(heads.devices)
             last = product, heads
         if len(counts) > 1:
@@ -349,6 +356,25 @@ class _OneLayer:
         labels = (marks(self._rank(product, i), 0, 1),)
         found = self.reader.scaling.of(product.at.inputs()[i], labels)
         return {f.parameter for s in found for f in s.factors}
+
+    def _tokens(self, product: Product) -> set[int]:
+        """Parameters that are queries, or keys, as activations are: no weight of them.
+
+        Of a token and its kernel the kernel made what the product sums over.
+        """
+        found: set[int] = set()
+        for i, atom in enumerate(product.at.inputs()[:2]):
+            fact = self.reader.facts.of(atom)
+            if not fact.is_weight:
+                continue
+            inner = self._over(product, i)
+            for s in self.reader.scaling.of(atom, inner or (marks(self._rank(product, i), 0, 1),)):
+                found |= {
+                    f.parameter
+                    for f in s.factors
+                    if not fact.is_pair or (f.is_kernel and not any(is_varied(x) for x in f.labels))
+                }
+        return found
 
     def _rank(self, product: Product, i: int) -> int:
         return len(product.at.frame.lead) + len(product.at.inputs()[i].shape)

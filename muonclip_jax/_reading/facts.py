@@ -82,7 +82,7 @@ def members(bits: int) -> list[int]:
 class Facts:
     """The facts of all variables of a graph."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, tokens: frozenset[int] = frozenset()):
         self.graph = graph
         self.products: dict[int, Eqn] = {}  # by their bit
         self.met_at: dict[int, Eqn] = {}  # events by their bit
@@ -92,7 +92,9 @@ class Facts:
         self._of: dict[tuple[int, int], Fact] = {}
         own = graph.is_parameter
         inputs = [
-            Fact(1 << i, 1 << i, is_weight=True) if i < len(own) and own[i] else DATA
+            Fact(1 << i, 1 << i, is_weight=i not in tokens)
+            if i < len(own) and own[i]
+            else DATA
             for i in range(len(graph.top.jaxpr.invars))
         ]
         self.outputs = self._run(graph.top, inputs)

@@ -16,9 +16,12 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
 from .._tables import aligned, collapsed, Table, totals
 from . import jaxprs
-from .layers import attention_layers, named_layers, NamedLayer
+from .attention import Reader
+from .facts import Facts
+from .graph import Graph
+from .layers import named_layers, NamedLayer
+from .uses import Uses
 from .verdicts import Verdict, verdicts
-from .walk import Walk, walked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +148,7 @@ def read_model(
         >>> reading.dimension_numbers["up"]
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
-    return read_call(call_of(fun, params, args, kwargs))[0]
+    return read_call(call_of(fun, params, args, kwargs)).reading
 
 
 class Call(NamedTuple):
@@ -217,8 +220,15 @@ def _call_of_module(nnx: Any, fun: Any, module: Any, args: Any, kwargs: Any) -> 
     return call._replace(outputs=outputs)
 
 
-def read_call(call: Call) -> tuple[ModelReading, Walk, list[NamedLayer], list[str]]:
-    """A reading, its walk, its attention layers, and operations that may be one."""
+class Found(NamedTuple):
+    """What a function was found to do, for a reading and for the recorder."""
+
+    reading: ModelReading
+    layers: list[NamedLayer]
+    hidden: list[str]  # operations that may be attention
+
+
+def read_call(call: Call) -> Found:
     tree = call.tree
     own = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
     shown = tree._replace(
@@ -227,30 +237,38 @@ def read_call(call: Call) -> tuple[ModelReading, Walk, list[NamedLayer], list[st
     )
     shapes = [tuple(map(int, x.shape)) for _, x in own]
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in own]
-    walk, outs = walked(call.body, shapes, is_float)
-    layers = attention_layers(walk)
-    heads_at = set().union(*(layer.axes for layer in layers))
-    found = verdicts(walk, outs, is_float, heads_at)
-    by_leaf = dict(zip(call.arrays, found, strict=True))
+    graph = Graph(call.body, is_float)
+    tokens: frozenset[int] = frozenset()
+    while True:
+        # A parameter that is looked up or added to activations is no weight where it
+        # meets another parameter: learned queries are made keys of by a kernel. The
+        # first pass shows which these are.
+        reader = Reader(graph, Facts(graph, tokens))
+        layers = reader.layers()
+        uses = Uses(reader, tokens)
+        found = uses.numbers_of("elementwise", "looked up") & uses.numbers_of("factor")
+        found |= {i for layer in layers for i in layer.tokens}
+        if found <= tokens:
+            break
+        tokens |= found
+    said = verdicts(uses, reader.facts.outputs, shapes, is_float)
+    by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
-    hidden = [
-        f"{n.eqns[-1].primitive.name} at {jaxprs.line(n.eqns)}"
-        for n in walk.noted("hidden")
-    ]
+    hidden = [f"{note.at.name} at {note.line}" for note in uses.noted("hidden") if note.at]
     hidden = list(dict.fromkeys(hidden))
-    unknown = zip(shown.paths, found, strict=True)
+    unknown = zip(shown.paths, said, strict=True)
     reading = ModelReading(
         tree.unflatten(v and v.numbers for v in every),
         tree.unflatten(v and v.label for v in every),
         tuple(n.layer for n in named if n.layer is not None),
         tuple(paths.show(path) for path, v in unknown if not v.is_known),
         shown,
-        tuple(found),
+        tuple(said),
         tuple(named),
         tuple(hidden),
     )
-    return reading, walk, named, hidden
+    return Found(reading, named, hidden)
 
 
 # The table.

@@ -14,9 +14,10 @@ from .._axes import varying
 from .._model.statistics import STATISTIC
 from .._options import flag
 from . import jaxprs, kernels
-from .layers import Layer
+from .attention import Layer
+from .jaxprs import Address
 from .reading import Call, call_of, read_call
-from .walk import Address, Walk
+from .sites import Site
 
 
 def record_attention(
@@ -73,25 +74,13 @@ def record_attention(
     return recorded
 
 
-class _Site(NamedTuple):
-    """A softmax of attention, and what its logits are like."""
-
-    layer: Layer
-    address: Address  # of the equation that has the logits, or their maximum
-    # The loops whose trips are different layers.
-    stack: frozenset[int]
-    # Where a softcap has the logits, and what it is.
-    cap_at: Address | None = None
-    cap: float = math.inf
-
-
 #: The statistics that are known by now, by the number of their site.
 Stats = dict[int, jax.Array]
 
 
 def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     """What a function returns, and the statistics."""
-    _, walk, layers, hidden = read_call(call)
+    _, layers, hidden = read_call(call)
     if strict and hidden:
         raise ValueError(
             f"attention may be hidden in {', '.join(hidden)}, which cannot be "
@@ -100,10 +89,13 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             "in its place; if it is not, give strict=False"
         )
     clipped = [named for named in layers if named.layer is not None]
-    sites = [_site(layer, walk) for named in clipped for layer in named.found]
-    outs, found = _Recorder(walk, sites).run(call.body, call.values, ())
+    own = [layer for named in clipped for layer in named.found]
+    for layer in own:
+        if layer.site is None:
+            raise ValueError(f"the logits of {layer.line} cannot be recorded: {layer.unclear}")
+    outs, found = _Recorder(own).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
-    rows = (found[i] for i in range(len(sites)))
+    rows = (found[i] for i in range(len(own)))
     for named in clipped:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
         # A layer that is called more than once has the largest of all its calls.
@@ -113,32 +105,12 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     return call.outputs(outs), stats
 
 
-def _site(layer: Layer, walk: Walk) -> _Site:
-    parts = (*layer.query, *layer.key, *layer.whole)
-    digits = [d for part in parts for p in part.pieces for d in p.digits]
-    along = {d.dim for d in digits if d.axis is not None}
-    stack = frozenset({*walk.dims.values()} - {*walk.devices} & along)
-    number, scale = layer.logits[-1].number, layer.logits[-1].scale
-    if number in walk.recorded:
-        return _Site(layer, walk.recorded[number], stack)
-    address = layer.softmax.address
-    if number not in walk.caps:
-        return _Site(layer, address, stack)
-    if walk.caps[number][:-1] != address[:-1] or math.isnan(scale):
-        raise ValueError(
-            f"the logits of {layer.line} are softcapped by a number that is not known, "
-            "or in a function of their own: write cap * jnp.tanh(logits / cap), with a "
-            "number for the cap, next to the softmax"
-        )
-    return _Site(layer, address, stack, walk.caps[number], scale)
-
-
 class _Recorder:
     """Runs a jaxpr again, and forms the maximum where logits enter a softmax."""
 
-    def __init__(self, walk: Walk, sites: Sequence[_Site]):
-        self._walk = walk
-        self._sites = dict(enumerate(sites))
+    def __init__(self, layers: Sequence[Layer]):
+        self._layers = dict(enumerate(layers))
+        self._sites: dict[int, Site] = {i: x.site for i, x in self._layers.items() if x.site}
 
     def run(
         self, body: jaxprs.Inner, values: Sequence[Any], outer: Address, branch: int = 0
@@ -151,39 +123,41 @@ class _Recorder:
             outs, inner = self._again(eqn, inputs, at)
             stats.update(inner)
             for n, site in self._sites.items():
-                if site.cap_at == at:
+                if site.cap_at is not None and site.cap_at.at == at:
                     before_cap[at] = inputs[0]
-                if site.address == at:
-                    capped = before_cap.get(site.cap_at)
-                    stats[n] = _largest(site, eqn, inputs[0], outs[0], capped)
+                if site.at.at == at:
+                    capped = before_cap.get(site.cap_at.at) if site.cap_at else None
+                    stats[n] = site.largest(inputs[0], outs[0], capped)
             return outs
 
         # All equations, dead ones too: effects, names and random keys stay as they are.
         return body.run(values, step), stats
 
-    def _inside(self, at: Address) -> dict[int, _Site]:
-        """The sites in the jaxpr that an equation runs."""
-        sites = self._sites.items()
-        return {n: s for n, s in sites if s.address[: len(at)] == at != s.address}
+    def _inside(self, at: Address) -> dict[int, Layer]:
+        """The layers whose logits are in the jaxpr that an equation runs."""
+        places = {n: site.at.at for n, site in self._sites.items()}
+        return {
+            n: self._layers[n] for n, x in places.items() if x[: len(at)] == at != x
+        }
 
     def _again(self, eqn: Any, inputs: list[Any], at: Address) -> Any:
         """The outputs of an equation, and the statistics of the sites in it."""
         if not (inside := self._inside(at)):
             return jaxprs.bound(eqn, inputs), {}
         if kernel := kernels.kernel_of(eqn):
-            ((n, site),) = inside.items()
+            ((n, layer),) = inside.items()
             if kernel.largest is None:
                 raise ValueError(
-                    f"the logits of {site.layer.line} cannot be recorded: mask and "
+                    f"the logits of {layer.line} cannot be recorded: mask and "
                     "scale are in the code of "
                     f"{jaxprs.kernel_name(eqn).partition(' at ')[0]}. Use "
                     "mc.splash_attention or mc.blockwise_attention in its place"
                 )
             largest = kernel.largest(jax.lax.stop_gradient(inputs))
-            if largest.size != site.layer.heads:
+            if largest.size != layer.heads:
                 raise ValueError(
-                    f"the kernel at {site.layer.line} has {largest.size} heads, and "
-                    f"its query and key {site.layer.heads}: give it an axis of heads"
+                    f"the kernel at {layer.line} has {largest.size} heads, and "
+                    f"its query and key {layer.heads}: give it an axis of heads"
                 )
             return jaxprs.bound(eqn, inputs), {n: largest}
         if again := getattr(self, f"_{eqn.primitive.name}", None):
@@ -209,9 +183,8 @@ class _Recorder:
 
         given = inputs[consts:end], inputs[end:]
         state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
-        loop = self._walk.dims[at]
         for n, x in stats.items():
-            stats[n] = x if loop in self._sites[n].stack else x.max(0)
+            stats[n] = x if at in self._layers[n].loops else x.max(0)
         return [*state, *rest], stats
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):
@@ -248,11 +221,10 @@ class _Recorder:
         """Devices along some axes have other heads; along the rest, other batches."""
         body: Any = jaxprs.called(eqn)
         of_heads, specs = {}, {}
-        for n, s in self._inside(at).items():
-            dims = [dim for dim in s.layer.head_dims if dim < 0]
-            axes = [name for dim in dims for name in self._walk.devices[dim].names]
-            of_heads[n] = axes
-            specs[n] = PartitionSpec(*[None] * len(s.stack), tuple(axes) or None)
+        for n, layer in self._inside(at).items():
+            of_heads[n] = axes = layer.devices
+            inner = [loop for loop in layer.loops if loop[: len(at)] == at]
+            specs[n] = PartitionSpec(*[None] * len(inner), axes or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
             outs, stats = self.run(body, inputs, at)
@@ -267,67 +239,3 @@ class _Recorder:
 
 def _nothing(stats: Any) -> Stats:
     return {n: jnp.full(x.shape, -jnp.inf, x.dtype) for n, x in stats.items()}
-
-
-def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Array:
-    """The maximum for every head of what enters a softmax, `(heads,)`.
-
-    Dimensions are cut into the digits that heads are, and all others reduced.
-    """
-    if jaxprs.is_statistic(eqn):
-        return x
-    layer, axes = site.layer, site.layer.softmax.axes
-    is_sum = eqn.primitive.name == "reduce_sum"
-    pieces = [p for f in layer.logits for p in f.pieces]
-    digits = pieces[-1].digits  # of the last product
-    # Next to the logits of query and key there may be others, such as a sink's.
-    spans = [
-        (min(p.span(i)[0] for p in pieces), max(p.span(i)[1] for p in pieces))
-        for i in range(x.ndim)
-    ]
-    all_of = [(0, n) for n in x.shape]
-    of_heads = {d.dim for d in digits if d.axis in layer.head_dims}
-    if site.cap_at:
-        # The mask comes after the cap, and hides what is below anything it lets by.
-        x = jnp.where(x >= -1.001 * abs(site.cap), before_cap * site.cap, -jnp.inf)
-    elif not (is_sum or of_heads & {*axes} or any(spans[i] != all_of[i] for i in axes)):
-        # What remains is to compare the maxima that the softmax has formed. XLA on CPU
-        # keeps these inside softmax's own fusion, and folds both steps into one pass
-        # that reads the logits again: 1.2 % of the bytes of GPT-2 at 4 layers of 256
-        # (benchmarks/record_attention.py). With a barrier between them it is the same.
-        x = jnp.expand_dims(out, axes)
-        spans = [(0, n) for n in x.shape]
-    x = jax.lax.stop_gradient(x)
-    cannot = (
-        f"the logits of {layer.line} enter the softmax in an order in which heads "
-        "cannot be told apart: keep an axis for them"
-    )
-    sizes: list[int] = []
-    order: list[tuple[int, int, int]] = []
-    for dim, n in enumerate(x.shape):
-        if dim not in of_heads:
-            x = jax.lax.slice_in_dim(x, *spans[dim], axis=dim)
-            sizes.append(x.shape[dim])
-            continue
-        own = sorted((d for d in digits if d.dim == dim), key=lambda d: -d.step)
-        if math.prod(d.size for d in own) != n:
-            raise ValueError(cannot)
-        for d in own:
-            if d.axis not in layer.head_dims:
-                sizes.append(d.size)
-                continue
-            # The digit counts what is before heads, heads, and what is after them.
-            (step, stop), end = layer.head_dims[d.axis], d.stride * d.size
-            edges = [end, max(min(end, stop), d.stride), d.stride]
-            edges.insert(2, min(max(step, d.stride), edges[1]))
-            if d.stride < 1 or any(a % b for a, b in itertools.pairwise(edges)):
-                raise ValueError(cannot)
-            if edges[1] > edges[2]:
-                major = [*layer.head_dims].index(d.axis)
-                order.append((major, -edges[2], len(sizes) + 1))
-            sizes += [a // b for a, b in itertools.pairwise(edges)]
-    kept = [place for *_, place in order]
-    x = x.reshape(sizes).max([i for i in range(len(sizes)) if i not in kept])
-    x = x.transpose([sorted(kept).index(place) for *_, place in sorted(order)]).ravel()
-    # Softmax without a maximum: these are exponentials.
-    return jnp.log(x) if is_sum else x

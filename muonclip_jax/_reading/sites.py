@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._model.statistics import largest
-from . import jaxprs
+from . import jaxprs, kernels
 from .graph import Atom, Eqn
 from .labels import joined, marks, moves
 
@@ -77,6 +77,8 @@ class Unclear(Exception):
 
 
 def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int) -> Site:
+    if named := _statistic(reader, product):
+        return named
     site = _entrance(reader, exp, bits)
     atom = site.at.inputs()[0]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
@@ -104,6 +106,35 @@ def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int)
             )
         site.cap_at, site.cap = cap_at, scale
     return site
+
+
+def _statistic(reader: Reader, product: Product) -> Site | None:
+    """Where the maxima that a kernel returns are named as the statistic."""
+    frame = product.at.frame
+    while frame.kind != "kernel":
+        if frame.parent is None:
+            return None
+        frame = frame.parent
+    kernel = kernels.kernel_of(frame.eqn)
+    assert kernel is not None
+    for at in reader.equations if kernel.maxima is not None else ():
+        if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], frame.eqn):
+            return Site(at, False, ())
+    return None
+
+
+def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
+    """Whether an array is made of what an equation returns."""
+    label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
+    for origin, _ in reader.graph.origins(atom, (label,)):
+        if origin.at is None:
+            continue
+        if origin.at.eqn is eqn:
+            return True
+        back = moves(origin.at.eqn, origin.k, len(origin.at.frame.lead), origin.at.frame.number)
+        if any(_is_of(reader, origin.at.inputs()[i], eqn) for i, _ in back):
+            return True
+    return False
 
 
 def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:

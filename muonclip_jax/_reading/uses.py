@@ -73,9 +73,9 @@ class Uses:
     product neither has those of the other.
     """
 
-    def __init__(self, reader: Reader, queries: frozenset[int] = frozenset()):
+    def __init__(self, reader: Reader, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
-        self.notes: list[Note] = []
+        self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         self._sums = [
             at
             for at in reader.equations
