@@ -101,6 +101,13 @@ class Reader:
         self.graph, self.facts = graph, facts
         self.scaling = Scaling(graph, facts)
         self.equations = list(graph.top.equations())
+        # The sums by which softmaxes divide, with the products that they are of.
+        self.sums = [
+            (bits, at)
+            for at in self.equations
+            if at.name == "reduce_sum"
+            if (bits := facts.of(at.inputs()[0]).unshared)
+        ]
 
     def layers(self) -> list[Layer]:
         found: list[Layer] = []
@@ -112,7 +119,7 @@ class Reader:
 
     def _softmaxes(self) -> Iterator[tuple[int, list[Eqn], list[Eqn]]]:
         """Groups of products whose exponentials are summed and weigh activations."""
-        weighed, summed = 0, []
+        weighed = 0
         exps: dict[int, list[Eqn]] = {}
         for at in self.equations:
             if at.i in at.frame.inside:
@@ -120,13 +127,11 @@ class Reader:
             facts = self.facts.all_of(at.inputs())
             if at.name in ("exp", "exp2") and facts[0].products:
                 exps.setdefault(facts[0].products, []).append(at)
-            elif at.name == "reduce_sum" and facts[0].weights:
-                summed.append((facts[0].weights, at))
             elif at.name in PRODUCTS or at.name == "mul":
                 weighed |= self._weighs(at, facts)
         seen = 0
         for bits, own in exps.items():
-            sums = [at for b, at in summed if b & bits]
+            sums = [at for b, at in self.sums if b & bits]
             if bits & weighed and sums and not bits & seen:
                 seen |= bits
                 yield bits, own, sums
@@ -143,7 +148,7 @@ class Reader:
                 # Each weighs a vector, and so is the same along a dimension.
                 is_many = bool(self.graph.copied(at.inputs()[i]) or at.inputs()[i].shape != at.output().shape)
                 found |= own if other.is_deep and is_many else 0
-            elif contracted(at.eqn) and (other.is_deep or other.has_data and not other.is_weight):
+            elif contracted(at.eqn) and (other.is_deep or other.has_data):
                 found |= own
         return found
 
@@ -240,7 +245,7 @@ class Reader:
             keys: set[int] = set()
             for total in sums:
                 x = total.inputs()[0]
-                if not self.facts.of(x).weights & bit:
+                if not self.facts.of(x).unshared & bit:
                     continue
                 lead = len(total.frame.lead)
                 axes = total.eqn.params["axes"]
@@ -254,8 +259,6 @@ class Reader:
             found.append(self._product(at, frozenset(keys)))
         found = [p for p in found if p.over or p.at.name == "mul"]
         own = [p for p in found if self._is_of_activations(p.at)]
-        # Next to these, a parameter may be the key, as of relative positions. What
-        # activations have along queries and keys already is a bias.
         own += [p for p in found if own and p not in own and self._is_relative(p)]
         own = own or [p for p in found if self._is_asked(p)]
         if not own:
@@ -264,14 +267,17 @@ class Reader:
         return _OneLayer(self, found, exps, sums).read()
 
     def _is_of_activations(self, at: Eqn) -> bool:
-        return all(f.is_deep for f in self.facts.all_of(at.inputs()[:2]))
+        a, b = self.facts.all_of(at.inputs()[:2])
+        is_weighted = self.facts.weight_of(at) is not None
+        return bool(a.leaves and b.leaves) and not is_weighted
 
     def _is_relative(self, product: Product) -> bool:
-        facts = self.facts.all_of(product.at.inputs()[:2])
-        weights = [i for i in (0, 1) if facts[i].is_weight]
-        if len(weights) != 1 or not facts[1 - weights[0]].leaves:
-            return False
-        return product.keys <= product.free[weights[0]]
+        """Whether a parameter is the key, as of relative positions, in one more product.
+
+        What activations have along queries and keys already is a bias.
+        """
+        i = self.facts.weight_of(product.at)
+        return i is not None and product.keys <= product.free[i]
 
     def _is_asked(self, product: Product) -> bool:
         """Whether parameters are the queries of what activations are the keys of.
@@ -279,15 +285,13 @@ class Reader:
         The softmax is over what the activations alone have, as positions; a router's is
         over the outputs of its kernel. Learned queries are several, or have a kernel.
         """
-        facts = self.facts.all_of(product.at.inputs()[:2])
-        if product.at.name == "mul" or all(f.is_weight for f in facts) or not all(f.leaves for f in facts):
+        i = self.facts.weight_of(product.at)
+        if i is None or product.at.name == "mul":
             return False
-        i = 0 if facts[0].is_weight else 1
-        keys = product.keys
-        is_over_data = bool(keys) and keys <= product.free[1 - i]
-        is_made = facts[i].leaves.bit_count() > 1 or facts[i].is_spread
-        shape = product.shape
-        return is_over_data and (is_made or any(shape[d] > 1 for d in product.free[i]))
+        fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
+        is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
+        is_many = any(product.shape[d] > 1 for d in product.free[i])
+        return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)
 
 
 class _OneLayer:
@@ -302,7 +306,7 @@ class _OneLayer:
         layer = self.layer
         # Products of which the softmax's dimensions are known first: they show what the
         # query's parameters are.
-        ordered = sorted(self.products, key=lambda p: not p.keys)
+        ordered = sorted(self.products, key=lambda p: not any(_is_key(p)))
         counts: set[int] = set()
         pairs: list[_Pair] = []
         last: Any = None
@@ -342,10 +346,8 @@ class _OneLayer:
         Transformer-XL's shift of relative positions, the query has a parameter that the
         query of another product has, too.
         """
-        keys, free = product.keys, product.free
-        if keys:
-            is_key = [keys <= free[i] for i in (0, 1)]
-        else:
+        is_key = _is_key(product)
+        if not any(is_key):
             made = [self._parameters(product, i) for i in (0, 1)]
             is_key = [bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)]
         if not any(is_key):
@@ -632,6 +634,11 @@ def _put(role: list[Part], parts: Iterable[Part]) -> None:
                 break
         else:
             role.append(part)
+
+
+def _is_key(product: Product) -> list[bool]:
+    """For each operand, whether it alone has what the softmax is over."""
+    return [bool(product.keys) and product.keys <= x for x in product.free]
 
 
 class Heads(NamedTuple):

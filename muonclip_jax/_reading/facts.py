@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import shape_of
-from .labels import contracted, PRODUCTS, sides
+from .labels import contracted, KNOWN, PRODUCTS, sides
 
 
 class Fact(NamedTuple):
@@ -43,13 +43,20 @@ class Fact(NamedTuple):
     # -1 for those of several, `None` for what no kernel made.
     sole: int | None = None
     # Products of two values made by parameters, of which it is entry by entry a
-    # function; of those in `weights`, the exponential; of those in `mixed`, such
-    # weights after a product with a parameter; `pairs` are products that nothing was
-    # summed of yet.
+    # function; of those in `weights`, the exponential; in `sums`, the sum of these; in
+    # `shares`, what was divided by that; in `mixed`, such weights after a product with a
+    # parameter. `pairs` are products that nothing was summed of yet.
     products: int = 0
     weights: int = 0
+    sums: int = 0
+    shares: int = 0
     mixed: int = 0
     pairs: int = 0
+
+    @property
+    def unshared(self) -> int:
+        """The products of whose exponentials a sum is that of a softmax."""
+        return self.weights & ~self.shares
 
     @property
     def is_deep(self) -> bool:
@@ -176,8 +183,12 @@ class Facts:
                 # Summed over, it is a product of query and key that is written out.
                 out = out._replace(pairs=out.pairs | self._new(at))
             a, b = inputs
+            out = out._replace(shares=out.shares | a.weights & b.sums | b.weights & a.sums)
             is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
             return out._replace(is_onehot=is_onehot)
+        if name not in KNOWN and out.is_weight:
+            event = self._meet(at, out)
+            return out._replace(is_weight=False, events=event, past=out.past | event)
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
@@ -216,11 +227,12 @@ class Facts:
         a, b = inputs[:2]
         # What products, or the weights of a softmax, are multiplied with is something
         # new.
-        out = out._replace(products=0, weights=0, mixed=0, pairs=0, is_onehot=False)
+        out = out._replace(
+            products=0, weights=0, sums=0, shares=0, mixed=0, pairs=0, is_onehot=False
+        )
         if not out.leaves:
             return out
-        if a.leaves and b.leaves:
-            out = out._replace(products=self._new(at))
+        out = out._replace(products=self._new(at))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
             # Two parameters make one of low rank.
             return out._replace(is_weight=True, is_pair=True, is_spread=False)
@@ -234,7 +246,9 @@ class Facts:
             past=out.past | event,
         )
         if i is None:
-            return out._replace(sole=-1)
+            # What another activation is multiplied with is no output yet.
+            is_sum = a.is_deep and b.is_deep and contracted(at.eqn)
+            return out._replace(sole=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
         if other.is_onehot:  # a lookup, which is no layer of its own
@@ -274,7 +288,9 @@ def either(facts: Iterable[Fact]) -> Fact:
     return first if all(x == first for x in others) else _union(facts)
 
 
-_SETS = "leaves trained events past ends products weights mixed pairs".split()
+_SETS = (
+    "leaves trained events past ends products weights sums shares mixed pairs".split()
+)
 
 
 def _union(facts: list[Fact]) -> Fact:
@@ -318,23 +334,39 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    is_product = out.pairs and not out.weights
-    return out._replace(products=out.pairs, pairs=0) if is_product else out
+    if out.pairs and not out.weights:
+        out = out._replace(products=out.pairs, pairs=0)
+    sums = out.sums | out.unshared
+    return out._replace(sums=sums, weights=out.weights & out.shares)
+
+
+def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """The denominator's logits are none of the result's."""
+    a, b = inputs
+    return out._replace(
+        products=a.products,
+        weights=a.weights,
+        sums=a.sums,
+        shares=a.shares | (a.weights & b.sums),
+        mixed=a.mixed,
+        pairs=a.pairs,
+    )
 
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The maximum of logits is a number to subtract, no logit."""
-    return out._replace(products=0, weights=0, pairs=0)
+    return out._replace(products=0, weights=0, sums=0, pairs=0)
 
 
 def _gather(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     of, index = inputs[0], inputs[1]
     if not of.is_weight:
         return out
-    offsets = at.eqn.params["dimension_numbers"].offset_dims
-    if len(offsets) == len(shape_of(at.eqn.outvars[0])):  # by one index: a slice
+    numbers, sizes = at.eqn.params["dimension_numbers"], at.eqn.params["slice_sizes"]
+    if len(numbers.offset_dims) == len(shape_of(at.eqn.outvars[0])):  # a slice
         return of._replace(past=of.past | index.past)
-    if len(offsets) > 1:  # matrices of experts, or tokens: a product shows which
+    pairs = zip(sizes, shape_of(at.eqn.invars[0]), strict=True)
+    if sum(n == m > 1 for n, m in pairs) > 1:  # matrices of experts, or tokens: a product shows which
         return of._replace(has_data=True, past=of.past | index.past)
     # A row of a table. Whatever chose it, as an output head does of the next token, is
     # not what feeds the layers after it.
@@ -385,6 +417,7 @@ _RULES: dict[str, Any] = {
     "exp": _exponential,
     "exp2": _exponential,
     "reduce_sum": _reduce_sum,
+    "div": _quotient,
     **dict.fromkeys("reduce_max reduce_min argmax argmin".split(), _greatest),
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,

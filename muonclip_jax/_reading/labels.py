@@ -26,6 +26,10 @@ Shape = tuple[int, ...]
 Move = Callable[[Label], Label]
 
 
+# Labels are not made larger to say where they end.
+_LARGEST = 1 << 22
+
+
 def nothing(label: Label) -> Any:
     """The mark of entries that have no part in anything."""
     return -np.inf if label.dtype.kind == "f" else 0
@@ -89,6 +93,8 @@ def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
 
 def placed(label: Label, axis: int, size: int, at: slice) -> Label:
     """The label of what a slice was taken from: nothing around it."""
+    if label.shape[axis] == 1 and label.size * size > _LARGEST:
+        return label  # around it, as well
     shape = [size if i == axis else n for i, n in enumerate(label.shape)]
     around = np.full(shape, nothing(label), label.dtype)
     around[(*[slice(None)] * axis, at)] = label

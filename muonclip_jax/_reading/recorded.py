@@ -92,7 +92,7 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     own = [layer for named in clipped for layer in named.found]
     for layer in own:
         if layer.site is None:
-            raise ValueError(f"the logits of {layer.line} cannot be recorded: {layer.unclear}")
+            raise ValueError(f"the logits of {layer.line} {layer.unclear}")
     outs, found = _Recorder(own).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
     rows = (found[i] for i in range(len(own)))

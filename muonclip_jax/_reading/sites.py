@@ -87,7 +87,7 @@ def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int)
     each = tuple(marks(rank, lead + d, n) for d, n in sizes.items())
     labels, along = reader.to_product(atom, each or (marks(rank, 0, 1),), bit)
     if labels is None:
-        raise Unclear("its logits could not be followed into the softmax")
+        raise Unclear("could not be followed into the softmax")
     of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
     def varies(label: Any) -> bool:
         line = joined(label, [a for a in range(label.ndim) if a not in of_heads])
@@ -100,7 +100,7 @@ def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int)
         (cap_at, scale), *_ = along["caps"]
         if cap_at.frame is not site.at.frame or math.isnan(scale):
             raise Unclear(
-                "they are softcapped by a number that is not known, or in a function of "
+                "are softcapped by a number that is not known, or in a function of "
                 "their own: write cap * jnp.tanh(logits / cap), with a number for the "
                 "cap, in the function that has the softmax"
             )
@@ -176,7 +176,7 @@ def _count(reader: Reader, site: Site, product: Product, heads: Heads, bit: int,
     sizes = [atom.shape[d] for d in site.dims]
     count = math.prod(sizes)
     cannot = (
-        "they enter the softmax in an order in which heads cannot be told apart: keep an "
+        "enter the softmax in an order in which heads cannot be told apart: keep an "
         "axis for them"
     )
     if count > 1 << 14:

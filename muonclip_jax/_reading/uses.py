@@ -76,11 +76,6 @@ class Uses:
     def __init__(self, reader: Reader, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
-        self._sums = [
-            at
-            for at in reader.equations
-            if at.name == "reduce_sum" and self._facts.of(at.inputs()[0]).weights
-        ]
         for at in reader.equations:
             if frames := at.frame.inside.get(at.i):
                 self._handed(at, frames)
@@ -341,9 +336,9 @@ class Uses:
             if i is None or to is None or not self._facts.event(at):
                 continue
             free = {d for d in to[i] if d is not None} - {d for d in to[1 - i] if d is not None}
-            for total in self._sums:
+            for bits, total in self._reader.sums:
                 atom = total.inputs()[0]
-                if not self._facts.of(atom).weights & 1 << k:
+                if not bits & 1 << k:
                     continue
                 lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
                 axes = total.eqn.params["axes"]
@@ -461,9 +456,14 @@ class Uses:
                 if number != kernel and dims
             ]
             if own and theirs:
-                # Heads come before their features in every kernel.
+                # Heads come before their features in every kernel. What scaled them
+                # before, as the steps of a state do, is a number for each head, too.
                 n = len(own)
-                is_scale = all(n < len(x) and {*own} == {*x[:n]} for x in theirs)
+                is_more = [n < len(x) and {*own} == {*x[:n]} for x in theirs]
+                others_fit = all(
+                    more or {*x} <= {*own} for more, x in zip(is_more, theirs, strict=True)
+                )
+                is_scale = any(is_more) and others_fit
                 self._add("scales" if is_scale else "features", at, kernel)
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
