@@ -197,8 +197,9 @@ def _hyperparams(opt_state: Any) -> dict[str, Any]:
     alike = 0
     while known and len({at[: alike + 1] for at in known}) == 1 and known[0][alike:]:
         alike += 1
+    # An `nnx.Optimizer` holds variables in place of arrays.
     return {
-        "/".join(["hyperparams", *at[alike:], name]): value
+        "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)
         for at, (_, state) in zip(known, found, strict=True)
         for name, value in state.hyperparams.items()
         if np.ndim(value) == 0

@@ -1,5 +1,7 @@
 """The functions that look take modules of NNX and Equinox as they take params."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -122,11 +124,17 @@ def test_labels_of_a_module_part_its_optimizer():
         np.testing.assert_allclose(step, rates[label], rtol=1e-5)
 
 
-def test_heads_of_a_module_inside_nnx_jit():
+def test_an_nnx_optimizer_and_its_module_inside_nnx_jit():
     model = nnx_model()
-    state = mc.muonclip(0.1).init(nnx.state(model, nnx.Param))
-    numbers = nnx.jit(lambda m, s: mc.scalars(s, m, heads=True))(model, state)
-    assert numbers["gamma/layers/0/head_3"] == 1
+    tx = optax.inject_hyperparams(mc.muonclip)(0.25)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    numbers = functools.partial(mc.scalars, heads=True)
+    traced = nnx.jit(lambda m, o: numbers(o.opt_state, m))(model, optimizer)
+    assert traced["gamma/layers/0/head_3"] == 1
+    assert traced["hyperparams/learning_rate"] == 0.25
+    found = numbers(optimizer.opt_state, model)
+    unknown = {name for name in traced if name.startswith("max_logit")}
+    assert found.keys() == traced.keys() - unknown and unknown
     assert "query, 4 heads" in mc.describe(model)
 
 
