@@ -25,7 +25,6 @@ import muonclip_jax as mc
 KERNELS: dict[str, Callable] = {
     "blockwise_attention": mc.blockwise_attention,
     "splash_attention": mc.splash_attention,
-    "residual_attention": mc.residual_attention,
 }
 
 

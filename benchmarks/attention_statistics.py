@@ -3,7 +3,7 @@
     python benchmarks/attention_statistics.py
 
 Each row compares one training step with the statistic returned to the one without,
-for the attention that materialises its logits, the blockwise and the residual one.
+for the attention that materialises its logits, and the blockwise one.
 The two steps take turns, and the ratio is the median over the pairs, so that other
 load on the machine moves both. Temporaries are those that XLA plans for the step.
 """
@@ -32,7 +32,7 @@ import muonclip_jax as mc
 
 
 MIB = 1 << 20
-NAMES = ["materialised", "blockwise", "residual"]
+NAMES = ["materialised", "blockwise"]
 
 
 class Variant(NamedTuple):
@@ -55,7 +55,6 @@ def parse_args() -> argparse.Namespace:
     add("--width", type=int, default=256)
     add("--heads", type=int, default=4)
     add("--dtype", default="bfloat16" if gpu else "float32")
-    add("--implementation", default="cudnn" if gpu else "xla", help="of the residual")
     add("--pairs", type=int, default=100, help="at most; default: %(default)s")
     add("--least-pairs", type=int, default=5)
     add("--seconds", type=float, default=30, help="per row; default: %(default)s")
@@ -96,24 +95,15 @@ def load() -> str:
 def describe(args: argparse.Namespace) -> str:
     return (
         f"{args.layers} layers of width {args.width}, {args.heads} heads, batch "
-        f"{args.batch_size}, {args.dtype}, causal; residual by {args.implementation}"
+        f"{args.batch_size}, {args.dtype}, causal"
     )
 
 
-def variants(args: argparse.Namespace) -> dict[str, Variant]:
-    fused = functools.partial(
-        jax.nn.dot_product_attention, implementation=args.implementation
-    )
-    residual = functools.partial(
-        mc.residual_attention, implementation=args.implementation
-    )
+def variants() -> dict[str, Variant]:
     return dict(
         materialised=Variant(None, None),
         # It computes the statistic in any case, and without drops it.
         blockwise=Variant(mc.blockwise_attention, mc.blockwise_attention),
-        residual=Variant(
-            lambda *qkv, **options: (fused(*qkv, **options), None), residual
-        ),
     )
 
 
@@ -172,7 +162,7 @@ def random_tokens(batch_size: int, length: int) -> jax.Array:
 
 def measure(name: str, length: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table; without times if the step needs too much memory."""
-    variant = variants(args)[name]
+    variant = variants()[name]
     model = Settings(args.layers, args.width, args.heads, length, args.dtype)
     without, recording = (
         Step(model._replace(kernel=kernel, record=record), args.batch_size)

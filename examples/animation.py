@@ -112,9 +112,8 @@ def train_step(
     recorded_loss = nnx.capture(loss_fn, nnx.Intermediate)
     grads, stats = nnx.grad(recorded_loss, has_aux=True)(model, tokens)
     optimizer.update(model, grads, attention_stats=stats)
-    metrics = mc.qk_clip_metrics(optimizer.opt_state, nnx.state(model, nnx.Param))
-    layers = metrics["layers"].values()
-    return jnp.concatenate([layer["max_logits"] for layer in layers])
+    # A row of the heads of all layers.
+    return optax.tree.get(optimizer.opt_state, "max_logits")[...]
 
 
 def last_momentum(optimizer: nnx.Optimizer) -> jax.Array:

@@ -145,7 +145,7 @@ def loss_fn(model: KimiK2, tokens: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-def make_train_step(reading: mc.ModelReading) -> Callable[..., tuple[jax.Array, ...]]:
+def make_train_step() -> Callable[..., tuple[jax.Array, ...]]:
     """The step, which returns what QK-Clip saw and did to every head, too."""
     gradient = nnx.value_and_grad(mc.record_attention(loss_fn), has_aux=True)
 
@@ -157,15 +157,9 @@ def make_train_step(reading: mc.ModelReading) -> Callable[..., tuple[jax.Array, 
         optimizer.update(model, grads, attention_stats=stats)
         for router in model.routers():
             router.balance(balance_rate)
-        params = nnx.state(model, nnx.Param)
-        metrics = mc.qk_clip_metrics(optimizer.opt_state, params, model=reading)
-        layers = [
-            metrics["layers"][f"blocks/{i}/attention"] for i in range(len(model.blocks))
-        ]
-        of_heads = [
-            jnp.stack([layer[name] for layer in layers])
-            for name in ("max_logits", "gamma")
-        ]
+        # QK-Clip's state has the heads of all layers in one row, in their order.
+        rows = [optax.tree.get(optimizer.opt_state, x) for x in ("max_logits", "gamma")]
+        of_heads = [row[...].reshape(len(model.blocks), -1) for row in rows]
         return loss, busiest(model), *of_heads
 
     return train_step
@@ -193,7 +187,7 @@ def train(
     """Trains with the logits capped at `threshold`, or just watched if infinite."""
     model = make_model(args)
     tx = make_optimizer(reading, threshold, args, **({} if args.defaults else KIMI_K2))
-    train_step = make_train_step(reading)
+    train_step = make_train_step()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     shape = args.batch_size, args.context
     steps = []

@@ -15,14 +15,12 @@ from optax.contrib import MuonDimensionNumbers as MuonDimensionNumbers
 from ._attention.attention_fn import attention_fn as attention_fn
 from ._attention.blockwise import blockwise_attention as blockwise_attention
 from ._attention.max_logits import max_logits as max_logits
-from ._attention.residual import residual_attention as residual_attention
 from ._attention.splash import splash_attention as splash_attention
 from ._describe import describe as describe
 from ._matrices.axes import MatrixAxes as MatrixAxes
 from ._model.attention_layers import AttentionLayer as AttentionLayer
 from ._model.attention_layers import flax_attention_layers as flax_attention_layers
 from ._model.head_leaf import HeadLeaf as HeadLeaf
-from ._model.statistics import combine_attention_stats as combine_attention_stats
 from ._muon.momentum import ScaleByMuonState as ScaleByMuonState
 from ._muon.muon import muon as muon
 from ._muon.normalize_neurons import normalize_neurons as normalize_neurons
@@ -39,7 +37,6 @@ from ._parameters.dimension_numbers import (
 )
 from ._parameters.dimension_numbers import matrix_mask as matrix_mask
 from ._parameters.dimension_numbers import param_labels as param_labels
-from ._qk_clip.metrics import qk_clip_metrics as qk_clip_metrics
 from ._qk_clip.multi_steps import multi_steps as multi_steps
 from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState
 from ._qk_clip.qk_clip import clip_qk as clip_qk

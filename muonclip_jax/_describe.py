@@ -2,26 +2,27 @@
 
 import inspect
 import math
+from typing import Any
 
 import optax
 
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixView, plan_stacks
-from ._model.attention_layers import (
-    Attention,
-    attention_of,
-    resolve_attention,
-    ROLES,
-)
+from ._model.attention_layers import Attention, resolve_attention, ROLES
 from ._model.per_head import heads_apart
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
 from ._parameters import paths
 from ._parameters.by_names import Verdict
-from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
+from ._parameters.dimension_numbers import (
+    DimensionNumbers,
+    FROZEN,
+    resolve_verdicts,
+    views_of,
+)
 from ._parameters.given import Model
-from ._tables import collapsed, Row, Table, totals
+from ._tables import leaf_table, Row, totals
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
@@ -49,12 +50,12 @@ def describe(
 
     Matrices are given as count x fan-in x fan-out. "why" is what decided the optimizer,
     with a question mark where the evidence is weak. "attention" is the leaf's role for
-    QK-Clip. Where QK-Clip cannot act on the attention of stock Flax, the table is the
-    one for [`muon`][], with the reason below it.
+    QK-Clip. Where QK-Clip cannot act on attention that names or a `model` show, the
+    table is the one for [`muon`][], with the reason below it.
 
     **Arguments:**
 
-    - `params`: as for [`flax_dimension_numbers`][].
+    - `params`: as for [`flax_dimension_numbers`][], or a module of NNX or Equinox.
     - `model`, `dimension_numbers`, `attention`, `per_head`: as for [`muonclip`][].
     - `weight_decay`, `weight_decay_mask`, `adam_weight_decay`: as for [`muonclip`][];
         with any of them the column "decay" says what decays each leaf.
@@ -64,7 +65,8 @@ def describe(
 
     **Returns:** a string of lines.
 
-    **Raises:** `ValueError` as [`flax_dimension_numbers`][] and [`qk_clip`][] do.
+    **Raises:** `ValueError` as [`flax_dimension_numbers`][] does, and as [`qk_clip`][]
+    for `attention` that does not fit.
 
     !!! example
 
@@ -89,28 +91,29 @@ def describe(
     """
     if params is None:
         raise ValueError("describe needs the params, got None")
-    tree = paths.flatten(params)
-    attention = attention_of(model, attention)
+    tree = paths.flatten(paths.params_of(params))
     settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of(verdicts, tree)
-    roles, refusal = _roles_or_refusal(attention, tree)
-    columns: list[Row] = [_COLUMNS]
-    columns += [
-        _row(*entry, roles)
-        for entry in zip(tree.paths, tree.leaves, views, verdicts, strict=True)
+    optimizers = [
+        "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
+        for view, verdict in zip(views, verdicts, strict=True)
     ]
+    read = model if attention is None else None
+    layers = attention if read is None else list(read.attention)
+    roles, refusal = _roles_or_refusal(layers, tree)
+    columns: list[Row] = [_COLUMNS]
+    entries = zip(*tree[:2], views, optimizers, verdicts, strict=True)
+    columns += [_row(*entry, roles) for entry in entries]
     rates = (weight_decay, adam_weight_decay)
     if any(x is not None for x in (*rates, weight_decay_mask)):
-        decays = ["decay", *_decays(tree, views, *rates, weight_decay_mask)]
+        decays = ["decay", *_decays(tree, optimizers, *rates, weight_decay_mask)]
         # Next to the optimizer, which it is an argument of.
         columns = [
             (*row[:4], decay, *row[4:])
             for row, decay in zip(columns, decays, strict=True)
         ]
-    head, *rows = columns
-    rows = [head, *(collapsed(rows) if flag("collapse", collapse) else rows)]
-    blocks = [_totals(tree, views)]
+    blocks = [_totals(tree, optimizers)]
     if flag("stacks", stacks):
         # As on CPU and GPU, which turn tall matrices and stack them with wide ones.
         pieces = [
@@ -122,18 +125,19 @@ def describe(
         stacked = [*map(str, plan)] or ["nothing"]
         blocks += [["orthogonalized together:", *stacked]]
     blocks += [[refusal]] if refusal else []
-    return Table.of(rows, blocks)
+    return leaf_table(columns, blocks, model=read, collapse=flag("collapse", collapse))
 
 
-def _totals(tree: paths.PathedTree, views: list[MatrixView | None]) -> list[str]:
+def _totals(tree: paths.PathedTree, optimizers: list[str]) -> list[str]:
     """What each optimizer has: momentum for Muon, two moments for AdamW."""
-    own = []
-    for leaf, view in zip(tree.leaves, views, strict=True):
+    own, copies = [], {"muon": 1, "adamw": 2, FROZEN: 0}
+    for leaf, name in zip(tree.leaves, optimizers, strict=True):
         if not paths.is_masked(leaf):
-            name, copies = ("muon", 1) if view else ("adamw", 2)
             count = math.prod(leaf.shape)
-            own.append((name, count, copies * count * leaf.dtype.itemsize))
-    return totals(("optimizer", "state"), own, ("muon", "adamw"), "both", _bytes)
+            own.append((name, count, copies[name] * count * leaf.dtype.itemsize))
+    is_frozen = FROZEN in optimizers
+    groups, whole = [*copies][: 2 + is_frozen], "all" if is_frozen else "both"
+    return totals(("optimizer", "state"), own, groups, whole, _bytes)
 
 
 def _bytes(count: int) -> str:
@@ -146,7 +150,7 @@ def _bytes(count: int) -> str:
 
 def _decays(
     tree: paths.PathedTree,
-    views: list[MatrixView | None],
+    optimizers: list[str],
     of_muon: optax.ScalarOrSchedule | None,
     of_adam: optax.ScalarOrSchedule | None,
     mask: Mask,
@@ -160,8 +164,9 @@ def _decays(
     masks = decay_mask(mask, tree)
     if masks is None:
         # Not `True`: what a mask around this hides has no entry, either.
-        masks = tree.unflatten([True] * len(views))
-    rates = [of_muon if view else of_adam for view in views]
+        masks = tree.unflatten([True] * len(optimizers))
+    by_name = {"muon": of_muon, "adamw": of_adam, FROZEN: 0}
+    rates = [by_name[name] for name in optimizers]
     shown = ["schedule" if callable(x) else f"{x:g}" for x in rates]
     return [
         text if is_on is True and text != "0" else "-"
@@ -170,7 +175,12 @@ def _decays(
 
 
 def _row(
-    path: paths.Path, leaf, view: MatrixView | None, verdict: Verdict, roles
+    path: paths.Path,
+    leaf: Any,
+    view: MatrixView | None,
+    optimizer: str,
+    verdict: Verdict,
+    roles: dict[paths.Path, list],
 ) -> tuple[str, ...]:
     if paths.is_masked(leaf):
         return (paths.show(path), "masked", "-", "-", "-", "-")
@@ -183,7 +193,7 @@ def _row(
         paths.show(path),
         str(shape),
         _matrices(view) if view else "-",
-        "muon" if view else "adamw",
+        optimizer,
         verdict.why + ("" if verdict.is_sure else "?"),
         " + ".join(parts) or "-",
     )

@@ -1,17 +1,23 @@
 """A run in numbers, to log."""
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 
-from ._model.attention_layers import Attention
+from ._layout.layout import read_layout
+from ._model.attention_layers import Attention, attention_of
+from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
 from ._parameters.given import Model
-from ._qk_clip.metrics import qk_clip_metrics, states_of
+from ._qk_clip.heads import Heads
+from ._qk_clip.multi_steps import MultiStepsState
 from ._qk_clip.qk_clip import QKClipState
 
 
@@ -23,6 +29,7 @@ def scalars(
     model: Model | None = None,
     attention: Attention | None = None,
     dimension_numbers: DimensionNumbers | None = None,
+    heads: bool = False,
 ) -> dict[str, Any]:
     r"""Numbers of the last step by name, for wandb, TensorBoard or a CSV file.
 
@@ -33,58 +40,73 @@ def scalars(
     | `num_clipped`, `num_nonfinite` | heads that [`qk_clip`][] scaled; left alone |
     | `clipped_fraction`, `ever_clipped_fraction` | of all heads, in this step; ever |
     | `hyperparams/<name>` | of `optax.inject_hyperparams`, the learning rate too |
+    | `hyperparams/<where>/<name>` | where there are several: which of them |
     | `param_norm/<label>` | $\lVert W \rVert_F$ of all leaves of a label |
     | `update_norm/<label>` | that of the `updates`, where they are given |
 
-    Labels are those of [`param_labels`][]: `matrix`, `embedding`, `head`, ...
+    Labels are those of [`param_labels`][]: `matrix`, `embedding`, `head`, ... `<where>`
+    are the labels and places that lead to the state, as `optax.partition` and
+    `optax.chain` have them. With `heads=True` there are, for each head of each layer,
+
+    | name | number |
+    |---|---|
+    | `max_logit/<layer>/head_<i>` | its largest logit |
+    | `gamma/<layer>/head_<i>` | by how much it was scaled; 1 if left alone |
+    | `steps_since_clip/<layer>/head_<i>` | -1 if it never was clipped |
+
+    with `<layer>/<number>` in place of `<layer>` for the layers of a stack. Heads that
+    share a leaf, such as the gain of a norm, count as one.
+
+    What is not known or not finite is absent, such as logits before the first step: all
+    numbers can be written as JSON. Inside `jit` there are no values to go by, so that
+    nothing is absent, and the largest logit is `-inf` before the first step.
 
     **Arguments:**
 
-    - `opt_state`: of any optimizer; what it has no state for is left out.
+    - `opt_state`: of any optimizer, however deeply wrapped; what it has no state for is
+        left out.
     - `params`, `model`, `attention`, `dimension_numbers`: as the optimizer has them.
+        `params` may be a module of NNX or Equinox.
     - `updates`: of the last step.
+    - `heads`: whether to add the numbers of each head.
 
-    **Returns:** a flat dict of Python numbers; under `jit` of float32 arrays.
+    **Returns:** a flat dict of Python numbers; under `jit` of arrays.
 
-    **Raises:** `ValueError` as [`qk_clip_metrics`][] and [`param_labels`][] do.
+    **Warns:** where `qk_clip` is inside a plain `optax.MultiSteps`, see
+    [`multi_steps`][].
+
+    **Raises:** `ValueError` as [`param_labels`][] does, for several `qk_clip` in the
+    optimizer, and for a state that was made for other params.
 
     !!! example
 
         >>> import jax.numpy as jnp
         >>> import muonclip_jax as mc
-        >>> params = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros(4)}}
-        >>> tx = mc.muon(1e-2)
-        >>> updates, state = tx.update(params, tx.init(params), params)
-        >>> for name, number in mc.scalars(state, params, updates=updates).items():
-        ...     print(f"{name} {number:.2f}")
-        param_norm/matrix 3.46
-        param_norm/vector 0.00
-        update_norm/matrix 0.01
-        update_norm/vector 0.00
+        >>> kernel = jnp.ones((8, 2, 4))
+        >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> tx = mc.muonclip(1e-3)
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
+        >>> _, state = tx.update(
+        ...     params, tx.init(params), params, attention_stats=stats
+        ... )
+        >>> numbers = mc.scalars(state, params, heads=True)
+        >>> numbers["num_clipped"], numbers["max_logit/attn"]
+        (1, 400.0)
+        >>> numbers["gamma/attn/head_1"], numbers["param_norm/matrix"]
+        (0.25, 11.3137...)
     """
-    found: dict[str, Any] = {}
-    if states_of(opt_state, QKClipState):
-        metrics = qk_clip_metrics(opt_state, params, model=model, attention=attention)
-        layers = metrics.pop("layers")
-        found |= metrics
-        for path, rows in layers.items():
-            logits = rows["max_logits"]
-            # As `max_logit` is: a head that overflowed is counted, and hides no other.
-            is_finite = jnp.isfinite(logits)
-            found[f"max_logit/{path or '(the root)'}"] = jnp.max(
-                logits, initial=-jnp.inf, where=is_finite
-            )
-    for state in states_of(opt_state, _Injected):
-        for name, value in state.hyperparams.items():
-            if np.ndim(value) == 0:
-                found[f"hyperparams/{name}"] = value
+    params, found = paths.params_of(params), {}
+    if (clip := _clip_state(opt_state)) is not None:
+        layers = attention_of(model, attention)
+        found |= _of_heads(clip, params, layers, flag("heads", heads))
+    found |= _hyperparams(opt_state)
     tree = paths.flatten(params)
     labels = param_labels(params, model=model, dimension_numbers=dimension_numbers)
     for kind, leaves in (("param_norm", params), ("update_norm", updates)):
         if leaves is None:
             continue
         try:
-            arrays = tree.of(leaves)
+            arrays = tree.of(paths.params_of(leaves))
         except (TypeError, ValueError) as error:
             raise ValueError(f"updates are not like the params: {error}") from None
         sums: dict[str, Any] = {}
@@ -93,10 +115,114 @@ def scalars(
                 wide = jnp.abs(jnp.asarray(leaf)).astype(jnp.float32)
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
+    numbers = {
+        k: x if _is_traced(x) else np.asarray(x).item() for k, x in found.items()
+    }
+    return {k: x for k, x in numbers.items() if _is_traced(x) or np.isfinite(x)}
+
+
+def _of_heads(
+    state: QKClipState, params: Any, attention: Attention | None, each: bool
+) -> dict[str, Any]:
+    """What QK-Clip saw and did: in all, by layer, and of each head."""
+    heads = Heads(read_layout(params), attention)
+    if heads.count != state.gamma.size:
+        raise ValueError(
+            f"the optimizer state holds {state.gamma.size} heads, the params "
+            f"{heads.count}; pass the params and attention= of its init"
+        )
+    count = max(1, heads.count)
+    found: dict[str, Any] = {
+        "max_logit": state.max_logit,
+        "num_clipped": state.num_clipped,
+        "num_nonfinite": state.num_nonfinite,
+        "clipped_fraction": state.num_clipped / count,
+        "ever_clipped_fraction": jnp.sum(state.last_clip >= 0) / count,
+    }
+    # `step` counts updates, so that the last one had the number before it.
+    since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
+    rows = {"max_logit": state.max_logits, "gamma": state.gamma}
+    for kind, row in (rows | {"steps_since_clip": since}).items():
+        for (path, _), x in zip(heads.shapes, heads.by_layer(row), strict=True):
+            name = f"{kind}/{paths.show_module(path)}"
+            if kind == "max_logit":
+                # As of all: a head that overflowed is counted, and hides no other.
+                finite = jnp.isfinite(x)
+                found[name] = jnp.max(x, initial=-jnp.inf, where=finite)
+            # At once, or every number would be fetched from the device by itself.
+            x = x if _is_traced(x) else np.asarray(x)
+            for *layer, head in np.ndindex(x.shape) if each else ():
+                at = "/".join([name, *map(str, layer), f"head_{head}"])
+                found[at] = x[(*layer, head)]
+    return found
+
+
+def _clip_state(opt_state: Any) -> QKClipState | None:
+    found = _states(opt_state, QKClipState)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
+    # The outermost of either kind: an optax state inside of ours, which has combined
+    # the statistics, is not found.
+    steps = _states(opt_state, (MultiStepsState, optax.MultiStepsState))
+    plain = [x for x in steps if isinstance(x, optax.MultiStepsState)]
+    if _states(plain, QKClipState):
+        warnings.warn(
+            "qk_clip inside optax.MultiSteps sees the statistics of the last "
+            "micro-batch alone and clips too little, unless you combine them yourself, "
+            "jax.tree.map(jnp.maximum, a, b). mc.multi_steps does it for you",
+            stacklevel=3,
+        )
+    # An `nnx.Optimizer` holds variables in place of arrays, which are no tuples.
+    return jax.tree.map(
+        jnp.asarray, found[0], is_leaf=lambda x: not isinstance(x, tuple)
+    )
+
+
+def _states(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    """The parts of an optimizer's state that are of a kind, the outermost of each."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
+
+
+def _hyperparams(opt_state: Any) -> dict[str, Any]:
+    """The numbers of every `optax.inject_hyperparams`, each under a name of its own."""
+    found = list(_injected(opt_state, ()))
+    # Keys and places alone, as a reader knows them from the optimizer, unless two
+    # states differ in a field of some state; and from where the ways part.
+    known = [tuple(name for name, is_field in at if not is_field) for at, _ in found]
+    if len(set(known)) < len(found):
+        known = [tuple(name for name, _ in at) for at, _ in found]
+    alike = 0
+    while known and len({at[: alike + 1] for at in known}) == 1 and known[0][alike:]:
+        alike += 1
+    # An `nnx.Optimizer` holds variables in place of arrays.
     return {
-        name: x if isinstance(x, Tracer) else np.asarray(x).item()
-        for name, x in found.items()
+        "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)
+        for at, (_, state) in zip(known, found, strict=True)
+        for name, value in state.hyperparams.items()
+        if np.ndim(value) == 0
     }
 
 
-_Injected = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+
+
+def _injected(tree: Any, at: tuple) -> Iterator[tuple[tuple, Any]]:
+    """The states in a state, one inside another too, each with the way to it.
+
+    Of each step the name, and whether it is that of a field.
+    """
+    flat = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, _INJECTED))
+    for keys, x in flat:
+        if isinstance(x, _INJECTED):
+            field = jax.tree_util.GetAttrKey
+            way = [(jax.tree_util.keystr((k,), simple=True), k) for k in keys]
+            here = (*at, *((name, isinstance(k, field)) for name, k in way))
+            yield here, x
+            yield from _injected(x.inner_state, (*here, ("inner_state", True)))
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, Tracer)

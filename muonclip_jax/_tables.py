@@ -3,6 +3,7 @@
 import html
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 
 Row = Sequence[str]
@@ -34,6 +35,29 @@ class Table(str):
             f"<table><thead><tr><th>{head}</th></tr></thead><tbody>{body}</tbody>"
             f"</table><pre>{html.escape(self.below)}</pre>"
         )
+
+
+def leaf_table(
+    rows: Sequence[Row],
+    blocks: Iterable[Sequence[str]],
+    *,
+    model: Any,
+    collapse: bool,
+) -> Table:
+    """A row for each leaf below their names; then blocks, and attention left alone.
+
+    Of a model that was read, the last block says which attention QK-Clip cannot scale,
+    and why, or that there is none.
+    """
+    shown = collapsed if collapse else list
+    left_alone: list[str] = []
+    if model is not None and model.refused:
+        # The path of a layer is the first word.
+        refused = shown([line.partition(" ") for line in model.refused])
+        left_alone = ["QK-Clip cannot scale the logits of", *map("".join, refused)]
+    elif model is not None and not model.attention:
+        left_alone = ["no attention was found"]
+    return Table.of([rows[0], *shown(rows[1:])], [*blocks, left_alone])
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:

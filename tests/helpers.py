@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -292,6 +293,18 @@ def clip_at_rest(attention=None, model=None):
 def largest(stats):
     """All heads of all layers in one row."""
     return np.concatenate([np.ravel(s) for s in jax.tree.leaves(stats)])
+
+
+def of_heads(numbers, kind, layer):
+    """Of `mc.scalars(..., heads=True)`, those of a layer: `(*stack, heads)`, or NaN."""
+    found = {}
+    for name, number in numbers.items():
+        if match := re.fullmatch(rf"{kind}/{layer}/(.*?)head_(\d+)", name):
+            found[tuple(map(int, f"{match[1]}{match[2]}".split("/")))] = number
+    array = np.full(np.max(list(found), axis=0) + 1, np.nan)
+    for at, number in found.items():
+        array[at] = number
+    return array
 
 
 def inputs(seed: int = 9, shape=(2, 6, 16)):

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import as_pure, inputs, linen_stats, linen_variables, nnx_model, nnx_stats
@@ -52,8 +53,12 @@ def test_scanned_layers_merged():
 
 def test_micro_batches_summed():
     """MaxText sums [60], [70], [50] over micro-batches to 180; the maximum is 70."""
-    stats = [{"max_logits": jnp.asarray([s])} for s in (60.0, 70.0, 50.0)]
-    assert mc.combine_attention_stats(*stats)["max_logits"] == 70
+    params, tx = ones(3, 1, 2), mc.multi_steps(mc.muonclip(0.0), 3)
+    state = tx.init(params)
+    for s in (60.0, 70.0, 50.0):
+        stats = {"max_logits": jnp.asarray([s])}
+        _, state = tx.update(params, state, params, attention_stats=stats)
+    assert optax.tree.get(state, "max_logit") == 70
 
 
 def test_missing_statistics_ignored():

@@ -1,11 +1,13 @@
 """The table that shows what happens to each leaf."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, nnx_model, ScannedModel
+from helpers import inputs, nnx_model, normal, ScannedModel
 from layers import flat_layer
 from optax.contrib import MuonDimensionNumbers
 
@@ -198,3 +200,89 @@ def test_decay_is_shown_where_it_is_asked_for():
         mc.describe(params, weight_decay_mask={})
     with pytest.raises(ValueError, match="weight_decay must be a number"):
         mc.describe(params, weight_decay="0.1")
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def normalized(p, x):
+    """Two layers whose logits no parameter scales, and one like any other."""
+    for layer in (p["first"], p["second"], p["last"]):
+        query, key = (x @ layer[name] for name in "qk")
+        if layer is not p["last"]:
+            query, key = (
+                y / jnp.linalg.norm(y, axis=-1)[..., None] for y in (query, key)
+            )
+        x = x + jax.nn.softmax(query @ key.mT) @ (x @ layer["v"])
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
+def of_normalized():
+    layer = {name: normal(i, 8, 8) for i, name in enumerate("qkv")}
+    params = {"first": layer, "second": layer, "last": layer, "out": normal(3, 8, 4)}
+    return params, mc.read_model(normalized, params, normal(4, 2, 5, 8))
+
+
+def test_refused_layers_are_below_the_table_with_their_reason():
+    params, reading = of_normalized()
+    table, _, below = mc.describe(params, model=reading).split("\n\n")
+    # QK-Clip's error lists the same.
+    with pytest.raises(ValueError) as error:
+        mc.qk_clip(model=reading)
+    heading, *lines = below.splitlines()
+    assert len(lines) == 2 == len(reading.refused) and heading in str(error.value)
+    for line, path in zip(lines, ("first", "second"), strict=True):
+        at = f"{path} at test_describe.py:{normalized.__code__.co_firstlineno}"
+        assert line.startswith(at[: at.index(":")]) and "norm without a gain" in line
+        assert line in str(error.value)
+    assert rows(table)["last/q"].endswith("query, 1 heads")
+    assert rows(table)["first/q"].endswith("-")
+    # The rows are those of `muon`, which the refusal does not concern.
+    state = mc.muon(1e-3, model=reading).init(params)
+    assert "muon" in state.inner_states and "muon" in rows(table)["first/q"]
+    # The other layers alone, as the error says: nothing is left to refuse.
+    alone = mc.describe(params, model=reading, attention=reading.attention)
+    assert "cannot scale" not in alone and rows(alone)["last/q"].endswith("heads")
+
+
+def test_a_reading_ends_with_what_describe_says_of_its_attention():
+    params, reading = of_normalized()
+    described, printed = (
+        str(x).split("\n\n") for x in (mc.describe(params, model=reading), reading)
+    )
+    assert described[-1] == printed[-1] and "nothing:" not in str(reading)
+    _, attention, *_ = printed
+    assert [line.split()[0] for line in attention.splitlines()] == ["attention", "last"]
+
+
+def test_repeated_layers_that_are_refused_share_a_line():
+    layer = {name: normal(i, 8, 8) for i, name in enumerate("qkv")}
+    params = {"blocks": [layer] * 3, "out": normal(3, 8, 4)}
+
+    def loss(p, x):
+        for layer in p["blocks"]:
+            query, key = (unit(x @ layer[name]) for name in "qk")
+            x = x + jax.nn.softmax(query @ key.mT) @ (x @ layer["v"])
+        return jnp.mean((x @ p["out"]) ** 2)
+
+    reading = mc.read_model(loss, params, normal(4, 2, 5, 8))
+    for show in (reading.table, functools.partial(mc.describe, params, model=reading)):
+        together, apart = (show(collapse=x).split("\n\n")[-1] for x in (True, False))
+        assert together.splitlines()[1].startswith("blocks/0-2 at ")
+        assert len(together.splitlines()) == 2 and len(apart.splitlines()) == 4
+
+
+def test_a_model_without_attention_is_said_to_have_none():
+    params = {"up": normal(0, 8, 16), "down": normal(1, 16, 8)}
+
+    def loss(p, x):
+        return jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+
+    reading = mc.read_model(loss, params, normal(2, 3, 8))
+    for table in (mc.describe(params, model=reading), str(reading)):
+        assert table.splitlines()[-1] == "no attention was found"
+    _, with_attention = of_normalized()
+    assert "no attention was found" not in str(with_attention)
+    # Names alone did not look for all that may be attention.
+    assert "no attention" not in mc.describe(params)

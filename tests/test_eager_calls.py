@@ -41,9 +41,9 @@ MADE_ONCE = {
         {"attention_stats": STATS},
     ),
 }
-#: Flax compiles for itself, and so does Pallas where it interprets a kernel; metrics of
+#: Flax compiles for itself, and so does Pallas where it interprets a kernel; numbers of
 #: `CALLS` begin with an optimizer of their own.
-BY_OTHERS = {"attention_fn", "splash_attention", "qk_clip_metrics"}
+BY_OTHERS = {"attention_fn", "splash_attention", "scalars"}
 compilations = []
 
 
@@ -59,16 +59,16 @@ def updates(name):
     return lambda: tx.update(params, state, params, **extra)
 
 
-def metrics():
+def numbers():
     tx = mc.muonclip(1e-2)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, attention_stats=STATS)
-    return functools.partial(mc.qk_clip_metrics, state, PARAMS)
+    return functools.partial(mc.scalars, state, PARAMS, heads=True)
 
 
 def calls():
     for name in MADE_ONCE:
         yield name, functools.partial(updates, name)
-    yield "qk_clip_metrics", metrics
+    yield "scalars", numbers
     for name, of_name in CALLS.items():
         if name not in MADE_ONCE and name not in BY_OTHERS:
             for i, call in enumerate(of_name):
@@ -77,9 +77,9 @@ def calls():
 
 ALL = dict(calls())
 #: Other options of the same function; `muon`'s update is part of `muonclip`'s, and
-#: attention in blocks and from residuals takes 8 to 11 seconds.
+#: attention in blocks takes 8 to 11 seconds.
 REPEATED = {name for name in ALL if name[-1].isdigit() and not name.endswith(", 0")}
-REPEATED |= {"muon", "blockwise_attention, 0", "residual_attention, 0"}
+REPEATED |= {"muon", "blockwise_attention, 0"}
 REPEATED |= {"muon, all options"}  # 12 seconds
 
 
@@ -98,13 +98,12 @@ def test_a_second_call_compiles_nothing(name):
 def test_memory_stays_over_200_calls():
     """A program that each call compiled took 2 MB and more of each."""
     x = normal(0, 1, 9, 2, 4)
-    made = [ALL[name]() for name in (*MADE_ONCE, "qk_clip_metrics")]
+    made = [ALL[name]() for name in (*MADE_ONCE, "scalars")]
     made += [
         lambda: mc.clip_qk(PARAMS, STATS),
         lambda: mc.newton_schulz(MATRICES["c"]),
         lambda: mc.max_logits(x, x),
         lambda: mc.blockwise_attention(*[x] * 3, block_size=4),
-        lambda: mc.residual_attention(*[x] * 3),
     ]
     for calls in (3, 200):
         before = resident()

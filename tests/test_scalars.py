@@ -125,3 +125,81 @@ def test_the_loggers_of_the_manual_take_the_numbers(monkeypatch):
     assert len(logged) == len(titled) == 2
     assert logged[0]["loss"] == 1.5
     assert all(x["num_clipped"] == 2 for x in logged)
+
+
+def hyperparams(tx, **options):
+    found = mc.scalars(tx.init(PARAMS), PARAMS, **STACKED, **options)
+    names = (name for name in found if name.startswith("hyperparams/"))
+    return {name.removeprefix("hyperparams/"): found[name] for name in names}
+
+
+def test_every_rate_has_a_name_of_its_own():
+    """One a group, one inside another, one after the other: none hides another."""
+    rate = optax.inject_hyperparams(optax.sgd)
+    labels = {name: "rest" for name in PARAMS} | {"up": "up"}
+    groups = optax.partition({"up": rate(0.25), "rest": rate(0.5)}, labels)
+    rates = {"rest/learning_rate": 0.5, "up/learning_rate": 0.25}
+    assert hyperparams(groups) == rates
+    # What leads to all of them says nothing.
+    assert hyperparams(optax.chain(optax.clip(1.0), groups)) == rates
+    assert hyperparams(optax.chain(optax.clip(1.0), rate(0.5))) == {
+        "learning_rate": 0.5
+    }
+
+    def clipped(learning_rate):
+        clip = optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=2.0)
+        return optax.chain(clip, rate(4.0), optax.sgd(learning_rate))
+
+    nested = optax.inject_hyperparams(clipped)(learning_rate=8.0)
+    assert hyperparams(nested) == {
+        "learning_rate": 8.0,
+        "0/max_norm": 2.0,
+        "1/learning_rate": 4.0,
+    }
+
+    def twice(learning_rate):
+        return rate(2 * learning_rate)
+
+    # The same keys lead to both, so that fields have to tell them apart.
+    both = hyperparams(optax.inject_hyperparams(twice)(learning_rate=1.0))
+    assert sorted(both.values()) == [1.0, 2.0]
+
+
+def test_what_is_not_finite_is_absent_until_it_is():
+    tx = optax.inject_hyperparams(mc.muonclip)(0.1, threshold=float("inf"), **STACKED)
+    found = mc.scalars(tx.init(PARAMS), PARAMS, **STACKED)
+    json.dumps(found, allow_nan=False)
+    assert "hyperparams/threshold" not in found and "hyperparams/alpha" in found
+    broken = PARAMS | {"embed": {"embedding": jnp.full((32, 8), jnp.nan)}}
+    found = mc.scalars((), broken, **STACKED)
+    assert {name for name in found} == {"param_norm/matrix", "param_norm/vector"}
+
+
+def test_a_reading_names_layers_and_groups():
+    params = {"q": normal(0, 8, 8), "k": normal(1, 8, 8), "out": normal(2, 8, 4)}
+    x = normal(3, 5, 8)
+
+    def loss(p, x):
+        query, key = ((x @ p[name]).reshape(5, 2, 4) for name in "qk")
+        weights = jax.nn.softmax(jnp.einsum("ihd,jhd->hij", query, key))
+        return jnp.mean((jnp.einsum("hij,jf->if", weights, x) @ p["out"]) ** 2)
+
+    reading = mc.read_model(loss, params, x)
+    query, key = (np.reshape(x @ params[name], (5, 2, 4)) for name in "qk")
+    logits = np.einsum("ihd,jhd->hij", query, key).max((1, 2))
+    grads, stats = jax.grad(mc.record_attention(loss), has_aux=True)(params, x)
+    tx = mc.muonclip(0.1, threshold=float(logits.mean()), model=reading)
+    _, state = tx.update(grads, tx.init(params), params, attention_stats=stats)
+    layers = {"model": reading}, {"attention": reading.attention}
+    for options in layers:
+        found = mc.scalars(state, params, updates=grads, heads=True, **options)
+        (layer,) = (name for name in found if name.endswith("head_0") if "max" in name)
+        layer = layer.removesuffix("/head_0").removeprefix("max_logit/")
+        for i, logit in enumerate(logits):
+            at = f"{layer}/head_{i}"
+            np.testing.assert_allclose(found[f"max_logit/{at}"], logit, rtol=1e-5)
+            gamma = min(1, logits.mean() / logit)
+            np.testing.assert_allclose(found[f"gamma/{at}"], gamma, rtol=1e-5)
+    found = mc.scalars(state, params, updates=grads, model=reading)
+    np.testing.assert_allclose(found["update_norm/head"], norm(grads["out"]), rtol=1e-5)
+    assert "param_norm/matrix" in found

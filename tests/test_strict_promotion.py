@@ -68,11 +68,6 @@ def recorded():
     return mc.record_attention(heads_of)(attention_params(), x)
 
 
-def metrics():
-    _, state = clipped()()
-    return mc.qk_clip_metrics(state, PARAMS)
-
-
 def sizes(dtype=jnp.float32):
     shapes = ((2, 9, 4, 3), (2, 9, 2, 3), (2, 9, 2, 5))
     return [normal(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
@@ -197,17 +192,12 @@ CALLS = {
     "multi_steps": [
         lambda: run(mc.multi_steps(mc.muonclip(1e-2), 2), attention_stats=STATS)
     ],
-    "qk_clip_metrics": [metrics],
-    "scalars": [lambda: mc.scalars(clipped()()[1], PARAMS)],
-    "combine_attention_stats": [lambda: mc.combine_attention_stats(STATS, STATS)],
+    "scalars": [lambda: mc.scalars(clipped()()[1], PARAMS, heads=True)],
     "max_logits": [
         each(mc.max_logits, 2),
         lambda: mc.max_logits(*normal(0, 2, 1, 1100, 2, 4), is_causal=True),
     ],
     "blockwise_attention": [each(mc.blockwise_attention, 3), each(blocks, 3)],
-    "residual_attention": [
-        each(lambda q, k, **o: mc.residual_attention(q, k, k, **o), 2, NO_IDS, [FLOAT])
-    ],
     "splash_attention": [
         lambda: mc.splash_attention(
             *sizes()[:2], sizes()[1], query_segment_ids=IDS, interpret=True

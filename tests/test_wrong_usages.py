@@ -159,16 +159,16 @@ ARGUMENTS = {
     "qk_clip": (step(mc.qk_clip), CLIP),
     # That it takes no schedules is a row below.
     "clip_qk": (lambda **o: mc.clip_qk(PARAMS, STATS, **o), CLIP),
-    "qk_clip_metrics": (
-        lambda **o: mc.qk_clip_metrics(mc.qk_clip().init(PARAMS), PARAMS, **o),
-        {"attention": TREE_OR_NONE, "model": TREE_OR_NONE},
-    ),
     "scalars": (
         lambda **o: mc.scalars(mc.qk_clip().init(PARAMS), PARAMS, **o),
-        {x: TREE_OR_NONE for x in ("attention", "model", "updates")},
+        {x: TREE_OR_NONE for x in ("attention", "model", "updates")} | {"heads": FLAG},
     ),
     "param_labels": (
         lambda **o: mc.param_labels(PARAMS, **o),
+        {"model": TREE_OR_NONE},
+    ),
+    "matrix_mask": (
+        lambda **o: mc.matrix_mask(PARAMS, **o),
         {"model": TREE_OR_NONE},
     ),
     "record_attention": (
@@ -199,12 +199,6 @@ ARGUMENTS = {
             **{"query": QUERY, "key": KEY, "value": KEY} | o
         ),
         LOGITS | IDS | {"value": ARRAY, "block_size": WHOLE},
-    ),
-    "residual_attention": (
-        lambda **o: mc.residual_attention(
-            **{"query": QUERY, "key": KEY, "value": KEY} | o
-        ),
-        LOGITS | {"value": ARRAY},
     ),
     "splash_attention": (
         lambda **o: mc.splash_attention(

@@ -49,8 +49,8 @@ def attention_fn(
 
     - `kernel`: computes output and statistic itself, in place of Flax: a function of
         query, key and value, and of the `bias`, `mask` and `is_causal` that the layer
-        is called with, which returns `(output, max_logits)`. [`blockwise_attention`][],
-        [`residual_attention`][] and [`splash_attention`][] are such. Bind it with
+        is called with, which returns `(output, max_logits)`. [`blockwise_attention`][]
+        and [`splash_attention`][] are such. Bind it with
         `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
         `precision` and `force_fp32_for_softmax` do not reach it.
     - all others: as Flax passes them; query `(batch..., length, heads, head_dim)`,

@@ -1,6 +1,5 @@
 """Per-head statistics, read from whatever Flax returns."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,25 +46,3 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
         module = at[:-1]
         stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
     return stats
-
-
-def combine_attention_stats(first: Any, *others: Any) -> Any:
-    """Combines the statistics of several micro-batches by their elementwise maximum.
-
-    **Arguments:** pytrees of statistics, as [`attention_fn`][] sows them; arrays of one
-    shape in each place, in any float dtype.
-
-    **Returns:** a pytree of the same structure and shapes.
-
-    **Raises:** `ValueError`, from JAX, for trees of different structure.
-
-    !!! example
-
-        >>> import jax.numpy as jnp
-        >>> import muonclip_jax as mc
-        >>> stats = [{"max_logits": jnp.array([60.0, 7.0])},
-        ...          {"max_logits": jnp.array([50.0, 9.0])}]
-        >>> mc.combine_attention_stats(*stats)
-        {'max_logits': Array([60.,  9.], dtype=float32)}
-    """
-    return jax.tree.map(lambda *s: functools.reduce(jnp.maximum, s), first, *others)

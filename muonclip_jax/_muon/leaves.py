@@ -16,6 +16,7 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
     DimensionNumbers,
+    FROZEN,
     resolve_verdicts,
     views_of,
 )
@@ -26,6 +27,7 @@ class Leaves(NamedTuple):
 
     layout: Layout
     views: list[MatrixView | None]  # of whole leaves; None if hidden or no matrix
+    is_frozen: list[bool]  # by a reading
 
     @property
     def tree(self) -> paths.PathedTree:
@@ -68,7 +70,8 @@ def read_leaves(
 ) -> Leaves:
     layout = read_layout(tree, shardings, axis_name)
     verdicts = resolve_verdicts(dimension_numbers, layout.whole, per_head=per_head)
-    return Leaves(layout, views_of(verdicts, layout.whole))
+    is_frozen = [verdict.label == FROZEN for verdict in verdicts]
+    return Leaves(layout, views_of(verdicts, layout.whole), is_frozen)
 
 
 def for_leaves(

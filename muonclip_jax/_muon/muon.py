@@ -22,7 +22,7 @@ from .._newton_schulz.platforms import Kernel
 from .._newton_schulz.precondition import Preconditioning
 from .._newton_schulz.solver import Method
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
-from .._parameters.dimension_numbers import DimensionNumbers
+from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from .._parameters.given import Model
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits, RISING_BETA
@@ -64,7 +64,8 @@ def muon(
     $$W_t = W_{t-1} - \eta_t\,(u_t + \lambda W_{t-1})$$
 
     with $u_t$ from [`scale_by_muon`][] where a leaf holds matrices and from
-    `optax.scale_by_adam` elsewhere. [`describe`][] prints which leaf goes where.
+    `optax.scale_by_adam` elsewhere. What a `model` shows to be frozen, since its
+    gradient is stopped, stays as it is. [`describe`][] prints which leaf goes where.
 
     **Arguments:**
 
@@ -171,9 +172,15 @@ def muon(
                 optax.scale_by_learning_rate(adam_learning_rate),
             ),
         }
+        labels = [
+            "muon" if view else FROZEN if is_frozen else "adamw"
+            for view, is_frozen in zip(leaves.views, leaves.is_frozen, strict=True)
+        ]
+        # Not always, so that a state has the same structure with a reading or without.
+        if FROZEN in labels:
+            groups[FROZEN] = optax.set_to_zero()
         # As a function, since a tree that is given to `partition` may not have other
         # containers than the params, which boxes and NNX's states are.
-        labels = ["muon" if view else "adamw" for view in leaves.views]
         return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))
 
     return for_leaves(

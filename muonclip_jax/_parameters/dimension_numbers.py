@@ -29,6 +29,9 @@ BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 #: Why a leaf has the axes that the user gave it.
 GIVEN = "given"
 
+#: The label of a leaf that a reading says has no gradient: nothing updates it.
+FROZEN = "frozen"
+
 #: A tree of `MuonDimensionNumbers` (or `None`, for AdamW), a prefix of one, a mapping
 #: from patterns of paths, or a function that makes one of these from the parameters.
 DimensionNumbers = Any | Callable[[Any], Any]
@@ -108,12 +111,17 @@ def flax_dimension_numbers(
     return tree.unflatten(verdict.numbers for verdict in found)
 
 
-def matrix_mask(params: optax.Params) -> Any:
+def matrix_mask(
+    params: optax.Params,
+    *,
+    model: Model | None = None,
+    dimension_numbers: DimensionNumbers | None = None,
+) -> Any:
     """Returns a tree of bools: `True` for each leaf that Muon should update.
 
     **Arguments:**
 
-    - `params`: as for [`flax_dimension_numbers`][], of leaves of any shape and dtype.
+    - `params`, `model`, `dimension_numbers`: as for [`param_labels`][].
 
     **Returns:** a tree like `params` of bools, for `optax.masked`.
 
@@ -126,8 +134,9 @@ def matrix_mask(params: optax.Params) -> Any:
         >>> mc.matrix_mask({"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}})
         {'up': {'bias': False, 'kernel': True}}
     """
-    tree = paths.flatten(params)
-    return tree.unflatten(v.numbers is not None for v in resolve_verdicts(None, tree))
+    tree = paths.flatten(paths.params_of(params))
+    labels = _labels(tree, model, dimension_numbers)
+    return tree.unflatten(label == "matrix" for label in labels)
 
 
 def param_labels(
@@ -140,18 +149,23 @@ def param_labels(
 
     | label | leaf |
     |---|---|
-    | `"matrix"` | holds matrices; all else [`muon`][] sends to AdamW |
+    | `"matrix"` | holds matrices, which are Muon's in [`muon`][] |
     | `"embedding"` | is looked up |
     | `"head"` | writes the output |
     | `"router"` | picks experts |
     | `"vector"` | norms, biases, gains, positions, and all else |
+    | `"frozen"` | has no gradient on any way to the output, as a `model` shows |
+
+    [`muon`][] leaves what is frozen as it is, and sends all else to AdamW.
 
     **Arguments:**
 
-    - `params`: as for [`flax_dimension_numbers`][].
+    - `params`: as for [`flax_dimension_numbers`][], or a module of NNX or Equinox.
     - `model`, `dimension_numbers`: as for [`scale_by_muon`][].
 
-    **Returns:** a tree like `params` of strings; hidden leaves stay hidden.
+    **Returns:** a tree like `params` of strings; hidden leaves stay hidden. Of a module
+    it is a tree like what its optimizer is given: `nnx.state(module, nnx.Param)`, or
+    `eqx.filter(module, eqx.is_inexact_array)`.
 
     **Raises:** `ValueError` as [`flax_dimension_numbers`][] does.
 
@@ -169,15 +183,23 @@ def param_labels(
         >>> head = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
         >>> tx = optax.partition({"rest": mc.muon(1e-2), "head": head}, is_head)
     """
-    tree = paths.flatten(params)
+    tree = paths.flatten(paths.params_of(params))
+    return tree.unflatten(_labels(tree, model, dimension_numbers))
+
+
+def _labels(
+    tree: paths.PathedTree, model: Model | None, given: DimensionNumbers | None
+) -> list[str]:
     reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
-    verdicts = resolve_verdicts(dimension_numbers, tree, reading=reading)
-    return tree.unflatten(
-        "matrix"
-        if given.numbers is not None and not paths.is_masked(given.numbers)
-        else reading[path].label
-        for path, given in zip(tree.paths, verdicts, strict=True)
-    )
+    labels = []
+    verdicts = resolve_verdicts(given, tree, reading=reading)
+    for path, verdict in zip(tree.paths, verdicts, strict=True):
+        label = verdict.label if verdict.why != GIVEN else reading[path].label
+        # What is given goes to Muon or to AdamW, whatever the model does with it.
+        is_other = verdict.why == GIVEN and label in ("matrix", FROZEN)
+        is_matrix = verdict.numbers is not None and not paths.is_masked(verdict.numbers)
+        labels.append("matrix" if is_matrix else "vector" if is_other else label)
+    return labels
 
 
 class OfTree(NamedTuple):
@@ -297,7 +319,9 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     found = dict.fromkeys(leaf_at, Verdict(None, "hidden"))
     by_names = ByNames(tree).verdicts() if unknown else {}
     for path in in_sight:
-        found[path] = Verdict(numbers[path], "read", label=labels[path])
+        is_frozen = labels[path] == FROZEN
+        own = None if is_frozen else numbers[path]
+        found[path] = Verdict(own, "read", label=labels[path])
         if paths.show(path) in unknown:
             why = f"not read: {by_names[path].why}"
             found[path] = by_names[path]._replace(why=why)

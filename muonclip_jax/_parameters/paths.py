@@ -1,12 +1,14 @@
 """Parameter paths, spelled the same for Linen, NNX and plain pytrees."""
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -94,6 +96,33 @@ def is_function(x: Any) -> bool:
     """Checks whether to call it on the params; a callable NNX module is a tree."""
     is_leaf = jax.tree_util.all_leaves([x]) or isinstance(x, functools.partial)
     return callable(x) and is_leaf
+
+
+def params_of(params: Any) -> Any:
+    """What an optimizer is given of a module: the state of `nnx.Param`, or floats.
+
+    That is `wrt=nnx.Param` of NNX, and `eqx.is_inexact_array` of Equinox, whose modules
+    may be anywhere in the tree. All else stays as it is.
+    """
+    # Whoever has a module of theirs has imported them: nobody else needs to.
+    nnx, eqx = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
+    if nnx is not None and isinstance(params, nnx.Module):
+        return nnx.state(params, nnx.Param)
+    if eqx is None:
+        return params
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, eqx.Module)
+
+    def is_float(x: Any) -> bool:
+        return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def floats(x: Any) -> Any:
+        return jax.tree.map(lambda x: x if is_float(x) else None, x)
+
+    return jax.tree.map(
+        lambda x: floats(x) if is_module(x) else x, params, is_leaf=is_module
+    )
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree:

@@ -34,8 +34,8 @@ class QKClipState(NamedTuple):
     """State of [`qk_clip`][], with the heads of the last step, for `optax.tree.get`.
 
     The heads of all layers are in one row, which keeps the structure of the state the
-    same for every model; [`qk_clip_metrics`][] gives them back by layer. On a mesh and
-    inside `jax.shard_map` every device has the whole row.
+    same for every model; `scalars(..., heads=True)` gives them back by layer. On a mesh
+    and inside `jax.shard_map` every device has the whole row.
 
     - `step`: int32, `()`; updates so far, for schedules.
     - `max_logit`: float32, `()`; the largest finite $S$, `-inf` if there is none.

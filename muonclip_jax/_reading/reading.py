@@ -14,7 +14,7 @@ from .._model.attention_layers import AttentionLayer
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
-from .._tables import aligned, collapsed, Table, totals
+from .._tables import aligned, collapsed, leaf_table, Table, totals
 from . import jaxprs
 from .attention import Reader
 from .facts import Facts
@@ -30,16 +30,16 @@ class ModelReading:
 
     Printed, it is a table with the file and line where each leaf is used, and what
     names would say of it where that is something else. Below are the attention layers:
-    where their logits are, and what [`qk_clip`][] can scale; then the parameters of
-    each label. Repeated layers share a row, and a notebook shows HTML, as of
-    [`describe`][].
+    where their logits are, and what [`qk_clip`][] scales; the parameters of each label;
+    and the attention that it cannot scale, with the reason, or that there is none.
+    Repeated layers share a row, and a notebook shows HTML, as of [`describe`][].
 
     **Arguments:**
 
     - `dimension_numbers`: a tree like the params of `MuonDimensionNumbers`, or `None`
         for a leaf that holds no matrix.
     - `labels`: a tree like the params of `"matrix"`, `"embedding"`, `"head"`,
-        `"router"` or `"vector"`.
+        `"router"`, `"vector"` or `"frozen"`, as of [`param_labels`][].
     - `attention`: the layers that QK-Clip can scale.
     - `unknown`: paths of the leaves of which the function tells nothing: it does not
         use them, or an operation hides what it does with them.
@@ -87,18 +87,14 @@ class ModelReading:
             own.append((label, math.prod(leaf.shape), 1))
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
-        shown = collapsed if flag("collapse", collapse) else list
-        layers = shown([_layer_row(layer) for layer in self._layers])
+        collapse = flag("collapse", collapse)
+        layers = [_layer_row(x, x.layer) for x in self._layers if x.layer is not None]
+        layers = collapsed(layers) if collapse else layers
         attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
-        hidden = [
-            f"{what}: what it does with activations cannot be read; if it is "
-            "attention, its logits are unknown"
-            for what in self._hidden
-        ]
         labels = sorted({label for label, *_ in own})
         by_label = totals(("label", "leaves"), own, labels, "all")
-        blocks = [aligned(attention) if layers else [], by_label, hidden]
-        return Table.of([rows[0], *shown(rows[1:])], blocks)
+        blocks = [aligned(attention) if layers else [], by_label]
+        return leaf_table(rows, blocks, model=self, collapse=collapse)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -274,23 +270,21 @@ def read_call(call: Call) -> Found:
 # The table.
 
 
-def _layer_row(named: NamedLayer) -> list[str]:
-    found, layer = named.found[0], named.layer
+def _layer_row(named: NamedLayer, layer: AttentionLayer) -> list[str]:
+    found = named.found[0]
     lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
-    scaled = f"nothing: {named.refusal}"
-    if layer is not None:
-        # Keys that heads share are a key to QK-Clip, which leaves them alone.
-        key = "key" if found.key else "the key stays:"
-        roles = {
-            "query": layer.query,
-            key: layer.key,
-            "by the whole": layer.rotary_query,
-        }
-        scaled = "; ".join(
-            f"{role} {', '.join(dict.fromkeys(leaf.path for leaf in leaves))}"
-            for role, leaves in roles.items()
-            if leaves
-        )
+    # Keys that heads share are a key to QK-Clip, which leaves them alone.
+    key = "key" if found.key else "the key stays:"
+    roles = {
+        "query": layer.query,
+        key: layer.key,
+        "by the whole": layer.rotary_query,
+    }
+    scaled = "; ".join(
+        f"{role} {', '.join(dict.fromkeys(leaf.path for leaf in leaves))}"
+        for role, leaves in roles.items()
+        if leaves
+    )
     return [paths.show_module(named.path), str(found.heads), lines, scaled]
 
 

@@ -18,7 +18,6 @@ ROUTES = {
     "small blocks": lambda q, k, **o: mc.blockwise_attention(
         q, k, k, block_size=48, **o
     )[1],
-    "residual": lambda q, k, **o: mc.residual_attention(q, k, k, **o)[1],
     "splash": lambda q, k, **o: mc.splash_attention(q, k, k, interpret=True, **o)[1],
 }
 #: Short, as long as a vector register wants it, and in blocks.
@@ -56,13 +55,7 @@ def test_a_nan_that_the_mask_hides_is_none(route, length):
     # No query sees its key but the last one, of which the mask hides the batch.
     broken = key.at[1, length - 1, 2].set(jnp.nan)
     ids = jnp.ones((2, length), jnp.int32).at[1, length - 1].set(2)
-    if route == "residual":
-        sees = ids[:, None, :, None] == ids[:, None, None, :]
-        hidden = jnp.arange(length) == length - 1
-        sees &= ~hidden[None, None, :, None] | ~hidden[None, None, None, :]
-        options = dict(mask=sees)
-    else:
-        options = dict(query_segment_ids=ids, key_segment_ids=ids.at[1, -1].set(3))
+    options = dict(query_segment_ids=ids, key_segment_ids=ids.at[1, -1].set(3))
     np.testing.assert_array_equal(
         find(query, broken, **options), find(query, key, **options)
     )

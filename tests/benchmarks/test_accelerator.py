@@ -37,7 +37,7 @@ def test_every_check_passes(result):
     printed, _, tables = result
     outcomes = {name: outcome for name, outcome, *_ in tables["Right"]}
     assert "0 checks failed" in printed and rows.FAILED not in printed
-    for start in ("torch's", "newton_schulz", "sharded", "max_logits", "residual"):
+    for start in ("torch's", "newton_schulz", "sharded", "max_logits", "blockwise"):
         found = [v for name, v in outcomes.items() if name.startswith(start)]
         assert found and set(found) == {"ok"}
     assert outcomes["kernel against XLA"] == "no kernel here"

@@ -125,7 +125,7 @@ def step_at_rate_zero():
     reading = read(model)
     tx = make_optimizer(reading, tau, args)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    metrics = make_train_step(reading)(model, optimizer, tokens(), 0.5)
+    metrics = make_train_step()(model, optimizer, tokens(), 0.5)
     (router,) = model.routers()
     balance = np.asarray(router.bias[...]), np.asarray(router.load[...])
     after = largest(forward(model)[1]).reshape(2, 4)

@@ -50,7 +50,7 @@ CALLS = {
         p, dimension_numbers=mc.flax_dimension_numbers(p)
     ),
     "clip_qk": lambda p: mc.clip_qk(p, STATS),
-    "metrics": lambda p: mc.qk_clip_metrics(mc.qk_clip().init(p), p),
+    "scalars": lambda p: mc.scalars(mc.qk_clip().init(p), p, heads=True),
 }
 
 

@@ -71,7 +71,7 @@ def test_gains_of_qk_norm_scale_all_heads_of_a_layer(make, alpha):
     gamma = np.minimum(1, tau / before.max(-1, keepdims=True))
     np.testing.assert_allclose(after, gamma * before, rtol=1e-4)
     assert (gamma < 1).any()
-    metrics = mc.qk_clip_metrics(state, params, model=reading)
+    metrics = mc.scalars(state, params, model=reading)
     assert metrics["num_clipped"] == (gamma < 1).sum()
     assert "all heads" in mc.describe(params, model=reading)
 

@@ -78,11 +78,13 @@ def test_same_as_on_one_device(types, heads):
     placed = jax.device_put(params, shardings)
     with jax.set_mesh(mesh):
         updates, state = update(placed, tx.init(placed), placed, attention_stats=stats)
-        metrics = mc.qk_clip_metrics(state, placed)
+        numbers = mc.scalars(state, placed, heads=True)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
     assert int(optax.tree.get(state, "num_clipped")) == 2 * LAYERS
     assert float(optax.tree.get(state, "max_logit")) == 403.0
-    chex.assert_trees_all_close(metrics, mc.qk_clip_metrics(expected_state, params))
+    chex.assert_trees_all_close(
+        numbers, mc.scalars(expected_state, params, heads=True), rtol=1e-5
+    )
     for leaf, sharding in zip(
         jax.tree.leaves(updates), jax.tree.leaves(shardings), strict=True
     ):

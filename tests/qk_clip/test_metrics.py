@@ -1,4 +1,6 @@
-"""What a person looks at: per layer and head, over time."""
+"""What a person looks at: numbers of each layer and head, over time."""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, nnx_model, nnx_stats
+from helpers import inputs, nnx_model, nnx_stats, of_heads
 
 import muonclip_jax as mc
 
@@ -40,60 +42,81 @@ def run(tx, steps, params=PARAMS):
     return state
 
 
+def numbers_of(state, params=PARAMS, **options):
+    return mc.scalars(state, params, heads=True, **options)
+
+
 def test_by_layer_and_head_over_time():
     state = run(mc.muonclip(0.0), [firing((2, 1)), firing((0, 0)), CALM, CALM])
-    metrics = mc.qk_clip_metrics(state, PARAMS)
-    layers = metrics["layers"]
-    assert set(layers) == {"deep/layers", "head"}
+    found = numbers_of(state)
     np.testing.assert_array_equal(
-        layers["deep/layers"]["steps_since_clip"], [[2, -1], [-1, -1], [-1, 3]]
+        of_heads(found, "steps_since_clip", "deep/layers"),
+        [[2, -1], [-1, -1], [-1, 3]],
     )
-    np.testing.assert_array_equal(layers["head"]["steps_since_clip"], [-1] * 4)
-    np.testing.assert_array_equal(layers["head"]["max_logits"], [7.0] * 4)
-    np.testing.assert_array_equal(layers["deep/layers"]["gamma"], np.ones((3, 2)))
-    assert metrics["ever_clipped_fraction"] == np.float32(2 / 10)
-    assert metrics["clipped_fraction"] == 0 == metrics["num_clipped"]
-    assert metrics["max_logit"] == 7
+    of_head = [of_heads(found, x, "head") for x in ("steps_since_clip", "max_logit")]
+    np.testing.assert_array_equal(of_head, [[-1] * 4, [7.0] * 4])
+    gamma = of_heads(found, "gamma", "deep/layers")
+    np.testing.assert_array_equal(gamma, np.ones((3, 2)))
+    assert found["ever_clipped_fraction"] == np.float32(2 / 10)
+    assert found["clipped_fraction"] == 0 == found["num_clipped"]
+    assert found["max_logit"] == 7 == found["max_logit/head"]
+    assert found["max_logit/deep/layers"] == 5
+    # They are all that is added: of 10 heads three numbers.
+    plain = mc.scalars(state, PARAMS)
+    assert plain.items() <= found.items() and len(found) == len(plain) + 30
 
 
 def test_of_the_step_that_clips():
-    metrics = mc.qk_clip_metrics(run(mc.muonclip(0.0), [firing((1, 0))]), PARAMS)
-    layers = metrics["layers"]["deep/layers"]
-    np.testing.assert_allclose(layers["gamma"], [[1, 1], [0.25, 1], [1, 1]])
-    assert layers["max_logits"][1, 0] == 400 == metrics["max_logit"]
-    assert layers["steps_since_clip"][1, 0] == 0 and metrics["num_clipped"] == 1
-    assert metrics["clipped_fraction"] == np.float32(0.1)
+    found = numbers_of(run(mc.muonclip(0.0), [firing((1, 0))]))
+    gamma = of_heads(found, "gamma", "deep/layers")
+    np.testing.assert_allclose(gamma, [[1, 1], [0.25, 1], [1, 1]])
+    assert found["max_logit/deep/layers/1/head_0"] == 400 == found["max_logit"]
+    assert found["steps_since_clip/deep/layers/1/head_0"] == 0
+    assert found["num_clipped"] == 1 and found["clipped_fraction"] == np.float32(0.1)
 
 
-def test_before_the_first_step():
-    metrics = mc.qk_clip_metrics(mc.muonclip(0.0).init(PARAMS), PARAMS)
-    assert metrics["max_logit"] == -jnp.inf
-    np.testing.assert_array_equal(metrics["layers"]["head"]["gamma"], np.ones(4))
-    assert metrics["ever_clipped_fraction"] == 0
+def test_before_the_first_step_no_logit_is_known():
+    state = mc.muonclip(0.0).init(PARAMS)
+    found = numbers_of(state)
+    json.dumps(found, allow_nan=False)
+    assert not [name for name in found if name.startswith("max_logit")]
+    np.testing.assert_array_equal(of_heads(found, "gamma", "head"), np.ones(4))
+    assert found["ever_clipped_fraction"] == 0
+    # A trace has no values to go by.
+    traced = jax.jit(numbers_of)(state)
+    assert traced["max_logit"] == -jnp.inf == traced["max_logit/head/head_3"]
+    assert found.keys() < traced.keys()
 
 
 def test_watching_alone_reports_logits_and_no_clip():
     state = run(mc.qk_clip(float("inf")), [firing((1, 0))])
-    metrics = mc.qk_clip_metrics(state, PARAMS)
-    assert metrics["max_logit"] == 400 and metrics["num_clipped"] == 0
-    since = metrics["layers"]["deep/layers"]["steps_since_clip"]
+    found = numbers_of(state)
+    assert found["max_logit"] == 400 and found["num_clipped"] == 0
+    since = of_heads(found, "steps_since_clip", "deep/layers")
     np.testing.assert_array_equal(since, np.full((3, 2), -1))
 
 
-def test_a_non_finite_head_is_counted_and_not_clipped():
-    metrics = mc.qk_clip_metrics(
-        run(mc.qk_clip(), [firing((1, 0), jnp.nan), firing((1, 1), jnp.inf)]), PARAMS
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_non_finite_head_is_counted_and_not_clipped(value):
+    found = numbers_of(
+        run(mc.qk_clip(), [firing((0, 0), -value), firing((1, 1), value)])
     )
-    assert metrics["num_nonfinite"] == 1 and metrics["max_logit"] == 7
-    assert metrics["ever_clipped_fraction"] == 0
+    assert found["num_nonfinite"] == 1 and found["max_logit"] == 7
+    assert found["ever_clipped_fraction"] == 0
+    json.dumps(found, allow_nan=False)
+    logits = of_heads(found, "max_logit", "deep/layers")
+    np.testing.assert_array_equal(logits, [[5, 5], [5, np.nan], [5, 5]])
 
 
 def test_under_jit_and_in_any_wrapping():
-    masked = optax.inject_hyperparams(mc.muonclip)(learning_rate=0.0)
-    tx = optax.chain(optax.clip(1.0), optax.apply_if_finite(masked, 3))
+    injected = optax.inject_hyperparams(mc.muonclip)(learning_rate=0.0)
+    tx = optax.chain(optax.clip(1.0), optax.apply_if_finite(injected, 3))
     state = run(tx, [firing((0, 1))])
-    metrics = jax.jit(lambda s: mc.qk_clip_metrics(s, PARAMS))(state)
-    assert metrics["layers"]["deep/layers"]["gamma"][0, 1] == 0.25
+    traced, found = jax.jit(numbers_of)(state), numbers_of(state)
+    assert traced["gamma/deep/layers/0/head_1"] == 0.25
+    assert traced.keys() == found.keys()
+    for name, number in found.items():
+        np.testing.assert_allclose(traced[name], number, rtol=1e-6, err_msg=name)
 
 
 def test_of_layers_that_the_mask_shows():
@@ -102,8 +125,8 @@ def test_of_layers_that_the_mask_shows():
     stats = {"head": {"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}}
     state = run(tx, [stats])
     visible = {"head": PARAMS["head"]}
-    metrics = mc.qk_clip_metrics(state, visible)
-    np.testing.assert_allclose(metrics["layers"]["head"]["gamma"], [0.25, 1, 1, 1])
+    gamma = of_heads(numbers_of(state, visible), "gamma", "head")
+    np.testing.assert_allclose(gamma, [0.25, 1, 1, 1])
 
 
 def test_in_an_nnx_optimizer_under_nnx_jit():
@@ -115,24 +138,25 @@ def test_in_an_nnx_optimizer_under_nnx_jit():
         stats = nnx_stats(model, inputs())
         grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
         optimizer.update(model, grads, attention_stats=stats)
-        return mc.qk_clip_metrics(optimizer.opt_state, nnx.state(model, nnx.Param))
+        return numbers_of(optimizer.opt_state, model)
 
-    metrics = step(model, optimizer)
-    assert set(metrics["layers"]) == {"layers/0", "layers/1"}
-    assert metrics["layers"]["layers/0"]["gamma"].shape == (4,)
-    assert metrics["num_clipped"] == 8
+    found = step(model, optimizer)
+    of_layers = [of_heads(found, "gamma", f"layers/{i}") for i in range(2)]
+    assert np.shape(of_layers) == (2, 4) and (np.asarray(of_layers) < 1).all()
+    assert found["num_clipped"] == 8
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_without_a_single_qk_clip_it_says_so(count):
-    tx = optax.chain(optax.sgd(0.1), *[mc.qk_clip()] * count)
-    with pytest.raises(ValueError, match=f"{count} qk_clip states"):
-        mc.qk_clip_metrics(tx.init(PARAMS), PARAMS)
+def test_several_qk_clips_are_refused_and_none_has_no_heads():
+    tx = optax.chain(optax.sgd(0.1), mc.qk_clip(), mc.qk_clip())
+    with pytest.raises(ValueError, match="2 qk_clip states"):
+        numbers_of(tx.init(PARAMS))
+    found = numbers_of(optax.sgd(0.1).init(PARAMS))
+    assert all(name.startswith("param_norm/") for name in found)
 
 
 def test_of_other_params_it_says_so():
     with pytest.raises(ValueError, match="holds 10 heads, the params 4"):
-        mc.qk_clip_metrics(mc.qk_clip().init(PARAMS), {"head": PARAMS["head"]})
+        numbers_of(mc.qk_clip().init(PARAMS), {"head": PARAMS["head"]})
 
 
 def thresholds(**of):
@@ -151,11 +175,10 @@ def test_a_threshold_per_layer(jit):
     tx = mc.qk_clip(3.5, attention=each)
     update = jax.jit(tx.update) if jit else tx.update
     _, state = update(PARAMS, tx.init(PARAMS), PARAMS, attention_stats=CALM)
-    layers = mc.qk_clip_metrics(state, PARAMS)["layers"]
-    np.testing.assert_allclose(
-        layers["deep/layers"]["gamma"], [[0.4] * 2, [1] * 2, [0.8] * 2], rtol=1e-6
-    )
-    np.testing.assert_allclose(layers["head"]["gamma"], [0.5] * 4)
+    found = numbers_of(state)
+    gamma = of_heads(found, "gamma", "deep/layers")
+    np.testing.assert_allclose(gamma, [[0.4] * 2, [1] * 2, [0.8] * 2], rtol=1e-6)
+    np.testing.assert_allclose(of_heads(found, "gamma", "head"), [0.5] * 4)
     after = mc.clip_qk(PARAMS, CALM, 3.5, attention=each)
     np.testing.assert_allclose(
         after["deep"]["layers"]["query"]["kernel"][:, 0, 0, 0],
@@ -167,9 +190,9 @@ def test_a_threshold_per_layer(jit):
 def test_a_schedule_for_one_layer():
     each = thresholds(head=lambda step: jnp.where(step < 1, 100.0, 3.5))
     state = run(mc.qk_clip(attention=each), [CALM])
-    assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 0
+    assert numbers_of(state)["num_clipped"] == 0
     state = run(mc.qk_clip(attention=each), [CALM, CALM])
-    assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 4
+    assert numbers_of(state)["num_clipped"] == 4
     with pytest.raises(ValueError, match="clip_qk does not count steps"):
         mc.clip_qk(PARAMS, CALM, attention=each)
 
@@ -189,9 +212,9 @@ def test_the_state_survives_a_random_walk_of_statistics():
         stats = {"deep": {"layers": {"max_logits": logits}}, "head": CALM["head"]}
         _, state = update(PARAMS, state, PARAMS, attention_stats=stats)
         last = np.where(logits > 100, step, last)
-    metrics = mc.qk_clip_metrics(state, PARAMS)
+    found = numbers_of(state)
     np.testing.assert_array_equal(
-        metrics["layers"]["deep/layers"]["steps_since_clip"],
+        of_heads(found, "steps_since_clip", "deep/layers"),
         np.where(last < 0, -1, 29 - last),
     )
-    assert metrics["ever_clipped_fraction"] == np.float32((last >= 0).sum() / 10)
+    assert found["ever_clipped_fraction"] == np.float32((last >= 0).sum() / 10)

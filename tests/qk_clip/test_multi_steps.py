@@ -60,14 +60,14 @@ def test_clips_once_per_real_step_by_the_maximum():
     chex.assert_trees_all_close(seen[5], mc.clip_qk(expected, COMBINED), rtol=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 3
+        assert mc.scalars(state, PARAMS)["num_clipped"] == 3
 
 
 def test_statistics_of_a_step_do_not_leak_into_the_next():
     calm = stats([90.0, 90.0], [90.0, 90.0])
     seen, state = run(mc.multi_steps(mc.muonclip(0.0), 2), [*MICRO[:2], calm, calm])
     chex.assert_trees_all_equal(seen[3], seen[1])
-    assert mc.qk_clip_metrics(state, PARAMS)["max_logit"] == 90
+    assert mc.scalars(state, PARAMS)["max_logit"] == 90
 
 
 def test_plain_multi_steps_sees_the_last_micro_batch_alone():
@@ -77,7 +77,7 @@ def test_plain_multi_steps_sees_the_last_micro_batch_alone():
     )
     chex.assert_trees_all_equal(seen[2], PARAMS)
     with pytest.warns(UserWarning, match="last micro-batch alone.*mc.multi_steps"):
-        mc.qk_clip_metrics(state, PARAMS)
+        mc.scalars(state, PARAMS)
 
 
 def test_equals_optax_where_nothing_is_clipped():
@@ -115,7 +115,7 @@ def test_a_step_that_apply_if_finite_rejects_clips_nothing():
     broken = jax.tree.map(lambda g: g * jnp.nan, jax.tree.map(jnp.ones_like, PARAMS))
     updates, state = tx.update(broken, state, PARAMS, attention_stats=COMBINED)
     chex.assert_trees_all_equal(optax.apply_updates(PARAMS, updates), PARAMS)
-    assert mc.qk_clip_metrics(state, PARAMS)["num_clipped"] == 0
+    assert mc.scalars(state, PARAMS)["num_clipped"] == 0
 
 
 def test_missing_statistics_of_any_micro_batch_are_an_error():
@@ -157,5 +157,5 @@ def test_in_an_nnx_optimizer():
         same = jax.tree.map(lambda a, b: bool((a == b).all()), before, after)
         moved.append(not all(jax.tree.leaves(same)))
     assert moved == [False, True]
-    metrics = mc.qk_clip_metrics(optimizer.opt_state, nnx.state(model, nnx.Param))
+    metrics = mc.scalars(optimizer.opt_state, nnx.state(model, nnx.Param))
     assert metrics["ever_clipped_fraction"] > 0

@@ -92,11 +92,6 @@ def functions(shapes, options, block_size):
             found["attention_fn"] = functools.partial(
                 fn, is_causal=options["is_causal"]
             )
-        # jax.nn wants values of the keys' shape, and some keys.
-        if 0 not in shapes["key"] and shapes["key"] == shapes["value"]:
-            found["residual_attention"] = functools.partial(
-                mc.residual_attention, **options
-            )
     return found
 
 

@@ -52,12 +52,12 @@ def optimizer(make, **options):
     return entry
 
 
-def metrics(generator):
+def scalars(generator):
     tx, inputs = mc.qk_clip(), model(generator)
 
     def run(params, gradients, stats):
         _, state = step(tx)(params, gradients, stats)
-        return mc.qk_clip_metrics(state, params)
+        return mc.scalars(state, params, heads=True)
 
     return run, inputs
 
@@ -66,10 +66,6 @@ def clip_qk(generator):
     params, _, stats = model(generator)
     alpha = pick(generator, 0.0, 0.5)
     return functools.partial(mc.clip_qk, alpha=alpha), (params, stats)
-
-
-def combine(generator):
-    return mc.combine_attention_stats, arrays(generator, (3,), (3,), (3,))
 
 
 def attention(name, **options):
@@ -116,11 +112,9 @@ ENTRIES = {
         every_k_schedule=(1, 2),
     ),
     "clip_qk": clip_qk,
-    "qk_clip_metrics": metrics,
-    "combine_attention_stats": combine,
+    "scalars": scalars,
     "max_logits": attention("max_logits"),
     "blockwise_attention": attention("blockwise_attention", block_size=2),
-    "residual_attention": attention("residual_attention"),
     "attention_fn": attention("attention_fn"),
     "flax_dimension_numbers": read(mc.flax_dimension_numbers),
     "matrix_mask": read(mc.matrix_mask),

@@ -34,7 +34,6 @@ def expected(p, mask=None, bias=None):
 
 OURS = {
     "blockwise": mc.blockwise_attention,
-    "residual": mc.residual_attention,
     "splash": lambda *x, **o: mc.splash_attention(*x, interpret=True, **o),
 }
 

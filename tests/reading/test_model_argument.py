@@ -74,7 +74,7 @@ def test_a_head_over_the_threshold_has_it_after_a_step_of_rate_zero():
     updates, state = tx.update(grads, tx.init(PARAMS), PARAMS, attention_stats=stats)
     after = largest(optax.apply_updates(PARAMS, updates))
     np.testing.assert_allclose(after, np.minimum(before, TAU), rtol=1e-4)
-    metrics = mc.qk_clip_metrics(state, PARAMS, model=reading())
+    metrics = mc.scalars(state, PARAMS, model=reading())
     assert metrics["num_clipped"] == (before > TAU).sum()
     clipped = mc.clip_qk(PARAMS, stats, TAU, model=reading())
     np.testing.assert_allclose(largest(clipped), np.minimum(before, TAU), rtol=1e-4)

@@ -558,6 +558,8 @@ def test_the_table():
         "head    88          58 %   1",
         "matrix  64          42 %   1",
         "all     152         100 %  2",
+        "",
+        "no attention was found",
     ]
 
 
