@@ -4,19 +4,37 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._axes import varying
-from .._model.statistics import STATISTIC
+from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import flag
 from . import jaxprs, kernels
+from .calls import Call, call_of
 from .layers import Layer
-from .reading import Call, call_of, read_call
+from .reading import read_call
 from .walk import Address, Walk
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Aux = TypeVar("Aux")
+
+
+@overload
+def record_attention(
+    fun: Callable[P, R], has_aux: Literal[False] = False, *, strict: bool = True
+) -> Callable[P, tuple[R, Any]]: ...
+
+
+@overload
+def record_attention(
+    fun: Callable[P, tuple[R, Aux]], has_aux: Literal[True], *, strict: bool = True
+) -> Callable[P, tuple[R, tuple[Aux, Any]]]: ...
 
 
 def record_attention(
@@ -66,8 +84,9 @@ def record_attention(
     has_aux, strict = flag("has_aux", has_aux), flag("strict", strict)
 
     @functools.wraps(fun)
-    def recorded(params: Any, *args: Any, **kwargs: Any) -> Any:
-        out, stats = _run(call_of(fun, params, args, kwargs), strict)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with call_of(fun, *args, **kwargs) as call:
+            out, stats = _run(call, strict)
         return (out[0], (out[1], stats)) if has_aux else (out, stats)
 
     return recorded
@@ -155,7 +174,7 @@ class _Recorder:
                     before_cap[at] = inputs[0]
                 if site.address == at:
                     capped = before_cap.get(site.cap_at)
-                    stats[n] = _largest(site, eqn, inputs[0], outs[0], capped)
+                    stats[n] = _largest(site, eqn, inputs[0], capped)
             return outs
 
         # All equations, dead ones too: effects, names and random keys stay as they are.
@@ -179,13 +198,13 @@ class _Recorder:
                     f"{jaxprs.kernel_name(eqn).partition(' at ')[0]}. Use "
                     "mc.splash_attention or mc.blockwise_attention in its place"
                 )
-            largest = kernel.largest(jax.lax.stop_gradient(inputs))
-            if largest.size != site.layer.heads:
+            found = kernel.largest(jax.lax.stop_gradient(inputs))
+            if found.size != site.layer.heads:
                 raise ValueError(
-                    f"the kernel at {site.layer.line} has {largest.size} heads, and "
+                    f"the kernel at {site.layer.line} has {found.size} heads, and "
                     f"its query and key {site.layer.heads}: give it an axis of heads"
                 )
-            return jaxprs.bound(eqn, inputs), {n: largest}
+            return jaxprs.bound(eqn, inputs), {n: found}
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
                 return again(eqn, inputs, at)
@@ -211,7 +230,7 @@ class _Recorder:
         state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
         loop = self._walk.dims[at]
         for n, x in stats.items():
-            stats[n] = x if loop in self._sites[n].stack else x.max(0)
+            stats[n] = x if loop in self._sites[n].stack else largest(x, 0)
         return [*state, *rest], stats
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):
@@ -247,19 +266,23 @@ class _Recorder:
     def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
         """Devices along some axes have other heads; along the rest, other batches."""
         body: Any = jaxprs.called(eqn)
+        # Loops outside of it give statistics their axes of a stack later.
+        loops = {i for of, i in self._walk.dims.items() if of[: len(at)] == at}
         of_heads, specs = {}, {}
         for n, s in self._inside(at).items():
             dims = [dim for dim in s.layer.head_dims if dim < 0]
             axes = [name for dim in dims for name in self._walk.devices[dim].names]
             of_heads[n] = axes
-            specs[n] = PartitionSpec(*[None] * len(s.stack), tuple(axes) or None)
+            specs[n] = PartitionSpec(
+                *[None] * len(s.stack & loops), tuple(axes) or None
+            )
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
             outs, stats = self.run(body, inputs, at)
             for n, x in stats.items():
                 over = tuple(a for a in jaxprs.manual_in(eqn) if a not in of_heads[n])
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
-                stats[n] = jax.lax.pmax(x, over) if over else x
+                stats[n] = largest_of_devices(x, over) if over else x
             return outs, stats
 
         return jaxprs.shard_map_again(eqn, on_device, specs)(*inputs)
@@ -269,14 +292,14 @@ def _nothing(stats: Any) -> Stats:
     return {n: jnp.full(x.shape, -jnp.inf, x.dtype) for n, x in stats.items()}
 
 
-def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Array:
+def _largest(site: _Site, eqn: Any, x: Any, before_cap: Any) -> jax.Array:
     """The maximum for every head of what enters a softmax, `(heads,)`.
 
     Dimensions are cut into the digits that heads are, and all others reduced.
     """
     if jaxprs.is_statistic(eqn):
         return x
-    layer, axes = site.layer, site.layer.softmax.axes
+    layer, axes, x = site.layer, site.layer.softmax.axes, jax.lax.stop_gradient(x)
     is_sum = eqn.primitive.name == "reduce_sum"
     pieces = [p for f in layer.logits for p in f.pieces]
     digits = pieces[-1].digits  # of the last product
@@ -289,15 +312,13 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
     of_heads = {d.dim for d in digits if d.axis in layer.head_dims}
     if site.cap_at:
         # The mask comes after the cap, and hides what is below anything it lets by.
-        x = jnp.where(x >= -1.001 * abs(site.cap), before_cap * site.cap, -jnp.inf)
+        before_cap = jax.lax.stop_gradient(before_cap)
+        x = jnp.where(x < -1.001 * abs(site.cap), -jnp.inf, before_cap * site.cap)
     elif not (is_sum or of_heads & {*axes} or any(spans[i] != all_of[i] for i in axes)):
-        # What remains is to compare the maxima that the softmax has formed. XLA on CPU
-        # keeps these inside softmax's own fusion, and folds both steps into one pass
-        # that reads the logits again: 1.2 % of the bytes of GPT-2 at 4 layers of 256
-        # (benchmarks/record_attention.py). With a barrier between them it is the same.
-        x = jnp.expand_dims(out, axes)
+        # The maximum that the softmax forms, too, and the sum that tells NaN next to
+        # it, both in the pass that forms the former: XLA sees what is the same.
+        x = jnp.expand_dims(largest(x, axes), axes)
         spans = [(0, n) for n in x.shape]
-    x = jax.lax.stop_gradient(x)
     cannot = (
         f"the logits of {layer.line} enter the softmax in an order in which heads "
         "cannot be told apart: keep an axis for them"
@@ -327,7 +348,7 @@ def _largest(site: _Site, eqn: Any, x: Any, out: Any, before_cap: Any) -> jax.Ar
                 order.append((major, -edges[2], len(sizes) + 1))
             sizes += [a // b for a, b in itertools.pairwise(edges)]
     kept = [place for *_, place in order]
-    x = x.reshape(sizes).max([i for i in range(len(sizes)) if i not in kept])
+    x = largest(x.reshape(sizes), [i for i in range(len(sizes)) if i not in kept])
     x = x.transpose([sorted(kept).index(place) for *_, place in sorted(order)]).ravel()
     # Softmax without a maximum: these are exponentials.
     return jnp.log(x) if is_sum else x
