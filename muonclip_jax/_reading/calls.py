@@ -43,51 +43,44 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
     It is run on copies, by NNX's own bookkeeping for transformations: one graph for all
     arguments and results, so that what is one object stays one, also if it is new.
     """
+    is_object = nnx.graph.is_graph_node
 
     def parted(tree: Any) -> tuple[list[Any], list[Any], Any]:
-        flat, treedef = jax.tree.flatten(tree, is_leaf=nnx.graph.is_graph_node)
-        is_object = list(map(nnx.graph.is_graph_node, flat))
-        pairs = list(zip(flat, is_object, strict=True))
-        objects = [x if own else None for x, own in pairs]
-        return objects, [None if own else x for x, own in pairs], treedef
+        flat, treedef = jax.tree.flatten(tree, is_leaf=is_object)
+        objects = [x if is_object(x) else None for x in flat]
+        return objects, [None if is_object(x) else x for x in flat], treedef
 
     def joined(objects: list[Any], others: list[Any], treedef: Any) -> Any:
         pairs = zip(objects, others, strict=True)
         return treedef.unflatten(y if x is None else x for x, y in pairs)
 
     def split(*nodes: Any, tag: str | None = __name__) -> Any:
+        own = nnx.All(nnx.Param, lambda path, _: path[0] == 0)
         with nnx.split_context(tag) as context:
-            return context.split(nodes, is_own, ...)
+            return context.split(nodes, own, ...)
 
     def merged(graph: Any, *states: Any, is_inner: bool) -> Any:
         with nnx.merge_context(__name__, inner=is_inner) as context:
             return context.merge(graph, *states)
 
-    is_own = nnx.All(nnx.Param, lambda path, _: path[0] == 0)
     objects, others, treedef = parted(rest)
     # Variables without a module are a tree as any other.
-    is_module = any(
-        x is not None and not isinstance(x, nnx.Variable) for x in parted(params)[0]
-    )
-    first = params if is_module else None
-    graph, own, state = split(first, objects)
-    # Its parameters are those that `nnx.state(params, nnx.Param)` has.
-    params = own.get(0, own) if is_module else params
+    is_module = any(not isinstance(x, nnx.Variable | None) for x in parted(params)[0])
+    graph, own, state = split(params if is_module else None, objects)
+    # Of a module, parameters are what `nnx.state(params, nnx.Param)` has.
+    given = own.get(0, own) if is_module else params
 
     def of_state(params: Any, state: Any, others: Any) -> Any:
         own = nnx.State({0: params} if is_module else {})
-        first, objects = merged(graph, own, state, is_inner=True)
+        module, objects = merged(graph, own, state, is_inner=True)
         args, kwargs = joined(objects, others, treedef)
-        out = fun(first if is_module else params, *args, **kwargs)
-        made, *out = parted(out)
-        after, *states = split(first, objects, tag=None)
-        before, now = (
-            list(map(id, jax.tree.leaves(x))) for x in ((own, state), states)
-        )
-        is_same = after == graph and before == now and made == [None] * len(made)
-        return split(first, objects, made), out, is_same
+        made, *out = parted(fun(module if is_module else params, *args, **kwargs))
+        before, (now, *after) = (own, state), split(module, objects, tag=None)
+        old, new = (list(map(id, jax.tree.leaves(x))) for x in (before, after))
+        is_same = now == graph and new == old and made == [None] * len(made)
+        return split(module, objects, made), out, is_same
 
-    call = _traced(of_state, params, state, others)
+    call = _traced(of_state, given, state, others)
 
     def outputs(values: Sequence[Any]) -> Any:
         of_objects, out, is_same = call.outputs(values)

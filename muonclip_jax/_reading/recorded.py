@@ -45,7 +45,8 @@ def record_attention(
     It runs the operations of `fun` again, one by one, with a maximum next to every
     softmax of attention: values and gradients stay what they are. It composes with
     `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`.
-    Call it under `jax.jit`, as any training step: it traces `fun` in every call.
+    Call it under `jax.jit`, as any training step: it traces `fun` in every call. What
+    `fun` changes in objects of NNX among its arguments is changed.
 
     The statistic is of logits as they enter the softmax, scaled and masked, but before
     a softcap; it is the maximum over batch, queries and keys. Layers that
@@ -266,21 +267,20 @@ class _Recorder:
     def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
         """Devices along some axes have other heads; along the rest, other batches."""
         body: Any = jaxprs.called(eqn)
-        # Loops outside of it give statistics their axes of a stack later.
+        own, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
+        # What is outside of it, loops and other axes, has its part later.
         loops = {i for of, i in self._walk.dims.items() if of[: len(at)] == at}
-        of_heads, specs = {}, {}
         for n, s in self._inside(at).items():
             dims = [dim for dim in s.layer.head_dims if dim < 0]
-            axes = [name for dim in dims for name in self._walk.devices[dim].names]
-            of_heads[n] = axes
-            specs[n] = PartitionSpec(
-                *[None] * len(s.stack & loops), tuple(axes) or None
-            )
+            axes = (name for dim in dims for name in self._walk.devices[dim].names)
+            of_heads[n] = tuple(name for name in axes if name in own)
+            stack = [None] * len(s.stack & loops)
+            specs[n] = PartitionSpec(*stack, of_heads[n] or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
             outs, stats = self.run(body, inputs, at)
             for n, x in stats.items():
-                over = tuple(a for a in jaxprs.manual_in(eqn) if a not in of_heads[n])
+                over = tuple(a for a in own if a not in of_heads[n])
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
                 stats[n] = largest_of_devices(x, over) if over else x
             return outs, stats
