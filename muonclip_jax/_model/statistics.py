@@ -29,6 +29,7 @@ def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
 
 def largest_of_devices(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The maximum over axes of a mesh, NaN wherever one device has one."""
+    # A maximum over devices loses every NaN on CPU.
     found, is_nan = jax.lax.pmax((x, jnp.isnan(x).astype(x.dtype)), axes)
     return jnp.where(is_nan > 0, jnp.nan, found)
 
