@@ -19,10 +19,18 @@ def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
     # XLA's maximum of many numbers loses a NaN on CPU, its sum does not. That is NaN
     # for both infinities together, too, and cannot overflow, scaled down so far. The
     # compiler forms both in one pass, or one that takes a fraction of the product in
-    # front of it.
+    # front of it. In float16 the factor would be zero, and make -inf NaN.
     found = jnp.max(x, axes, initial=-jnp.inf)
-    is_nan = jnp.isnan(jnp.sum(x * 2.0**-64, axes)) & (found < jnp.inf)
+    scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 2.0**-64
+    is_nan = jnp.isnan(jnp.sum(scaled, axes)) & (found < jnp.inf)
     return jnp.where(is_nan, jnp.nan, found)
+
+
+def largest_of_devices(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The maximum over axes of a mesh, NaN wherever one device has one."""
+    # A maximum over devices loses every NaN on CPU.
+    found, is_nan = jax.lax.pmax((x, jnp.isnan(x).astype(x.dtype)), axes)
+    return jnp.where(is_nan > 0, jnp.nan, found)
 
 
 def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import jaxprs
 from .facts import Facts, union
-from .graph import Atom, Eqn, Frame, Graph, Labels, Lead
+from .graph import Atom, Eqn, Graph, Labels, Lead
 from .labels import (
     contracted,
     either,
@@ -28,8 +27,9 @@ from .labels import (
     sides,
     small,
 )
-from .sites import Site, site_of, Unclear
 from .scaling import ADDED, Factor, never, NORMED, Scaling, Sum
+from .sites import Site, site_of, Unclear
+
 
 # Heads are counted exactly along dimensions of at most so many entries.
 _MOST_HEADS = 1 << 14
@@ -146,7 +146,10 @@ class Reader:
                 continue
             if at.name == "mul":
                 # Each weighs a vector, and so is the same along a dimension.
-                is_many = bool(self.graph.copied(at.inputs()[i]) or at.inputs()[i].shape != at.output().shape)
+                is_many = bool(
+                    self.graph.copied(at.inputs()[i])
+                    or at.inputs()[i].shape != at.output().shape
+                )
                 found |= own if other.is_deep and is_many else 0
             elif contracted(at.eqn) and (other.is_deep or other.has_data):
                 found |= own
@@ -154,10 +157,18 @@ class Reader:
 
     # From the softmax to its products.
 
-    def to_product(self, atom: Atom, labels: Labels, bit: int) -> tuple[Labels | None, dict[str, Any]]:
+    def to_product(
+        self, atom: Atom, labels: Labels, bit: int
+    ) -> tuple[Labels | None, dict[str, Any]]:
         """The labels of a product's result, from those of what was made of it."""
         found: list[Labels] = []
-        along: dict[str, Any] = {"caps": [], "factors": [], "nonlinear": [], "added": [], "joins": []}
+        along: dict[str, Any] = {
+            "caps": [],
+            "factors": [],
+            "nonlinear": [],
+            "added": [],
+            "joins": [],
+        }
         target, known = self.facts.products[bit], set()
 
         def follow(atom: Atom, labels: Labels, seen: Any, scale: float) -> None:
@@ -165,7 +176,11 @@ class Reader:
                 at = origin.at
                 if at is None:
                     continue
-                key = id(at.frame), at.i, *(( x.shape, tuple(x.ravel().tolist())) for x in origin.labels)
+                key = (
+                    id(at.frame),
+                    at.i,
+                    *((x.shape, tuple(x.ravel().tolist())) for x in origin.labels),
+                )
                 if key in known:
                     continue
                 known.add(key)
@@ -175,21 +190,35 @@ class Reader:
                 inputs = at.inputs()
                 facts = self.facts.all_of(inputs)
                 back = moves(at.eqn, origin.k, len(at.frame.lead), at.frame.number)
-                own = [(i, move) for i, move in back if (facts[i].products | facts[i].pairs) & bit]
+                own = [
+                    (i, move)
+                    for i, move in back
+                    if (facts[i].products | facts[i].pairs) & bit
+                ]
                 if at.name in ("mul", "div") and len(own) == 1:
                     other = 1 - own[0][0]
                     number = inputs[other].frame.number(inputs[other].var)
                     along["factors"].append((at, other, number))
                     number = number if isinstance(number, int | float) else math.nan
-                    scale = scale * number if at.name == "mul" else scale / number if number else math.nan
+                    scale = (
+                        scale * number
+                        if at.name == "mul"
+                        else scale / number
+                        if number
+                        else math.nan
+                    )
                 elif at.name == "tanh":
                     along["caps"].append((at, scale))
-                elif at.name in ELEMENTWISE and at.name not in ("exp", "exp2") or not back:
+                elif (
+                    at.name in ELEMENTWISE and at.name not in ("exp", "exp2")
+                ) or not back:
                     along["nonlinear"].append(at)
                 elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                     along["joins"].append(at)
                 elif at.name in ("add", "sub", "add_any"):
-                    along["added"] += [(at, i) for i, _ in back if i not in [j for j, _ in own]]
+                    along["added"] += [
+                        (at, i) for i, _ in back if i not in [j for j, _ in own]
+                    ]
                 for i, move in own:
                     follow(inputs[i], tuple(map(move, origin.labels)), after, scale)
 
@@ -213,7 +242,10 @@ class Reader:
                 if at is None or (id(at.frame), at.i) in seen or depth > 12:
                     continue
                 seen.add((id(at.frame), at.i))
-                if at.name == "reduce_max" and self.facts.of(at.inputs()[0]).products & bits:
+                if (
+                    at.name == "reduce_max"
+                    and self.facts.of(at.inputs()[0]).products & bits
+                ):
                     found.append(at)
                 elif at.name not in PRODUCTS and at.name != "reduce_sum":
                     for x in at.inputs():
@@ -228,8 +260,17 @@ class Reader:
             to: list[list[int | None]] = []
             for x in at.inputs():
                 same = self.graph.copied(x)
-                to.append([d if d not in same and x.shape[d] == shape[d] else None for d in range(len(x.shape))] if len(x.shape) == len(shape) else [None] * len(x.shape))
-            both = {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
+                to.append(
+                    [
+                        d if d not in same and x.shape[d] == shape[d] else None
+                        for d in range(len(x.shape))
+                    ]
+                    if len(x.shape) == len(shape)
+                    else [None] * len(x.shape)
+                )
+            both = {d for d in to[0] if d is not None} & {
+                d for d in to[1] if d is not None
+            }
             over: list[tuple[int, int]] = []
         else:
             to = sides(at.eqn) or [[], []]
@@ -249,13 +290,19 @@ class Reader:
                     continue
                 lead = len(total.frame.lead)
                 axes = total.eqn.params["axes"]
-                own = tuple(marks(lead + len(x.shape), lead + a, x.shape[a]) for a in axes)
+                own = tuple(
+                    marks(lead + len(x.shape), lead + a, x.shape[a]) for a in axes
+                )
                 labels, _ = self.to_product(x, own, bit)
                 if labels is None:
                     continue
                 inner = len(at.frame.lead)
                 for label in labels:
-                    keys |= {d for d in range(len(at.output().shape)) if label.shape[inner + d] > 1}
+                    keys |= {
+                        d
+                        for d in range(len(at.output().shape))
+                        if label.shape[inner + d] > 1
+                    }
             found.append(self._product(at, frozenset(keys)))
         found = [p for p in found if p.over or p.at.name == "mul"]
         own = [p for p in found if self._is_of_activations(p.at)]
@@ -297,7 +344,9 @@ class Reader:
 class _OneLayer:
     """The reading of the products that one softmax is of."""
 
-    def __init__(self, reader: Reader, products: list[Product], exps: list[Eqn], sums: list[Eqn]):
+    def __init__(
+        self, reader: Reader, products: list[Product], exps: list[Eqn], sums: list[Eqn]
+    ):
         self.reader, self.products, self.exps, self.sums = reader, products, exps, sums
         self.layer = Layer([p.at for p in products])
         self.refusals: list[str] = []
@@ -339,7 +388,9 @@ class _OneLayer:
         layer.refusal = self.refusals[0] if self.refusals else ""
         return layer
 
-    def _query_first(self, product: Product, queries: set[int]) -> tuple[int, int] | None:
+    def _query_first(
+        self, product: Product, queries: set[int]
+    ) -> tuple[int, int] | None:
         """Which operand is the query.
 
         The softmax is over dimensions of the key alone. Where these are lost, as by
@@ -349,7 +400,9 @@ class _OneLayer:
         is_key = _is_key(product)
         if not any(is_key):
             made = [self._parameters(product, i) for i in (0, 1)]
-            is_key = [bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)]
+            is_key = [
+                bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)
+            ]
         if not any(is_key):
             return None
         return (0, 1) if is_key[1] else (1, 0)
@@ -370,11 +423,14 @@ class _OneLayer:
             if not fact.is_weight:
                 continue
             inner = self._over(product, i)
-            for s in self.reader.scaling.of(atom, inner or (marks(self._rank(product, i), 0, 1),)):
+            for s in self.reader.scaling.of(
+                atom, inner or (marks(self._rank(product, i), 0, 1),)
+            ):
                 found |= {
                     f.parameter
                     for f in s.factors
-                    if not fact.is_pair or (f.is_kernel and not any(is_varied(x) for x in f.labels))
+                    if not fact.is_pair
+                    or (f.is_kernel and not any(is_varied(x) for x in f.labels))
                 }
         return found
 
@@ -398,27 +454,49 @@ class _OneLayer:
         frame, shape = product.at.frame, product.shape
         lead, rank = len(frame.lead), len(frame.lead) + len(shape)
         sizes = {x.axis: x.size for x in frame.lead if not x.is_loop and x.size > 1}
-        sizes |= {lead + d: n for d, n in enumerate(shape) if n > 1 and d not in product.keys}
+        sizes |= {
+            lead + d: n for d, n in enumerate(shape) if n > 1 and d not in product.keys
+        }
         axes = sorted(sizes)
         chosen: dict[int, list[int]] = {}
         # What the last kernel is applied to, is followed if that has no heads: a
         # rotation, say, which is one for all of them.
-        ways = [(i, is_last) for is_last in (self._is_nearest(len(axes)), never) for i in order]
+        ways = [
+            (i, is_last)
+            for is_last in (self._is_nearest(len(axes)), never)
+            for i in order
+        ]
         for i, is_last in ways:
             if is_last is never and chosen:
                 break
             labels = [self._side(product, i, marks(rank, a, sizes[a])) for a in axes]
             inner = self._over(product, i)
-            found = self.reader.scaling.of(product.at.inputs()[i], (*labels, *inner), is_last)
+            found = self.reader.scaling.of(
+                product.at.inputs()[i], (*labels, *inner), is_last
+            )
             kernels, others = [], []
             for s in found:
                 made = [f for f in s.factors if f.is_kernel]
                 n = len(axes)
-                made = [f for f in made if not inner or any(is_varied(x) for x in f.labels[n:])] or made
+                made = [
+                    f
+                    for f in made
+                    if not inner or any(is_varied(x) for x in f.labels[n:])
+                ] or made
                 if made:
-                    kernels.append({a for a, x in zip(axes, made[0].labels, strict=False) if is_varied(x)})
+                    kernels.append(
+                        {
+                            a
+                            for a, x in zip(axes, made[0].labels, strict=False)
+                            if is_varied(x)
+                        }
+                    )
                 elif s.factors:
-                    own = {a for a, x in zip(axes, s.factors[0].labels, strict=False) if is_varied(x)}
+                    own = {
+                        a
+                        for a, x in zip(axes, s.factors[0].labels, strict=False)
+                        if is_varied(x)
+                    }
                     others.append(own - {lead + d for d in product.free[i]})
             own = kernels or others
             for a in set.intersection(*own) if own else ():
@@ -426,12 +504,18 @@ class _OneLayer:
         heads = sorted(chosen)
         count = math.prod(sizes[a] for a in heads)
         if count > _MOST_HEADS:
-            self.refusals.append(f"heads are along dimensions of {count} entries, with the batch among them: keep an axis for them")
+            self.refusals.append(
+                f"heads are along dimensions of {count} entries, with the batch among them: keep an axis for them"
+            )
             return None
         label = np.zeros([1] * rank, object)
         for a in heads:
             n = sizes[a]
-            own = np.arange(n).astype(object).reshape([n if b == a else 1 for b in range(rank)])
+            own = (
+                np.arange(n)
+                .astype(object)
+                .reshape([n if b == a else 1 for b in range(rank)])
+            )
             label = label * n + own
         exact = np.vectorize(lambda x: 1 << int(x), otypes=[object])(label)
         # Heads are what some kernel has entries of its own for; along the rest of a
@@ -441,10 +525,18 @@ class _OneLayer:
             if not any(i in chosen[a] for a in heads):
                 continue
             inner = self._over(product, i)
-            found = self.reader.scaling.of(product.at.inputs()[i], (self._side(product, i, exact), *inner), _tells_all)
+            found = self.reader.scaling.of(
+                product.at.inputs()[i],
+                (self._side(product, i, exact), *inner),
+                _tells_all,
+            )
             for s in found:
                 made = [f for f in s.factors if f.is_kernel]
-                made = [f for f in made if not inner or any(is_varied(x) for x in f.labels[1:])] or made
+                made = [
+                    f
+                    for f in made
+                    if not inner or any(is_varied(x) for x in f.labels[1:])
+                ] or made
                 made = made or [f for f in s.factors]
                 if made and is_varied(made[0].labels[0]):
                     marks_of = sorted(set(made[0].labels[0].ravel().tolist()) - {0})
@@ -453,11 +545,15 @@ class _OneLayer:
             classes = np.zeros(count, int)
         else:
             table = np.stack(signs)
-            _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
+            _, first, inverse = np.unique(
+                table, axis=1, return_index=True, return_inverse=True
+            )
             ranks = np.argsort(np.argsort(first))
             classes = ranks[np.asarray(inverse).ravel()]
         names = [x.of for x in frame.lead if x.axis in heads]
-        number = np.vectorize(lambda x: 1 << int(classes[int(x)]), otypes=[object])(label)
+        number = np.vectorize(lambda x: 1 << int(classes[int(x)]), otypes=[object])(
+            label
+        )
         return Heads(tuple(heads), classes, number, int(classes.max()) + 1, names)
 
     def _is_nearest(self, n: int) -> Any:
@@ -473,7 +569,11 @@ class _OneLayer:
         lead, x = len(product.at.frame.lead), product.at.inputs()[i]
         if product.at.name == "mul":
             return ()
-        return tuple(marks(lead + len(x.shape), lead + pair[i], x.shape[pair[i]]) for pair in product.over if x.shape[pair[i]] > 1)
+        return tuple(
+            marks(lead + len(x.shape), lead + pair[i], x.shape[pair[i]])
+            for pair in product.over
+            if x.shape[pair[i]] > 1
+        )
 
     def _by_region(self, product: Product, order: tuple[int, int], heads: "Heads"):
         """One factor of every summand of query and key, or `None` if one has none.
@@ -492,10 +592,14 @@ class _OneLayer:
                     n = product.at.inputs()[i].shape[pair[i]]
                     inside = np.zeros(n, object)
                     inside[region] = -1
-                    labels = labels & inside.reshape([n if a == lead + pair[i] else 1 for a in range(rank)])
+                    labels = labels & inside.reshape(
+                        [n if a == lead + pair[i] else 1 for a in range(rank)]
+                    )
                 loops = [x for x in product.at.frame.lead if x.is_loop]
                 trips = [marks(self._rank(product, i), x.axis, x.size) for x in loops]
-                found = self.reader.scaling.of(product.at.inputs()[i], (labels, *trips), _tells_all)
+                found = self.reader.scaling.of(
+                    product.at.inputs()[i], (labels, *trips), _tells_all
+                )
                 parts, why = self._parts(found, heads, loops)
                 out.append(parts)
                 whys.append(why)
@@ -503,7 +607,9 @@ class _OneLayer:
                 continue  # zeros: nothing is there
             yield _Pair(out[0], out[1], whys)
 
-    def _regions(self, product: Product, order: tuple[int, int], heads: "Heads") -> list[Any]:
+    def _regions(
+        self, product: Product, order: tuple[int, int], heads: "Heads"
+    ) -> list[Any]:
         if len(product.over) != 1:
             return [None]
         pair = product.over[0]
@@ -526,7 +632,9 @@ class _OneLayer:
             return [None]
         return [np.flatnonzero(inverse == c) for c in dict.fromkeys(inverse.tolist())]
 
-    def _parts(self, found: Sum, heads: "Heads", loops: list[Lead]) -> tuple[list[Part] | None, str]:
+    def _parts(
+        self, found: Sum, heads: "Heads", loops: list[Lead]
+    ) -> tuple[list[Part] | None, str]:
         parts: dict[int, Part] = {}
         for s in found:
             if any(not f.labels[0].any() for f in s.factors):
@@ -535,7 +643,9 @@ class _OneLayer:
             made = [self._part(f, heads, loops) for f in s.linear]
             if not made:
                 return None, s.why or NORMED
-            own = [p for p in made if p.heads == heads.count and heads.count > 1] or [p for p in made if p.heads > 1]
+            own = [p for p in made if p.heads == heads.count and heads.count > 1] or [
+                p for p in made if p.heads > 1
+            ]
             best = (own or made)[0]
             known = parts.get(best.parameter)
             parts[best.parameter] = _merged(known, best) if known else best
@@ -544,8 +654,17 @@ class _OneLayer:
     def _part(self, factor: Factor, heads: "Heads", loops: list[Lead]) -> Part:
         label, trips = factor.labels[0], factor.labels[1:]
         stack = sorted({a for x in trips for a in range(x.ndim) if is_varied(x, a)})
-        self.layer.loops |= {x.of for x, t in zip(loops, trips, strict=True) if is_varied(t)}
-        return Part(factor.parameter, *heads.owners(joined(label, stack).squeeze(tuple(stack)) if stack else label), tuple(stack), factor.is_picked)
+        self.layer.loops |= {
+            x.of for x, t in zip(loops, trips, strict=True) if is_varied(t)
+        }
+        return Part(
+            factor.parameter,
+            *heads.owners(
+                joined(label, stack).squeeze(tuple(stack)) if stack else label
+            ),
+            tuple(stack),
+            factor.is_picked,
+        )
 
     def _roles(self, pairs: Sequence["_Pair"], heads: int) -> None:
         """Which side brings how much of a factor, the same wherever its entries are."""
@@ -583,7 +702,9 @@ class _OneLayer:
         # both, as the gains of QK-norm. Else the query alone: keys that several heads
         # share stay. The key alone where nothing scales the query.
         q, k = pair.query, pair.key
-        q_own, k_own = (p is not None and all(x.heads == heads for x in p) for p in (q, k))
+        q_own, k_own = (
+            p is not None and all(x.heads == heads for x in p) for p in (q, k)
+        )
         is_told = heads > 1 and any(x.heads > 1 for x in (*(q or ()), *(k or ())))
         if q and k and ((q_own and k_own) or not is_told):
             return BOTH
@@ -680,7 +801,9 @@ def _merged(a: Part, b: Part) -> Part:
     if a.stack != b.stack:
         return b
     shape = np.broadcast_shapes(a.owners.shape, b.owners.shape)
-    owners = np.maximum(np.broadcast_to(a.owners, shape), np.broadcast_to(b.owners, shape))
+    owners = np.maximum(
+        np.broadcast_to(a.owners, shape), np.broadcast_to(b.owners, shape)
+    )
     return dataclasses.replace(a, owners=owners, heads=max(a.heads, b.heads))
 
 

@@ -72,8 +72,15 @@ class Fact(NamedTuple):
 DATA = Fact(has_data=True)
 
 _RANDOM = frozenset(
-    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
-    "threefry2x32".split()
+    [
+        "random_bits",
+        "random_seed",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_clone",
+        "threefry2x32",
+    ]
 )
 
 
@@ -183,8 +190,12 @@ class Facts:
                 # Summed over, it is a product of query and key that is written out.
                 out = out._replace(pairs=out.pairs | self._new(at))
             a, b = inputs
-            out = out._replace(shares=out.shares | a.weights & b.sums | b.weights & a.sums)
-            is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
+            out = out._replace(
+                shares=out.shares | a.weights & b.sums | b.weights & a.sums
+            )
+            is_onehot = (a.is_onehot and not b.is_deep) or (
+                b.is_onehot and not a.is_deep
+            )
             return out._replace(is_onehot=is_onehot)
         if name not in KNOWN and out.is_weight:
             event = self._meet(at, out)
@@ -210,7 +221,9 @@ class Facts:
             tokens = [a.is_token, b.is_token]
             return 1 - tokens.index(True) if sum(tokens) == 1 else None
         for i, weight, other in ((0, a, b), (1, b, a)):
-            if weight.is_weight and not (weight.is_spread and other.is_deep and self._is_copied(at, i)):
+            if weight.is_weight and not (
+                weight.is_spread and other.is_deep and self._is_copied(at, i)
+            ):
                 return i
         return None
 
@@ -288,9 +301,19 @@ def either(facts: Iterable[Fact]) -> Fact:
     return first if all(x == first for x in others) else _union(facts)
 
 
-_SETS = (
-    "leaves trained events past ends products weights sums shares mixed pairs".split()
-)
+_SETS = [
+    "leaves",
+    "trained",
+    "events",
+    "past",
+    "ends",
+    "products",
+    "weights",
+    "sums",
+    "shares",
+    "mixed",
+    "pairs",
+]
 
 
 def _union(facts: list[Fact]) -> Fact:
@@ -299,7 +322,8 @@ def _union(facts: list[Fact]) -> Fact:
     return Fact(
         **sets,
         has_data=any(x.has_data for x in facts),
-        is_weight=sets["leaves"] != 0 and all(x.is_weight or not x.leaves for x in facts),
+        is_weight=sets["leaves"] != 0
+        and all(x.is_weight or not x.leaves for x in facts),
         is_spread=any(x.is_spread for x in facts),
         is_pair=any(x.is_pair for x in facts),
         sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
@@ -366,7 +390,9 @@ def _gather(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if len(numbers.offset_dims) == len(shape_of(at.eqn.outvars[0])):  # a slice
         return of._replace(past=of.past | index.past)
     pairs = zip(sizes, shape_of(at.eqn.invars[0]), strict=True)
-    if sum(n == m > 1 for n, m in pairs) > 1:  # matrices of experts, or tokens: a product shows which
+    if (
+        sum(n == m > 1 for n, m in pairs) > 1
+    ):  # matrices of experts, or tokens: a product shows which
         return of._replace(has_data=True, past=of.past | index.past)
     # A row of a table. Whatever chose it, as an output head does of the next token, is
     # not what feeds the layers after it.
@@ -412,18 +438,18 @@ def _random(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 _RULES: dict[str, Any] = {
-    **dict.fromkeys("add sub add_any max min".split(), _sum),
+    **dict.fromkeys(["add", "sub", "add_any", "max", "min"], _sum),
     "select_n": _select,
     "exp": _exponential,
     "exp2": _exponential,
     "reduce_sum": _reduce_sum,
     "div": _quotient,
-    **dict.fromkeys("reduce_max reduce_min argmax argmin".split(), _greatest),
+    **dict.fromkeys(["reduce_max", "reduce_min", "argmax", "argmin"], _greatest),
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
     "broadcast_in_dim": _broadcast,
     "tile": _broadcast,
-    **dict.fromkeys("convert_element_type copy reshape squeeze".split(), _same),
+    **dict.fromkeys(["convert_element_type", "copy", "reshape", "squeeze"], _same),
     "stop_gradient": _stop,
     "eq": _equal,
     "and": _and,

@@ -11,12 +11,22 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
 import numpy as np
+from jax.extend.core import Literal
 
 from . import jaxprs, kernels
 from .jaxprs import Address, Axes, shape_of
-from .labels import full, is_varied, joined, Label, marks, moves, nothing, PRODUCTS, small
+from .labels import (
+    full,
+    is_varied,
+    joined,
+    Label,
+    marks,
+    moves,
+    nothing,
+    PRODUCTS,
+    small,
+)
 
 
 #: Labels of one array, which go back together.
@@ -194,7 +204,9 @@ def _most_trips(body: jaxprs.Inner, consts: int) -> int:
         ):
             sizes += shape_of(eqn.invars[0])[:1]
             if eqn.primitive.name == "dynamic_slice":
-                pairs = zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
+                pairs = zip(
+                    shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True
+                )
                 sizes += [n for n, size in pairs if size == 1]
     return max(sizes)
 
@@ -250,7 +262,9 @@ class Graph:
                 if not is_end and not at.name.startswith("reduce_"):
                     back = moves(at.eqn, origin.k, len(at.frame.lead), at.frame.number)
                     for i, move in back:
-                        follow(at.inputs()[i], tuple(map(move, origin.labels)), depth + 1)
+                        follow(
+                            at.inputs()[i], tuple(map(move, origin.labels)), depth + 1
+                        )
                     is_end = not back
                 else:
                     is_end = True
@@ -284,8 +298,9 @@ class Graph:
         if frame.parent is None:
             is_one = i < len(self.is_parameter) and self.is_parameter[i]
             yield (
-                Origin(labels, parameter=i) if is_one else Origin(labels, atom=atom)
-            ), seen
+                (Origin(labels, parameter=i) if is_one else Origin(labels, atom=atom)),
+                seen,
+            )
             return
         outer, lead = frame.outer[i], len(frame.parent.lead)
         if frame.kind == "mesh":
@@ -344,7 +359,11 @@ def _off_devices(label: Label, frame: Frame, i: int) -> Label:
     label = joined(label, [x.axis for of, x in devices.items() if of not in named])
     order, view = list(range(lead)), list(label.shape[:lead])
     for d, n in enumerate(shape_of(frame.jaxpr.invars[i])):
-        own = [devices[name] for name in cuts[d].names if name in devices] if d in cuts else []
+        own = (
+            [devices[name] for name in cuts[d].names if name in devices]
+            if d in cuts
+            else []
+        )
         axis = len(frame.lead) + d
         axes = [*(x.axis for x in own), axis]
         if own and any(label.shape[a] > 1 for a in axes):
@@ -371,7 +390,7 @@ _ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: cases[int(which)],
     "clamp": lambda low, x, high: min(max(x, low), high),
 }
-_AS_IT_IS = "convert_element_type broadcast_in_dim reshape squeeze copy".split()
+_AS_IT_IS = ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"]
 
 
 def _number(frame: Frame, atom: Any) -> int | float | Lead | None:
@@ -417,9 +436,7 @@ def _number_outside(frame: Frame, i: int) -> int | float | Lead | None:
     trips = frame.lead[-1]
     if outer.how == "carry":
         # `fori_loop` counts from zero.
-        loop = jaxprs.Loop(
-            jaxprs.Inner(frame.jaxpr, ()), frame.first, frame.carries
-        )
+        loop = jaxprs.Loop(jaxprs.Inner(frame.jaxpr, ()), frame.first, frame.carries)
         counts = jaxprs.counts_trips(loop, i) and _number(frame.parent, outer.atom) == 0
         return trips if counts else None
     # `scan(f, x, arange(n))` does, too.
@@ -430,7 +447,11 @@ def _number_outside(frame: Frame, i: int) -> int | float | Lead | None:
             return trips
         is_same = eqn.primitive.name in _AS_IT_IS
         made = frame.parent.made.get(eqn.invars[0]) if is_same else None
-    value = frame.parent.consts.get(outer.atom) if not isinstance(outer.atom, Literal) else None
+    value = (
+        frame.parent.consts.get(outer.atom)
+        if not isinstance(outer.atom, Literal)
+        else None
+    )
     if value is not None and np.array_equal(np.asarray(value), np.arange(trips.size)):
         return trips
     return None

@@ -148,21 +148,97 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
 # of QK-Clip are.
 
 _SAME = frozenset(
-    "convert_element_type copy copy_p reduce_precision neg real imag conj pvary pcast "
-    "optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
-    "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
-    "sharding_barrier name psum psum_invariant psum2 pmax pmin".split()
+    [
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "reduce_precision",
+        "neg",
+        "real",
+        "imag",
+        "conj",
+        "pvary",
+        "pcast",
+        "optimization_barrier",
+        "mesh_cast",
+        "reshard",
+        "sharding_constraint",
+        "abs",
+        "pbroadcast",
+        "layout_constraint",
+        "stop_gradient",
+        "device_put",
+        "bitcast_convert_type",
+        "ppermute",
+        "sharding_barrier",
+        "name",
+        "psum",
+        "psum_invariant",
+        "psum2",
+        "pmax",
+        "pmin",
+    ]
 )
-_SUMS = frozenset("add sub add_any max min select_n complex nextafter".split())
-_ALONG = frozenset("cumsum cummax cummin reduce_window_sum fft".split())
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
-_UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
+_SUMS = frozenset(
+    ["add", "sub", "add_any", "max", "min", "select_n", "complex", "nextafter"]
+)
+_ALONG = frozenset(["cumsum", "cummax", "cummin", "reduce_window_sum", "fft"])
+_REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
+_UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add", "scatter_add"])
 #: Those whose result is no entry of theirs but made of one each.
 ELEMENTWISE = frozenset(
-    "mul div log log1p exp exp2 expm1 logistic rsqrt sqrt cbrt pow integer_pow square "
-    "erf erfc erf_inv sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh "
-    "sign floor ceil round is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to "
-    "rem clamp".split()
+    [
+        "mul",
+        "div",
+        "log",
+        "log1p",
+        "exp",
+        "exp2",
+        "expm1",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "cbrt",
+        "pow",
+        "integer_pow",
+        "square",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "sinh",
+        "cosh",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "asinh",
+        "acosh",
+        "atanh",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "not",
+        "and",
+        "or",
+        "xor",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq_to",
+        "le_to",
+        "lt_to",
+        "rem",
+        "clamp",
+    ]
 )
 
 #: An index into an array, as a number, as the dimension of a loop whose trips it
@@ -191,7 +267,9 @@ def moves(eqn: Any, k: int, lead: int, index_of: IndexOf) -> list[tuple[int, Mov
 
     if name in _SAME:
         i = k if len(ins) == len(eqn.outvars) else 0
-        return [(i, through([*range(len(out))] if ins[i] == out else [None] * len(ins[i])))]
+        return [
+            (i, through([*range(len(out))] if ins[i] == out else [None] * len(ins[i])))
+        ]
     if name in _SUMS or name in ELEMENTWISE:
         first = 1 if name == "select_n" else 0
         return [(i, fitted(i)) for i in range(first, len(ins))]
@@ -226,7 +304,7 @@ def moves(eqn: Any, k: int, lead: int, index_of: IndexOf) -> list[tuple[int, Mov
 # Products: to which dimension of the result each of an operand's goes.
 
 PRODUCTS = frozenset(
-    "dot_general ragged_dot_general ragged_dot conv_general_dilated".split()
+    ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"]
 )
 
 
@@ -264,7 +342,10 @@ def _sides_of_conv(eqn: Any) -> list[list[int | None]]:
     batch, feature, *_ = numbers.lhs_spec
     image[batch] = numbers.out_spec[0]
     kernel[numbers.rhs_spec[0]] = numbers.out_spec[1]
-    features = shape_of(eqn.invars[0])[feature], shape_of(eqn.outvars[0])[numbers.out_spec[1]]
+    features = (
+        shape_of(eqn.invars[0])[feature],
+        shape_of(eqn.outvars[0])[numbers.out_spec[1]],
+    )
     # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
     if eqn.params["feature_group_count"] > 1 and features[0] == features[1]:
         image[feature] = numbers.out_spec[1]
@@ -356,13 +437,22 @@ def _tile(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
     return [(0, move)]
 
 
-def _dynamic_slice(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
+def _dynamic_slice(
+    eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any
+):
     starts = eqn.invars[1:]
-    return [(0, lambda x: picked(x, lead, dict(enumerate(starts)), index_of, out, ins[0]))]
+    return [
+        (0, lambda x: picked(x, lead, dict(enumerate(starts)), index_of, out, ins[0]))
+    ]
 
 
 def picked(
-    label: Label, lead: int, starts: dict[int, Any], index_of: IndexOf, out: Shape, of: Shape
+    label: Label,
+    lead: int,
+    starts: dict[int, Any],
+    index_of: IndexOf,
+    out: Shape,
+    of: Shape,
 ) -> Label:
     """The label of what entries were picked from, some along each dimension."""
     for d, start in starts.items():
@@ -392,7 +482,10 @@ def _update(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any
         dims: list[int | None] = [None] * len(new)
     else:
         dims = [d if new[d] == out[d] else None for d in range(len(out))]
-    return [(0, lambda label: label), (i, lambda label: small(moved(label, lead, dims)))]
+    return [
+        (0, lambda label: label),
+        (i, lambda label: small(moved(label, lead, dims))),
+    ]
 
 
 def _gather(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
@@ -409,7 +502,10 @@ def _gather(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any
     # By one index, not one for each token: a slice.
     is_picked = len(numbers.offset_dims) == len(out)
     starts = dict.fromkeys(numbers.start_index_map, eqn.invars[1])
-    after = tuple(sizes[d] if d not in numbers.operand_batching_dims else n for d, n in enumerate(ins[0]))
+    after = tuple(
+        sizes[d] if d not in numbers.operand_batching_dims else n
+        for d, n in enumerate(ins[0])
+    )
 
     def move(label: Label) -> Label:
         label = moved(label, lead, to)
@@ -437,13 +533,56 @@ _PLACES: dict[str, Any] = {
 
 #: Primitives that no parameter and no attention is lost sight of in.
 KNOWN = (
-    _SAME | _SUMS | _ALONG | _REDUCTIONS | _UPDATES | ELEMENTWISE | PRODUCTS | {*_PLACES}
+    _SAME
+    | _SUMS
+    | _ALONG
+    | _REDUCTIONS
+    | _UPDATES
+    | ELEMENTWISE
+    | PRODUCTS
+    | {*_PLACES}
 ) | frozenset(
-    "reshape squeeze expand_dims transpose broadcast_in_dim iota reduce_and reduce_or "
-    "reduce_prod reduce_xor argmax argmin top_k approx_top_k sort all_to_all "
-    "psum_scatter reduce_scatter all_gather all_gather_invariant axis_index lgamma "
-    "digamma igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta shift_left "
-    "shift_right_logical shift_right_arithmetic population_count cumlogsumexp cumprod "
-    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
-    "threefry2x32".split()
+    [
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "broadcast_in_dim",
+        "iota",
+        "reduce_and",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_xor",
+        "argmax",
+        "argmin",
+        "top_k",
+        "approx_top_k",
+        "sort",
+        "all_to_all",
+        "psum_scatter",
+        "reduce_scatter",
+        "all_gather",
+        "all_gather_invariant",
+        "axis_index",
+        "lgamma",
+        "digamma",
+        "igamma",
+        "igammac",
+        "bessel_i0e",
+        "bessel_i1e",
+        "regularized_incomplete_beta",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "population_count",
+        "cumlogsumexp",
+        "cumprod",
+        "random_bits",
+        "random_seed",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_clone",
+        "threefry2x32",
+    ]
 )

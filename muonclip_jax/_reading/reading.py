@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
 from .._tables import aligned, collapsed, leaf_table, Table, totals
-from . import jaxprs
 from .attention import Reader
+from .calls import Call, call_of
 from .facts import Facts
 from .graph import Graph
 from .layers import named_layers, NamedLayer
@@ -144,76 +143,8 @@ def read_model(
         >>> reading.dimension_numbers["up"]
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
-    return read_call(call_of(fun, params, args, kwargs)).reading
-
-
-class Call(NamedTuple):
-    """A function as the jaxpr of the arrays among its arguments, parameters first."""
-
-    tree: paths.PathedTree  # the parameters
-    arrays: list[int]  # which of its leaves are arrays
-    body: jaxprs.Inner
-    values: list[Any]  # what to run it on
-    # What the function returns, of the jaxpr's outputs.
-    outputs: Callable[[Sequence[Any]], Any]
-
-
-def call_of(fun: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> Call:
-    """Traces a function; what is no array among its arguments stays as it is."""
-    # Whoever has a module of NNX has imported Flax: nobody else needs it.
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(params, nnx.Module):
-        return _call_of_module(nnx, fun, params, args, kwargs)
-    tree = paths.flatten(params)
-    others, treedef = jax.tree.flatten((args, kwargs))
-    given, end = [*tree.leaves, *others], len(tree.leaves)
-    at = [i for i, x in enumerate(given) if paths.is_array(x)]
-    returned: list[Any] = []
-
-    def of_arrays(*arrays: Any) -> Any:
-        flat = list(given)
-        for i, x in zip(at, arrays, strict=True):
-            flat[i] = x
-        args, kwargs = treedef.unflatten(flat[end:])
-        out = fun(tree.unflatten(flat[:end]), *args, **kwargs)
-        out, structure = jax.tree.flatten(out)
-        made = [i for i, x in enumerate(out) if paths.is_array(x)]
-        # No tracer is kept: it would outlive its trace.
-        kept = [None if i in made else x for i, x in enumerate(out)]
-        returned[:] = structure, made, kept
-        return [out[i] for i in made]
-
-    def outputs(values: Sequence[Any]) -> Any:
-        structure, made, out = returned
-        for i, x in zip(made, values, strict=True):
-            out[i] = x
-        return structure.unflatten(out)
-
-    values = [given[i] for i in at]
-    body = jaxprs.trace(of_arrays, *values)
-    return Call(tree, [i for i in at if i < end], body, values, outputs)
-
-
-def _call_of_module(nnx: Any, fun: Any, module: Any, args: Any, kwargs: Any) -> Call:
-    """As a function of its parameters that returns all other state of it, too.
-
-    Statistics, counters and keys that the function changes are given to the module.
-    """
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
-
-    def of_parts(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
-        merged = nnx.merge(graph, params, rest)
-        out = fun(merged, *args, **kwargs)
-        return out, nnx.split(merged, nnx.Param, ...)[2]
-
-    call = call_of(of_parts, params, (rest, *args), kwargs)
-
-    def outputs(values: Sequence[Any]) -> Any:
-        out, rest = call.outputs(values)
-        nnx.update(module, rest)
-        return out
-
-    return call._replace(outputs=outputs)
+    with call_of(fun, params, *args, **kwargs) as call:
+        return read_call(call).reading
 
 
 class Found(NamedTuple):
@@ -251,7 +182,9 @@ def read_call(call: Call) -> Found:
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
-    hidden = [f"{note.at.name} at {note.line}" for note in uses.noted("hidden") if note.at]
+    hidden = [
+        f"{note.at.name} at {note.line}" for note in uses.noted("hidden") if note.at
+    ]
     hidden = list(dict.fromkeys(hidden))
     unknown = zip(shown.paths, said, strict=True)
     reading = ModelReading(

@@ -1,23 +1,39 @@
 """`record_attention`: a function that returns the largest logit of every head, too."""
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, overload, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._axes import varying
-from .._model.statistics import STATISTIC
+from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import flag
 from . import jaxprs, kernels
 from .attention import Layer
+from .calls import Call, call_of
 from .jaxprs import Address
-from .reading import Call, call_of, read_call
+from .reading import read_call
 from .sites import Site
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Aux = TypeVar("Aux")
+
+
+@overload
+def record_attention(
+    fun: Callable[P, R], has_aux: Literal[False] = False, *, strict: bool = True
+) -> Callable[P, tuple[R, Any]]: ...
+
+
+@overload
+def record_attention(
+    fun: Callable[P, tuple[R, Aux]], has_aux: Literal[True], *, strict: bool = True
+) -> Callable[P, tuple[R, tuple[Aux, Any]]]: ...
 
 
 def record_attention(
@@ -28,7 +44,8 @@ def record_attention(
     It runs the operations of `fun` again, one by one, with a maximum next to every
     softmax of attention: values and gradients stay what they are. It composes with
     `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`.
-    Call it under `jax.jit`, as any training step: it traces `fun` in every call.
+    Call it under `jax.jit`, as any training step: it traces `fun` in every call. What
+    `fun` changes in objects of NNX among its arguments is changed.
 
     The statistic is of logits as they enter the softmax, scaled and masked, but before
     a softcap; it is the maximum over batch, queries and keys. Layers that
@@ -67,8 +84,9 @@ def record_attention(
     has_aux, strict = flag("has_aux", has_aux), flag("strict", strict)
 
     @functools.wraps(fun)
-    def recorded(params: Any, *args: Any, **kwargs: Any) -> Any:
-        out, stats = _run(call_of(fun, params, args, kwargs), strict)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with call_of(fun, *args, **kwargs) as call:
+            out, stats = _run(call, strict)
         return (out[0], (out[1], stats)) if has_aux else (out, stats)
 
     return recorded
@@ -110,7 +128,9 @@ class _Recorder:
 
     def __init__(self, layers: Sequence[Layer]):
         self._layers = dict(enumerate(layers))
-        self._sites: dict[int, Site] = {i: x.site for i, x in self._layers.items() if x.site}
+        self._sites: dict[int, Site] = {
+            i: x.site for i, x in self._layers.items() if x.site
+        }
 
     def run(
         self, body: jaxprs.Inner, values: Sequence[Any], outer: Address, branch: int = 0
@@ -127,7 +147,7 @@ class _Recorder:
                     before_cap[at] = inputs[0]
                 if site.at.at == at:
                     capped = before_cap.get(site.cap_at.at) if site.cap_at else None
-                    stats[n] = site.largest(inputs[0], outs[0], capped)
+                    stats[n] = site.largest(inputs[0], capped)
             return outs
 
         # All equations, dead ones too: effects, names and random keys stay as they are.
@@ -153,13 +173,13 @@ class _Recorder:
                     f"{jaxprs.kernel_name(eqn).partition(' at ')[0]}. Use "
                     "mc.splash_attention or mc.blockwise_attention in its place"
                 )
-            largest = kernel.largest(jax.lax.stop_gradient(inputs))
-            if largest.size != layer.heads:
+            found = kernel.largest(jax.lax.stop_gradient(inputs))
+            if found.size != layer.heads:
                 raise ValueError(
-                    f"the kernel at {layer.line} has {largest.size} heads, and "
+                    f"the kernel at {layer.line} has {found.size} heads, and "
                     f"its query and key {layer.heads}: give it an axis of heads"
                 )
-            return jaxprs.bound(eqn, inputs), {n: largest}
+            return jaxprs.bound(eqn, inputs), {n: found}
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
                 return again(eqn, inputs, at)
@@ -184,7 +204,7 @@ class _Recorder:
         given = inputs[consts:end], inputs[end:]
         state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
         for n, x in stats.items():
-            stats[n] = x if at in self._layers[n].loops else x.max(0)
+            stats[n] = x if at in self._layers[n].loops else largest(x, 0)
         return [*state, *rest], stats
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):
@@ -220,18 +240,19 @@ class _Recorder:
     def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
         """Devices along some axes have other heads; along the rest, other batches."""
         body: Any = jaxprs.called(eqn)
-        of_heads, specs = {}, {}
+        own, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
         for n, layer in self._inside(at).items():
-            of_heads[n] = axes = layer.devices
-            inner = [loop for loop in layer.loops if loop[: len(at)] == at]
-            specs[n] = PartitionSpec(*[None] * len(inner), axes or None)
+            # What is outside of it, loops and other axes, has its part later.
+            stack = [None for loop in layer.loops if loop[: len(at)] == at]
+            of_heads[n] = tuple(name for name in layer.devices if name in own)
+            specs[n] = PartitionSpec(*stack, of_heads[n] or None)
 
         def on_device(*inputs: Any) -> tuple[list[Any], Stats]:
             outs, stats = self.run(body, inputs, at)
             for n, x in stats.items():
-                over = tuple(a for a in jaxprs.manual_in(eqn) if a not in of_heads[n])
+                over = tuple(a for a in own if a not in of_heads[n])
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
-                stats[n] = jax.lax.pmax(x, over) if over else x
+                stats[n] = largest_of_devices(x, over) if over else x
             return outs, stats
 
         return jaxprs.shard_map_again(eqn, on_device, specs)(*inputs)

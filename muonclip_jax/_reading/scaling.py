@@ -5,8 +5,8 @@ this is followed back no further than to the factor that a clip would choose: of
 `W_b (W_a x)` to W_b, if its entries are of one head each.
 """
 
-from collections.abc import Callable, Iterable
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from . import jaxprs
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, ELEMENTWISE, Label, moves, PRODUCTS, sides
+from .labels import either, ELEMENTWISE, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
@@ -80,15 +80,23 @@ class Scaling:
         self._known = {}
         return self._of(atom, labels, frozenset(), 0, is_last)
 
-    def _of(self, atom: Atom, labels: Labels, seen: Any, depth: int, is_last: IsLast) -> Sum:
-        key = (*atom.key(), depth, *((x.shape, x.dtype.kind, tuple(x.ravel().tolist())) for x in labels))
+    def _of(
+        self, atom: Atom, labels: Labels, seen: Any, depth: int, is_last: IsLast
+    ) -> Sum:
+        key = (
+            *atom.key(),
+            depth,
+            *((x.shape, x.dtype.kind, tuple(x.ravel().tolist())) for x in labels),
+        )
         if key not in self._known:
             found: list[Summand] = []
             for origin, after in self._graph.origins(atom, labels, seen):
                 if origin.parameter is not None:
                     found.append(Summand((Factor(origin.parameter, origin.labels),)))
                 elif origin.at is not None:
-                    found += self._equation(origin.at, origin.k, origin.labels, after, depth, is_last)
+                    found += self._equation(
+                        origin.at, origin.k, origin.labels, after, depth, is_last
+                    )
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
             self._known[key] = summed(found)
@@ -103,7 +111,9 @@ class Scaling:
             is_zero = at.frame.number(at.output(k).var) == 0
             return [] if is_zero else [Summand((), ADDED)]
         back = moves(at.eqn, k, len(at.frame.lead), at.frame.number)
-        follow = functools.partial(self._operand, at, back, labels, seen, depth, is_last)
+        follow = functools.partial(
+            self._operand, at, back, labels, seen, depth, is_last
+        )
         if name in PRODUCTS or name in ("mul", "div"):
             return self._product(at, facts, follow, is_last, depth, back, labels)
         if not back:
@@ -111,7 +121,11 @@ class Scaling:
         if name in ELEMENTWISE:
             # The norm of an axis, a clamp: no factor of what is left scales it.
             made = [s for i, _ in back if facts[i].leaves for s in follow(i)]
-            why = NORMED if name in _OF_NORMS else f"{name} at {at.line} is not linear, which made"
+            why = (
+                NORMED
+                if name in _OF_NORMS
+                else f"{name} at {at.line} is not linear, which made"
+            )
             return [unscaled(made, why)]
         taken = _finite_case(at) if name == "select_n" else None
         found: list[Summand] = []
@@ -124,9 +138,17 @@ class Scaling:
         move = next(move for j, move in back if j == i)
         own = tuple(map(move, labels))
         found = self._of(at.inputs()[i], own, seen, depth + deeper, is_last)
-        if at.name in ("dynamic_slice", "gather") and self._facts.of(at.inputs()[0]).is_weight:
+        if (
+            at.name in ("dynamic_slice", "gather")
+            and self._facts.of(at.inputs()[0]).is_weight
+        ):
             if _is_any(at):
-                found = tuple(s._replace(factors=tuple(f._replace(is_picked=True) for f in s.factors)) for s in found)
+                found = tuple(
+                    s._replace(
+                        factors=tuple(f._replace(is_picked=True) for f in s.factors)
+                    )
+                    for s in found
+                )
         return found
 
     def _met(self, at: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
@@ -134,11 +156,24 @@ class Scaling:
         event = self._facts.event(at)
         if not (fact.is_weight and (event or is_kernel)):
             return found
+
         def of(f: Factor) -> Factor:
-            return f._replace(event=f.event or event, is_kernel=f.is_kernel or is_kernel)
+            return f._replace(
+                event=f.event or event, is_kernel=f.is_kernel or is_kernel
+            )
+
         return tuple(s._replace(factors=tuple(map(of, s.factors))) for s in found)
 
-    def _product(self, at: Eqn, facts: list[Fact], follow: Any, is_last: IsLast, depth: int, back: Any, labels: Labels) -> Iterable[Summand]:
+    def _product(
+        self,
+        at: Eqn,
+        facts: list[Fact],
+        follow: Any,
+        is_last: IsLast,
+        depth: int,
+        back: Any,
+        labels: Labels,
+    ) -> Iterable[Summand]:
         """Of both operands every summand with every other's."""
         is_matrix = at.name in PRODUCTS
         made = [i for i in (0, 1) if facts[i].leaves]
@@ -151,19 +186,34 @@ class Scaling:
         one, two = (1, 0) if facts[1].is_weight and not facts[0].is_weight else (0, 1)
         if is_matrix and facts[0].is_weight and facts[1].is_weight:
             one, two = (1, 0)  # as in x @ (A @ B)
+
         def side(i: int) -> Sum:
-            found = self._met(at, facts[i], follow(i, deeper=i == two), is_matrix and facts[i].is_weight)
+            found = self._met(
+                at,
+                facts[i],
+                follow(i, deeper=i == two),
+                is_matrix and facts[i].is_weight,
+            )
             if at.name == "div" and i == 1:
                 return tuple(unscaled([s], NORMED) for s in found)
             return tuple(_apart(s, facts[1 - i]) for s in found)
+
         first = side(one)
-        if facts[one].is_weight and is_matrix and first and all(s.linear for s in first):
+        if (
+            facts[one].is_weight
+            and is_matrix
+            and first
+            and all(s.linear for s in first)
+        ):
             move = next(move for j, move in back if j == two)
             other = tuple(map(move, labels))
             if all(is_last(s.linear[0].labels, other) for s in first):
                 return first
         # A norm's other side is made of nothing else than what it norms.
-        is_norm = not (facts[two].events & ~facts[one].events or facts[two].leaves & ~facts[one].leaves)
+        is_norm = not (
+            facts[two].events & ~facts[one].events
+            or facts[two].leaves & ~facts[one].leaves
+        )
         if at.name == "div" or (is_norm and not facts[one].is_weight):
             return first if one == 0 or at.name != "div" else side(0)
         if depth >= _DEEPEST:
@@ -171,10 +221,16 @@ class Scaling:
         second = side(two)
         if len(first) * len(second) > 2 * _MOST_SUMMANDS:
             return first if len(first) <= len(second) else second
-        return [Summand((*x.factors, *y.factors), x.why or y.why) for x in first for y in second]
+        return [
+            Summand((*x.factors, *y.factors), x.why or y.why)
+            for x in first
+            for y in second
+        ]
 
 
-_OF_NORMS = frozenset("rsqrt sqrt integer_pow square pow log logistic tanh".split())
+_OF_NORMS = frozenset(
+    ["rsqrt", "sqrt", "integer_pow", "square", "pow", "log", "logistic", "tanh"]
+)
 
 
 def _apart(summand: Summand, other: Fact) -> Summand:
@@ -182,11 +238,15 @@ def _apart(summand: Summand, other: Fact) -> Summand:
 
     Of `x * rsqrt(var(x))` the kernel that made x scales nothing.
     """
+
     def of(f: Factor) -> Factor:
         same = other.events & f.event if f.event else other.leaves >> f.parameter & 1
         return f._replace(is_linear=f.is_linear and not same)
+
     factors = tuple(map(of, summand.factors))
-    is_lost = any(f.is_linear for f in summand.factors) and not any(f.is_linear for f in factors)
+    is_lost = any(f.is_linear for f in summand.factors) and not any(
+        f.is_linear for f in factors
+    )
     return Summand(factors, NORMED if is_lost else summand.why)
 
 
@@ -207,7 +267,10 @@ def summed(summands: Iterable[Summand]) -> Sum:
     """A sum, with the summands of the same factors as one."""
     found: dict[Any, Summand] = {}
     for s in summands:
-        key = tuple((f.parameter, f.event, f.is_linear, f.is_kernel) for f in s.factors), s.why if not s.factors else ""
+        key = (
+            tuple((f.parameter, f.event, f.is_linear, f.is_kernel) for f in s.factors),
+            s.why if not s.factors else "",
+        )
         if key in found:
             pairs = zip(found[key].factors, s.factors, strict=True)
             s = Summand(tuple(_joined(*pair) for pair in pairs), s.why)
@@ -219,7 +282,12 @@ def summed(summands: Iterable[Summand]) -> Sum:
 
 def _joined(a: Factor, b: Factor) -> Factor:
     labels = tuple(either(x, y) for x, y in zip(a.labels, b.labels, strict=True))
-    return b._replace(labels=labels, is_linear=a.is_linear and b.is_linear, is_kernel=a.is_kernel or b.is_kernel, is_picked=a.is_picked or b.is_picked)
+    return b._replace(
+        labels=labels,
+        is_linear=a.is_linear and b.is_linear,
+        is_kernel=a.is_kernel or b.is_kernel,
+        is_picked=a.is_picked or b.is_picked,
+    )
 
 
 def _finite_case(at: Eqn) -> int | None:
@@ -230,13 +298,19 @@ def _finite_case(at: Eqn) -> int | None:
         return None
     test = frame.jaxpr.eqns[made[0]]
     name, args = test.primitive.name, test.invars
-    if name in ("jit", "pjit") and (body := jaxprs.called(test)) is not None and len(body.jaxpr.eqns) == 1:
+    if (
+        name in ("jit", "pjit")
+        and (body := jaxprs.called(test)) is not None
+        and len(body.jaxpr.eqns) == 1
+    ):
         (test,) = body.jaxpr.eqns
         name, args = test.primitive.name, test.invars
     if name == "is_finite":
         return 2
     is_nan = name == "ne" and args[0] is args[1]
-    is_infinite = name == "eq" and any(hasattr(x, "val") and np.ndim(x.val) == 0 and np.isinf(x.val) for x in args)
+    is_infinite = name == "eq" and any(
+        hasattr(x, "val") and np.ndim(x.val) == 0 and np.isinf(x.val) for x in args
+    )
     return 1 if is_nan or is_infinite else None
 
 
@@ -244,8 +318,13 @@ def _is_any(at: Eqn) -> bool:
     """Whether an index, unknown which, picks one entry of a parameter."""
     if at.name == "gather":
         params = at.eqn.params
-        if len(params["dimension_numbers"].offset_dims) != len(jaxprs.shape_of(at.eqn.outvars[0])):
+        if len(params["dimension_numbers"].offset_dims) != len(
+            jaxprs.shape_of(at.eqn.outvars[0])
+        ):
             return False
         return at.frame.number(at.eqn.invars[1]) is None
     new, old = jaxprs.shape_of(at.eqn.outvars[0]), jaxprs.shape_of(at.eqn.invars[0])
-    return any(n == 1 < m and at.frame.number(x) is None for n, m, x in zip(new, old, at.eqn.invars[1:], strict=True))
+    return any(
+        n == 1 < m and at.frame.number(x) is None
+        for n, m, x in zip(new, old, at.eqn.invars[1:], strict=True)
+    )

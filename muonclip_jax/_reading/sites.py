@@ -29,7 +29,7 @@ class Site:
     """Where logits are an operand of an equation, and what they are there.
 
     - `at`: the equation, whose first operand they are.
-    - `is_maximum`: its result has the maximum of them along `axes`.
+    - `axes`: those along which it forms their maximum, if it does.
     - `dims`: the dimensions along which heads are.
     - `rows`: for each head which of the entries of `dims`, in C order, are its own.
     - `spans`: where there is more than logits along a dimension, such as a sink.
@@ -38,8 +38,7 @@ class Site:
     """
 
     at: Eqn
-    is_maximum: bool
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = ()
     dims: tuple[int, ...] = ()
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
     spans: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -47,36 +46,35 @@ class Site:
     cap_at: Eqn | None = None
     cap: float = math.inf
 
-    def largest(self, x: Any, out: Any, before_cap: Any) -> jax.Array:
+    def largest(self, x: Any, before_cap: Any) -> jax.Array:
         """The maximum of the logits of every head, `(heads,)`."""
         if jaxprs.is_statistic(self.at.eqn):
             return x
+        x = jax.lax.stop_gradient(x)
         if self.cap_at:
             # The mask comes after the cap, and hides what is below anything it lets by.
-            x = jnp.where(x >= -1.001 * abs(self.cap), before_cap * self.cap, -jnp.inf)
-        elif self.is_maximum and not self.spans and not {*self.dims} & {*self.axes}:
-            # What remains is to compare the maxima that the softmax has formed. XLA on
-            # CPU keeps these inside softmax's own fusion, and folds both steps into one
-            # pass that reads the logits again: 1.2 % of the bytes of GPT-2 at 4 layers
-            # of 256 (benchmarks/record_attention.py). With a barrier between them it is
-            # the same.
-            x = jnp.expand_dims(out, self.axes)
-        x = jax.lax.stop_gradient(x)
+            before_cap = jax.lax.stop_gradient(before_cap)
+            x = jnp.where(x < -1.001 * abs(self.cap), -jnp.inf, before_cap * self.cap)
+        elif not self.spans and not {*self.dims} & {*self.axes}:
+            # The maximum that the softmax forms, and with it a sum along the same axes,
+            # which shows NaN: 3.9 % of the bytes of GPT-2 at 4 layers of 256 as XLA
+            # counts them on CPU, 1.2 % without the sum (benchmarks/record_attention.py).
+            # That of the softmax would cost nothing, but rows that see nothing make it
+            # NaN, too.
+            x = jnp.expand_dims(largest(x, self.axes), self.axes)
         for dim, span in self.spans.items():
-            if x.shape[dim] > 1:
-                x = jax.lax.slice_in_dim(x, *span, axis=dim)
-        rest = [i for i in range(x.ndim) if i not in self.dims]
-        found = largest(x, rest) if rest else x
-        found = found.transpose(np.argsort(np.argsort(self.dims))).ravel()
-        found = found[self.rows]
-        return largest(found, 1) * self.factor if self.rows.shape[1] > 1 else found[:, 0] * self.factor
+            x = jax.lax.slice_in_dim(x, *span, axis=dim)
+        found = largest(x, [i for i in range(x.ndim) if i not in self.dims]).ravel()
+        return largest(found[self.rows], 1) * self.factor
 
 
 class Unclear(Exception):
     """Logits that enter a softmax in a way that cannot be recorded."""
 
 
-def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int) -> Site:
+def site_of(
+    reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int
+) -> Site:
     if named := _statistic(reader, product):
         return named
     site = _entrance(reader, exp, bits)
@@ -89,10 +87,14 @@ def site_of(reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int)
     if labels is None:
         raise Unclear("could not be followed into the softmax")
     of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
+
     def varies(label: Any) -> bool:
         line = joined(label, [a for a in range(label.ndim) if a not in of_heads])
         return len(set(line.ravel().tolist())) > 1
-    site.dims = tuple(d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x))
+
+    site.dims = tuple(
+        d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x)
+    )
     _count(reader, site, product, heads, bit, of_heads)
     if along["joins"]:
         site.spans = _spans(reader, site, bit)
@@ -119,7 +121,7 @@ def _statistic(reader: Reader, product: Product) -> Site | None:
     assert kernel is not None
     for at in reader.equations if kernel.maxima is not None else ():
         if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], frame.eqn):
-            return Site(at, False, ())
+            return Site(at)
     return None
 
 
@@ -131,7 +133,9 @@ def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
             continue
         if origin.at.eqn is eqn:
             return True
-        back = moves(origin.at.eqn, origin.k, len(origin.at.frame.lead), origin.at.frame.number)
+        back = moves(
+            origin.at.eqn, origin.k, len(origin.at.frame.lead), origin.at.frame.number
+        )
         if any(_is_of(reader, origin.at.inputs()[i], eqn) for i, _ in back):
             return True
     return False
@@ -140,7 +144,7 @@ def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
 def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
     """From an exponential back to where its operand was not shifted yet."""
     factor = math.log(2) if exp.name == "exp2" else 1.0
-    start = Site(exp, False, (), factor=factor)
+    start = Site(exp, factor=factor)
     atom = exp.inputs()[0]
     while True:
         label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
@@ -151,13 +155,17 @@ def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
         facts = reader.facts.all_of(inputs)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
         if at.name == "sub" and own[:1] == [0]:
-            maxima = [x for x in reader.maxima(inputs[1], bits)] if own == [0] or len(own) == 2 else []
+            maxima = (
+                [x for x in reader.maxima(inputs[1], bits)]
+                if own == [0] or len(own) == 2
+                else []
+            )
             if maxima:
                 best = maxima[0]
                 axes = tuple(best.eqn.params["axes"])
-                return Site(best, True, axes, factor=factor)
+                return Site(best, axes, factor=factor)
             if own == [0, 1]:
-                return Site(at, False, (), factor=factor)
+                return Site(at, factor=factor)
         if reader.facts.product(at) & bits or not own:
             return start
         if at.name in ("mul", "div") and len(own) == 1:
@@ -169,7 +177,9 @@ def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
 
-def _count(reader: Reader, site: Site, product: Product, heads: Heads, bit: int, of_heads: Any) -> None:
+def _count(
+    reader: Reader, site: Site, product: Product, heads: Heads, bit: int, of_heads: Any
+) -> None:
     """Finds the rows of each head: entries along the dimensions of heads."""
     atom = site.at.inputs()[0]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
@@ -181,7 +191,12 @@ def _count(reader: Reader, site: Site, product: Product, heads: Heads, bit: int,
     )
     if count > 1 << 14:
         raise Unclear(cannot)
-    numbers = np.arange(count).reshape([sizes[site.dims.index(a - lead)] if a - lead in site.dims else 1 for a in range(rank)])
+    numbers = np.arange(count).reshape(
+        [
+            sizes[site.dims.index(a - lead)] if a - lead in site.dims else 1
+            for a in range(rank)
+        ]
+    )
     label = np.vectorize(lambda x: 1 << int(x), otypes=[object])(numbers)
     labels, _ = reader.to_product(atom, (label,), bit)
     assert labels is not None
@@ -192,7 +207,11 @@ def _count(reader: Reader, site: Site, product: Product, heads: Heads, bit: int,
         if lead_of.axis in heads.axes:
             local = local.take([0], lead_of.axis)
     shape = np.broadcast_shapes(found.shape, local.shape)
-    pairs = zip(np.broadcast_to(found, shape).ravel(), np.broadcast_to(local, shape).ravel(), strict=True)
+    pairs = zip(
+        np.broadcast_to(found, shape).ravel(),
+        np.broadcast_to(local, shape).ravel(),
+        strict=True,
+    )
     of: dict[int, int] = {}
     for entries, head in pairs:
         of[int(head)] = of.get(int(head), 0) | int(entries)

@@ -10,7 +10,17 @@ from .attention import Reader
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Frame, Labels
 from .jaxprs import shape_of
-from .labels import contracted, is_varied, KNOWN, marks, moved, moves, PRODUCTS, sides, small
+from .labels import (
+    contracted,
+    is_varied,
+    KNOWN,
+    marks,
+    moved,
+    moves,
+    PRODUCTS,
+    sides,
+    small,
+)
 
 
 class Note(NamedTuple):
@@ -44,13 +54,29 @@ class Note(NamedTuple):
 
 
 # Which of several is greatest may decide where activations go.
-_CHOICES = frozenset("argmax argmin top_k approx_top_k sort".split())
+_CHOICES = frozenset(["argmax", "argmin", "top_k", "approx_top_k", "sort"])
 
 # Linear algebra may hide what it does with parameters, but no attention.
 _ALGEBRA = frozenset(
-    "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product eigh "
-    "eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf ormqr geqp3 "
-    "hessenberg".split()
+    [
+        "triangular_solve",
+        "cholesky",
+        "lu",
+        "lu_pivots_to_permutation",
+        "qr",
+        "householder_product",
+        "eigh",
+        "eig",
+        "svd",
+        "schur",
+        "tridiagonal",
+        "tridiagonal_solve",
+        "custom_linear_solve",
+        "geqrf",
+        "ormqr",
+        "geqp3",
+        "hessenberg",
+    ]
 )
 
 
@@ -124,7 +150,9 @@ class Uses:
             for fact in facts:
                 if fact.is_weight:
                     self._use("elementwise", at, fact)
-        elif any(f.is_weight for f in facts) and any(f.has_data and not f.leaves for f in facts):
+        elif any(f.is_weight for f in facts) and any(
+            f.has_data and not f.leaves for f in facts
+        ):
             for fact in facts:
                 if fact.is_weight:
                     self._use("data", at, fact)
@@ -145,7 +173,9 @@ class Uses:
     def _handed(self, at: Eqn, frames: list[Frame]) -> None:
         """A parameter that is what a loop begins with, or that a branch returns."""
         inner = frames[0]
-        for i, outer in enumerate(inner.outer if inner.kind in ("scan", "while") else ()):
+        for i, outer in enumerate(
+            inner.outer if inner.kind in ("scan", "while") else ()
+        ):
             if outer.how == "carry":
                 start = self._facts.of(Atom(at.frame, outer.atom))
                 carried = self._facts.of(Atom(inner, inner.jaxpr.invars[i]))
@@ -233,10 +263,16 @@ class Uses:
                 fact = self._facts.of(kernel)
                 kind = kind if fact.has_data or fact.leaves else "elementwise"
         elif at.name != "dot_general" and i == 1:
-            groups = {*at.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions}
+            groups = {
+                *at.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+            }
 
         def role(d: int) -> str:
-            if d in experts or d in groups or (to[i][d] is not None and to[i][d] in both):
+            if (
+                d in experts
+                or d in groups
+                or (to[i][d] is not None and to[i][d] in both)
+            ):
                 return "stack"
             return "input" if to[i][d] is None else "output"
 
@@ -248,12 +284,14 @@ class Uses:
         is_pair = self._facts.of(atom).is_pair
         for summand in self._reader.scaling.of(atom, labels):
             for f in summand.factors:
-                roles = tuple(dict.fromkeys(
-                    (axis, word)
-                    for label, word in zip(f.labels, said, strict=True)
-                    for axis in range(label.ndim)
-                    if is_varied(label, axis)
-                ))
+                roles = tuple(
+                    dict.fromkeys(
+                        (axis, word)
+                        for label, word in zip(f.labels, said, strict=True)
+                        for axis in range(label.ndim)
+                        if is_varied(label, axis)
+                    )
+                )
                 # A gain of the weight: what has not both sides, unless a part of a
                 # product.
                 is_alone = len(summand.factors) == 1 or is_pair
@@ -265,7 +303,9 @@ class Uses:
     def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
         """Two parameters make one of low rank, which is the weight of what follows."""
         to = sides(at.eqn)
-        for atom, own, free in zip(inputs, to or (), ("input?", "output?"), strict=False):
+        for atom, own, free in zip(
+            inputs, to or (), ("input?", "output?"), strict=False
+        ):
             for summand in self._reader.scaling.of(atom, self._each(atom)):
                 for f in summand.factors:
                     axes = [
@@ -335,15 +375,22 @@ class Uses:
             to = sides(at.eqn) if i is not None else None
             if i is None or to is None or not self._facts.event(at):
                 continue
-            free = {d for d in to[i] if d is not None} - {d for d in to[1 - i] if d is not None}
+            free = {d for d in to[i] if d is not None} - {
+                d for d in to[1 - i] if d is not None
+            }
             for bits, total in self._reader.sums:
                 atom = total.inputs()[0]
                 if not bits & 1 << k:
                     continue
-                lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+                lead, rank = (
+                    len(atom.frame.lead),
+                    len(atom.frame.lead) + len(atom.shape),
+                )
                 axes = total.eqn.params["axes"]
                 labels, _ = self._reader.to_product(
-                    atom, tuple(marks(rank, lead + a, atom.shape[a]) for a in axes), 1 << k
+                    atom,
+                    tuple(marks(rank, lead + a, atom.shape[a]) for a in axes),
+                    1 << k,
                 )
                 inner = len(at.frame.lead)
                 if any(x.shape[inner + d] > 1 for x in labels or () for d in free):
@@ -359,7 +406,9 @@ class Uses:
             lead = len(at.frame.lead)
             to = sides(at.eqn) or ([], [])
             i = self._facts.weight_of(at) or 0
-            own = {d for d in to[i] if d is not None} - {d for d in to[1 - i] if d is not None}
+            own = {d for d in to[i] if d is not None} - {
+                d for d in to[1 - i] if d is not None
+            }
             for d, label in enumerate(labels or ()):
                 if any(label.shape[lead + x] > 1 for x in own):
                     dims.add(d)
@@ -433,7 +482,9 @@ class Uses:
                     for axis in range(label.ndim):
                         if is_varied(label, axis):
                             # Major ones change less often along an axis.
-                            line = label.swapaxes(0, axis).reshape(label.shape[axis], -1)
+                            line = label.swapaxes(0, axis).reshape(
+                                label.shape[axis], -1
+                            )
                             changes = int((line[1:] != line[:-1]).any(1).sum())
                             found.setdefault(number, {}).setdefault(d, (axis, changes))
         return {
@@ -461,7 +512,8 @@ class Uses:
                 n = len(own)
                 is_more = [n < len(x) and {*own} == {*x[:n]} for x in theirs]
                 others_fit = all(
-                    more or {*x} <= {*own} for more, x in zip(is_more, theirs, strict=True)
+                    more or {*x} <= {*own}
+                    for more, x in zip(is_more, theirs, strict=True)
                 )
                 is_scale = any(is_more) and others_fit
                 self._add("scales" if is_scale else "features", at, kernel)
@@ -500,16 +552,29 @@ class Uses:
             for number, labels in self._leaves(kernel):
                 for (d, entries), label in zip(starts.items(), labels, strict=True):
                     axes = [a for a in range(label.ndim) if is_varied(label, a)]
-                    if len(axes) == 1 and label.shape[axes[0]] == atom.shape[d] == self._graph.shapes[number][axes[0]]:
+                    if (
+                        len(axes) == 1
+                        and label.shape[axes[0]]
+                        == atom.shape[d]
+                        == self._graph.shapes[number][axes[0]]
+                    ):
                         roles = ((axes[0], "cut"),)
-                        self._add("cut", at, number, events=union(1 << x for x in entries), roles=roles)
+                        self._add(
+                            "cut",
+                            at,
+                            number,
+                            events=union(1 << x for x in entries),
+                            roles=roles,
+                        )
 
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
     """The dimensions of which an equation takes single entries, and which."""
     old, params = shape_of(at.eqn.invars[0]), at.eqn.params
     if at.name == "slice":
-        pairs = zip(params["start_indices"], shape_of(at.eqn.outvars[0]), old, strict=True)
+        pairs = zip(
+            params["start_indices"], shape_of(at.eqn.outvars[0]), old, strict=True
+        )
         return {d: [int(s)] for d, (s, n, m) in enumerate(pairs) if n == 1 < m}
     if at.name in ("split", "unstack"):
         axis = params["axis"]
@@ -518,7 +583,9 @@ def _one_entry(at: Eqn) -> dict[int, list[int]]:
         return {axis: [s for s, n in zip(starts, sizes, strict=False) if n == 1]}
     if at.name == "dynamic_slice":
         sizes = zip(params["slice_sizes"], old, at.eqn.invars[1:], strict=True)
-        found = {d: at.frame.number(x) for d, (n, m, x) in enumerate(sizes) if n == 1 < m}
+        found = {
+            d: at.frame.number(x) for d, (n, m, x) in enumerate(sizes) if n == 1 < m
+        }
         return {d: [s] for d, s in found.items() if isinstance(s, int)}
     numbers = params["dimension_numbers"]
     start = at.frame.number(at.eqn.invars[1])

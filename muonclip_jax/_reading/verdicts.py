@@ -23,7 +23,15 @@ class Verdict(NamedTuple):
     is_known: bool = True  # False if nothing uses it, or what cannot be read
 
 
-_USES = "looked up", "contracted", "factor", "elementwise", "depthwise", "data", "unknown"
+_USES = (
+    "looked up",
+    "contracted",
+    "factor",
+    "elementwise",
+    "depthwise",
+    "data",
+    "unknown",
+)
 
 
 def verdicts(

@@ -1,5 +1,8 @@
 """The largest logits next to a function's result, in which nothing changes."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,6 +182,59 @@ def test_a_row_for_every_layer_of_a_scan(reverse):
     np.testing.assert_allclose(_leaf(stats), rows, rtol=1e-4)
 
 
+LONG = normal(7, 2, 70, D)  # as many keys as a vector register wants
+SEEN = np.tril(np.ones((70, 70), bool))
+
+
+def _by_exponentials(logits):
+    weights = jnp.exp(logits / 100)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+WEIGHTS = {
+    "plain": jax.nn.softmax,
+    "masked": lambda x: jax.nn.softmax(jnp.where(SEEN, x, -jnp.inf)),
+    "capped": lambda x: jax.nn.softmax(jnp.where(SEEN, 9 * jnp.tanh(x / 9), -1e9)),
+    "by exponentials": _by_exponentials,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_nan_among_many_logits_is_in_the_statistic(name, loop, jit):
+    def attend(p, x):
+        logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
+        return jnp.einsum("bhqk,bkd->bqhd", WEIGHTS[name](logits), x @ p["v"]).sum()
+
+    def each(p, x):
+        return jax.lax.map(lambda row: attend(p, row[None]), x).sum()
+
+    record = mc.record_attention(each if loop else attend)
+    record = jax.jit(record) if jit else record
+    assert np.isfinite(_leaf(record(PARAMS, LONG)[1])).all()
+    broken = LONG.at[0, 40, 3].set(jnp.nan)
+    assert np.isnan(_leaf(record(PARAMS, broken)[1])).all()
+
+
+def test_masked_logits_in_half_precision():
+    """A row that sees nothing has the maximum -inf, and -inf times zero is NaN."""
+
+    def fun(p, x):
+        query, key = cut(x @ p["q"]), cut(x @ p["k"])
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+        logits = jnp.where(jnp.tril(jnp.ones((T, T), bool), -1), logits, -jnp.inf)
+        weights = jnp.nan_to_num(jax.nn.softmax(logits))
+        return jnp.einsum("bhqk,bkd->bqhd", weights, x @ p["v"])
+
+    halves = jax.tree.map(lambda x: jnp.asarray(x, jnp.float16), (PARAMS, X))
+    _, stats = jax.jit(mc.record_attention(fun))(*halves)
+    mask = np.tril(np.ones((T, T), bool), -1)
+    expected = _expected(*jax.tree.map(lambda x: x.astype(jnp.float32), halves), mask)
+    # Products and sums of float16 logits, of up to 2**-11 each.
+    np.testing.assert_allclose(_leaf(stats), expected, rtol=2e-2)
+
+
 def test_a_sink_is_no_logit_of_query_and_key():
     def fun(p, x):
         query, key = cut(x @ p["q"]), cut(x @ p["k"])
@@ -209,27 +265,117 @@ def test_auxiliary_results_and_arguments_that_are_no_arrays():
     assert set(aux) == {"name", "mean"} and set(stats) == {"max_logits"}
 
 
-def test_modules_of_nnx_keep_the_state_that_the_function_changes():
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-            self.norm = nnx.BatchNorm(8, rngs=rngs)
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
 
-        def __call__(self, x):
-            return self.attention(self.norm(x))
+    def __call__(self, x, rngs):
+        return self.dropout(self.attention(self.norm(x)), rngs=rngs)
 
-    def loss(net, x):
-        return jnp.sum(net(x) ** 2)
 
-    x = normal(3, 2, 5, 8)
-    nets = [Net(nnx.Rngs(0)) for _ in range(2)]
-    value, grads = nnx.value_and_grad(loss)(nets[0], x)
-    step = nnx.jit(nnx.value_and_grad(mc.record_attention(loss), has_aux=True))
-    (recorded, stats), new_grads = step(nets[1], x)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Extras:
+    metric: nnx.Module
+    owner: nnx.Module
+
+
+X_NET = normal(3, 2, 5, 8)
+
+
+def _loss_of_objects(net, at, x, *, extras):
+    rngs, count = at["rngs"]
+    assert extras.owner.rngs is rngs
+    value = jnp.sum(net(x, rngs) ** 2)
+    extras.metric.update(values=value)
+    count[...] += 1
+    net.seen = nnx.Intermediate(x.mean())
+    net.calls = 1
+    return value
+
+
+def _plain(fun):
+    return lambda *args, **kwargs: (fun(*args, **kwargs), {})
+
+
+def _trained(record, loss, objects):
+    """Gradients and states after two steps with dropout."""
+
+    @nnx.jit
+    def step(net, at, x, extras):
+        # `nnx.grad` takes nothing by keyword alone.
+        grad = nnx.value_and_grad(
+            lambda *args: record(loss)(*args[:-1], extras=args[-1]), has_aux=True
+        )
+        (value, _), grads = grad(net, at, x, extras)
+        return value, grads
+
+    found = [step(*objects) for _ in range(2)]
+    return jax.tree.map(
+        lambda x: (
+            jax.random.key_data(x)
+            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else x
+        ),
+        (found, nnx.state(objects)),
+    )
+
+
+def _objects():
+    net, rngs = Net(nnx.Rngs(0)), nnx.Rngs(1)
+    owner = nnx.Module()
+    owner.rngs = rngs
+    extras = Extras(nnx.metrics.Average(), owner)
+    return net, {"rngs": (rngs, nnx.Variable(jnp.zeros(())))}, X_NET, extras
+
+
+def test_what_changes_in_objects_of_nnx_among_all_arguments_is_kept():
+    """Statistics, keys, metrics, counters, new attributes; one object in two places."""
+    plain, recorded = _objects(), _objects()
+    expected = _trained(_plain, _loss_of_objects, plain)
+    actual = _trained(mc.record_attention, _loss_of_objects, recorded)
+    jax.tree.map(_assert_close, actual, expected)
+    (first, _), (second, _) = actual[0]
+    assert first != second and recorded[0].calls == 1
+    # Eagerly, too.
+    *args, extras = recorded
+    _, stats = mc.record_attention(_loss_of_objects)(*args, extras=extras)
     assert stats["attention"]["max_logits"].shape == (2,)
-    jax.tree.map(_assert_close, (value, grads), (recorded, new_grads))
-    jax.tree.map(_assert_close, *(nnx.state(net) for net in nets))
-    assert nets[1].norm.mean[...].any()
+    assert recorded[1]["rngs"][1][...] == 3
+
+
+def test_objects_that_are_returned_are_those_that_were_given():
+    def fun(net, rngs, x, *, again):
+        assert again["net"] is net
+        made = nnx.Linear(8, 8, rngs=rngs)
+        return net(x, rngs).sum(), {"net": net, "made": [made, made], "name": "this"}
+
+    net, rngs = Net(nnx.Rngs(0)), nnx.Rngs(1)
+    record = mc.record_attention(fun, has_aux=True)
+    _, (aux, _) = record(net, rngs, X_NET, again={"net": net})
+    first, second = aux["made"]
+    assert aux["net"] is net and first is second and aux["name"] == "this"
+    expected = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(first.kernel[...], expected.kernel[...])
+
+
+def test_reading_changes_no_object():
+    net, at, x, extras = _objects()
+    before = jax.tree.map(lambda x: x, nnx.state((net, extras.metric, at["rngs"][1])))
+    reading = mc.read_model(_loss_of_objects, net, at, x, extras=extras)
+    assert [layer.path for layer in reading.attention] == ["attention"]
+    after = nnx.state((net, extras.metric, at["rngs"][1]))
+    assert not hasattr(net, "seen")
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_an_object_of_an_outer_trace_that_stays_as_it_is():
+    attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    record = mc.record_attention(lambda layer, x: layer(x).sum())
+    value, _ = jax.jit(lambda x: record(attention, x))(X_NET)
+    assert value == pytest.approx(float(attention(X_NET).sum()), rel=1e-5)
 
 
 def test_a_cap_that_is_no_number_is_an_error_with_its_line():
@@ -274,6 +420,96 @@ def test_inside_shard_map_over_batches_and_heads(heads):
     clipped = mc.clip_qk(PARAMS, stats, 20.0, attention=[layer])
     after = _leaf(recorded(clipped, x)[0][1])
     np.testing.assert_allclose(after, np.minimum(largest, 20), rtol=1e-4)
+
+
+def _mesh(*shape):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def _weighed(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def _on_both(spec, axes=None):
+    """Sharded attention; with `axes`, one `shard_map` for each of them."""
+    run = _weighed
+    for names, own in axes or [(("data", "model"), spec)]:
+        run = jax.shard_map(
+            run,
+            mesh=_mesh(2, 2) if names != ("model",) else None,
+            in_specs=(own,) * 3,
+            out_specs=own,
+            axis_names={*names},
+        )
+    return run
+
+
+def _layer(attend, x, p):
+    heads = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
+    return normed(x + attend(*heads).reshape(x.shape))
+
+
+def _scanned(attend, params, x):
+    return jax.lax.scan(lambda x, p: (_layer(attend, x, p), None), x, params)[0]
+
+
+def _picked(attend, params, x):
+    def step(i, x):
+        return _layer(attend, x, jax.tree.map(lambda p: p[i], params))
+
+    return jax.lax.fori_loop(0, 2, step, x)
+
+
+def _in_a_branch(attend, params, x):
+    def step(x, p):
+        layer = jax.checkpoint(functools.partial(_layer, attend))
+        return jax.lax.cond(x[0, 0, 0] < 1e9, layer, lambda x, p: x, x, p), None
+
+    return jax.lax.scan(step, x, params)[0]
+
+
+def _until(attend, params, x):
+    def step(state):
+        i, x = state
+        return i + 1, _layer(attend, x, jax.tree.map(lambda p: p[0], params))
+
+    return jax.lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1]
+
+
+SHARDED = P("data", None, "model")
+NESTED = [(("model",), P(None, None, "model")), (("data",), P("data"))]
+LOOPS = {
+    "scanned": (_scanned, SHARDED, None),
+    "batches alone": (_scanned, P("data"), None),
+    "picked": (_picked, SHARDED, None),
+    "in a branch": (_in_a_branch, SHARDED, None),
+    "until": (_until, SHARDED, None),
+    "nested": (_scanned, SHARDED, NESTED),
+}
+
+
+@pytest.mark.parametrize("name", few(list(LOOPS), "batches alone", "until", "nested"))
+def test_shard_map_inside_a_loop_over_layers(name):
+    run, *sharded = LOOPS[name]
+    shape = (2, D, 2, D // 2)
+    params = {n: normal(i, *shape, scale=0.4) for i, n in enumerate("qkv")}
+    x, rows = normal(4, 2, T, D), []
+    attend = _on_both(*sharded)
+    record = jax.jit(mc.record_attention(functools.partial(run, attend)))
+    out, stats = record(params, x)
+    y = x
+    for i in (0, 0) if run is _until else (0, 1):
+        p = jax.tree.map(lambda p: p[i], params)  # noqa: B023
+        query, key = (np.einsum("btd,dhk->bthk", y, p[n]) for n in "qk")
+        rows.append(naive_logits(query * (D // 2) ** 0.5, key).max((0, 2, 3)))
+        y = _layer(_weighed, y, p)
+    expected = np.max(rows, 0) if run is _until else rows
+    np.testing.assert_allclose(_leaf(stats), expected, rtol=1e-4)
+    np.testing.assert_allclose(out, y, rtol=1e-4, atol=1e-5)
+    # One device may have the NaN, which a maximum over devices loses.
+    broken = record(params, x.at[1, 2, 3].set(jnp.nan))[1]
+    assert np.isnan(_leaf(broken)).all()
 
 
 def _groups_in_one_kernel(p, x):

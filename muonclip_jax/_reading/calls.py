@@ -1,0 +1,123 @@
+"""A function and its arguments as a jaxpr of the arrays among them."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._parameters import paths
+from . import jaxprs
+
+
+class Call(NamedTuple):
+    """A function as the jaxpr of the arrays among its arguments, parameters first."""
+
+    tree: paths.PathedTree  # the parameters
+    arrays: list[int]  # which of its leaves are arrays
+    body: jaxprs.Inner
+    values: list[Any]  # what to run it on
+    # What the function returns, of the jaxpr's outputs. Objects of NNX among the
+    # arguments are then as the function leaves them: until it is called, nothing is.
+    outputs: Callable[[Sequence[Any]], Any]
+
+
+@contextlib.contextmanager
+def call_of(
+    fun: Callable[..., Any], params: Any, /, *args: Any, **kwargs: Any
+) -> Iterator[Call]:
+    """Traces a function; what is no array among its arguments stays as it is."""
+    # Whoever has objects of NNX has imported Flax: nobody else needs it.
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        yield _traced(lambda p, x, named: fun(p, *x, **named), params, args, kwargs)
+    else:
+        with nnx.update_context(__name__):
+            yield _on_objects(nnx, fun, params, (args, kwargs))
+
+
+def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
+    """As a function of the state of objects that returns what becomes of it, too.
+
+    It is run on copies, by NNX's own bookkeeping for transformations: one graph for all
+    arguments and results, so that what is one object stays one, also if it is new.
+    """
+    is_object = nnx.graph.is_graph_node
+
+    def parted(tree: Any) -> tuple[list[Any], list[Any], Any]:
+        flat, treedef = jax.tree.flatten(tree, is_leaf=is_object)
+        objects = [x if is_object(x) else None for x in flat]
+        return objects, [None if is_object(x) else x for x in flat], treedef
+
+    def joined(objects: list[Any], others: list[Any], treedef: Any) -> Any:
+        pairs = zip(objects, others, strict=True)
+        return treedef.unflatten(y if x is None else x for x, y in pairs)
+
+    def split(*nodes: Any, tag: str | None = __name__) -> Any:
+        own = nnx.All(nnx.Param, lambda path, _: path[0] == 0)
+        with nnx.split_context(tag) as context:
+            return context.split(nodes, own, ...)
+
+    def merged(graph: Any, *states: Any, is_inner: bool) -> Any:
+        with nnx.merge_context(__name__, inner=is_inner) as context:
+            return context.merge(graph, *states)
+
+    objects, others, treedef = parted(rest)
+    # Variables without a module are a tree as any other.
+    is_module = any(not isinstance(x, nnx.Variable | None) for x in parted(params)[0])
+    graph, own, state = split(params if is_module else None, objects)
+    # Of a module, parameters are what `nnx.state(params, nnx.Param)` has.
+    given = own.get(0, own) if is_module else params
+
+    def of_state(params: Any, state: Any, others: Any) -> Any:
+        own = nnx.State({0: params} if is_module else {})
+        module, objects = merged(graph, own, state, is_inner=True)
+        args, kwargs = joined(objects, others, treedef)
+        made, *out = parted(fun(module if is_module else params, *args, **kwargs))
+        before, (now, *after) = (own, state), split(module, objects, tag=None)
+        old, new = (list(map(id, jax.tree.leaves(x))) for x in (before, after))
+        is_same = now == graph and new == old and made == [None] * len(made)
+        return split(module, objects, made), out, is_same
+
+    call = _traced(of_state, given, state, others)
+
+    def outputs(values: Sequence[Any]) -> Any:
+        of_objects, out, is_same = call.outputs(values)
+        # Where objects of an outer trace are, as in a closure, nothing may be written.
+        made = out[0] if is_same else merged(*of_objects, is_inner=False)[-1]
+        return joined(made, *out)
+
+    return call._replace(outputs=outputs)
+
+
+def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
+    tree = paths.flatten(params)
+    others, treedef = jax.tree.flatten(rest)
+    given, end = [*tree.leaves, *others], len(tree.leaves)
+    at = [i for i, x in enumerate(given) if paths.is_array(x)]
+    returned: list[Any] = []
+
+    def of_arrays(*arrays: Any) -> Any:
+        flat = list(given)
+        for i, x in zip(at, arrays, strict=True):
+            flat[i] = x
+        out = fun(tree.unflatten(flat[:end]), *treedef.unflatten(flat[end:]))
+        out, structure = jax.tree.flatten(out)
+        # What is returned as it came in is what was given. No tracer is kept: it would
+        # outlive its trace.
+        came = {id(x): given[i] for i, x in zip(at, arrays, strict=True)}
+        made = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in came]
+        kept = [None if i in made else came.get(id(x), x) for i, x in enumerate(out)]
+        returned[:] = structure, made, kept
+        return [out[i] for i in made]
+
+    def outputs(values: Sequence[Any]) -> Any:
+        structure, made, out = returned
+        for i, x in zip(made, values, strict=True):
+            out[i] = x
+        return structure.unflatten(out)
+
+    values = [given[i] for i in at]
+    body = jaxprs.trace(of_arrays, *values)
+    return Call(tree, [i for i in at if i < end], body, values, outputs)
