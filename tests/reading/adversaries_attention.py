@@ -415,19 +415,25 @@ def rotary_of_a_part(p, x):
 
 
 @case(SAYS + "; table vector~embedding", one(table=(2 * T - 1, H)), X,
-      attention="said", scaled="table")  # fmt: skip
+      attention="biased", scaled="table")  # fmt: skip
 def learned_bias_by_distance(p, x):
     q, k, v = qkv(p, x)
     bias = jnp.moveaxis(p["table"][DISTANCE], -1, 0)
     return end(p, x, mixed(soft(scores(q, k) + bias), v))
 
 
-@case(SAYS, one(), X, attention="said")
+@case(SAYS, one(), X, attention="biased")
 def slopes_by_head(p, x):
     """ALiBi: a fixed bias is added to the logits."""
     q, k, v = qkv(p, x)
-    slopes = 0.5 ** np.arange(1, H + 1)[:, None, None] * -np.abs(DISTANCE - T + 1)
+    slopes = 0.1**np.arange(1, H + 1)[:, None, None] * -np.abs(DISTANCE - T + 1)
     return end(p, x, mixed(soft(scores(q, k) + slopes), v))
+
+
+@case(SAYS, one(), X, array("pairs", H, T, T), attention="biased")
+def bias_of_pairs_among_the_arguments(p, x, pairs):
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(q, k) + 0.3 * pairs), v))
 
 
 @case(SAYS + "; table vector~embedding", one(table=(2 * T - 1, K)), X,

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     `attention`: what has to become of it,
         `read`: every head by itself; `jointly`: all heads by the largest, at least;
         `said`: refused, or right; `none`: there is none, and none may be suspected;
+        `biased`: read; a bias that stays is added, so the clip need not be exact;
         `maybe`: there is something like it, refused or denied in the printed reading.
     `scaled`: patterns of leaves besides q* and k* that the clip may change.
     `plain`: a function with the same logits, where they cannot be seen in `fun`.
@@ -205,7 +206,7 @@ class _Said(Exception):
 
 def _judged(case: Case) -> Verdict:
     rows = largest(case, case.params)
-    assert bool(rows) == (case.attention in ("read", "jointly", "said")), case.name
+    assert bool(rows) == (case.attention in ("read", "jointly", "said", "biased")), case.name
     assert all(row.max() > 0.05 for row in rows), f"{case.name}: logits are too small"
     expected_labels(case)
     reading = mc.read_model(case.fun, case.params, *case.args)
@@ -253,7 +254,7 @@ def _with_attention(
     if not reading.attention and not refused:
         return Verdict("wrong", "attention is neither found nor refused")
     if not reading.attention:
-        kind = "unread" if case.attention in ("read", "jointly") else "said"
+        kind = "said" if case.attention == "said" else "unread"
         return Verdict(kind, "; ".join(refused))
     if not refused:
         try:
@@ -273,7 +274,7 @@ def _with_attention(
     if missed and not refused:
         return Verdict("wrong", f"statistics {_short(stats)} for {_short(rows)}")
     for i in found:
-        if fault := _clip_fault(case, reading, stats, rows, i, found[i], i in is_joint):
+        if fault := _clip_fault(case, reading, stats, rows, i, found[i], is_joint):
             return Verdict(*fault)
     kind = "jointly" if is_joint else "right"
     if refused or said:
@@ -340,10 +341,15 @@ def _clip_fault(case, reading, stats, rows, n, own, is_joint) -> tuple[str, str]
         return "late", f"clip_qk: {error}"
     after = largest(case, clipped)[n]
     right = np.minimum(row, tau)
-    if is_joint:
-        is_right = after.max() <= tau * 1.0001 and after.max() >= tau * 0.9999
-    else:
-        is_right = np.abs(after - right).max() <= 1e-4 * max(tau, np.abs(row).max())
+    bound = 1e-4 * max(tau, np.abs(row).max())
+    is_right = np.abs(after - right).max() <= bound
+    if case.attention == "biased":  # it is less, and nothing else moves
+        is_right = np.abs(after - row)[row <= tau].max(initial=0) <= bound
+        is_right &= np.all(after[row > tau] < row[row > tau])
+    elif np.all(after <= tau + bound) and np.abs(after.max() - tau) <= bound:
+        # Heads under the threshold moved too: all are scaled by one number.
+        is_joint.update(() if is_right else {n})
+        is_right = True
     if not is_right:
         text = f"{_short(row)} clipped at {tau:.3f} is {_short(after)}"
         return "wrong", f"layer {n}: {text}"
