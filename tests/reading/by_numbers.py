@@ -308,7 +308,10 @@ def _matched(stats: Any, rows: list[np.ndarray]) -> tuple[Any, set[int], bool]:
             close = [x for x in left if abs(x[2] - value) <= bound and x not in own]
             own += close[:1]
         if len(own) < len(row):
-            own = [x for x in own if abs(x[2] - row.max()) <= bound]
+            # Heads may be cut finer, down to where logits can be scaled apart.
+            own = _finer(left, row, bound)
+        if not own:
+            own = [x for x in left if abs(x[2] - row.max()) <= bound][:1]
             is_joint.add(n)
         if not own:
             missed = True
@@ -316,6 +319,17 @@ def _matched(stats: Any, rows: list[np.ndarray]) -> tuple[Any, set[int], bool]:
         found[n] = {(path, i) for path, i, _ in own}
         left = [x for x in left if x not in own]
     return found, is_joint & found.keys(), missed or bool(left)
+
+
+def _finer(left: list[Any], row: np.ndarray, bound: float) -> list[Any]:
+    """The entries of one statistic whose maxima, evenly grouped, are a row."""
+    for path in dict.fromkeys(path for path, *_ in left):
+        own = [x for x in left if x[0] == path]
+        if len(own) % len(row) == 0:
+            values = np.reshape([x[2] for x in own], (len(row), -1)).max(1)
+            if np.all(np.abs(values - row) <= bound):
+                return own
+    return []
 
 
 def _clip_fault(case, reading, stats, rows, n, own, is_joint) -> tuple[str, str] | None:
