@@ -1,13 +1,28 @@
-"""Kernels that meet data, noise, masks or one another before activations meet them."""
+"""Kernels that meet data, noise, masks or one another before activations."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from pieces_of_cases import (
-    array, B, C, case, cut, D, F, gains, KEY, mixed, rms, scores, soft, T, unit,
-    weights, X,
-)  # fmt: skip
+    array,
+    B,
+    C,
+    case,
+    cut,
+    D,
+    F,
+    gains,
+    KEY,
+    mixed,
+    rms,
+    scores,
+    soft,
+    T,
+    unit,
+    weights,
+    X,
+)
 
 
 MLP = weights(up=(D, F), down=(F, D), head=(D, C))
@@ -121,8 +136,12 @@ def flax_of_eight_bits(p, rest, x):
 
 
 _FLOAT8 = _Float8().init(jax.random.key(0), X)
-case("mix/kernel 0|1; head/kernel head", _FLOAT8["params"],
-     {k: v for k, v in _FLOAT8.items() if k != "params"}, X)(flax_of_eight_bits)  # fmt: skip
+case(
+    "mix/kernel 0|1; head/kernel head",
+    _FLOAT8["params"],
+    {k: v for k, v in _FLOAT8.items() if k != "params"},
+    X,
+)(flax_of_eight_bits)
 
 
 @case(SAYS, MLP, X, array("u", D), array("w", F))
@@ -170,27 +189,39 @@ def low_rank_next_to_it(p, x):
     return (x + jax.nn.gelu(y + 2 * (x @ p["a"]) @ p["b"]) @ p["down"]) @ p["head"]
 
 
-@case("up frozen; down 0|1; a b 0|1; head head",
-      {**MLP, **weights(a=(D, 2), b=(2, F))}, X)  # fmt: skip
+@case(
+    "up frozen; down 0|1; a b 0|1; head head", {**MLP, **weights(a=(D, 2), b=(2, F))}, X
+)
 def low_rank_on_a_frozen_kernel(p, x):
     return mlp(p, x, jax.lax.stop_gradient(p["up"]) + p["a"] @ p["b"])
 
 
-@case(SAYS + "; a b 0|1; gain vector",
-      {**MLP, **weights(a=(D, 2), b=(2, F)), "gain": gains(F)}, X)  # fmt: skip
+@case(
+    SAYS + "; a b 0|1; gain vector",
+    {**MLP, **weights(a=(D, 2), b=(2, F)), "gain": gains(F)},
+    X,
+)
 def low_rank_with_a_gain(p, x):
     w = p["up"] + p["a"] @ p["b"]
     return mlp(p, x, p["gain"] * w / jnp.linalg.norm(w, axis=0))
 
 
-@case("a b 0|1; head head", weights(a=(D, 2), b=(2, D), head=(D, C)), X,
-      array("base", D, D))  # fmt: skip
+@case(
+    "a b 0|1; head head",
+    weights(a=(D, 2), b=(2, D), head=(D, C)),
+    X,
+    array("base", D, D),
+)
 def adapters_alone_on_a_kernel_of_the_arguments(p, x, base):
     return (x + jax.nn.gelu(x @ (base + p["a"] @ p["b"]))) @ p["head"]
 
 
-@case("left right 0|1~vector; head head",
-      weights(left=(3, 3), right=(4, 4), head=(D, C)), X, taste=True)  # fmt: skip
+@case(
+    "left right 0|1~vector; head head",
+    weights(left=(3, 3), right=(4, 4), head=(D, C)),
+    X,
+    taste=True,
+)
 def kronecker_product(p, x):
     return jax.nn.gelu(x @ jnp.kron(p["left"], p["right"])) @ p["head"]
 
@@ -206,8 +237,7 @@ def transposed_kernels(p, x):
     return (x + jnp.einsum("fd,btd->btf", up, x) @ p["down"]) @ p["head"]
 
 
-@case("up 1|0; down 1|0; head head",
-      weights(up=(F, D), down=(D, F), head=(C, D)), X)  # fmt: skip
+@case("up 1|0; down 1|0; head head", weights(up=(F, D), down=(D, F), head=(C, D)), X)
 def kernels_of_outputs_first(p, x):
     y = jax.nn.gelu(x @ p["up"].T)
     return (x + jax.lax.dot_general(y, p["down"], (((2,), (1,)), ((), ())))) @ p[
@@ -221,22 +251,29 @@ def kernels_cast_and_back(p, x):
     return (x + jax.nn.gelu(x.astype(jnp.bfloat16) @ low) @ p["down"]) @ p["head"]
 
 
-@case("blocks 1|2; down 0|1; head head",
-      weights(blocks=(3, 4, 8), down=(24, D), head=(D, C)), X)  # fmt: skip
+@case(
+    "blocks 1|2; down 0|1; head head",
+    weights(blocks=(3, 4, 8), down=(24, D), head=(D, C)),
+    X,
+)
 def block_diagonal(p, x):
     y = jnp.einsum("btnd,ndf->btnf", x.reshape(B, T, 3, 4), p["blocks"])
     return (x + jax.nn.gelu(y.reshape(B, T, 24)) @ p["down"]) @ p["head"]
 
 
-@case("gate_up down 0|1; head head",
-      weights(gate_up=(D, 2 * F), down=(F, D), head=(D, C)), X)  # fmt: skip
+@case(
+    "gate_up down 0|1; head head",
+    weights(gate_up=(D, 2 * F), down=(F, D), head=(D, C)),
+    X,
+)
 def gate_and_up_in_one(p, x):
     gate, up = jnp.split(x @ p["gate_up"], 2, -1)
     return (x + (jax.nn.silu(gate) * up) @ p["down"]) @ p["head"]
 
 
-@case("up 1|2; down 1|2; head head",
-      weights(up=(3, D, F), down=(3, F, D), head=(D, C)), X)  # fmt: skip
+@case(
+    "up 1|2; down 1|2; head head", weights(up=(3, D, F), down=(3, F, D), head=(D, C)), X
+)
 def layers_by_a_dynamic_index(p, x):
     def layer(i, x):
         up = jax.lax.dynamic_index_in_dim(p["up"], i, keepdims=False)
@@ -246,9 +283,11 @@ def layers_by_a_dynamic_index(p, x):
     return jax.lax.fori_loop(0, 3, layer, x) @ p["head"]
 
 
-@case("up 0|2; down 0|2; head head",
-      {"up": array("up", D, 3, F), "down": array("down", F, 3, D),
-       "head": MLP["head"]}, X)  # fmt: skip
+@case(
+    "up 0|2; down 0|2; head head",
+    {"up": array("up", D, 3, F), "down": array("down", F, 3, D), "head": MLP["head"]},
+    X,
+)
 def layers_in_axis_one(p, x):
     def layer(x, w):
         return x + jax.nn.gelu(x @ w[0]) @ w[1], None
@@ -257,204 +296,19 @@ def layers_in_axis_one(p, x):
     return jax.lax.scan(layer, x, both)[0] @ p["head"]
 
 
-@case("up 1|2; down 1|2; head 1|2~head",
-      weights(up=(2, D, F), down=(2, F, D), head=(2, D, C)), X)  # fmt: skip
+@case(
+    "up 1|2; down 1|2; head 1|2~head",
+    weights(up=(2, D, F), down=(2, F, D), head=(2, D, C)),
+    X,
+)
 def an_ensemble_by_vmap(p, x):
     return jax.vmap(lambda p: mlp(p, x, p["up"]))(p)
-
-
-# Experts. What picks them is a router.
-
-MOE = weights(
-    inner=(D, D), router=(D, 4), wi=(4, D, F), wo=(4, F, D), head=(D, C)
-)  # fmt: skip
-EXPERTS = "inner 0|1; router router; wi wo 1|2; head head"
-
-
-def _moe(p, x, experts):
-    x = jax.nn.gelu(x @ p["inner"])
-    return (x + experts(p, x)) @ p["head"]
-
-
-@case(EXPERTS, MOE, X)
-def experts_gathered_for_each_token(p, x):
-    def experts(p, x):
-        weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
-        y = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, p["wi"][chosen]))
-        return jnp.einsum("btkf,btkfd,btk->btd", y, p["wo"][chosen], weight)
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
-def experts_gathered_by_the_largest(p, x):
-    def experts(p, x):
-        gate = jax.nn.softmax(x @ p["router"])
-        chosen = jnp.argmax(gate, -1)
-        y = jax.nn.silu(jnp.einsum("btd,btdf->btf", x, p["wi"][chosen]))
-        y = jnp.einsum("btf,btfd->btd", y, p["wo"][chosen])
-        return y * jnp.take_along_axis(gate, chosen[..., None], -1)
-
-    return _moe(p, x, experts)
-
-
-@case("inner 0|1; wi wo 1|2; head head", {k: v for k, v in MOE.items() if k != "router"},
-      X, jnp.asarray([1, 3]))  # fmt: skip
-def experts_of_tasks_among_the_arguments(p, x, task):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,bdf->btf", x, p["wi"][task]))
-        return jnp.einsum("btf,bfd->btd", y, p["wo"][task])
-
-    return _moe(p, x, experts)
-
-
-@case("inner 0|1; wi wo 1|2; head head", {k: v for k, v in MOE.items() if k != "router"},
-      X, jnp.arange(B * T).reshape(B, T) % 4)  # fmt: skip
-def experts_by_a_hash_of_the_token(p, x, of):
-    def experts(p, x):
-        mask = jax.nn.one_hot(of, 4)
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        return jnp.einsum("btef,efd,bte->btd", y, p["wo"], mask)
-
-    return _moe(p, x, experts)
-
-
-def _two_largest(p, x):
-    weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
-    return (jax.nn.one_hot(chosen, 4) * weight[..., None]).sum(-2)
-
-
-@case(EXPERTS, MOE, X)
-def experts_weighed_before_the_down_product(p, x):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        y = y * _two_largest(p, x)[..., None]
-        return jnp.einsum("btef,efd->btd", y, p["wo"])
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
-def experts_weighed_after(p, x):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        y = jnp.einsum("btef,efd->bted", y, p["wo"])
-        return jnp.einsum("bted,bte->btd", y, _two_largest(p, x))
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
-def experts_with_a_capacity(p, x):
-    def experts(p, x):
-        gate = _two_largest(p, x).reshape(-1, 4)
-        place = jnp.cumsum(gate > 0, 0) - 1
-        slots = jax.nn.one_hot(place, 3) * (gate > 0)[..., None]
-        y = jnp.einsum("nec,nd->ecd", slots, x.reshape(-1, D))
-        y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", y, p["wi"]))
-        y = jnp.einsum("ecf,efd->ecd", y, p["wo"])
-        y = jnp.einsum("nec,ne,ecd->nd", slots, gate, y)
-        return y.reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case("inner 0|1; router router; w 1|2; head head",
-      weights(inner=(D, D), router=(D, 4), w=(4, D, D), head=(D, C)), X)  # fmt: skip
-def experts_by_sorting(p, x):
-    x = jax.nn.gelu(x @ p["inner"]).reshape(-1, D)
-    of = jnp.argmax(x @ p["router"], -1)
-    order = jnp.argsort(of)
-    y = jax.lax.ragged_dot(x[order], p["w"], jnp.bincount(of, length=4))
-    return (x + y[jnp.argsort(order)]) @ p["head"]
-
-
-@case(EXPERTS, MOE, X)
-def experts_by_sorting_with_weights(p, x):
-    def experts(p, x):
-        flat = x.reshape(-1, D)
-        weight, chosen = jax.lax.top_k(jax.nn.softmax(flat @ p["router"]), 2)
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=4)
-        y = jax.lax.ragged_dot(flat[order // 2], p["wi"], sizes)
-        y = jax.lax.ragged_dot(jax.nn.silu(y), p["wo"], sizes)
-        y = y[jnp.argsort(order)].reshape(-1, 2, D)
-        return jnp.einsum("nkd,nk->nd", y, weight).reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
-def experts_that_choose_tokens(p, x):
-    def experts(p, x):
-        flat = x.reshape(-1, D)
-        gate = jax.nn.softmax(flat @ p["router"])
-        weight, chosen = jax.lax.top_k(gate.T, 3)
-        y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", flat[chosen], p["wi"]))
-        y = jnp.einsum("ecf,efd->ecd", y, p["wo"]) * weight[..., None]
-        return jnp.zeros_like(flat).at[chosen].add(y).reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS + "; bias vector", {**MOE, "bias": array("bias", 4)}, X)
-def experts_by_sigmoids_with_a_bias_for_balance(p, x):
-    def experts(p, x):
-        gate = jax.nn.sigmoid(x @ p["router"])
-        _, chosen = jax.lax.top_k(gate + p["bias"], 2)
-        weight = jnp.take_along_axis(gate, chosen, -1)
-        weight = weight / weight.sum(-1, keepdims=True)
-        mask = (jax.nn.one_hot(chosen, 4) * weight[..., None]).sum(-2)
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        return jnp.einsum("btef,efd,bte->btd", y, p["wo"], mask)
-
-    return _moe(p, x, experts)
-
-
-@case("router router; a b 0|1; head head",
-      weights(router=(D, 2), a=(D, D), b=(D, D), head=(D, C)), X)  # fmt: skip
-def experts_by_a_branch(p, x):
-    of = jnp.argmax(x.mean((0, 1)) @ p["router"])
-    y = jax.lax.switch(of, [lambda: x @ p["a"], lambda: jax.nn.gelu(x @ p["b"])])
-    return (x + y) @ p["head"]
-
-
-@case(EXPERTS, MOE, X, taste=True)
-def experts_mixed_softly(p, x):
-    def experts(p, x):
-        gate = jax.nn.softmax(x @ p["router"])
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        return jnp.einsum("btef,efd,bte->btd", y, p["wo"], gate)
-
-    return _moe(p, x, experts)
-
-
-@case("inner slots wi wo any; head head",
-      weights(inner=(D, D), slots=(D, 4, 2), wi=(4, D, F), wo=(4, F, D), head=(D, C)),
-      X, taste=True)  # fmt: skip
-def experts_of_slots(p, x):
-    x = jax.nn.gelu(x @ p["inner"])
-    logits = jnp.einsum("btd,des->btes", x, p["slots"])
-    y = jnp.einsum("btes,btd->besd", jax.nn.softmax(logits, 1), x)
-    y = jax.nn.silu(jnp.einsum("besd,edf->besf", y, p["wi"]))
-    y = jnp.einsum("besf,efd->besd", y, p["wo"])
-    w = jax.nn.softmax(logits.reshape(B, T, 8)).reshape(logits.shape)
-    return (x + jnp.einsum("btes,besd->btd", w, y)) @ p["head"]
-
-
-@case("router router; q k v 1|2; o 0|1; head head",
-      weights(router=(D, 2), q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(D, D),
-              head=(D, C)), X, attention="said")  # fmt: skip
-def attention_of_the_expert_that_is_chosen(p, x):
-    of = jnp.argmax(x.mean(1) @ p["router"], -1)
-    q, k, v = (cut(jnp.einsum("btd,bde->bte", x, p[n][of])) for n in "qkv")
-    return (x + mixed(soft(scores(q, k)), v) @ p["o"]) @ p["head"]
 
 
 # Attention whose kernels meet data.
 
 
-def attended(p, x, q, k):
+def _attended(p, x, q, k):
     q, k, v = cut(x @ q), cut(x @ k), cut(x @ p["v"])
     return (x + mixed(soft(scores(q, k)), v) @ p["o"]) @ p["head"]
 
@@ -465,56 +319,61 @@ READ = "q k v o 0|1; head head"
 
 @case(READ, QKV, X, gains(()), attention="read")
 def query_with_a_scale_of_the_arguments(p, x, scale):
-    return attended(p, x, p["q"] * scale, p["k"])
+    return _attended(p, x, p["q"] * scale, p["k"])
 
 
 @case(READ, QKV, X, array("base", D, D), attention="read")
 def query_with_a_kernel_of_the_arguments_added(p, x, base):
-    return attended(p, x, p["q"] + base, p["k"])
+    return _attended(p, x, p["q"] + base, p["k"])
 
 
 @case(READ, QKV, X, array("b", D, D), array("c", D, D), attention="said")
 def both_with_kernels_of_the_arguments_added(p, x, b, c):
-    return attended(p, x, p["q"] + b, p["k"] + c)
+    return _attended(p, x, p["q"] + b, p["k"] + c)
 
 
 @case(READ, QKV, X, array("u", D), array("w", D), attention="read")
 def query_divided_by_its_spectral_norm(p, x, u, w):
     norm = jnp.abs(jnp.einsum("d,de,e->", u, p["q"], w))
-    return attended(p, x, 3 * p["q"] / norm, p["k"])
+    return _attended(p, x, 3 * p["q"] / norm, p["k"])
 
 
 @case(READ, QKV, X, attention="read")
 def query_of_columns_of_length_one(p, x):
-    return attended(p, x, p["q"] / jnp.linalg.norm(p["q"], axis=0), p["k"])
+    return _attended(p, x, p["q"] / jnp.linalg.norm(p["q"], axis=0), p["k"])
 
 
 @case(READ, QKV, X, attention="said")
 def query_and_key_of_columns_of_length_one(p, x):
     q, k = (p[n] / jnp.linalg.norm(p[n], axis=0) for n in "qk")
-    return attended(p, x, q, k)
+    return _attended(p, x, q, k)
 
 
-@case(READ + "; *_gain vector", {**QKV, "q_gain": gains(D)}, X, attention="read")  # fmt: skip
+@case(READ + "; *_gain vector", {**QKV, "q_gain": gains(D)}, X, attention="read")
 def query_by_weight_norm(p, x):
     q = p["q_gain"] * p["q"] / jnp.linalg.norm(p["q"], axis=0)
-    return attended(p, x, q, p["k"] / jnp.linalg.norm(p["k"], axis=0))
+    return _attended(p, x, q, p["k"] / jnp.linalg.norm(p["k"], axis=0))
 
 
-@case(READ + "; q_a q_b 0|1", {**QKV, **weights(q_a=(D, 2), q_b=(2, D))}, X,
-      attention="read")  # fmt: skip
+@case(
+    READ + "; q_a q_b 0|1",
+    {**QKV, **weights(q_a=(D, 2), q_b=(2, D))},
+    X,
+    attention="read",
+)
 def query_with_an_adapter(p, x):
-    return attended(p, x, p["q"] + p["q_a"] @ p["q_b"], p["k"])
+    return _attended(p, x, p["q"] + p["q_a"] @ p["q_b"], p["k"])
 
 
-@case("q k frozen; v o 0|1; q_a q_b k_a k_b 0|1; head head",
-      {**QKV, **weights(q_a=(D, 2), q_b=(2, D), k_a=(D, 2), k_b=(2, D))}, X,
-      attention="said")  # fmt: skip
+@case(
+    "q k frozen; v o 0|1; q_a q_b k_a k_b 0|1; head head",
+    {**QKV, **weights(q_a=(D, 2), q_b=(2, D), k_a=(D, 2), k_b=(2, D))},
+    X,
+    attention="said",
+)
 def adapters_of_frozen_query_and_key(p, x):
-    q, k = (
-        jax.lax.stop_gradient(p[n]) + p[n + "_a"] @ p[n + "_b"] for n in "qk"
-    )  # fmt: skip
-    return attended(p, x, q, k)
+    q, k = (jax.lax.stop_gradient(p[n]) + p[n + "_a"] @ p[n + "_b"] for n in "qk")
+    return _attended(p, x, q, k)
 
 
 @case(READ, QKV, X, attention="read")
@@ -523,4 +382,4 @@ def query_rounded_straight_through(p, x):
         step = jax.lax.stop_gradient(jnp.abs(w).max()) / 7
         return w + jax.lax.stop_gradient(jnp.round(w / step) * step - w)
 
-    return attended(p, x, rounded(p["q"]), p["k"])
+    return _attended(p, x, rounded(p["q"]), p["k"])

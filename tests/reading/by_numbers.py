@@ -138,7 +138,9 @@ def expected_labels(case: Case) -> dict[str, list[str]]:
 def label_faults(case: Case, reading: Any) -> list[str]:
     """Leaves whose labels or axes are not those of an expert."""
     labels = by_path(mc.param_labels(case.params, model=reading))
-    axes = by_path(reading.dimension_numbers, is_leaf=lambda x: x is None or bool(_axes(x)))
+    axes = by_path(
+        reading.dimension_numbers, is_leaf=lambda x: x is None or bool(_axes(x))
+    )
     shapes, faults = by_path(case.params), []
     for path, right in expected_labels(case).items():
         if path in reading.unknown or right == ["any"]:
@@ -147,8 +149,9 @@ def label_faults(case: Case, reading: Any) -> list[str]:
         if label == "matrix":
             n = np.ndim(shapes[path])
             sides = _axes(found)
-            label = "|".join("".join(str(a) for a in sorted(x % n for x in side))
-                             for side in sides)
+            label = "|".join(
+                "".join(str(a) for a in sorted(x % n for x in side)) for side in sides
+            )
         if label not in right:
             faults.append(f"{path} is {label}, not {' or '.join(right)}")
     return faults
@@ -206,7 +209,9 @@ class _Said(Exception):
 
 def _judged(case: Case) -> Verdict:
     rows = largest(case, case.params)
-    assert bool(rows) == (case.attention in ("read", "jointly", "said", "biased")), case.name
+    assert bool(rows) == (case.attention in ("read", "jointly", "said", "biased")), (
+        case.name
+    )
     assert all(row.max() > 0.05 for row in rows), f"{case.name}: logits are too small"
     expected_labels(case)
     reading = mc.read_model(case.fun, case.params, *case.args)
@@ -214,8 +219,9 @@ def _judged(case: Case) -> Verdict:
     if case.taste:
         return Verdict("right", "a matter of taste")
     faults = label_faults(case, reading)
-    mine = gradients(case.fun, case)
     labels = by_path(mc.param_labels(case.params, model=reading))
+    seen = rows or "frozen" in labels.values()
+    mine = gradients(case.fun, case) if seen else {}
     for path, g in by_path(mine).items():
         # A gradient that is not zero: the leaf is not frozen, whoever says so.
         if labels[path] == "frozen" and _is_float(g) and np.any(np.asarray(g) != 0):
@@ -303,14 +309,13 @@ def _matched(stats: Any, rows: list[np.ndarray]) -> tuple[Any, set[int], bool]:
     ]
     found, is_joint, missed = {}, set(), False
     for n, row in enumerate(rows):
-        bound, own = 2e-5 * max(1.0, np.abs(row).max()), []
-        for value in row:
-            close = [x for x in left if abs(x[2] - value) <= bound and x not in own]
-            own += close[:1]
+        bound = 2e-5 * max(1.0, np.abs(row).max())
+        # Heads may be cut finer, down to where logits can be scaled apart.
+        if not (own := _finer(left, row, bound)):
+            for value in row:
+                close = [x for x in left if abs(x[2] - value) <= bound and x not in own]
+                own += close[:1]
         if len(own) < len(row):
-            # Heads may be cut finer, down to where logits can be scaled apart.
-            own = _finer(left, row, bound)
-        if not own:
             own = [x for x in left if abs(x[2] - row.max()) <= bound][:1]
             is_joint.add(n)
         if not own:
@@ -376,9 +381,7 @@ def _touch_fault(case: Case, clipped: Any, n: int) -> tuple[str, str] | None:
     changed = [k for k in before if np.any(np.asarray(before[k]) != after[k])]
     for path in changed:
         may = any(part[0] in "qk" for part in path.split("/"))
-        if not may and not any(
-            fnmatch.fnmatch(path, x) for x in case.scaled.split()
-        ):
+        if not may and not any(fnmatch.fnmatch(path, x) for x in case.scaled.split()):
             return "wrong", f"the clip changes {path}"
 
     def all_logits(params):

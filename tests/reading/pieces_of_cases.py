@@ -50,6 +50,9 @@ MEMORY = array("memory", B, 6, D, scale=1.5)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)))
 KEY = jax.random.key_data(jax.random.key(3))
 
+DISTANCE = np.arange(T)[:, None] - np.arange(T) + T - 1
+CAUSAL = np.tril(np.ones((T, T), bool))
+
 #: One attention layer and a head.
 ONE = weights(q=(D, D), k=(D, D), v=(D, D), o=(D, D), head=(D, C))
 SAYS = "q k v o 0|1; head head"
@@ -98,3 +101,17 @@ def rms(y, gain=1.0):
 
 def unit(y):
     return y / jnp.linalg.norm(y, axis=-1, keepdims=True)
+
+
+def turned(y):
+    """Rotary positions, by halves."""
+    angle = jnp.arange(y.shape[1])[:, None, None] / 10.0 ** jnp.arange(K // 2)
+    a, b = jnp.split(y, 2, -1)
+    s, c = jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([a * c - b * s, a * s + b * c], -1)
+
+
+def attended(p, x):
+    """The layer as it is, for cases that write it in another way."""
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(q, k)), v))
