@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
+    array,
     B,
     case,
     CAUSAL,
@@ -14,6 +15,7 @@ from pieces_of_cases import (
     gains,
     H,
     K,
+    KEY,
     mixed,
     one,
     qkv,
@@ -281,3 +283,94 @@ def sparsemax_by_a_threshold(p, x):
     logits = noted(scores(q, k))
     w = jax.nn.relu(logits - logits.mean(-1, keepdims=True))
     return end(p, x, mixed(w / jnp.maximum(w.sum(-1, keepdims=True), 1e-6), v))
+
+
+@case(SAYS, one(), array("grid", B, 3, 4, D), attention="read")
+def over_two_axes_at_once(p, x):
+    q, k, v = qkv(p, x)
+    logits = jnp.einsum("byxhd,brchd->bhyxrc", q, k) * 0.5
+    w = jax.nn.softmax(noted(logits, heads=-5), axis=(-2, -1))
+    y = jnp.einsum("bhyxrc,brchd->byxhd", w, v)
+    return end(p, x, y.reshape(x.shape))
+
+
+@case(SAYS, one(), X, KEY, attention="biased")
+def noise_added_to_logits(p, x, key):
+    q, k, v = qkv(p, x)
+    noise = jax.random.gumbel(jax.random.wrap_key_data(key), (B, H, T, T))
+    return end(p, x, mixed(soft(scores(q, k) + 0.1 * noise), v))
+
+
+@case(SAYS, one(), X, KEY, attention="read")
+def weights_dropped_by_a_key(p, x, key):
+    q, k, v = qkv(p, x)
+    w = soft(scores(q, k))
+    keep = jax.random.bernoulli(jax.random.wrap_key_data(key), 0.7, w.shape)
+    return end(p, x, mixed(jnp.where(keep, w / 0.7, 0), v))
+
+
+@case(SAYS, one(), X, attention="said")
+def exponents_clamped(p, x):
+    q, k, v = qkv(p, x)
+    e = jnp.exp(jnp.minimum(noted(scores(q, k)), 30.0))
+    return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def softcap_and_then_a_mask(p, x):
+    q, k, v = qkv(p, x)
+    logits = scores(q, k)
+    noted(jnp.where(CAUSAL, logits, -jnp.inf))
+    capped = jnp.where(CAUSAL, 5.0 * jnp.tanh(logits / 5.0), -1e9)
+    return end(p, x, mixed(jax.nn.softmax(capped), v))
+
+
+@case(SAYS + "; t any", one(t=(D, H)), X, attention="read")
+def temperature_by_the_data(p, x):
+    q, k, v = qkv(p, x)
+    q = q * jax.nn.softplus(x @ p["t"])[..., None]
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def query_scaled_by_the_logarithm_of_its_place(p, x):
+    q, k, v = qkv(p, x)
+    q = q * jnp.log(2.0 + jnp.arange(T))[:, None, None]
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS + "; forget any", one(forget=(D, H)), X, attention="biased")
+def gates_that_forget(p, x):
+    """Sums of log gates are added to the logits."""
+    q, k, v = qkv(p, x)
+    kept = jnp.cumsum(jax.nn.log_sigmoid(x @ p["forget"] + 4), 1).swapaxes(1, 2)
+    logits = scores(q, k) + kept[..., None] - kept[:, :, None]
+    return end(p, x, mixed(soft(jnp.where(CAUSAL, logits, -1e9)), v))
+
+
+@case(SAYS, one(), X, attention="maybe")
+def sticks_that_break(p, x):
+    q, k, v = qkv(p, x)
+    logits = scores(q, k)
+    left = jnp.cumsum(jax.nn.log_sigmoid(-logits), -1) - jax.nn.log_sigmoid(-logits)
+    return end(p, x, mixed(jnp.exp(jax.nn.log_sigmoid(logits) + left), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def two_masks_of_the_same_query_and_key(p, x):
+    q, k, v = qkv(p, x)
+    near = np.abs(np.arange(T)[:, None] - np.arange(T)) < 2
+    a = soft(jnp.where(near, scores(q, k), -1e9), layer="all", merge="largest")
+    b = soft(jnp.where(CAUSAL, 0.9 * scores(q, k), -1e9), layer="all", merge="largest")
+    return end(p, x, mixed(a, v) + jnp.tanh(mixed(b, v)))
+
+
+@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
+def landmarks(p, x):
+    """Nystrom: three softmaxes of queries, keys and their means."""
+    q, k, v = qkv(p, x)
+    few = [2 * t.reshape(B, 4, 2, H, K).mean(2) for t in (q, k)]
+    a = soft(scores(q, few[1]), layer="all", merge="largest")
+    b = soft(scores(few[0], few[1]), layer="all", merge="largest")
+    c = soft(scores(few[0], k), layer="all", merge="largest")
+    return end(p, x, mixed(a @ (2 * jnp.eye(4) - b) @ c, v))
