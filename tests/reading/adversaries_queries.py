@@ -1,0 +1,443 @@
+"""Where queries and keys come from, and how their kernels are held."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from by_numbers import noted
+from pieces_of_cases import (
+    array,
+    B,
+    C,
+    case,
+    cut,
+    D,
+    end,
+    H,
+    K,
+    MEMORY,
+    mixed,
+    one,
+    qkv,
+    rms,
+    SAYS,
+    scores,
+    soft,
+    T,
+    weights,
+    X,
+)
+
+
+# Learned queries, keys and values.
+
+
+@case(
+    "latents vector~embedding; k v o 0|1; head head",
+    one(q=None, latents=(2, D)),
+    X,
+    attention="said",
+    scaled="latents",
+)
+def latents_are_the_queries(p, x):
+    k, v = cut(x @ p["k"]), cut(x @ p["v"])
+    w = soft(jnp.einsum("qhd,bkhd->bhqk", cut(p["latents"]), k))
+    y = mixed(w, v)
+    return jax.nn.gelu(y @ p["o"]) @ p["head"]
+
+
+@case(
+    "latents vector~embedding; q k v o 0|1; head head",
+    one(latents=(2, D)),
+    X,
+    attention="read",
+)
+def latents_are_projected(p, x):
+    q = jnp.broadcast_to(cut(p["latents"] @ p["q"]), (B, 2, H, K))
+    w = soft(scores(q, cut(x @ p["k"])))
+    return jax.nn.gelu(mixed(w, cut(x @ p["v"])) @ p["o"]) @ p["head"]
+
+
+@case(
+    "latents vector~embedding; q k v o 0|1; head head",
+    one(latents=(2, D)),
+    X,
+    attention="read",
+)
+def latents_are_projected_without_a_batch(p, x):
+    q = cut(p["latents"] @ p["q"])
+    w = soft(jnp.einsum("qhd,bkhd->bhqk", q, cut(x @ p["k"])))
+    return jax.nn.gelu(mixed(w, cut(x @ p["v"])) @ p["o"]) @ p["head"]
+
+
+@case(
+    "latents vector~embedding; q k v o 0|1; head head",
+    one(latents=(2, D)),
+    X,
+    attention="read",
+)
+def latents_are_projected_under_vmap(p, x):
+    def example(x):
+        q, k, v = cut(p["latents"] @ p["q"]), cut(x @ p["k"]), cut(x @ p["v"])
+        w = soft(jnp.einsum("qhd,khd->hqk", q, k))
+        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(2, D)
+        return jax.nn.gelu(y @ p["o"]) @ p["head"]
+
+    return jax.vmap(example)(x)
+
+
+@case(
+    "latents vector~embedding; k v o 0|1; head head",
+    one(q=None, latents=(2, D)),
+    X,
+    attention="said",
+    scaled="latents",
+)
+def latents_are_the_queries_under_vmap(p, x):
+    def example(x):
+        k, v = cut(x @ p["k"]), cut(x @ p["v"])
+        w = soft(jnp.einsum("qhd,khd->hqk", cut(p["latents"]), k))
+        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(2, D)
+        return jax.nn.gelu(y @ p["o"]) @ p["head"]
+
+    return jax.vmap(example)(x)
+
+
+@case(
+    "query vector~embedding; v o 0|1; head head",
+    one(q=None, k=None, query=(D,)),
+    X,
+    attention="maybe",
+)
+def pooled_by_one_learned_vector(p, x):
+    """Keys are the input as it is, so it is a layer of one output."""
+    w = jax.nn.softmax(x @ p["query"])
+    y = jnp.einsum("bt,btd->bd", w, x @ p["v"])
+    return jax.nn.gelu(y @ p["o"]) @ p["head"]
+
+
+@case(
+    "score any; v o 0|1; head head",
+    one(q=None, k=None, score=(D, 1)),
+    X,
+    attention="maybe",
+)
+def pooled_by_scores_of_a_layer(p, x):
+    """No product of two activations: one kernel of one output."""
+    w = jax.nn.softmax(x @ p["score"], 1)
+    y = jnp.sum(w * (x @ p["v"]), 1)
+    return jax.nn.gelu(y @ p["o"]) @ p["head"]
+
+
+@case(
+    "a b score any; v o 0|1; head head",
+    one(q=None, k=None, a=(D, D), b=(D, D), score=(D, 1)),
+    X,
+    attention="maybe",
+)
+def pooled_by_a_gated_score(p, x):
+    y = jnp.tanh(x @ p["a"]) * jax.nn.sigmoid(x @ p["b"])
+    w = jax.nn.softmax(y @ p["score"], 1)
+    return jax.nn.gelu(jnp.sum(w * (x @ p["v"]), 1) @ p["o"]) @ p["head"]
+
+
+@case("token vector~embedding; " + SAYS, one(token=(1, D)), X, attention="read")
+def class_token(p, x):
+    x = jnp.concatenate([jnp.broadcast_to(p["token"], (B, 1, D)), x], 1)
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(q, k)), v))[:, 0]
+
+
+@case("registers vector~embedding; " + SAYS, one(registers=(2, D)), X, attention="read")
+def registers_under_vmap(p, x):
+    def example(x):
+        x = jnp.concatenate([x, p["registers"]])
+        q, k, v = (cut(x @ p[n]) for n in "qkv")
+        w = soft(jnp.einsum("qhd,khd->hqk", q, k))
+        y = jnp.einsum("hqk,khd->qhd", w, v).reshape(T + 2, D)
+        return end(p, x, y)[:T]
+
+    return jax.vmap(example)(x)
+
+
+@case(
+    "prefix_k prefix_v any; " + SAYS,
+    one(prefix_k=(2, H, K), prefix_v=(2, H, K)),
+    X,
+    attention="said",
+    scaled="prefix_k",
+)
+def learned_prefix_of_keys_and_values(p, x):
+    q, k, v = qkv(p, x)
+    k, v = (
+        jnp.concatenate([jnp.broadcast_to(4 * a, (B, 2, H, K)), y], 1)
+        for a, y in ((p["prefix_k"], k), (p["prefix_v"], v))
+    )
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "zero_k zero_v vector; " + SAYS,
+    one(zero_k=(H, K), zero_v=(H, K)),
+    X,
+    attention="said",
+    scaled="zero_k",
+)
+def learned_null_key(p, x):
+    q, k, v = qkv(p, x)
+    k, v = (
+        jnp.concatenate([jnp.broadcast_to(a, (B, 1, H, K)), y], 1)
+        for a, y in ((6 * p["zero_k"], k), (p["zero_v"], v))
+    )
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "q o any; keys values any; head head",
+    one(k=None, v=None, keys=(9, D), values=(9, D)),
+    X,
+    attention="maybe",
+)
+def memory_of_parameters(p, x):
+    """Keys and values are parameters: a layer with a softmax, no product of two."""
+    w = jax.nn.softmax((x @ p["q"]) @ p["keys"].T)
+    return end(p, x, w @ p["values"])
+
+
+@case(
+    "q o any; patterns any; head head",
+    one(k=None, v=None, patterns=(9, D)),
+    X,
+    attention="maybe",
+)
+def hopfield_of_stored_patterns(p, x):
+    state = x @ p["q"]
+    for _ in range(2):
+        state = jax.nn.softmax(2 * state @ p["patterns"].T) @ p["patterns"]
+    return end(p, x, state)
+
+
+@case(
+    "queries vector~embedding; q k v o q2 k2 v2 0|1; head head",
+    one(queries=(4, D), q2=(D, D), k2=(D, D), v2=(D, D)),
+    X,
+    attention="read",
+)
+def object_queries(p, x):
+    """DETR: learned queries attend to one another, then to the image."""
+    y = jnp.broadcast_to(p["queries"], (B, 4, D))
+    q, k, v = qkv(p, y)
+    y = rms(y + mixed(soft(scores(q, k), layer="own"), v))
+    q, k, v = cut(y @ p["q2"]), cut(x @ p["k2"]), cut(x @ p["v2"])
+    return end(p, y, mixed(soft(scores(q, k), layer="cross"), v))
+
+
+# Other shapes of attention.
+
+
+@case(SAYS, one(), X, MEMORY, attention="read")
+def cross(p, x, memory):
+    q, k, v = qkv(p, x, memory)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS, one(), array("grid", B, 3, 4, D), attention="read")
+def axial(p, x):
+    q, k, v = qkv(p, x)
+    w = soft(jnp.einsum("brqhd,brkhd->brhqk", q, k) * 0.5)
+    y = jnp.einsum("brhqk,brkhd->brqhd", w, v)
+    return end(p, x, y.reshape(x.shape))
+
+
+@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
+def windows_apart(p, x):
+    q, k, v = (t.reshape(B, 2, 4, H, K) for t in qkv(p, x))
+    w = soft(jnp.einsum("bwqhd,bwkhd->bwhqk", q, k) * 0.5)
+    y = jnp.einsum("bwhqk,bwkhd->bwqhd", w, v)
+    return end(p, x, y.reshape(x.shape))
+
+
+@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
+def windows_that_overlap(p, x):
+    q, k, v = qkv(p, x)
+    at = np.clip(np.arange(8)[:, None] + np.arange(-1, 2), 0, 7)
+    w = soft(jnp.einsum("bqhd,bqkhd->bhqk", q, k[:, at]) * 0.5)
+    y = jnp.einsum("bhqk,bqkhd->bqhd", w, v[:, at])
+    return end(p, x, y.reshape(x.shape))
+
+
+@case(SAYS, one(), X, attention="read")
+def channels_attend_to_channels(p, x):
+    q, k, v = qkv(p, x)
+    w = soft(jnp.einsum("bthd,bthe->bhde", q, k))
+    y = jnp.einsum("bhde,bthe->bthd", w, v)
+    return end(p, x, y.reshape(x.shape))
+
+
+@case(SAYS, one(), X, attention="read")
+def one_head_without_an_axis(p, x):
+    q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
+    return end(p, x, soft(q @ k.mT * D**-0.5, heads=()) @ v)
+
+
+@case(SAYS, one(), X[0], attention="read")
+def one_example(p, x):
+    q, k, v = (cut(x @ p[n]) for n in "qkv")
+    w = soft(jnp.einsum("qhd,khd->hqk", q, k))
+    return end(p, x, jnp.einsum("hqk,khd->qhd", w, v).reshape(T, D))
+
+
+@case(SAYS, one(), X, attention="read")
+def batch_and_heads_in_one_axis(p, x):
+    q, k, v = (t.swapaxes(1, 2).reshape(B * H, T, K) for t in qkv(p, x))
+    logits = q @ k.mT * K**-0.5
+    noted(logits.reshape(B, H, T, T))
+    y = (jax.nn.softmax(logits) @ v).reshape(B, H, T, K).swapaxes(1, 2)
+    return end(p, x, y.reshape(B, T, D))
+
+
+@case(SAYS, one(), X, attention="read")
+def logits_of_keys_first(p, x):
+    q, k, v = qkv(p, x)
+    logits = jnp.einsum("bkhd,bqhd->kqbh", k, q) * K**-0.5
+    w = jax.nn.softmax(noted(logits, heads=-1), axis=0)
+    return end(p, x, jnp.einsum("kqbh,bkhd->bqhd", w, v).reshape(B, T, D))
+
+
+@case(SAYS, one(), X, attention="read")
+def products_by_broadcasting(p, x):
+    q, k, v = qkv(p, x)
+    logits = jnp.sum(q[:, :, None] * k[:, None] * 0.5, -1)
+    w = jax.nn.softmax(noted(logits, heads=-1), axis=2)
+    y = jnp.sum(w[..., None] * v[:, None], 2)
+    return end(p, x, y.reshape(B, T, D))
+
+
+@case(
+    "q k v 0|12; o 01|2; head head",
+    one(q=(D, H, K), k=(D, H, K), v=(D, H, K), o=(H, K, D)),
+    X,
+    attention="read",
+)
+def kernels_with_heads(p, x):
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
+    y = jnp.einsum("bhqk,bkhd->bqhd", soft(scores(q, k)), v)
+    return jax.nn.gelu(x + jnp.einsum("bqhd,hde->bqe", y, p["o"])) @ p["head"]
+
+
+@case(
+    "q k v 1|02; o 0|1; head head",
+    one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
+    X,
+    attention="read",
+)
+def kernels_of_heads_first(p, x):
+    q, k, v = (jnp.einsum("btd,hdk->bhtk", x, p[n]) for n in "qkv")
+    w = soft(q @ k.mT)
+    return end(p, x, (w @ v).swapaxes(1, 2).reshape(B, T, D))
+
+
+@case(
+    "q k v 2|01; o 0|1; head head",
+    one(q=(H, K, D), k=(H, K, D), v=(H, K, D)),
+    X,
+    attention="read",
+)
+def kernels_of_features_last(p, x):
+    q, k, v = (jnp.einsum("btd,hkd->bthk", x, p[n]) for n in "qkv")
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+FUSED = one(q=None, k=None, v=None, qkv=(D, 3 * D))
+FUSED_SAYS = "qkv o 0|1; head head"
+
+
+@case(FUSED_SAYS, FUSED, X, attention="read")
+def fused_by_thirds(p, x):
+    q, k, v = map(cut, jnp.split(x @ p["qkv"], 3, -1))
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(FUSED_SAYS, FUSED, X, attention="read")
+def fused_by_heads(p, x):
+    q, k, v = jnp.split(cut(x @ p["qkv"]), 3, -1)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(FUSED_SAYS, FUSED, X, attention="read")
+def fused_by_columns(p, x):
+    q, k, v = jnp.moveaxis((x @ p["qkv"]).reshape(B, T, H, K, 3), -1, 0)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "qkv o 0|1; head head",
+    one(q=None, k=None, v=None, qkv=(D, 32), o=(16, D)),
+    X,
+    attention="read",
+)
+def fused_by_groups(p, x):
+    y = (x @ p["qkv"]).reshape(B, T, 2, 4, 4)  # two queries, a key and a value each
+    q = y[:, :, :, :2].reshape(B, T, 4, 4)
+    k, v = (jnp.repeat(y[:, :, :, i], 2, 2) for i in (2, 3))
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "qkv o 0|1; qkv_bias vector; head head",
+    {**FUSED, "qkv_bias": array("b", 3 * D)},
+    X,
+    attention="read",
+)
+def fused_with_a_bias(p, x):
+    q, k, v = map(cut, jnp.split(x @ p["qkv"] + p["qkv_bias"], 3, -1))
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "inner out 0|1; head head",
+    weights(inner=(D, 3 * D + 16), out=(D + 16, D), head=(D, C)),
+    X,
+    attention="read",
+    scaled="inner",
+)
+def fused_with_the_mlp(p, x):
+    """A parallel block: query, key, value and the MLP in one kernel."""
+    q, k, v, y = jnp.split(x @ p["inner"], [D, 2 * D, 3 * D], -1)
+    a = mixed(soft(scores(cut(q), cut(k))), cut(v))
+    return (x + jnp.concatenate([a, jax.nn.gelu(y)], -1) @ p["out"]) @ p["head"]
+
+
+@case(
+    "qkv 012|3~12|3~2|3; o 0|1; head head",
+    one(q=None, k=None, v=None, qkv=(1, 1, D, 3 * D)),
+    array("grid", B, 2, 3, D),
+    attention="read",
+)
+def fused_by_a_convolution_of_one_by_one(p, x):
+    y = jax.lax.conv_general_dilated(
+        x, p["qkv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    q, k, v = map(cut, jnp.split(y.reshape(B, 6, 3 * D), 3, -1))
+    x = x.reshape(B, 6, D)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "q_window k_window vector; " + SAYS,
+    one(q_window=(3, 1, D), k_window=(3, 1, D)),
+    X,
+    attention="read",
+)
+def windows_on_query_and_key(p, x):
+    def conv(y, w):
+        return jax.lax.conv_general_dilated(
+            y,
+            w,
+            (1,),
+            [(2, 0)],
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=D,
+        )
+
+    q, k = (cut(conv(x @ p[n], p[n + "_window"])) for n in "qk")
+    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))

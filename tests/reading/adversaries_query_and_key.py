@@ -1,0 +1,267 @@
+"""What is done to query and key: norms, gains, clamps and positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pieces_of_cases import (
+    array,
+    B,
+    case,
+    CAUSAL,
+    cut,
+    D,
+    DISTANCE,
+    end,
+    gains,
+    H,
+    K,
+    mixed,
+    one,
+    qkv,
+    rms,
+    SAYS,
+    scores,
+    soft,
+    T,
+    turned,
+    X,
+)
+
+
+GAINS = {"q_gain": gains(K, "q_gain"), "k_gain": gains(K, "k_gain")}
+
+
+@case(SAYS + "; *_gain vector", one(**GAINS), X, attention="jointly")
+def normalized_with_gains(p, x):
+    q, k, v = qkv(p, x)
+    q, k = rms(q, p["q_gain"]), rms(k, p["k_gain"])
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS + "; *_gain vector", one(**GAINS), X, attention="said")
+def normalized_with_gains_plus_one(p, x):
+    q, k, v = qkv(p, x)
+    q, k = rms(q, 1 + p["q_gain"]), rms(k, 1 + p["k_gain"])
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    SAYS + "; *_gain vector",
+    one(q_gain=gains((H, K), "qg"), k_gain=gains((H, K), "kg")),
+    X,
+    attention="read",
+)
+def normalized_with_gains_for_each_head(p, x):
+    q, k, v = qkv(p, x)
+    q, k = rms(q, p["q_gain"]), rms(k, p["k_gain"])
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS + "; q_gain vector", one(q_gain=gains(D, "qg")), X, attention="read")
+def query_normalized_across_heads(p, x):
+    _, k, v = qkv(p, x)
+    q = cut(rms(x @ p["q"], p["q_gain"]))
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    SAYS + "; *_gain *_shift vector",
+    one(**GAINS, q_shift=(K,), k_shift=(K,)),
+    X,
+    attention="said",
+)
+def layer_norm_with_gains_and_shifts(p, x):
+    def norm(y, n):
+        y = y - y.mean(-1, keepdims=True)
+        return rms(y, p[n + "_gain"]) + p[n + "_shift"]
+
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(norm(q, "q"), norm(k, "k"))), v))
+
+
+@case(SAYS, one(), X, attention="said")
+def normalized_without_gains(p, x):
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(3 * scores(rms(q), rms(k))), v))
+
+
+@case(SAYS, one(), X, attention="said")
+def clamped(p, x):
+    q, k, v = (cut(jnp.clip(x @ p[n], -0.8, 0.8)) for n in "qkv")
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS, one(), X, attention="said")
+def without_nans(p, x):
+    q, k, v = (cut(jnp.nan_to_num(x @ p[n])) for n in "qkv")
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS, one(), X, attention="said")
+def query_through_a_gelu(p, x):
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(jax.nn.gelu(q), k)), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def query_and_key_through_relus(p, x):
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(jax.nn.relu(q), jax.nn.relu(k))), v))
+
+
+@case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="read")
+def flat_biases(p, x):
+    q, k = cut(x @ p["q"] + p["q_bias"]), cut(x @ p["k"] + p["k_bias"])
+    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+
+
+@case(
+    SAYS + "; *_bias vector",
+    one(q_bias=(H, K), r_bias=(H, K)),
+    X,
+    attention="said",
+    scaled="r_bias",
+)
+def two_biases_of_queries(p, x):
+    """Transformer-XL, without its positions."""
+    q, k, v = qkv(p, x)
+    logits = scores(q + p["q_bias"], k) + scores(q + p["r_bias"], 0.3 * k)
+    return end(p, x, mixed(soft(logits), v))
+
+
+# Positions.
+
+
+@case(SAYS, one(), X, attention="read")
+def rotary_by_halves(p, x):
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(turned(q), turned(k))), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def rotary_interleaved(p, x):
+    def turn(y):
+        angle = jnp.arange(T)[:, None, None] / 10.0 ** jnp.arange(K // 2)
+        a, b = y[..., ::2], y[..., 1::2]
+        s, c = jnp.sin(angle), jnp.cos(angle)
+        return jnp.stack([a * c - b * s, a * s + b * c], -1).reshape(y.shape)
+
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def rotary_complex(p, x):
+    def turn(y):
+        angle = jnp.arange(T)[:, None, None] / 10.0 ** jnp.arange(K // 2)
+        pairs = y.reshape(*y.shape[:-1], -1, 2)
+        z = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * jnp.exp(1j * angle)
+        return jnp.stack([z.real, z.imag], -1).reshape(y.shape)
+
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
+
+
+@case(SAYS, one(), X, attention="read")
+def rotary_of_a_part(p, x):
+    def turn(y):
+        angle = jnp.arange(T)[:, None, None] / jnp.ones(1)
+        a, b, rest = y[..., :1], y[..., 1:2], y[..., 2:]
+        s, c = jnp.sin(angle), jnp.cos(angle)
+        return jnp.concatenate([a * c - b * s, a * s + b * c, rest], -1)
+
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
+
+
+@case(
+    SAYS + "; table vector~embedding",
+    one(table=(2 * T - 1, H)),
+    X,
+    attention="biased",
+    scaled="table",
+)
+def learned_bias_by_distance(p, x):
+    q, k, v = qkv(p, x)
+    bias = jnp.moveaxis(p["table"][DISTANCE], -1, 0)
+    return end(p, x, mixed(soft(scores(q, k) + bias), v))
+
+
+@case(SAYS, one(), X, attention="biased")
+def slopes_by_head(p, x):
+    """ALiBi: a fixed bias is added to the logits."""
+    q, k, v = qkv(p, x)
+    slopes = 0.1 ** np.arange(1, H + 1)[:, None, None] * -np.abs(DISTANCE - T + 1)
+    return end(p, x, mixed(soft(scores(q, k) + slopes), v))
+
+
+@case(SAYS, one(), X, array("pairs", H, T, T), attention="biased")
+def bias_of_pairs_among_the_arguments(p, x, pairs):
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(q, k) + 0.3 * pairs), v))
+
+
+@case(
+    SAYS + "; table vector~embedding",
+    one(table=(2 * T - 1, K)),
+    X,
+    attention="said",
+    scaled="table",
+)
+def positions_added_to_keys(p, x):
+    q, k, v = qkv(p, x)
+    keys = k[:, None] + p["table"][DISTANCE][None, :, :, None]
+    logits = jnp.einsum("bqhd,bqkhd->bhqk", q, keys)
+    return end(p, x, mixed(soft(logits), v))
+
+
+@case(
+    SAYS + "; table any", one(table=(2 * T - 1, K)), X, attention="said", scaled="table"
+)
+def relative_keys_by_a_product(p, x):
+    q, k, v = qkv(p, x)
+    far = jnp.einsum("bqhd,rd->bhqr", q, p["table"])
+    at = jnp.broadcast_to(DISTANCE, (B, H, T, T))
+    logits = scores(q, k) + jnp.take_along_axis(far, at, -1)
+    return end(p, x, mixed(soft(logits), v))
+
+
+@case(SAYS + "; table any", one(table=(H, T, K)), X, attention="said", scaled="table")
+def relative_keys_by_a_skew(p, x):
+    q, k, v = qkv(p, x)
+    far = jnp.einsum("bqhd,hrd->bhqr", q, p["table"])
+    far = jnp.pad(far, ((0, 0), (0, 0), (0, 0), (1, 0)))
+    far = far.reshape(B, H, T + 1, T)[:, :, 1:]
+    return end(p, x, mixed(soft(jnp.where(CAUSAL, scores(q, k) + far, -1e9)), v))
+
+
+@case(
+    SAYS + "; r any; *_bias vector",
+    one(r=(D, D), u_bias=(H, K), w_bias=(H, K)),
+    X,
+    attention="said",
+    scaled="r u_bias w_bias",
+)
+def transformer_xl(p, x):
+    q, k, v = qkv(p, x)
+    waves = jnp.asarray(np.sin(np.arange(2 * T - 1)[:, None] * np.arange(1, D + 1)))
+    r = cut(jnp.asarray(waves, jnp.float32) @ p["r"])
+    content = jnp.einsum("bqhd,bkhd->bhqk", q + p["u_bias"], k)
+    place = jnp.einsum("bqhd,rhd->bhqr", q + p["w_bias"], r)
+    at = jnp.broadcast_to(DISTANCE, (B, H, T, T))
+    logits = (content + jnp.take_along_axis(place, at, -1)) * K**-0.5
+    return end(p, x, mixed(soft(logits), v))
+
+
+@case(SAYS + "; table vector~embedding", one(table=(T, D)), X, attention="read")
+def positions_added_to_the_input(p, x):
+    x = x + p["table"]
+    q, k, v = qkv(p, x)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(SAYS + "; table vector~embedding", one(table=(T, D)), X, attention="read")
+def positions_added_to_query_and_key_alone(p, x):
+    y = x + p["table"]
+    q, k, v = cut(y @ p["q"]), cut(y @ p["k"]), cut(x @ p["v"])
+    return end(p, x, mixed(soft(scores(q, k)), v))

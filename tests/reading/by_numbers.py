@@ -1,0 +1,424 @@
+"""A judge of readings that knows no symbols: it scales, runs and compares.
+
+A case is a function whose author marks where its logits enter the softmax, and says
+what an expert would call each leaf. All else is found by running it op by op.
+
+As a script: a table of verdicts, `python tests/reading/by_numbers.py [part of a name]`.
+"""
+
+import fnmatch
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import muonclip_jax as mc
+
+
+class Case(NamedTuple):
+    """A function, its arguments, and what is true of it.
+
+    `labels`: `"q k v 0|12; o 01|2; bias vector"`, patterns of paths and then a label;
+    `0|12` is a matrix with inputs in axis 0 and outputs in axes 1 and 2. `~` is
+    between labels that are both right, `any` is every label.
+    `attention`: what has to become of it,
+        `read`: every head by itself; `jointly`: all heads by the largest, at least;
+        `said`: refused, or right; `none`: there is none, and none may be suspected;
+        `biased`: read; a bias that stays is added, so the clip need not be exact;
+        `maybe`: there is something like it, refused or denied in the printed reading.
+    `scaled`: patterns of leaves besides q* and k* that the clip may change.
+    `plain`: a function with the same logits, where they cannot be seen in `fun`.
+    `taste`: experts differ, so it only must not crash.
+    """
+
+    name: str
+    fun: Callable[..., Any]
+    params: Any
+    args: tuple[Any, ...]
+    labels: str
+    attention: str
+    scaled: str = ""
+    plain: Callable[..., Any] | None = None
+    taste: bool = False
+
+
+class Noted(NamedTuple):
+    layer: str
+    merge: str
+    heads: tuple[int, ...]
+    logits: Any
+
+
+class Verdict(NamedTuple):
+    """`right`, `jointly`, `said`; or a fault: `wrong`, `late`, `suspected`, `crash`."""
+
+    kind: str
+    why: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in ("wrong", "late", "suspected", "crash", "unread")
+
+
+# The open notebooks: a function that is run has no other way to reach its judge.
+_OPEN: list[list[Noted]] = []
+
+
+def noted(logits, heads: Any = -3, layer: str = "", merge: str = "rows", unit=1.0):
+    """Marks logits that enter a softmax; adds no operation to the function.
+
+    `heads`: the axis of heads, or several; `()` if there is one head. Axes of
+    `jax.vmap` are in front, so count from the end. Calls of one `layer` are `rows` of
+    a stack of layers, `heads` of one layer, or parts of which the `largest` counts.
+    `unit` makes natural exponents of them.
+    """
+    if _OPEN:
+        seen = logits
+        while hasattr(seen, "batch_dim"):  # a tracer of vmap
+            seen = jnp.moveaxis(seen.val, seen.batch_dim, 0)
+        axes = (heads,) if isinstance(heads, int) else tuple(heads)
+        _OPEN[-1].append(Noted(layer, merge, axes, seen * unit))
+    return logits
+
+
+def notes(case: Case, params: Any) -> list[Noted]:
+    """What a run notes, loops and all, op by op."""
+    _OPEN.append([])
+    try:
+        with jax.disable_jit():
+            (case.plain or case.fun)(params, *case.args)
+        return _OPEN[-1]
+    finally:
+        _OPEN.pop()
+
+
+def largest(case: Case, params: Any) -> list[np.ndarray]:
+    """The largest logits of every layer in turn, `(heads,)` each."""
+    rows: list[tuple[str, np.ndarray]] = []
+    for note in notes(case, params):
+        x = np.asarray(note.logits, np.float64)
+        x = np.moveaxis(x, note.heads, range(len(note.heads)))
+        row = x.reshape(*x.shape[: len(note.heads)], -1).max(-1).reshape(-1)
+        at = [i for i, (layer, _) in enumerate(rows) if layer == note.layer]
+        if note.merge == "rows" or not at:
+            rows.append((note.layer, row))
+        elif note.merge == "heads":
+            rows[at[0]] = note.layer, np.concatenate([rows[at[0]][1], row])
+        else:
+            rows[at[0]] = note.layer, np.maximum(rows[at[0]][1], row)
+    return [row for _, row in rows]
+
+
+def by_path(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): v for k, v in leaves}
+
+
+def expected_labels(case: Case) -> dict[str, list[str]]:
+    """The labels that are right, by path; a case has to name every leaf."""
+    rules = [
+        (pattern, words.split()[-1].split("~"))
+        for words in case.labels.split(";")
+        for pattern in words.split()[:-1]
+    ]
+    found = {}
+    for path in by_path(case.params):
+        fits = [right for pattern, right in rules if fnmatch.fnmatch(path, pattern)]
+        assert fits, f"{case.name} does not say what {path} is"
+        found[path] = fits[0]
+    return found
+
+
+def label_faults(case: Case, reading: Any) -> list[str]:
+    """Leaves whose labels or axes are not those of an expert."""
+    labels = by_path(mc.param_labels(case.params, model=reading))
+    axes = by_path(
+        reading.dimension_numbers, is_leaf=lambda x: x is None or bool(_axes(x))
+    )
+    shapes, faults = by_path(case.params), []
+    for path, right in expected_labels(case).items():
+        if path in reading.unknown or right == ["any"]:
+            continue
+        label, found = labels[path], axes[path]
+        if label == "matrix":
+            n = np.ndim(shapes[path])
+            sides = _axes(found)
+            label = "|".join(
+                "".join(str(a) for a in sorted(x % n for x in side)) for side in sides
+            )
+        if label not in right:
+            faults.append(f"{path} is {label}, not {' or '.join(right)}")
+    return faults
+
+
+def _axes(x: Any) -> Any:
+    """Inputs and outputs of an entry of `dimension_numbers`, or nothing."""
+    if not hasattr(x, "reduction_axis"):
+        return None
+    return [np.atleast_1d(side).tolist() for side in (x.reduction_axis, x.output_axis)]
+
+
+def total(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A scalar that every entry of every output moves."""
+
+    @functools.wraps(fun)
+    def summed(*args):
+        outs = [x for x in jax.tree.leaves(fun(*args)) if _is_float(x)]
+        return sum(jnp.sum(jnp.sin(x + 0.3)) for x in outs)
+
+    return summed
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _differ(a: Any, b: Any, share: float) -> bool:
+    """Whether leaves differ by more than this share of their largest entry."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return any(
+        np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max(initial=0)
+        > share * (np.abs(np.asarray(y, np.float64)).max(initial=0) + 1e-6)
+        for x, y in pairs
+    )
+
+
+def gradients(fun: Callable[..., Any], case: Case) -> Any:
+    return jax.grad(total(fun), allow_int=True)(case.params, *case.args)
+
+
+def verdict_of(case: Case) -> Verdict:
+    """What the package says of a case, against its numbers."""
+    try:
+        return _judged(case)
+    except _Said as said:
+        return Verdict(said.args[0], said.args[1])
+    except Exception as error:  # of the package, on a function that runs
+        return Verdict("crash", f"{type(error).__name__}: {str(error)[:300]}")
+
+
+class _Said(Exception):
+    """A verdict, and why."""
+
+
+def _judged(case: Case) -> Verdict:
+    rows = largest(case, case.params)
+    assert bool(rows) == (case.attention in ("read", "jointly", "said", "biased")), (
+        case.name
+    )
+    assert all(row.max() > 0.05 for row in rows), f"{case.name}: logits are too small"
+    expected_labels(case)
+    reading = mc.read_model(case.fun, case.params, *case.args)
+    str(reading)  # may not fail, whatever was read
+    if case.taste:
+        return Verdict("right", "a matter of taste")
+    faults = label_faults(case, reading)
+    labels = by_path(mc.param_labels(case.params, model=reading))
+    seen = rows or "frozen" in labels.values()
+    mine = gradients(case.fun, case) if seen else {}
+    for path, g in by_path(mine).items():
+        # A gradient that is not zero: the leaf is not frozen, whoever says so.
+        if labels[path] == "frozen" and _is_float(g) and np.any(np.asarray(g) != 0):
+            faults.append(f"{path} is frozen, but has a gradient")
+    if faults:
+        return Verdict("wrong", "; ".join(faults))
+    said = [f"unknown: {', '.join(reading.unknown)}"] if reading.unknown else []
+    try:
+        jax.eval_shape(mc.muon(0.1, model=reading).init, case.params)
+    except ValueError as error:
+        if not said:
+            return Verdict("late", f"muon.init: {error}")
+    if not rows:
+        return _without_attention(case, reading, said)
+    return _with_attention(case, reading, rows, mine, said)
+
+
+def _without_attention(case: Case, reading: Any, said: list[str]) -> Verdict:
+    if reading.attention:
+        return Verdict("wrong", f"attention found, and none there: {reading.attention}")
+    if reading.refused and case.attention == "none":
+        return Verdict("suspected", "; ".join(reading.refused))
+    said += reading.refused
+    if not reading.refused and case.attention == "maybe":
+        lines = [x for x in str(reading).lower().splitlines() if "attention" in x]
+        if not any(re.search(r"\bno\b|\bnone\b|\bnot\b", x) for x in lines):
+            return Verdict("wrong", "no line says that no attention was found")
+    mc.record_attention(case.fun)(case.params, *case.args)
+    return Verdict("said" if said else "right", "; ".join(said))
+
+
+def _with_attention(
+    case: Case, reading: Any, rows: list[np.ndarray], mine: Any, said: list[str]
+) -> Verdict:
+    refused = list(reading.refused)
+    if not reading.attention and not refused:
+        return Verdict("wrong", "attention is neither found nor refused")
+    if not reading.attention:
+        kind = "said" if case.attention == "said" else "unread"
+        return Verdict(kind, "; ".join(refused))
+    if not refused:
+        try:
+            jax.eval_shape(mc.muonclip(0.1, model=reading).init, case.params)
+        except ValueError as error:
+            return Verdict("late", f"muonclip.init: {error}")
+    try:
+        recorded = mc.record_attention(case.fun)
+        out, stats = recorded(case.params, *case.args)
+    except ValueError as error:
+        return Verdict("said" if refused else "late", f"record_attention: {error}")
+    if _differ(out, case.fun(case.params, *case.args), 1e-5):
+        return Verdict("wrong", "the recorded function has another value")
+    if _differ(gradients(lambda *a: recorded(*a)[0], case), mine, 1e-4):
+        return Verdict("wrong", "the recorded function has other gradients")
+    found, is_joint, missed = _matched(stats, rows)
+    if missed and not refused:
+        return Verdict("wrong", f"statistics {_short(stats)} for {_short(rows)}")
+    for i in found:
+        if fault := _clip_fault(case, reading, stats, rows, i, found[i], is_joint):
+            return Verdict(*fault)
+    kind = "jointly" if is_joint else "right"
+    if refused or said:
+        kind = "said"
+    if (kind == "jointly" and case.attention == "read") or (
+        refused and case.attention != "said"
+    ):
+        kind = "unread"
+    return Verdict(kind, "; ".join([*refused, *said]))
+
+
+def _short(tree: Any) -> str:
+    return str(jax.tree.map(lambda x: np.asarray(x).round(3).tolist(), tree))
+
+
+def _matched(stats: Any, rows: list[np.ndarray]) -> tuple[Any, set[int], bool]:
+    """Which entries of the statistics are of which row, by their values.
+
+    Logits of random numbers are told apart by them. A row of which only the largest
+    is there is clipped jointly.
+    """
+    left = [
+        (path, i, float(v))
+        for path, leaf in by_path(stats).items()
+        for i, v in enumerate(np.ravel(np.asarray(leaf, np.float64)))
+    ]
+    found, is_joint, missed = {}, set(), False
+    for n, row in enumerate(rows):
+        bound = 2e-5 * max(1.0, np.abs(row).max())
+        # Heads may be cut finer, down to where logits can be scaled apart.
+        if not (own := _finer(left, row, bound)):
+            for value in row:
+                close = [x for x in left if abs(x[2] - value) <= bound and x not in own]
+                own += close[:1]
+        if len(own) < len(row):
+            own = [x for x in left if abs(x[2] - row.max()) <= bound][:1]
+            is_joint.add(n)
+        if not own:
+            missed = True
+            continue
+        found[n] = {(path, i) for path, i, _ in own}
+        left = [x for x in left if x not in own]
+    return found, is_joint & found.keys(), missed or bool(left)
+
+
+def _finer(left: list[Any], row: np.ndarray, bound: float) -> list[Any]:
+    """The entries of one statistic whose maxima, evenly grouped, are a row."""
+    for path in dict.fromkeys(path for path, *_ in left):
+        own = [x for x in left if x[0] == path]
+        if len(own) % len(row) == 0:
+            values = np.reshape([x[2] for x in own], (len(row), -1)).max(1)
+            if np.all(np.abs(values - row) <= bound):
+                return own
+    return []
+
+
+def _clip_fault(case, reading, stats, rows, n, own, is_joint) -> tuple[str, str] | None:
+    """Clips one layer alone, runs, and compares."""
+    row = rows[n]
+    positive = row[row > 0]
+    tau = 0.6 * row.max() if len(positive) < 2 else (positive.min() + row.max()) / 2
+    alone = {
+        path: np.reshape(
+            [v if (path, i) in own else 0 for i, v in enumerate(np.ravel(leaf))],
+            np.shape(leaf),
+        )
+        for path, leaf in by_path(stats).items()
+    }
+    leaves = [jnp.asarray(x, jnp.float32) for x in alone.values()]
+    stats = jax.tree.unflatten(jax.tree.structure(stats), leaves)
+    which: Any = {"attention": reading.attention} if reading.refused else {}
+    try:
+        clipped = mc.clip_qk(
+            case.params, stats, float(tau), alpha=0.3, model=reading, **which
+        )
+    except ValueError as error:
+        return "late", f"clip_qk: {error}"
+    after = largest(case, clipped)[n]
+    right = np.minimum(row, tau)
+    bound = 1e-4 * max(tau, np.abs(row).max())
+    is_right = np.abs(after - right).max() <= bound
+    if case.attention == "biased":  # it is less, and nothing else moves
+        is_right = np.abs(after - row)[row <= tau].max(initial=0) <= bound
+        is_right &= np.all(after[row > tau] < row[row > tau])
+    elif np.all(after <= tau + bound) and np.abs(after.max() - tau) <= bound:
+        # Heads under the threshold moved too: all are scaled by one number.
+        is_joint.update(() if is_right else {n})
+        is_right = True
+    if not is_right:
+        text = f"{_short(row)} clipped at {tau:.3f} is {_short(after)}"
+        return "wrong", f"layer {n}: {text}"
+    return _touch_fault(case, clipped, n)
+
+
+def _touch_fault(case: Case, clipped: Any, n: int) -> tuple[str, str] | None:
+    """Only query and key may change, and of them only what some logit depends on."""
+    before, after = by_path(case.params), by_path(clipped)
+    changed = [k for k in before if np.any(np.asarray(before[k]) != after[k])]
+    for path in changed:
+        may = any(part[0] in "qk" for part in path.split("/"))
+        if not may and not any(fnmatch.fnmatch(path, x) for x in case.scaled.split()):
+            return "wrong", f"the clip changes {path}"
+
+    def all_logits(params):
+        values = [note.logits for note in notes(case, params)]
+        generator = np.random.default_rng(0)
+        return sum(
+            jnp.sum(jnp.where(jnp.isfinite(x), x, 0) * generator.normal(size=x.shape))
+            for x in values
+        )
+
+    slopes = by_path(jax.grad(all_logits, allow_int=True)(case.params))
+    for path in changed:
+        moved = np.asarray(before[path]) != np.asarray(after[path])
+        if np.any(moved & (np.asarray(slopes[path]) == 0)):
+            return "wrong", f"the clip changes entries of {path} without logits"
+    return None
+
+
+def main(part: str = "") -> None:
+    # Here, since cases import this module.
+    from adversaries import CASES
+
+    counts: dict[str, int] = {}
+    for name, case in CASES.items():
+        if part not in name:
+            continue
+        start = time.time()
+        found = verdict_of(case)
+        counts[found.kind] = counts.get(found.kind, 0) + 1
+        took, why = time.time() - start, " ".join(found.why.split())
+        sign = "!" if found.is_fault else " "
+        print(f"{sign} {found.kind:9} {name:40} {took:5.1f} s  {why[:300]}", flush=True)
+    print(counts)
+
+
+if __name__ == "__main__":
+    # The module that cases import has the notebooks, not the script of its name.
+    from by_numbers import main as run
+
+    run(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Functions written to mislead a reading: nothing may be wrong without a word."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from adversaries import CASES
+from by_numbers import verdict_of
+
+import muonclip_jax as mc
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_is_right_and_what_is_not_is_said(name):
+    verdict = verdict_of(CASES[name])
+    assert not verdict.is_fault, f"{verdict.kind}: {verdict.why}"
+
+
+def _unclipped(clip):
+    return lambda params, *args, **options: params
+
+
+def _clipped_too_far(clip):
+    def wrong(params, stats, threshold, **options):
+        return clip(params, stats, 0.99 * threshold, **options)
+
+    return wrong
+
+
+def _values_too(clip):
+    def wrong(params, *args, **options):
+        return {**clip(params, *args, **options), "v": 0.9 * params["v"]}
+
+    return wrong
+
+
+def _recorded(change):
+    def of(record):
+        return lambda fun: lambda *args: change(*record(fun)(*args))
+
+    return of
+
+
+_more = _recorded(lambda out, stats: (out, jax.tree.map(lambda x: 1.01 * x, stats)))
+_swapped = _recorded(lambda out, stats: (out, jax.tree.map(jnp.flip, stats)))
+_other_value = _recorded(lambda out, stats: (out + 1, stats))
+_other_slope = _recorded(
+    lambda out, stats: (jax.lax.stop_gradient(out) + 0 * out, stats)
+)
+
+
+def _relabeled(labels):
+    return lambda *args, **options: {**labels(*args, **options), "v": "vector"}
+
+
+WRONG = [
+    ("clip_qk", _unclipped), ("clip_qk", _clipped_too_far), ("clip_qk", _values_too),
+    ("record_attention", _more), ("record_attention", _swapped),
+    ("record_attention", _other_value), ("record_attention", _other_slope),
+    ("param_labels", _relabeled),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG)
+def test_the_judge_sees_what_is_wrong(name, change, monkeypatch):
+    monkeypatch.setattr(mc, name, change(getattr(mc, name)))
+    assert verdict_of(CASES["plain"]).kind == "wrong"
