@@ -6,75 +6,16 @@ of query and key, and from there to the parameters.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .facts import Facts, union
-from .graph import Atom, Eqn, Graph, Labels, Lead
-from .labels import (
-    contracted,
-    either,
-    ELEMENTWISE,
-    is_varied,
-    joined,
-    Label,
-    marks,
-    moved,
-    moves,
-    PRODUCTS,
-    sides,
-    small,
-)
-from .scaling import ADDED, Factor, never, NORMED, Scaling, Sum
-from .sites import Site, site_of, Unclear
-
-
-# Heads are counted exactly along dimensions of at most so many entries.
-_MOST_HEADS = 1 << 14
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Entries of a parameter that are linear in logits."""
-
-    parameter: int
-    # The head of each entry of one layer, -1 for none; it broadcasts to the layer.
-    owners: np.ndarray
-    heads: int  # how many it tells apart
-    stack: tuple[int, ...]  # axes of layers that a loop runs
-    is_picked: bool = False
-
-
-@dataclasses.dataclass
-class Layer:
-    """An attention layer: what a clip may scale, and where its logits are."""
-
-    products: list[Eqn]
-    heads: int = 0
-    query: list[Part] = dataclasses.field(default_factory=list)
-    key: list[Part] = dataclasses.field(default_factory=list)
-    # What brings the whole of a factor, since what it meets stays: `shared`, a key that
-    # heads share, or a side that no parameter scales.
-    whole: list[Part] = dataclasses.field(default_factory=list)
-    shared: list[Part] = dataclasses.field(default_factory=list)
-    # All parameters that either side was made of, and of these learned queries.
-    makers: set[int] = dataclasses.field(default_factory=set)
-    tokens: set[int] = dataclasses.field(default_factory=set)
-    devices: tuple[str, ...] = ()  # axes of a mesh along which heads are
-    loops: frozenset[Any] = frozenset()  # loops whose trips are different layers
-    site: Site | None = None
-    refusal: str = ""
-    unclear: str = ""  # why its statistic cannot be recorded
-
-    @property
-    def parts(self) -> list[Part]:
-        return [*self.query, *self.key, *self.whole, *self.shared]
-
-    @property
-    def line(self) -> str:
-        return self.products[0].line
+from .facts import Facts, members, union
+from .graph import Atom, Eqn, Graph, Labels
+from .labels import contracted, either, ELEMENTWISE, marks, moves, PRODUCTS, sides
+from .roles import Layer, LayerReader
+from .scaling import Scaling
 
 
 class Product(NamedTuple):
@@ -94,6 +35,18 @@ class Product(NamedTuple):
         return self.at.output().shape
 
 
+@dataclasses.dataclass
+class Path:
+    """What is between a product and what was made of it."""
+
+    caps: list[tuple[Eqn, float]] = dataclasses.field(default_factory=list)
+    # What it was multiplied with or divided by: which operand, and the result's labels.
+    factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
+    added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
+    nonlinear: list[Eqn] = dataclasses.field(default_factory=list)
+    joins: list[Eqn] = dataclasses.field(default_factory=list)
+
+
 class Reader:
     """Finds all attention of a graph."""
 
@@ -102,22 +55,30 @@ class Reader:
         self.scaling = Scaling(graph, facts)
         self.equations = list(graph.top.equations())
         # The sums by which softmaxes divide, with the products that they are of.
-        self.sums = [
-            (bits, at)
-            for at in self.equations
-            if at.name == "reduce_sum"
-            if (bits := facts.of(at.inputs()[0]).unshared)
-        ]
+        self.sums = list(self._sums())
+        # Parameters that no gradient reaches are as good as data.
+        trained = union(x.trained for x in facts.outputs)
+        self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
 
     def layers(self) -> list[Layer]:
-        found: list[Layer] = []
-        for bits, exps, sums in self._softmaxes():
-            layer = self._layer(bits, exps, sums)
-            if layer is not None:
-                found.append(layer)
+        found = [x for group in self._softmaxes() if (x := self._layer(*group))]
         return sorted(found, key=lambda x: x.products[0].at)
 
-    def _softmaxes(self) -> Iterator[tuple[int, list[Eqn], list[Eqn]]]:
+    def _sums(self) -> Iterator[tuple[int, Atom, tuple[int, ...]]]:
+        """Products, what is summed of their exponentials, and along which axes."""
+        for at in self.equations:
+            if at.name == "reduce_sum":
+                atom, axes = at.inputs()[0], tuple(at.eqn.params["axes"])
+            elif at.name in ("scatter-add", "scatter_add"):  # over edges of a graph
+                atom, numbers = at.inputs()[-1], at.eqn.params["dimension_numbers"]
+                own = range(len(atom.shape))
+                axes = tuple(d for d in own if d not in numbers.update_window_dims)
+            else:
+                continue
+            if bits := self.facts.of(atom).unshared:
+                yield bits, atom, axes
+
+    def _softmaxes(self) -> Iterator[tuple[int, list[Eqn], list[Any]]]:
         """Groups of products whose exponentials are summed and weigh activations."""
         weighed = 0
         exps: dict[int, list[Eqn]] = {}
@@ -131,7 +92,7 @@ class Reader:
                 weighed |= self._weighs(at, facts)
         seen = 0
         for bits, own in exps.items():
-            sums = [at for b, at in self.sums if b & bits]
+            sums = [x[1:] for x in self.sums if x[0] & bits]
             if bits & weighed and sums and not bits & seen:
                 seen |= bits
                 yield bits, own, sums
@@ -159,16 +120,10 @@ class Reader:
 
     def to_product(
         self, atom: Atom, labels: Labels, bit: int
-    ) -> tuple[Labels | None, dict[str, Any]]:
+    ) -> tuple[Labels | None, "Path"]:
         """The labels of a product's result, from those of what was made of it."""
         found: list[Labels] = []
-        along: dict[str, Any] = {
-            "caps": [],
-            "factors": [],
-            "nonlinear": [],
-            "added": [],
-            "joins": [],
-        }
+        path = Path()
         target, known = self.facts.products[bit], set()
 
         def follow(atom: Atom, labels: Labels, seen: Any, scale: float) -> None:
@@ -198,7 +153,7 @@ class Reader:
                 if at.name in ("mul", "div") and len(own) == 1:
                     other = 1 - own[0][0]
                     number = inputs[other].frame.number(inputs[other].var)
-                    along["factors"].append((at, other, number))
+                    path.factors.append((at, other, origin.labels))
                     number = number if isinstance(number, int | float) else math.nan
                     scale = (
                         scale * number
@@ -208,15 +163,15 @@ class Reader:
                         else math.nan
                     )
                 elif at.name == "tanh":
-                    along["caps"].append((at, scale))
+                    path.caps.append((at, scale))
                 elif (
                     at.name in ELEMENTWISE and at.name not in ("exp", "exp2")
                 ) or not back:
-                    along["nonlinear"].append(at)
+                    path.nonlinear.append(at)
                 elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
-                    along["joins"].append(at)
+                    path.joins.append(at)
                 elif at.name in ("add", "sub", "add_any"):
-                    along["added"] += [
+                    path.added += [
                         (at, i) for i, _ in back if i not in [j for j, _ in own]
                     ]
                 for i, move in own:
@@ -224,11 +179,11 @@ class Reader:
 
         follow(atom, labels, frozenset(), 1.0)
         if not found:
-            return None, along
+            return None, path
         out = found[0]
         for more in found[1:]:
             out = tuple(either(x, y) for x, y in zip(out, more, strict=True))
-        return out, along
+        return out, path
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """The maxima of some products' logits that an array was made of."""
@@ -278,21 +233,18 @@ class Reader:
         own = [frozenset(d for d in x if d is not None) for x in to]
         return Product(at, keys, to, over, (own[0] - own[1], own[1] - own[0]))
 
-    def _layer(self, bits: int, exps: list[Eqn], sums: list[Eqn]) -> Layer | None:
+    def _layer(self, bits: int, exps: list[Eqn], sums: list[Any]) -> Layer | None:
         products = [at for bit, at in self.facts.products.items() if bit & bits]
         found: list[Product] = []
         for at in products:
             bit = self.facts.product(at)
             keys: set[int] = set()
-            for total in sums:
-                x = total.inputs()[0]
+            for x, axes in sums:
                 if not self.facts.of(x).unshared & bit:
                     continue
-                lead = len(total.frame.lead)
-                axes = total.eqn.params["axes"]
-                own = tuple(
-                    marks(lead + len(x.shape), lead + a, x.shape[a]) for a in axes
-                )
+                first = len(x.frame.lead)
+                rank = first + len(x.shape)
+                own = tuple(marks(rank, first + a, x.shape[a]) for a in axes)
                 labels, _ = self.to_product(x, own, bit)
                 if labels is None:
                     continue
@@ -310,8 +262,7 @@ class Reader:
         own = own or [p for p in found if self._is_asked(p)]
         if not own:
             return None
-        found = own
-        return _OneLayer(self, found, exps, sums).read()
+        return LayerReader(self, own, exps).read()
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.all_of(at.inputs()[:2])
@@ -324,7 +275,7 @@ class Reader:
         What activations have along queries and keys already is a bias.
         """
         i = self.facts.weight_of(product.at)
-        return i is not None and product.keys <= product.free[i]
+        return i is not None and bool(product.keys & product.free[i])
 
     def _is_asked(self, product: Product) -> bool:
         """Whether parameters are the queries of what activations are the keys of.
@@ -339,477 +290,3 @@ class Reader:
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
         is_many = any(product.shape[d] > 1 for d in product.free[i])
         return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)
-
-
-class _OneLayer:
-    """The reading of the products that one softmax is of."""
-
-    def __init__(
-        self, reader: Reader, products: list[Product], exps: list[Eqn], sums: list[Eqn]
-    ):
-        self.reader, self.products, self.exps, self.sums = reader, products, exps, sums
-        self.layer = Layer([p.at for p in products])
-        self.refusals: list[str] = []
-
-    def read(self) -> Layer:
-        layer = self.layer
-        # Products of which the softmax's dimensions are known first: they show what the
-        # query's parameters are.
-        ordered = sorted(self.products, key=lambda p: not any(_is_key(p)))
-        counts: set[int] = set()
-        pairs: list[_Pair] = []
-        last: Any = None
-        queries: set[int] = set()
-        for product in ordered:
-            order = self._query_first(product, queries)
-            if order is None:
-                self.refusals.append("query and key could not be told apart")
-                continue
-            heads = self._heads(product, order)
-            if heads is None:
-                continue
-            counts.add(heads.count)
-            for pair in self._by_region(product, order, heads):
-                pairs.append(pair)
-                queries |= {p.parameter for p in pair.query or ()}
-            layer.tokens |= self._tokens(product)
-            layer.devices = tuple(heads.devices)
-            last = product, heads
-        if len(counts) > 1:
-            self.refusals.append(f"its products have {sorted(counts)} heads")
-        layer.heads = max(counts, default=0)
-        self._roles(pairs, layer.heads)
-        if last and not self.refusals:
-            bits = union(self.reader.facts.product(p.at) for p in self.products)
-            try:
-                layer.site = site_of(self.reader, *last, self.exps[0], bits)
-            except Unclear as why:
-                layer.unclear = str(why)
-        layer.refusal = self.refusals[0] if self.refusals else ""
-        return layer
-
-    def _query_first(
-        self, product: Product, queries: set[int]
-    ) -> tuple[int, int] | None:
-        """Which operand is the query.
-
-        The softmax is over dimensions of the key alone. Where these are lost, as by
-        Transformer-XL's shift of relative positions, the query has a parameter that the
-        query of another product has, too.
-        """
-        is_key = _is_key(product)
-        if not any(is_key):
-            made = [self._parameters(product, i) for i in (0, 1)]
-            is_key = [
-                bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)
-            ]
-        if not any(is_key):
-            return None
-        return (0, 1) if is_key[1] else (1, 0)
-
-    def _parameters(self, product: Product, i: int) -> set[int]:
-        labels = (marks(self._rank(product, i), 0, 1),)
-        found = self.reader.scaling.of(product.at.inputs()[i], labels)
-        return {f.parameter for s in found for f in s.factors}
-
-    def _tokens(self, product: Product) -> set[int]:
-        """Parameters that are queries, or keys, as activations are: no weight of them.
-
-        Of a token and its kernel the kernel made what the product sums over.
-        """
-        found: set[int] = set()
-        for i, atom in enumerate(product.at.inputs()[:2]):
-            fact = self.reader.facts.of(atom)
-            if not fact.is_weight:
-                continue
-            inner = self._over(product, i)
-            for s in self.reader.scaling.of(
-                atom, inner or (marks(self._rank(product, i), 0, 1),)
-            ):
-                found |= {
-                    f.parameter
-                    for f in s.factors
-                    if not fact.is_pair
-                    or (f.is_kernel and not any(is_varied(x) for x in f.labels))
-                }
-        return found
-
-    def _rank(self, product: Product, i: int) -> int:
-        return len(product.at.frame.lead) + len(product.at.inputs()[i].shape)
-
-    def _side(self, product: Product, i: int, label: Label) -> Label:
-        """The label of an operand, from that of the product."""
-        return small(moved(label, len(product.at.frame.lead), product.to[i]))
-
-    def _heads(self, product: Product, order: tuple[int, int]) -> "Heads | None":
-        """The dimensions that are heads of one side at least, and the head of each entry.
-
-        Along them a side's entries are of other parameters. Devices are one, if each
-        has some of the heads. What a kernel makes has its outputs; all summands, such
-        as biases, adapters and a second stream of tokens, agree in what is a head. A
-        table of positions, before the kernel or added to what it makes, tells positions
-        apart, and so do learned tokens alone, which have positions where the other side
-        has none.
-        """
-        frame, shape = product.at.frame, product.shape
-        lead, rank = len(frame.lead), len(frame.lead) + len(shape)
-        sizes = {x.axis: x.size for x in frame.lead if not x.is_loop and x.size > 1}
-        sizes |= {
-            lead + d: n for d, n in enumerate(shape) if n > 1 and d not in product.keys
-        }
-        axes = sorted(sizes)
-        chosen: dict[int, list[int]] = {}
-        # What the last kernel is applied to, is followed if that has no heads: a
-        # rotation, say, which is one for all of them.
-        ways = [
-            (i, is_last)
-            for is_last in (self._is_nearest(len(axes)), never)
-            for i in order
-        ]
-        for i, is_last in ways:
-            if is_last is never and chosen:
-                break
-            labels = [self._side(product, i, marks(rank, a, sizes[a])) for a in axes]
-            inner = self._over(product, i)
-            found = self.reader.scaling.of(
-                product.at.inputs()[i], (*labels, *inner), is_last
-            )
-            kernels, others = [], []
-            for s in found:
-                made = [f for f in s.factors if f.is_kernel]
-                n = len(axes)
-                made = [
-                    f
-                    for f in made
-                    if not inner or any(is_varied(x) for x in f.labels[n:])
-                ] or made
-                if made:
-                    kernels.append(
-                        {
-                            a
-                            for a, x in zip(axes, made[0].labels, strict=False)
-                            if is_varied(x)
-                        }
-                    )
-                elif s.factors:
-                    own = {
-                        a
-                        for a, x in zip(axes, s.factors[0].labels, strict=False)
-                        if is_varied(x)
-                    }
-                    others.append(own - {lead + d for d in product.free[i]})
-            own = kernels or others
-            for a in set.intersection(*own) if own else ():
-                chosen.setdefault(a, []).append(i)
-        heads = sorted(chosen)
-        count = math.prod(sizes[a] for a in heads)
-        if count > _MOST_HEADS:
-            self.refusals.append(
-                f"heads are along dimensions of {count} entries, with the batch among them: keep an axis for them"
-            )
-            return None
-        label = np.zeros([1] * rank, object)
-        for a in heads:
-            n = sizes[a]
-            own = (
-                np.arange(n)
-                .astype(object)
-                .reshape([n if b == a else 1 for b in range(rank)])
-            )
-            label = label * n + own
-        exact = np.vectorize(lambda x: 1 << int(x), otypes=[object])(label)
-        # Heads are what some kernel has entries of its own for; along the rest of a
-        # dimension all have the same: it is the batch's.
-        signs: list[np.ndarray] = []
-        for i in order:
-            if not any(i in chosen[a] for a in heads):
-                continue
-            inner = self._over(product, i)
-            found = self.reader.scaling.of(
-                product.at.inputs()[i],
-                (self._side(product, i, exact), *inner),
-                _tells_all,
-            )
-            for s in found:
-                made = [f for f in s.factors if f.is_kernel]
-                made = [
-                    f
-                    for f in made
-                    if not inner or any(is_varied(x) for x in f.labels[1:])
-                ] or made
-                made = made or [f for f in s.factors]
-                if made and is_varied(made[0].labels[0]):
-                    marks_of = sorted(set(made[0].labels[0].ravel().tolist()) - {0})
-                    signs += [_members(m, count) for m in marks_of]
-        if not signs:
-            classes = np.zeros(count, int)
-        else:
-            table = np.stack(signs)
-            _, first, inverse = np.unique(
-                table, axis=1, return_index=True, return_inverse=True
-            )
-            ranks = np.argsort(np.argsort(first))
-            classes = ranks[np.asarray(inverse).ravel()]
-        names = [x.of for x in frame.lead if x.axis in heads]
-        number = np.vectorize(lambda x: 1 << int(classes[int(x)]), otypes=[object])(
-            label
-        )
-        return Heads(tuple(heads), classes, number, int(classes.max()) + 1, names)
-
-    def _is_nearest(self, n: int) -> Any:
-        """Whether a kernel made what the product sums over, by labels of that after n."""
-
-        def is_last(kernel: Labels, other: Labels) -> bool:
-            return len(kernel) == n or any(is_varied(x) for x in kernel[n:])
-
-        return is_last
-
-    def _over(self, product: Product, i: int) -> tuple[Label, ...]:
-        """Marks along the dimensions of an operand that the product sums over."""
-        lead, x = len(product.at.frame.lead), product.at.inputs()[i]
-        if product.at.name == "mul":
-            return ()
-        return tuple(
-            marks(lead + len(x.shape), lead + pair[i], x.shape[pair[i]])
-            for pair in product.over
-            if x.shape[pair[i]] > 1
-        )
-
-    def _by_region(self, product: Product, order: tuple[int, int], heads: "Heads"):
-        """One factor of every summand of query and key, or `None` if one has none.
-
-        Once for each range of what is summed over in which summands are alike. The key
-        of latent attention is joined: one part has heads, the other, which a rotary
-        embedding turns, is the same for all of them.
-        """
-        for region in self._regions(product, order, heads):
-            out, whys = [], []
-            for i in order:
-                labels = self._side(product, i, heads.label)
-                if region is not None:
-                    pair = product.over[0]
-                    lead, rank = len(product.at.frame.lead), self._rank(product, i)
-                    n = product.at.inputs()[i].shape[pair[i]]
-                    inside = np.zeros(n, object)
-                    inside[region] = -1
-                    labels = labels & inside.reshape(
-                        [n if a == lead + pair[i] else 1 for a in range(rank)]
-                    )
-                loops = [x for x in product.at.frame.lead if x.is_loop]
-                trips = [marks(self._rank(product, i), x.axis, x.size) for x in loops]
-                found = self.reader.scaling.of(
-                    product.at.inputs()[i], (labels, *trips), _tells_all
-                )
-                parts, why = self._parts(found, heads, loops)
-                out.append(parts)
-                whys.append(why)
-            if out[0] == [] or out[1] == []:
-                continue  # zeros: nothing is there
-            yield _Pair(out[0], out[1], whys)
-
-    def _regions(
-        self, product: Product, order: tuple[int, int], heads: "Heads"
-    ) -> list[Any]:
-        if len(product.over) != 1:
-            return [None]
-        pair = product.over[0]
-        n = product.at.inputs()[0].shape[pair[0]]
-        if n == 1 or n > _MOST_HEADS:
-            return [None]
-        lead = len(product.at.frame.lead)
-        rows: list[np.ndarray] = []
-        i = order[1]
-        label = marks(self._rank(product, i), lead + pair[i], n, exact=True)
-        for s in self.reader.scaling.of(product.at.inputs()[i], (label,), _tells_all):
-            made = [f for f in s.factors if f.is_linear] or list(s.factors)
-            if made:
-                rows.append(_members(union(made[0].labels[0].ravel().tolist()), n))
-        if not rows:
-            return [None]
-        _, inverse = np.unique(np.stack(rows), axis=1, return_inverse=True)
-        inverse = np.asarray(inverse).ravel()
-        if inverse.max() == 0:
-            return [None]
-        return [np.flatnonzero(inverse == c) for c in dict.fromkeys(inverse.tolist())]
-
-    def _parts(
-        self, found: Sum, heads: "Heads", loops: list[Lead]
-    ) -> tuple[list[Part] | None, str]:
-        parts: dict[int, Part] = {}
-        for s in found:
-            if any(not f.labels[0].any() for f in s.factors):
-                continue  # the summand is elsewhere
-            self.layer.makers |= {f.parameter for f in s.factors}
-            made = [self._part(f, heads, loops) for f in s.linear]
-            if not made:
-                return None, s.why or NORMED
-            own = [p for p in made if p.heads == heads.count and heads.count > 1] or [
-                p for p in made if p.heads > 1
-            ]
-            best = (own or made)[0]
-            known = parts.get(best.parameter)
-            parts[best.parameter] = _merged(known, best) if known else best
-        return list(parts.values()), ""
-
-    def _part(self, factor: Factor, heads: "Heads", loops: list[Lead]) -> Part:
-        label, trips = factor.labels[0], factor.labels[1:]
-        stack = sorted({a for x in trips for a in range(x.ndim) if is_varied(x, a)})
-        self.layer.loops |= {
-            x.of for x, t in zip(loops, trips, strict=True) if is_varied(t)
-        }
-        return Part(
-            factor.parameter,
-            *heads.owners(
-                joined(label, stack).squeeze(tuple(stack)) if stack else label
-            ),
-            tuple(stack),
-            factor.is_picked,
-        )
-
-    def _roles(self, pairs: Sequence["_Pair"], heads: int) -> None:
-        """Which side brings how much of a factor, the same wherever its entries are."""
-        ways = [self._way(pair, heads) for pair in pairs]
-        # Where a side brings the whole in one product, the other side of all products
-        # that it is in stays: that of a query with a table of relative keys, which all
-        # heads share, and so of the query with its key.
-        while True:
-            before = list(ways)
-            for i, pair in enumerate(pairs):
-                for j, other in enumerate(pairs):
-                    for side in (QUERY, KEY):
-                        if ways[j] != side or ways[i] not in (BOTH, 1 - side):
-                            continue
-                        whole = _overlap(pair[side], other[side])
-                        if whole or _overlap(pair[1 - side], other[1 - side]):
-                            ways[i] = side if ways[i] == BOTH else NONE
-            if ways == before:
-                break
-        for way, pair in zip(ways, pairs, strict=True):
-            if way == BOTH:
-                _put(self.layer.query, pair.query or ())
-                _put(self.layer.key, pair.key or ())
-            elif way == NONE:
-                self.refusals.append(
-                    "a parameter is in several of its products, which ask for "
-                    "different scales"
-                )
-            elif way in (QUERY, KEY):
-                _put(self.layer.whole, pair[way] or ())
-                _put(self.layer.shared, pair[1 - way] or ())
-
-    def _way(self, pair: "_Pair", heads: int) -> Any:
-        # Both sides are scaled if each head has its own entries in both, or all share
-        # both, as the gains of QK-norm. Else the query alone: keys that several heads
-        # share stay. The key alone where nothing scales the query.
-        q, k = pair.query, pair.key
-        q_own, k_own = (
-            p is not None and all(x.heads == heads for x in p) for p in (q, k)
-        )
-        is_told = heads > 1 and any(x.heads > 1 for x in (*(q or ()), *(k or ())))
-        if q and k and ((q_own and k_own) or not is_told):
-            return BOTH
-        if q and (q_own or not k_own):
-            return QUERY
-        if k and (k_own or not is_told):
-            return KEY
-        if k:
-            self.refusals.append(
-                "nothing scales the query, such as one that is normed without a gain, "
-                "and several query heads share a key"
-            )
-        else:
-            self.refusals.append(_why(*pair.whys))
-        return None
-
-
-QUERY, KEY, BOTH, NONE = 0, 1, "both", "none"
-
-
-class _Pair(NamedTuple):
-    """What scales the query and the key of a product; `None` where nothing does."""
-
-    query: list[Part] | None
-    key: list[Part] | None
-    whys: list[str]
-
-
-def _overlap(one: list[Part] | None, other: list[Part] | None) -> bool:
-    """Whether parts have entries in common."""
-
-    def of(part: Part) -> np.ndarray:
-        return np.expand_dims(part.owners >= 0, part.stack)
-
-    return any(
-        a.parameter == b.parameter and bool((of(a) & of(b)).any())
-        for a in one or ()
-        for b in other or ()
-    )
-
-
-def _put(role: list[Part], parts: Iterable[Part]) -> None:
-    """Adds parts; several products of the same entries scale them once."""
-    for part in parts:
-        for i, old in enumerate(role):
-            if old.parameter == part.parameter:
-                role[i] = _merged(old, part)
-                break
-        else:
-            role.append(part)
-
-
-def _is_key(product: Product) -> list[bool]:
-    """For each operand, whether it alone has what the softmax is over."""
-    return [bool(product.keys) and product.keys <= x for x in product.free]
-
-
-class Heads(NamedTuple):
-    """The heads of a product."""
-
-    axes: tuple[int, ...]  # of its labels, along which they are
-    classes: np.ndarray  # the head of each entry along these
-    label: Label  # a bit for each head
-    count: int
-    devices: list[Any]
-
-    def owners(self, label: Label) -> tuple[np.ndarray, int]:
-        """The head, or group of heads, of each entry, and how many there are."""
-        found = set(label.ravel().tolist()) - {0}
-        groups = sorted(found, key=lambda m: (m & -m, m))
-        numbers = {m: i for i, m in enumerate(groups)}
-        if sum(m.bit_count() for m in groups) != union(groups).bit_count():
-            # Some entries are of several heads, of which others are of one.
-            numbers = dict.fromkeys(groups, 0)
-        owner = np.empty(label.shape, int)
-        owner.ravel()[:] = [numbers[m] if m else -1 for m in label.ravel().tolist()]
-        return owner, len(set(numbers.values()))
-
-
-def _tells_all(kernel: Labels, other: Labels) -> bool:
-    """Whether nothing that a kernel is applied to tells more heads apart than itself."""
-    marks_of = set(kernel[0].ravel().tolist()) - {0}
-    is_apart = all(m.bit_count() == 1 for m in marks_of) and len(marks_of) > 1
-    return is_apart or not is_varied(other[0])
-
-
-def _members(mark: int, n: int) -> np.ndarray:
-    """The bits of a mark, as booleans."""
-    raw = np.frombuffer(int(mark).to_bytes((n + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(raw, bitorder="little")[:n].astype(bool)
-
-
-def _merged(a: Part, b: Part) -> Part:
-    if a.stack != b.stack:
-        return b
-    shape = np.broadcast_shapes(a.owners.shape, b.owners.shape)
-    owners = np.maximum(
-        np.broadcast_to(a.owners, shape), np.broadcast_to(b.owners, shape)
-    )
-    return dataclasses.replace(a, owners=owners, heads=max(a.heads, b.heads))
-
-
-def _why(why_q: str, why_k: str) -> str:
-    if why_q == why_k == ADDED:
-        return f"{ADDED} both sides of the product, and no parameter scales these"
-    if why_q == why_k:
-        return f"{why_q} both sides of the product"
-    return f"{why_q} the query; {why_k} the key"

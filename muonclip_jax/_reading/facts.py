@@ -52,6 +52,9 @@ class Fact(NamedTuple):
     shares: int = 0
     mixed: int = 0
     pairs: int = 0
+    # Of products that no exponential was taken of, a sum, and what was divided by it.
+    totals: int = 0
+    ratios: int = 0
 
     @property
     def unshared(self) -> int:
@@ -70,6 +73,8 @@ class Fact(NamedTuple):
 
 
 DATA = Fact(has_data=True)
+
+_BY_ITSELF = frozenset("mul div".split())
 
 _RANDOM = frozenset(
     [
@@ -103,6 +108,7 @@ class Facts:
         self._bits: dict[Any, int] = {}
         self._events: dict[Any, int] = {}
         self._past_of: dict[int, int] = {}
+        self.own = 0  # events in which weights are applied to find their own norm
         self._of: dict[tuple[int, int], Fact] = {}
         own = graph.is_parameter
         inputs = [
@@ -181,6 +187,8 @@ class Facts:
 
     def _primitive(self, at: Eqn) -> Fact:
         inputs, name = self.all_of(at.inputs()), at.name
+        if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
+            return self._picked(at, inputs)
         out = self._mixed(at, inputs)
         if name in PRODUCTS and not self.is_entrywise(at):
             return self._product(at, inputs, out)
@@ -240,9 +248,7 @@ class Facts:
         a, b = inputs[:2]
         # What products, or the weights of a softmax, are multiplied with is something
         # new.
-        out = out._replace(
-            products=0, weights=0, sums=0, shares=0, mixed=0, pairs=0, is_onehot=False
-        )
+        out = out._replace(**dict.fromkeys(_OF_PRODUCTS, 0), is_onehot=False)
         if not out.leaves:
             return out
         out = out._replace(products=self._new(at))
@@ -269,6 +275,31 @@ class Facts:
         kernels = members(weight.leaves)
         return out._replace(ends=event, sole=kernels[0] if len(kernels) == 1 else -1)
 
+    def _picked(self, at: Eqn, inputs: list[Fact]) -> Fact:
+        """Entries of a parameter: one part of it, rows, or matrices."""
+        of, past = inputs[0], union(x.past for x in inputs)
+        if at.name == "dynamic_slice":
+            return of._replace(past=past)
+        numbers, sizes = (
+            at.eqn.params["dimension_numbers"],
+            at.eqn.params["slice_sizes"],
+        )
+        if len(numbers.offset_dims) == len(shape_of(at.eqn.outvars[0])):  # a slice
+            return of._replace(past=past)
+        pairs = zip(sizes, shape_of(at.eqn.invars[0]), strict=True)
+        if sum(n == m > 1 for n, m in pairs) > 1:
+            # Matrices, as experts that tokens choose, or tokens: a product shows which.
+            return of._replace(has_data=True, past=past)
+        # A row of a table. Whatever chose it, as an output head does the next token, is
+        # not what feeds the layers after it.
+        event = self._meet(at, of)
+        return of._replace(
+            is_weight=False,
+            is_spread=False,
+            events=of.events | event,
+            past=of.past | event,
+        )
+
     def _meet(self, at: Eqn, out: Fact) -> int:
         bit = self._events.setdefault(at.key(), 1 << len(self._events))
         self.met_at[bit] = at
@@ -288,7 +319,18 @@ class Facts:
             return out
         if out.is_weight:
             return out._replace(is_spread=any(x.is_spread for x in inputs))
-        if any(x.is_weight for x in inputs):
+        weights = union(x.leaves for x in inputs if x.is_weight)
+        deep = [x for x in inputs if x.is_deep]
+        if (
+            weights
+            and not union(x.leaves for x in deep) & ~weights
+            and at.name in _BY_ITSELF
+        ):
+            # A weight divided by its norm, which a vector among the arguments helped to
+            # find: these products are none of its uses.
+            self.own |= union(x.events for x in deep)
+            return out._replace(is_weight=True, has_data=True, events=0, ends=0)
+        if weights:
             event = self._meet(at, out)
             out = out._replace(events=out.events | event, past=out.past | event)
         return out
@@ -314,6 +356,9 @@ _SETS = [
     "mixed",
     "pairs",
 ]
+
+
+_OF_PRODUCTS = "products weights sums shares mixed pairs totals ratios".split()
 
 
 def _union(facts: list[Fact]) -> Fact:
@@ -361,7 +406,13 @@ def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
     sums = out.sums | out.unshared
-    return out._replace(sums=sums, weights=out.weights & out.shares)
+    totals = out.totals | out.products & ~out.weights
+    return out._replace(sums=sums, weights=out.weights & out.shares, totals=totals)
+
+
+def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """The sum of a softmax over the edges of a graph."""
+    return out._replace(sums=out.sums | inputs[-1].unshared)
 
 
 def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -374,37 +425,14 @@ def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         shares=a.shares | (a.weights & b.sums),
         mixed=a.mixed,
         pairs=a.pairs,
+        totals=a.totals,
+        ratios=a.ratios | (a.products & ~a.weights & b.totals),
     )
 
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The maximum of logits is a number to subtract, no logit."""
     return out._replace(products=0, weights=0, sums=0, pairs=0)
-
-
-def _gather(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    of, index = inputs[0], inputs[1]
-    if not of.is_weight:
-        return out
-    numbers, sizes = at.eqn.params["dimension_numbers"], at.eqn.params["slice_sizes"]
-    if len(numbers.offset_dims) == len(shape_of(at.eqn.outvars[0])):  # a slice
-        return of._replace(past=of.past | index.past)
-    pairs = zip(sizes, shape_of(at.eqn.invars[0]), strict=True)
-    if (
-        sum(n == m > 1 for n, m in pairs) > 1
-    ):  # matrices of experts, or tokens: a product shows which
-        return of._replace(has_data=True, past=of.past | index.past)
-    # A row of a table. Whatever chose it, as an output head does of the next token, is
-    # not what feeds the layers after it.
-    event = facts._meet(at, of)
-    return of._replace(
-        is_weight=False, events=of.events | event, past=of.past | event, is_spread=False
-    )
-
-
-def _dynamic_slice(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    of, past = inputs[0], union(x.past for x in inputs)
-    return of._replace(past=past) if of.is_weight else out
 
 
 def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -445,8 +473,8 @@ _RULES: dict[str, Any] = {
     "reduce_sum": _reduce_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min", "argmax", "argmin"], _greatest),
-    "gather": _gather,
-    "dynamic_slice": _dynamic_slice,
+    "scatter-add": _segments,
+    "scatter_add": _segments,
     "broadcast_in_dim": _broadcast,
     "tile": _broadcast,
     **dict.fromkeys(["convert_element_type", "copy", "reshape", "squeeze"], _same),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._parameters import paths
-from .attention import Layer
+from .roles import Layer
 
 
 class NamedLayer(NamedTuple):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +178,7 @@ def read_call(call: Call) -> Found:
         if found <= tokens:
             break
         tokens |= found
-    said = verdicts(uses, reader.facts.outputs, shapes, is_float)
+    said = verdicts(uses, reader.facts.outputs, shapes, is_float, reader.frozen)
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)

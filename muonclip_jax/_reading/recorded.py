@@ -12,7 +12,7 @@ from .._axes import varying
 from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import flag
 from . import jaxprs, kernels
-from .attention import Layer
+from .roles import Layer
 from .calls import Call, call_of
 from .jaxprs import Address
 from .reading import read_call
@@ -118,7 +118,10 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
         # A layer that is called more than once has the largest of all its calls.
         # Through `lax.scan` calls are a stack only if their parameters are.
+        # Heads that are trips of a loop are one axis with those of each trip.
+        depths = (len(layer.loops) for layer in named.found)
         own = [next(rows) for _ in named.found]
+        own = [x.reshape((*x.shape[:n], -1)) for x, n in zip(own, depths, strict=True)]
         node[STATISTIC] = functools.reduce(jnp.maximum, own)
     return call.outputs(outs), stats
 
@@ -204,7 +207,9 @@ class _Recorder:
         given = inputs[consts:end], inputs[end:]
         state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
         for n, x in stats.items():
-            stats[n] = x if at in self._layers[n].loops else largest(x, 0)
+            layer = self._layers[n]
+            is_apart = at in layer.loops | layer.loops_of_heads
+            stats[n] = x if is_apart else largest(x, 0)
         return [*state, *rest], stats
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):

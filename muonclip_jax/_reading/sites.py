@@ -21,7 +21,8 @@ from .labels import joined, marks, moves
 
 
 if TYPE_CHECKING:
-    from .attention import Heads, Product, Reader
+    from .attention import Path, Product, Reader
+    from .roles import Heads
 
 
 @dataclasses.dataclass
@@ -74,16 +75,16 @@ class Unclear(Exception):
 
 def site_of(
     reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int
-) -> Site:
+) -> tuple[Site, Path | None]:
     if named := _statistic(reader, product):
-        return named
+        return named, None
     site = _entrance(reader, exp, bits)
     atom = site.at.inputs()[0]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
     bit = reader.facts.product(product.at)
     sizes = dict(enumerate(atom.shape))
     each = tuple(marks(rank, lead + d, n) for d, n in sizes.items())
-    labels, along = reader.to_product(atom, each or (marks(rank, 0, 1),), bit)
+    labels, path = reader.to_product(atom, each or (marks(rank, 0, 1),), bit)
     if labels is None:
         raise Unclear("could not be followed into the softmax")
     of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
@@ -95,11 +96,11 @@ def site_of(
     site.dims = tuple(
         d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x)
     )
-    _count(reader, site, product, heads, bit, of_heads)
-    if along["joins"]:
+    path.factors = _count(reader, site, product, heads, bit, of_heads).factors
+    if path.joins:
         site.spans = _spans(reader, site, bit)
-    if along["caps"]:
-        (cap_at, scale), *_ = along["caps"]
+    if path.caps:
+        (cap_at, scale), *_ = path.caps
         if cap_at.frame is not site.at.frame or math.isnan(scale):
             raise Unclear(
                 "are softcapped by a number that is not known, or in a function of "
@@ -107,7 +108,7 @@ def site_of(
                 "cap, in the function that has the softmax"
             )
         site.cap_at, site.cap = cap_at, scale
-    return site
+    return site, path
 
 
 def _statistic(reader: Reader, product: Product) -> Site | None:
@@ -179,7 +180,7 @@ def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
 
 def _count(
     reader: Reader, site: Site, product: Product, heads: Heads, bit: int, of_heads: Any
-) -> None:
+) -> Path:
     """Finds the rows of each head: entries along the dimensions of heads."""
     atom = site.at.inputs()[0]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
@@ -198,7 +199,7 @@ def _count(
         ]
     )
     label = np.vectorize(lambda x: 1 << int(x), otypes=[object])(numbers)
-    labels, _ = reader.to_product(atom, (label,), bit)
+    labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
     found = joined(labels[0], [a for a in range(labels[0].ndim) if a not in of_heads])
     local = heads.label
@@ -220,6 +221,7 @@ def _count(
     if not is_apart or len({*map(len, rows)}) != 1 or not rows[0]:
         raise Unclear(cannot)
     site.rows = np.array(rows)
+    return path
 
 
 def _spans(reader: Reader, site: Site, bit: int) -> dict[int, tuple[int, int]]:

@@ -137,6 +137,8 @@ class Uses:
         facts = self._facts.all_of(inputs)
         if not any(f.leaves for f in facts):
             return
+        if self._facts.event(at) & self._facts.own:
+            return
         if name in PRODUCTS and not self._facts.is_entrywise(at):
             self._product(at, inputs, facts)
             return
@@ -378,20 +380,14 @@ class Uses:
             free = {d for d in to[i] if d is not None} - {
                 d for d in to[1 - i] if d is not None
             }
-            for bits, total in self._reader.sums:
-                atom = total.inputs()[0]
+            for bits, atom, axes in self._reader.sums:
                 if not bits & 1 << k:
                     continue
-                lead, rank = (
-                    len(atom.frame.lead),
-                    len(atom.frame.lead) + len(atom.shape),
+                lead = len(atom.frame.lead)
+                own = tuple(
+                    marks(lead + len(atom.shape), lead + a, atom.shape[a]) for a in axes
                 )
-                axes = total.eqn.params["axes"]
-                labels, _ = self._reader.to_product(
-                    atom,
-                    tuple(marks(rank, lead + a, atom.shape[a]) for a in axes),
-                    1 << k,
-                )
+                labels, _ = self._reader.to_product(atom, own, 1 << k)
                 inner = len(at.frame.lead)
                 if any(x.shape[inner + d] > 1 for x in labels or () for d in free):
                     found.append((1 << k, at))

@@ -35,9 +35,13 @@ _USES = (
 
 
 def verdicts(
-    uses: Uses, outs: Sequence[Fact], shapes: Sequence[Shape], is_float: Sequence[bool]
+    uses: Uses,
+    outs: Sequence[Fact],
+    shapes: Sequence[Shape],
+    is_float: Sequence[bool],
+    frozen: Set[int],
 ) -> list[Verdict]:
-    """One for each parameter."""
+    """One for each parameter; no gradient reaches those that are `frozen`."""
     experts = {(n.number, n.roles[0][0]) for n in uses.noted("expert")}
     # An axis all of whose entries go their own way is a stack, too.
     cuts: dict[tuple[int, int], int] = {}
@@ -67,6 +71,8 @@ def verdicts(
             line = of[kind].line
             return Verdict(label, None, words or kind, line, **more)
 
+        if i in frozen:
+            return said("frozen", own[0].kind, "its gradient is stopped")
         if "looked up" in of:
             tied = "looked up, tied" if "contracted" in of else ""
             return said("embedding", "looked up", tied)
