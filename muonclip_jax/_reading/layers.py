@@ -25,6 +25,7 @@ class Part(NamedTuple):
 
     parameter: int
     pieces: Pieces  # in the product's dimensions, then those summed over
+    heads: dict[int, tuple[int, int]]  # the product's `Layer.head_dims`
     is_own: bool  # every head has entries of its own
     is_telling: bool  # some heads have: those that share a key, each group its own
 
@@ -221,7 +222,7 @@ def _by_region(
         found = {_digits(p, heads) for p in pieces}
         is_telling, digits = any(found), found.pop() if len(found) == 1 else None
         is_own = digits is not None and math.prod(d.size for d in digits) == count
-        return Part(parameter, pieces, is_own, is_telling)
+        return Part(parameter, pieces, head_dims, is_own, is_telling)
 
     def parts(terms: Terms, low: int, high: int) -> list[Part] | None:
         found: list[Part] = []
@@ -344,7 +345,7 @@ def _roles(
         found: dict[OwnedLeaf, None] = {}
         for part in parts:
             path, shape = "/".join(leaf_paths[part.parameter]), shapes[part.parameter]
-            leaf = _owned_leaf(path, shape, part.pieces, layer.head_dims)
+            leaf = _owned_leaf(path, shape, part)
             if isinstance(leaf, str):
                 return (), leaf.format(path, shape)
             found[leaf] = None
@@ -352,10 +353,9 @@ def _roles(
     return tuple(roles), ""
 
 
-def _owned_leaf(
-    path: str, shape: Shape, pieces: Pieces, head_dims: dict[int, tuple[int, int]]
-) -> OwnedLeaf | str:
-    """The leaf with the head of every entry in these pieces; or why it has none."""
+def _owned_leaf(path: str, shape: Shape, part: Part) -> OwnedLeaf | str:
+    """The leaf with the head of every entry of the part; or why it has none."""
+    pieces, head_dims = part.pieces, part.heads
     # Trips of loops are layers; the outermost loop has the first of negative numbers.
     own = {d for p in pieces for d in p.digits if d.axis is not None}
     loops: Any = [d for d in own if d.dim is not None and d.dim < 0]

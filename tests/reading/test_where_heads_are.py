@@ -50,7 +50,30 @@ def _both_cut(p, x):
     return _logits(y[:, :, 0, :, :DIM], y[:, :, 2, :, DIM:])
 
 
+def _tiles(p, x):
+    """Heads are tiles of two axes of a kernel, and its inputs are its last."""
+    y = jnp.einsum("btd,mnd->btmn", x, p["q"]).reshape(B, T, 2, 2, 2, 3)
+    query = y.transpose(0, 1, 4, 2, 3, 5).reshape(B, T, H, DIM)
+    return _logits(query, cut(x @ p["k"]))
+
+
+def _backwards(p, x):
+    """The last head comes first, and keys of groups in turn."""
+    query, key = cut(x @ p["q"]), cut(x @ p["k"], G)
+    return _logits(query[:, :, ::-1], jnp.tile(key, (1, 1, H // G, 1)))
+
+
+def _from_two_kernels(p, x):
+    """Of the heads in a row the first half is of one kernel, as the keys are."""
+    query = jnp.concatenate([cut(x @ p["a"], 2), cut(x @ p["b"], 2)], 2)
+    key = cut(x @ p["k"])
+    return _logits(query, jnp.concatenate([key[:, :, 2:], key[:, :, :2]], 2))
+
+
 WAYS = {
+    _tiles: {"q": (4, 6, D), "k": (D, H * DIM)},
+    _backwards: {"q": (D, H * DIM), "k": (D, G * DIM)},
+    _from_two_kernels: {"a": (D, 2 * DIM), "b": (D, 2 * DIM), "k": (D, H * DIM)},
     _queries_then_keys: {"qkv": (D, (H + 2 * G) * DIM), "b": ((H + 2 * G) * DIM,)},
     _queries_then_keys_with_an_axis: {"qkv": (D, H + 2 * G, DIM)},
     _two_slices: {"qkv": (D, H * 14)},
