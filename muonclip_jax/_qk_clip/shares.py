@@ -46,15 +46,15 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     """What is scaled of all layers, by the rule above."""
     contested: set[int] = set()  # uses of entries that other layers have, too
     numbers_of = []
-    for uses in _by_path(use for layer in layers for use in layer.uses):
-        if len({use.layer.index for use in uses}) > 1:
-            rows = [np.full(use.row, use.layer.index) for use in uses]
-            numbers = _spread(uses, rows)
-            numbers_of.append(numbers)
-            # The first layer that has an entry, and the last.
-            is_common = _first_of(numbers) != _first_of(numbers[::-1])
-            pairs = zip(uses, numbers, strict=True)
-            contested |= {id(x) for x, n in pairs if (is_common & (n >= 0)).any()}
+    for uses in _meeting(use for layer in layers for use in layer.uses):
+        numbers = [
+            use.leaf.spread(np.full(use.row, use.layer.index), -1) for use in uses
+        ]
+        numbers_of.append(numbers)
+        # The first layer that has an entry, and the last.
+        is_common = _first_of(numbers) != _first_of(numbers[::-1])
+        pairs = zip(uses, numbers, strict=True)
+        contested |= {id(x) for x, n in pairs if (is_common & (n >= 0)).any()}
     first_of = _connected(len(layers), numbers_of)
     groups: dict[int, list[BoundLayer]] = {}
     for layer in layers:
@@ -101,35 +101,32 @@ def clipped_together(
 ) -> np.ndarray:
     """For every head of the row of all layers the first that it is clipped with."""
     numbers_of = []
-    for uses in _by_path(x.use for x in scaled):
-        for use in uses:
-            if not use.is_whole:
-                first = use.first_heads()
-                every = np.arange(first.size).reshape(first.shape) + use.layer.start
-                numbers_of.append([first, every])
-        if len(uses) > 1:
-            rows = [np.unique(use.first_heads()).reshape(use.row) for use in uses]
-            numbers_of.append(_spread(uses, rows))
+    for use in (x.use for x in scaled if not x.use.is_whole):
+        first = use.first_heads()
+        every = np.arange(first.size).reshape(first.shape) + use.layer.start
+        numbers_of.append([first, every])
+    for uses in _meeting(x.use for x in scaled):
+        rows = [np.unique(use.first_heads()).reshape(use.row) for use in uses]
+        pairs = zip(uses, rows, strict=True)
+        numbers_of.append([use.leaf.spread(row, -1) for use, row in pairs])
     count = sum(math.prod(layer.shape) for layer in layers)
     return _connected(count, numbers_of)
 
 
-def _by_path(uses: Iterable[Use]) -> Iterable[list[Use]]:
-    found: dict[Path, list[Use]] = {}
+def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
+    """Those of one leaf, if some of its entries have several."""
+    by_path: dict[Path, list[Use]] = {}
     for use in uses:
-        found.setdefault(use.path, []).append(use)
-    return found.values()
+        by_path.setdefault(use.path, []).append(use)
+    several = (of for of in by_path.values() if len(of) > 1)
+    return [
+        of for of in several if np.any(sum(x.leaf.mask.astype(int) for x in of) > 1)
+    ]
 
 
 def _first_of(numbers: Sequence[np.ndarray]) -> np.ndarray:
     """The first number of each entry."""
     return functools.reduce(lambda a, b: np.where(a < 0, b, a), numbers)
-
-
-def _spread(uses: Sequence[Use], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The number in `(*stack, heads)` of each entry of a leaf, -1 where it has none."""
-    pairs = zip(uses, rows, strict=True)
-    return [use.leaf.spread(row, -1) for use, row in pairs]
 
 
 def _connected(count: int, numbers_of: Iterable[Sequence[np.ndarray]]) -> np.ndarray:

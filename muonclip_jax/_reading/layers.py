@@ -283,6 +283,8 @@ def named_layers(
         if not b[2].parts:
             one, two = ((x[1], x[2].makers, x[2].line) for x in (a, b))
             return one == two
+        if b[1] and not b[2].refusal and not a[1]:
+            return False  # which layers of a stack it has is not known
         one, two = ({part.parameter for part in x[2].parts} for x in (a, b))
         return one == two and not any(
             x.path == y.path and x.is_apart_from(y)

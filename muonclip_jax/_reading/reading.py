@@ -1,9 +1,11 @@
 """`read_model`: what a function does with every parameter."""
 
 import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +87,11 @@ class ModelReading:
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
         shown = collapsed if flag("collapse", collapse) else list
-        layers = shown([_layer_row(layer) for layer in self._layers])
+        clipped = [named.layer for named in self._layers if named.layer is not None]
+        sets = [{_entries(layer, x) for x in layer.leaves} for layer in clipped]
+        counts = Counter(itertools.chain(*sets))
+        shared = {entries for entries, count in counts.items() if count > 1}
+        layers = shown([_layer_row(named, shared) for named in self._layers])
         attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
         hidden = [
             f"{what}: what it does with activations cannot be read; if it is "
@@ -256,16 +262,28 @@ def read_call(call: Call) -> tuple[ModelReading, Walk, list[NamedLayer], list[st
 # The table.
 
 
-def _layer_row(named: NamedLayer) -> list[str]:
+def _entries(layer: AttentionLayer, leaf: Any) -> Any:
+    """What is the same for leaves that have the same entries."""
+    return layer.path_of(leaf), leaf.stack, leaf.owners.shape, leaf.owners.tobytes()
+
+
+def _layer_row(named: NamedLayer, shared: Collection[Any]) -> list[str]:
     found, layer = named.found[0], named.layer
     lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
     scaled = f"nothing: {named.refusal}"
     if layer is not None:
-        # Keys that heads share are a key to QK-Clip, which leaves them alone.
-        key = "key" if found.key else "the key stays:"
+        sides: Any = layer.query, layer.key
+        depth = max(len(x.stack) for side in sides for x in side) if layer.key else 0
+        by_layers = [
+            any(len(x.stack) < depth or _entries(layer, x) in shared for x in side)
+            for side in sides
+        ]
+        # What heads or layers share is query or key to QK-Clip, which leaves it alone.
+        query = "the query stays:" if by_layers == [True, False] else "query"
+        key_stays = not found.key or by_layers == [False, True]
         roles = {
-            "query": layer.query,
-            key: layer.key,
+            query: layer.query,
+            "the key stays:" if key_stays else "key": layer.key,
             "by the whole": layer.rotary_query,
         }
         scaled = "; ".join(

@@ -12,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import muonclip_jax as mc
 
@@ -267,6 +269,18 @@ def test_keys_that_stay_keep_their_bits():
     assert changed == ["q1"]
 
 
+def test_the_table_of_a_reading_says_what_stays():
+    said = {
+        "keys of three layers and two groups": "query q0; the key stays: k, b",
+        "query of two layers": "the query stays: q; key k1",
+        "tied, biases apart": "query qk, bq; key qk, bk",
+    }
+    for name, text in said.items():
+        case = CASES[name]
+        table = str(mc.read_model(case.loss, case.params()))
+        assert text in table.replace("/", ""), table
+
+
 def test_heads_that_are_keys_of_other_heads_stay_below():
     """Entries that are a query of one head and a key of another take both."""
     case = Case(
@@ -329,3 +343,21 @@ def test_tied_kernels_of_a_stack():
     stats = {"max_logits": rows}
     after, _ = step_at_rest(params, stats, tau, alpha=0.9, attention=[layer])
     np.testing.assert_allclose(rows_of(after), np.minimum(rows, tau), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["all of two layers", "tied by groups"])
+def test_layers_clipped_together_on_a_mesh(name, kind):
+    case = CASES[name]
+    params = case.params()
+    rows = rows_of(case, params)
+    options = {"attention": case.attention()}
+    expected, _ = step_at_rest(params, stats_of(case, rows), 1.0, **options)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, NamedSharding(mesh, P(None, "x")))
+        stats = jax.device_put(stats_of(case, rows), NamedSharding(mesh, P("x")))
+        step = jax.jit(lambda p, s: step_at_rest(p, s, 1.0, **options)[0])
+        found = step(placed, stats)
+    for name in params:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)

@@ -191,3 +191,48 @@ def test_in_pmap():
     params = {name: w[0] for name, w in STACK.items()}
     _, stats = mc.record_attention(loss)(params, X)
     np.testing.assert_allclose(stats["max_logits"], _layer(params, X)[1], rtol=1e-5)
+
+
+def _nested(params, x):
+    """Layers of two loops, of which the outer one has the second axis of the stack."""
+
+    def outer(x, p):
+        def inner(x, p):
+            x, largest = _layer(p, x)
+            return x, largest
+
+        return jax.lax.scan(inner, x, p)
+
+    turned = jax.tree.map(lambda w: w.swapaxes(0, 1), params)
+    return jax.lax.scan(outer, x, turned)
+
+
+def test_nested_loops_over_axes_in_another_order():
+    params = {
+        n: normal(i, 3, 2, *w.shape[1:]) for i, (n, w) in enumerate(STACK.items())
+    }
+
+    def loss(params, x):
+        return jnp.sum(_nested(params, x)[0] ** 2)
+
+    reading = mc.read_model(loss, params, X)
+    rows = np.asarray(_nested(params, X)[1])
+    _, stats = jax.jit(mc.record_attention(loss))(params, X)
+    np.testing.assert_allclose(stats["max_logits"], rows, rtol=1e-4)
+    threshold = float(np.median(rows))
+    clipped = mc.clip_qk(params, stats, threshold, alpha=0.3, model=reading)
+    gamma = np.minimum(rows, threshold) / rows
+    for name, power in (("q", 0.3), ("k", 0.7)):
+        scale = (clipped[name] / params[name]).reshape(3, 2, D, H, DIM)
+        found = np.moveaxis(scale[:, :, 0, :, 0], 0, 1)
+        np.testing.assert_allclose(found, gamma**power, rtol=1e-4)
+
+
+def test_a_loop_over_some_layers_of_a_stack_is_refused_with_the_leaf():
+    def loss(params, x):
+        x, _ = _layer({name: w[0] for name, w in params.items()}, x)
+        rest = {name: w[1:] for name, w in params.items()}
+        return jnp.sum(jax.lax.scan(lambda x, p: (_layer(p, x)[0], None), x, rest)[0])
+
+    (refused,) = mc.read_model(loss, STACK, X).refused
+    assert "does not go through all layers in 'q' (3, 12, 24)" in refused
