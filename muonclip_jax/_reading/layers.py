@@ -368,7 +368,10 @@ def _owned_leaf(path: str, shape: Shape, part: Part) -> OwnedLeaf | str:
             "jax.lax.scan over the stack, or an index that counts 0, 1, ..."
         )
     stack = tuple(d.axis for d in loops)
-    is_whole = all((d.size, d.stride) == (shape[d.axis], 1) for d in loops)
+    is_whole = all(
+        (d.size, d.stride) == (shape[d.axis], 1) and all(d in p.digits for p in pieces)
+        for d in loops
+    )
     if len({*stack}) < len(stack) or not is_whole:
         return (
             "a loop does not go through all layers in '{}' {} one by one: use "
