@@ -98,9 +98,9 @@ class BoundLayer:
                 "features, heads, head_dim) with key heads that divide the query's. "
                 f"Other layouts: {READ_IT}, or describe them in attention="
             )
-        # The statistic tells how many heads there are, if they share all leaves. They
-        # can only be scaled together, as if they were one.
-        self.is_shared = self.shape[-1] == 1
+        # A query that all heads share does not say how many there are. Where the
+        # statistic has others than the key, they are clipped together.
+        self.is_shared = all(use.row[-1] == 1 for use in self.uses if use.role != "key")
 
     def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
         """The statistic of the heads as they can be scaled, and how it is cut.
@@ -110,9 +110,9 @@ class BoundLayer:
         makes of it.
         """
         row, expected = statistic, self.shape
-        if self.is_shared:
-            row = largest(statistic, -1)[..., None]
+        if self.is_shared and statistic.shape != expected:
             expected = (*self.shape[:-1], statistic.shape[-1])
+            row = largest(statistic, -1)[..., None].repeat(self.shape[-1], -1)
         if statistic.shape == expected:
             return row, PartitionSpec()
         use = max(self.uses, key=lambda use: use.is_whole)  # of the query, if it is
