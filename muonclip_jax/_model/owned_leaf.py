@@ -39,7 +39,7 @@ class OwnedLeaf:
         for axis in range(owners.ndim):
             first = owners.take([0], axis) if owners.shape[axis] else owners
             owners = first if (owners == first).all() else owners
-        owners.flags.writeable = False
+        owners.setflags(write=False)
         object.__setattr__(self, "owners", owners)
 
     def __eq__(self, other: object) -> bool:

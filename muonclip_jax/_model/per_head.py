@@ -106,10 +106,10 @@ def _of_heads(
     along = dict(zip(axes, map(leaf.along, range(len(axes))), strict=True))
     cut = {i for i in axes if leaf.mask.shape[i] > 1 and along[i][1] == 1}
     heads = {i for i in axes if along[i][1] > 1}
-    if heads and all(along[i][0] == along[i][1] for i in heads):
+    if len(axes) > 2 and all(along[i][0] == along[i][1] for i in heads):
         # Heads have axes of their own: these are a stack. So is the axis that tells key
-        # from value in Gemma's kernel of both.
-        rest = [i for i in axes if i not in heads]
+        # from value in Gemma's kernel of both. An axis of one head is not seen as one.
+        rest = [i for i in axes if i not in heads and shape[i] > 1]
         if len(rest) == 3 and len(cut) == 1:
             rest.remove(*cut)
         if len(rest) == 2:

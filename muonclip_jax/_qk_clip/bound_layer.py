@@ -1,5 +1,6 @@
 """An attention layer bound to its leaves: its heads, and its statistic."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +18,36 @@ from .._parameters.paths import Path, show, show_module, split
 class Use(NamedTuple):
     """A leaf in one of its roles in a layer."""
 
+    layer: "BoundLayer"
     path: Path
     leaf: OwnedLeaf
     row: tuple[int, ...]  # (*stack, heads) as the leaf has them
     role: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every head of every layer of the stack has entries of its own."""
+        return self.row == self.layer.shape
+
+    def first_heads(self) -> np.ndarray:
+        """For every head of the layer the first of those that share its entries.
+
+        They are numbered in the row of all layers; those that share a key are in a run.
+        """
+        shape, depth = self.layer.shape, len(self.row) - 1
+        group = max(1, shape[-1] // max(1, self.row[-1]))
+        heads = np.arange(math.prod(shape)).reshape(shape)
+        heads = heads[..., np.arange(shape[-1]) // group * group] + self.layer.start
+        # What has fewer axes all layers along the others share.
+        axes = (slice(None),) * depth + (slice(0, 1),) * (len(shape) - 1 - depth)
+        return np.broadcast_to(heads[axes], shape)
+
+    def row_of(self, row: jax.Array) -> jax.Array:
+        """What the first of the heads that share entries have, of `(*stack, heads)`."""
+        if self.is_whole:
+            return row
+        at = np.unique(self.first_heads()) - self.layer.start
+        return row.ravel()[at].reshape(self.row)
 
 
 class BoundLayer:
@@ -37,9 +64,13 @@ class BoundLayer:
         layer: AttentionLayer,
         leaf_at: dict[Path, Any],
         cut_at: dict[Path, PartitionSpec],
+        index: int,
+        start: int,
     ):
         self.path = split(layer.path)
         self.threshold = layer.threshold
+        # Among all layers, and of its first head in the row of all heads.
+        self.index, self.start = index, start
         self._cut_at = cut_at
         own = map(layer.path_of, layer.leaves)
         shapes = {path: tuple(leaf_at[path].shape) for path in own}
@@ -50,7 +81,8 @@ class BoundLayer:
                 path = layer.path_of(given)
                 if leaf := given.owned(shapes[path]):
                     stack = (shapes[path][axis] for axis in leaf.stack)
-                    self.uses.append(Use(path, leaf, (*stack, leaf.heads), role))
+                    row = (*stack, leaf.heads)
+                    self.uses.append(Use(self, path, leaf, row, role))
         #: `(*stack, heads)` of the layer. Leaves may have less: those that several
         #: heads share, or all layers of the stack.
         self.shape: tuple[int, ...] = (
@@ -66,30 +98,9 @@ class BoundLayer:
                 "features, heads, head_dim) with key heads that divide the query's. "
                 f"Other layouts: {READ_IT}, or describe them in attention="
             )
-        # The statistic tells how many heads there are, if they share all leaves. They
-        # can only be scaled together, as if they were one.
-        self.is_shared = self.shape[-1] == 1
-
-    def is_whole(self, use: Use) -> bool:
-        """Whether every head of every layer of the stack has entries of its own."""
-        return use.row == self.shape
-
-    def row_of(self, use: Use, row: Any) -> Any:
-        """The part of `(*stack, heads)` that a leaf has: of what shares it, the first.
-
-        Query heads that share a key follow one another.
-        """
-        depth, group = len(use.row) - 1, self.shape[-1] // max(1, use.row[-1])
-        first = (0,) * (len(self.shape) - 1 - depth)
-        return row[(slice(None),) * depth + first][..., :: max(1, group)]
-
-    def sharing(self, use: Use) -> np.ndarray:
-        """For every head of the layer the first that shares its entries of a leaf."""
-        here = np.arange(np.prod(self.shape)).reshape(self.shape)
-        own = self.row_of(use, here)
-        own = np.repeat(own, self.shape[-1] // max(1, use.row[-1]), -1)
-        own = np.expand_dims(own, tuple(range(len(use.row) - 1, len(self.shape) - 1)))
-        return np.broadcast_to(own, self.shape)
+        # A query that all heads share does not say how many there are. Where the
+        # statistic has others than the key, they are clipped together.
+        self.is_shared = all(use.row[-1] == 1 for use in self.uses if use.role != "key")
 
     def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
         """The statistic of the heads as they can be scaled, and how it is cut.
@@ -99,12 +110,12 @@ class BoundLayer:
         makes of it.
         """
         row, expected = statistic, self.shape
-        if self.is_shared:
-            row = largest(statistic, -1)[..., None]
+        if self.is_shared and statistic.shape != expected:
             expected = (*self.shape[:-1], statistic.shape[-1])
+            row = largest(statistic, -1)[..., None].repeat(self.shape[-1], -1)
         if statistic.shape == expected:
             return row, PartitionSpec()
-        use = max(self.uses, key=self.is_whole)  # the first that is, of the query
+        use = max(self.uses, key=lambda use: use.is_whole)  # of the query, if it is
         cut = self._cut_at[use.path]
         spec = use.leaf.row_spec(cut, [jax.lax.axis_size(mesh_axes(x)) for x in cut])
         counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec or ()]

@@ -90,13 +90,14 @@ class Heads:
         self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
-        self.layers = [
-            BoundLayer(layer, leaf_at, cut_at)
-            for layer in layers
-            if _is_shown(layer, leaf_at)
-        ]
+        self.layers: list[BoundLayer] = []
+        self.count = 0
+        for layer in layers:
+            if _is_shown(layer, leaf_at):
+                at = len(self.layers), self.count
+                self.layers.append(BoundLayer(layer, leaf_at, cut_at, *at))
+                self.count += math.prod(self.layers[-1].shape)
         self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
-        self.count = sum(math.prod(shape) for _, shape in self.shapes)
 
     def read(self, attention_stats: Any) -> jax.Array:
         """The statistic of all heads, `(all heads,)` float32, over all replicas.
@@ -215,12 +216,11 @@ class Heads:
         }
         by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
-        for i, use, share in self._scaled:
-            factors = self.layers[i].row_of(use, by_layer[share][i])
+        for (use, share), path in ((x, x.use.path) for x in self._scaled):
+            factors = use.row_of(by_layer[share][use.layer.index])
             scale = use.leaf.scale(factors)
             # Parts of a leaf have entries of their own; entries that several layers or
             # roles have are scaled once.
-            path = use.path
             scales[path] = jnp.minimum(scales[path], scale) if path in scales else scale
         # Made for whole leaves, since only these know which head an entry belongs to.
         return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}

@@ -79,7 +79,8 @@ def qk_clip(
     $$\gamma = \tau / S, \qquad W_q \leftarrow \gamma^{\alpha} W_q, \qquad
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
-    applied to the weights after the update, biases included. Updates of all other
+    applied to the weights after the update, biases included; [`AttentionLayer`][] says
+    what leaves take that heads, layers, or query and key share. Updates of all other
     heads and leaves keep their values bit for bit. The scaled weight is formed in
     float32 and rounded once, as by [`clip_qk`][], whatever the dtypes: updates of the
     leaves that `qk_clip` scales are float32 at least, which `optax.apply_updates`

@@ -20,6 +20,7 @@ the threshold; those that share with a head further above it end below it.
 
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -35,9 +36,8 @@ Share = Literal["alpha", "rest", "half", "whole"]
 
 
 class Scaled(NamedTuple):
-    """A leaf that is scaled for the heads of one layer, by a share of their gamma."""
+    """A leaf that is scaled for the heads of its layer, by a share of their gamma."""
 
-    layer: int
     use: Use
     share: Share
 
@@ -46,98 +46,91 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     """What is scaled of all layers, by the rule above."""
     contested: set[int] = set()  # uses of entries that other layers have, too
     numbers_of = []
-    every = [(i, use) for i, layer in enumerate(layers) for use in layer.uses]
-    for uses in _by_path(every):
-        if len({i for i, _ in uses}) < 2:
-            continue
-        numbers = [use.leaf.spread(np.full(use.row, i), -1) for i, use in uses]
+    for uses in _meeting(use for layer in layers for use in layer.uses):
+        numbers = [
+            use.leaf.spread(np.full(use.row, use.layer.index), -1) for use in uses
+        ]
         numbers_of.append(numbers)
         # The first layer that has an entry, and the last.
         is_common = _first_of(numbers) != _first_of(numbers[::-1])
-        for (_, use), at in zip(uses, numbers, strict=True):
-            contested |= {id(use)} if (is_common & (at >= 0)).any() else set()
-    group_of = _connected(len(layers), numbers_of)
+        pairs = zip(uses, numbers, strict=True)
+        contested |= {id(x) for x, n in pairs if (is_common & (n >= 0)).any()}
+    first_of = _connected(len(layers), numbers_of)
+    groups: dict[int, list[BoundLayer]] = {}
+    for layer in layers:
+        groups.setdefault(int(first_of[layer.index]), []).append(layer)
     scaled: list[Scaled] = []
-    for first in np.unique(group_of):
-        group = np.flatnonzero(group_of == first).tolist()
-        found = [_scaled_in(layers, [i], contested) for i in group]
-        if None in found:
-            found = [_scaled_in(layers, group, set())]
-        scaled += itertools.chain.from_iterable(x or () for x in found)
+    for group in groups.values():
+        found = [x for layer in group for x in _scaled_in([layer], contested)]
+        if any(id(x.use) in contested for x in found):
+            found = _scaled_in(group, set())
+        scaled += found
     return scaled
 
 
 def _scaled_in(
-    layers: Sequence[BoundLayer], group: Sequence[int], contested: Collection[int]
-) -> list[Scaled] | None:
-    """What is scaled of layers as of one; `None` if that is what others have, too."""
-    every = [(i, use) for i in group for use in layers[i].uses]
-    query, alone, key = ([x for x in every if x[1].role == role] for role in ROLES)
+    layers: Sequence[BoundLayer], contested: Collection[int]
+) -> list[Scaled]:
+    """What is scaled of layers as of one, of which some entries are best left alone."""
+    every = [use for layer in layers for use in layer.uses]
+    query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
 
-    def is_shared(side: Sequence[tuple[int, Use]]) -> bool:
-        return any(id(x) in contested or not layers[i].is_whole(x) for i, x in side)
+    def is_shared(side: Sequence[Use]) -> bool:
+        return any(id(x) in contested or not x.is_whole for x in side)
 
-    def meet(one: Sequence[tuple[int, Use]], other: Sequence[tuple[int, Use]]) -> bool:
+    def meet(one: Sequence[Use], other: Sequence[Use]) -> bool:
         return any(
             a.path == b.path and not a.leaf.is_apart_from(b.leaf)
-            for (_, a), (_, b) in itertools.product(one, other)
+            for a, b in itertools.product(one, other)
         )
 
-    query_stays, key_stays = is_shared(query), is_shared(key)
-    if contested and ((query_stays and key_stays) or is_shared(alone)):
-        return None
-    # Entries whose other partner stays take the whole for it, so this one stays, too.
-    query_stays |= meet(key, alone)
-    key_stays |= meet(query, alone)
+    # What has a partner that stays elsewhere takes the whole for it, here as well.
+    query_stays = is_shared(query) or meet(key, alone)
+    key_stays = is_shared(key) or meet(query, alone)
     shares: tuple[Share | None, Share | None] = "alpha", "rest"
     if meet(query, key) or (query_stays and key_stays):
         shares = "half", "half"
     elif query_stays or key_stays:
         shares = ("whole", None) if key_stays else (None, "whole")
     of_sides = zip((query, key, alone), (*shares, "whole"), strict=True)
-    return [Scaled(*x, share) for side, share in of_sides if share for x in side]
+    return [Scaled(x, share) for side, share in of_sides if share for x in side]
 
 
 def clipped_together(
     layers: Sequence[BoundLayer], scaled: Sequence[Scaled]
 ) -> np.ndarray:
     """For every head of the row of all layers the first that it is clipped with."""
-    sizes = [int(np.prod(layer.shape)) for layer in layers]
-    starts = [0, *itertools.accumulate(sizes)]
     numbers_of = []
-    for i, use, _ in scaled:
-        if not layers[i].is_whole(use):
-            sharing = layers[i].sharing(use)
-            here = np.arange(sharing.size).reshape(sharing.shape)
-            numbers_of.append([starts[i] + here, starts[i] + sharing])
-    for uses in _by_path([x[:2] for x in scaled]):
-        if len(uses) > 1:
-            rows = (
-                starts[i] + layers[i].row_of(use, layers[i].sharing(use))
-                for i, use in uses
-            )
-            pairs = zip(uses, rows, strict=True)
-            numbers_of.append([use.leaf.spread(row, -1) for (_, use), row in pairs])
-    return _connected(starts[-1], numbers_of)
+    for use in (x.use for x in scaled if not x.use.is_whole):
+        first = use.first_heads()
+        every = np.arange(first.size).reshape(first.shape) + use.layer.start
+        numbers_of.append([first, every])
+    for uses in _meeting(x.use for x in scaled):
+        rows = [np.unique(use.first_heads()).reshape(use.row) for use in uses]
+        pairs = zip(uses, rows, strict=True)
+        numbers_of.append([use.leaf.spread(row, -1) for use, row in pairs])
+    count = sum(math.prod(layer.shape) for layer in layers)
+    return _connected(count, numbers_of)
 
 
-def _by_path(uses: Iterable[tuple[int, Use]]) -> Iterable[list[tuple[int, Use]]]:
-    found: dict[Path, list[tuple[int, Use]]] = {}
-    for i, use in uses:
-        found.setdefault(use.path, []).append((i, use))
-    return found.values()
+def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
+    """Those of one leaf, if some of its entries have several."""
+    by_path: dict[Path, list[Use]] = {}
+    for use in uses:
+        by_path.setdefault(use.path, []).append(use)
+    several = (of for of in by_path.values() if len(of) > 1)
+    return [
+        of for of in several if np.any(sum(x.leaf.mask.astype(int) for x in of) > 1)
+    ]
 
 
 def _first_of(numbers: Sequence[np.ndarray]) -> np.ndarray:
-    """The first number that is there (not -1) of each entry."""
+    """The first number of each entry."""
     return functools.reduce(lambda a, b: np.where(a < 0, b, a), numbers)
 
 
 def _connected(count: int, numbers_of: Iterable[Sequence[np.ndarray]]) -> np.ndarray:
-    """For each number the smallest that shares an entry with it, in several steps too.
-
-    Each array has the number of every entry of a leaf, to which it broadcasts.
-    """
+    """For each number the smallest that some entry has, too, in one step or several."""
     one, other = [np.zeros(0, int)], [np.zeros(0, int)]
     for numbers in numbers_of:
         first = _first_of(numbers)

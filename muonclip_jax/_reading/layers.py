@@ -38,6 +38,8 @@ def named_layers(
         if not b[2].parts:
             one, two = ((x[1], x[2].makers, x[2].line) for x in (a, b))
             return one == two
+        if b[1] and not b[2].refusal and not a[1]:
+            return False  # which layers of a stack it has is not known
         one, two = ({part.parameter for part in x[2].parts} for x in (a, b))
         return one == two and not any(
             x.path == y.path and x.is_apart_from(y)
@@ -101,12 +103,8 @@ def _roles(
         found = []
         for part in parts:
             path = "/".join(leaf_paths[part.parameter])
-            if part.is_picked:
-                return (), (
-                    "an index that is no counter of a loop picks a layer of "
-                    f"'{path}' {shapes[part.parameter]}: use jax.lax.scan over the "
-                    "stack, or an index that counts 0, 1, ..."
-                )
+            if part.why:
+                return (), part.why.format(path, shapes[part.parameter])
             found.append(OwnedLeaf(path, part.stack, part.owners, part.heads))
         roles.append(tuple(found))
     return tuple(roles), ""

@@ -1,8 +1,10 @@
 """`read_model`: what a function does with every parameter."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +89,11 @@ class ModelReading:
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
         collapse = flag("collapse", collapse)
-        layers = [_layer_row(x, x.layer) for x in self._layers if x.layer is not None]
+        clipped = [(x, x.layer) for x in self._layers if x.layer is not None]
+        sets = [{_entries(layer, x) for x in layer.leaves} for _, layer in clipped]
+        counts = Counter(itertools.chain(*sets))
+        shared = {entries for entries, count in counts.items() if count > 1}
+        layers = [_layer_row(named, layer, shared) for named, layer in clipped]
         layers = collapsed(layers) if collapse else layers
         attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
         labels = sorted({label for label, *_ in own})
@@ -203,14 +209,28 @@ def read_call(call: Call) -> Found:
 # The table.
 
 
-def _layer_row(named: NamedLayer, layer: AttentionLayer) -> list[str]:
+def _entries(layer: AttentionLayer, leaf: Any) -> Any:
+    """What is the same for leaves that have the same entries."""
+    return layer.path_of(leaf), leaf.stack, leaf.owners.shape, leaf.owners.tobytes()
+
+
+def _layer_row(
+    named: NamedLayer, layer: AttentionLayer, shared: Collection[Any]
+) -> list[str]:
     found = named.found[0]
     lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
-    # Keys that heads share are a key to QK-Clip, which leaves them alone.
-    key = "key" if found.key else "the key stays:"
+    sides: Any = layer.query, layer.key
+    depth = max(len(x.stack) for side in sides for x in side) if layer.key else 0
+    by_layers = [
+        any(len(x.stack) < depth or _entries(layer, x) in shared for x in side)
+        for side in sides
+    ]
+    # What heads or layers share is query or key to QK-Clip, which leaves it alone.
+    query = "the query stays:" if by_layers == [True, False] else "query"
+    key_stays = not found.key or by_layers == [False, True]
     roles = {
-        "query": layer.query,
-        key: layer.key,
+        query: layer.query,
+        "the key stays:" if key_stays else "key": layer.key,
         "by the whole": layer.rotary_query,
     }
     scaled = "; ".join(

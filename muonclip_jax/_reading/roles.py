@@ -33,7 +33,17 @@ class Part:
     owners: np.ndarray
     heads: int  # how many it tells apart
     stack: tuple[int, ...]  # axes of layers that a loop runs
-    is_picked: bool = False
+    why: str = ""  # it is not known which layer an entry is of
+
+
+PICKED = (
+    "an index that is no counter of a loop picks a layer of '{}' {}: use jax.lax.scan "
+    "over the stack, or an index that counts 0, 1, ..."
+)
+PARTIAL = (
+    "a loop does not go through all layers in '{}' {} one by one: use jax.lax.scan over "
+    "an axis that has all of them, and no others"
+)
 
 
 @dataclasses.dataclass
@@ -405,19 +415,18 @@ class LayerReader:
         return list(parts.values()), ""
 
     def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:
-        label, trips = factor.labels[0], factor.labels[1:]
-        stack = sorted({a for x in trips for a in range(x.ndim) if is_varied(x, a)})
-        self.layer.loops |= {
-            x.of for x, t in zip(loops, trips, strict=True) if is_varied(t)
-        }
-        return Part(
-            factor.parameter,
-            *heads.owners(
-                joined(label, stack).squeeze(tuple(stack)) if stack else label
-            ),
-            tuple(stack),
-            factor.is_picked,
-        )
+        label, why = factor.labels[0], PICKED if factor.is_picked else ""
+        stack: list[int] = []
+        for loop, trips in zip(loops, factor.labels[1:], strict=True):
+            own = [a for a in range(trips.ndim) if is_varied(trips, a)]
+            for axis in own:
+                line = joined(trips, [a for a in range(trips.ndim) if a != axis]).ravel()
+                if axis in stack or len({*line.tolist()} - {0}) < len(line):
+                    why = why or PARTIAL
+            stack += [a for a in own if a not in stack]
+            self.layer.loops |= {loop.of} if own else set()
+        label = joined(label, stack).squeeze(tuple(stack))
+        return Part(factor.parameter, *heads.owners(label), tuple(stack), why)
 
     def _roles(
         self, pairs: Sequence[_Pair], heads: int, temperature: list[Part] | None

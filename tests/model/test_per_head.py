@@ -42,6 +42,9 @@ def test_per_head_matrices_from_the_description():
         per_head=True,
     )
     assert "4 x 16 x 8" in table and "8 x 16 x 8" in table
+    one_key_head = gemma | {"kv_einsum": jnp.ones((2, 1, 16, 8))}
+    table = mc.describe(one_key_head, attention=[GEMMA], per_head=True)
+    assert "4 x 16 x 8" in table and "2 x 16 x 8" in table
 
 
 def layer_of(query, key):

@@ -99,7 +99,7 @@ def test_cudnn_by_its_equation(on_gpu, name, key_heads):
 
     layer = layer_of(loss, params)
     assert [leaf.path for leaf in layer.leaves] == ["q", "k"]
-    assert layer.key[0].split == (key_heads, DIM)
+    assert layer.key[0].heads == key_heads
     stats = jax.jit(lambda p, x: mc.record_attention(loss)(p, x)[1])(params, X)
     largest = expected(params, mask, bias)
     np.testing.assert_allclose(stats["max_logits"], largest, rtol=2e-2)

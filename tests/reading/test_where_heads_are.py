@@ -50,7 +50,30 @@ def _both_cut(p, x):
     return _logits(y[:, :, 0, :, :DIM], y[:, :, 2, :, DIM:])
 
 
+def _tiles(p, x):
+    """Heads are tiles of two axes of a kernel, and its inputs are its last."""
+    y = jnp.einsum("btd,mnd->btmn", x, p["q"]).reshape(B, T, 2, 2, 2, 3)
+    query = y.transpose(0, 1, 4, 2, 3, 5).reshape(B, T, H, DIM)
+    return _logits(query, cut(x @ p["k"]))
+
+
+def _backwards(p, x):
+    """The last head comes first, and keys of groups in turn."""
+    query, key = cut(x @ p["q"]), cut(x @ p["k"], G)
+    return _logits(query[:, :, ::-1], jnp.tile(key, (1, 1, H // G, 1)))
+
+
+def _from_two_kernels(p, x):
+    """Of the heads in a row the first half is of one kernel, as the keys are."""
+    query = jnp.concatenate([cut(x @ p["a"], 2), cut(x @ p["b"], 2)], 2)
+    key = cut(x @ p["k"])
+    return _logits(query, jnp.concatenate([key[:, :, 2:], key[:, :, :2]], 2))
+
+
 WAYS = {
+    _tiles: {"q": (4, 6, D), "k": (D, H * DIM)},
+    _backwards: {"q": (D, H * DIM), "k": (D, G * DIM)},
+    _from_two_kernels: {"a": (D, 2 * DIM), "b": (D, 2 * DIM), "k": (D, H * DIM)},
     _queries_then_keys: {"qkv": (D, (H + 2 * G) * DIM), "b": ((H + 2 * G) * DIM,)},
     _queries_then_keys_with_an_axis: {"qkv": (D, H + 2 * G, DIM)},
     _two_slices: {"qkv": (D, H * 14)},
@@ -168,3 +191,48 @@ def test_in_pmap():
     params = {name: w[0] for name, w in STACK.items()}
     _, stats = mc.record_attention(loss)(params, X)
     np.testing.assert_allclose(stats["max_logits"], _layer(params, X)[1], rtol=1e-5)
+
+
+def _nested(params, x):
+    """Layers of two loops, of which the outer one has the second axis of the stack."""
+
+    def outer(x, p):
+        def inner(x, p):
+            x, largest = _layer(p, x)
+            return x, largest
+
+        return jax.lax.scan(inner, x, p)
+
+    turned = jax.tree.map(lambda w: w.swapaxes(0, 1), params)
+    return jax.lax.scan(outer, x, turned)
+
+
+def test_nested_loops_over_axes_in_another_order():
+    params = {
+        n: normal(i, 3, 2, *w.shape[1:]) for i, (n, w) in enumerate(STACK.items())
+    }
+
+    def loss(params, x):
+        return jnp.sum(_nested(params, x)[0] ** 2)
+
+    reading = mc.read_model(loss, params, X)
+    rows = np.asarray(_nested(params, X)[1])
+    _, stats = jax.jit(mc.record_attention(loss))(params, X)
+    np.testing.assert_allclose(stats["max_logits"], rows, rtol=1e-4)
+    threshold = float(np.median(rows))
+    clipped = mc.clip_qk(params, stats, threshold, alpha=0.3, model=reading)
+    gamma = np.minimum(rows, threshold) / rows
+    for name, power in (("q", 0.3), ("k", 0.7)):
+        scale = (clipped[name] / params[name]).reshape(3, 2, D, H, DIM)
+        found = np.moveaxis(scale[:, :, 0, :, 0], 0, 1)
+        np.testing.assert_allclose(found, gamma**power, rtol=1e-4)
+
+
+def test_a_loop_over_some_layers_of_a_stack_is_refused_with_the_leaf():
+    def loss(params, x):
+        x, _ = _layer({name: w[0] for name, w in params.items()}, x)
+        rest = {name: w[1:] for name, w in params.items()}
+        return jnp.sum(jax.lax.scan(lambda x, p: (_layer(p, x)[0], None), x, rest)[0])
+
+    (refused,) = mc.read_model(loss, STACK, X).refused
+    assert "does not go through all layers in 'q' (3, 12, 24)" in refused

@@ -1,0 +1,179 @@
+"""Which head owns each entry of a leaf: as written, against loops over all entries."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import muonclip_jax as mc
+
+
+def owners_by_loops(shape, axes, split=(), split_axis=-1, parts=()):
+    """Of one layer: each entry's place in the view, and what number that is of heads.
+
+    `parts` are pairs of an axis of the view and the range that is meant.
+    """
+    at = len(shape) + split_axis
+    view = (*shape[:at], *(split or shape[at : at + 1]), *shape[at + 1 :])
+    ranges = {axis % len(view): range(*ends) for axis, ends in parts}
+    ranges = [ranges.get(i, range(n)) for i, n in enumerate(view)]
+    found = np.full(view, -1)
+    for place in itertools.product(*ranges):
+        head = 0
+        for axis in axes:
+            own = ranges[axis]
+            head = head * len(own) + place[axis] - own.start
+        found[place] = head
+    return found.reshape(shape)
+
+
+# Of one layer: its shape, how it is written, and the same for the loops.
+WRITTEN = {
+    "an axis": ((5, 3, 2), {"ndim": 3}, {"axes": [-2]}),
+    "flat": ((5, 6), {"ndim": 2, "split": (3, -1)}, {"axes": [-2], "split": (3, 2)}),
+    "outputs first": (
+        (6, 5),
+        {"ndim": 2, "axis": -3, "split": (3, 2), "split_axis": -2},
+        {"axes": [-3], "split": (3, 2), "split_axis": -2},
+    ),
+    "heads minor": (
+        (5, 6),
+        {"ndim": 2, "axis": -1, "split": (2, 3)},
+        {"axes": [-1], "split": (2, 3)},
+    ),
+    "fused": (
+        (5, 18),
+        {"ndim": 2, "split": (3, 3, 2), "part": (-3, slice(1, 2))},
+        {"axes": [-2], "split": (3, 3, 2), "parts": [(-3, (1, 2))]},
+    ),
+    "heads after others, and a part of each": (
+        (4, 7, 5),
+        {"ndim": 3, "part": ((-2, slice(2, 6)), (-1, slice(1, 4)))},
+        {"axes": [-2], "parts": [(-2, (2, 6)), (-1, (1, 4))]},
+    ),
+    "groups counted by a later axis": (
+        (2, 4, 3, 2),
+        {"ndim": 4, "axis": (-2, -4)},
+        {"axes": [-2, -4]},
+    ),
+    "shared": ((6,), {"ndim": 1, "axis": None}, {"axes": []}),
+    "shared, in part": (
+        (6,),
+        {"ndim": 1, "axis": None, "part": (-1, slice(2, 4))},
+        {"axes": [], "parts": [(-1, (2, 4))]},
+    ),
+}
+STACKS = {"none": (0, ()), "in front": (0, (4, 2)), "after an axis": (1, (3,))}
+
+
+def made(name, stack="none"):
+    layer, how, loops = WRITTEN[name]
+    start, depth = STACKS[stack]
+    shape = (*layer[:start], *depth, *layer[start:])
+    leaf = mc.HeadLeaf("w", **how, stack_axis=start).owned(shape)
+    return leaf, shape, owners_by_loops(layer, **loops)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_scales_are_those_of_loops(name, stack):
+    leaf, shape, owners = made(name, stack)
+    assert leaf.heads == owners.max() + 1
+    start, sizes = STACKS[stack]
+    row = np.random.default_rng(0).uniform(size=(*sizes, leaf.heads)).astype("f4")
+    expected = np.ones(shape, "f4")
+    for layer in np.ndindex(sizes):
+        for place in np.ndindex(owners.shape):
+            if owners[place] >= 0:
+                at = (*place[:start], *layer, *place[start:])
+                expected[at] = row[(*layer, owners[place])]
+    found = np.broadcast_to(leaf.scale(jnp.asarray(row)), shape)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.broadcast_to(leaf.spread(row, 1), shape), expected)
+
+
+def test_parts_of_one_leaf_are_apart_if_no_entry_is_in_both():
+    thirds = [
+        mc.HeadLeaf("w", 2, split=(3, 2, 1), part=(-3, slice(i, i + 1))).owned((5, 6))
+        for i in range(3)
+    ]
+    whole = made("flat")[0]
+    for a, b in itertools.product([*thirds, whole], repeat=2):
+        assert a.is_apart_from(b) == (a != b and whole not in (a, b))
+
+
+def test_layers_of_a_stack_and_one_that_is_picked_are_not_apart():
+    every = mc.HeadLeaf("w", 2, split=(3, 2)).owned((4, 5, 6))
+    one, other = (
+        mc.HeadLeaf("w", 3, split=(3, 2), part=(-4, slice(i, i + 1))).owned((4, 5, 6))
+        for i in range(2)
+    )
+    assert not every.is_apart_from(one) and one.is_apart_from(other)
+
+
+def test_leaves_are_equal_by_what_they_say():
+    leaf, shape, _ = made("flat", "in front")
+    same = mc.HeadLeaf("w", 2, split=(3, 2)).owned(shape)
+    assert leaf == same and hash(leaf) == hash(same) and leaf.owned(shape) is leaf
+    others = [
+        mc.HeadLeaf("v", 2, split=(3, 2)).owned(shape),
+        mc.HeadLeaf("w", 2, split=(2, 3)).owned(shape),
+        mc.HeadLeaf("w", 2, split=(3, 2)).owned(shape[2:]),
+        made("flat", "after an axis")[0],
+        "w",
+    ]
+    assert leaf not in others
+    # Written with all entries that heads have, and with one along each axis.
+    parts = {"part": ((-1, slice(0, 2)), (-3, slice(0, 5)))}
+    assert mc.HeadLeaf("w", 2, split=(3, 2), **parts).owned((5, 6)) == made("flat")[0]
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        mc.HeadLeaf("w", 3),
+        mc.HeadLeaf("w", 2, split=(4, -1)),
+        mc.HeadLeaf("w", 2, axis=-3),
+        mc.HeadLeaf("w", 2, split=(3, 2), part=(-4, slice(0, 1))),
+        mc.HeadLeaf("w", 2, split=(3, 2), split_axis=-3),
+        mc.HeadLeaf("w", 2, split=(3, 3)).owned((5, 9)),
+        mc.HeadLeaf("w", 2, split=(3, 2)).owned((2, 5, 6)),
+    ],
+)
+def test_what_does_not_fit_has_no_owners(leaf):
+    assert leaf.owned((5, 6)) is None
+
+
+# The leaf, where it is cut into how many blocks, and what that makes of the row.
+CUTS = [
+    ("an axis", "none", P(None, "x"), (1, 3), P("x")),
+    ("an axis", "none", P("x"), (5,), P(None)),
+    ("an axis", "in front", P("y", None, None, "x"), (2, 1, 1, 3), P("y", None, "x")),
+    ("flat", "none", P(None, "x"), (1, 3), P("x")),
+    ("flat", "none", P(None, "x"), (1, 2), None),
+    ("flat", "after an axis", P("x", "y"), (5, 3), P("y", None)),
+    ("outputs first", "none", P("x"), (3,), P("x")),
+    ("heads minor", "none", P(None, "x"), (1, 2), None),
+    ("fused", "none", P(None, "x"), (1, 3), None),
+    ("fused", "none", P("x"), (5,), P(None)),
+    ("groups counted by a later axis", "none", P(None, None, "x"), (1, 1, 3), P("x")),
+    ("groups counted by a later axis", "none", P("x"), (2,), None),
+    ("shared", "none", P("x"), (2,), P(None)),
+    # An axis of one device cuts nothing, and still has its name.
+    ("flat", "none", P(None, "x"), (1, 1), P("x")),
+]
+
+
+@pytest.mark.parametrize(("name", "stack", "cut", "counts", "expected"), CUTS)
+def test_the_row_is_cut_as_the_heads_of_a_leaf(name, stack, cut, counts, expected):
+    leaf, _, owners = made(name, stack)
+    assert leaf.row_spec(cut, counts) == expected
+    if stack == "none" and expected is not None and any(expected):
+        # Each block has those of the row's block, and no others.
+        (axis,) = (i for i, entry in enumerate(cut) if entry)
+        blocks = np.split(owners, counts[axis], axis)
+        rows = np.split(np.arange(leaf.heads), counts[axis])
+        for block, row in zip(blocks, rows, strict=True):
+            assert {*block.ravel().tolist()} - {-1} == {*row.tolist()}
