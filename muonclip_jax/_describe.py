@@ -18,9 +18,9 @@ from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
 from ._parameters import paths
-from ._parameters.by_names import Verdict
 from ._parameters.dimension_numbers import DimensionNumbers, resolve_verdicts, views_of
 from ._parameters.given import Model
+from ._parameters.verdict import Verdict
 from ._tables import collapsed, Row, Table, totals
 
 
@@ -185,7 +185,7 @@ def _row(
         str(shape),
         _matrices(view) if view else "-",
         "muon" if view else "adamw",
-        verdict.why + ("" if verdict.is_sure else "?"),
+        verdict.why,
         " + ".join(parts) or "-",
     )
 

@@ -10,7 +10,7 @@ from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import paths
-from .by_names import ByNames, EitherWay, Verdict
+from .by_names import ByNames, EitherWay
 from .given import (
     AUTOMATIC,
     broadcast,
@@ -21,6 +21,7 @@ from .given import (
     write_patterns,
 )
 from .stacks import IN_FRONT, StackAxes
+from .verdict import adamw, Verdict
 
 
 #: What to say to a transformation that sees but a part of the params.
@@ -226,16 +227,20 @@ def resolve_verdicts(
             remedy="; to give rules and have the rest found automatically, write "
             "patterns, such as 'mlp*' in place of 'mlp'",
         )
-        return [Verdict(entry, GIVEN) for entry in entries]
+        return [_given(entry) for entry in entries]
     if reading is None and model is not None:
         reading = _read(model, tree)
     found = dict(reading or ByNames(tree).verdicts(per_head is not False))
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
         if numbers != AUTOMATIC and found[path].why != "hidden":
-            found[path] = Verdict(numbers, GIVEN)
-    if any(x.is_open and path not in described for path, x in found.items()):
+            found[path] = _given(numbers)
+    if any(not x.is_known and path not in described for path, x in found.items()):
         raise ValueError(_question(tree, found, described))
     return list(found.values())
+
+
+def _given(numbers: Any) -> Verdict:
+    return Verdict("matrix" if is_axes(numbers) else "vector", numbers, GIVEN)
 
 
 def _question(
@@ -247,7 +252,7 @@ def _question(
     guesses = {
         path: x.numbers
         for path, x in found.items()
-        if x.is_open and x.numbers and path not in described
+        if not x.is_known and path not in described
     }
     shapes = zip(tree.paths, tree.leaves, strict=True)
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
@@ -267,7 +272,7 @@ def _question(
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
     ]
-    if unsure := [path for path, x in found.items() if not x.is_sure]:
+    if unsure := [path for path, x in found.items() if x.why.endswith("?")]:
         message += ["", "Decided with little evidence:"]
     for path in unsure:
         by = "adamw" if found[path].numbers is None else "muon"
@@ -294,10 +299,10 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
             "Give read_model the params that the optimizer gets"
         )
-    found = dict.fromkeys(leaf_at, Verdict(None, "hidden"))
+    found = dict.fromkeys(leaf_at, adamw("hidden"))
     by_names = ByNames(tree).verdicts() if unknown else {}
     for path in in_sight:
-        found[path] = Verdict(numbers[path], "read", label=labels[path])
+        found[path] = Verdict(labels[path], numbers[path], "read")
         if paths.show(path) in unknown:
             why = f"not read: {by_names[path].why}"
             found[path] = by_names[path]._replace(why=why)

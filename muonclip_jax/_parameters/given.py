@@ -95,7 +95,7 @@ def by_pattern(
 
 
 def write_patterns(
-    guesses: Mapping[Path, MuonDimensionNumbers], tree_paths: Iterable[Path]
+    guesses: Mapping[Path, MuonDimensionNumbers | None], tree_paths: Iterable[Path]
 ) -> str:
     """Python code of a mapping that gives these leaves, and no other, their numbers.
 
@@ -112,10 +112,11 @@ def write_patterns(
         own[path] if starred[path] in mixed else starred[path]: x
         for path, x in guesses.items()
     }
-    lines = [
-        f'    "{key}": MuonDimensionNumbers({x.reduction_axis}, {x.output_axis}),'
+    shown = {
+        key: x and f"MuonDimensionNumbers({x.reduction_axis}, {x.output_axis})"
         for key, x in entries.items()
-    ]
+    }
+    lines = [f'    "{key}": {x},' for key, x in shown.items()]
     return "\n".join(["{", *lines, "}"])
 
 

@@ -21,7 +21,7 @@ _GAINS = {"scale", "scales", "gain", "gains"}
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
 _SHORT = {"emb", "embd"}
-_POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
+_POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
 _LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
@@ -29,6 +29,11 @@ _LEARNED |= {"codevectors"}
 _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
+# Constants of a model, which some keep among the params, and what is multiplied entry by
+# entry though it is called a kernel.
+_FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
+_FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
+_FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
 _HEADS |= {"predictions"}  # Keras' applications
 
@@ -70,6 +75,8 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 )
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
+#: All roles that a layout names.
+ROLES = {role for layout in LAYOUTS for role in layout}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,8 +90,8 @@ def words(name: str) -> tuple[str, ...]:
 def kind(path: Path) -> str:
     """Returns what a leaf is by its name and its module's, whatever its shape.
 
-    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"head"`, `"positions
-    or tokens"`, or `""`, which is open.
+    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"positions or tokens"`,
+    `"no layer"`, `"head"`, or `""`, which is open.
     """
     name = "/".join(path[-1:])
     own, module = words(name), words("/".join(path[-2:-1]))
@@ -130,6 +137,8 @@ def kind(path: Path) -> str:
         is_position = name != "kernel" and first & _RELATIVE and not is_layer
     if is_position:
         return "positions or tokens"
+    if not is_layer and not _FIXED.isdisjoint(called):
+        return "no layer"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
     is_head = "W_U" in path[-2:] or any(
         x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or {"logit", "logits"} & {*x})
@@ -144,14 +153,17 @@ STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers
 STACKED |= {"dense_layers", "moe_layers"}
 EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
-#: Next to the decays `A_log` of linear attention, as Qwen3-Next, Qwen3.5, Kimi Linear
-#: and flash-linear-attention call them. Qwen trains them by AdamW.
-NUMBERS_OF_HEADS = {"in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj"}
-
 #: Words of layers in a block, which others follow though a part of a model lacks them.
-IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}
+IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.
-UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
+UNNAMED = re.compile(
+    r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
+    re.I,
+)
+#: Words of layers that may write the output, whatever their sizes.
+OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
+OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}
+OUTPUTS |= {"heatmap", "regression", "forecast", "density", "logstd", "ctc", "tagger"}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,10 +14,11 @@ from .._model.attention_layers import AttentionLayer
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
+from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, Table, totals
 from . import jaxprs
 from .layers import attention_layers, named_layers, NamedLayer
-from .verdicts import Verdict, verdicts
+from .verdicts import verdicts
 from .walk import Walk, walked
 
 
@@ -77,9 +78,9 @@ class ModelReading:
         ):
             axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
             label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
-            rows.append([paths.show(path), shape, label, axes, v.use, v.line or "-"])
-            why = "nothing" if name.is_open else f"{by_name} ({name.why})"
-            is_same = axes == by_name and not name.is_open
+            rows.append([paths.show(path), shape, label, axes, v.why, v.line or "-"])
+            why = f"{by_name} ({name.why})" if name.is_known else "nothing"
+            is_same = axes == by_name and name.is_known
             said.append("" if is_same or not v.is_known else why)
             own.append((label, math.prod(leaf.shape), 1))
         if any(said[1:]):

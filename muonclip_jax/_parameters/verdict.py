@@ -1,0 +1,23 @@
+"""What one parameter is, whoever says so: its name and shape, a reading, the user."""
+
+from typing import NamedTuple
+
+from .._matrices.axes import Axes
+
+
+class Verdict(NamedTuple):
+    """What one parameter is.
+
+    A verdict that is not known is a guess, which the user is asked about.
+    """
+
+    label: str  # "matrix", "embedding", "head", "router", "vector" or "frozen"
+    numbers: Axes | None  # of a matrix
+    why: str  # what says so, in words; with a "?" at the end where evidence is weak
+    line: str = ""  # file and line of the use, where a trace shows it
+    is_known: bool = True
+
+
+def adamw(why: str, label: str = "vector") -> Verdict:
+    """The verdict on a leaf that holds no matrix."""
+    return Verdict(label, None, why)
