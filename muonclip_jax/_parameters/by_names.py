@@ -8,7 +8,6 @@ all. A leaf that no rule decides is open, and the caller asks.
 
 import functools
 import math
-from collections import Counter
 
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
@@ -17,7 +16,7 @@ from . import names
 from .layouts import layouts_of, sides_of
 from .leaves import Leaf, leaves_of
 from .names import without_ones
-from .outputs import outputs_of
+from .outputs import Outputs
 from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import find_stacks, IN_FRONT, StackAxes
 from .verdict import adamw, Verdict
@@ -26,6 +25,10 @@ from .verdict import adamw, Verdict
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
 _COLORS = 4  # at most, with transparency
+
+
+#: Why a leaf is asked about: nothing tells its axes.
+OPEN = "open"
 
 
 class EitherWay(MuonDimensionNumbers):
@@ -65,25 +68,15 @@ class ByNames:
                 if is_stack or names.words(name)[-1:] in (("expert",), ("experts",)):
                     count = shape[-3] if len(shape) > 2 else 0
                     experts.setdefault(path[:depth], set()).add(count)
-        # Where the experts of each router are, and its shape, by its path; and the
-        # gates of which names say no more.
+        # Where the experts of each router are, and its shape, by its path.
         self._routers: dict[Path, tuple[Path, Shape]] = {}
-        self._gates: set[Path] = set()
-        alike = Counter(
-            (leaf.path[:-1 - leaf.is_kernel], *sorted(leaf.shape))
-            for leaf in self.leaves.values()
-        )
         for own, leaf in self.leaves.items():
             for at, name in enumerate(leaf.path if len(leaf.shape) == 2 else ()):
                 last = names.words(name)[-1:]
-                is_gate = last in (("gate",), ("gating",)) and at > len(leaf.path) - 3
+                is_gate = last == ("gate",) and at > len(leaf.path) - 3
                 counts = experts.get(leaf.path[:at], set())
                 if last == ("router",) or (is_gate and {0, *leaf.shape} & counts):
                     self._routers[own] = leaf.path[:at], leaf.shape
-                elif is_gate and leaf.shape[-1] < leaf.shape[0]:
-                    # Gated units have a kernel of the same size, cells another gate.
-                    if alike[leaf.path[:at], *sorted(leaf.shape)] < 2:
-                        self._gates.add(own)
 
     @functools.cached_property
     def _layouts(self) -> dict[Path, tuple[str, list[str]]]:
@@ -107,12 +100,13 @@ class ByNames:
             else:
                 found[own] = self._verdict(leaf, per_head)
         if self._is_whole:
-            found |= outputs_of(self.leaves, found, self.stacks)
+            found |= Outputs(self.leaves, found, self.stacks).found()
         for own, verdict in found.items():
             stack = self.stacks[own]
             if stack.depth and verdict.numbers is not None and verdict.is_known:
                 sizes = " x ".join(map(str, stack.sizes(self._shape[own])))
-                why = f"{verdict.why}; stack of {sizes} at axis {stack.start}"
+                why, doubt, _ = verdict.why.partition("?")
+                why = f"{why}; stack of {sizes} at axis {stack.start}{doubt}"
                 found[own] = verdict._replace(why=why)
         return found
 
@@ -152,9 +146,8 @@ class ByNames:
         if own in self._routers:
             # One number is the gate of the shared expert.
             return adamw("router", "vector" if 1 in shape else "router")
-        if kind_written == "no layer" or (own in self._gates and 1 not in shape):
-            why = "a gate" if own in self._gates else "may be no layer"
-            return adamw(why)._replace(is_known=False)
+        if kind_written == "no layer":
+            return adamw("may be no layer")._replace(is_known=False)
 
         # One row of weights has no singular values to make even.
         is_row = is_kernel and shape[-1] == 1
@@ -236,7 +229,9 @@ class ByNames:
         # A hidden bias would distinguish scanned convolutions from those of more axes.
         is_told = rank < 4 or (rank == 4 and shape[0] == shape[1])
         if is_conv and (is_told or self._is_whole or not has_bias):
-            return Verdict("matrix", leaf.numbers(range(-rank, -1), (-1,)), "convolution")
+            return Verdict(
+                "matrix", leaf.numbers(range(-rank, -1), (-1,)), "convolution"
+            )
         if set(shape[:-2]) == {1}:
             return Verdict("matrix", leaf.numbers((-2,), (-1,)), "one layer")
         return self._asked(leaf)
@@ -254,4 +249,4 @@ class ByNames:
                 inputs, outputs = (-3,), (-2,)
         elif not (rank == 3 and name == "out") and not is_square:
             inputs = (-2,)
-        return Verdict("matrix", leaf.numbers(inputs, outputs), "open", is_known=False)
+        return Verdict("matrix", leaf.numbers(inputs, outputs), OPEN, is_known=False)

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 from .._matrices.axes import is_axes
 from . import paths
 from .paths import Path, PathedTree, show
+from .verdict import Verdict
 
 
 #: What a rule says of a leaf that is to be found automatically after all.
@@ -28,12 +29,14 @@ class Model(Protocol):
     @property
     def unknown(self) -> Sequence[str]: ...
     @property
+    def verdicts(self) -> Mapping[Path, Verdict]: ...
+    @property
     def refused(self) -> Sequence[str]: ...
 
 
 def check_model(model: Model | None) -> None:
     """Raises for a `model=` that is no reading."""
-    wanted = ("dimension_numbers", "labels", "unknown")
+    wanted = ("dimension_numbers", "labels", "verdicts")
     if model is not None and not all(hasattr(model, x) for x in wanted):
         raise ValueError(
             f"model must be what mc.read_model(loss, params, *batch) returns, got a "

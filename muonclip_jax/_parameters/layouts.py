@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from . import names
 from .leaves import Leaf
-from .paths import Path, Shape
+from .paths import Path
 
 
 def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:

@@ -29,8 +29,8 @@ _LEARNED |= {"codevectors"}
 _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
-# Constants of a model, which some keep among the params, and what is multiplied entry by
-# entry though it is called a kernel.
+# Constants of a model, which some keep among the params, and what is multiplied entry
+# by entry though it is called a kernel.
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
@@ -90,8 +90,8 @@ def words(name: str) -> tuple[str, ...]:
 def kind(path: Path) -> str:
     """Returns what a leaf is by its name and its module's, whatever its shape.
 
-    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"positions or tokens"`,
-    `"no layer"`, `"head"`, or `""`, which is open.
+    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"positions or
+    tokens"`, `"no layer"`, `"head"`, or `""`, which is open.
     """
     name = "/".join(path[-1:])
     own, module = words(name), words("/".join(path[-2:-1]))
@@ -154,7 +154,7 @@ STACKED |= {"dense_layers", "moe_layers"}
 EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
-IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
+IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.
 UNNAMED = re.compile(
     r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
@@ -170,6 +170,16 @@ OUTPUTS |= {"heatmap", "regression", "forecast", "density", "logstd", "ctc", "ta
 def projection(name: str) -> str:
     """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()), "")
+
+
+def is_layer(path: Path) -> bool:
+    """Checks for the kernel of a layer that is called so, such as `Dense_0`, `q_proj`.
+
+    What else Flax calls a kernel may be anything.
+    """
+    module = "".join(path[-2:-1])
+    is_called = CONVOLUTION.search(module) or not _LAYERS.isdisjoint(words(module))
+    return path[-1:] == ("kernel",) and bool(is_called or projection(module))
 
 
 def is_low_rank(path: Path) -> bool:

@@ -1,8 +1,6 @@
 """What one parameter is, whoever says so: its name and shape, a reading, the user."""
 
-from typing import NamedTuple
-
-from .._matrices.axes import Axes
+from typing import Any, NamedTuple
 
 
 class Verdict(NamedTuple):
@@ -12,7 +10,7 @@ class Verdict(NamedTuple):
     """
 
     label: str  # "matrix", "embedding", "head", "router", "vector" or "frozen"
-    numbers: Axes | None  # of a matrix
+    numbers: Any  # of a matrix: `MuonDimensionNumbers`, or `MatrixAxes` as given
     why: str  # what says so, in words; with a "?" at the end where evidence is weak
     line: str = ""  # file and line of the use, where a trace shows it
     is_known: bool = True

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +55,11 @@ class ModelReading:
     _hidden: tuple[str, ...] = dataclasses.field(repr=False)
 
     @property
+    def verdicts(self) -> Mapping[paths.Path, Verdict]:
+        """What was found of each parameter, by its path."""
+        return dict(zip(self._tree.paths, self._verdicts, strict=True))
+
+    @property
     def refused(self) -> tuple[str, ...]:
         """Attention that QK-Clip cannot scale by this reading: where, and why."""
         layers = [
@@ -79,7 +84,8 @@ class ModelReading:
             axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
             label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
             rows.append([paths.show(path), shape, label, axes, v.why, v.line or "-"])
-            why = f"{by_name} ({name.why})" if name.is_known else "nothing"
+            why = name.why.removesuffix("?")
+            why = f"{by_name} ({why})" if name.is_known else "nothing"
             is_same = axes == by_name and name.is_known
             said.append("" if is_same or not v.is_known else why)
             own.append((label, math.prod(leaf.shape), 1))
