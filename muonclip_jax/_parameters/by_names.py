@@ -146,7 +146,7 @@ class ByNames:
         if own in self._routers:
             # One number is the gate of the shared expert.
             return adamw("router", "vector" if 1 in shape else "router")
-        if kind_written == "no layer":
+        if kind_written == "no layer" and not (has_bias and rank > len(bias)):
             return adamw("may be no layer")._replace(is_known=False)
 
         # One row of weights has no singular values to make even.

@@ -137,7 +137,8 @@ def kind(path: Path) -> str:
         is_position = name != "kernel" and first & _RELATIVE and not is_layer
     if is_position:
         return "positions or tokens"
-    if not is_layer and not _FIXED.isdisjoint(called):
+    is_gain = is_norm and is_kernel  # with a bias that is shorter, a layer
+    if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
     is_head = "W_U" in path[-2:] or any(

@@ -57,6 +57,7 @@ class Outputs:
             if leaf.shape[-1] > 1  # or its size would tell nothing
             if leaf.path[:-2] not in attention or leaf.module not in names.WITH_HEADS
             if len(leaf.shape) == 2 or verdicts[leaf.own].why in _WINDOWS
+            if isinstance(verdicts[leaf.own].numbers.output_axis, int)
         ]
         self.given = Counter(leaf.shape[-1] for leaf in self.kernels)
         self.has_windows = any(len(x.shape) > 3 for x in leaves.values())

@@ -173,6 +173,7 @@ def test_a_gate_of_few_outputs_is_asked_about_unless_experts_are_next_to_it():
         ),
         *("fourier_features/kernel", "random_features/w", "rff/freqs"),
         *("hadamard/kernel", "scaling/kernel", "elementwise/weight"),
+        "input_layernorm/kernel",  # of stacked layers, as nothing else shows
     ],
 )
 def test_constants_and_kernels_that_are_no_layers_are_asked_about(path):
@@ -180,8 +181,9 @@ def test_constants_and_kernels_that_are_no_layers_are_asked_about(path):
     mlp = {"up": dense(64, 128), "down": dense(128, 64)}
     assert asked({"mlp": mlp, module: {name: jnp.ones((16, 64))}}) == {path}
     # What is called a projection is a layer.
-    layer = {"mlp": mlp, "mask_proj": dense(16, 64)}
-    assert mc.matrix_mask(layer)["mask_proj"]["kernel"]
+    layers = {"mlp": mlp, "mask_proj": dense(16, 64), "norm_gate": dense(64, 128)}
+    mask = mc.matrix_mask(layers)
+    assert mask["mask_proj"]["kernel"] and mask["norm_gate"]["kernel"]
 
 
 def by_entries(params, x):
