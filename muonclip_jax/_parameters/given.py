@@ -36,7 +36,7 @@ class Model(Protocol):
 
 def check_model(model: Model | None) -> None:
     """Raises for a `model=` that is no reading."""
-    wanted = ("dimension_numbers", "labels", "verdicts")
+    wanted = ("dimension_numbers", "labels", "unknown")
     if model is not None and not all(hasattr(model, x) for x in wanted):
         raise ValueError(
             f"model must be what mc.read_model(loss, params, *batch) returns, got a "
