@@ -14,12 +14,11 @@ from optax.contrib import MuonDimensionNumbers
 
 from . import names
 from .layouts import layouts_of, sides_of
-from .leaves import Leaf, leaves_of
-from .names import without_ones
+from .names import Leaf, leaves_of, without_ones
 from .outputs import Outputs
 from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import find_stacks, IN_FRONT, StackAxes
-from .verdict import adamw, Verdict
+from .verdict import Verdict
 
 
 _WINDOW = 8  # of a convolution over time, at most
@@ -99,7 +98,7 @@ class ByNames:
                 found[own] = adamw("no floats")
             else:
                 found[own] = self._verdict(leaf, per_head)
-        if self._is_whole:
+        if self._is_whole and len(self.leaves) > 1:
             found |= Outputs(self.leaves, found, self.stacks).found()
         for own, verdict in found.items():
             stack = self.stacks[own]
@@ -250,3 +249,8 @@ class ByNames:
         elif not (rank == 3 and name == "out") and not is_square:
             inputs = (-2,)
         return Verdict("matrix", leaf.numbers(inputs, outputs), OPEN, is_known=False)
+
+
+def adamw(why: str, label: str = "vector") -> Verdict:
+    """The verdict on a leaf that holds no matrix."""
+    return Verdict(label, None, why)

@@ -21,7 +21,7 @@ from .given import (
     write_patterns,
 )
 from .stacks import IN_FRONT, StackAxes
-from .verdict import adamw, Verdict
+from .verdict import Verdict
 
 
 #: What to say to a transformation that sees but a part of the params.
@@ -305,7 +305,7 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
             "Give read_model the params that the optimizer gets"
         )
-    found = dict.fromkeys(leaf_at, adamw("hidden"))
+    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden"))
     doubtful = [
         path
         for path in in_sight

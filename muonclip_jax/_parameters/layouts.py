@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from . import names
-from .leaves import Leaf
+from .names import Leaf
 from .paths import Path
 
 

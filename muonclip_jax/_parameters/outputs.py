@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import names
-from .leaves import Leaf
+from .names import Leaf
 from .paths import Path
 from .stacks import Stack
-from .verdict import adamw, Verdict
+from .verdict import Verdict
 
 
 _COLORS = 4  # at most, with transparency
 _WINDOWS = {"bias tells", "convolution"}
 
-_HEAD = adamw("output head: nothing takes its outputs?", "head")
-_OF_VOCABULARY = adamw("output head: as large as the vocabulary?", "head")
-_MAY_BE_HEAD = adamw("may write the output", "head")._replace(is_known=False)
+_HEAD = Verdict("head", None, "output head: nothing takes its outputs?")
+_OF_VOCABULARY = Verdict("head", None, "output head: as large as the vocabulary?")
+_MAY_BE_HEAD = Verdict("head", None, "may write the output", is_known=False)
 
 
 class Outputs:

@@ -14,8 +14,3 @@ class Verdict(NamedTuple):
     why: str  # what says so, in words; with a "?" at the end where evidence is weak
     line: str = ""  # file and line of the use, where a trace shows it
     is_known: bool = True
-
-
-def adamw(why: str, label: str = "vector") -> Verdict:
-    """The verdict on a leaf that holds no matrix."""
-    return Verdict(label, None, why)
