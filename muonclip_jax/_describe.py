@@ -14,7 +14,6 @@ from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
 from ._parameters import paths
-from ._parameters.by_names import Verdict
 from ._parameters.dimension_numbers import (
     DimensionNumbers,
     FROZEN,
@@ -22,6 +21,7 @@ from ._parameters.dimension_numbers import (
     views_of,
 )
 from ._parameters.given import Model
+from ._parameters.verdict import Verdict
 from ._tables import leaf_table, Row, totals
 
 
@@ -194,7 +194,7 @@ def _row(
         str(shape),
         _matrices(view) if view else "-",
         optimizer,
-        verdict.why + ("" if verdict.is_sure else "?"),
+        verdict.why,
         " + ".join(parts) or "-",
     )
 

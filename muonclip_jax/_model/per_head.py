@@ -10,7 +10,6 @@ from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
-from .._parameters.by_names import Verdict
 from .._parameters.dimension_numbers import (
     DimensionNumbers,
     GIVEN,
@@ -18,6 +17,7 @@ from .._parameters.dimension_numbers import (
     resolve_verdicts,
 )
 from .._parameters.given import check_model, Model
+from .._parameters.verdict import Verdict
 from .attention_layers import Attention, resolve_attention
 from .owned_leaf import OwnedLeaf
 
@@ -85,8 +85,8 @@ def _verdicts(
             shape = tuple(leaf_at[path].shape)
             axes: Any = _of_heads(path, shape, given, described[path], must)
             # What names leave open, the description of the heads tells.
-            why = "heads" if verdict.is_open else verdict.why
-            found[i] = verdict._replace(numbers=axes, why=why, is_open=False)
+            why = verdict.why if verdict.is_known else "heads"
+            found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
     return found
 
 

@@ -9,8 +9,8 @@ import optax
 from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
-from . import paths
-from .by_names import ByNames, EitherWay, Verdict
+from . import names, paths
+from .by_names import ByNames, EitherWay, OPEN
 from .given import (
     AUTOMATIC,
     broadcast,
@@ -21,6 +21,7 @@ from .given import (
     write_patterns,
 )
 from .stacks import IN_FRONT, StackAxes
+from .verdict import Verdict
 
 
 #: What to say to a transformation that sees but a part of the params.
@@ -62,12 +63,13 @@ def flax_dimension_numbers(
     without the names, as from `nnx.Optimizer`, pass the tree that this returns. A stack
     of experts is known by its router. Every matrix of a stack is one by itself.
 
-    Embeddings, positions, norms, biases, routers, gates of one number for each head
-    (`in_proj_ba` next to `A_log`) and what has rank 0 or 1 in one layer are `None`, for
-    AdamW. So is the output head: a kernel named so (`head`, `lm_head`, `logits`, ...),
-    one with as many outputs as the embedding has entries, or one with a bias whose
-    outputs nothing takes. Under an unknown name, a leaf of rank 2 is a matrix.
-    [`describe`][] says why.
+    Embeddings, positions, norms, biases, routers and what has rank 0 or 1 in one layer
+    are `None`, for AdamW. So is the output head: a kernel named so (`head`, `lm_head`,
+    `logits`, ...), one with as many outputs as the embedding has entries, or the one
+    layer with a bias, in a model of some depth, whose outputs nothing takes. What may
+    write the output else is asked about, such as the last of two layers, and so are
+    gates of few outputs, and what is called a mask or the like. Under an unknown name,
+    a leaf of rank 2 is a matrix. [`describe`][] says why.
 
     **Arguments:**
 
@@ -248,16 +250,20 @@ def resolve_verdicts(
             remedy="; to give rules and have the rest found automatically, write "
             "patterns, such as 'mlp*' in place of 'mlp'",
         )
-        return [Verdict(entry, GIVEN) for entry in entries]
+        return [_given(entry) for entry in entries]
     if reading is None and model is not None:
         reading = _read(model, tree)
     found = dict(reading or ByNames(tree).verdicts(per_head is not False))
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
         if numbers != AUTOMATIC and found[path].why != "hidden":
-            found[path] = Verdict(numbers, GIVEN)
-    if any(x.is_open and path not in described for path, x in found.items()):
+            found[path] = _given(numbers)
+    if any(not x.is_known and path not in described for path, x in found.items()):
         raise ValueError(_question(tree, found, described))
     return list(found.values())
+
+
+def _given(numbers: Any) -> Verdict:
+    return Verdict("matrix" if is_axes(numbers) else "vector", numbers, GIVEN)
 
 
 def _question(
@@ -269,19 +275,24 @@ def _question(
     guesses = {
         path: x.numbers
         for path, x in found.items()
-        if x.is_open and x.numbers and path not in described
+        if not x.is_known and path not in described
     }
     shapes = zip(tree.paths, tree.leaves, strict=True)
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
+    why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
+    is_read = any(found[path].line for path in guesses)
+    read_it = (
+        "The model's own function tells: model=mc.read_model(loss, params, *batch)."
+    )
     mask = (
         f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
         "Or say it here:"
     )
     message = [
         "cannot tell which axes of these leaves form matrices:",
-        *(f"  {lines[path]}" for path in guesses),
+        *(f"  {lines[path]}{why[path]}" for path in guesses),
         *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
-        "The model's own function tells: model=mc.read_model(loss, params, *batch).",
+        *([] if is_read else [read_it]),
         "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
         "axes, then output axes; all other axes are a stack of matrices; None is "
         "AdamW. Leaves that no pattern matches are found as before:",
@@ -289,7 +300,7 @@ def _question(
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
     ]
-    if unsure := [path for path, x in found.items() if not x.is_sure]:
+    if unsure := [path for path, x in found.items() if x.why.endswith("?")]:
         message += ["", "Decided with little evidence:"]
     for path in unsure:
         by = "adamw" if found[path].numbers is None else "muon"
@@ -305,26 +316,32 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     **Raises:** `ValueError` for leaves that the reading does not have.
     """
     check_model(model)
-    numbers, labels = (
-        dict(zip(*paths.flatten(x, lambda x: x is None or is_axes(x))[:2], strict=True))
-        for x in (model.dimension_numbers, model.labels)
-    )
-    leaf_at, unknown = tree.by_path(), set(model.unknown)
+    read, leaf_at = model.verdicts, tree.by_path()
     in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
-    if missing := [path for path in in_sight if path not in labels]:
+    if missing := [path for path in in_sight if path not in read]:
         raise ValueError(
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
             "Give read_model the params that the optimizer gets"
         )
-    found = dict.fromkeys(leaf_at, Verdict(None, "hidden"))
-    by_names = ByNames(tree).verdicts() if unknown else {}
+    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden"))
+    doubtful = [
+        path
+        for path in in_sight
+        if not read[path].is_known or read[path].why == "elementwise"
+    ]
+    named = ByNames(tree).verdicts() if doubtful else {}
     for path in in_sight:
-        is_frozen = labels[path] == FROZEN
-        own = None if is_frozen else numbers[path]
-        found[path] = Verdict(own, "read", label=labels[path])
-        if paths.show(path) in unknown:
-            why = f"not read: {by_names[path].why}"
-            found[path] = by_names[path]._replace(why=why)
+        found[path] = read[path]._replace(why="read")
+    for path in doubtful:
+        said, name = read[path], named[path]
+        if not said.is_known:
+            found[path] = name._replace(why=f"not read: {name.why}")
+        # A kernel of a known layer, on entries of which the function seems to work one
+        # by one: either may be wrong, as where a reading lacks a rule for a library's
+        # own products, and nothing else would show it.
+        elif name.label == "matrix" and name.is_known and names.is_layer(path):
+            why = f"a kernel by its name, but multiplied entry by entry at {said.line}"
+            found[path] = name._replace(why=why, line=said.line, is_known=False)
     return found
 
 

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 from .._matrices.axes import is_axes
 from . import paths
 from .paths import Path, PathedTree, show
+from .verdict import Verdict
 
 
 #: What a rule says of a leaf that is to be found automatically after all.
@@ -27,6 +28,8 @@ class Model(Protocol):
     def attention(self) -> Sequence[Any]: ...
     @property
     def unknown(self) -> Sequence[str]: ...
+    @property
+    def verdicts(self) -> Mapping[Path, Verdict]: ...
     @property
     def refused(self) -> Sequence[str]: ...
 
@@ -95,7 +98,7 @@ def by_pattern(
 
 
 def write_patterns(
-    guesses: Mapping[Path, MuonDimensionNumbers], tree_paths: Iterable[Path]
+    guesses: Mapping[Path, MuonDimensionNumbers | None], tree_paths: Iterable[Path]
 ) -> str:
     """Python code of a mapping that gives these leaves, and no other, their numbers.
 
@@ -112,10 +115,11 @@ def write_patterns(
         own[path] if starred[path] in mixed else starred[path]: x
         for path, x in guesses.items()
     }
-    lines = [
-        f'    "{key}": MuonDimensionNumbers({x.reduction_axis}, {x.output_axis}),'
+    shown = {
+        key: x and f"MuonDimensionNumbers({x.reduction_axis}, {x.output_axis})"
         for key, x in entries.items()
-    ]
+    }
+    lines = [f'    "{key}": {x},' for key, x in shown.items()]
     return "\n".join(["{", *lines, "}"])
 
 

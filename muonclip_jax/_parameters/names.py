@@ -1,4 +1,4 @@
-"""Names in use, as data: what the words of a path say of a leaf.
+"""Names in use, as data: what the words of a path say of a leaf, and leaves in Flax's.
 
 Every table says whose names it holds. Functions read a path once, word by word.
 """
@@ -6,7 +6,10 @@ Every table says whose names it holds. Functions read a path once, word by word.
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from optax.contrib import MuonDimensionNumbers
 
 from .paths import Path, Shape
 
@@ -21,7 +24,7 @@ _GAINS = {"scale", "scales", "gain", "gains"}
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
 _SHORT = {"emb", "embd"}
-_POSITIONS = {"pos", "position", "positions", "positional", "posemb", "relpos"}
+_POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
 _LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
@@ -29,6 +32,11 @@ _LEARNED |= {"codevectors"}
 _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
+# Constants of a model, which some keep among the params, and what is multiplied entry
+# by entry though it is called a kernel.
+_FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
+_FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
+_FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
 _HEADS |= {"predictions"}  # Keras' applications
 
@@ -70,6 +78,8 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 )
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
+#: All roles that a layout names.
+ROLES = {role for layout in LAYOUTS for role in layout}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,8 +93,8 @@ def words(name: str) -> tuple[str, ...]:
 def kind(path: Path) -> str:
     """Returns what a leaf is by its name and its module's, whatever its shape.
 
-    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"head"`, `"positions
-    or tokens"`, or `""`, which is open.
+    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"positions or
+    tokens"`, `"no layer"`, `"head"`, or `""`, which is open.
     """
     name = "/".join(path[-1:])
     own, module = words(name), words("/".join(path[-2:-1]))
@@ -130,6 +140,9 @@ def kind(path: Path) -> str:
         is_position = name != "kernel" and first & _RELATIVE and not is_layer
     if is_position:
         return "positions or tokens"
+    is_gain = is_norm and is_kernel  # with a bias that is shorter, a layer
+    if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
+        return "no layer"
     # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
     is_head = "W_U" in path[-2:] or any(
         x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or {"logit", "logits"} & {*x})
@@ -144,20 +157,33 @@ STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers
 STACKED |= {"dense_layers", "moe_layers"}
 EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
-#: Next to the decays `A_log` of linear attention, as Qwen3-Next, Qwen3.5, Kimi Linear
-#: and flash-linear-attention call them. Qwen trains them by AdamW.
-NUMBERS_OF_HEADS = {"in_proj_ba", "in_proj_b", "in_proj_a", "b_proj", "a_proj"}
-
 #: Words of layers in a block, which others follow though a part of a model lacks them.
-IN_BLOCK = {"up", "gate", "wi", "mlp", "ffn", "ff", "in", "kv", "qkv", "qk", "attn"}
+IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.
-UNNAMED = re.compile(r"(dense|linear)(_\d+)?|out(put)?(_?(layer|dense)(_\d+)?)?", re.I)
+UNNAMED = re.compile(
+    r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
+    re.I,
+)
+#: Words of layers that may write the output, whatever their sizes.
+OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
+OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}
+OUTPUTS |= {"heatmap", "regression", "forecast", "density", "logstd", "ctc", "tagger"}
 
 
 @functools.lru_cache(maxsize=4096)
 def projection(name: str) -> str:
     """Returns what Flax calls a module of attention: `query`, `key`, `value`, `out`."""
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()), "")
+
+
+def is_layer(path: Path) -> bool:
+    """Checks for the kernel of a layer that is called so, such as `Dense_0`, `q_proj`.
+
+    What else Flax calls a kernel may be anything.
+    """
+    module = "".join(path[-2:-1])
+    is_called = CONVOLUTION.search(module) or not _LAYERS.isdisjoint(words(module))
+    return path[-1:] == ("kernel",) and bool(is_called or projection(module))
 
 
 def is_low_rank(path: Path) -> bool:
@@ -214,3 +240,67 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
                 written[own] = (*path[:depth], role, *(rest or ("kernel",)))
                 break
     return written
+
+
+class Leaf(NamedTuple):
+    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
+
+    own: Path
+    path: Path
+    shape: Shape
+    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    bias: Shape | None  # next to it; of no axes where a mask hides it
+    module: str
+    is_kernel: bool
+    is_conv: bool
+    is_turned: bool = False  # the leaf has its outputs first
+
+    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
+        """Dimension numbers of the leaf, from axes of the shape."""
+        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
+        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
+
+
+def leaves_of(
+    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+) -> dict[Path, Leaf]:
+    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
+    written = in_flax(layers)
+    by_path = {path: layers[own] for own, path in written.items()}
+    biases = {own: by_path.get((*x[:-1], "bias")) for own, x in written.items()}
+    kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
+    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+
+    def is_turned(own: Path) -> bool | None:
+        """Compares a kernel with its bias, which has its outputs."""
+        shape, bias = layers[own], without_ones(biases[own] or ())
+        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+        return first if first != last and 0 < len(bias) < len(shape) else None
+
+    # What is called a weight has its outputs first in Equinox and Haliax.
+    votes = [is_turned(own) for own in kernels & weights]
+    weights_turned = votes.count(True) >= votes.count(False)
+    found: dict[Path, Leaf] = {}
+    for own, path in written.items():
+        shape, axes, bias = layers[own], axes_of[own], biases[own]
+        is_weight, module = own in kernels & weights, "".join(path[-2:-1])
+        in_attention = module in ("query", "key", "value", "out")
+        is_conv = bool(CONVOLUTION.search(module))
+        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
+        # Equinox; and the first of pairs in stax.
+        is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
+        may_turn = own in weights or own[-1:] == ("0",)
+        may_turn |= len(shape) == 2 and is_layer
+        by = 0
+        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
+            turned = is_turned(own)
+            if turned:
+                by = len(without_ones(bias or ()))
+            elif turned is None and is_weight and weights_turned:
+                by = len(shape) - 1 if in_attention and module != "out" else 1
+                by *= kind(own) != "embedding"
+        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+        kinds = module, own in kernels, is_conv
+        found[own] = Leaf(own, path, shape, axes, bias, *kinds, bool(by))
+    return found

@@ -74,7 +74,7 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
-_BY_ITSELF = frozenset("mul div".split())
+_BY_ITSELF = frozenset(["mul", "div"])
 
 _RANDOM = frozenset(
     [
@@ -358,7 +358,16 @@ _SETS = [
 ]
 
 
-_OF_PRODUCTS = "products weights sums shares mixed pairs totals ratios".split()
+_OF_PRODUCTS = [
+    "products",
+    "weights",
+    "sums",
+    "shares",
+    "mixed",
+    "pairs",
+    "totals",
+    "ratios",
+]
 
 
 def _union(facts: list[Fact]) -> Fact:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from .._model.attention_layers import AttentionLayer
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
+from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
 from .attention import Reader
 from .calls import Call, call_of
@@ -22,7 +23,7 @@ from .facts import Facts
 from .graph import Graph
 from .layers import named_layers, NamedLayer
 from .uses import Uses
-from .verdicts import Verdict, verdicts
+from .verdicts import verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,11 @@ class ModelReading:
     _hidden: tuple[str, ...] = dataclasses.field(repr=False)
 
     @property
+    def verdicts(self) -> Mapping[paths.Path, Verdict]:
+        """What was found of each parameter, by its path."""
+        return dict(zip(self._tree.paths, self._verdicts, strict=True))
+
+    @property
     def refused(self) -> tuple[str, ...]:
         """Attention that QK-Clip cannot scale by this reading: where, and why."""
         layers = [
@@ -81,9 +87,10 @@ class ModelReading:
         ):
             axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
             label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
-            rows.append([paths.show(path), shape, label, axes, v.use, v.line or "-"])
-            why = "nothing" if name.is_open else f"{by_name} ({name.why})"
-            is_same = axes == by_name and not name.is_open
+            rows.append([paths.show(path), shape, label, axes, v.why, v.line or "-"])
+            why = name.why.removesuffix("?")
+            why = f"{by_name} ({why})" if name.is_known else "nothing"
+            is_same = axes == by_name and name.is_known
             said.append("" if is_same or not v.is_known else why)
             own.append((label, math.prod(leaf.shape), 1))
         if any(said[1:]):

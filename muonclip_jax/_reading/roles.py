@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import numpy as np
@@ -420,7 +420,9 @@ class LayerReader:
         for loop, trips in zip(loops, factor.labels[1:], strict=True):
             own = [a for a in range(trips.ndim) if is_varied(trips, a)]
             for axis in own:
-                line = joined(trips, [a for a in range(trips.ndim) if a != axis]).ravel()
+                line = joined(
+                    trips, [a for a in range(trips.ndim) if a != axis]
+                ).ravel()
                 if axis in stack or len({*line.tolist()} - {0}) < len(line):
                     why = why or PARTIAL
             stack += [a for a in own if a not in stack]

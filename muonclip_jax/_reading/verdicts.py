@@ -2,26 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
+from .._parameters.verdict import Verdict
 from .facts import Fact, union
 from .uses import Note, Uses
 
 
 Shape = tuple[int, ...]
-
-
-class Verdict(NamedTuple):
-    """What one parameter is."""
-
-    label: str  # "matrix", "embedding", "head", "router" or "vector"
-    numbers: MuonDimensionNumbers | None  # of a matrix
-    use: str  # in words, what is done with it
-    line: str  # file and line where
-    is_known: bool = True  # False if nothing uses it, or what cannot be read
-
 
 _USES = (
     "looked up",

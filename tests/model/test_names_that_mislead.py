@@ -89,14 +89,16 @@ def test_a_depthwise_convolution_over_time_is_no_matrix():
     assert not mask["conv_1d"]["w"] and mask["up"]["w"]
 
 
-def test_numbers_of_heads_are_told_by_the_decays_next_to_them():
-    """Labs differ on them, so they are asked about; elsewhere it is any other layer."""
-    shapes = {"b_proj": {"kernel": (64, 4)}, "o_proj": {"kernel": (48, 64)}}
-    mask = mc.matrix_mask(abstract({"attn": shapes}))["attn"]
-    assert mask["b_proj"]["kernel"] and mask["o_proj"]["kernel"]
+@pytest.mark.parametrize("name", ["b_proj", "in_proj_ba", "pair_bias"])
+def test_numbers_of_heads_are_asked_about(name):
+    """Labs differ on them; with as many outputs as something takes it is a layer."""
+    shapes = {name: {"kernel": (64, 4)}, "o_proj": {"kernel": (48, 64)}}
     with pytest.raises(ValueError, match="cannot tell") as error:
-        mc.matrix_mask(abstract({"attn": shapes | {"A_log": (4,)}}))
-    assert "attn/b_proj" in str(error.value) and "o_proj" not in str(error.value)
+        mc.matrix_mask(abstract({"attn": shapes}))
+    assert f"attn/{name}" in str(error.value) and "o_proj" not in str(error.value)
+    shapes[name] = {"kernel": (64, 48)}
+    mask = mc.matrix_mask(abstract({"attn": shapes}))["attn"]
+    assert mask[name]["kernel"] and mask["o_proj"]["kernel"]
 
 
 @pytest.mark.parametrize("shape", [(64, 1), (3, 3, 72, 1), (5, 16, 1)])
@@ -214,7 +216,7 @@ def test_tables_and_gains_by_other_names(path, shape):
     [
         ("shared/kernel", (64, 256)),  # a trunk
         ("shared/up/weight", (256, 64)),  # an expert
-        ("pair_bias/weight", (8, 64)),  # a layer, of features of pairs
+        ("pair_bias/weight", (256, 64)),  # a layer, of features of pairs
         ("latents_proj/kernel", (64, 256)),
         ("scale_up/kernel", (64, 256)),
         ("prompt_encoder/weight", (256, 64)),

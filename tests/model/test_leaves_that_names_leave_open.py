@@ -1,0 +1,227 @@
+"""Leaves that names do not decide: the error lists them, and nothing is wrong silently.
+
+Every tree here is of a kind of model that is in use. Where names say enough, the leaf
+is decided.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import muonclip_jax as mc
+
+
+def dense(inputs, outputs, bias=True):
+    kernel = {"kernel": jnp.ones((inputs, outputs))}
+    return kernel | ({"bias": jnp.ones(outputs)} if bias else {})
+
+
+def conv(*shape):
+    return {"kernel": jnp.ones(shape), "bias": jnp.ones(shape[-1])}
+
+
+def weight(inputs, outputs):
+    return {"weight": jnp.ones((outputs, inputs)), "bias": jnp.ones(outputs)}
+
+
+def run(name, *sizes, layer=dense):
+    return {f"{name}{i}": layer(*x) for i, x in enumerate(itertools.pairwise(sizes))}
+
+
+def asked(params):
+    """The paths that the error lists, and that one paste of its mapping answers it."""
+    try:
+        mc.matrix_mask(params)
+        return set()
+    except ValueError as error:
+        message = str(error)
+    code = message[message.index("from optax") : message.index("}") + 1]
+    names = {}
+    exec(code, names)
+    mc.describe(params, dimension_numbers=names["dimension_numbers"], attention=[])
+    assert "mc.read_model" in message
+    lines = message.split("The model's own function")[0].splitlines()
+    return {line.split()[0] for line in lines[1:]}
+
+
+OUTPUTS = {
+    "two layers": (run("Dense_", 784, 512, 10), "Dense_1/kernel"),
+    "two layers, other names": (
+        {"fc1": dense(784, 512), "fc2": dense(512, 10)},
+        "fc2/kernel",
+    ),
+    "no biases": (
+        run("Dense_", 784, 512, 256, 10, layer=lambda *x: dense(*x, bias=False)),
+        "Dense_2/kernel",
+    ),
+    "as many outputs as inputs": (
+        {"layers": [weight(4, 64), weight(64, 64), weight(64, 4)]},
+        "layers/2/weight",
+    ),
+    "as many classes as features": (
+        run("Dense_", 64, 128, 128, 128),
+        "Dense_2/kernel",
+    ),
+    "one layer next to blocks": (
+        {
+            "block": {"up": dense(64, 256), "down": dense(256, 64)},
+            "Dense_0": dense(64, 64),
+        },
+        "Dense_0/kernel",
+    ),
+    "autoencoder": (
+        {
+            "encoder": run("Dense_", 784, 256, 64),
+            "decoder": run("Dense_", 64, 256, 784),
+        },
+        "decoder/Dense_1/kernel encoder/Dense_1/kernel",
+    ),
+    "decoder of pictures": (
+        {
+            "conv_in": conv(3, 3, 4, 64),
+            "mid": conv(3, 3, 64, 64),
+            "conv_out": conv(3, 3, 64, 3),
+        },
+        "conv_out/kernel",
+    ),
+    "segments": (
+        {
+            "enc": conv(3, 3, 3, 32),
+            "dec": conv(3, 3, 32, 32),
+            "final": conv(1, 1, 32, 21),
+        },
+        "final/kernel",
+    ),
+    "towers that are compared": (
+        {f"{x}_tower": run("Dense_", 64, 128, 32) for x in ("user", "item")},
+        "user_tower/Dense_1/kernel item_tower/Dense_1/kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_layers_that_may_write_the_output_are_asked_about(name):
+    params, expected = OUTPUTS[name]
+    assert asked(params) == set(expected.split())
+
+
+@pytest.mark.parametrize(
+    "name", ["class_pred", "bbox_pred", "iou_quality", "score", "policy", "boxes"]
+)
+def test_words_of_outputs_are_asked_about_whatever_their_sizes(name):
+    trunk = {"Conv_0": conv(3, 3, 3, 64), "Dense_0": dense(64, 64)}
+    named = {name: dense(64, 64), "head": dense(64, 10)}
+    assert asked(trunk | named) == {f"{name}/kernel"}
+
+
+def test_what_repeated_layers_of_a_decoder_write_is_asked_about():
+    """As with auxiliary losses: boxes and classes after each layer."""
+    layer = {"up": dense(64, 256), "down": dense(256, 64), "coords": dense(64, 4)}
+    params = {"layers": [layer, layer], "head": dense(64, 10)}
+    assert asked(params) == {f"layers/{i}/coords/kernel" for i in range(2)}
+
+
+DECIDED = {
+    "three layers": run("Dense_", 784, 512, 256, 10),
+    "pictures": {"Conv_0": conv(3, 3, 3, 64)} | run("Dense_", 3136, 256, 10),
+    "a part of a model": {"up": dense(64, 256)},
+    "a block": {"mlp": {"fc1": dense(64, 256), "fc2": dense(256, 64)}},
+    "actions and a value": {
+        "actor": run("Dense_", 8, 64, 64, 4),
+        "critic": run("Dense_", 8, 64, 64, 1),
+    },
+    "recurrent gates": {
+        "cell": {x: dense(96, 64) for x in ("update_gate", "reset_gate", "candidate")},
+        "proj": dense(64, 96),
+    },
+    "gated units": {
+        "mlp": {"gate": dense(64, 128), "up": dense(64, 128), "down": dense(128, 64)}
+    },
+    "squares": {"blocks": [dense(64, 64) for _ in range(3)]},
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_sizes_tell_is_not_asked_about(name):
+    assert not asked(DECIDED[name])
+
+
+def test_a_gate_of_few_outputs_is_asked_about_unless_experts_are_next_to_it():
+    attention = {x: dense(64, 64) for x in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    gated = attention | {"gate": dense(64, 4)}
+    assert asked({"attn": gated}) == {"attn/gate/kernel"}
+    # As wide as what it gates, it is a matrix, also next to heads that are as many.
+    heads = {x: {"kernel": jnp.ones((64, 4, 16))} for x in ("query", "key", "value")}
+    heads |= {"out": {"kernel": jnp.ones((4, 16, 64))}, "gate": dense(64, 64)}
+    assert mc.param_labels({"attn": heads})["attn"]["gate"]["kernel"] == "matrix"
+    moe = {"gate": dense(64, 4)} | {f"experts_{i}": dense(64, 64) for i in range(4)}
+    assert mc.param_labels({"moe": moe})["moe"]["gate"]["kernel"] == "router"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "attn/causal_mask",
+            "attn/tril",
+            "attn/freqs_cis",
+            "rope/cos",
+            "decoder/mask",
+        ),
+        *("fourier_features/kernel", "random_features/w", "rff/freqs"),
+        *("hadamard/kernel", "scaling/kernel", "elementwise/weight"),
+        "input_layernorm/kernel",  # of stacked layers, as nothing else shows
+    ],
+)
+def test_constants_and_kernels_that_are_no_layers_are_asked_about(path):
+    module, name = path.split("/")
+    mlp = {"up": dense(64, 128), "down": dense(128, 64)}
+    assert asked({"mlp": mlp, module: {name: jnp.ones((16, 64))}}) == {path}
+    # What is called a projection is a layer.
+    layers = {"mlp": mlp, "mask_proj": dense(16, 64), "norm_gate": dense(64, 128)}
+    mask = mc.matrix_mask(layers)
+    assert mask["mask_proj"]["kernel"] and mask["norm_gate"]["kernel"]
+
+
+def by_entries(params, x):
+    return jnp.sum(jnp.tanh(x * params["Dense_0"]["kernel"]) @ params["up"]["kernel"])
+
+
+def test_a_known_layer_that_a_reading_takes_for_a_vector_is_asked_about():
+    """Either opinion may be wrong: both are given, and the user decides."""
+    params = {
+        "Dense_0": {"kernel": jnp.ones((8, 16))},
+        "up": {"kernel": jnp.ones((16, 4))},
+    }
+    reading = mc.read_model(by_entries, params, jnp.ones((8, 16)))
+    with pytest.raises(ValueError, match="cannot tell") as error:
+        mc.muon(1e-3, model=reading).init(params)
+    message = str(error.value)
+    assert "Dense_0/kernel (8, 16): a kernel by its name" in message
+    assert (
+        f"{__name__.split('.')[-1]}.py:{by_entries.__code__.co_firstlineno + 1}"
+        in message
+    )
+    assert '"Dense_*/kernel": MuonDimensionNumbers(-2, -1)' in message
+    assert "mc.read_model" not in message
+    for numbers, label in ((None, "vector"), (MuonDimensionNumbers(0, 1), "matrix")):
+        rules = {"Dense_0/*": numbers}
+        labels = mc.param_labels(params, model=reading, dimension_numbers=rules)
+        assert labels["Dense_0"]["kernel"] == label
+        assert mc.muon(1e-3, model=reading, dimension_numbers=rules).init(params)
+
+
+def test_a_kernel_of_a_module_that_no_name_knows_is_what_the_reading_says():
+    params = {
+        "Gain_0": {"kernel": jnp.ones((8, 16))},
+        "up": {"kernel": jnp.ones((16, 4))},
+    }
+
+    def loss(params, x):
+        return by_entries({"Dense_0": params["Gain_0"], "up": params["up"]}, x)
+
+    reading = mc.read_model(loss, params, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert mc.param_labels(params, model=reading)["Gain_0"]["kernel"] == "vector"
