@@ -13,7 +13,16 @@ import numpy as np
 
 from .facts import Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels
-from .labels import contracted, either, ELEMENTWISE, marks, moves, PRODUCTS, sides
+from .labels import (
+    contracted,
+    either,
+    ELEMENTWISE,
+    marks,
+    moves,
+    PRODUCTS,
+    shared,
+    sides,
+)
 from .roles import Layer, LayerReader
 from .scaling import Scaling
 
@@ -47,6 +56,27 @@ class Path:
     joins: list[Eqn] = dataclasses.field(default_factory=list)
 
 
+#: An array, and axes of it that something is over.
+Over = tuple[Atom, tuple[int, ...]]
+
+
+class Softmax(NamedTuple):
+    """Products that are normalized together, by whatever function."""
+
+    bits: int
+    exps: list[Eqn]  # none where it is another function than an exponential
+    over: list[Over]
+
+
+def exponent(at: Eqn) -> int | None:
+    """Which operand an exponential is of."""
+    if at.name in ("exp", "exp2"):
+        return 0
+    if at.name == "pow" and isinstance(at.frame.number(at.eqn.invars[0]), int | float):
+        return 1
+    return None
+
+
 class Reader:
     """Finds all attention of a graph."""
 
@@ -56,15 +86,16 @@ class Reader:
         self.equations = list(graph.top.equations())
         # The sums by which softmaxes divide, with the products that they are of.
         self.sums = list(self._sums())
+        self.summed = union(bits for bits, _ in self.sums)
         # Parameters that no gradient reaches are as good as data.
         trained = union(x.trained for x in facts.outputs)
         self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
 
     def layers(self) -> list[Layer]:
-        found = [x for group in self._softmaxes() if (x := self._layer(*group))]
+        found = [x for softmax in self._softmaxes() if (x := self._layer(softmax))]
         return sorted(found, key=lambda x: x.products[0].at)
 
-    def _sums(self) -> Iterator[tuple[int, Atom, tuple[int, ...]]]:
+    def _sums(self) -> Iterator[tuple[int, Over]]:
         """Products, what is summed of their exponentials, and along which axes."""
         for at in self.equations:
             if at.name == "reduce_sum":
@@ -76,45 +107,56 @@ class Reader:
             else:
                 continue
             if bits := self.facts.of(atom).unshared:
-                yield bits, atom, axes
+                yield bits, (atom, axes)
 
-    def _softmaxes(self) -> Iterator[tuple[int, list[Eqn], list[Any]]]:
-        """Groups of products whose exponentials are summed and weigh activations."""
-        weighed = 0
+    def _softmaxes(self) -> Iterator[Softmax]:
+        """Groups of products that were normalized and weigh activations."""
+        weighed: list[tuple[int, Over]] = []
         exps: dict[int, list[Eqn]] = {}
         for at in self.equations:
             if at.i in at.frame.inside:
                 continue
             facts = self.facts.all_of(at.inputs())
-            if at.name in ("exp", "exp2") and facts[0].products:
-                exps.setdefault(facts[0].products, []).append(at)
+            if (i := exponent(at)) is not None and facts[i].products:
+                exps.setdefault(facts[i].products, []).append(at)
             elif at.name in PRODUCTS or at.name == "mul":
-                weighed |= self._weighs(at, facts)
+                weighed += self._weighs(at, facts)
         seen = 0
         for bits, own in exps.items():
-            sums = [x[1:] for x in self.sums if x[0] & bits]
-            if bits & weighed and sums and not bits & seen:
+            places = [x for b, x in weighed if b & bits]
+            if places and bits & ~seen:
                 seen |= bits
-                yield bits, own, sums
+                # Where it divides by no sum that is seen, as one that values with a
+                # column of ones bring, it is over what it weighs.
+                sums = [x for b, x in self.sums if b & bits]
+                yield Softmax(bits, own, sums or places)
+        # Weights that are made in another way than by exponentials.
+        for at in self.equations:
+            if at.i not in at.frame.inside and contracted(at.eqn):
+                facts = self.facts.all_of(at.inputs())
+                for i, (a, b) in enumerate(
+                    contracted(at.eqn) and zip(facts, facts[::-1])
+                ):
+                    bits = (a.ratios | a.bent & self.facts.compared) & ~seen
+                    if bits and b.is_deep and not bits & b.products:
+                        seen |= bits
+                        axes = tuple(pair[i] for pair in contracted(at.eqn))
+                        yield Softmax(bits, [], [(at.inputs()[i], axes)])
 
-    def _weighs(self, at: Eqn, facts: Any) -> int:
-        """The products whose softmax weighs, in this equation, other activations."""
-        found = 0
+    def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Over]]:
+        """The products whose exponentials weigh, in this equation, other activations."""
         for i in (0, 1):
-            mine, other = facts[i], facts[1 - i]
+            mine, other, atom = facts[i], facts[1 - i], at.inputs()[i]
             own = mine.weights | mine.mixed
             if not own or own & (other.weights | other.products):
                 continue
             if at.name == "mul":
                 # Each weighs a vector, and so is the same along a dimension.
-                is_many = bool(
-                    self.graph.copied(at.inputs()[i])
-                    or at.inputs()[i].shape != at.output().shape
-                )
-                found |= own if other.is_deep and is_many else 0
+                is_many = atom.shape != at.output().shape or self.graph.copied(atom)
+                if other.is_deep and is_many and own & self.summed:
+                    yield own, (atom, ())
             elif contracted(at.eqn) and (other.is_deep or other.has_data):
-                found |= own
-        return found
+                yield own, (atom, tuple(pair[i] for pair in contracted(at.eqn)))
 
     # From the softmax to its products.
 
@@ -144,7 +186,7 @@ class Reader:
                     continue
                 inputs = at.inputs()
                 facts = self.facts.all_of(inputs)
-                back = moves(at.eqn, origin.k, len(at.frame.lead), at.frame.number)
+                back = moves(at, origin.k)
                 own = [
                     (i, move)
                     for i, move in back
@@ -164,9 +206,7 @@ class Reader:
                     )
                 elif at.name == "tanh":
                     path.caps.append((at, scale))
-                elif (
-                    at.name in ELEMENTWISE and at.name not in ("exp", "exp2")
-                ) or not back:
+                elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
                     path.nonlinear.append(at)
                 elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                     path.joins.append(at)
@@ -209,60 +249,59 @@ class Reader:
         follow(atom, 0)
         return found
 
-    def _product(self, at: Eqn, keys: frozenset[int]) -> Product:
-        shape = at.output().shape
+    def _product(self, at: Eqn, softmax: Softmax) -> Product:
+        """A product, with its dimensions that the softmax is over."""
+        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
+        found: list[frozenset[int]] = []
+        kept: set[int] = set()
+        for atom, axes in softmax.over:
+            if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
+                continue
+            first = len(atom.frame.lead)
+            rank = first + len(atom.shape)
+            each = tuple(marks(rank, first + d, n) for d, n in enumerate(atom.shape))
+            labels, _ = self.to_product(atom, each, bit)
+            along = [
+                {d for d in range(len(dims)) if label.shape[lead + d] > 1}
+                for label in labels or ()
+            ]
+            if labels is not None:
+                found.append(frozenset().union(*(along[a] for a in axes)))
+                kept.update(*along)
         if at.name == "mul":
-            to: list[list[int | None]] = []
-            for x in at.inputs():
-                same = self.graph.copied(x)
-                to.append(
-                    [
-                        d if d not in same and x.shape[d] == shape[d] else None
-                        for d in range(len(x.shape))
-                    ]
-                    if len(x.shape) == len(shape)
-                    else [None] * len(x.shape)
-                )
-            both = {d for d in to[0] if d is not None} & {
-                d for d in to[1] if d is not None
-            }
-            over: list[tuple[int, int]] = []
+            # What nothing comes of entry by entry was summed over.
+            to = [self._dims(x, at.output()) for x in at.inputs()]
+            own = shared(to)
+            over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
         else:
-            to = sides(at.eqn) or [[], []]
-            over = contracted(at.eqn)
+            to, over = sides(at.eqn) or [[], []], contracted(at.eqn)
         own = [frozenset(d for d in x if d is not None) for x in to]
-        return Product(at, keys, to, over, (own[0] - own[1], own[1] - own[0]))
+        free = own[0] - own[1], own[1] - own[0]
+        # Of several softmaxes of the same logits the one over what one side alone has.
+        known = [x for x in found if x and any(x <= side for side in free)]
+        keys = known[0] if known else frozenset().union(*found)
+        return Product(at, keys, to, over, free)
 
-    def _layer(self, bits: int, exps: list[Eqn], sums: list[Any]) -> Layer | None:
-        products = [at for bit, at in self.facts.products.items() if bit & bits]
-        found: list[Product] = []
-        for at in products:
-            bit = self.facts.product(at)
-            keys: set[int] = set()
-            for x, axes in sums:
-                if not self.facts.of(x).unshared & bit:
-                    continue
-                first = len(x.frame.lead)
-                rank = first + len(x.shape)
-                own = tuple(marks(rank, first + a, x.shape[a]) for a in axes)
-                labels, _ = self.to_product(x, own, bit)
-                if labels is None:
-                    continue
-                inner = len(at.frame.lead)
-                for label in labels:
-                    keys |= {
-                        d
-                        for d in range(len(at.output().shape))
-                        if label.shape[inner + d] > 1
-                    }
-            found.append(self._product(at, frozenset(keys)))
-        found = [p for p in found if p.over or p.at.name == "mul"]
-        own = [p for p in found if self._is_of_activations(p.at)]
-        own += [p for p in found if own and p not in own and self._is_relative(p)]
-        own = own or [p for p in found if self._is_asked(p)]
-        if not own:
-            return None
-        return LayerReader(self, own, exps).read()
+    def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
+        """The dimensions of an entrywise product along which an operand is no copy."""
+        if len(atom.shape) != len(out.shape):
+            return [None] * len(atom.shape)
+        same = self.graph.copied(atom)
+        pairs = enumerate(zip(atom.shape, out.shape, strict=True))
+        return [d if d not in same and n == m else None for d, (n, m) in pairs]
+
+    def _layer(self, softmax: Softmax) -> Layer | None:
+        bits = softmax.bits
+        every = [
+            self._product(x, softmax)
+            for b, x in self.facts.products.items()
+            if b & bits
+        ]
+        every = [p for p in every if p.over or p.at.name == "mul"]
+        own = [p for p in every if self._is_of_activations(p.at)]
+        own += [p for p in every if own and p not in own and self._is_relative(p)]
+        own = own or [p for p in every if self._is_asked(p)]
+        return LayerReader(self, own, softmax.exps).read() if own else None
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.all_of(at.inputs()[:2])

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import shape_of
-from .labels import contracted, KNOWN, PRODUCTS, sides
+from .labels import contracted, ELEMENTWISE, KNOWN, PRODUCTS, sides
 
 
 class Fact(NamedTuple):
@@ -55,6 +55,7 @@ class Fact(NamedTuple):
     # Of products that no exponential was taken of, a sum, and what was divided by it.
     totals: int = 0
     ratios: int = 0
+    bent: int = 0  # those that something nonlinear was done to
 
     @property
     def unshared(self) -> int:
@@ -73,6 +74,10 @@ class Fact(NamedTuple):
 
 
 DATA = Fact(has_data=True)
+
+_COMPARES = frozenset(
+    "reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp".split()
+)
 
 _BY_ITSELF = frozenset(["mul", "div"])
 
@@ -108,6 +113,8 @@ class Facts:
         self._bits: dict[Any, int] = {}
         self._events: dict[Any, int] = {}
         self._past_of: dict[int, int] = {}
+        # Products whose entries are compared along an axis, or summed up.
+        self.compared = 0
         self.own = 0  # events in which weights are applied to find their own norm
         self._of: dict[tuple[int, int], Fact] = {}
         own = graph.is_parameter
@@ -208,6 +215,10 @@ class Facts:
         if name not in KNOWN and out.is_weight:
             event = self._meet(at, out)
             return out._replace(is_weight=False, events=event, past=out.past | event)
+        if name in ELEMENTWISE - {"mul", "div"} or name in ("max", "min"):
+            out = out._replace(bent=out.bent | out.products)
+        elif name in _COMPARES and not out.weights:
+            self.compared |= out.products
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
@@ -408,6 +419,8 @@ def _select(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    if at.name == "pow" and inputs[0].leaves:
+        return out
     return out._replace(weights=out.weights | out.products)
 
 
@@ -479,6 +492,7 @@ _RULES: dict[str, Any] = {
     "select_n": _select,
     "exp": _exponential,
     "exp2": _exponential,
+    "pow": _exponential,
     "reduce_sum": _reduce_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min", "argmax", "argmin"], _greatest),

@@ -260,7 +260,7 @@ class Graph:
                 at = origin.at
                 is_end = at is None or depth > 8 or at.name in PRODUCTS
                 if not is_end and not at.name.startswith("reduce_"):
-                    back = moves(at.eqn, origin.k, len(at.frame.lead), at.frame.number)
+                    back = moves(at, origin.k)
                     for i, move in back:
                         follow(
                             at.inputs()[i], tuple(map(move, origin.labels)), depth + 1

@@ -13,10 +13,11 @@ integers or of `int64`, joined by `or`; or floats, joined by their maximum.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import jaxprs
 from .jaxprs import shape_of
 
 
@@ -69,9 +70,7 @@ def small(label: Label) -> Label:
 
 def full(label: Label, axis: int, size: int) -> Label:
     """The label with all entries along an axis."""
-    if label.shape[axis] == size:
-        return label
-    return np.repeat(label, size, axis)
+    return np.repeat(label, size, axis) if label.shape[axis] == 1 else label
 
 
 def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
@@ -147,165 +146,295 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
 # follows. What is linear for factors above zero alone, as a maximum is, counts: those
 # of QK-Clip are.
 
-_SAME = frozenset(
-    [
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "reduce_precision",
-        "neg",
-        "real",
-        "imag",
-        "conj",
-        "pvary",
-        "pcast",
-        "optimization_barrier",
-        "mesh_cast",
-        "reshard",
-        "sharding_constraint",
-        "abs",
-        "pbroadcast",
-        "layout_constraint",
-        "stop_gradient",
-        "device_put",
-        "bitcast_convert_type",
-        "ppermute",
-        "sharding_barrier",
-        "name",
-        "psum",
-        "psum_invariant",
-        "psum2",
-        "pmax",
-        "pmin",
-    ]
-)
-_SUMS = frozenset(
-    ["add", "sub", "add_any", "max", "min", "select_n", "complex", "nextafter"]
-)
-_ALONG = frozenset(["cumsum", "cummax", "cummin", "reduce_window_sum", "fft"])
-_REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
-_UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add", "scatter_add"])
-#: Those whose result is no entry of theirs but made of one each.
-ELEMENTWISE = frozenset(
-    [
-        "mul",
-        "div",
-        "log",
-        "log1p",
-        "exp",
-        "exp2",
-        "expm1",
-        "logistic",
-        "rsqrt",
-        "sqrt",
-        "cbrt",
-        "pow",
-        "integer_pow",
-        "square",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "sinh",
-        "cosh",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "asinh",
-        "acosh",
-        "atanh",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "is_finite",
-        "not",
-        "and",
-        "or",
-        "xor",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq_to",
-        "le_to",
-        "lt_to",
-        "rem",
-        "clamp",
-    ]
-)
 
-#: An index into an array, as a number, as the dimension of a loop whose trips it
-#: counts, or `None` if it may be any.
-IndexOf = Callable[[Any], Any]
+class Op(NamedTuple):
+    """A result of an equation in its frame, as the rules below need it."""
+
+    eqn: Any
+    k: int  # which result
+    frame: Any
+    out: Shape
+    ins: list[Shape]
+
+    @property
+    def lead(self) -> int:
+        return len(self.frame.lead)
+
+    def through(self, to: Sequence[int | None]) -> Move:
+        """To an operand each of whose dimensions goes to one of the result."""
+        lead = self.lead
+        return lambda label: small(moved(label, lead, to))
 
 
-def moves(eqn: Any, k: int, lead: int, index_of: IndexOf) -> list[tuple[int, Move]]:
+Moves = list[tuple[int, Move]]
+
+_RULES: dict[str, Callable[[Op], Moves]] = {}
+
+
+def _rule(names: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
+    def register(function: Callable[[Op], Moves]) -> Callable[[Op], Moves]:
+        _RULES.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return register
+
+
+def moves(at: Any, k: int) -> Moves:
     """How the label of an equation's `k`-th result goes back to its operands.
 
     Those of products among them: a product is linear in each of its two. None for what
     no rule is known of.
     """
-    name, params = eqn.primitive.name, eqn.params
-    out, ins = shape_of(eqn.outvars[k]), [shape_of(x) for x in eqn.invars]
+    eqn = at.eqn
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None:
+        return []
+    shapes = [shape_of(x) for x in eqn.invars]
+    return rule(Op(eqn, k, at.frame, shape_of(eqn.outvars[k]), shapes))
 
-    def through(to: Sequence[int | None]) -> Move:
-        return lambda label: small(moved(label, lead, to))
 
-    def fitted(i: int) -> Move:
-        """For operands that are broadcast: numbers, and axes of one entry."""
-        n = len(ins[i])
-        if n != len(out):
-            return through([None] * n)
-        return through([d if ins[i][d] == out[d] else None for d in range(n)])
+@_rule(
+    "convert_element_type copy copy_p reduce_precision neg real imag conj pvary pcast "
+    "optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
+    "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
+    "sharding_barrier name"
+)
+def _same(op: Op) -> Moves:
+    i = op.k if len(op.ins) == len(op.eqn.outvars) else 0
+    of = op.ins[i]
+    return [(i, op.through([*range(len(of))] if of == op.out else [None] * len(of)))]
 
-    if name in _SAME:
-        i = k if len(ins) == len(eqn.outvars) else 0
-        return [
-            (i, through([*range(len(out))] if ins[i] == out else [None] * len(ins[i])))
-        ]
-    if name in _SUMS or name in ELEMENTWISE:
-        first = 1 if name == "select_n" else 0
-        return [(i, fitted(i)) for i in range(first, len(ins))]
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return [(0, lambda label: reshaped(label, lead, out, ins[0]))]
-    if name == "transpose":
-        order = params["permutation"]
-        return [(0, through([order.index(i) for i in range(len(out))]))]
-    if name == "broadcast_in_dim":
-        at = params["broadcast_dimensions"]
-        dims = [d if ins[0][i] == out[d] else None for i, d in enumerate(at)]
-        return [(0, through(dims))]
-    if name in _REDUCTIONS:
-        left = itertools.count()
-        axes = params["axes"]
-        dims = [None if i in axes else next(left) for i in range(len(ins[0]))]
-        return [(0, through(dims))]
-    if name in _ALONG:
-        axes = [params["axis"]] if "axis" in params else range(len(out))
-        gone = [lead + axis for axis in axes]
-        if ins[0] != out:
-            return [(0, through([None] * len(ins[0])))]
-        return [(0, lambda label: joined(label, gone))]
-    if name in PRODUCTS:
-        if (to := sides(eqn)) is None:
-            return []
-        return [(i, through(dims)) for i, dims in enumerate(to)]
-    rule = _PLACES.get(name)
-    return rule(eqn, k, lead, index_of, out, ins) if rule else []
+
+#: Those whose result's entries are no operand's, but made of one of each.
+ELEMENTWISE = frozenset(
+    "mul div log log1p exp exp2 expm1 logistic rsqrt sqrt cbrt pow integer_pow square "
+    "erf erfc erf_inv sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh "
+    "sign floor ceil round is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to "
+    "rem clamp polynomial lgamma digamma igamma igammac bessel_i0e bessel_i1e "
+    "regularized_incomplete_beta shift_left shift_right_logical population_count "
+    "shift_right_arithmetic".split()
+)
+
+
+@_rule(" ".join(("add sub add_any max min select_n complex nextafter", *ELEMENTWISE)))
+def _entrywise(op: Op) -> Moves:
+    """Operands that are numbers, or have axes of one entry, are broadcast."""
+
+    def to(of: Shape) -> list[int | None]:
+        if len(of) != len(op.out):
+            return [None] * len(of)
+        return [d if n == op.out[d] else None for d, n in enumerate(of)]
+
+    first = 1 if op.eqn.primitive.name == "select_n" else 0
+    return [(i, op.through(to(op.ins[i]))) for i in range(first, len(op.ins))]
+
+
+@_rule("reshape squeeze expand_dims")
+def _reshape(op: Op) -> Moves:
+    return [(0, lambda label: reshaped(label, op.lead, op.out, op.ins[0]))]
+
+
+@_rule("transpose")
+def _transpose(op: Op) -> Moves:
+    order = op.eqn.params["permutation"]
+    return [(0, op.through([order.index(i) for i in range(len(op.out))]))]
+
+
+@_rule("broadcast_in_dim")
+def _broadcast(op: Op) -> Moves:
+    at = op.eqn.params["broadcast_dimensions"]
+    return [
+        (
+            0,
+            op.through(
+                [d if op.ins[0][i] == op.out[d] else None for i, d in enumerate(at)]
+            ),
+        )
+    ]
+
+
+@_rule("tile")
+def _tile(op: Op) -> Moves:
+    apart = tuple(itertools.chain(*zip(op.eqn.params["reps"], op.ins[0], strict=True)))
+
+    def move(label: Label) -> Label:
+        label = reshaped(label, op.lead, op.out, apart)
+        return small(moved(label, op.lead, range(1, len(apart), 2)))
+
+    return [(0, move)]
+
+
+@_rule("reduce_sum reduce_max reduce_min")
+def _reduce(op: Op) -> Moves:
+    left, axes = itertools.count(), op.eqn.params["axes"]
+    own = range(len(op.ins[0]))
+    return [(0, op.through([None if i in axes else next(left) for i in own]))]
+
+
+@_rule("cumsum cummax cummin cumlogsumexp reduce_window_sum fft")
+def _along(op: Op) -> Moves:
+    """After what mixes entries along a dimension, or all."""
+    if op.ins[0] != op.out:
+        return [(0, op.through([None] * len(op.ins[0])))]
+    params = op.eqn.params
+    axes = [params["axis"]] if "axis" in params else range(len(op.out))
+    return [(0, lambda label: joined(label, [op.lead + axis for axis in axes]))]
+
+
+@_rule("rev")
+def _rev(op: Op) -> Moves:
+    axes = [op.lead + d for d in op.eqn.params["dimensions"]]
+    return [(0, lambda x: np.flip(x, [axis for axis in axes if x.shape[axis] > 1]))]
+
+
+# What takes entries from some places, or puts them there.
+
+
+@_rule("slice")
+def _slice(op: Op) -> Moves:
+    starts, steps = op.eqn.params["start_indices"], op.eqn.params["strides"]
+    steps = steps or (1,) * len(op.out)
+
+    def move(label: Label) -> Label:
+        for d, (start, step, n) in enumerate(zip(starts, steps, op.out, strict=True)):
+            if op.ins[0][d] != n:
+                at = slice(start, start + (n - 1) * step + 1, step)
+                label = placed(label, op.lead + d, op.ins[0][d], at)
+        return label
+
+    return [(0, move)]
+
+
+@_rule("split unstack")
+def _split(op: Op) -> Moves:
+    axis = op.eqn.params["axis"]
+    size = op.ins[0][axis]
+    sizes = op.eqn.params.get("sizes", (1,) * size)
+    at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
+
+    def move(label: Label) -> Label:
+        if op.eqn.primitive.name == "unstack":  # the axis goes
+            label = np.expand_dims(label, op.lead + axis)
+        return placed(label, op.lead + axis, size, at)
+
+    return [(0, move)]
+
+
+@_rule("concatenate stack")
+def _concatenate(op: Op) -> Moves:
+    is_new = op.eqn.primitive.name == "stack"  # the dimension, from JAX 0.12 on
+    dim = op.eqn.params["axis" if is_new else "dimension"]
+    sizes = (1 if is_new else x[dim] for x in op.ins)
+    ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
+
+    def part(i: int) -> Move:
+        def move(label: Label) -> Label:
+            label = full(label, axis, op.out[dim]).take(
+                range(ends[i], ends[i + 1]), axis
+            )
+            return small(label.squeeze(axis) if is_new else label)
+
+        return move
+
+    return [(i, part(i)) for i in range(len(op.ins))]
+
+
+@_rule("pad")
+def _pad(op: Op) -> Moves:
+    def move(label: Label) -> Label:
+        for d, (low, high, gap) in enumerate(op.eqn.params["padding_config"]):
+            axis = op.lead + d
+            if low < 0 or high < 0 or gap:
+                label = joined(label, [axis])
+            elif low or high:
+                label = full(label, axis, op.out[d])
+                label = label.take(range(low, low + op.ins[0][d]), axis)
+        return small(label)
+
+    return [(0, move), (1, op.through([]))]
+
+
+@_rule("dynamic_slice")
+def _dynamic_slice(op: Op) -> Moves:
+    starts = dict(enumerate(op.eqn.invars[1:]))
+    return [(0, lambda label: _picked(label, op, starts, op.out))]
+
+
+def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
+    """The label of what entries were picked from, some along each dimension."""
+    for d, start in starts.items():
+        size, axis = op.ins[0][d], op.lead + d
+        if out[d] == size:
+            continue
+        at = op.frame.number(start)
+        if isinstance(at, int):
+            # XLA moves a slice that would end outside back inside.
+            at = min(max(at, 0), size - out[d])
+            label = placed(label, axis, size, slice(at, at + out[d]))
+        elif at is None or isinstance(at, float) or out[d] > 1:
+            label = joined(label, [axis])  # any, and so all
+        else:
+            # The i-th trip of a loop has the i-th entry.
+            trips, most = full(label, at.axis, at.size), min(at.size, size)
+            rows = [trips.take([i], at.axis) for i in range(most)]
+            rows = [placed(x, axis, size, slice(i, i + 1)) for i, x in enumerate(rows)]
+            label = np.concatenate(rows, at.axis)
+            label = placed(label, at.axis, at.size, slice(0, most))
+    return label
+
+
+@_rule("dynamic_update_slice scatter scatter-add scatter_add")
+def _update(op: Op) -> Moves:
+    """A sum, of which the second summand may be anywhere."""
+    i = 1 if op.eqn.primitive.name == "dynamic_update_slice" else 2
+    new, own = op.ins[i], range(len(op.out))
+    to: list[int | None] = [None] * len(new)
+    if len(new) == len(op.out):
+        to = [d if new[d] == op.out[d] else None for d in own]
+    return [(0, lambda label: label), (i, op.through(to))]
+
+
+@_rule("gather")
+def _gather(op: Op) -> Moves:
+    numbers, sizes = op.eqn.params["dimension_numbers"], op.eqn.params["slice_sizes"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(op.ins[0])) if d not in gone]
+    to: list[int | None] = [None] * len(op.ins[0])
+    for d, at in zip(kept, numbers.offset_dims, strict=True):
+        to[d] = at
+    rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
+    batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    for d, j in zip(*batch, strict=True):
+        to[d] = rest[j]  # what both sides have in common, as `vmap` leaves it
+    # By one index, not one for each token: a slice.
+    starts = dict.fromkeys(numbers.start_index_map, op.eqn.invars[1])
+    is_slice = len(numbers.offset_dims) == len(op.out)
+    after = tuple(
+        n if d in numbers.operand_batching_dims else sizes[d]
+        for d, n in enumerate(op.ins[0])
+    )
+
+    def move(label: Label) -> Label:
+        label = moved(label, op.lead, to)
+        is_known = op.frame.number(op.eqn.invars[1]) is not None
+        if len(starts) == 1 and (is_slice or is_known):
+            return small(_picked(label, op, starts, after))
+        cut = [d for d in starts if after[d] != op.ins[0][d]]
+        return small(joined(label, [op.lead + d for d in cut]))
+
+    return [(0, move)]
 
 
 # Products: to which dimension of the result each of an operand's goes.
 
 PRODUCTS = frozenset(
-    ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"]
+    "dot_general ragged_dot_general ragged_dot conv_general_dilated".split()
 )
+
+
+@_rule(" ".join(PRODUCTS))
+def _product(op: Op) -> Moves:
+    return [(i, op.through(to)) for i, to in enumerate(sides(op.eqn) or ())]
 
 
 def sides(eqn: Any) -> list[list[int | None]] | None:
@@ -338,18 +467,21 @@ def sides(eqn: Any) -> list[list[int | None]] | None:
 
 def _sides_of_conv(eqn: Any) -> list[list[int | None]]:
     numbers = eqn.params["dimension_numbers"]
-    image, kernel = ([None] * len(shape_of(x)) for x in eqn.invars)
+    image: list[int | None] = [None] * len(shape_of(eqn.invars[0]))
+    kernel: list[int | None] = [None] * len(shape_of(eqn.invars[1]))
     batch, feature, *_ = numbers.lhs_spec
-    image[batch] = numbers.out_spec[0]
-    kernel[numbers.rhs_spec[0]] = numbers.out_spec[1]
-    features = (
-        shape_of(eqn.invars[0])[feature],
-        shape_of(eqn.outvars[0])[numbers.out_spec[1]],
-    )
+    image[batch], out = numbers.out_spec[:2]
+    kernel[numbers.rhs_spec[0]] = out
     # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
+    features = shape_of(eqn.invars[0])[feature], shape_of(eqn.outvars[0])[out]
     if eqn.params["feature_group_count"] > 1 and features[0] == features[1]:
-        image[feature] = numbers.out_spec[1]
+        image[feature] = out
     return [image, kernel]
+
+
+def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
+    """Of a product's dimensions those that both operands have."""
+    return {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
 
 
 def contracted(eqn: Any) -> list[tuple[int, int]]:
@@ -360,229 +492,51 @@ def contracted(eqn: Any) -> list[tuple[int, int]]:
     return list(zip(a, b, strict=True))
 
 
-# What takes entries from some places, or puts them there.
+# What devices exchange: along the axes of a mesh, which are in the lead.
 
 
-def _slice(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    starts, steps = eqn.params["start_indices"], eqn.params["strides"]
-    steps = steps or (1,) * len(out)
+def _devices(op: Op) -> list[int]:
+    names = jaxprs.axes_of(op.eqn)
+    return [x.axis for x in op.frame.lead if x.of in names]
+
+
+@_rule("psum psum_invariant psum2 pmax pmin")
+def _summed(op: Op) -> Moves:
+    """All have the result that each has a part in."""
+    return [(op.k, lambda label: joined(label, _devices(op)))]
+
+
+@_rule("all_gather all_gather_invariant")
+def _gathered(op: Op) -> Moves:
+    dim, count = op.eqn.params["all_gather_dimension"], op.eqn.params["axis_size"]
+    apart = (*op.ins[0][:dim], count, *op.ins[0][dim:])
 
     def move(label: Label) -> Label:
-        for d, (start, step, n) in enumerate(zip(starts, steps, out, strict=True)):
-            if ins[0][d] != n:
-                at = slice(start, start + (n - 1) * step + 1, step)
-                label = placed(label, lead + d, ins[0][d], at)
-        return label
+        devices = _devices(op)
+        label = joined(label, devices)
+        label = reshaped(label, op.lead, op.out, apart)
+        if len(devices) != 1 or label.shape[op.lead + dim] == 1:
+            return small(joined(label, [op.lead + dim]).squeeze(op.lead + dim))
+        # The block of each device.
+        return small(label.swapaxes(devices[0], op.lead + dim).squeeze(op.lead + dim))
 
     return [(0, move)]
 
 
-def _split(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    axis = eqn.params["axis"]
-    sizes = eqn.params.get("sizes", (1,) * ins[0][axis])
-    at = slice(sum(sizes[:k]), sum(sizes[: k + 1]))
+@_rule("psum_scatter reduce_scatter all_to_all")
+def _scattered(op: Op) -> Moves:
+    """Where entries go is followed no further than to all places."""
 
     def move(label: Label) -> Label:
-        if eqn.primitive.name == "unstack":  # the axis goes
-            label = np.expand_dims(label, lead + axis)
-        return placed(label, lead + axis, ins[0][axis], at)
+        label = joined(label, [*_devices(op), *range(op.lead, label.ndim)])
+        return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
 
     return [(0, move)]
 
-
-def _concatenate(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    is_new = eqn.primitive.name == "stack"  # the dimension, from JAX 0.12 on
-    dim = eqn.params["axis" if is_new else "dimension"]
-    ends = list(itertools.accumulate((1 if is_new else x[dim] for x in ins), initial=0))
-
-    def part(i: int) -> Move:
-        def move(label: Label) -> Label:
-            label = full(label, lead + dim, out[dim])
-            label = label.take(range(ends[i], ends[i + 1]), lead + dim)
-            return small(label.squeeze(lead + dim) if is_new else label)
-
-        return move
-
-    return [(i, part(i)) for i in range(len(ins))]
-
-
-def _pad(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    config = eqn.params["padding_config"]
-
-    def move(label: Label) -> Label:
-        for d, (low, high, gap) in enumerate(config):
-            axis = lead + d
-            if low < 0 or high < 0 or gap:
-                label = joined(label, [axis])
-            elif low or high:
-                label = full(label, axis, out[d])
-                label = label.take(range(low, low + ins[0][d]), axis)
-        return small(label)
-
-    return [(0, move), (1, lambda label: moved(label, lead, []))]
-
-
-def _rev(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    axes = [lead + d for d in eqn.params["dimensions"]]
-    return [(0, lambda x: np.flip(x, [axis for axis in axes if x.shape[axis] > 1]))]
-
-
-def _tile(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    apart = tuple(itertools.chain(*zip(eqn.params["reps"], ins[0], strict=True)))
-
-    def move(label: Label) -> Label:
-        label = reshaped(label, lead, out, apart)
-        return small(moved(label, lead, range(1, len(apart), 2)))
-
-    return [(0, move)]
-
-
-def _dynamic_slice(
-    eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any
-):
-    starts = eqn.invars[1:]
-    return [
-        (0, lambda x: picked(x, lead, dict(enumerate(starts)), index_of, out, ins[0]))
-    ]
-
-
-def picked(
-    label: Label,
-    lead: int,
-    starts: dict[int, Any],
-    index_of: IndexOf,
-    out: Shape,
-    of: Shape,
-) -> Label:
-    """The label of what entries were picked from, some along each dimension."""
-    for d, start in starts.items():
-        if out[d] == of[d]:
-            continue
-        at, axis = index_of(start), lead + d
-        if isinstance(at, int):
-            # XLA moves a slice that would end outside back inside.
-            at = min(max(at, 0), of[d] - out[d])
-            label = placed(label, axis, of[d], slice(at, at + out[d]))
-        elif at is None or out[d] > 1:
-            label = joined(label, [axis])  # any, and so all
-        else:
-            # The i-th trip of a loop has the i-th entry.
-            trips, most = full(label, at.axis, at.size), min(at.size, of[d])
-            rows = [trips.take([i], at.axis) for i in range(most)]
-            rows = [placed(x, axis, of[d], slice(i, i + 1)) for i, x in enumerate(rows)]
-            label = np.concatenate(rows, at.axis)
-            label = placed(label, at.axis, at.size, slice(0, most))
-    return label
-
-
-def _update(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    i = 1 if eqn.primitive.name == "dynamic_update_slice" else 2
-    new = ins[i]
-    if len(new) != len(out):
-        dims: list[int | None] = [None] * len(new)
-    else:
-        dims = [d if new[d] == out[d] else None for d in range(len(out))]
-    return [
-        (0, lambda label: label),
-        (i, lambda label: small(moved(label, lead, dims))),
-    ]
-
-
-def _gather(eqn: Any, k: int, lead: int, index_of: IndexOf, out: Shape, ins: Any):
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(ins[0])) if d not in gone]
-    to: list[int | None] = [None] * len(ins[0])
-    for d, at in zip(kept, numbers.offset_dims, strict=True):
-        to[d] = at
-    rest = [d for d in range(len(out)) if d not in numbers.offset_dims]
-    batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    for d, j in zip(*batch, strict=True):
-        to[d] = rest[j]  # what both sides have in common, as `vmap` leaves it
-    # By one index, not one for each token: a slice.
-    is_picked = len(numbers.offset_dims) == len(out)
-    starts = dict.fromkeys(numbers.start_index_map, eqn.invars[1])
-    after = tuple(
-        sizes[d] if d not in numbers.operand_batching_dims else n
-        for d, n in enumerate(ins[0])
-    )
-
-    def move(label: Label) -> Label:
-        label = moved(label, lead, to)
-        is_one = len(starts) == 1 and (is_picked or index_of(eqn.invars[1]) is not None)
-        if is_one:
-            return small(picked(label, lead, starts, index_of, after, ins[0]))
-        return small(joined(label, [lead + d for d in starts if after[d] != ins[0][d]]))
-
-    return [(0, move)]
-
-
-_PLACES: dict[str, Any] = {
-    "slice": _slice,
-    "split": _split,
-    "unstack": _split,
-    "concatenate": _concatenate,
-    "stack": _concatenate,
-    "pad": _pad,
-    "rev": _rev,
-    "tile": _tile,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _gather,
-    **dict.fromkeys(_UPDATES, _update),
-}
 
 #: Primitives that no parameter and no attention is lost sight of in.
-KNOWN = (
-    _SAME
-    | _SUMS
-    | _ALONG
-    | _REDUCTIONS
-    | _UPDATES
-    | ELEMENTWISE
-    | PRODUCTS
-    | {*_PLACES}
-) | frozenset(
-    [
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "broadcast_in_dim",
-        "iota",
-        "reduce_and",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_xor",
-        "argmax",
-        "argmin",
-        "top_k",
-        "approx_top_k",
-        "sort",
-        "all_to_all",
-        "psum_scatter",
-        "reduce_scatter",
-        "all_gather",
-        "all_gather_invariant",
-        "axis_index",
-        "lgamma",
-        "digamma",
-        "igamma",
-        "igammac",
-        "bessel_i0e",
-        "bessel_i1e",
-        "regularized_incomplete_beta",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "population_count",
-        "cumlogsumexp",
-        "cumprod",
-        "random_bits",
-        "random_seed",
-        "random_wrap",
-        "random_unwrap",
-        "random_fold_in",
-        "random_clone",
-        "threefry2x32",
-    ]
+KNOWN = frozenset(_RULES) | frozenset(
+    "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k approx_top_k "
+    "sort axis_index cumprod random_bits random_seed random_wrap random_unwrap "
+    "random_fold_in random_clone threefry2x32".split()
 )

@@ -150,7 +150,7 @@ class _Recorder:
                     before_cap[at] = inputs[0]
                 if site.at.at == at:
                     capped = before_cap.get(site.cap_at.at) if site.cap_at else None
-                    stats[n] = site.largest(inputs[0], capped)
+                    stats[n] = site.largest(inputs[site.operand], capped)
             return outs
 
         # All equations, dead ones too: effects, names and random keys stay as they are.

@@ -116,10 +116,12 @@ class LayerReader:
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
-        if pairs and all(pair.whys == [FROZEN, FROZEN] for pair in pairs):
+        if layer.makers and layer.makers <= self.reader.frozen:
             return None  # as good as data
+        if not self.exps:
+            self.refusals.append("it is normalized by another function than a softmax")
         path, bits = None, union(facts.product(p.at) for p in self.products)
-        if last:
+        if last and self.exps:
             try:
                 layer.site, path = site_of(self.reader, *last, self.exps[0], bits)
             except Unclear as why:
@@ -151,7 +153,7 @@ class LayerReader:
                 label = np.zeros(labels[0].shape, object)
                 for entry, head in of.items():
                     label |= np.where((labels[0] & entry) != 0, head, 0).astype(object)
-                move = dict(moves(at.eqn, 0, len(at.frame.lead), at.frame.number))[i]
+                move = dict(moves(at, 0))[i]
                 found = self.reader.scaling.of(at.inputs()[i], (move(label),))
                 parts, _ = self._parts(found, heads, [])
                 if parts and all(p.heads in (1, heads.count) for p in parts):
@@ -328,8 +330,6 @@ class LayerReader:
     def _over(self, product: Product, i: int) -> tuple[Label, ...]:
         """Marks along the dimensions of an operand that the product sums over."""
         lead, x = len(product.at.frame.lead), product.at.inputs()[i]
-        if product.at.name == "mul":
-            return ()
         return tuple(
             marks(lead + len(x.shape), lead + pair[i], x.shape[pair[i]])
             for pair in product.over
@@ -401,7 +401,9 @@ class LayerReader:
         for s in found:
             if any(not f.labels[0].any() for f in s.factors):
                 continue  # the summand is elsewhere
-            self.layer.makers |= {f.parameter for f in s.factors}
+            self.layer.makers |= {f.parameter for f in s.factors if f.is_linear} or {
+                f.parameter for f in s.factors
+            }
             linear = [f for f in s.linear if f.parameter not in self.reader.frozen]
             made = [(self._part(f, heads, loops), f.event) for f in linear]
             if not made:

@@ -110,7 +110,7 @@ class Scaling:
         if not out.leaves:
             is_zero = at.frame.number(at.output(k).var) == 0
             return [] if is_zero else [Summand((), ADDED)]
-        back = moves(at.eqn, k, len(at.frame.lead), at.frame.number)
+        back = moves(at, k)
         follow = functools.partial(
             self._operand, at, back, labels, seen, depth, is_last
         )
@@ -268,7 +268,8 @@ def summed(summands: Iterable[Summand]) -> Sum:
     found: dict[Any, Summand] = {}
     for s in summands:
         key = (
-            tuple((f.parameter, f.event, f.is_linear, f.is_kernel) for f in s.factors),
+            # Those that a mean was taken of are no less along an axis for it.
+            tuple((*f[0:1], *f[2:5], _axes(f.labels)) for f in s.factors),
             s.why if not s.factors else "",
         )
         if key in found:
@@ -278,6 +279,10 @@ def summed(summands: Iterable[Summand]) -> Sum:
     if len(found) > _MOST_SUMMANDS:
         return (unscaled(found.values(), "a sum of too many summands made"),)
     return tuple(found.values())
+
+
+def _axes(labels: Labels) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple(n > 1 for n in label.shape) for label in labels)
 
 
 def _joined(a: Factor, b: Factor) -> Factor:

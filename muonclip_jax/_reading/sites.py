@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Site:
     """Where logits are an operand of an equation, and what they are there.
 
-    - `at`: the equation, whose first operand they are.
+    - `at`: the equation, and which `operand` of it they are.
     - `axes`: those along which it forms their maximum, if it does.
     - `dims`: the dimensions along which heads are.
     - `rows`: for each head which of the entries of `dims`, in C order, are its own.
@@ -40,6 +40,7 @@ class Site:
 
     at: Eqn
     axes: tuple[int, ...] = ()
+    operand: int = 0
     dims: tuple[int, ...] = ()
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
     spans: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -79,7 +80,7 @@ def site_of(
     if named := _statistic(reader, product):
         return named, None
     site = _entrance(reader, exp, bits)
-    atom = site.at.inputs()[0]
+    atom = site.at.inputs()[site.operand]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
     bit = reader.facts.product(product.at)
     sizes = dict(enumerate(atom.shape))
@@ -134,9 +135,7 @@ def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
             continue
         if origin.at.eqn is eqn:
             return True
-        back = moves(
-            origin.at.eqn, origin.k, len(origin.at.frame.lead), origin.at.frame.number
-        )
+        back = moves(origin.at, origin.k)
         if any(_is_of(reader, origin.at.inputs()[i], eqn) for i, _ in back):
             return True
     return False
@@ -144,9 +143,10 @@ def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
 
 def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
     """From an exponential back to where its operand was not shifted yet."""
-    factor = math.log(2) if exp.name == "exp2" else 1.0
-    start = Site(exp, factor=factor)
-    atom = exp.inputs()[0]
+    base = exp.frame.number(exp.eqn.invars[0]) if exp.name == "pow" else None
+    factor = math.log(base or 2) if exp.name != "exp" else 1.0
+    start = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
+    atom = exp.inputs()[-1]
     while True:
         label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
         found = [o.at for o, _ in reader.graph.origins(atom, (label,)) if o.at]
@@ -173,7 +173,7 @@ def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
             number = inputs[1 - own[0]].frame.number(inputs[1 - own[0]].var)
             number = number if isinstance(number, int | float) and number else math.nan
             factor = factor * number if at.name == "mul" else factor / number
-        elif not moves(at.eqn, 0, 0, at.frame.number):
+        elif not moves(at, 0):
             return start
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
@@ -182,7 +182,7 @@ def _count(
     reader: Reader, site: Site, product: Product, heads: Heads, bit: int, of_heads: Any
 ) -> Path:
     """Finds the rows of each head: entries along the dimensions of heads."""
-    atom = site.at.inputs()[0]
+    atom = site.at.inputs()[site.operand]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
     sizes = [atom.shape[d] for d in site.dims]
     count = math.prod(sizes)
@@ -226,7 +226,7 @@ def _count(
 
 def _spans(reader: Reader, site: Site, bit: int) -> dict[int, tuple[int, int]]:
     """Where logits are along dimensions that have more than these."""
-    atom = site.at.inputs()[0]
+    atom = site.at.inputs()[site.operand]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
     spans = {}
     for d, n in enumerate(atom.shape):

@@ -348,7 +348,7 @@ class Uses:
         both = {d for d in to[i] if d is not None}
         stack = {d for d, x in enumerate(to[1 - i]) if x is not None and x in both}
         gone = {d for d, x in enumerate(to[1 - i]) if x is None and atom.shape[d] > 1}
-        weighed = self._weighed(atom, other) if other.weights and gone else set()
+        weighed = self._weighed(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
         if gone - weighed:
             dims |= weighed & gone
@@ -380,7 +380,7 @@ class Uses:
             free = {d for d in to[i] if d is not None} - {
                 d for d in to[1 - i] if d is not None
             }
-            for bits, atom, axes in self._reader.sums:
+            for bits, (atom, axes) in self._reader.sums:
                 if not bits & 1 << k:
                     continue
                 lead = len(atom.frame.lead)
@@ -394,20 +394,43 @@ class Uses:
                     break
         return found
 
-    def _weighed(self, atom: Atom, fact: Fact) -> set[int]:
-        """The dimensions along which the softmax of a router has weighed an array."""
+    def _weighed(self, atom: Atom) -> set[int]:
+        """The dimensions along which a router has weighed an array, all else alike.
+
+        By a softmax over its outputs, by what it chose, or, without one, by one-hot
+        rows.
+        """
         dims: set[int] = set()
-        for bit, at in self._routers(fact.weights):
-            labels, _ = self._reader.to_product(atom, self._each(atom), bit)
-            lead = len(at.frame.lead)
-            to = sides(at.eqn) or ([], [])
-            i = self._facts.weight_of(at) or 0
-            own = {d for d in to[i] if d is not None} - {
-                d for d in to[1 - i] if d is not None
-            }
-            for d, label in enumerate(labels or ()):
-                if any(label.shape[lead + x] > 1 for x in own):
-                    dims.add(d)
+        chosen = self.events_of("chosen")
+
+        def follow(atom: Atom, labels: Labels, depth: int) -> None:
+            for origin, _ in self._graph.origins(atom, labels):
+                at = origin.at
+                if (
+                    at is None
+                    or depth > 12
+                    or (at.name in PRODUCTS and contracted(at.eqn))
+                ):
+                    continue
+                facts = self._facts.all_of(at.inputs())
+                for j, move in moves(at, origin.k):
+                    own, fact = tuple(map(move, origin.labels)), facts[j]
+                    is_gate = fact.is_onehot or fact.events & chosen
+                    if at.name in ("mul", *PRODUCTS):
+                        if is_gate or self._routers(fact.weights):
+                            same = self._graph.copied(at.inputs()[j])
+                            axes = range(len(at.inputs()[j].shape))
+                            first = len(at.frame.lead)
+                            varied = {first + d for d in axes if d not in same}
+                            for d, label in enumerate(own):
+                                if any(label.shape[a] > 1 for a in varied):
+                                    dims.add(d)
+                        elif fact.is_deep:
+                            follow(at.inputs()[j], own, depth + 1)
+                    elif fact.is_deep:
+                        follow(at.inputs()[j], own, depth + 1)
+
+        follow(atom, self._each(atom), 0)
         return dims
 
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
@@ -448,7 +471,7 @@ class Uses:
                         continue
                     if i is not None:
                         continue
-                back = moves(at.eqn, origin.k, len(at.frame.lead), at.frame.number)
+                back = moves(at, origin.k)
                 for i, move in back:
                     if facts[i].is_deep:
                         follow(at.inputs()[i], tuple(map(move, origin.labels)))
