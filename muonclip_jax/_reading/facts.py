@@ -354,31 +354,8 @@ def either(facts: Iterable[Fact]) -> Fact:
     return first if all(x == first for x in others) else _union(facts)
 
 
-_SETS = [
-    "leaves",
-    "trained",
-    "events",
-    "past",
-    "ends",
-    "products",
-    "weights",
-    "sums",
-    "shares",
-    "mixed",
-    "pairs",
-]
-
-
-_OF_PRODUCTS = [
-    "products",
-    "weights",
-    "sums",
-    "shares",
-    "mixed",
-    "pairs",
-    "totals",
-    "ratios",
-]
+_OF_PRODUCTS = "products weights sums shares mixed pairs totals ratios bent".split()
+_SETS = ["leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS]
 
 
 def _union(facts: list[Fact]) -> Fact:

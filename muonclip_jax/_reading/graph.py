@@ -7,6 +7,7 @@ between; a label goes along, with a dimension in its lead for every loop and eve
 of a mesh that the frame is in.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -366,7 +367,12 @@ def _off_devices(label: Label, frame: Frame, i: int) -> Label:
         )
         axis = len(frame.lead) + d
         axes = [*(x.axis for x in own), axis]
-        if own and any(label.shape[a] > 1 for a in axes):
+        if n == 1 and label.shape[axis] == 2:  # see `dimensions`
+            label = np.take(
+                label, np.arange(math.prod(x.size for x in own) or 1) % 2, axis
+            )
+            axes = [*(x.axis for x in own if label.shape[x.axis] == 1), axis]
+        elif own and any(label.shape[a] > 1 for a in axes):
             for x in own:
                 label = full(label, x.axis, x.size)
             label = full(label, axis, n)

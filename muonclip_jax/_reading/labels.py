@@ -90,6 +90,18 @@ def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
     return label.reshape([size if i == axis else 1 for i in range(rank)])
 
 
+def dimensions(
+    rank: int, shape: Shape, lead: int, on_devices: bool
+) -> tuple[Label, ...]:
+    """Marks along every dimension of an array.
+
+    On devices a dimension of one entry may be a block of a larger one. It gets two
+    marks, as if there were more, which show where it goes when blocks are put together.
+    """
+    least = 2 if on_devices else 1
+    return tuple(marks(rank, lead + d, max(n, least)) for d, n in enumerate(shape))
+
+
 def placed(label: Label, axis: int, size: int, at: slice) -> Label:
     """The label of what a slice was taken from: nothing around it."""
     if label.shape[axis] == 1 and label.size * size > _LARGEST:
@@ -119,6 +131,9 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
     Dimensions are grouped into the least runs of the same size on both sides; only
     where a label varies in a run does it get all the run's entries.
     """
+    for d, n in enumerate(old):  # no more than it has: see `dimensions`
+        if n == 1:
+            label = joined(label, [lead + d])
     runs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         i2, j2 = min(i + 1, len(old)), min(j + 1, len(new))

@@ -123,7 +123,7 @@ class LayerReader:
         path, bits = None, union(facts.product(p.at) for p in self.products)
         if last and self.exps:
             try:
-                layer.site, path = site_of(self.reader, *last, self.exps[0], bits)
+                layer.site, path = site_of(self.reader, *last, self.exps[-1], bits)
             except Unclear as why:
                 layer.unclear = str(why)
         temperature = None
@@ -227,9 +227,9 @@ class LayerReader:
         lead, rank = len(frame.lead), len(frame.lead) + len(shape)
         sizes = {x.axis: x.size for x in frame.lead if x.size > 1}
         loops = {x.axis for x in frame.lead if x.is_loop}
-        sizes |= {
-            lead + d: n for d, n in enumerate(shape) if n > 1 and d not in product.keys
-        }
+        over = {a for a, _ in product.over} if product.at.name == "mul" else set()
+        gone = product.keys | over
+        sizes |= {lead + d: n for d, n in enumerate(shape) if n > 1 and d not in gone}
         axes = sorted(sizes)
         chosen: dict[int, list[int]] = {}
         # What the last kernel is applied to, is followed if that has no heads: a
@@ -399,11 +399,11 @@ class LayerReader:
     ) -> tuple[list[Part] | None, str]:
         parts: dict[int, Part] = {}
         for s in found:
+            made = [f for f in s.linear if f.labels[0].any()] or s.factors
+            self.layer.makers |= {f.parameter for f in made}
+        for s in found:
             if any(not f.labels[0].any() for f in s.factors):
                 continue  # the summand is elsewhere
-            self.layer.makers |= {f.parameter for f in s.factors if f.is_linear} or {
-                f.parameter for f in s.factors
-            }
             linear = [f for f in s.linear if f.parameter not in self.reader.frozen]
             made = [(self._part(f, heads, loops), f.event) for f in linear]
             if not made:

@@ -322,11 +322,6 @@ def _finite_case(at: Eqn) -> int | None:
 def _is_any(at: Eqn) -> bool:
     """Whether an index, unknown which, picks one entry of a parameter."""
     if at.name == "gather":
-        params = at.eqn.params
-        if len(params["dimension_numbers"].offset_dims) != len(
-            jaxprs.shape_of(at.eqn.outvars[0])
-        ):
-            return False
         return at.frame.number(at.eqn.invars[1]) is None
     new, old = jaxprs.shape_of(at.eqn.outvars[0]), jaxprs.shape_of(at.eqn.invars[0])
     return any(

@@ -142,39 +142,36 @@ def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
 
 
 def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
-    """From an exponential back to where its operand was not shifted yet."""
+    """From an exponential back to where its operand was not shifted yet.
+
+    A softmax subtracts the maximum of its logits, and their log-sum-exp, or any other
+    number that all logits of a query share.
+    """
     base = exp.frame.number(exp.eqn.invars[0]) if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
-    start = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
+    found = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
     atom = exp.inputs()[-1]
     while True:
         label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
-        found = [o.at for o, _ in reader.graph.origins(atom, (label,)) if o.at]
-        if len(found) != 1:
-            return start
-        (at,), (inputs) = found, found[0].inputs()
+        made = [o.at for o, _ in reader.graph.origins(atom, (label,)) if o.at]
+        if len(made) != 1 or reader.facts.product(made[0]) & bits:
+            return found
+        (at,), inputs = made, made[0].inputs()
         facts = reader.facts.all_of(inputs)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if at.name == "sub" and own[:1] == [0]:
-            maxima = (
-                [x for x in reader.maxima(inputs[1], bits)]
-                if own == [0] or len(own) == 2
-                else []
-            )
-            if maxima:
-                best = maxima[0]
-                axes = tuple(best.eqn.params["axes"])
-                return Site(best, axes, factor=factor)
-            if own == [0, 1]:
-                return Site(at, factor=factor)
-        if reader.facts.product(at) & bits or not own:
-            return start
-        if at.name in ("mul", "div") and len(own) == 1:
-            number = inputs[1 - own[0]].frame.number(inputs[1 - own[0]].var)
+        if not own or not moves(at, 0):
+            return found
+        if at.name == "sub" and own[0] == 0:
+            if maxima := reader.maxima(inputs[1], bits):
+                axes = tuple(maxima[0].eqn.params["axes"])
+                found = Site(maxima[0], axes, factor=factor)
+            elif own == [0, 1]:
+                found = Site(at, factor=factor)
+        elif at.name in ("mul", "div") and len(own) == 1:
+            other = inputs[1 - own[0]]
+            number = other.frame.number(other.var)
             number = number if isinstance(number, int | float) and number else math.nan
             factor = factor * number if at.name == "mul" else factor / number
-        elif not moves(at, 0):
-            return start
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
 

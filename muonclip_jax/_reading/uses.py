@@ -11,6 +11,7 @@ from .facts import Fact, members, union
 from .graph import Atom, Eqn, Frame, Labels
 from .jaxprs import shape_of
 from .labels import (
+    dimensions,
     contracted,
     is_varied,
     KNOWN,
@@ -280,7 +281,9 @@ class Uses:
 
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
-        labels = self._each(atom) + tuple(
+        on_devices = any(not x.is_loop for x in atom.frame.lead)
+        each = dimensions(lead + len(atom.shape), atom.shape, lead, on_devices)
+        labels = each + tuple(
             marks(lead + len(atom.shape), x.axis, x.size) for x in of_loops
         )
         is_pair = self._facts.of(atom).is_pair
