@@ -1,331 +1,432 @@
 """Attention, read backwards: what makes each head's logits larger.
 
-From the product that weighs values back to the exponential, from there to the product
-of query and key, and from there to the parameters.
+From the product of query and key to the parts of parameters that a clip scales.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .facts import Facts, members, union
-from .graph import Atom, Eqn, Graph, Labels
-from .labels import (
-    contracted,
-    either,
-    ELEMENTWISE,
-    marks,
-    moves,
-    PRODUCTS,
-    shared,
-    sides,
+from .facts import union
+from .graph import Eqn, Lead
+from .heads import bits_of, Heads, heads_of, shows_all, TooMany
+from .labels import is_varied, joined, marks, moves
+from .scaling import ADDED, Factor, NORMED, Sum
+from .sites import Site, site_of, Unclear
+from .softmaxes import Path, Product, Softmaxes
+
+
+# Dimensions that a product sums over are cut into regions up to this length.
+_LONGEST = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Entries of a parameter that are linear in logits."""
+
+    parameter: int
+    # The head of each entry of one layer, -1 for none; it broadcasts to the layer.
+    owners: np.ndarray
+    heads: int  # how many it tells apart
+    stack: tuple[int, ...]  # axes of layers that a loop runs
+    why: str = ""  # it is not known which layer an entry is of
+
+
+PICKED = (
+    "an index that is no counter of a loop picks a layer of '{}' {}: use jax.lax.scan "
+    "over the stack, or an index that counts 0, 1, ..."
 )
-from .roles import Layer, LayerReader
-from .scaling import Scaling
-
-
-class Product(NamedTuple):
-    """A product of query and key, as it enters a softmax."""
-
-    at: Eqn
-    keys: frozenset[int]  # its dimensions that the softmax is over
-    # For each operand, the dimension of the product that each of its own is.
-    to: list[list[int | None]]
-    # Pairs of dimensions of the operands that it sums over.
-    over: list[tuple[int, int]]
-    # Dimensions of the product that one operand alone has.
-    free: tuple[frozenset[int], frozenset[int]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.at.output().shape
+PARTIAL = (
+    "a loop does not go through all layers in '{}' {} one by one: use jax.lax.scan "
+    "over an axis that has all of them, and no others"
+)
 
 
 @dataclasses.dataclass
-class Path:
-    """What is between a product and what was made of it."""
+class Layer:
+    """An attention layer: what a clip may scale, and where its logits are."""
 
-    caps: list[tuple[Eqn, float]] = dataclasses.field(default_factory=list)
-    # What it was multiplied with or divided by: which operand, and the result's labels.
-    factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
-    added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
-    nonlinear: list[Eqn] = dataclasses.field(default_factory=list)
-    joins: list[Eqn] = dataclasses.field(default_factory=list)
+    products: list[Eqn]
+    heads: int = 0
+    query: list[Part] = dataclasses.field(default_factory=list)
+    key: list[Part] = dataclasses.field(default_factory=list)
+    # What brings the whole of a factor, since what it meets stays: `shared`, a key that
+    # heads share, or a side that no parameter scales.
+    whole: list[Part] = dataclasses.field(default_factory=list)
+    shared: list[Part] = dataclasses.field(default_factory=list)
+    # All parameters that either side was made of, and of these learned queries.
+    makers: set[int] = dataclasses.field(default_factory=set)
+    tokens: set[int] = dataclasses.field(default_factory=set)
+    devices: tuple[str, ...] = ()  # axes of a mesh along which heads are
+    # Loops whose trips are different layers, or different heads.
+    loops: frozenset[Any] = frozenset()
+    loops_of_heads: frozenset[Any] = frozenset()
+    site: Site | None = None
+    refusal: str = ""
+    unclear: str = ""  # why its statistic cannot be recorded
+
+    @property
+    def parts(self) -> list[Part]:
+        return [*self.query, *self.key, *self.whole, *self.shared]
+
+    @property
+    def line(self) -> str:
+        return self.products[0].line
 
 
-#: An array, and axes of it that something is over.
-Over = tuple[Atom, tuple[int, ...]]
+class _Pair(NamedTuple):
+    """What scales the query and the key of a product; `None` where nothing does."""
+
+    query: list[Part] | None
+    key: list[Part] | None
+    whys: list[str]
+
+    def side(self, i: int) -> list[Part] | None:
+        return self.key if i else self.query
 
 
-class Softmax(NamedTuple):
-    """Products that are normalized together, by whatever function."""
-
-    bits: int
-    exps: list[Eqn]  # none where it is another function than an exponential
-    over: list[Over]
-
-
-def exponent(at: Eqn) -> int | None:
-    """Which operand an exponential is of."""
-    if at.name in ("exp", "exp2"):
-        return 0
-    if at.name == "pow" and isinstance(at.frame.number(at.eqn.invars[0]), int | float):
-        return 1
-    return None
+def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
+    """One for each softmax of products of query and key."""
+    found = []
+    for softmax in softmaxes.all():
+        if products := softmaxes.products(softmax):
+            found.append(LayerReader(softmaxes, products, softmax.exps).read())
+    return sorted((x for x in found if x), key=lambda x: x.products[0].at)
 
 
-class Reader:
-    """Finds all attention of a graph."""
+class LayerReader:
+    """The reading of the products that one softmax is of."""
 
-    def __init__(self, graph: Graph, facts: Facts):
-        self.graph, self.facts = graph, facts
-        self.scaling = Scaling(graph, facts)
-        self.equations = list(graph.top.equations())
-        # The sums by which softmaxes divide, with the products that they are of.
-        self.sums = list(self._sums())
-        self.summed = union(bits for bits, _ in self.sums)
-        # Parameters that no gradient reaches are as good as data.
-        trained = union(x.trained for x in facts.outputs)
-        self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
+    def __init__(self, softmaxes: Softmaxes, products: list[Product], exps: list[Eqn]):
+        self.softmaxes, self.products, self.exps = softmaxes, products, exps
+        self.layer = Layer([p.at for p in products])
+        self.refusals: list[str] = []
+        self.events = 0  # where what scales the logits meets activations
 
-    def layers(self) -> list[Layer]:
-        found = [x for softmax in self._softmaxes() if (x := self._layer(softmax))]
-        return sorted(found, key=lambda x: x.products[0].at)
-
-    def _sums(self) -> Iterator[tuple[int, Over]]:
-        """Products, what is summed of their exponentials, and along which axes."""
-        for at in self.equations:
-            if at.name == "reduce_sum":
-                atom, axes = at.inputs()[0], tuple(at.eqn.params["axes"])
-            elif at.name in ("scatter-add", "scatter_add"):  # over edges of a graph
-                atom, numbers = at.inputs()[-1], at.eqn.params["dimension_numbers"]
-                own = range(len(atom.shape))
-                axes = tuple(d for d in own if d not in numbers.update_window_dims)
-            else:
+    def read(self) -> Layer | None:
+        layer, facts = self.layer, self.softmaxes.facts
+        # Products of which the softmax's dimensions are known first: they show what the
+        # query's parameters are.
+        ordered = sorted(self.products, key=lambda p: not any(p.is_key))
+        counts: set[int] = set()
+        pairs: list[_Pair] = []
+        last: tuple[Product, Heads] | None = None
+        queries: set[int] = set()
+        for product in ordered:
+            order = self._query_first(product, queries)
+            if order is None:
+                self.refusals.append("query and key could not be told apart")
                 continue
-            if bits := self.facts.of(atom).unshared:
-                yield bits, (atom, axes)
-
-    def _softmaxes(self) -> Iterator[Softmax]:
-        """Groups of products that were normalized and weigh activations."""
-        weighed: list[tuple[int, Over]] = []
-        exps: dict[int, list[Eqn]] = {}
-        for at in self.equations:
-            if at.i in at.frame.inside:
+            try:
+                heads = heads_of(self.softmaxes.scaling, product, order)
+            except TooMany as why:
+                self.refusals.append(str(why))
                 continue
-            facts = self.facts.all_of(at.inputs())
-            if (i := exponent(at)) is not None and facts[i].products:
-                exps.setdefault(facts[i].products, []).append(at)
-            elif at.name in PRODUCTS or at.name == "mul":
-                weighed += self._weighs(at, facts)
-        seen = 0
-        for bits, own in exps.items():
-            places = [x for b, x in weighed if b & bits]
-            if places and bits & ~seen:
-                seen |= bits
-                # Where it divides by no sum that is seen, as one that values with a
-                # column of ones bring, it is over what it weighs.
-                sums = [x for b, x in self.sums if b & bits]
-                yield Softmax(bits, own, sums or places)
-        # Weights that are made in another way than by exponentials.
-        for at in self.equations:
-            if at.i not in at.frame.inside and contracted(at.eqn):
-                facts = self.facts.all_of(at.inputs())
-                for i, (a, b) in enumerate(
-                    contracted(at.eqn) and zip(facts, facts[::-1])
-                ):
-                    bits = (a.ratios | a.bent & self.facts.compared) & ~seen
-                    if bits and b.is_deep and not bits & b.products:
-                        seen |= bits
-                        axes = tuple(pair[i] for pair in contracted(at.eqn))
-                        yield Softmax(bits, [], [(at.inputs()[i], axes)])
-
-    def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Over]]:
-        """The products whose exponentials weigh, in this equation, other activations."""
-        for i in (0, 1):
-            mine, other, atom = facts[i], facts[1 - i], at.inputs()[i]
-            own = mine.weights | mine.mixed
-            if not own or own & (other.weights | other.products):
-                continue
-            if at.name == "mul":
-                # Each weighs a vector, and so is the same along a dimension.
-                is_many = atom.shape != at.output().shape or self.graph.copied(atom)
-                if other.is_deep and is_many and own & self.summed:
-                    yield own, (atom, ())
-            elif contracted(at.eqn) and (other.is_deep or other.has_data):
-                yield own, (atom, tuple(pair[i] for pair in contracted(at.eqn)))
-
-    # From the softmax to its products.
-
-    def to_product(
-        self, atom: Atom, labels: Labels, bit: int
-    ) -> tuple[Labels | None, "Path"]:
-        """The labels of a product's result, from those of what was made of it."""
-        found: list[Labels] = []
-        path = Path()
-        target, known = self.facts.products[bit], set()
-
-        def follow(atom: Atom, labels: Labels, seen: Any, scale: float) -> None:
-            for origin, after in self.graph.origins(atom, labels, seen):
-                at = origin.at
-                if at is None:
-                    continue
-                key = (
-                    id(at.frame),
-                    at.i,
-                    *((x.shape, tuple(x.ravel().tolist())) for x in origin.labels),
+            counts.add(heads.number)
+            for pair in self._by_region(product, order, heads):
+                pairs.append(pair)
+                queries |= {p.parameter for p in pair.query or ()}
+            layer.tokens |= self._tokens(product)
+            leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
+            layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
+            layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
+            last = product, heads
+        if len(counts) > 1:
+            self.refusals.append(f"its products have {sorted(counts)} heads")
+        layer.heads = max(counts, default=0)
+        if layer.makers and layer.makers <= self.softmaxes.frozen:
+            return None  # as good as data
+        if not self.exps:
+            self.refusals.append("it is normalized by another function than a softmax")
+        path, bits = None, union(facts.product(p.at) for p in self.products)
+        if last and self.exps:
+            try:
+                layer.site, path = site_of(
+                    self.softmaxes, last[0], last[1], self.exps[-1], bits
                 )
-                if key in known:
-                    continue
-                known.add(key)
-                if at.frame is target.frame and at.i == target.i:
-                    found.append(origin.labels)
-                    continue
-                inputs = at.inputs()
-                facts = self.facts.all_of(inputs)
-                back = moves(at, origin.k)
-                own = [
-                    (i, move)
-                    for i, move in back
-                    if (facts[i].products | facts[i].pairs) & bit
-                ]
-                if at.name in ("mul", "div") and len(own) == 1:
-                    other = 1 - own[0][0]
-                    number = inputs[other].frame.number(inputs[other].var)
-                    path.factors.append((at, other, origin.labels))
-                    number = number if isinstance(number, int | float) else math.nan
-                    scale = (
-                        scale * number
-                        if at.name == "mul"
-                        else scale / number
-                        if number
-                        else math.nan
-                    )
-                elif at.name == "tanh":
-                    path.caps.append((at, scale))
-                elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
-                    path.nonlinear.append(at)
-                elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
-                    path.joins.append(at)
-                elif at.name in ("add", "sub", "add_any"):
-                    path.added += [
-                        (at, i) for i, _ in back if i not in [j for j, _ in own]
-                    ]
-                for i, move in own:
-                    follow(inputs[i], tuple(map(move, origin.labels)), after, scale)
+            except Unclear as why:
+                layer.unclear = str(why)
+        temperature = None
+        if path and last and len(pairs) == 1:
+            temperature = self._temperature(path, last[1])
+        self._roles(pairs, layer.heads, temperature)
+        for at in path.nonlinear if path else ():
+            self.refusals.append(
+                f"{at.name} at {at.line}, which is not linear, stands between the "
+                "product and its softmax"
+            )
+        for at, i in path.added if path else ():
+            fact = facts.of(at.inputs()[i])
+            if fact.events & self.events and not fact.products & bits:
+                self.refusals.append(
+                    "its query or key enters another summand of the logits at "
+                    f"{at.line}"
+                )
+        layer.refusal = self.refusals[0] if self.refusals else ""
+        return layer
 
-        follow(atom, labels, frozenset(), 1.0)
-        if not found:
-            return None, path
-        out = found[0]
-        for more in found[1:]:
-            out = tuple(either(x, y) for x, y in zip(out, more, strict=True))
-        return out, path
+    def _temperature(self, path: Path, heads: Heads) -> list[Part] | None:
+        """Parameters that the logits themselves are multiplied with."""
+        rows = self.layer.site.rows if self.layer.site else ()
+        of = {1 << int(x): 1 << h for h, row in enumerate(rows) for x in row}
+        for at, i, labels in path.factors:
+            if at.name == "mul" and self.softmaxes.facts.of(at.inputs()[i]).is_weight:
+                label = np.zeros(labels[0].shape, object)
+                for entry, head in of.items():
+                    label |= np.where((labels[0] & entry) != 0, head, 0).astype(object)
+                move = dict(moves(at, 0))[i]
+                found = self.softmaxes.scaling.of(at.inputs()[i], (move(label),))
+                parts, _ = self._parts(found, heads, [])
+                if parts and all(p.heads in (1, heads.number) for p in parts):
+                    return parts
+        return None
 
-    def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
-        """The maxima of some products' logits that an array was made of."""
-        found: list[Eqn] = []
-        seen: set[Any] = set()
+    def _query_first(
+        self, product: Product, queries: set[int]
+    ) -> tuple[int, int] | None:
+        """Which operand is the query.
 
-        def follow(atom: Atom, depth: int) -> None:
-            label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
-            for origin, _ in self.graph.origins(atom, (label,)):
-                at = origin.at
-                if at is None or (id(at.frame), at.i) in seen or depth > 12:
-                    continue
-                seen.add((id(at.frame), at.i))
-                if (
-                    at.name == "reduce_max"
-                    and self.facts.of(at.inputs()[0]).products & bits
-                ):
-                    found.append(at)
-                elif at.name not in PRODUCTS and at.name != "reduce_sum":
-                    for x in at.inputs():
-                        follow(x, depth + 1)
+        The softmax is over dimensions of the key alone. Where these are lost, as by
+        Transformer-XL's shift of relative positions, the query has a parameter that the
+        query of another product has, too.
+        """
+        is_key = product.is_key
+        if not any(is_key):
+            made = [self._parameters(product, i) for i in (0, 1)]
+            is_key = [
+                bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)
+            ]
+        if not any(is_key):
+            return None
+        return (0, 1) if is_key[1] else (1, 0)
 
-        follow(atom, 0)
+    def _parameters(self, product: Product, i: int) -> set[int]:
+        labels = (marks(product.rank_of(i), 0, 1),)
+        found = self.softmaxes.scaling.of(product.operand(i), labels)
+        return {f.parameter for s in found for f in s.factors}
+
+    def _tokens(self, product: Product) -> set[int]:
+        """Parameters that are queries, or keys, as activations are: no weight of them.
+
+        Of a token and its kernel the kernel made what the product sums over.
+        """
+        found: set[int] = set()
+        for i, atom in enumerate(product.at.inputs()[:2]):
+            fact = self.softmaxes.facts.of(atom)
+            if not fact.is_weight:
+                continue
+            inner = product.over_of(i)
+            for s in self.softmaxes.scaling.of(
+                atom, inner or (marks(product.rank_of(i), 0, 1),)
+            ):
+                found |= {
+                    f.parameter
+                    for f in s.factors
+                    if not fact.is_pair
+                    or (f.is_kernel and not any(is_varied(x) for x in f.labels))
+                }
         return found
 
-    def _product(self, at: Eqn, softmax: Softmax) -> Product:
-        """A product, with its dimensions that the softmax is over."""
-        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
-        found: list[frozenset[int]] = []
-        kept: set[int] = set()
-        for atom, axes in softmax.over:
-            if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
-                continue
-            first = len(atom.frame.lead)
-            rank = first + len(atom.shape)
-            each = tuple(marks(rank, first + d, n) for d, n in enumerate(atom.shape))
-            labels, _ = self.to_product(atom, each, bit)
-            along = [
-                {d for d in range(len(dims)) if label.shape[lead + d] > 1}
-                for label in labels or ()
-            ]
-            if labels is not None:
-                found.append(frozenset().union(*(along[a] for a in axes)))
-                kept.update(*along)
-        if at.name == "mul":
-            # What nothing comes of entry by entry was summed over.
-            to = [self._dims(x, at.output()) for x in at.inputs()]
-            own = shared(to)
-            over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
+    def _by_region(self, product: Product, order: tuple[int, int], heads: Heads):
+        """One factor of every summand of query and key, or `None` if one has none.
+
+        Once for each range of what is summed over in which summands are alike. The key
+        of latent attention is joined: one part has heads, the other, which a rotary
+        embedding turns, is the same for all of them.
+        """
+        for region in self._regions(product, order, heads):
+            out, whys = [], []
+            for i in order:
+                labels = product.side(i, heads.label)
+                if region is not None:
+                    pair = product.over[0]
+                    lead, rank = len(product.at.frame.lead), product.rank_of(i)
+                    n = product.operand(i).shape[pair[i]]
+                    inside = np.zeros(n, object)
+                    inside[region] = -1
+                    labels = labels & inside.reshape(
+                        [n if a == lead + pair[i] else 1 for a in range(rank)]
+                    )
+                leads = product.at.frame.lead
+                loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
+                trips = [marks(product.rank_of(i), x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(
+                    product.operand(i), (labels, *trips), shows_all
+                )
+                parts, why = self._parts(found, heads, loops)
+                out.append(parts)
+                whys.append(why)
+            if out[0] == [] or out[1] == []:
+                continue  # zeros: nothing is there
+            yield _Pair(out[0], out[1], whys)
+
+    def _regions(
+        self, product: Product, order: tuple[int, int], heads: Heads
+    ) -> list[Any]:
+        if len(product.over) != 1:
+            return [None]
+        pair = product.over[0]
+        n = product.at.inputs()[0].shape[pair[0]]
+        if n == 1 or n > _LONGEST:
+            return [None]
+        lead = len(product.at.frame.lead)
+        rows: list[np.ndarray] = []
+        i = order[1]
+        label = marks(product.rank_of(i), lead + pair[i], n, exact=True)
+        for s in self.softmaxes.scaling.of(product.operand(i), (label,), shows_all):
+            made = [f for f in s.factors if f.is_linear] or list(s.factors)
+            if made:
+                rows.append(bits_of(union(made[0].labels[0].ravel().tolist()), n))
+        if not rows:
+            return [None]
+        _, inverse = np.unique(np.stack(rows), axis=1, return_inverse=True)
+        inverse = np.asarray(inverse).ravel()
+        if inverse.max() == 0:
+            return [None]
+        return [np.flatnonzero(inverse == c) for c in dict.fromkeys(inverse.tolist())]
+
+    def _parts(
+        self, found: Sum, heads: Heads, loops: list[Lead]
+    ) -> tuple[list[Part] | None, str]:
+        parts: dict[int, Part] = {}
+        for s in found:
+            made = [f for f in s.linear if f.labels[0].any()] or s.factors
+            self.layer.makers |= {f.parameter for f in made}
+        for s in found:
+            if any(not f.labels[0].any() for f in s.factors):
+                continue  # the summand is elsewhere
+            linear = [f for f in s.linear if f.parameter not in self.softmaxes.frozen]
+            made = [(self._part(f, heads, loops), f.event) for f in linear]
+            if not made:
+                return None, FROZEN if s.linear else s.why or NORMED
+            own = [x for x in made if x[0].heads == heads.number > 1]
+            own = own or [x for x in made if x[0].heads > 1]
+            best, event = (own or made)[0]
+            self.events |= event
+            known = parts.get(best.parameter)
+            parts[best.parameter] = _merged(known, best) if known else best
+        return list(parts.values()), ""
+
+    def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:
+        label, why = factor.labels[0], PICKED if factor.is_picked else ""
+        stack: list[int] = []
+        for loop, trips in zip(loops, factor.labels[1:], strict=True):
+            own = [a for a in range(trips.ndim) if is_varied(trips, a)]
+            for axis in own:
+                line = joined(
+                    trips, [a for a in range(trips.ndim) if a != axis]
+                ).ravel()
+                if axis in stack or len({*line.tolist()} - {0}) < len(line):
+                    why = why or PARTIAL
+            stack += [a for a in own if a not in stack]
+            self.layer.loops |= {loop.of} if own else set()
+        label = joined(label, stack).squeeze(tuple(stack))
+        return Part(factor.parameter, *heads.owners(label), tuple(stack), why)
+
+    def _roles(
+        self, pairs: Sequence[_Pair], heads: int, temperature: list[Part] | None
+    ) -> None:
+        """Which side brings how much of a factor, the same wherever its entries are."""
+        if temperature and pairs[0].query is None and pairs[0].key is None:
+            _put(self.layer.whole, temperature)
+            return
+        ways = [self._way(pair, heads) for pair in pairs]
+        # Where a side brings the whole in one product, the other side of all products
+        # that it is in stays: that of a query with a table of relative keys, which all
+        # heads share, and so of the query with its key.
+        while True:
+            before = list(ways)
+            for i, pair in enumerate(pairs):
+                for j, other in enumerate(pairs):
+                    for side in (QUERY, KEY):
+                        if ways[j] != side or ways[i] not in (BOTH, 1 - side):
+                            continue
+                        whole = _overlap(pair.side(side), other.side(side))
+                        if whole or _overlap(pair.side(1 - side), other.side(1 - side)):
+                            ways[i] = side if ways[i] == BOTH else NONE
+            if ways == before:
+                break
+        for way, pair in zip(ways, pairs, strict=True):
+            if way == BOTH:
+                _put(self.layer.query, pair.query or ())
+                _put(self.layer.key, pair.key or ())
+            elif way == NONE:
+                self.refusals.append(
+                    "a parameter is in several of its products, which ask for "
+                    "different scales"
+                )
+            elif way in (QUERY, KEY):
+                _put(self.layer.whole, pair.side(way) or ())
+                _put(self.layer.shared, pair.side(1 - way) or ())
+
+    def _way(self, pair: _Pair, heads: int) -> Any:
+        # Both sides are scaled if each head has its own entries in both, or all share
+        # both, as the gains of QK-norm. Else the query alone: keys that several heads
+        # share stay. The key alone where nothing scales the query.
+        q, k = pair.query, pair.key
+        q_own, k_own = (
+            p is not None and all(x.heads == heads for x in p) for p in (q, k)
+        )
+        is_told = heads > 1 and any(x.heads > 1 for x in (*(q or ()), *(k or ())))
+        if q and k and ((q_own and k_own) or not is_told):
+            return BOTH
+        if q and (q_own or not k_own):
+            return QUERY
+        if k and (k_own or not is_told):
+            return KEY
+        if k:
+            self.refusals.append(
+                "nothing scales the query, such as one that is normed without a gain, "
+                "and several query heads share a key"
+            )
         else:
-            to, over = sides(at.eqn) or [[], []], contracted(at.eqn)
-        own = [frozenset(d for d in x if d is not None) for x in to]
-        free = own[0] - own[1], own[1] - own[0]
-        # Of several softmaxes of the same logits the one over what one side alone has.
-        known = [x for x in found if x and any(x <= side for side in free)]
-        keys = known[0] if known else frozenset().union(*found)
-        return Product(at, keys, to, over, free)
+            self.refusals.append(_why(*pair.whys))
+        return None
 
-    def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
-        """The dimensions of an entrywise product along which an operand is no copy."""
-        if len(atom.shape) != len(out.shape):
-            return [None] * len(atom.shape)
-        same = self.graph.copied(atom)
-        pairs = enumerate(zip(atom.shape, out.shape, strict=True))
-        return [d if d not in same and n == m else None for d, (n, m) in pairs]
 
-    def _layer(self, softmax: Softmax) -> Layer | None:
-        bits = softmax.bits
-        every = [
-            self._product(x, softmax)
-            for b, x in self.facts.products.items()
-            if b & bits
-        ]
-        every = [p for p in every if p.over or p.at.name == "mul"]
-        own = [p for p in every if self._is_of_activations(p.at)]
-        own += [p for p in every if own and p not in own and self._is_relative(p)]
-        own = own or [p for p in every if self._is_asked(p)]
-        return LayerReader(self, own, softmax.exps).read() if own else None
+FROZEN = "what makes it is frozen, so that no parameter scales"
+QUERY, KEY, BOTH, NONE = 0, 1, "both", "none"
 
-    def _is_of_activations(self, at: Eqn) -> bool:
-        a, b = self.facts.all_of(at.inputs()[:2])
-        is_weighted = self.facts.weight_of(at) is not None
-        return bool(a.leaves and b.leaves) and not is_weighted
 
-    def _is_relative(self, product: Product) -> bool:
-        """Whether a parameter is the key, as of relative positions, in one more product.
+def _overlap(one: list[Part] | None, other: list[Part] | None) -> bool:
+    """Whether parts have entries in common."""
 
-        What activations have along queries and keys already is a bias.
-        """
-        i = self.facts.weight_of(product.at)
-        return i is not None and bool(product.keys & product.free[i])
+    def of(part: Part) -> np.ndarray:
+        return np.expand_dims(part.owners >= 0, part.stack)
 
-    def _is_asked(self, product: Product) -> bool:
-        """Whether parameters are the queries of what activations are the keys of.
+    return any(
+        a.parameter == b.parameter and bool((of(a) & of(b)).any())
+        for a in one or ()
+        for b in other or ()
+    )
 
-        The softmax is over what the activations alone have, as positions; a router's is
-        over the outputs of its kernel. Learned queries are several, or have a kernel.
-        """
-        i = self.facts.weight_of(product.at)
-        if i is None or product.at.name == "mul":
-            return False
-        fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
-        is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
-        is_many = any(product.shape[d] > 1 for d in product.free[i])
-        return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)
+
+def _put(role: list[Part], parts: Iterable[Part]) -> None:
+    """Adds parts; several products of the same entries scale them once."""
+    for part in parts:
+        for i, old in enumerate(role):
+            if old.parameter == part.parameter:
+                role[i] = _merged(old, part)
+                break
+        else:
+            role.append(part)
+
+
+def _merged(a: Part, b: Part) -> Part:
+    if a.stack != b.stack:
+        return b
+    shape = np.broadcast_shapes(a.owners.shape, b.owners.shape)
+    owners = np.maximum(
+        np.broadcast_to(a.owners, shape), np.broadcast_to(b.owners, shape)
+    )
+    return dataclasses.replace(a, owners=owners, heads=max(a.heads, b.heads))
+
+
+def _why(why_q: str, why_k: str) -> str:
+    if why_q == why_k == ADDED:
+        return f"{ADDED} both sides of the product, and no parameter scales these"
+    if why_q == why_k:
+        return f"{why_q} both sides of the product"
+    return f"{why_q} the query; {why_k} the key"

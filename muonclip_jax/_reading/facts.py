@@ -44,8 +44,8 @@ class Fact(NamedTuple):
     sole: int | None = None
     # Products of two values made by parameters, of which it is entry by entry a
     # function; of those in `weights`, the exponential; in `sums`, the sum of these; in
-    # `shares`, what was divided by that; in `mixed`, such weights after a product with a
-    # parameter. `pairs` are products that nothing was summed of yet.
+    # `shares`, what was divided by that; in `mixed`, such weights after a product with
+    # a parameter. `pairs` are products that nothing was summed of yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
@@ -76,7 +76,15 @@ class Fact(NamedTuple):
 DATA = Fact(has_data=True)
 
 _COMPARES = frozenset(
-    "reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp".split()
+    [
+        "reduce_sum",
+        "reduce_max",
+        "sort",
+        "top_k",
+        "approx_top_k",
+        "cumsum",
+        "cumlogsumexp",
+    ]
 )
 
 _BY_ITSELF = frozenset(["mul", "div"])
@@ -255,7 +263,7 @@ class Facts:
         return any(to[i][d] in both for d in self.graph.copied(at.inputs()[i]))
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-        """A sum of products: of an activation and its weight, of any two, of weights."""
+        """A sum of products: of an activation and its weight, or of any two."""
         a, b = inputs[:2]
         # What products, or the weights of a softmax, are multiplied with is something
         # new.
@@ -354,14 +362,24 @@ def either(facts: Iterable[Fact]) -> Fact:
     return first if all(x == first for x in others) else _union(facts)
 
 
-_OF_PRODUCTS = "products weights sums shares mixed pairs totals ratios bent".split()
+_OF_PRODUCTS = [
+    "products",
+    "weights",
+    "sums",
+    "shares",
+    "mixed",
+    "pairs",
+    "totals",
+    "ratios",
+    "bent",
+]
 _SETS = ["leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS]
 
 
 def _union(facts: list[Fact]) -> Fact:
     soles = {x.sole for x in facts} - {None}
     sets = {name: union(getattr(x, name) for x in facts) for name in _SETS}
-    return Fact(
+    return Fact()._replace(
         **sets,
         has_data=any(x.has_data for x in facts),
         is_weight=sets["leaves"] != 0
@@ -376,8 +394,10 @@ def _union(facts: list[Fact]) -> Fact:
 
 
 def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """After a residual sum, of which one summand comes from the other, the layer has not
-    the last word: the output is written by what comes later, if anything.
+    """After a residual sum the layer has not the last word.
+
+    There one summand comes from the other, and the output is written by what comes
+    later, if anything.
     """
     deep = [x for x in inputs if x.is_deep]
     if len(deep) != 2 or math.prod(shape_of(at.eqn.outvars[0])) == 1:

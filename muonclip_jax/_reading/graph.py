@@ -152,7 +152,7 @@ class Frame:
                 yield from frame.equations()
 
     def number(self, atom: Any) -> Any:
-        """What all entries are known to be: a number, the trips of a loop, or `None`."""
+        """What all entries are known to be: a number, trips of a loop, or `None`."""
         return _number(self, atom)
 
 
@@ -213,7 +213,7 @@ def _most_trips(body: jaxprs.Inner, consts: int) -> int:
 
 
 class Origin(NamedTuple):
-    """What a variable is: an equation's result, a parameter, or else data or constants."""
+    """What a variable is: an equation's result, a parameter, or else data."""
 
     labels: Labels
     at: Eqn | None = None
@@ -259,17 +259,14 @@ class Graph:
         def follow(atom: Atom, labels: Labels, depth: int) -> None:
             for origin, _ in self.origins(atom, labels):
                 at = origin.at
-                is_end = at is None or depth > 8 or at.name in PRODUCTS
-                if not is_end and not at.name.startswith("reduce_"):
-                    back = moves(at, origin.k)
+                back = []
+                if at is not None and depth < 9 and at.name not in PRODUCTS:
+                    is_sum = at.name.startswith("reduce_")
+                    back = [] if is_sum else moves(at, origin.k)
                     for i, move in back:
-                        follow(
-                            at.inputs()[i], tuple(map(move, origin.labels)), depth + 1
-                        )
-                    is_end = not back
-                else:
-                    is_end = True
-                if is_end:
+                        own = tuple(map(move, origin.labels))
+                        follow(at.inputs()[i], own, depth + 1)
+                if not back:
                     varied.update(d for d in dims if is_varied(origin.labels[d]))
 
         if dims:

@@ -78,7 +78,7 @@ def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
 
     Exact ones are a bit each. The others have two bits for every binary digit of the
     entry's number, one of them set: so a union of different entries is no mark of one,
-    in 64 bits, and where a label varies is seen at a size where exact ones are too long.
+    in 64 bits, and where a label varies is seen where exact ones are too long.
     """
     if exact:
         label = np.empty(size, object)
@@ -222,12 +222,70 @@ def _same(op: Op) -> Moves:
 
 #: Those whose result's entries are no operand's, but made of one of each.
 ELEMENTWISE = frozenset(
-    "mul div log log1p exp exp2 expm1 logistic rsqrt sqrt cbrt pow integer_pow square "
-    "erf erfc erf_inv sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh "
-    "sign floor ceil round is_finite not and or xor eq ne lt le gt ge eq_to le_to lt_to "
-    "rem clamp polynomial lgamma digamma igamma igammac bessel_i0e bessel_i1e "
-    "regularized_incomplete_beta shift_left shift_right_logical population_count "
-    "shift_right_arithmetic".split()
+    [
+        "mul",
+        "div",
+        "log",
+        "log1p",
+        "exp",
+        "exp2",
+        "expm1",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "cbrt",
+        "pow",
+        "integer_pow",
+        "square",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "sinh",
+        "cosh",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "asinh",
+        "acosh",
+        "atanh",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "not",
+        "and",
+        "or",
+        "xor",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq_to",
+        "le_to",
+        "lt_to",
+        "rem",
+        "clamp",
+        "polynomial",
+        "lgamma",
+        "digamma",
+        "igamma",
+        "igammac",
+        "bessel_i0e",
+        "bessel_i1e",
+        "regularized_incomplete_beta",
+        "shift_left",
+        "shift_right_logical",
+        "population_count",
+        "shift_right_arithmetic",
+    ]
 )
 
 
@@ -299,7 +357,7 @@ def _along(op: Op) -> Moves:
 @_rule("rev")
 def _rev(op: Op) -> Moves:
     axes = [op.lead + d for d in op.eqn.params["dimensions"]]
-    return [(0, lambda x: np.flip(x, [axis for axis in axes if x.shape[axis] > 1]))]
+    return [(0, lambda x: np.flip(x, tuple(a for a in axes if x.shape[a] > 1)))]
 
 
 # What takes entries from some places, or puts them there.
@@ -443,7 +501,7 @@ def _gather(op: Op) -> Moves:
 # Products: to which dimension of the result each of an operand's goes.
 
 PRODUCTS = frozenset(
-    "dot_general ragged_dot_general ragged_dot conv_general_dilated".split()
+    ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"]
 )
 
 
@@ -551,7 +609,25 @@ def _scattered(op: Op) -> Moves:
 
 #: Primitives that no parameter and no attention is lost sight of in.
 KNOWN = frozenset(_RULES) | frozenset(
-    "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k approx_top_k "
-    "sort axis_index cumprod random_bits random_seed random_wrap random_unwrap "
-    "random_fold_in random_clone threefry2x32".split()
+    [
+        "iota",
+        "reduce_and",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_xor",
+        "argmax",
+        "argmin",
+        "top_k",
+        "approx_top_k",
+        "sort",
+        "axis_index",
+        "cumprod",
+        "random_bits",
+        "random_seed",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_clone",
+        "threefry2x32",
+    ]
 )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._parameters import paths
-from .roles import Layer
+from .attention import Layer
 
 
 class NamedLayer(NamedTuple):

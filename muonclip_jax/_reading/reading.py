@@ -17,11 +17,12 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
-from .attention import Reader
+from .attention import attention_layers
 from .calls import Call, call_of
 from .facts import Facts
 from .graph import Graph
 from .layers import named_layers, NamedLayer
+from .softmaxes import Softmaxes
 from .uses import Uses
 from .verdicts import verdicts
 
@@ -183,8 +184,8 @@ def read_call(call: Call) -> Found:
         # A parameter that is looked up or added to activations is no weight where it
         # meets another parameter: learned queries are made keys of by a kernel. The
         # first pass shows which these are.
-        reader = Reader(graph, Facts(graph, tokens))
-        layers = reader.layers()
+        reader = Softmaxes(graph, Facts(graph, tokens))
+        layers = attention_layers(reader)
         uses = Uses(reader, tokens)
         found = uses.numbers_of("elementwise", "looked up") & uses.numbers_of("factor")
         found |= {i for layer in layers for i in layer.tokens}

@@ -12,10 +12,10 @@ from .._axes import varying
 from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import flag
 from . import jaxprs, kernels
+from .attention import Layer
 from .calls import Call, call_of
 from .jaxprs import Address
 from .reading import read_call
-from .roles import Layer
 from .sites import Site
 
 

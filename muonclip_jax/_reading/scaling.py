@@ -5,7 +5,8 @@ this is followed back no further than to the factor that a clip would choose: of
 `W_b (W_a x)` to W_b, if its entries are of one head each.
 """
 
-import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from . import jaxprs
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, ELEMENTWISE, moves, PRODUCTS
+from .labels import either, ELEMENTWISE, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
@@ -62,7 +63,19 @@ def never(kernel: Labels, other: Labels) -> bool:
 _DEEPEST = 4
 
 ADDED = "data or constants are added to"
-NORMED = "something nonlinear, such as a norm without a gain, stands between the parameters and"
+NORMED = (
+    "something nonlinear, such as a norm without a gain, stands between the parameters "
+    "and"
+)
+
+
+class Way(NamedTuple):
+    """How far an array was followed back, and with what."""
+
+    labels: Labels
+    seen: frozenset[Any] = frozenset()  # what loops carry that it came through
+    depth: int = 0  # products that were multiplied out
+    is_last: IsLast = never
 
 
 class Scaling:
@@ -73,159 +86,144 @@ class Scaling:
         self._known: dict[Any, Sum] = {}
 
     def of(self, atom: Atom, labels: Labels, is_last: IsLast = never) -> Sum:
-        """The summands of an array; what kernels that are the last are applied to, is not followed.
+        """The summands of an array.
 
-        `is_last` judges a kernel by its labels and those of what it is applied to.
+        `is_last` judges a kernel by its labels and those of what it is applied to,
+        which is then not followed.
         """
         self._known = {}
-        return self._of(atom, labels, frozenset(), 0, is_last)
+        return self._of(atom, Way(labels, is_last=is_last))
 
-    def _of(
-        self, atom: Atom, labels: Labels, seen: Any, depth: int, is_last: IsLast
-    ) -> Sum:
-        key = (
-            *atom.key(),
-            depth,
-            *((x.shape, x.dtype.kind, tuple(x.ravel().tolist())) for x in labels),
-        )
+    def _of(self, atom: Atom, way: Way) -> Sum:
+        own = ((x.shape, x.dtype.kind, tuple(x.ravel().tolist())) for x in way.labels)
+        key = (*atom.key(), way.depth, *own)
         if key not in self._known:
             found: list[Summand] = []
-            for origin, after in self._graph.origins(atom, labels, seen):
+            for origin, seen in self._graph.origins(atom, way.labels, way.seen):
                 if origin.parameter is not None:
                     found.append(Summand((Factor(origin.parameter, origin.labels),)))
                 elif origin.at is not None:
-                    found += self._equation(
-                        origin.at, origin.k, origin.labels, after, depth, is_last
-                    )
+                    after = way._replace(labels=origin.labels, seen=seen)
+                    found += self._equation(origin.at, origin.k, after)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
             self._known[key] = summed(found)
         return self._known[key]
 
-    def _equation(
-        self, at: Eqn, k: int, labels: Labels, seen: Any, depth: int, is_last: IsLast
-    ) -> Iterable[Summand]:
+    def _equation(self, at: Eqn, k: int, way: Way) -> Iterable[Summand]:
         inputs, facts, name = at.inputs(), self._facts.all_of(at.inputs()), at.name
-        out = self._facts.of(at.output(k))
-        if not out.leaves:
+        why = (
+            f"{name} at {at.line}, which is not linear, stands between the parameters "
+            "and"
+        )
+        if not self._facts.of(at.output(k)).leaves:
             is_zero = at.frame.number(at.output(k).var) == 0
             return [] if is_zero else [Summand((), ADDED)]
-        back = moves(at, k)
-        follow = functools.partial(
-            self._operand, at, back, labels, seen, depth, is_last
-        )
-        if name in PRODUCTS or name in ("mul", "div"):
-            return self._product(at, facts, follow, is_last, depth, back, labels)
+        back = dict(moves(at, k))
         if not back:
-            return [Summand((), f"{name} at {at.line} is not linear, which made")]
+            return [Summand((), why)]
+        if name in ("mul", "div", *PRODUCTS):
+            return self._product(at, facts, back, way)
         if name in ELEMENTWISE:
             # The norm of an axis, a clamp: no factor of what is left scales it.
-            made = [s for i, _ in back if facts[i].leaves for s in follow(i)]
-            why = (
-                NORMED
-                if name in _OF_NORMS
-                else f"{name} at {at.line} is not linear, which made"
-            )
-            return [unscaled(made, why)]
-        taken = _finite_case(at) if name == "select_n" else None
+            made = (self._operand(at, i, back[i], way) for i in back if facts[i].leaves)
+            why = NORMED if name in _OF_NORMS else why
+            return [unscaled([s for x in made for s in x], why)]
+        taken = self._finite_case(at) if name == "select_n" else None
         found: list[Summand] = []
-        for i, _ in back:
+        for i, move in back.items():
             if (taken is None or i == taken) and not inputs[i].is_zero:
-                found += self._met(at, facts[i], follow(i))
+                own = self._operand(at, i, move, way)
+                if name in ("max", "min") and not facts[i].leaves and own:
+                    own = (Summand((), why),)
+                found += self._met(at, facts[i], own)
         return found
 
-    def _operand(self, at, back, labels, seen, depth, is_last, i, deeper=0) -> Sum:
-        move = next(move for j, move in back if j == i)
-        own = tuple(map(move, labels))
-        found = self._of(at.inputs()[i], own, seen, depth + deeper, is_last)
-        if (
-            at.name in ("dynamic_slice", "gather")
-            and self._facts.of(at.inputs()[0]).is_weight
-        ):
-            if _is_any(at):
-                found = tuple(
-                    s._replace(
-                        factors=tuple(f._replace(is_picked=True) for f in s.factors)
-                    )
-                    for s in found
-                )
+    def _operand(self, at: Eqn, i: int, move: Move, way: Way) -> Sum:
+        own = way._replace(labels=tuple(map(move, way.labels)))
+        found = self._of(at.inputs()[i], own)
+        is_weight = i == 0 and self._facts.of(at.inputs()[0]).is_weight
+        if at.name in ("dynamic_slice", "gather") and is_weight and _is_any(at):
+            return changed(found, is_picked=True)
         return found
 
     def _met(self, at: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
-        """Marks factors that were a parameter up to here with where they no longer are."""
+        """Marks factors that were a parameter up to here with this equation."""
         event = self._facts.event(at)
         if not (fact.is_weight and (event or is_kernel)):
             return found
 
         def of(f: Factor) -> Factor:
-            return f._replace(
-                event=f.event or event, is_kernel=f.is_kernel or is_kernel
-            )
+            is_one = f.is_kernel or is_kernel
+            return f._replace(event=f.event or event, is_kernel=is_one)
 
         return tuple(s._replace(factors=tuple(map(of, s.factors))) for s in found)
 
     def _product(
-        self,
-        at: Eqn,
-        facts: list[Fact],
-        follow: Any,
-        is_last: IsLast,
-        depth: int,
-        back: Any,
-        labels: Labels,
+        self, at: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
     ) -> Iterable[Summand]:
         """Of both operands every summand with every other's."""
-        is_matrix = at.name in PRODUCTS
-        made = [i for i in (0, 1) if facts[i].leaves]
-        if len(made) == 1:
-            (i,) = made
-            if at.name == "div" and i == 1:
-                return [unscaled(follow(1), NORMED)]
-            return self._met(at, facts[i], follow(i), is_matrix)
-        # The weight first: it was applied last.
-        one, two = (1, 0) if facts[1].is_weight and not facts[0].is_weight else (0, 1)
-        if is_matrix and facts[0].is_weight and facts[1].is_weight:
-            one, two = (1, 0)  # as in x @ (A @ B)
+        is_matrix, is_quotient = at.name in PRODUCTS, at.name == "div"
 
-        def side(i: int) -> Sum:
-            found = self._met(
-                at,
-                facts[i],
-                follow(i, deeper=i == two),
-                is_matrix and facts[i].is_weight,
-            )
-            if at.name == "div" and i == 1:
-                return tuple(unscaled([s], NORMED) for s in found)
-            return tuple(_apart(s, facts[1 - i]) for s in found)
+        def side(i: int, deeper: int = 0) -> Sum:
+            own = way._replace(depth=way.depth + deeper)
+            found = self._operand(at, i, back[i], own)
+            found = self._met(at, facts[i], found, is_matrix and facts[i].is_weight)
+            if is_quotient and i == 1:
+                return (unscaled(found, NORMED),)
+            other = facts[1 - i]
+            return tuple(_apart(s, other) for s in found) if other.leaves else found
 
+        if not (facts[0].leaves and facts[1].leaves):
+            return side(0 if facts[0].leaves else 1)
+        if is_quotient:
+            return side(0)
+        # The weight first: it was applied last, as B is in x @ (A @ B).
+        is_weight = [fact.is_weight for fact in facts[:2]]
+        is_second = is_weight[1] and (is_matrix or not is_weight[0])
+        one, two = (1, 0) if is_second else (0, 1)
         first = side(one)
-        if (
-            facts[one].is_weight
-            and is_matrix
-            and first
-            and all(s.linear for s in first)
-        ):
-            move = next(move for j, move in back if j == two)
-            other = tuple(map(move, labels))
-            if all(is_last(s.linear[0].labels, other) for s in first):
+        if is_weight[one] and is_matrix and first and all(s.linear for s in first):
+            other = tuple(map(back[two], way.labels))
+            if all(way.is_last(s.linear[0].labels, other) for s in first):
                 return first
         # A norm's other side is made of nothing else than what it norms.
         is_norm = not (
             facts[two].events & ~facts[one].events
             or facts[two].leaves & ~facts[one].leaves
         )
-        if at.name == "div" or (is_norm and not facts[one].is_weight):
-            return first if one == 0 or at.name != "div" else side(0)
-        if depth >= _DEEPEST:
+        if (is_norm and not is_weight[one]) or way.depth >= _DEEPEST:
             return first
-        second = side(two)
+        second = side(two, deeper=1)
         if len(first) * len(second) > 2 * _MOST_SUMMANDS:
             return first if len(first) <= len(second) else second
-        return [
-            Summand((*x.factors, *y.factors), x.why or y.why)
-            for x in first
-            for y in second
-        ]
+        pairs = itertools.product(first, second)
+        return [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
+
+    def _finite_case(self, at: Eqn) -> int | None:
+        """Of `where(isnan(x), 0, x)` and such, the case that finite entries have: x."""
+        mask = at.inputs()[0]
+        label = np.ones([1] * (len(at.frame.lead) + len(mask.shape)), np.int64)
+        made = [o.at for o, _ in self._graph.origins(mask, (label,)) if o.at]
+        if len(made) != 1 or len(at.eqn.invars) != 3:
+            return None
+        test, args = made[0], made[0].eqn.invars
+        if test.name == "is_finite":
+            return 2
+        is_nan = test.name == "ne" and args[0] is args[1]
+        numbers = (test.frame.number(x) for x in args)
+        is_infinite = test.name == "eq" and any(
+            isinstance(x, float) and math.isinf(x) for x in numbers
+        )
+        return 1 if is_nan or is_infinite else None
+
+
+def changed(found: Sum, **changes: Any) -> Sum:
+    """The sum with all factors changed alike."""
+    return tuple(
+        s._replace(factors=tuple(f._replace(**changes) for f in s.factors))
+        for s in found
+    )
 
 
 _OF_NORMS = frozenset(
@@ -293,30 +291,6 @@ def _joined(a: Factor, b: Factor) -> Factor:
         is_kernel=a.is_kernel or b.is_kernel,
         is_picked=a.is_picked or b.is_picked,
     )
-
-
-def _finite_case(at: Eqn) -> int | None:
-    """Of `where(isnan(x), 0, x)` and such, the case that finite entries have: x."""
-    frame, (mask, *cases) = at.frame, at.eqn.invars
-    made = frame.made.get(mask) if not hasattr(mask, "val") else None
-    if made is None or len(cases) != 2:
-        return None
-    test = frame.jaxpr.eqns[made[0]]
-    name, args = test.primitive.name, test.invars
-    if (
-        name in ("jit", "pjit")
-        and (body := jaxprs.called(test)) is not None
-        and len(body.jaxpr.eqns) == 1
-    ):
-        (test,) = body.jaxpr.eqns
-        name, args = test.primitive.name, test.invars
-    if name == "is_finite":
-        return 2
-    is_nan = name == "ne" and args[0] is args[1]
-    is_infinite = name == "eq" and any(
-        hasattr(x, "val") and np.ndim(x.val) == 0 and np.isinf(x.val) for x in args
-    )
-    return 1 if is_nan or is_infinite else None
 
 
 def _is_any(at: Eqn) -> bool:

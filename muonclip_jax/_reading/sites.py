@@ -4,11 +4,9 @@ Scaled and masked, but before the softmax subtracts their maximum. The recorder 
 the largest there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +15,9 @@ import numpy as np
 from .._model.statistics import largest
 from . import jaxprs, kernels
 from .graph import Atom, Eqn
+from .heads import Heads
 from .labels import joined, marks, moves
-
-
-if TYPE_CHECKING:
-    from .attention import Path, Product, Reader
-    from .roles import Heads
+from .softmaxes import Path, Product, Softmaxes
 
 
 @dataclasses.dataclass
@@ -60,7 +55,7 @@ class Site:
         elif not self.spans and not {*self.dims} & {*self.axes}:
             # The maximum that the softmax forms, and with it a sum along the same axes,
             # which shows NaN: 3.9 % of the bytes of GPT-2 at 4 layers of 256 as XLA
-            # counts them on CPU, 1.2 % without the sum (benchmarks/record_attention.py).
+            # counts on CPU, 1.2 % without the sum (benchmarks/record_attention.py).
             # That of the softmax would cost nothing, but rows that see nothing make it
             # NaN, too.
             x = jnp.expand_dims(largest(x, self.axes), self.axes)
@@ -75,7 +70,7 @@ class Unclear(Exception):
 
 
 def site_of(
-    reader: Reader, product: Product, heads: Heads, exp: Eqn, bits: int
+    reader: Softmaxes, product: Product, heads: Heads, exp: Eqn, bits: int
 ) -> tuple[Site, Path | None]:
     if named := _statistic(reader, product):
         return named, None
@@ -112,7 +107,7 @@ def site_of(
     return site, path
 
 
-def _statistic(reader: Reader, product: Product) -> Site | None:
+def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     """Where the maxima that a kernel returns are named as the statistic."""
     frame = product.at.frame
     while frame.kind != "kernel":
@@ -127,7 +122,7 @@ def _statistic(reader: Reader, product: Product) -> Site | None:
     return None
 
 
-def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
+def _is_of(reader: Softmaxes, atom: Atom, eqn: Any) -> bool:
     """Whether an array is made of what an equation returns."""
     label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
     for origin, _ in reader.graph.origins(atom, (label,)):
@@ -141,7 +136,7 @@ def _is_of(reader: Reader, atom: Atom, eqn: Any) -> bool:
     return False
 
 
-def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
+def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
     """From an exponential back to where its operand was not shifted yet.
 
     A softmax subtracts the maximum of its logits, and their log-sum-exp, or any other
@@ -176,7 +171,12 @@ def _entrance(reader: Reader, exp: Eqn, bits: int) -> Site:
 
 
 def _count(
-    reader: Reader, site: Site, product: Product, heads: Heads, bit: int, of_heads: Any
+    reader: Softmaxes,
+    site: Site,
+    product: Product,
+    heads: Heads,
+    bit: int,
+    of_heads: Any,
 ) -> Path:
     """Finds the rows of each head: entries along the dimensions of heads."""
     atom = site.at.inputs()[site.operand]
@@ -221,7 +221,7 @@ def _count(
     return path
 
 
-def _spans(reader: Reader, site: Site, bit: int) -> dict[int, tuple[int, int]]:
+def _spans(reader: Softmaxes, site: Site, bit: int) -> dict[int, tuple[int, int]]:
     """Where logits are along dimensions that have more than these."""
     atom = site.at.inputs()[site.operand]
     lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)

@@ -1,18 +1,15 @@
 """What is done with every parameter, noted wherever it meets activations."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .attention import Reader
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Frame, Labels
 from .jaxprs import shape_of
 from .labels import (
-    dimensions,
     contracted,
+    dimensions,
     is_varied,
     KNOWN,
     marks,
@@ -22,6 +19,7 @@ from .labels import (
     sides,
     small,
 )
+from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
@@ -48,6 +46,10 @@ class Note(NamedTuple):
     # between two parameters), "expert", "cut".
     roles: tuple[tuple[int, str], ...] = ()
     at: Eqn | None = None
+
+    @property
+    def name(self) -> str:
+        return self.at.name if self.at else ""
 
     @property
     def line(self) -> str:
@@ -100,7 +102,7 @@ class Uses:
     product neither has those of the other.
     """
 
-    def __init__(self, reader: Reader, tokens: frozenset[int]):
+    def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         for at in reader.equations:
@@ -496,7 +498,7 @@ class Uses:
                 yield f.parameter, f.labels
 
     def _outputs(self, atom: Atom) -> dict[int, list[int]]:
-        """The dimensions that tell the outputs of each kernel apart, in its own order."""
+        """The dimensions that tell the outputs of each kernel apart, in its order."""
         found: dict[int, dict[int, tuple[int, int]]] = {}
         for kernel in self._kernels(atom, self._each(atom)):
             for number, labels in self._leaves(kernel):

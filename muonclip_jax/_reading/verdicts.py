@@ -71,7 +71,7 @@ def verdicts(
             for kind in ("elementwise", "depthwise", "data"):
                 if kind in of:
                     return said("vector", kind)
-            what = f"unknown: {of['unknown'].at.name}"
+            what = f"unknown: {of['unknown'].name}"
             return said("vector", "unknown", what, is_known=False)
         inputs, outputs = _axes(weights, shape, {a for j, a in experts if j == i})
         kind = weights[0].kind

@@ -223,7 +223,7 @@ def test_logits_that_no_parameter_scales_are_said_with_their_line():
     assert reading.attention == ()
     nested = mc.read_model(lambda p, x: _without_gains(p["a"], x), {"a": PARAMS}, X)
     assert nested.refused[0].startswith("a at ")
-    (row,) = [line for line in str(reading).splitlines() if "nothing" in line]
+    (row,) = [line for line in str(reading).splitlines() if "a gain" in line]
     first = _without_gains.__code__.co_firstlineno
     assert f"test_read_attention.py:{first + 2}" in row and "norm without a gain" in row
 

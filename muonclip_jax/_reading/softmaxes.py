@@ -1,0 +1,353 @@
+"""Where attention is: products that are normalized, and then weigh activations.
+
+A product of query and key becomes weights by an exponential that is divided by its own
+sum, or by another function. From there it is followed back, with labels.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .facts import Facts, members, union
+from .graph import Atom, Eqn, Graph, Labels
+from .labels import (
+    contracted,
+    either,
+    ELEMENTWISE,
+    Label,
+    marks,
+    moved,
+    moves,
+    PRODUCTS,
+    shared,
+    sides,
+    small,
+)
+from .scaling import Scaling
+
+
+class Product(NamedTuple):
+    """A product of query and key, as it enters a softmax."""
+
+    at: Eqn
+    keys: frozenset[int]  # its dimensions that the softmax is over
+    # For each operand, the dimension of the product that each of its own is.
+    to: list[list[int | None]]
+    # Pairs of dimensions of the operands that it sums over.
+    over: list[tuple[int, int]]
+    # Dimensions of the product that one operand alone has.
+    free: tuple[frozenset[int], frozenset[int]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.at.output().shape
+
+    @property
+    def lead(self) -> int:
+        return len(self.at.frame.lead)
+
+    @property
+    def rank(self) -> int:
+        """That of its labels."""
+        return self.lead + len(self.shape)
+
+    @property
+    def is_key(self) -> list[bool]:
+        """For each operand, whether it alone has what the softmax is over."""
+        return [bool(self.keys) and self.keys <= x for x in self.free]
+
+    def operand(self, i: int) -> Atom:
+        return self.at.inputs()[i]
+
+    def rank_of(self, i: int) -> int:
+        return self.lead + len(self.operand(i).shape)
+
+    def side(self, i: int, label: Label) -> Label:
+        """The label of an operand, from that of the product."""
+        return small(moved(label, self.lead, self.to[i]))
+
+    def over_of(self, i: int) -> Labels:
+        """Marks along the dimensions of an operand that are summed over."""
+        sizes = {pair[i]: self.operand(i).shape[pair[i]] for pair in self.over}
+        rank = self.rank_of(i)
+        return tuple(marks(rank, self.lead + d, n) for d, n in sizes.items() if n > 1)
+
+
+@dataclasses.dataclass
+class Path:
+    """What is between a product and what was made of it."""
+
+    caps: list[tuple[Eqn, float]] = dataclasses.field(default_factory=list)
+    # What it was multiplied with or divided by: which operand, and the result's labels.
+    factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
+    added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
+    nonlinear: list[Eqn] = dataclasses.field(default_factory=list)
+    joins: list[Eqn] = dataclasses.field(default_factory=list)
+
+
+#: An array, and axes of it that something is over.
+Over = tuple[Atom, tuple[int, ...]]
+
+
+class Softmax(NamedTuple):
+    """Products that are normalized together, by whatever function."""
+
+    bits: int
+    exps: list[Eqn]  # none where it is another function than an exponential
+    over: list[Over]
+
+
+def exponent(at: Eqn) -> int | None:
+    """Which operand an exponential is of."""
+    if at.name in ("exp", "exp2"):
+        return 0
+    if at.name == "pow" and isinstance(at.frame.number(at.eqn.invars[0]), int | float):
+        return 1
+    return None
+
+
+class Softmaxes:
+    """Finds all attention of a graph."""
+
+    def __init__(self, graph: Graph, facts: Facts):
+        self.graph, self.facts = graph, facts
+        self.scaling = Scaling(graph, facts)
+        self.equations = list(graph.top.equations())
+        # The sums by which softmaxes divide, with the products that they are of.
+        self.sums = list(self._sums())
+        self.summed = union(bits for bits, _ in self.sums)
+        # Parameters that no gradient reaches are as good as data.
+        trained = union(x.trained for x in facts.outputs)
+        self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
+
+    def _sums(self) -> Iterator[tuple[int, Over]]:
+        """Products, what is summed of their exponentials, and along which axes."""
+        for at in self.equations:
+            if at.name == "reduce_sum":
+                atom, axes = at.inputs()[0], tuple(at.eqn.params["axes"])
+            elif at.name in ("scatter-add", "scatter_add"):  # over edges of a graph
+                atom, numbers = at.inputs()[-1], at.eqn.params["dimension_numbers"]
+                own = range(len(atom.shape))
+                axes = tuple(d for d in own if d not in numbers.update_window_dims)
+            else:
+                continue
+            if bits := self.facts.of(atom).unshared:
+                yield bits, (atom, axes)
+
+    def all(self) -> Iterator[Softmax]:
+        """Groups of products that were normalized and weigh activations."""
+        weighed: list[tuple[int, Over]] = []
+        exps: dict[int, list[Eqn]] = {}
+        for at in self.equations:
+            if at.i in at.frame.inside:
+                continue
+            facts = self.facts.all_of(at.inputs())
+            if (i := exponent(at)) is not None and facts[i].products:
+                exps.setdefault(facts[i].products, []).append(at)
+            elif at.name in PRODUCTS or at.name == "mul":
+                weighed += self._weighs(at, facts)
+        seen = 0
+        for bits, own in exps.items():
+            places = [x for b, x in weighed if b & bits]
+            if places and bits & ~seen:
+                seen |= bits
+                # Where it divides by no sum that is seen, as one that values with a
+                # column of ones bring, it is over what it weighs.
+                sums = [x for b, x in self.sums if b & bits]
+                yield Softmax(bits, own, sums or places)
+        # Weights that are made in another way than by exponentials.
+        for at in self.equations:
+            if at.i not in at.frame.inside and contracted(at.eqn):
+                facts = self.facts.all_of(at.inputs())
+                for i, (a, b) in enumerate((facts, facts[::-1])):
+                    bits = (a.ratios | a.bent & self.facts.compared) & ~seen
+                    if bits and b.is_deep and not bits & b.products:
+                        seen |= bits
+                        axes = tuple(pair[i] for pair in contracted(at.eqn))
+                        yield Softmax(bits, [], [(at.inputs()[i], axes)])
+
+    def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Over]]:
+        """The products whose exponentials weigh other activations here."""
+        for i in (0, 1):
+            mine, other, atom = facts[i], facts[1 - i], at.inputs()[i]
+            own = mine.weights | mine.mixed
+            if not own or own & (other.weights | other.products):
+                continue
+            if at.name == "mul":
+                # Each weighs a vector, and so is the same along a dimension.
+                is_many = atom.shape != at.output().shape or self.graph.copied(atom)
+                if other.is_deep and is_many and own & self.summed:
+                    yield own, (atom, ())
+            elif contracted(at.eqn) and (other.is_deep or other.has_data):
+                yield own, (atom, tuple(pair[i] for pair in contracted(at.eqn)))
+
+    # From the softmax to its products.
+
+    def to_product(
+        self, atom: Atom, labels: Labels, bit: int
+    ) -> tuple[Labels | None, "Path"]:
+        """The labels of a product's result, from those of what was made of it."""
+        found: list[Labels] = []
+        path = Path()
+        target, known = self.facts.products[bit], set()
+
+        def follow(atom: Atom, labels: Labels, seen: Any, scale: float) -> None:
+            for origin, after in self.graph.origins(atom, labels, seen):
+                at = origin.at
+                if at is None:
+                    continue
+                key = (
+                    id(at.frame),
+                    at.i,
+                    *((x.shape, tuple(x.ravel().tolist())) for x in origin.labels),
+                )
+                if key in known:
+                    continue
+                known.add(key)
+                if at.frame is target.frame and at.i == target.i:
+                    found.append(origin.labels)
+                    continue
+                inputs = at.inputs()
+                facts = self.facts.all_of(inputs)
+                back = moves(at, origin.k)
+                own = [
+                    (i, move)
+                    for i, move in back
+                    if (facts[i].products | facts[i].pairs) & bit
+                ]
+                if at.name in ("mul", "div") and len(own) == 1:
+                    other = 1 - own[0][0]
+                    number = inputs[other].frame.number(inputs[other].var)
+                    path.factors.append((at, other, origin.labels))
+                    number = number if isinstance(number, int | float) else math.nan
+                    scale = (
+                        scale * number
+                        if at.name == "mul"
+                        else scale / number
+                        if number
+                        else math.nan
+                    )
+                elif at.name == "tanh":
+                    path.caps.append((at, scale))
+                elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
+                    path.nonlinear.append(at)
+                elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
+                    path.joins.append(at)
+                elif at.name in ("add", "sub", "add_any"):
+                    path.added += [
+                        (at, i) for i, _ in back if i not in [j for j, _ in own]
+                    ]
+                for i, move in own:
+                    follow(inputs[i], tuple(map(move, origin.labels)), after, scale)
+
+        follow(atom, labels, frozenset(), 1.0)
+        if not found:
+            return None, path
+        out = found[0]
+        for more in found[1:]:
+            out = tuple(either(x, y) for x, y in zip(out, more, strict=True))
+        return out, path
+
+    def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
+        """The maxima of some products' logits that an array was made of."""
+        found: list[Eqn] = []
+        seen: set[Any] = set()
+
+        def follow(atom: Atom, depth: int) -> None:
+            label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
+            for origin, _ in self.graph.origins(atom, (label,)):
+                at = origin.at
+                if at is None or (id(at.frame), at.i) in seen or depth > 12:
+                    continue
+                seen.add((id(at.frame), at.i))
+                if (
+                    at.name == "reduce_max"
+                    and self.facts.of(at.inputs()[0]).products & bits
+                ):
+                    found.append(at)
+                elif at.name not in PRODUCTS and at.name != "reduce_sum":
+                    for x in at.inputs():
+                        follow(x, depth + 1)
+
+        follow(atom, 0)
+        return found
+
+    def _product(self, at: Eqn, softmax: Softmax) -> Product:
+        """A product, with its dimensions that the softmax is over."""
+        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
+        found: list[frozenset[int]] = []
+        kept: set[int] = set()
+        for atom, axes in softmax.over:
+            if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
+                continue
+            first = len(atom.frame.lead)
+            rank = first + len(atom.shape)
+            each = tuple(marks(rank, first + d, n) for d, n in enumerate(atom.shape))
+            labels, _ = self.to_product(atom, each, bit)
+            along = [
+                {d for d in range(len(dims)) if label.shape[lead + d] > 1}
+                for label in labels or ()
+            ]
+            if labels is not None:
+                found.append(frozenset().union(*(along[a] for a in axes)))
+                kept.update(*along)
+        if at.name == "mul":
+            # What nothing comes of entry by entry was summed over.
+            to = [self._dims(x, at.output()) for x in at.inputs()]
+            own = shared(to)
+            over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
+        else:
+            to, over = sides(at.eqn) or [[], []], contracted(at.eqn)
+        own = [frozenset(d for d in x if d is not None) for x in to]
+        free = own[0] - own[1], own[1] - own[0]
+        # Of several softmaxes of the same logits the one over what one side alone has.
+        known = [x for x in found if x and any(x <= side for side in free)]
+        keys = known[0] if known else frozenset().union(*found)
+        return Product(at, keys, to, over, free)
+
+    def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
+        """The dimensions of an entrywise product along which an operand is no copy."""
+        if len(atom.shape) != len(out.shape):
+            return [None] * len(atom.shape)
+        same = self.graph.copied(atom)
+        pairs = enumerate(zip(atom.shape, out.shape, strict=True))
+        return [d if d not in same and n == m else None for d, (n, m) in pairs]
+
+    def products(self, softmax: Softmax) -> list[Product]:
+        """Those that are of query and key; none where a softmax is no attention's."""
+        bits, products = softmax.bits, self.facts.products.items()
+        every = [self._product(at, softmax) for bit, at in products if bit & bits]
+        every = [p for p in every if p.over]
+        own = [p for p in every if self._is_of_activations(p.at)]
+        own += [p for p in every if own and p not in own and self._is_relative(p)]
+        return own or [p for p in every if self._is_asked(p)]
+
+    def _is_of_activations(self, at: Eqn) -> bool:
+        a, b = self.facts.all_of(at.inputs()[:2])
+        is_weighted = self.facts.weight_of(at) is not None
+        return bool(a.leaves and b.leaves) and not is_weighted
+
+    def _is_relative(self, product: Product) -> bool:
+        """Whether a parameter is the key of one more product, as relative positions.
+
+        What activations have along queries and keys already is a bias.
+        """
+        i = self.facts.weight_of(product.at)
+        return i is not None and bool(product.keys & product.free[i])
+
+    def _is_asked(self, product: Product) -> bool:
+        """Whether parameters are the queries of what activations are the keys of.
+
+        The softmax is over what the activations alone have, as positions; a router's is
+        over the outputs of its kernel. Learned queries are several, or have a kernel.
+        """
+        i = self.facts.weight_of(product.at)
+        if i is None or product.at.name == "mul":
+            return False
+        fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
+        is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
+        is_many = any(product.shape[d] > 1 for d in product.free[i])
+        return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)
