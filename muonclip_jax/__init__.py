@@ -42,6 +42,7 @@ from ._qk_clip.multi_steps import MultiStepsState as MultiStepsState
 from ._qk_clip.qk_clip import clip_qk as clip_qk
 from ._qk_clip.qk_clip import qk_clip as qk_clip
 from ._qk_clip.qk_clip import QKClipState as QKClipState
+from ._reading.kernels import attention_rule as attention_rule
 from ._reading.reading import ModelReading as ModelReading
 from ._reading.reading import read_model as read_model
 from ._reading.recorded import record_attention as record_attention

@@ -178,11 +178,9 @@ def _frames_in(at: Eqn) -> Iterator[Frame]:
         outer = [Outer(x) for x in eqn.invars[1:]]
         for i, body in enumerate(jaxprs.branches(eqn)):
             yield Frame(body, (*at.at, i), frame, eqn, "call", outer, lead)
-    elif kernel := kernels.kernel_of(eqn):
-        operands = [eqn.invars[i] for i in kernel.operands]
-        body = kernels.body_of(kernel, eqn)
-        outer = [Outer(x) for x in operands]
-        yield Frame(body, (*at.at, 0), frame, eqn, "kernel", outer, lead)
+    elif rule := kernels.rule_of(eqn):
+        outer = [Outer(x) for x in eqn.invars]
+        yield Frame(rule.body(eqn), (*at.at, 0), frame, eqn, "kernel", outer, lead)
     elif (body := jaxprs.called(eqn)) is not None:
         given = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
         outer = [Outer(x) for x in given]

@@ -183,13 +183,14 @@ def axes_of(eqn: Any) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def kernel_name(eqn: Any) -> str:
-    """The function and file of a Pallas kernel, else the primitive's name."""
-    body = eqn.params.get("jaxpr")
-    if eqn.primitive.name != "pallas_call" or body is None:
-        return eqn.primitive.name
-    info = str(getattr(body.debug_info, "func_src_info", ""))
-    return info.replace("\\", "/").rsplit(":", 1)[0]
+def kernel_name(eqn: Any) -> tuple[str, str]:
+    """The function that an equation calls and its file, else its primitive alone."""
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    for body in (inner(eqn.params.get(key)).jaxpr for key in keys):
+        if info := getattr(getattr(body, "debug_info", None), "func_src_info", None):
+            name, _, file = str(info).replace("\\", "/").partition(" at ")
+            return name, file.rsplit(":", 1)[0]
+    return eqn.primitive.name, ""
 
 
 def line(eqns: Eqns) -> str:

@@ -1,12 +1,14 @@
-"""Fused attention kernels, whose logits no equation has: what each of them computes.
+"""Kernels of attention, whose logits no equation has: what each of them computes.
 
-A kernel is read as the plain attention that it stands for. Its statistic is formed
-next to it where its equation says scale and mask, in memory that does not grow with the
-square of the length. Kernels without a rule are unknown.
+A kernel is read as the plain attention that it stands for, and its statistic is formed
+alongside it, in memory that does not grow with the square of the length. The kernels of
+JAX, tokamax and this package are four uses of the rule that teaches one.
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,94 +17,188 @@ from .._attention.max_logits import max_logits
 from . import jaxprs
 
 
-class Kernel(NamedTuple):
-    """A call of a kernel."""
+@dataclasses.dataclass(frozen=True)
+class AttentionRule:
+    """What calls of a kernel stand for: the result of [`attention_rule`][]."""
 
-    # `(batch, heads, length, dim)`; else with the length before the heads.
-    heads_first: bool
-    # Where among its inputs query, key and value are.
-    operands: Sequence[int] = (0, 1, 2)
-    # The largest logit of each head, from all inputs; `None` if no equation says it.
-    largest: Callable[[Sequence[Any]], jax.Array] | None = None
-    # The output that has the maximum of each row of logits.
-    maxima: int | None = None
+    fun: Callable[..., Any]
+    maxima: Callable[..., Any] | int | None
+    name: str
+    file: str
 
-    def plain(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        """Attention without mask and scale, which change nothing of what is linear."""
-        if not self.heads_first:
-            query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        group = query.shape[1] // key.shape[1]
-        key, value = (jnp.repeat(x, group, 1) for x in (key, value))
-        out = jax.nn.softmax(query @ key.mT) @ value
-        return out if self.heads_first else jnp.swapaxes(out, 1, 2)
+    def body(self, eqn: Any) -> jaxprs.Inner:
+        """The jaxpr of the plain function, on the inputs of a call."""
+        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+        return jaxprs.trace(lambda *inputs: _called(self.fun, eqn, inputs), *shapes)
+
+    def largest(self, eqn: Any, inputs: Sequence[Any]) -> Any:
+        """The largest logit of every head of a call; `None` where none can be had."""
+        if not callable(self.maxima):
+            return None
+        return _called(self.maxima, eqn, inputs)
 
 
-# Kernels of Pallas, by the end of their function and file, have scale and mask in their
-# code. Of their inputs the first three arrays of rank 4 are query, key and value.
+_RULES: dict[tuple[str, str], AttentionRule] = {}
+
+
+def attention_rule(
+    fun: Callable[..., Any],
+    *,
+    of: Any,
+    maxima: Callable[..., Any] | int | None = None,
+) -> AttentionRule:
+    """Teaches [`read_model`][] and [`record_attention`][] a kernel of one's own.
+
+    A kernel is a primitive, a function with `jax.custom_vjp` or `jax.custom_jvp`, or a
+    Pallas kernel. Once it is taught, which is best done where it is defined, all of its
+    calls are read as the plain function `fun`, an example of what it computes. Masks
+    and scales may be left out of it: they change nothing of what is linear.
+
+    **Arguments:**
+
+    - `fun`: `fun(*inputs)`, on the inputs of a call, returns the output, or outputs in
+        order. With an argument `params` it is given the parameters of the equation.
+    - `of`: the kernel: a function, a primitive, or a name; `"name at end/of/file.py"`
+        for a function of a library, of the file that defines it.
+    - `maxima`: `maxima(*inputs)` returns the largest logit of every head, `(heads,)`,
+        as they enter the softmax; or the number of the output that has them for every
+        row. Without it the kernel's layers are read but not recorded.
+
+    **Returns:** the rule. One that is taught again replaces the one before.
+
+    **Raises:** `ValueError` for an `of` that is no function, primitive or name.
+
+    !!! example
+
+        >>> import jax, jax.numpy as jnp
+        >>> import muonclip_jax as mc
+        >>> @jax.custom_vjp
+        ... def fused(q, k, v):  # (length, heads, dim), in a kernel
+        ...     return jax.pure_callback(lambda q, k, v: v, v, q, k, v)
+        >>> fused.defvjp(lambda *x: (fused(*x), x), lambda x, g: (g, g, g))
+        >>> def plain(q, k, v):
+        ...     logits = jnp.einsum("qhd,khd->hqk", q, k)
+        ...     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(logits), v)
+        >>> rule = mc.attention_rule(
+        ...     plain, of=fused, maxima=lambda q, k, v: mc.max_logits(q[None], k[None])
+        ... )
+        >>> def loss(p, x):
+        ...     return fused(*(jnp.einsum("td,dhk->thk", x, p[n]) for n in "qkv")).sum()
+        >>> params = {n: jnp.ones((8, 2, 4)) for n in "qkv"}
+        >>> [layer] = mc.read_model(loss, params, jnp.ones((3, 8))).attention
+        >>> layer.query[0].path, layer.key[0].path
+        ('q', 'k')
+    """
+    name, file = _place(of)
+    rule = AttentionRule(fun, maxima, name, file)
+    _RULES[name, file] = rule
+    return rule
+
+
+def rule_of(eqn: Any) -> AttentionRule | None:
+    """The rule of the kernel that an equation calls, if it was taught one."""
+    name, file = jaxprs.kernel_name(eqn)
+    found = (x for x in _RULES.values() if x.name == name and _ends(file, x.file))
+    return next(found, None)
+
+
+def _place(of: Any) -> tuple[str, str]:
+    if isinstance(of, str):
+        name, _, file = of.partition(" at ")
+        return name, file
+    if isinstance(primitive := getattr(of, "name", None), str):
+        return primitive, ""
+    own = inspect.unwrap(getattr(of, "fun", of)) if callable(of) else None
+    if code := getattr(own, "__code__", None):
+        return code.co_name, code.co_filename.replace("\\", "/")
+    raise ValueError(
+        "of= must be the kernel: a function with jax.custom_vjp or jax.custom_jvp, a "
+        f'primitive, or a name as "name at end/of/file.py"; got {of!r}'
+    )
+
+
+def _ends(file: str, end: str) -> bool:
+    return not end or file == end or file.endswith(f"/{end}")
+
+
+def _called(fun: Callable[..., Any], eqn: Any, inputs: Sequence[Any]) -> Any:
+    wants = "params" in inspect.signature(fun).parameters
+    return fun(*inputs, params=eqn.params) if wants else fun(*inputs)
+
+
+# The kernels of JAX and tokamax, and that of `mc.splash_attention`.
+
+
+def _plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention of `(batch, heads, length, dim)`, without mask and scale."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (jnp.repeat(x, group, 1) for x in (key, value))
+    return jax.nn.softmax(query @ key.mT) @ value
+
+
+def _lengths_first(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    turned = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    return jnp.swapaxes(_plain(*turned), 1, 2)
+
+
+def _of_arrays(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """For kernels of Pallas, which have scale and mask in their code.
+
+    Of their inputs the first three arrays of rank 4 are query, key and value.
+    """
+    return lambda *inputs: plain(*[x for x in inputs if x.ndim == 4][:3])
+
+
 _SPLASH = "tpu/splash_attention/splash_attention_kernel.py"
-_TOKAMAX = "tokamax/_src/ops/experimental"
-_PALLAS = {
-    ("mha_forward", "pallas/ops/gpu/attention.py"): Kernel(False),
-    ("_flash_attention_kernel", "pallas/ops/tpu/flash_attention.py"): Kernel(True),
-    ("splash_mha_fwd_no_residuals", _SPLASH): Kernel(True),  # JAX's and tokamax's
-    # That of `mc.splash_attention`: output, logarithms of sums, maxima.
-    ("splash_mha_fwd_residuals", f"{_TOKAMAX}/{_SPLASH}"): Kernel(True, maxima=2),
-}
+_TOKAMAX = f"tokamax/_src/ops/experimental/{_SPLASH}"
+
+attention_rule(
+    _of_arrays(_lengths_first), of="mha_forward at pallas/ops/gpu/attention.py"
+)
+attention_rule(
+    _of_arrays(_plain),
+    of="_flash_attention_kernel at pallas/ops/tpu/flash_attention.py",
+)
+attention_rule(_of_arrays(_plain), of=f"splash_mha_fwd_no_residuals at {_SPLASH}")
+# That of `mc.splash_attention`: output, logarithms of sums, maxima.
+attention_rule(
+    _of_arrays(_plain), of=f"splash_mha_fwd_residuals at {_TOKAMAX}", maxima=2
+)
 
 
-def kernel_of(eqn: Any) -> Kernel | None:
-    """The kernel that an equation calls, if it has a rule."""
-    name = jaxprs.kernel_name(eqn)
-    if name == "dot_product_attention_fwd_wrapper":
-        return _cudnn(eqn)
-    function, _, path = name.partition(" at ")
-    ranks = [len(jaxprs.shape_of(x)) for x in eqn.invars]
-    operands = [i for i, rank in enumerate(ranks) if rank == 4][:3]
-    for (own, file), kernel in _PALLAS.items():
-        if function == own and path.endswith(f"/{file}") and len(operands) == 3:
-            return kernel._replace(operands=operands)
-    return None
+def _cudnn(*inputs: Any, params: Any) -> jax.Array:
+    # AttentionLayout.BNTH is 1.
+    return (_plain if params["layout"] == 1 else _lengths_first)(*inputs[:3])
 
 
-def _cudnn(eqn: Any) -> Kernel:
+def _cudnn_largest(*inputs: Any, params: Any) -> jax.Array | None:
     """`jax.nn.dot_product_attention(implementation="cudnn")`.
 
     Its inputs are query, key, value, bias (masks in it as large negative numbers), the
     lengths of query and key, and what paged and packed sequences need; its parameters
     are the same from JAX 0.8 to 0.12.
     """
-    params = eqn.params
-    heads_first = params["layout"] == 1  # AttentionLayout.BNTH
     mask = getattr(params["mask_type"], "name", str(params["mask_type"]))
     # Offsets and pages are arrays of size zero where unused.
-    is_packed = any(0 not in jaxprs.shape_of(x) for x in eqn.invars[6:10])
-    is_modified = params.get("score_mod") is not None
-    if is_packed or is_modified or mask == "ALIBI":
-        return Kernel(heads_first)
-
-    def largest(inputs: Sequence[Any]) -> jax.Array:
-        query, key, _, bias, query_lengths, key_lengths = inputs[:6]
-        if heads_first:
-            query, key = (jnp.swapaxes(x, 1, 2) for x in (query, key))
-        options: dict[str, Any] = {"scale": params["scale"]}
-        if bias.size:
-            options["bias"] = bias
-        if "PADDING" in mask:
-            # As segments: what is padding on either side is of no segment in common.
-            lengths = zip((query, key), (query_lengths, key_lengths), strict=True)
-            is_padding = [jnp.arange(x.shape[1]) >= n[:, None] for x, n in lengths]
-            options["query_segment_ids"] = jnp.where(is_padding[0], 1, 0)
-            options["key_segment_ids"] = jnp.where(is_padding[1], 2, 0)
-        if window := params["sliding_window_length"]:
-            # A query sees itself and those before it, `window` in all.
-            options["local_window_size"] = (window - 1, 0)
-        return max_logits(query, key, is_causal="CAUSAL" in mask, **options)
-
-    return Kernel(heads_first, largest=largest)
+    is_packed = any(x.size for x in inputs[6:10])
+    if is_packed or params.get("score_mod") is not None or mask == "ALIBI":
+        return None
+    query, key, _, bias, query_lengths, key_lengths = inputs[:6]
+    if params["layout"] == 1:
+        query, key = (jnp.swapaxes(x, 1, 2) for x in (query, key))
+    options: dict[str, Any] = {"scale": params["scale"]}
+    if bias.size:
+        options["bias"] = bias
+    if "PADDING" in mask:
+        # As segments: what is padding on either side is of no segment in common.
+        lengths = zip((query, key), (query_lengths, key_lengths), strict=True)
+        is_padding = [jnp.arange(x.shape[1]) >= n[:, None] for x, n in lengths]
+        options["query_segment_ids"] = jnp.where(is_padding[0], 1, 0)
+        options["key_segment_ids"] = jnp.where(is_padding[1], 2, 0)
+    if window := params["sliding_window_length"]:
+        # A query sees itself and those before it, `window` in all.
+        options["local_window_size"] = (window - 1, 0)
+    return max_logits(query, key, is_causal="CAUSAL" in mask, **options)
 
 
-def body_of(kernel: Kernel, eqn: Any) -> jaxprs.Inner:
-    """The jaxpr of the plain attention that a kernel stands for, on its operands."""
-    avals = [eqn.invars[i].aval for i in kernel.operands]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-    return jaxprs.trace(kernel.plain, *shapes)
+attention_rule(_cudnn, of="dot_product_attention_fwd_wrapper", maxima=_cudnn_largest)

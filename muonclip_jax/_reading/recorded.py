@@ -167,16 +167,16 @@ class _Recorder:
         """The outputs of an equation, and the statistics of the sites in it."""
         if not (inside := self._inside(at)):
             return jaxprs.bound(eqn, inputs), {}
-        if kernel := kernels.kernel_of(eqn):
+        if rule := kernels.rule_of(eqn):
             ((n, layer),) = inside.items()
-            if kernel.largest is None:
+            found = rule.largest(eqn, jax.lax.stop_gradient(inputs))
+            if found is None:
                 raise ValueError(
-                    f"the logits of {layer.line} cannot be recorded: mask and "
-                    "scale are in the code of "
-                    f"{jaxprs.kernel_name(eqn).partition(' at ')[0]}. Use "
-                    "mc.splash_attention or mc.blockwise_attention in its place"
+                    f"the logits of {layer.line} cannot be recorded: mask and scale "
+                    f"are in the code of {rule.name}. Use mc.splash_attention or "
+                    "mc.blockwise_attention in its place, or say by maxima= of "
+                    "mc.attention_rule how its largest logits are had"
                 )
-            found = kernel.largest(jax.lax.stop_gradient(inputs))
             if found.size != layer.heads:
                 raise ValueError(
                     f"the kernel at {layer.line} has {found.size} heads, and "

@@ -63,6 +63,7 @@ def never(kernel: Labels, other: Labels) -> bool:
 _DEEPEST = 4
 
 ADDED = "data or constants are added to"
+SHIFTED = "a number is added to a parameter, as in a norm's gain of 1 + g, of"
 NORMED = (
     "something nonlinear, such as a norm without a gain, stands between the parameters "
     "and"
@@ -134,8 +135,12 @@ class Scaling:
         for i, move in back.items():
             if (taken is None or i == taken) and not inputs[i].is_zero:
                 own = self._operand(at, i, move, way)
-                if name in ("max", "min") and not facts[i].leaves and own:
-                    own = (Summand((), why),)
+                if own and not facts[i].leaves:
+                    is_shift = any(fact.is_weight for fact in facts)
+                    if name in ("max", "min"):
+                        own = (Summand((), why),)
+                    elif is_shift and not facts[i].has_data and name in ("add", "sub"):
+                        own = (Summand((), SHIFTED),)
                 found += self._met(at, facts[i], own)
         return found
 

@@ -114,9 +114,9 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
         if frame.parent is None:
             return None
         frame = frame.parent
-    kernel = kernels.kernel_of(frame.eqn)
-    assert kernel is not None
-    for at in reader.equations if kernel.maxima is not None else ():
+    rule = kernels.rule_of(frame.eqn)
+    assert rule is not None
+    for at in reader.equations if isinstance(rule.maxima, int) else ():
         if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], frame.eqn):
             return Site(at)
     return None
