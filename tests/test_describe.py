@@ -236,7 +236,7 @@ def test_refused_layers_are_below_the_table_with_their_reason():
         at = f"{path} at test_describe.py:{normalized.__code__.co_firstlineno}"
         assert line.startswith(at[: at.index(":")]) and "norm without a gain" in line
         assert line in str(error.value)
-    assert rows(table)["last/q"].endswith("query, 1 heads")
+    assert rows(table)["last/q"].endswith("query, all heads")
     assert rows(table)["first/q"].endswith("-")
     # The rows are those of `muon`, which the refusal does not concern.
     state = mc.muon(1e-3, model=reading).init(params)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._options import array
 from .._parameters import paths
@@ -21,7 +22,7 @@ def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
     # compiler forms both in one pass, or one that takes a fraction of the product in
     # front of it. In float16 the factor would be zero, and make -inf NaN.
     found = jnp.max(x, axes, initial=-jnp.inf)
-    scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 2.0**-64
+    scaled = x.astype(np.promote_types(x.dtype, np.float32)) * 2.0**-64
     is_nan = jnp.isnan(jnp.sum(scaled, axes)) & (found < jnp.inf)
     return jnp.where(is_nan, jnp.nan, found)
 

@@ -107,7 +107,9 @@ def params_of(params: Any) -> Any:
     # Whoever has a module of theirs has imported them: nobody else needs to.
     nnx, eqx = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
     if nnx is not None and isinstance(params, nnx.Module):
-        return nnx.state(params, nnx.Param)
+        # Modules without variables, of arrays alone, are trees as they are.
+        state = nnx.state(params, nnx.Param)
+        return state if jax.tree.leaves(state) else params
     if eqx is None:
         return params
 

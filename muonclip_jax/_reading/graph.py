@@ -21,6 +21,7 @@ from .labels import (
     full,
     is_varied,
     joined,
+    key_of,
     Label,
     marks,
     moves,
@@ -233,7 +234,7 @@ class Graph:
     ) -> Iterator[tuple[Origin, frozenset[Any]]]:
         """What a variable is, after frames are entered and left."""
         frame, var = atom
-        if (labels[0] == nothing(labels[0])).all():
+        if any((x == nothing(x)).all() for x in labels):
             return
         if isinstance(var, Literal) or var in frame.consts:
             yield Origin(labels, atom=atom), seen
@@ -305,17 +306,13 @@ class Graph:
             # The trips' dimension of a slice is the first of what it is a slice of.
             labels = tuple(joined(x, [lead]).squeeze(lead) for x in labels)
         if outer.how == "carry":
-            key = (*atom.key(), *(_key(x) for x in labels))
+            key = (*atom.key(), *map(key_of, labels))
             if key in seen:
                 return
             made = frame.jaxpr.outvars[i - frame.first]
             before = tuple(np.expand_dims(x, lead) for x in labels)
             yield from self.origins(Atom(frame, made), before, seen | {key})
         yield from self.origins(Atom(frame.parent, outer.atom), labels, seen)
-
-
-def _key(label: Label) -> Any:
-    return label.shape, tuple(label.ravel().tolist())
 
 
 # Meshes: a dimension that axes cut into m blocks of n is of shape (m, n), the first of

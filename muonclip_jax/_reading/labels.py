@@ -27,8 +27,10 @@ Shape = tuple[int, ...]
 Move = Callable[[Label], Label]
 
 
-# Labels are not made larger to say where they end.
-_LARGEST = 1 << 22
+# Labels are not made larger than that to say where they end: along positions and one
+# more axis they would be as large as activations. Where nothing is reached, that of
+# another axis says so. Exact ones, of heads, have to say it themselves.
+_LARGEST = {"O": 1 << 22, "i": 1 << 16, "f": 1 << 16}
 
 
 def nothing(label: Label) -> Any:
@@ -51,10 +53,21 @@ def either(a: Label, b: Label) -> Label:
     return join(a, b)
 
 
+def key_of(label: Label) -> Any:
+    """What is the same for equal labels."""
+    is_exact = label.dtype.kind == "O"
+    return label.shape, tuple(label.ravel().tolist()) if is_exact else label.tobytes()
+
+
 def is_varied(label: Label, axis: int | None = None) -> bool:
     """Whether entries have different marks, those without any aside, along an axis."""
+    if label.size == 1 or (axis is not None and label.shape[axis] == 1):
+        return False
     if axis is not None:
         label = joined(label, [a for a in range(label.ndim) if a != axis])
+    if label.dtype.kind != "O":
+        marked = label[label != 0]
+        return marked.size > 0 and bool((marked != marked[0]).any())
     return len(set(label.ravel().tolist()) - {0}) > 1
 
 
@@ -104,7 +117,7 @@ def dimensions(
 
 def placed(label: Label, axis: int, size: int, at: slice) -> Label:
     """The label of what a slice was taken from: nothing around it."""
-    if label.shape[axis] == 1 and label.size * size > _LARGEST:
+    if label.shape[axis] == 1 and label.size * size > _LARGEST[label.dtype.kind]:
         return label  # around it, as well
     shape = [size if i == axis else n for i, n in enumerate(label.shape)]
     around = np.full(shape, nothing(label), label.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 from . import jaxprs
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, ELEMENTWISE, Move, moves, PRODUCTS
+from .labels import either, ELEMENTWISE, key_of, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
@@ -96,8 +96,7 @@ class Scaling:
         return self._of(atom, Way(labels, is_last=is_last))
 
     def _of(self, atom: Atom, way: Way) -> Sum:
-        own = ((x.shape, x.dtype.kind, tuple(x.ravel().tolist())) for x in way.labels)
-        key = (*atom.key(), way.depth, *own)
+        key = (*atom.key(), way.depth, *map(key_of, way.labels))
         if key not in self._known:
             found: list[Summand] = []
             for origin, seen in self._graph.origins(atom, way.labels, way.seen):

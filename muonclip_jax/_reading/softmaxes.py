@@ -17,6 +17,7 @@ from .labels import (
     contracted,
     either,
     ELEMENTWISE,
+    key_of,
     Label,
     marks,
     moved,
@@ -199,11 +200,7 @@ class Softmaxes:
                 at = origin.at
                 if at is None:
                     continue
-                key = (
-                    id(at.frame),
-                    at.i,
-                    *((x.shape, tuple(x.ravel().tolist())) for x in origin.labels),
-                )
+                key = (*at.key(), *map(key_of, origin.labels))
                 if key in known:
                     continue
                 known.add(key)

@@ -11,6 +11,7 @@ from .labels import (
     contracted,
     dimensions,
     is_varied,
+    key_of,
     KNOWN,
     marks,
     moved,
@@ -463,7 +464,7 @@ class Uses:
                 at = origin.at
                 if at is None:
                     continue
-                key = at.key(), tuple((x.shape, x.tobytes()) for x in origin.labels)
+                key = at.key(), tuple(map(key_of, origin.labels))
                 if key in known:
                     continue
                 known.add(key)

@@ -42,7 +42,9 @@ def test_next_to_patterns(make):
     expected = update_of(make, dimension_numbers=by_hand)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     whole = update_of(make, per_head=False, dimension_numbers=RULES)
-    changed = jax.tree.map(lambda a, b: bool((a != b).any()), found, whole)
+    # Other stacks are multiplied in another order: the same matrices differ in bits.
+    far = lambda a, b: bool((jnp.abs(a - b) > 1e-3 * jnp.abs(b).max()).any())  # noqa: E731
+    changed = jax.tree.map(far, found, whole)
     assert changed["attn"]["value"]["kernel"] and not changed["moe"]["wi"]
     assert not changed["attn"]["out"]["kernel"]
 
