@@ -51,6 +51,12 @@ from muonclip_jax._newton_schulz.solver import make_solver, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._qk_clip.qk_clip import gammas
+from muonclip_jax._reading.calls import call_of
+from muonclip_jax._reading.facts import Facts
+from muonclip_jax._reading.graph import Graph
+from muonclip_jax._reading.heads import heads_of
+from muonclip_jax._reading.labels import moves
+from muonclip_jax._reading.softmaxes import Softmaxes
 
 
 # JAX 0.8 and 0.9 lack what the kernel is made of.
@@ -66,10 +72,13 @@ __all__ = [
     "MOST_SLOTS",
     "AxisRoles",
     "Exchange",
+    "Facts",
+    "Graph",
     "Kernel",
     "MatrixView",
     "Platform",
     "SharedStack",
+    "Softmaxes",
     "Solver",
     "Work",
     "accumulate",
@@ -77,6 +86,7 @@ __all__ = [
     "assign_owners",
     "axis_roles",
     "block_layout",
+    "call_of",
     "check_schedule",
     "cudnn",
     "cut_into_passes",
@@ -84,11 +94,13 @@ __all__ = [
     "eight_bits",
     "gammas",
     "groups_of",
+    "heads_of",
     "hopper_kernel",
     "local_view",
     "matrix_view",
     "matrix_views",
     "max_logits_module",
+    "moves",
     "muon_module",
     "muonclip_module",
     "norm_by_hypotenuses",

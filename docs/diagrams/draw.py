@@ -12,6 +12,7 @@ from card import Card
 from clip_card import clip_card
 from layout_cards import layout_card, LAYOUTS
 from pass_card import pass_card
+from reading_card import reading_card
 from share_card import share_card
 from update_card import update_card
 
@@ -36,6 +37,7 @@ def cards() -> dict[str, Card]:
         "passes": pass_card(),
         "shares": share_card(),
         "clip": clip_card(),
+        "reading": reading_card(),
     }
 
 

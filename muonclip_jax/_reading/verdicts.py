@@ -1,4 +1,4 @@
-"""What each parameter is, by the uses that a walk noted."""
+"""What each parameter is, by the uses that were noted."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
