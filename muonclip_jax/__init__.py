@@ -4,7 +4,7 @@ The system: `muonclip`, with `multi_steps` for micro-batches.
 Its parts: `muon`, `scale_by_muon`, `newton_schulz`; `qk_clip`, `clip_qk`.
 Steps to chain: `normalize_neurons` (NorMuon), `add_cautious_decayed_weights`.
 Attention that records: `attention_fn`, `max_logits`, `blockwise_attention`, ...
-A model read from its trace: `read_model`, `record_attention`.
+A model read from its trace: `read_model`, `record_attention`, `attention_rule`.
 What a model means by its names: `describe`, `param_labels`, ...
 """
 
