@@ -117,7 +117,9 @@ class LayerReader:
         for product in ordered:
             order = self._query_first(product, queries)
             if order is None:
-                self.refusals.append("query and key could not be told apart")
+                # The product of a parameter and what is no query is a bias.
+                if facts.weight_of(product.at) is None:
+                    self.refusals.append("query and key could not be told apart")
                 continue
             try:
                 heads = heads_of(self.softmaxes.scaling, product, order)

@@ -609,15 +609,51 @@ def _gathered(op: Op) -> Moves:
     return [(0, move)]
 
 
-@_rule("psum_scatter reduce_scatter all_to_all")
+@_rule("psum_scatter reduce_scatter")
 def _scattered(op: Op) -> Moves:
-    """Where entries go is followed no further than to all places."""
+    """The sum of all, of which each has a block."""
+    dim, count = op.eqn.params["scatter_dimension"], op.eqn.params["axis_size"]
 
     def move(label: Label) -> Label:
-        label = joined(label, [*_devices(op), *range(op.lead, label.ndim)])
-        return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
+        devices, axis = _devices(op), op.lead + dim
+        if len(devices) != 1 or not op.eqn.params["tiled"]:
+            return _lost(label, op)
+        blocks = np.expand_dims(label, axis).swapaxes(devices[0], axis)
+        apart = (*op.out[:dim], count, *op.out[dim:])
+        return reshaped(blocks, op.lead, apart, op.ins[0])
 
     return [(0, move)]
+
+
+@_rule("all_to_all")
+def _exchanged(op: Op) -> Moves:
+    """Each sends a block along one dimension to each, and joins along another."""
+    params = op.eqn.params
+    split, joins = params["split_axis"], params["concat_axis"]
+
+    def move(label: Label) -> Label:
+        devices = _devices(op)
+        if len(devices) != 1 or not params.get("tiled") or split == joins:
+            return _lost(label, op)
+        count = op.out[joins] // op.ins[0][joins]
+        block = op.ins[0][joins]
+        apart = (*op.out[:joins], count, block, *op.out[joins + 1 :])
+        label = reshaped(label, op.lead, op.out, apart)
+        # The block that came from each device, for the device that has it now.
+        label = label.swapaxes(devices[0], op.lead + joins)
+        # That dimension is the blocks of the one that was cut.
+        own = op.lead + joins
+        label = np.moveaxis(label, own, op.lead + split)
+        before = (*op.ins[0][:split], count, op.ins[0][split] // count)
+        return reshaped(label, op.lead, (*before, *op.ins[0][split + 1 :]), op.ins[0])
+
+    return [(0, move)]
+
+
+def _lost(label: Label, op: Op) -> Label:
+    """Of entries that may have come from anywhere."""
+    label = joined(label, [*_devices(op), *range(op.lead, label.ndim)])
+    return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
 
 
 #: Primitives that no parameter and no attention is lost sight of in.

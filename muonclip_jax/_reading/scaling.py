@@ -146,8 +146,9 @@ class Scaling:
     def _operand(self, at: Eqn, i: int, move: Move, way: Way) -> Sum:
         own = way._replace(labels=tuple(map(move, way.labels)))
         found = self._of(at.inputs()[i], own)
-        is_weight = i == 0 and self._facts.of(at.inputs()[0]).is_weight
-        if at.name in ("dynamic_slice", "gather") and is_weight and _is_any(at):
+        # Of a table of positions all rows are meant, of a stack of kernels one.
+        is_stack = i == 0 and self._facts.of(at.output()).is_weight
+        if at.name in ("dynamic_slice", "gather") and is_stack and _is_any(at):
             return changed(found, is_picked=True)
         return found
 

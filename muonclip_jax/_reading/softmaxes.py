@@ -333,7 +333,9 @@ class Softmaxes:
         What activations have along queries and keys already is a bias.
         """
         i = self.facts.weight_of(product.at)
-        return i is not None and bool(product.keys & product.free[i])
+        return i is not None and bool(
+            not product.keys or product.keys & product.free[i]
+        )
 
     def _is_asked(self, product: Product) -> bool:
         """Whether parameters are the queries of what activations are the keys of.
