@@ -224,6 +224,37 @@ def one_head_on_each_device(p, x):
     return local(p, x)
 
 
+FOUR = one(q=(D, 4, K), k=(D, 4, K), v=(D, 4, K), o=(4, K, D))
+
+
+EIGHT = array("x of eight", B, 8, D)
+
+
+@case(HEADS_SAY, FOUR, EIGHT, attention="read", plain=_with_heads)
+def positions_for_heads_between_devices(p, x):
+    """DeepSpeed-Ulysses: each device has some positions, and attends for some heads."""
+    sharded = P(None, "a")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=_mesh(2),
+        in_specs=(P(), sharded),
+        out_specs=sharded,
+        check_vma=False,
+    )
+    def local(p, x):
+        swap = functools.partial(jax.lax.all_to_all, axis_name="a", tiled=True)
+        q, k, v = (
+            swap(jnp.einsum("btd,dhk->bthk", x, p[n]), split_axis=2, concat_axis=1)
+            for n in "qkv"
+        )
+        y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores(q, k)), v)
+        y = swap(y, split_axis=1, concat_axis=2)
+        return jax.nn.gelu(x + jnp.einsum("bqhd,hde->bqe", y, p["o"])) @ p["head"]
+
+    return local(p, x)
+
+
 @case(HEADS_SAY, HEADS, X, attention="read", plain=_with_heads)
 def features_on_two_devices(p, x):
     specs = {n: P("a") for n in "qkv"} | {"o": P(None, None, "a"), "head": P("a")}
