@@ -55,7 +55,7 @@ from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
 from muonclip_jax._reading.heads import heads_of
-from muonclip_jax._reading.labels import moves
+from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from .facts import union
 from .graph import Eqn, Lead
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
-from .labels import is_varied, joined, marks, moves
+from .labels import is_varied, joined, marks
+from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, site_of, Unclear
 from .softmaxes import Path, Product, Softmaxes
@@ -205,7 +206,7 @@ class LayerReader:
         return (0, 1) if is_key[1] else (1, 0)
 
     def _parameters(self, product: Product, i: int) -> set[int]:
-        labels = (marks(product.rank_of(i), 0, 1),)
+        labels = (marks(product.operand(i).rank, 0, 1),)
         found = self.softmaxes.scaling.of(product.operand(i), labels)
         return {f.parameter for s in found for f in s.factors}
 
@@ -221,7 +222,7 @@ class LayerReader:
                 continue
             inner = product.over_of(i)
             for s in self.softmaxes.scaling.of(
-                atom, inner or (marks(product.rank_of(i), 0, 1),)
+                atom, inner or (marks(product.operand(i).rank, 0, 1),)
             ):
                 found |= {
                     f.parameter
@@ -244,7 +245,7 @@ class LayerReader:
                 labels = product.side(i, heads.label)
                 if region is not None:
                     pair = product.over[0]
-                    lead, rank = len(product.at.frame.lead), product.rank_of(i)
+                    lead, rank = len(product.at.frame.lead), product.operand(i).rank
                     n = product.operand(i).shape[pair[i]]
                     inside = np.zeros(n, object)
                     inside[region] = -1
@@ -253,7 +254,7 @@ class LayerReader:
                     )
                 leads = product.at.frame.lead
                 loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
-                trips = [marks(product.rank_of(i), x.axis, x.size) for x in loops]
+                trips = [marks(product.operand(i).rank, x.axis, x.size) for x in loops]
                 found = self.softmaxes.scaling.of(
                     product.operand(i), (labels, *trips), shows_all
                 )
@@ -276,7 +277,7 @@ class LayerReader:
         lead = len(product.at.frame.lead)
         rows: list[np.ndarray] = []
         i = order[1]
-        label = marks(product.rank_of(i), lead + pair[i], n, exact=True)
+        label = marks(product.operand(i).rank, lead + pair[i], n, exact=True)
         for s in self.softmaxes.scaling.of(product.operand(i), (label,), shows_all):
             made = [f for f in s.factors if f.is_linear] or list(s.factors)
             if made:

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import shape_of
-from .labels import contracted, ELEMENTWISE, KNOWN, PRODUCTS, sides
+from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS, sides
 
 
 class Fact(NamedTuple):

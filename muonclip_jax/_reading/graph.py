@@ -9,26 +9,16 @@ of a mesh that the frame is in.
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
 
 from . import jaxprs, kernels
-from .jaxprs import Address, Axes, shape_of
-from .labels import (
-    full,
-    is_varied,
-    joined,
-    key_of,
-    Label,
-    marks,
-    moves,
-    nothing,
-    PRODUCTS,
-    small,
-)
+from .jaxprs import Address, shape_of
+from .labels import full, is_varied, joined, key_of, Label, marks, nothing, small
+from .primitives import moves, PRODUCTS
 
 
 #: Labels of one array, which go back together.
@@ -101,6 +91,26 @@ class Atom(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return shape_of(self.var)
+
+    @property
+    def lead(self) -> int:
+        return len(self.frame.lead)
+
+    @property
+    def rank(self) -> int:
+        """That of its labels."""
+        return self.lead + len(self.shape)
+
+    @property
+    def number(self) -> Any:
+        return self.frame.number(self.var)
+
+    def marks(self, axes: Iterable[int]) -> Labels:
+        """A label for each of some dimensions, with marks along it."""
+        return tuple(marks(self.rank, self.lead + d, self.shape[d]) for d in axes)
+
+    def each(self) -> Labels:
+        return self.marks(range(len(self.shape)))
 
     @property
     def is_zero(self) -> bool:
@@ -250,9 +260,7 @@ class Graph:
 
     def copied(self, atom: Atom) -> set[int]:
         """The dimensions along which an array is a copy, as far as its making shows."""
-        lead, dims = len(atom.frame.lead), range(len(atom.shape))
-        rank = lead + len(dims)
-        start = tuple(marks(rank, lead + d, n) for d, n in enumerate(atom.shape))
+        dims = range(len(atom.shape))
         varied = {d for d, n in enumerate(atom.shape) if n == 1}
 
         def follow(atom: Atom, labels: Labels, depth: int) -> None:
@@ -269,12 +277,17 @@ class Graph:
                     varied.update(d for d in dims if is_varied(origin.labels[d]))
 
         if dims:
-            follow(atom, start, 0)
+            follow(atom, atom.each(), 0)
         return {*dims} - varied
+
+    def made_by(self, atom: Atom) -> list[Eqn]:
+        """The equations that made an array: one, or several where it is of a branch."""
+        label = np.ones([1] * atom.rank, np.int64)
+        return [x.at for x, _ in self.origins(atom, (label,)) if x.at is not None]
 
     def _inside(self, inner: Frame, k: int, atom: Atom, labels: Labels, seen: Any):
         """The k-th result of a call, in the frame that it runs."""
-        lead = len(atom.frame.lead)
+        lead = atom.lead
         if k >= len(inner.jaxpr.outvars):  # what a kernel returns besides
             yield Origin(labels, Eqn(atom.frame, atom.frame.made[atom.var][0]), k), seen
             return
@@ -453,6 +466,3 @@ def _number_outside(frame: Frame, i: int) -> int | float | Lead | None:
     if value is not None and np.array_equal(np.asarray(value), np.arange(trips.size)):
         return trips
     return None
-
-
-__all__ = ["Atom", "Axes", "Eqn", "Frame", "Graph", "Labels", "Lead", "Origin", "marks"]

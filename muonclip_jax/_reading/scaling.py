@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import jaxprs
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, ELEMENTWISE, key_of, Move, moves, PRODUCTS
+from .labels import either, key_of
+from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
@@ -207,9 +206,7 @@ class Scaling:
 
     def _finite_case(self, at: Eqn) -> int | None:
         """Of `where(isnan(x), 0, x)` and such, the case that finite entries have: x."""
-        mask = at.inputs()[0]
-        label = np.ones([1] * (len(at.frame.lead) + len(mask.shape)), np.int64)
-        made = [o.at for o, _ in self._graph.origins(mask, (label,)) if o.at]
+        made = self._graph.made_by(at.inputs()[0])
         if len(made) != 1 or len(at.eqn.invars) != 3:
             return None
         test, args = made[0], made[0].eqn.invars

@@ -16,7 +16,8 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .graph import Atom, Eqn
 from .heads import Heads
-from .labels import joined, marks, moves
+from .labels import joined, marks
+from .primitives import moves
 from .softmaxes import Path, Product, Softmaxes
 
 
@@ -76,11 +77,11 @@ def site_of(
         return named, None
     site = _entrance(reader, exp, bits)
     atom = site.at.inputs()[site.operand]
-    lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
     bit = reader.facts.product(product.at)
     sizes = dict(enumerate(atom.shape))
-    each = tuple(marks(rank, lead + d, n) for d, n in sizes.items())
-    labels, path = reader.to_product(atom, each or (marks(rank, 0, 1),), bit)
+    labels, path = reader.to_product(
+        atom, atom.each() or (marks(atom.rank, 0, 1),), bit
+    )
     if labels is None:
         raise Unclear("could not be followed into the softmax")
     of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
@@ -123,15 +124,10 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
 
 
 def _is_of(reader: Softmaxes, atom: Atom, eqn: Any) -> bool:
-    """Whether an array is made of what an equation returns."""
-    label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
-    for origin, _ in reader.graph.origins(atom, (label,)):
-        if origin.at is None:
-            continue
-        if origin.at.eqn is eqn:
-            return True
-        back = moves(origin.at, origin.k)
-        if any(_is_of(reader, origin.at.inputs()[i], eqn) for i, _ in back):
+    """Whether an array is made of what an equation returns, and of little else."""
+    for at in reader.graph.made_by(atom):
+        operands = (at.inputs()[i] for i, _ in moves(at, 0))
+        if at.eqn is eqn or any(_is_of(reader, x, eqn) for x in operands):
             return True
     return False
 
@@ -147,8 +143,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
     found = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
     atom = exp.inputs()[-1]
     while True:
-        label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
-        made = [o.at for o, _ in reader.graph.origins(atom, (label,)) if o.at]
+        made = reader.graph.made_by(atom)
         if len(made) != 1 or reader.facts.product(made[0]) & bits:
             return found
         (at,), inputs = made, made[0].inputs()
@@ -163,8 +158,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
             elif own == [0, 1]:
                 found = Site(at, factor=factor)
         elif at.name in ("mul", "div") and len(own) == 1:
-            other = inputs[1 - own[0]]
-            number = other.frame.number(other.var)
+            number = inputs[1 - own[0]].number
             number = number if isinstance(number, int | float) and number else math.nan
             factor = factor * number if at.name == "mul" else factor / number
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
@@ -180,7 +174,7 @@ def _count(
 ) -> Path:
     """Finds the rows of each head: entries along the dimensions of heads."""
     atom = site.at.inputs()[site.operand]
-    lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+    lead, rank = atom.lead, atom.rank
     sizes = [atom.shape[d] for d in site.dims]
     count = math.prod(sizes)
     cannot = (
@@ -224,7 +218,7 @@ def _count(
 def _spans(reader: Softmaxes, site: Site, bit: int) -> dict[int, tuple[int, int]]:
     """Where logits are along dimensions that have more than these."""
     atom = site.at.inputs()[site.operand]
-    lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
+    lead, rank = atom.lead, atom.rank
     spans = {}
     for d, n in enumerate(atom.shape):
         if n == 1 or d in site.dims:

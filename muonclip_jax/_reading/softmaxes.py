@@ -9,24 +9,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .facts import Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels
-from .labels import (
-    contracted,
-    either,
-    ELEMENTWISE,
-    key_of,
-    Label,
-    marks,
-    moved,
-    moves,
-    PRODUCTS,
-    shared,
-    sides,
-    small,
-)
+from .labels import either, key_of, Label, moved, small
+from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared, sides
 from .scaling import Scaling
 
 
@@ -48,12 +34,12 @@ class Product(NamedTuple):
 
     @property
     def lead(self) -> int:
-        return len(self.at.frame.lead)
+        return self.at.output().lead
 
     @property
     def rank(self) -> int:
         """That of its labels."""
-        return self.lead + len(self.shape)
+        return self.at.output().rank
 
     @property
     def is_key(self) -> list[bool]:
@@ -63,18 +49,14 @@ class Product(NamedTuple):
     def operand(self, i: int) -> Atom:
         return self.at.inputs()[i]
 
-    def rank_of(self, i: int) -> int:
-        return self.lead + len(self.operand(i).shape)
-
     def side(self, i: int, label: Label) -> Label:
         """The label of an operand, from that of the product."""
         return small(moved(label, self.lead, self.to[i]))
 
     def over_of(self, i: int) -> Labels:
         """Marks along the dimensions of an operand that are summed over."""
-        sizes = {pair[i]: self.operand(i).shape[pair[i]] for pair in self.over}
-        rank = self.rank_of(i)
-        return tuple(marks(rank, self.lead + d, n) for d, n in sizes.items() if n > 1)
+        atom, dims = self.operand(i), [pair[i] for pair in self.over]
+        return atom.marks(d for d in dims if atom.shape[d] > 1)
 
 
 @dataclasses.dataclass
@@ -105,7 +87,7 @@ def exponent(at: Eqn) -> int | None:
     """Which operand an exponential is of."""
     if at.name in ("exp", "exp2"):
         return 0
-    if at.name == "pow" and isinstance(at.frame.number(at.eqn.invars[0]), int | float):
+    if at.name == "pow" and isinstance(at.inputs()[0].number, int | float):
         return 1
     return None
 
@@ -217,16 +199,11 @@ class Softmaxes:
                 ]
                 if at.name in ("mul", "div") and len(own) == 1:
                     other = 1 - own[0][0]
-                    number = inputs[other].frame.number(inputs[other].var)
+                    number = inputs[other].number
                     path.factors.append((at, other, origin.labels))
-                    number = number if isinstance(number, int | float) else math.nan
-                    scale = (
-                        scale * number
-                        if at.name == "mul"
-                        else scale / number
-                        if number
-                        else math.nan
-                    )
+                    is_known = isinstance(number, int | float) and number
+                    number = number if is_known else math.nan
+                    scale = scale * number if at.name == "mul" else scale / number
                 elif at.name == "tanh":
                     path.caps.append((at, scale))
                 elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
@@ -234,9 +211,8 @@ class Softmaxes:
                 elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                     path.joins.append(at)
                 elif at.name in ("add", "sub", "add_any"):
-                    path.added += [
-                        (at, i) for i, _ in back if i not in [j for j, _ in own]
-                    ]
+                    others = {i for i, _ in back} - {i for i, _ in own}
+                    path.added += [(at, i) for i in sorted(others)]
                 for i, move in own:
                     follow(inputs[i], tuple(map(move, origin.labels)), after, scale)
 
@@ -254,12 +230,10 @@ class Softmaxes:
         seen: set[Any] = set()
 
         def follow(atom: Atom, depth: int) -> None:
-            label = np.ones([1] * (len(atom.frame.lead) + len(atom.shape)), np.int64)
-            for origin, _ in self.graph.origins(atom, (label,)):
-                at = origin.at
-                if at is None or (id(at.frame), at.i) in seen or depth > 12:
+            for at in self.graph.made_by(atom):
+                if at.key() in seen or depth > 12:
                     continue
-                seen.add((id(at.frame), at.i))
+                seen.add(at.key())
                 if (
                     at.name == "reduce_max"
                     and self.facts.of(at.inputs()[0]).products & bits
@@ -280,10 +254,7 @@ class Softmaxes:
         for atom, axes in softmax.over:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
-            first = len(atom.frame.lead)
-            rank = first + len(atom.shape)
-            each = tuple(marks(rank, first + d, n) for d, n in enumerate(atom.shape))
-            labels, _ = self.to_product(atom, each, bit)
+            labels, _ = self.to_product(atom, atom.each(), bit)
             along = [
                 {d for d in range(len(dims)) if label.shape[lead + d] > 1}
                 for label in labels or ()
@@ -333,9 +304,8 @@ class Softmaxes:
         What activations have along queries and keys already is a bias.
         """
         i = self.facts.weight_of(product.at)
-        return i is not None and bool(
-            not product.keys or product.keys & product.free[i]
-        )
+        keys = product.keys
+        return i is not None and (not keys or bool(keys & product.free[i]))
 
     def _is_asked(self, product: Product) -> bool:
         """Whether parameters are the queries of what activations are the keys of.

@@ -1,25 +1,14 @@
 """What is done with every parameter, noted wherever it meets activations."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Frame, Labels
 from .jaxprs import shape_of
-from .labels import (
-    contracted,
-    dimensions,
-    is_varied,
-    key_of,
-    KNOWN,
-    marks,
-    moved,
-    moves,
-    PRODUCTS,
-    sides,
-    small,
-)
+from .labels import dimensions, is_varied, marks
+from .makers import Makers
+from .primitives import contracted, KNOWN, moves, PRODUCTS, sides
 from .softmaxes import Softmaxes
 
 
@@ -84,14 +73,6 @@ _ALGEBRA = frozenset(
 )
 
 
-class Kernel(NamedTuple):
-    """A product with a weight, which made an activation."""
-
-    at: Eqn
-    i: int  # which operand the weight is
-    labels: Labels  # of its result
-
-
 class Uses:
     """The notes of a graph.
 
@@ -105,6 +86,7 @@ class Uses:
 
     def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
+        self._makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
         for at in reader.equations:
             if frames := at.frame.inside.get(at.i):
@@ -216,11 +198,11 @@ class Uses:
             if fact.is_weight:
                 self._use("elementwise", at, fact)
         ends = facts[0].ends
-        for kernel in self._kernels(atom, self._each(atom)) if ends else ():
+        for kernel in self._makers.kernels(atom, atom.each()) if ends else ():
             event = self._facts.event(kernel.at)
             if event & ends and any(
                 is_varied(label)
-                for _, labels in self._leaves(kernel)
+                for _, labels in self._makers.leaves(kernel)
                 for label in labels
             ):
                 self._add("chosen", at, events=event)
@@ -256,7 +238,7 @@ class Uses:
         if to is None:
             return
         both = {d for d in to[1 - i] if d is not None}
-        lead = len(atom.frame.lead)
+        lead = atom.lead
         kind = "contracted"
         groups = set()
         if at.name == "conv_general_dilated":
@@ -314,7 +296,7 @@ class Uses:
         for atom, own, free in zip(
             inputs, to or (), ("input?", "output?"), strict=False
         ):
-            for summand in self._reader.scaling.of(atom, self._each(atom)):
+            for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
                         (axis, own[d] is None)
@@ -360,9 +342,9 @@ class Uses:
             dims |= weighed & gone
         if not dims:
             return set()
-        each = self._each(atom)
-        for kernel in self._kernels(atom, each):
-            for number, labels in self._leaves(kernel):
+        each = atom.each()
+        for kernel in self._makers.kernels(atom, each):
+            for number, labels in self._makers.leaves(kernel):
                 along: dict[int, set[int]] = {}
                 for d, label in enumerate(labels):
                     for axis in range(label.ndim):
@@ -389,11 +371,7 @@ class Uses:
             for bits, (atom, axes) in self._reader.sums:
                 if not bits & 1 << k:
                     continue
-                lead = len(atom.frame.lead)
-                own = tuple(
-                    marks(lead + len(atom.shape), lead + a, atom.shape[a]) for a in axes
-                )
-                labels, _ = self._reader.to_product(atom, own, 1 << k)
+                labels, _ = self._reader.to_product(atom, atom.marks(axes), 1 << k)
                 inner = len(at.frame.lead)
                 if any(x.shape[inner + d] > 1 for x in labels or () for d in free):
                     found.append((1 << k, at))
@@ -436,7 +414,7 @@ class Uses:
                     elif fact.is_deep:
                         follow(at.inputs()[j], own, depth + 1)
 
-        follow(atom, self._each(atom), 0)
+        follow(atom, atom.each(), 0)
         return dims
 
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
@@ -448,74 +426,6 @@ class Uses:
                     if not other.events & event:
                         self._add("chosen", at, events=event)
 
-    # What kernels made an activation, and along which dimensions.
-
-    def _each(self, atom: Atom) -> Labels:
-        lead, rank = len(atom.frame.lead), len(atom.frame.lead) + len(atom.shape)
-        return tuple(marks(rank, lead + d, n) for d, n in enumerate(atom.shape))
-
-    def _kernels(self, atom: Atom, labels: Labels) -> Iterator[Kernel]:
-        """The nearest products with weights that an activation comes from."""
-        known: set[Any] = set()
-        found: list[Kernel] = []
-
-        def follow(atom: Atom, labels: Labels) -> None:
-            for origin, _ in self._graph.origins(atom, labels):
-                at = origin.at
-                if at is None:
-                    continue
-                key = at.key(), tuple(map(key_of, origin.labels))
-                if key in known:
-                    continue
-                known.add(key)
-                facts = self._facts.all_of(at.inputs())
-                if at.name in PRODUCTS and not self._facts.is_entrywise(at):
-                    i = self._facts.weight_of(at)
-                    if i is not None and not facts[1 - i].is_onehot and facts[i].leaves:
-                        found.append(Kernel(at, i, origin.labels))
-                    elif contracted(at.eqn) and all(f.is_deep for f in facts):
-                        continue
-                    if i is not None:
-                        continue
-                back = moves(at, origin.k)
-                for i, move in back:
-                    if facts[i].is_deep:
-                        follow(at.inputs()[i], tuple(map(move, origin.labels)))
-
-        if labels:
-            follow(atom, labels)
-        yield from found
-
-    def _leaves(self, kernel: Kernel) -> Iterator[tuple[int, Labels]]:
-        """The parameters of a kernel's weight, with the labels of its outputs."""
-        at, i, labels = kernel
-        to = sides(at.eqn)
-        if to is None:
-            return
-        lead = len(at.frame.lead)
-        own = tuple(small(moved(x, lead, to[i])) for x in labels)
-        for summand in self._reader.scaling.of(at.inputs()[i], own):
-            for f in summand.factors:
-                yield f.parameter, f.labels
-
-    def _outputs(self, atom: Atom) -> dict[int, list[int]]:
-        """The dimensions that tell the outputs of each kernel apart, in its order."""
-        found: dict[int, dict[int, tuple[int, int]]] = {}
-        for kernel in self._kernels(atom, self._each(atom)):
-            for number, labels in self._leaves(kernel):
-                for d, label in enumerate(labels):
-                    for axis in range(label.ndim):
-                        if is_varied(label, axis):
-                            # Major ones change less often along an axis.
-                            line = label.swapaxes(0, axis).reshape(
-                                label.shape[axis], -1
-                            )
-                            changes = int((line[1:] != line[:-1]).any(1).sum())
-                            found.setdefault(number, {}).setdefault(d, (axis, changes))
-        return {
-            number: sorted(dims, key=dims.__getitem__) for number, dims in found.items()
-        }
-
     def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes what outputs are that are multiplied with others for the first time."""
         if len(facts) < 2:
@@ -524,8 +434,10 @@ class Uses:
             kernel, other = facts[i].sole, facts[1 - i].sole
             if kernel in (None, -1) or other in (None, kernel):
                 continue
-            own = self._in_result(at, i, self._outputs(inputs[i]).get(kernel, []))
-            others = self._outputs(inputs[1 - i])
+            own = self._in_result(
+                at, i, self._makers.outputs(inputs[i]).get(kernel, [])
+            )
+            others = self._makers.outputs(inputs[1 - i])
             theirs = [
                 self._in_result(at, 1 - i, dims)
                 for number, dims in others.items()
@@ -556,7 +468,7 @@ class Uses:
         """Notes that outputs are features: here they are added, or summed over."""
         if not fact.is_deep or fact.sole in (None, -1):
             return
-        if dims is None or dims & {*self._outputs(atom).get(fact.sole, ())}:  # type: ignore
+        if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
             self._add("features", None, fact.sole)
 
     def _are_features(self, at: Any, atom: Atom) -> None:
@@ -572,9 +484,9 @@ class Uses:
         starts = _one_entry(at)
         if not starts:
             return
-        each = self._each(atom)
-        for kernel in self._kernels(atom, tuple(each[d] for d in starts)):
-            for number, labels in self._leaves(kernel):
+        each = atom.each()
+        for kernel in self._makers.kernels(atom, tuple(each[d] for d in starts)):
+            for number, labels in self._makers.leaves(kernel):
                 for (d, entries), label in zip(starts.items(), labels, strict=True):
                     axes = [a for a in range(label.ndim) if is_varied(label, a)]
                     if (

@@ -1,0 +1,526 @@
+"""How labels go back through each primitive: what its operands have a part in.
+
+Of every operand that a result is linear in. What is linear for factors above zero
+alone, as a maximum is, counts: those of QK-Clip are. A primitive without a rule here is
+unknown to the reading, and named where it matters.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import jaxprs
+from .jaxprs import shape_of
+from .labels import full, joined, Label, moved, placed, reshaped, Shape, small
+
+
+#: From the label of a result to that of an operand.
+Move = Callable[[Label], Label]
+Moves = list[tuple[int, Move]]
+
+
+class Op(NamedTuple):
+    """A result of an equation in its frame, as the rules below need it."""
+
+    eqn: Any
+    k: int  # which result
+    frame: Any
+    out: Shape
+    ins: list[Shape]
+
+    @property
+    def lead(self) -> int:
+        return len(self.frame.lead)
+
+    def through(self, to: Sequence[int | None]) -> Move:
+        """To an operand each of whose dimensions goes to one of the result."""
+        lead = self.lead
+        return lambda label: small(moved(label, lead, to))
+
+
+_RULES: dict[str, Callable[[Op], Moves]] = {}
+
+
+def _rule(names: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
+    def register(function: Callable[[Op], Moves]) -> Callable[[Op], Moves]:
+        _RULES.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return register
+
+
+def moves(at: Any, k: int) -> Moves:
+    """How the label of an equation's `k`-th result goes back to its operands.
+
+    Those of products among them: a product is linear in each of its two. None for what
+    no rule is known of.
+    """
+    eqn = at.eqn
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None:
+        return []
+    shapes = [shape_of(x) for x in eqn.invars]
+    return rule(Op(eqn, k, at.frame, shape_of(eqn.outvars[k]), shapes))
+
+
+@_rule(
+    "convert_element_type copy copy_p reduce_precision neg real imag conj pvary pcast "
+    "optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
+    "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
+    "sharding_barrier name"
+)
+def _same(op: Op) -> Moves:
+    i = op.k if len(op.ins) == len(op.eqn.outvars) else 0
+    of = op.ins[i]
+    return [(i, op.through([*range(len(of))] if of == op.out else [None] * len(of)))]
+
+
+#: Those whose result's entries are no operand's, but made of one of each.
+ELEMENTWISE = frozenset(
+    [
+        "mul",
+        "div",
+        "log",
+        "log1p",
+        "exp",
+        "exp2",
+        "expm1",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "cbrt",
+        "pow",
+        "integer_pow",
+        "square",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "sinh",
+        "cosh",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "asinh",
+        "acosh",
+        "atanh",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "not",
+        "and",
+        "or",
+        "xor",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq_to",
+        "le_to",
+        "lt_to",
+        "rem",
+        "clamp",
+        "polynomial",
+        "lgamma",
+        "digamma",
+        "igamma",
+        "igammac",
+        "bessel_i0e",
+        "bessel_i1e",
+        "regularized_incomplete_beta",
+        "shift_left",
+        "shift_right_logical",
+        "population_count",
+        "shift_right_arithmetic",
+    ]
+)
+
+
+@_rule(" ".join(("add sub add_any max min select_n complex nextafter", *ELEMENTWISE)))
+def _entrywise(op: Op) -> Moves:
+    """Operands that are numbers, or have axes of one entry, are broadcast."""
+
+    def to(of: Shape) -> list[int | None]:
+        if len(of) != len(op.out):
+            return [None] * len(of)
+        return [d if n == op.out[d] else None for d, n in enumerate(of)]
+
+    first = 1 if op.eqn.primitive.name == "select_n" else 0
+    return [(i, op.through(to(op.ins[i]))) for i in range(first, len(op.ins))]
+
+
+@_rule("reshape squeeze expand_dims")
+def _reshape(op: Op) -> Moves:
+    return [(0, lambda label: reshaped(label, op.lead, op.out, op.ins[0]))]
+
+
+@_rule("transpose")
+def _transpose(op: Op) -> Moves:
+    order = op.eqn.params["permutation"]
+    return [(0, op.through([order.index(i) for i in range(len(op.out))]))]
+
+
+@_rule("broadcast_in_dim")
+def _broadcast(op: Op) -> Moves:
+    at = op.eqn.params["broadcast_dimensions"]
+    return [
+        (
+            0,
+            op.through(
+                [d if op.ins[0][i] == op.out[d] else None for i, d in enumerate(at)]
+            ),
+        )
+    ]
+
+
+@_rule("tile")
+def _tile(op: Op) -> Moves:
+    apart = tuple(itertools.chain(*zip(op.eqn.params["reps"], op.ins[0], strict=True)))
+
+    def move(label: Label) -> Label:
+        label = reshaped(label, op.lead, op.out, apart)
+        return small(moved(label, op.lead, range(1, len(apart), 2)))
+
+    return [(0, move)]
+
+
+@_rule("reduce_sum reduce_max reduce_min")
+def _reduce(op: Op) -> Moves:
+    left, axes = itertools.count(), op.eqn.params["axes"]
+    own = range(len(op.ins[0]))
+    return [(0, op.through([None if i in axes else next(left) for i in own]))]
+
+
+@_rule("cumsum cummax cummin cumlogsumexp reduce_window_sum fft")
+def _along(op: Op) -> Moves:
+    """After what mixes entries along a dimension, or all."""
+    if op.ins[0] != op.out:
+        return [(0, op.through([None] * len(op.ins[0])))]
+    params = op.eqn.params
+    axes = [params["axis"]] if "axis" in params else range(len(op.out))
+    return [(0, lambda label: joined(label, [op.lead + axis for axis in axes]))]
+
+
+@_rule("rev")
+def _rev(op: Op) -> Moves:
+    axes = [op.lead + d for d in op.eqn.params["dimensions"]]
+    return [(0, lambda x: np.flip(x, tuple(a for a in axes if x.shape[a] > 1)))]
+
+
+# What takes entries from some places, or puts them there.
+
+
+@_rule("slice")
+def _slice(op: Op) -> Moves:
+    starts, steps = op.eqn.params["start_indices"], op.eqn.params["strides"]
+    steps = steps or (1,) * len(op.out)
+
+    def move(label: Label) -> Label:
+        for d, (start, step, n) in enumerate(zip(starts, steps, op.out, strict=True)):
+            if op.ins[0][d] != n:
+                at = slice(start, start + (n - 1) * step + 1, step)
+                label = placed(label, op.lead + d, op.ins[0][d], at)
+        return label
+
+    return [(0, move)]
+
+
+@_rule("split unstack")
+def _split(op: Op) -> Moves:
+    axis = op.eqn.params["axis"]
+    size = op.ins[0][axis]
+    sizes = op.eqn.params.get("sizes", (1,) * size)
+    at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
+
+    def move(label: Label) -> Label:
+        if op.eqn.primitive.name == "unstack":  # the axis goes
+            label = np.expand_dims(label, op.lead + axis)
+        return placed(label, op.lead + axis, size, at)
+
+    return [(0, move)]
+
+
+@_rule("concatenate stack")
+def _concatenate(op: Op) -> Moves:
+    is_new = op.eqn.primitive.name == "stack"  # the dimension, from JAX 0.12 on
+    dim = op.eqn.params["axis" if is_new else "dimension"]
+    sizes = (1 if is_new else x[dim] for x in op.ins)
+    ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
+
+    def part(i: int) -> Move:
+        def move(label: Label) -> Label:
+            label = full(label, axis, op.out[dim]).take(
+                range(ends[i], ends[i + 1]), axis
+            )
+            return small(label.squeeze(axis) if is_new else label)
+
+        return move
+
+    return [(i, part(i)) for i in range(len(op.ins))]
+
+
+@_rule("pad")
+def _pad(op: Op) -> Moves:
+    def move(label: Label) -> Label:
+        for d, (low, high, gap) in enumerate(op.eqn.params["padding_config"]):
+            axis = op.lead + d
+            if low < 0 or high < 0 or gap:
+                label = joined(label, [axis])
+            elif low or high:
+                label = full(label, axis, op.out[d])
+                label = label.take(range(low, low + op.ins[0][d]), axis)
+        return small(label)
+
+    return [(0, move), (1, op.through([]))]
+
+
+@_rule("dynamic_slice")
+def _dynamic_slice(op: Op) -> Moves:
+    starts = dict(enumerate(op.eqn.invars[1:]))
+    return [(0, lambda label: _picked(label, op, starts, op.out))]
+
+
+def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
+    """The label of what entries were picked from, some along each dimension."""
+    for d, start in starts.items():
+        size, axis = op.ins[0][d], op.lead + d
+        if out[d] == size:
+            continue
+        at = op.frame.number(start)
+        if isinstance(at, int):
+            # XLA moves a slice that would end outside back inside.
+            at = min(max(at, 0), size - out[d])
+            label = placed(label, axis, size, slice(at, at + out[d]))
+        elif at is None or isinstance(at, float) or out[d] > 1:
+            label = joined(label, [axis])  # any, and so all
+        else:
+            # The i-th trip of a loop has the i-th entry.
+            trips, most = full(label, at.axis, at.size), min(at.size, size)
+            rows = [trips.take([i], at.axis) for i in range(most)]
+            rows = [placed(x, axis, size, slice(i, i + 1)) for i, x in enumerate(rows)]
+            label = np.concatenate(rows, at.axis)
+            label = placed(label, at.axis, at.size, slice(0, most))
+    return label
+
+
+@_rule("dynamic_update_slice scatter scatter-add scatter_add")
+def _update(op: Op) -> Moves:
+    """A sum, of which the second summand may be anywhere."""
+    i = 1 if op.eqn.primitive.name == "dynamic_update_slice" else 2
+    new, own = op.ins[i], range(len(op.out))
+    to: list[int | None] = [None] * len(new)
+    if len(new) == len(op.out):
+        to = [d if new[d] == op.out[d] else None for d in own]
+    return [(0, lambda label: label), (i, op.through(to))]
+
+
+@_rule("gather")
+def _gather(op: Op) -> Moves:
+    numbers, sizes = op.eqn.params["dimension_numbers"], op.eqn.params["slice_sizes"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(op.ins[0])) if d not in gone]
+    to: list[int | None] = [None] * len(op.ins[0])
+    for d, at in zip(kept, numbers.offset_dims, strict=True):
+        to[d] = at
+    rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
+    batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    for d, j in zip(*batch, strict=True):
+        to[d] = rest[j]  # what both sides have in common, as `vmap` leaves it
+    # By one index, not one for each token: a slice.
+    starts = dict.fromkeys(numbers.start_index_map, op.eqn.invars[1])
+    is_slice = len(numbers.offset_dims) == len(op.out)
+    after = tuple(
+        n if d in numbers.operand_batching_dims else sizes[d]
+        for d, n in enumerate(op.ins[0])
+    )
+
+    def move(label: Label) -> Label:
+        label = moved(label, op.lead, to)
+        is_known = op.frame.number(op.eqn.invars[1]) is not None
+        if len(starts) == 1 and (is_slice or is_known):
+            return small(_picked(label, op, starts, after))
+        cut = [d for d in starts if after[d] != op.ins[0][d]]
+        return small(joined(label, [op.lead + d for d in cut]))
+
+    return [(0, move)]
+
+
+# Products: to which dimension of the result each of an operand's goes.
+
+PRODUCTS = frozenset(
+    ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"]
+)
+
+
+@_rule(" ".join(PRODUCTS))
+def _product(op: Op) -> Moves:
+    return [(i, op.through(to)) for i, to in enumerate(sides(op.eqn) or ())]
+
+
+def sides(eqn: Any) -> list[list[int | None]] | None:
+    """The dimension of the result that each of both operands becomes.
+
+    `None` if summed over. The whole is `None` for what is no product of matrices, as
+    the modes of ragged products that a gradient has.
+    """
+    if eqn.primitive.name == "conv_general_dilated":
+        return _sides_of_conv(eqn)
+    params, groups = eqn.params, ()
+    if "ragged_dot_dimension_numbers" in params:
+        numbers = params["ragged_dot_dimension_numbers"]
+        groups = tuple(numbers.rhs_group_dimensions)
+        if not groups:
+            return None
+        (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
+    else:
+        (ca, cb), (ba, bb) = params["dimension_numbers"]
+    ranks = [len(shape_of(x)) for x in eqn.invars[:2]]
+    free_a = [i for i in range(ranks[0]) if i not in (*ca, *ba)]
+    free_b = [i for i in range(ranks[1]) if i not in (*cb, *bb, *groups)]
+    # Of the result, batch dimensions are first, then what is free on each side.
+    orders = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
+    return [
+        [order.index(i) if i in order else None for i in range(rank)]
+        for order, rank in zip(orders, ranks, strict=True)
+    ]
+
+
+def _sides_of_conv(eqn: Any) -> list[list[int | None]]:
+    numbers = eqn.params["dimension_numbers"]
+    image: list[int | None] = [None] * len(shape_of(eqn.invars[0]))
+    kernel: list[int | None] = [None] * len(shape_of(eqn.invars[1]))
+    batch, feature, *_ = numbers.lhs_spec
+    image[batch], out = numbers.out_spec[:2]
+    kernel[numbers.rhs_spec[0]] = out
+    # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
+    features = shape_of(eqn.invars[0])[feature], shape_of(eqn.outvars[0])[out]
+    if eqn.params["feature_group_count"] > 1 and features[0] == features[1]:
+        image[feature] = out
+    return [image, kernel]
+
+
+def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
+    """Of a product's dimensions those that both operands have."""
+    return {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
+
+
+def contracted(eqn: Any) -> list[tuple[int, int]]:
+    """The dimensions of both operands that a product sums over, in pairs."""
+    if eqn.primitive.name != "dot_general":
+        return []
+    (a, b), _ = eqn.params["dimension_numbers"]
+    return list(zip(a, b, strict=True))
+
+
+# What devices exchange: along the axes of a mesh, which are in the lead.
+
+
+def _devices(op: Op) -> list[int]:
+    names = jaxprs.axes_of(op.eqn)
+    return [x.axis for x in op.frame.lead if x.of in names]
+
+
+@_rule("psum psum_invariant psum2 pmax pmin")
+def _summed(op: Op) -> Moves:
+    """All have the result that each has a part in."""
+    return [(op.k, lambda label: joined(label, _devices(op)))]
+
+
+@_rule("all_gather all_gather_invariant")
+def _gathered(op: Op) -> Moves:
+    dim, count = op.eqn.params["all_gather_dimension"], op.eqn.params["axis_size"]
+    apart = (*op.ins[0][:dim], count, *op.ins[0][dim:])
+
+    def move(label: Label) -> Label:
+        devices = _devices(op)
+        label = joined(label, devices)
+        label = reshaped(label, op.lead, op.out, apart)
+        if len(devices) != 1 or label.shape[op.lead + dim] == 1:
+            return small(joined(label, [op.lead + dim]).squeeze(op.lead + dim))
+        # The block of each device.
+        return small(label.swapaxes(devices[0], op.lead + dim).squeeze(op.lead + dim))
+
+    return [(0, move)]
+
+
+@_rule("psum_scatter reduce_scatter")
+def _scattered(op: Op) -> Moves:
+    """The sum of all, of which each has a block."""
+    dim, count = op.eqn.params["scatter_dimension"], op.eqn.params["axis_size"]
+
+    def move(label: Label) -> Label:
+        devices, axis = _devices(op), op.lead + dim
+        if len(devices) != 1 or not op.eqn.params["tiled"]:
+            return _lost(label, op)
+        blocks = np.expand_dims(label, axis).swapaxes(devices[0], axis)
+        apart = (*op.out[:dim], count, *op.out[dim:])
+        return reshaped(blocks, op.lead, apart, op.ins[0])
+
+    return [(0, move)]
+
+
+@_rule("all_to_all")
+def _exchanged(op: Op) -> Moves:
+    """Each sends a block along one dimension to each, and joins along another."""
+    params = op.eqn.params
+    split, joins = params["split_axis"], params["concat_axis"]
+
+    def move(label: Label) -> Label:
+        devices = _devices(op)
+        if len(devices) != 1 or not params.get("tiled") or split == joins:
+            return _lost(label, op)
+        count = op.out[joins] // op.ins[0][joins]
+        block = op.ins[0][joins]
+        apart = (*op.out[:joins], count, block, *op.out[joins + 1 :])
+        label = reshaped(label, op.lead, op.out, apart)
+        # The block that came from each device, for the device that has it now.
+        label = label.swapaxes(devices[0], op.lead + joins)
+        # That dimension is the blocks of the one that was cut.
+        own = op.lead + joins
+        label = np.moveaxis(label, own, op.lead + split)
+        before = (*op.ins[0][:split], count, op.ins[0][split] // count)
+        return reshaped(label, op.lead, (*before, *op.ins[0][split + 1 :]), op.ins[0])
+
+    return [(0, move)]
+
+
+def _lost(label: Label, op: Op) -> Label:
+    """Of entries that may have come from anywhere."""
+    label = joined(label, [*_devices(op), *range(op.lead, label.ndim)])
+    return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
+
+
+#: Primitives that no parameter and no attention is lost sight of in.
+KNOWN = frozenset(_RULES) | frozenset(
+    [
+        "iota",
+        "reduce_and",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_xor",
+        "argmax",
+        "argmin",
+        "top_k",
+        "approx_top_k",
+        "sort",
+        "axis_index",
+        "cumprod",
+        "random_bits",
+        "random_seed",
+        "random_wrap",
+        "random_unwrap",
+        "random_fold_in",
+        "random_clone",
+        "threefry2x32",
+    ]
+)
