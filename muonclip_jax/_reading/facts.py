@@ -29,8 +29,10 @@ class Fact(NamedTuple):
     # A parameter that no activation was multiplied with yet. Data alone may have been:
     # a mask, a scale, noise or an average among the arguments leaves a weight a weight.
     is_weight: bool = False
-    # It was copied along new dimensions, or looked up, as tokens are: no weight.
+    # It was copied along new dimensions, as tokens are: no weight. So are those that
+    # data were added to, which are their positions, or that an index picked.
     is_spread: bool = False
+    is_shifted: bool = False
     is_pair: bool = False  # a product of parameters
     # A comparison with 0, 1, 2, ..., and these numbers.
     is_onehot: bool = False
@@ -70,7 +72,7 @@ class Fact(NamedTuple):
     @property
     def is_token(self) -> bool:
         """Whether it is a parameter that meets others as an activation does."""
-        return self.is_weight and (self.is_spread or self.has_data)
+        return self.is_weight and (self.is_spread or self.is_shifted)
 
 
 DATA = Fact(has_data=True)
@@ -273,7 +275,8 @@ class Facts:
         out = out._replace(products=self._new(at))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
             # Two parameters make one of low rank.
-            return out._replace(is_weight=True, is_pair=True, is_spread=False)
+            out = out._replace(is_spread=False, is_shifted=False)
+            return out._replace(is_weight=True, is_pair=True)
         event = self._meet(at, out)
         i = self.weight_of(at)
         out = out._replace(
@@ -308,7 +311,7 @@ class Facts:
         pairs = zip(sizes, shape_of(at.eqn.invars[0]), strict=True)
         if sum(n == m > 1 for n, m in pairs) > 1:
             # Matrices, as experts that tokens choose, or tokens: a product shows which.
-            return of._replace(has_data=True, past=past)
+            return of._replace(has_data=True, is_shifted=True, past=past)
         # A row of a table. Whatever chose it, as an output head does the next token, is
         # not what feeds the layers after it.
         event = self._meet(at, of)
@@ -337,7 +340,8 @@ class Facts:
         if not out.leaves:
             return out
         if out.is_weight:
-            return out._replace(is_spread=any(x.is_spread for x in inputs))
+            is_shifted = at.name in ("add", "sub") and any(x == DATA for x in inputs)
+            return out._replace(is_shifted=out.is_shifted or is_shifted)
         weights = union(x.leaves for x in inputs if x.is_weight)
         deep = [x for x in inputs if x.is_deep]
         if (
@@ -385,6 +389,7 @@ def _union(facts: list[Fact]) -> Fact:
         is_weight=sets["leaves"] != 0
         and all(x.is_weight or not x.leaves for x in facts),
         is_spread=any(x.is_spread for x in facts),
+        is_shifted=any(x.is_shifted for x in facts),
         is_pair=any(x.is_pair for x in facts),
         sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
     )
