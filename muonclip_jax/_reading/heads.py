@@ -81,13 +81,14 @@ def _axes_of(
     def is_nearest(kernel: Labels, other: Labels) -> bool:
         return len(kernel) == n or any(is_varied(x) for x in kernel[n:])
 
-    # What the last kernel is applied to, is followed if that has no heads: a rotation,
-    # say, which is one for all of them.
+    # What the last kernel is applied to, is followed to the one before if that has no
+    # heads: a rotation, say, which is one for all of them.
     for is_last in (is_nearest, never):
         for i in order if not chosen else ():
             own = (marks(product.rank, a, size) for a, size in sizes.items())
             labels = tuple(product.side(i, x) for x in own)
-            found = scaling.of(product.operand(i), labels + product.over_of(i), is_last)
+            labels += product.over_of(i)
+            found = scaling.of(product.operand(i), labels, is_last, deepest=1)
             of_kernels, of_others = [], []
             for s in found:
                 if kernel := _maker(s.factors, n):

@@ -27,10 +27,10 @@ class Makers:
     def kernels(self, atom: Atom, labels: Labels) -> Iterator[Kernel]:
         """The nearest products with weights that an activation comes from."""
         known: set[Any] = set()
-        found: list[Kernel] = []
-
-        def follow(atom: Atom, labels: Labels) -> None:
-            for origin, _ in self._graph.origins(atom, labels):
+        # No recursion: a residual stream goes through all layers.
+        ahead = [(atom, labels)] if labels else []
+        while ahead:
+            for origin, _ in self._graph.origins(*ahead.pop()):
                 at = origin.at
                 if at is None:
                     continue
@@ -41,20 +41,16 @@ class Makers:
                 facts = self._facts.all_of(at.inputs())
                 if at.name in PRODUCTS and not self._facts.is_entrywise(at):
                     i = self._facts.weight_of(at)
-                    if i is not None and not facts[1 - i].is_onehot and facts[i].leaves:
-                        found.append(Kernel(at, i, origin.labels))
-                    elif contracted(at.eqn) and all(f.is_deep for f in facts):
-                        continue
                     if i is not None:
+                        if facts[i].leaves and not facts[1 - i].is_onehot:
+                            yield Kernel(at, i, origin.labels)
                         continue
-                back = moves(at, origin.k)
-                for i, move in back:
+                    if contracted(at.eqn) and all(f.is_deep for f in facts):
+                        continue
+                for i, move in moves(at, origin.k):
                     if facts[i].is_deep:
-                        follow(at.inputs()[i], tuple(map(move, origin.labels)))
-
-        if labels:
-            follow(atom, labels)
-        yield from found
+                        own = tuple(map(move, origin.labels))
+                        ahead.append((at.inputs()[i], own))
 
     def leaves(self, kernel: Kernel) -> Iterator[tuple[int, Labels]]:
         """The parameters of a kernel's weight, with the labels of its outputs."""

@@ -61,6 +61,9 @@ def never(kernel: Labels, other: Labels) -> bool:
 # So many products are multiplied out on the way to what made an activation.
 _DEEPEST = 4
 
+# So many equations, one after another: each is a few calls deep.
+_LONGEST = 80
+
 ADDED = "data or constants are added to"
 SHIFTED = "a number is added to a parameter, as in a norm's gain of 1 + g, of"
 NORMED = (
@@ -75,6 +78,8 @@ class Way(NamedTuple):
     labels: Labels
     seen: frozenset[Any] = frozenset()  # what loops carry that it came through
     depth: int = 0  # products that were multiplied out
+    steps: int = 0  # equations
+    deepest: int = _DEEPEST
     is_last: IsLast = never
 
 
@@ -85,24 +90,33 @@ class Scaling:
         self._graph, self._facts = graph, facts
         self._known: dict[Any, Sum] = {}
 
-    def of(self, atom: Atom, labels: Labels, is_last: IsLast = never) -> Sum:
+    def of(
+        self,
+        atom: Atom,
+        labels: Labels,
+        is_last: IsLast = never,
+        deepest: int = _DEEPEST,
+    ) -> Sum:
         """The summands of an array.
 
         `is_last` judges a kernel by its labels and those of what it is applied to,
-        which is then not followed.
+        which is then not followed, nor what more than `deepest` products were before.
         """
         self._known = {}
-        return self._of(atom, Way(labels, is_last=is_last))
+        return self._of(atom, Way(labels, is_last=is_last, deepest=deepest))
 
     def _of(self, atom: Atom, way: Way) -> Sum:
         key = (*atom.key(), way.depth, *map(key_of, way.labels))
         if key not in self._known:
             found: list[Summand] = []
+            if way.steps > _LONGEST:
+                return (Summand((), "it was followed too far back through"),)
             for origin, seen in self._graph.origins(atom, way.labels, way.seen):
                 if origin.parameter is not None:
                     found.append(Summand((Factor(origin.parameter, origin.labels),)))
                 elif origin.at is not None:
-                    after = way._replace(labels=origin.labels, seen=seen)
+                    steps = way.steps + 1
+                    after = way._replace(labels=origin.labels, seen=seen, steps=steps)
                     found += self._equation(origin.at, origin.k, after)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
@@ -196,7 +210,7 @@ class Scaling:
             facts[two].events & ~facts[one].events
             or facts[two].leaves & ~facts[one].leaves
         )
-        if (is_norm and not is_weight[one]) or way.depth >= _DEEPEST:
+        if (is_norm and not is_weight[one]) or way.depth >= way.deepest:
             return first
         second = side(two, deeper=1)
         if len(first) * len(second) > 2 * _MOST_SUMMANDS:

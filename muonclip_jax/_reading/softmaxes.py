@@ -177,8 +177,10 @@ class Softmaxes:
         path = Path()
         target, known = self.facts.products[bit], set()
 
-        def follow(atom: Atom, labels: Labels, seen: Any, scale: float) -> None:
-            for origin, after in self.graph.origins(atom, labels, seen):
+        ahead: list[Any] = [(atom, labels, frozenset(), 1.0)]
+        while ahead:
+            *own, scale = ahead.pop()
+            for origin, after in self.graph.origins(*own):
                 at = origin.at
                 if at is None:
                     continue
@@ -192,13 +194,13 @@ class Softmaxes:
                 inputs = at.inputs()
                 facts = self.facts.all_of(inputs)
                 back = moves(at, origin.k)
-                own = [
+                linear = [
                     (i, move)
                     for i, move in back
                     if (facts[i].products | facts[i].pairs) & bit
                 ]
-                if at.name in ("mul", "div") and len(own) == 1:
-                    other = 1 - own[0][0]
+                if at.name in ("mul", "div") and len(linear) == 1:
+                    other = 1 - linear[0][0]
                     number = inputs[other].number
                     path.factors.append((at, other, origin.labels))
                     is_known = isinstance(number, int | float) and number
@@ -211,12 +213,11 @@ class Softmaxes:
                 elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                     path.joins.append(at)
                 elif at.name in ("add", "sub", "add_any"):
-                    others = {i for i, _ in back} - {i for i, _ in own}
+                    others = {i for i, _ in back} - {i for i, _ in linear}
                     path.added += [(at, i) for i in sorted(others)]
-                for i, move in own:
-                    follow(inputs[i], tuple(map(move, origin.labels)), after, scale)
-
-        follow(atom, labels, frozenset(), 1.0)
+                for i, move in linear:
+                    before = tuple(map(move, origin.labels))
+                    ahead.append((inputs[i], before, after, scale))
         if not found:
             return None, path
         out = found[0]
