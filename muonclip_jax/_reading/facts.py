@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
-from .jaxprs import shape_of
+from .jaxprs import names, shape_of
 from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS, sides
 
 
@@ -77,30 +77,13 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
-_COMPARES = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "sort",
-        "top_k",
-        "approx_top_k",
-        "cumsum",
-        "cumlogsumexp",
-    ]
-)
+_COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
-_BY_ITSELF = frozenset(["mul", "div"])
+_BY_ITSELF = names("mul div")
 
-_RANDOM = frozenset(
-    [
-        "random_bits",
-        "random_seed",
-        "random_wrap",
-        "random_unwrap",
-        "random_fold_in",
-        "random_clone",
-        "threefry2x32",
-    ]
+_RANDOM = names(
+    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
+    "threefry2x32"
 )
 
 

@@ -37,6 +37,11 @@ _FRAMEWORKS = re.compile(
 )
 
 
+def names(words: str) -> frozenset[str]:
+    """The names of primitives, or of other things, between spaces."""
+    return frozenset(words.split())
+
+
 class Inner(NamedTuple):
     """A jaxpr that an equation runs, with the values that it closes over."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import jaxprs
-from .jaxprs import shape_of
+from .jaxprs import names, shape_of
 from .labels import full, joined, Label, moved, placed, reshaped, Shape, small
 
 
@@ -78,71 +78,13 @@ def _same(op: Op) -> Moves:
 
 
 #: Those whose result's entries are no operand's, but made of one of each.
-ELEMENTWISE = frozenset(
-    [
-        "mul",
-        "div",
-        "log",
-        "log1p",
-        "exp",
-        "exp2",
-        "expm1",
-        "logistic",
-        "rsqrt",
-        "sqrt",
-        "cbrt",
-        "pow",
-        "integer_pow",
-        "square",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "sinh",
-        "cosh",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "asinh",
-        "acosh",
-        "atanh",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "is_finite",
-        "not",
-        "and",
-        "or",
-        "xor",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq_to",
-        "le_to",
-        "lt_to",
-        "rem",
-        "clamp",
-        "polynomial",
-        "lgamma",
-        "digamma",
-        "igamma",
-        "igammac",
-        "bessel_i0e",
-        "bessel_i1e",
-        "regularized_incomplete_beta",
-        "shift_left",
-        "shift_right_logical",
-        "population_count",
-        "shift_right_arithmetic",
-    ]
+ELEMENTWISE = names(
+    "mul div log log1p exp exp2 expm1 logistic rsqrt sqrt cbrt pow integer_pow "
+    "square erf erfc erf_inv sin cos tan tanh sinh cosh asin acos atan atan2 asinh "
+    "acosh atanh sign floor ceil round is_finite not and or xor eq ne lt le gt ge "
+    "eq_to le_to lt_to rem clamp polynomial lgamma digamma igamma igammac "
+    "bessel_i0e bessel_i1e regularized_incomplete_beta shift_left "
+    "shift_right_logical population_count shift_right_arithmetic"
 )
 
 
@@ -357,9 +299,7 @@ def _gather(op: Op) -> Moves:
 
 # Products: to which dimension of the result each of an operand's goes.
 
-PRODUCTS = frozenset(
-    ["dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"]
-)
+PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated")
 
 
 @_rule(" ".join(PRODUCTS))
@@ -501,26 +441,8 @@ def _lost(label: Label, op: Op) -> Label:
 
 
 #: Primitives that no parameter and no attention is lost sight of in.
-KNOWN = frozenset(_RULES) | frozenset(
-    [
-        "iota",
-        "reduce_and",
-        "reduce_or",
-        "reduce_prod",
-        "reduce_xor",
-        "argmax",
-        "argmin",
-        "top_k",
-        "approx_top_k",
-        "sort",
-        "axis_index",
-        "cumprod",
-        "random_bits",
-        "random_seed",
-        "random_wrap",
-        "random_unwrap",
-        "random_fold_in",
-        "random_clone",
-        "threefry2x32",
-    ]
+KNOWN = frozenset(_RULES) | names(
+    "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k "
+    "approx_top_k sort axis_index cumprod random_bits random_seed random_wrap "
+    "random_unwrap random_fold_in random_clone threefry2x32"
 )

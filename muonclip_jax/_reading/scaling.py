@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from . import jaxprs
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
+from .jaxprs import names
 from .labels import either, key_of
 from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
@@ -242,9 +243,7 @@ def changed(found: Sum, **changes: Any) -> Sum:
     )
 
 
-_OF_NORMS = frozenset(
-    ["rsqrt", "sqrt", "integer_pow", "square", "pow", "log", "logistic", "tanh"]
-)
+_OF_NORMS = names("rsqrt sqrt integer_pow square pow log logistic tanh")
 
 
 def _apart(summand: Summand, other: Fact) -> Summand:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .facts import Fact, members, union
 from .graph import Atom, Eqn, Frame, Labels
-from .jaxprs import shape_of
+from .jaxprs import names, shape_of
 from .labels import dimensions, is_varied, marks
 from .makers import Makers
 from .primitives import contracted, KNOWN, moves, PRODUCTS, sides
@@ -47,29 +47,13 @@ class Note(NamedTuple):
 
 
 # Which of several is greatest may decide where activations go.
-_CHOICES = frozenset(["argmax", "argmin", "top_k", "approx_top_k", "sort"])
+_CHOICES = names("argmax argmin top_k approx_top_k sort")
 
 # Linear algebra may hide what it does with parameters, but no attention.
-_ALGEBRA = frozenset(
-    [
-        "triangular_solve",
-        "cholesky",
-        "lu",
-        "lu_pivots_to_permutation",
-        "qr",
-        "householder_product",
-        "eigh",
-        "eig",
-        "svd",
-        "schur",
-        "tridiagonal",
-        "tridiagonal_solve",
-        "custom_linear_solve",
-        "geqrf",
-        "ormqr",
-        "geqp3",
-        "hessenberg",
-    ]
+_ALGEBRA = names(
+    "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
+    "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
+    "ormqr geqp3 hessenberg"
 )
 
 
