@@ -208,6 +208,7 @@ CALLS = {
 }
 #: These look at shapes and names alone.
 NO_ARITHMETIC = {
+    "attention_rule",
     *("describe", "flax_attention_layers", "flax_dimension_numbers", "matrix_mask"),
     "param_labels",
     "read_model",

@@ -237,7 +237,7 @@ ELSEWHERE = {
     # Layouts on a mesh: tests/mesh.
     *("shardings", "axis_name", "repeat_axes"),
     # A function, and what it takes: tests/reading.
-    *("fun", "args", "kwargs"),
+    *("fun", "args", "kwargs", "of", "maxima"),
     # Trees: rows below, tests/test_errors.py and tests/model.
     *("params", "attention_stats", "opt_state", "first", "others"),
     # Names of modules, which have to be there: tests/model.

@@ -115,6 +115,7 @@ class LayerReader:
         pairs: list[_Pair] = []
         last: tuple[Product, Heads] | None = None
         queries: set[int] = set()
+        bits = 0  # the products without those that are biases
         for product in ordered:
             order = self._query_first(product, queries)
             if order is None:
@@ -135,7 +136,7 @@ class LayerReader:
             leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
             layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
             layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
-            last = product, heads
+            last, bits = (product, heads), bits | facts.product(product.at)
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
@@ -143,7 +144,7 @@ class LayerReader:
             return None  # as good as data
         if not self.exps:
             self.refusals.append("it is normalized by another function than a softmax")
-        path, bits = None, union(facts.product(p.at) for p in self.products)
+        path = None
         if last and self.exps:
             try:
                 layer.site, path = site_of(

@@ -305,6 +305,17 @@ class Facts:
             past=of.past | event,
         )
 
+    def _is_shift(self, at: Eqn, inputs: list[Fact]) -> bool:
+        """Whether data are added to a weight, or multiplied with each of its entries.
+
+        A kernel is scaled, too, or masked. Only where it then meets another kernel in a
+        product is it taken for what that is applied to.
+        """
+        data = [x for x, f in zip(at.inputs(), inputs, strict=True) if f == DATA]
+        is_sum = at.name in ("add", "sub")
+        sizes = [sum(n > 1 for n in x.shape) for x in data]
+        return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
+
     def _meet(self, at: Eqn, out: Fact) -> int:
         bit = self._events.setdefault(at.key(), 1 << len(self._events))
         self.met_at[bit] = at
@@ -323,8 +334,7 @@ class Facts:
         if not out.leaves:
             return out
         if out.is_weight:
-            is_shifted = at.name in ("add", "sub") and any(x == DATA for x in inputs)
-            return out._replace(is_shifted=out.is_shifted or is_shifted)
+            return out._replace(is_shifted=out.is_shifted or self._is_shift(at, inputs))
         weights = union(x.leaves for x in inputs if x.is_weight)
         deep = [x for x in inputs if x.is_deep]
         if (
