@@ -43,7 +43,7 @@ STACKED = {
 }
 GPT2 = {
     "*": "-",
-    "*/c_attn/weight*": "siooo",
+    "*/c_attn/weight*": "siooo|ssioo",
     "*/attn/c_proj/weight*": "siio",
     "*/mlp/c_*/weight*": "sio",
 }

@@ -8,7 +8,7 @@ import numpy as np
 from .facts import union
 from .graph import Labels
 from .labels import is_varied, joined, Label, marks
-from .scaling import Factor, never, Scaling, Sum
+from .scaling import Factor, IsLast, never, Scaling
 from .softmaxes import Product
 
 
@@ -77,13 +77,9 @@ def _axes_of(
     """The axes along which heads are; others are batches and positions."""
     loops = {x.axis for x in product.at.frame.lead if x.is_loop}
     n, chosen = len(sizes), set()
-
-    def is_nearest(kernel: Labels, other: Labels) -> bool:
-        return len(kernel) == n or any(is_varied(x) for x in kernel[n:])
-
     # What the last kernel is applied to, is followed to the one before if that has no
     # heads: a rotation, say, which is one for all of them.
-    for is_last in (is_nearest, never):
+    for is_last in (_is_nearest(n), never):
         for i in order if not chosen else ():
             own = (marks(product.rank, a, size) for a, size in sizes.items())
             labels = tuple(product.side(i, x) for x in own)
@@ -110,14 +106,12 @@ def _classes(
     all have the same: it is the batch's.
     """
     signs: list[np.ndarray] = []
-    for i in order:
-        own = product.side(i, label)
-        if not is_varied(own):
-            continue
-        found: Sum = scaling.of(
-            product.operand(i), (own, *product.over_of(i)), shows_all
-        )
-        for s in found:
+    sides = [(i, own) for i in order if is_varied(own := product.side(i, label))]
+    for i, own, is_last in [(*x, y) for y in (_is_nearest(1), never) for x in sides]:
+        if is_last is never and signs:
+            break
+        labels = own, *product.over_of(i)
+        for s in scaling.of(product.operand(i), labels, is_last, deepest=1):
             maker = _maker(s.factors, 1) or (s.factors[0] if s.factors else None)
             if maker and is_varied(maker.labels[0]):
                 of = sorted(set(maker.labels[0].ravel().tolist()) - {0})
@@ -129,11 +123,16 @@ def _classes(
     return [numbers.setdefault(column, len(numbers)) for column in columns]
 
 
-def _maker(factors: tuple[Factor, ...], n: int) -> Factor | None:
-    """The last kernel; that which made what the product sums over, if one did.
+def _is_nearest(n: int) -> IsLast:
+    """Whether a kernel made what the product sums over.
 
     So shows its label, of which the `n` before are of something else.
     """
+    return lambda kernel, _: len(kernel) == n or any(map(is_varied, kernel[n:]))
+
+
+def _maker(factors: tuple[Factor, ...], n: int) -> Factor | None:
+    """The last kernel; that which made what the product sums over, if one did."""
     kernels = [f for f in factors if f.is_kernel]
     own = [f for f in kernels if any(is_varied(x) for x in f.labels[n:])]
     return (own or kernels or [None])[0]
