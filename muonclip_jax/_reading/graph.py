@@ -65,8 +65,11 @@ class Eqn(NamedTuple):
 
     @property
     def eqns(self) -> jaxprs.Eqns:
-        """The equation, after those that it is inside of."""
-        return (*self.frame.eqns, self.eqn)
+        """The equation, after those that it is inside of.
+
+        What a kernel stands for was written elsewhere: its line is that of its call.
+        """
+        return self.frame.eqns if self.frame.is_rule else (*self.frame.eqns, self.eqn)
 
     @property
     def line(self) -> str:
@@ -139,6 +142,9 @@ class Frame:
         self.kind, self.outer, self.lead = kind, tuple(outer), tuple(lead)
         self.first = first  # where the carry begins among the inputs
         self.eqns: jaxprs.Eqns = (*parent.eqns, eqn) if parent else ()
+        self.is_rule = kind == "kernel"  # it has what a kernel stands for
+        if parent and parent.is_rule:
+            self.eqns, self.is_rule = parent.eqns, True
         self.consts = dict(zip(self.jaxpr.constvars, body.consts, strict=True))
         self.live = [i for i, _ in jaxprs.live(self.jaxpr)]
         self.made: dict[Any, tuple[int, int]] = {}
