@@ -104,7 +104,7 @@ def params_of(params: Any) -> Any:
     That is `wrt=nnx.Param` of NNX, and `eqx.is_inexact_array` of Equinox, whose modules
     may be anywhere in the tree. All else stays as it is.
     """
-    # Whoever has a module of theirs has imported them: nobody else needs to.
+    # A module of theirs comes with an import of theirs: nobody else needs one.
     nnx, eqx = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
     if nnx is not None and isinstance(params, nnx.Module):
         # Modules without variables, of arrays alone, are trees as they are.

@@ -28,7 +28,7 @@ def call_of(
     fun: Callable[..., Any], params: Any, /, *args: Any, **kwargs: Any
 ) -> Iterator[Call]:
     """Traces a function; what is no array among its arguments stays as it is."""
-    # Whoever has objects of NNX has imported Flax: nobody else needs it.
+    # Objects of NNX come with an import of Flax: nobody else needs one.
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         yield _traced(lambda p, x, named: fun(p, *x, **named), params, args, kwargs)

@@ -102,7 +102,6 @@ class Facts:
     def __init__(self, graph: Graph, tokens: frozenset[int] = frozenset()):
         self.graph = graph
         self.products: dict[int, Eqn] = {}  # by their bit
-        self.met_at: dict[int, Eqn] = {}  # events by their bit
         self._bits: dict[Any, int] = {}
         self._events: dict[Any, int] = {}
         self._past_of: dict[int, int] = {}
@@ -318,7 +317,6 @@ class Facts:
 
     def _meet(self, at: Eqn, out: Fact) -> int:
         bit = self._events.setdefault(at.key(), 1 << len(self._events))
-        self.met_at[bit] = at
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
         return bit
 
