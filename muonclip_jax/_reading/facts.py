@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import names, shape_of
-from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS, sides
+from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS, shared, sides
 
 
 class Fact(NamedTuple):
@@ -222,7 +222,7 @@ class Facts:
         to = sides(at.eqn) if at.name == "dot_general" else None
         if to is None:
             return False
-        both = {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
+        both = shared(to)
         return any(all(d in both for d in x) for x in to)
 
     def weight_of(self, at: Eqn) -> int | None:
@@ -243,7 +243,7 @@ class Facts:
         to = sides(at.eqn)
         if to is None:
             return False
-        both = {d for d in to[1 - i] if d is not None}
+        both = shared(to)
         return any(to[i][d] in both for d in self.graph.copied(at.inputs()[i]))
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:

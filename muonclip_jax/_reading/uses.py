@@ -8,7 +8,7 @@ from .graph import Atom, Eqn, Frame, Labels
 from .jaxprs import names, shape_of
 from .labels import dimensions, is_varied, marks
 from .makers import Makers
-from .primitives import contracted, KNOWN, moves, PRODUCTS, sides
+from .primitives import contracted, KNOWN, moves, PRODUCTS, shared, sides
 from .softmaxes import Softmaxes
 
 
@@ -221,7 +221,7 @@ class Uses:
         to = sides(at.eqn)
         if to is None:
             return
-        both = {d for d in to[1 - i] if d is not None}
+        both = shared(to)
         lead = atom.lead
         kind = "contracted"
         groups = set()
@@ -302,7 +302,7 @@ class Uses:
             return
         to = sides(at.eqn) or ([], [])
         for j in (0, 1):
-            both = {d for d in to[1 - j] if d is not None}
+            both = shared(to)
             own = {d for d, x in enumerate(to[j]) if x not in both}
             self._is_feature(at, inputs[j], facts[j], own)
 
@@ -317,8 +317,8 @@ class Uses:
         to = sides(at.eqn)
         if to is None or at.name == "conv_general_dilated" or not other.is_deep:
             return set()
-        both = {d for d in to[i] if d is not None}
-        stack = {d for d, x in enumerate(to[1 - i]) if x is not None and x in both}
+        both = shared(to)
+        stack = {d for d, x in enumerate(to[1 - i]) if x in both}
         gone = {d for d, x in enumerate(to[1 - i]) if x is None and atom.shape[d] > 1}
         weighed = self._weighed(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
