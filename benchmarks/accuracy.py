@@ -85,8 +85,7 @@ class Case:
     def _run(self, method, dtype: str) -> np.ndarray:
         y = mc.newton_schulz(
             jnp.asarray(self.x),
-            ns_coeffs=self.preset,
-            ns_steps=len(self.schedule),
+            self.preset,
             method=method,
             dtype=dtype,
         )

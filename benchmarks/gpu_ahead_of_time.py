@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from candidates.on_hopper import OnHopper
 from gpt2 import separate, stacked
 from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
 from gpu_compiler import process_for
@@ -47,6 +48,7 @@ from tables import parser, Report, Table
 import muonclip_jax as mc
 
 
+KERNELS: dict[str, Any] = {"xla": "keller", "hopper": OnHopper()}
 COLUMNS = {
     "GPUs": "",
     "params": "",
@@ -70,7 +72,7 @@ class Plan(NamedTuple):
     gpus: int
     stacked: bool
     dtype: str
-    kernel: Any  # ns_kernel
+    kernel: str
 
     @property
     def leaves(self) -> str:
@@ -96,7 +98,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     options.add_argument("--gpus", nargs="+", type=int, default=[1, 8])
-    options.add_argument("--kernels", nargs="+", default=["xla", "auto"])
+    options.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     options.add_argument("--png", type=Path, help="a picture of the least times")
     args = options.parse_args()
     report, found = Report(args), {}
@@ -130,7 +132,7 @@ def compile_update(plan: Plan) -> Compiled:
     chip = CHIPS[plan.chip]
     params, shardings = stage(plan, chip)
     tx = mc.scale_by_muon(
-        ns_kernel=plan.kernel,
+        orthogonalizer=KERNELS[plan.kernel],
         shardings=shardings,
         dimension_numbers=dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
     )
@@ -169,8 +171,12 @@ def stage(plan: Plan, chip: Chip) -> tuple[Any, Any]:
 
 def _placed(state: Any, params: Any) -> Any:
     sharding = next(iter(params.values())).sharding
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding if x.ndim else whole
+        ),
+        state,
     )
 
 

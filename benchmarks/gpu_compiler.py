@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 from gpu_chips import Chip
-from internals import platforms
 from jax.experimental.mosaic.gpu import core
 
 
@@ -30,7 +29,6 @@ def _prepare(chip: Chip, environment: dict[str, str]) -> None:
     os.environ.update(environment, PATH=path)
     jax.config.update("jax_enable_compilation_cache", False)
     # Kernels take the architecture of the default device, which is a CPU here.
-    platforms.compute_capability = lambda: chip.capability
     architecture = (chip.capability, 0)
     core._infer_arch = lambda: architecture  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from candidates import hopper
 from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
 from gpu_compiler import process_for, programs
-from internals import hopper_kernel
 from tables import parser, Report
 
 
@@ -134,9 +134,7 @@ def compile_kernel(chip: Chip, product: Product, dtype: str) -> MachineCode:
         return jax.ShapeDtypeStruct((MATRICES, *shape), dtype, sharding=here)
 
     def call(x, addend=None, scale=1.0, shift=0.0):
-        assert hopper_kernel is not None
-        product = hopper_kernel.symmetric_product
-        return product(x, x, addend=addend, scale=scale, shift=shift)
+        return hopper.symmetric_product(x, x, addend=addend, scale=scale, shift=shift)
 
     factor = array(dtype="float32")
     others = (array(product.m, product.m), factor, factor)

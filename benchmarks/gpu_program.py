@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from candidates import hopper
 from gpu_chips import Chip
 from hlo_costs import KINDS as COLLECTIVES
 from hlo_program import (
@@ -22,7 +23,6 @@ from hlo_program import (
     Instruction,
     Program,
 )
-from internals import hopper_kernel
 
 
 LAUNCH_SECONDS = 2e-6
@@ -130,8 +130,7 @@ def _gemm_flops(gemm: Instruction, operands: list[str]) -> float:
 def _symmetric_product_flops(operands: list[str]) -> float:
     """The first operands are the units of work and `x`."""
     (units, _), (count, m, n) = map(dimensions, operands[:2])
-    assert hopper_kernel is not None
-    triangles = hopper_kernel.Triangles(count, m, TILE)
+    triangles = hopper.Triangles(count, m, TILE)
     assert len(triangles.units) == units
     return 2.0 * count * m * m * n * triangles.computed
 

@@ -138,7 +138,10 @@ class Momentum:
             beta=0.95, mu_dtype=dtype, dimension_numbers=AXES
         )
         # One step of Newton-Schulz where only the momentum is asked for.
-        quick, whole = (mc.scale_by_muon(ns_steps=n, **options) for n in (1, 5))
+        quick, whole = (
+            mc.scale_by_muon(orthogonalizer=mc.NewtonSchulz(steps=n), **options)
+            for n in (1, 5)
+        )
         self.state = quick.init(gradients)
         self._advance = jax.jit(lambda g, state: quick.update(g, state)[1])
         self._update = jax.jit(lambda g, state: whole.update(g, state)[0])

@@ -126,7 +126,9 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
     # torch iterates in bfloat16, unless the method that casts to it does not.
     casts = {"bfloat16": torch.Tensor.bfloat16, "float32": torch.Tensor.float}
     for ours, peer in [("float32",) * 2, ("float32", "bfloat16"), ("bfloat16",) * 2]:
-        sides = {"ours": updates(shapes, ns_dtype=ours)["ours"], "torch": theirs.step}
+        own = mc.NewtonSchulz(dtype=ours)
+        mine = updates(shapes, orthogonalizer=own)["ours"]
+        sides = {"ours": mine, "torch": theirs.step}
         with mock.patch.object(torch.Tensor, "bfloat16", casts[peer]):
             figures = compare(alternate(sides, repeats), "ours", "torch")
         name = f"separate leaves in {ours}, torch {torch.__version__} in {peer}"
@@ -165,16 +167,15 @@ def options_of_muon(report: Report, args: Any) -> None:
         table.add(name, seconds, ratio(times, name, "plain"))
 
 
+EVEN = mc.NewtonSchulz(preconditioning="equilibrated")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "neuron_b2=0.95": dict(neuron_b2=0.95),
     "cautious_weight_decay=True": dict(cautious_weight_decay=True),
     "per_head=True": {},
     "these three": dict(neuron_b2=0.95, cautious_weight_decay=True),
-    'preconditioning="equilibrated"': dict(preconditioning="equilibrated"),
-    "per_head=True and both": dict(
-        preconditioning="equilibrated", cautious_weight_decay=True
-    ),
+    'preconditioning="equilibrated"': dict(orthogonalizer=EVEN),
+    "per_head=True and both": dict(orthogonalizer=EVEN, cautious_weight_decay=True),
     'mu_dtype="bfloat16"': dict(mu_dtype="bfloat16"),
     'mu_dtype="int8"': dict(mu_dtype="int8"),
 }

@@ -38,21 +38,21 @@ def loops_of_devices(
 def even_flops(model: Model, platform: str) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
-    for stack, exchange in _plan(model, platform):
+    for stack, cut, share in _plan(model, platform):
         one = solver(platform).cost(stack.shape, jnp.dtype(stack.dtype))
-        flops += 2.0 * one * int(exchange.owners.counts.sum())
+        groups = len(groups_of(cut, model.mesh))
+        flops += 2.0 * one * groups * int(share.counts.sum())
     return flops / math.prod(model.mesh.values())
 
 
 def _trips(model: Model, platform: str) -> dict[str, np.ndarray]:
     """Of the loops of each stack of which devices own different numbers, on each."""
     trips = {}
-    for i, (stack, exchange) in enumerate(_plan(model, platform)):
-        owners = exchange.owners
-        if not owners.are_even:
+    for i, (stack, cut, share) in enumerate(_plan(model, platform)):
+        if not share.is_full:
             counts = np.empty(math.prod(model.mesh.values()), int)
-            counts[groups_of(exchange.roles, model.mesh)] = owners.counts
-            trips |= _loops(f"stack{i}", counts, owners.most, stack.shape, platform)
+            counts[groups_of(cut, model.mesh)] = share.counts
+            trips |= _loop(f"stack{i}", counts, share.slots, stack.shape, platform)
     return trips
 
 
@@ -63,18 +63,16 @@ def _trips_untold(model: Model, platform: str) -> dict[str, np.ndarray]:
     plan = divide_stacks(solver(platform), stacks, devices)
     trips = {}
     for i, (stack, share) in enumerate(plan):
-        trips |= _loops(f"stack{i}", share.counts, share.slots, stack.shape, platform)
+        trips |= _loop(f"stack{i}", share.counts, share.slots, stack.shape, platform)
     return trips
 
 
-def _loops(
+def _loop(
     scope: str, counts: np.ndarray, slots: int, shape: tuple[int, int], platform: str
 ) -> dict[str, np.ndarray]:
-    """Trips of the loops over so many matrices of a stack."""
-    step, rest_alone = solver(platform).trip(slots, shape, is_known=False)
-    if not rest_alone:
-        return {scope: -(-counts // step)}
-    return {f"{scope}/in_turns": counts // step, scope: counts % step}
+    """Trips of the loop over so many matrices of a stack."""
+    step = math.ceil(slots / math.ceil(slots / solver(platform).batch_size(shape)))
+    return {scope: -(-counts // step)}
 
 
 def _plan(model: Model, platform: str) -> list[SharedStack]:

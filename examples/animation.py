@@ -128,7 +128,7 @@ def last_momentum(optimizer: nnx.Optimizer) -> jax.Array:
 def spectra(momentum: jax.Array) -> np.ndarray:
     """Singular values after 0 to `NS_STEPS` steps, largest first in each row."""
     after = [
-        mc.newton_schulz(momentum, ns_steps=steps) for steps in range(1, NS_STEPS + 1)
+        mc.newton_schulz(momentum, steps=steps) for steps in range(1, NS_STEPS + 1)
     ]
     matrices = np.stack([momentum / jnp.linalg.norm(momentum), *after])
     return np.linalg.svd(matrices, compute_uv=False)

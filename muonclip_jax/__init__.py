@@ -32,6 +32,7 @@ from ._muon.weight_decay import (
 from ._muonclip import muonclip as muonclip
 from ._newton_schulz.coefficients import NS_COEFFS as NS_COEFFS
 from ._newton_schulz.newton_schulz import newton_schulz as newton_schulz
+from ._newton_schulz.newton_schulz import NewtonSchulz as NewtonSchulz
 from ._parameters.dimension_numbers import (
     flax_dimension_numbers as flax_dimension_numbers,
 )

@@ -14,10 +14,7 @@ from ._model.per_head import heads_apart
 from ._muon.momentum import RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
-from ._newton_schulz.coefficients import Schedule, Triple
-from ._newton_schulz.platforms import Kernel
-from ._newton_schulz.precondition import Preconditioning
-from ._newton_schulz.solver import Method
+from ._newton_schulz.newton_schulz import Orthogonalizer
 from ._parameters.dimension_numbers import DimensionNumbers
 from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
@@ -32,12 +29,7 @@ def muonclip(
     attention: Attention | None = None,
     beta: float | jax.Array | optax.Schedule = RISING_BETA,
     nesterov: bool = True,
-    ns_coeffs: str | Triple | Schedule = "keller",
-    ns_steps: int | jax.Array = 5,
-    ns_method: Method = "auto",
-    ns_dtype: DTypeLike | None = None,
-    ns_kernel: Kernel = "xla",
-    preconditioning: Preconditioning = "frobenius",
+    orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
@@ -86,9 +78,8 @@ def muonclip(
     - `beta`, `nesterov`, `mu_dtype`: decay of the momentum, a number or a schedule (by
         default it rises from 0.85 to 0.95 over 300 steps), whether to look one step
         ahead, and the dtype in which momentum is kept.
-    - `ns_coeffs`, `ns_steps`, `preconditioning`: the polynomials of Newton-Schulz, how
-        many, and what is evened out before.
-    - `ns_method`, `ns_dtype`, `ns_kernel`: how they are computed.
+    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or a function
+        of your own.
     - `consistent_rms`: the root mean square of the update, `"mup"` or `None`.
     - `neuron_b2`: decay of NorMuon's mean squares; `None` leaves them out.
 
@@ -124,12 +115,7 @@ def muonclip(
             learning_rate,
             beta=beta,
             nesterov=nesterov,
-            ns_coeffs=ns_coeffs,
-            ns_steps=ns_steps,
-            ns_method=ns_method,
-            ns_dtype=ns_dtype,
-            ns_kernel=ns_kernel,
-            preconditioning=preconditioning,
+            orthogonalizer=orthogonalizer,
             consistent_rms=consistent_rms,
             weight_decay=weight_decay,
             weight_decay_mask=weight_decay_mask,

@@ -8,46 +8,47 @@ from typing import Any
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+import muonclip_jax as mc
 import muonclip_jax._attention.max_logits as max_logits_module
+import muonclip_jax._mesh.on_mesh as on_mesh_module
 import muonclip_jax._muon.muon as muon_module
 import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._layout.layout import read_layout
 from muonclip_jax._matrices.stacks import matrix_view, MatrixView, plan_stacks, unstack
-from muonclip_jax._mesh.block_layout import (
-    axis_roles,
-    AxisRoles,
-    block_layout,
-    local_view,
-)
 from muonclip_jax._mesh.by_constraint import (
     divide_stacks,
     orthogonalize_by_constraint,
     stacks_of,
 )
-from muonclip_jax._mesh.exchange import Exchange, EXCHANGES
+from muonclip_jax._mesh.exchange import (
+    Cut,
+    cut_of,
+    groups_of,
+    local_view,
+    MOST_SLOTS,
+    share_in_a_row,
+    share_out,
+    to_blocks,
+    to_owners,
+)
 from muonclip_jax._mesh.on_mesh import (
     orthogonalize_on_mesh,
     plan_exchanges,
     SharedStack,
 )
-from muonclip_jax._mesh.ownership import (
-    assign_consecutive,
-    assign_owners,
-    groups_of,
-    MOST_SLOTS,
-    Work,
-)
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
-from muonclip_jax._newton_schulz import platforms
-from muonclip_jax._newton_schulz.coefficients import check_schedule, resolve_schedule
-from muonclip_jax._newton_schulz.platforms import Kernel, Platform, PLATFORMS
-from muonclip_jax._newton_schulz.polar import cut_into_passes, METHODS
-from muonclip_jax._newton_schulz.precondition import norm_by_hypotenuses
-from muonclip_jax._newton_schulz.solver import make_solver, Solver
+from muonclip_jax._newton_schulz.coefficients import (
+    check_schedule,
+    resolve_schedule,
+    Schedule,
+)
+from muonclip_jax._newton_schulz.iteration import collected
+from muonclip_jax._newton_schulz.newton_schulz import make_solver
+from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._qk_clip.qk_clip import gammas
@@ -59,43 +60,28 @@ from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
 
 
-# JAX 0.8 and 0.9 lack what the kernel is made of.
-if jax.__version_info__ >= (0, 10):
-    from muonclip_jax._newton_schulz import hopper as hopper_kernel
-else:
-    hopper_kernel = None
-
-
 __all__ = [
-    "EXCHANGES",
-    "METHODS",
     "MOST_SLOTS",
-    "AxisRoles",
-    "Exchange",
+    "Cut",
     "Facts",
     "Graph",
-    "Kernel",
     "MatrixView",
     "Platform",
+    "Schedule",
     "SharedStack",
     "Softmaxes",
     "Solver",
-    "Work",
     "accumulate",
-    "assign_consecutive",
-    "assign_owners",
-    "axis_roles",
-    "block_layout",
     "call_of",
     "check_schedule",
+    "collected",
     "cudnn",
-    "cut_into_passes",
+    "cut_of",
     "divide_stacks",
     "eight_bits",
     "gammas",
     "groups_of",
     "heads_of",
-    "hopper_kernel",
     "local_view",
     "matrix_view",
     "matrix_views",
@@ -103,7 +89,7 @@ __all__ = [
     "moves",
     "muon_module",
     "muonclip_module",
-    "norm_by_hypotenuses",
+    "on_mesh_module",
     "on_one_device",
     "orthogonalize",
     "orthogonalize_by_constraint",
@@ -111,27 +97,21 @@ __all__ = [
     "paths",
     "plan_exchanges",
     "plan_stacks",
-    "platforms",
     "resolve_schedule",
     "scale_module",
+    "share_in_a_row",
+    "share_out",
     "splash_statistic",
     "stacks_of",
+    "to_blocks",
+    "to_owners",
     "unstack",
 ]
 
 
-def solver(
-    platform: str | None = None,
-    *,
-    ns_coeffs: Any = "keller",
-    ns_steps: int = 5,
-    method: Any = "auto",
-    dtype: Any = None,
-    preconditioning: Any = "frobenius",
-    kernel: Kernel = "xla",
-) -> Solver:
-    """One for a platform by its name: "cpu", "gpu" or "tpu"."""
-    made = make_solver(ns_coeffs, ns_steps, method, dtype, preconditioning, kernel)
+def solver(platform: str | None = None, **settings: Any) -> Solver:
+    """Of `mc.NewtonSchulz(**settings)`, for a platform: "cpu", "gpu" or "tpu"."""
+    made = make_solver(mc.NewtonSchulz(**settings))
     if platform is None:
         return made
     return dataclasses.replace(made, platform=platform_named(platform))

@@ -104,8 +104,8 @@ WRAPPERS = {
     "explicit chain of masks": explicit_chain,
     "named_chain and partition": explicit_partition,
     "inject_hyperparams": lambda: optax.inject_hyperparams(mc.muonclip)(1e-2),
-    "inject_hyperparams, static ns_steps": lambda: optax.inject_hyperparams(
-        mc.muonclip, static_args="ns_steps"
+    "inject_hyperparams, static orthogonalizer": lambda: optax.inject_hyperparams(
+        mc.muonclip, static_args="orthogonalizer"
     )(1e-2),
     "apply_if_finite": lambda: optax.apply_if_finite(mc.muonclip(1e-2), 3),
     "MultiSteps of one": lambda: optax.MultiSteps(mc.muonclip(1e-2), 1),
@@ -357,7 +357,7 @@ def test_checkpoint_holds_no_hyperparameters():
         threshold=7.0,
         alpha=0.1,
         beta=0.5,
-        ns_coeffs="polar_express",
+        orthogonalizer="polar_express",
         consistent_rms=None,
         weight_decay=0.3,
         adam_learning_rate=0.7,

@@ -132,21 +132,24 @@ def test_leaf_without_a_matrix():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"ns_coeffs": "standard"}, "unknown ns_coeffs 'standard'.*keller"),
-        ({"ns_coeffs": (9.0, 9.0, 9.0)}, "unstable"),
+        ({"coeffs": "standard"}, "unknown coefficients 'standard'.*keller"),
+        ({"coeffs": (9.0, 9.0, 9.0)}, "unstable"),
         (
-            {"ns_coeffs": ((3.4445, -4.7750, 2.0315),) * 3},
-            "3 steps, which contradicts ns_steps=5",
+            {"coeffs": ((3.4445, -4.7750, 2.0315),) * 3, "steps": 5},
+            "steps=5 are more than the coefficients .* have: 3",
         ),
         (
-            {"ns_coeffs": "quintic", "ns_steps": 4},
-            "5 steps, which contradicts ns_steps=4",
+            {"coeffs": "quintic", "steps": 6},
+            "steps=6 are more than the coefficients 'quintic' have: 5",
         ),
     ],
 )
 def test_coefficients(make, options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)
+        make(orthogonalizer=mc.NewtonSchulz(**options))
+    if options == {"coeffs": "standard"}:
+        with pytest.raises(ValueError, match=message):
+            make(orthogonalizer="standard")
 
 
 @pytest.mark.parametrize("threshold", [0, 0.0, -1, float("nan")])

@@ -12,8 +12,7 @@ import muonclip_jax as mc
 
 MUON_DEFAULTS = {
     "nesterov": True,
-    "ns_coeffs": "keller",
-    "ns_steps": 5,
+    "orthogonalizer": "keller",
     "consistent_rms": 0.2,
     "weight_decay": 0.1,
     "weight_decay_mask": None,
@@ -29,8 +28,7 @@ MUON_DEFAULTS = {
 CLIP_DEFAULTS = {"threshold": 100.0, "alpha": 0.5, "attention": None}
 DIRECTION = (
     "nesterov",
-    "ns_coeffs",
-    "ns_steps",
+    "orthogonalizer",
     "consistent_rms",
     "mu_dtype",
     "dimension_numbers",
@@ -52,8 +50,8 @@ DIRECTION = (
         ),
         (
             mc.newton_schulz,
-            ["x"],
-            {"ns_coeffs": "keller", "ns_steps": 5, "method": "auto", "dtype": None},
+            ["x", "coeffs"],
+            {"steps": None, "method": "auto", "dtype": None},
         ),
         (
             mc.max_logits,

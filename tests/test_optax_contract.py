@@ -34,13 +34,10 @@ def _with_empty_stats(tx):
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def muon(
-    learning_rate: optax.ScalarOrSchedule, *, weight_decay=0.0, ns_steps=5, beta=0.95
-):
+def muon(learning_rate: optax.ScalarOrSchedule, *, weight_decay=0.0, beta=0.95):
     return mc.muon(
         learning_rate,
         weight_decay=weight_decay,
-        ns_steps=ns_steps,
         beta=beta,
         consistent_rms=None,
         dimension_numbers=_by_rank,
@@ -51,14 +48,12 @@ def muonclip(
     learning_rate: optax.ScalarOrSchedule,
     *,
     weight_decay=0.0,
-    ns_steps=5,
     threshold=100.0,
     alpha=0.5,
 ):
     tx = mc.muonclip(
         learning_rate,
         weight_decay=weight_decay,
-        ns_steps=ns_steps,
         threshold=threshold,
         alpha=alpha,
         consistent_rms=None,

@@ -41,7 +41,10 @@ def norm(*leaves):
 
 def test_every_number_by_hand():
     tx = optax.inject_hyperparams(mc.muonclip)(
-        optax.constant_schedule(0.1), beta=0.8, ns_steps=2, **STACKED
+        optax.constant_schedule(0.1),
+        beta=0.8,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
+        **STACKED,
     )
     updates, state = one_step(tx)
     found = mc.scalars(state, PARAMS, updates=updates, **STACKED)
@@ -71,7 +74,7 @@ def test_every_number_by_hand():
 
 
 def test_without_attention_and_under_jit():
-    tx = mc.muon(0.1, ns_steps=2, **STACKED)
+    tx = mc.muon(0.1, orthogonalizer=mc.NewtonSchulz(steps=2), **STACKED)
     _, state = one_step(tx)
     found = mc.scalars(state, PARAMS, **STACKED)
     assert {name.split("/")[0] for name in found} == {"param_norm"}
@@ -83,7 +86,9 @@ def test_without_attention_and_under_jit():
 
 def test_of_an_nnx_optimizer():
     model = NNXModel(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, mc.muon(0.1, ns_steps=1), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, mc.muon(0.1, orthogonalizer=mc.NewtonSchulz(steps=1)), wrt=nnx.Param
+    )
     params = nnx.state(model, nnx.Param)
     found = mc.scalars(optimizer.opt_state, params)
     leaves = jax.tree.leaves(params)
@@ -92,7 +97,9 @@ def test_of_an_nnx_optimizer():
 
 
 def test_a_state_of_other_params_is_refused():
-    _, state = one_step(mc.muonclip(0.1, ns_steps=1, **STACKED))
+    _, state = one_step(
+        mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1), **STACKED)
+    )
     other = {"attn": {name: {"kernel": jnp.ones(KERNEL)} for name in ("query", "key")}}
     with pytest.raises(ValueError, match="the optimizer state holds 6 heads"):
         mc.scalars(state, other)
@@ -115,7 +122,9 @@ def test_the_loggers_of_the_manual_take_the_numbers(monkeypatch):
     }
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    _, state = one_step(mc.muonclip(0.1, ns_steps=1, **STACKED))
+    _, state = one_step(
+        mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1), **STACKED)
+    )
     page = ROOT / "docs" / "logging.md"
     titled = [b for b in blocks(page) if b.kind == "python" and "Needs" in b.title]
     for block in titled:

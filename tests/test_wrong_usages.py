@@ -86,12 +86,7 @@ WINDOW = {"none"}
 MUON = {
     "beta": SCHEDULE,
     "nesterov": FLAG,
-    "ns_coeffs": CHOICE,
-    "ns_steps": WHOLE,
-    "ns_method": CHOICE,
-    "ns_dtype": DTYPE,
-    "ns_kernel": CHOICE,
-    "preconditioning": CHOICE,
+    "orthogonalizer": CHOICE,
     "consistent_rms": NUMBER_OR_NONE,
     "mu_dtype": DTYPE,
     "model": TREE_OR_NONE,
@@ -148,12 +143,11 @@ ARGUMENTS = {
         lambda **o: mc.newton_schulz(**{"x": jnp.ones((3, 4))} | o),
         {
             "x": {"array"},
-            "ns_coeffs": CHOICE,
-            "ns_steps": WHOLE,
+            "coeffs": CHOICE,
+            "steps": WHOLE_OR_NONE,
             "method": CHOICE,
             "dtype": DTYPE,
             "preconditioning": CHOICE,
-            "kernel": CHOICE,
         },
     ),
     "qk_clip": (step(mc.qk_clip), CLIP),
@@ -281,6 +275,10 @@ def clip(**options):
     return lambda: update(mc.muonclip(**{"learning_rate": 1e-3} | options))
 
 
+def polynomials(**settings):
+    return lambda: mc.NewtonSchulz(**settings)
+
+
 def with_numbers(pattern, *axes):
     return clip(dimension_numbers={pattern: MuonDimensionNumbers(*axes)})
 
@@ -346,10 +344,33 @@ WRONG = {
     ),
     "neuron_b2 is a schedule": (clip(neuron_b2=lambda count: 0.9), NO_SCHEDULE),
     "consistent_rms is a schedule": (clip(consistent_rms=lambda c: 0.2), NO_SCHEDULE),
-    "ns_steps is a schedule": (clip(ns_steps=lambda count: 5), NO_SCHEDULE),
-    "ns_steps is traced and no integer": (
-        lambda: jax.jit(lambda n: mc.newton_schulz(jnp.eye(3), ns_steps=n))(5.0),
-        "ns_steps must be a whole number from 1 on, known when tracing",
+    "steps are a schedule": (
+        polynomials(steps=lambda count: 5),
+        "steps must be a whole",
+    ),
+    "steps are traced": (
+        lambda: jax.jit(lambda n: mc.newton_schulz(jnp.eye(3), steps=n))(5),
+        "steps must be a whole number from 1 on, known when tracing",
+    ),
+    "an orthogonalizer that was not made": (
+        clip(orthogonalizer=mc.NewtonSchulz),
+        r"orthogonalizer must be one of .*mc.NewtonSchulz\(...\), or a function",
+    ),
+    "coefficients as an orthogonalizer": (
+        clip(orthogonalizer=(3.4445, -4.775, 2.0315)),
+        r"orthogonalizer must be one of .*mc.NewtonSchulz\(...\)",
+    ),
+    "an orthogonalizer of another shape": (
+        lambda: update(mc.muon(1e-3, orthogonalizer=lambda x: x @ x.mT)),
+        r"the orthogonalizer made an array of float32 .* of a stack of matrices",
+    ),
+    "an orthogonalizer that was called as a schedule": (
+        lambda: update(
+            optax.inject_hyperparams(mc.muon)(
+                1e-3, orthogonalizer=lambda x: x / (1 + jnp.abs(x).max())
+            )
+        ),
+        r"optax.inject_hyperparams calls .*static_args=\('orthogonalizer',\)",
     ),
     "a flag is traced": (
         lambda: jax.jit(lambda n: mc.muon(1e-3, nesterov=n) and n)(True),
@@ -363,22 +384,22 @@ WRONG = {
         "learning_rate must be finite",
     ),
     "weight decay is infinite": (clip(weight_decay=np.inf), "weight_decay must be fin"),
-    "ns_steps of 5.7": (
-        clip(ns_steps=5.7),
-        "ns_steps must be a whole number from 1 on",
-    ),
-    "ns_steps of 0": (clip(ns_steps=0), "ns_steps must be at least 1, got 0"),
-    "ns_steps is a string": (clip(ns_steps="5"), "ns_steps must be .*got '5'"),
-    "ns_steps for each": (clip(ns_steps=jnp.array([5, 5])), "ns_steps must be"),
-    "ns_coeffs in a tuple": (
-        clip(ns_coeffs=("keller",)),
+    "5.7 steps": (polynomials(steps=5.7), "steps must be a whole number from 1 on"),
+    "no steps": (polynomials(steps=0), "steps must be at least 1, got 0"),
+    "steps are a string": (polynomials(steps="5"), "steps must be .*got '5'"),
+    "steps for each": (polynomials(steps=jnp.array([5, 5])), "steps must be"),
+    "coefficients in a tuple": (
+        polynomials(coeffs=("keller",)),
         r"triples; got \('keller',\)",
     ),
-    "ns_coeffs of two lengths": (
-        clip(ns_coeffs=((1, 2, 3), (1, 2))),
-        "ns_coeffs must be a preset name, one triple",
+    "coefficients of two lengths": (
+        polynomials(coeffs=((1, 2, 3), (1, 2))),
+        "coeffs must be a preset name, one triple",
     ),
-    "ns_coeffs of optax": (clip(ns_coeffs="standard"), "unknown ns_coeffs 'standard'"),
+    "coefficients of optax": (
+        polynomials(coeffs="standard"),
+        "unknown coefficients 'standard'",
+    ),
     "consistent_rms is a string": (
         clip(consistent_rms="0.2"),
         "must be a number or 'mup' or None, got '0.2'",
@@ -392,10 +413,13 @@ WRONG = {
     },
     **{
         f"{name} is {dtype}": (clip(**{name: dtype}), f"{name} must be a float dtype")
-        for name in ("mu_dtype", "ns_dtype")
+        for name in ("mu_dtype",)
         for dtype in ("float8_e4m3fn", "float8_e5m2", "complex128")
     },
-    "ns_dtype is int8": (clip(ns_dtype="int8"), "ns_dtype must be a float dtype"),
+    **{
+        f"dtype is {dtype}": (polynomials(dtype=dtype), "dtype must be a float dtype")
+        for dtype in ("int8", "float8_e4m3fn", "float8_e5m2", "complex128")
+    },
     "params of 8 bits": (
         of_dtype("float8_e4m3fn"),
         "'w' are no floats of 16 bits or more. Give a mu_dtype",
@@ -613,11 +637,15 @@ RIGHT = {
     "numbers of NumPy and JAX are numbers": clip(
         beta=jnp.float32(0.9), weight_decay=np.float64(0.1), adam_eps=np.array(1e-8)
     ),
-    "a whole number may be JAX's": clip(ns_steps=jnp.array(5)),
+    "a whole number may be JAX's": polynomials(steps=jnp.array(5)),
     "a flag may be NumPy's": clip(nesterov=np.bool_(False)),
-    "as many steps as are stable": clip(ns_steps=50),
-    "coefficients may be an array": clip(ns_coeffs=jnp.array([3.4445, -4.775, 2.0315])),
-    "or one for each step": clip(ns_coeffs=np.array([[3.4445, -4.775, 2.0315]] * 5)),
+    "as many steps as are stable": polynomials(steps=50),
+    "coefficients may be an array": polynomials(
+        coeffs=jnp.array([3.4445, -4.775, 2.0315])
+    ),
+    "or one for each step": polynomials(
+        coeffs=np.array([[3.4445, -4.775, 2.0315]] * 5)
+    ),
     "beta of 1 keeps all": clip(beta=1.0),
     "JAX says that float64 is off": clip(mu_dtype="float64"),
     "params of 8 bits with momentum of 16": of_dtype(
@@ -648,7 +676,7 @@ RIGHT = {
         optax.inject_hyperparams(mc.muonclip)(
             1e-3,
             beta=lambda count: 0.9,
-            ns_steps=lambda count: 5,
+            orthogonalizer=mc.NewtonSchulz(steps=3),
             neuron_b2=0.9,
             consistent_rms=0.2,
             threshold=lambda count: 50.0,

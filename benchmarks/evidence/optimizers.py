@@ -91,7 +91,7 @@ def make_optimizer(
         rates = _for_width(rates, ratio)
     beta = 0.95 if run.beta is None else run.beta
     # Heads are as `matrices` says, not as by default.
-    others: dict[str, Any] = {"per_head": False, **dict(run.muon)}
+    others: dict[str, Any] = {"per_head": False, **_in_one_value(dict(run.muon))}
     muon = CANDIDATES[run.candidate](
         **rates,
         beta=beta if at.beta is None else at.beta,
@@ -99,6 +99,16 @@ def make_optimizer(
         **others,
     )
     return muon if head is None else _with_head_apart(muon, head, at)
+
+
+def _in_one_value(options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of Newton-Schulz, which records of runs have one by one."""
+    names = dict(
+        ns_coeffs="coeffs", ns_steps="steps", preconditioning="preconditioning"
+    )
+    own = {names[x]: value for x, value in options.items() if x in names}
+    rest = {x: value for x, value in options.items() if x not in names}
+    return rest | ({"orthogonalizer": mc.NewtonSchulz(**own)} if own else {})
 
 
 def _with_head_apart(

@@ -287,7 +287,7 @@ def extras(lab: Lab, plan: Plan) -> Answer:
         f"Lower the loss beyond the interval on every text: {', '.join(pay)}. On none: "
         f"{', '.join(never)}. A `beta` that rises and a matrix for each head are the "
         "default; what else pays is one argument: `neuron_b2=0.95` (NorMuon) or "
-        '`preconditioning="equilibrated"`.',
+        '`mc.NewtonSchulz(preconditioning="equilibrated")`.',
         "page_extras.png",
         "What each addition does to the loss, by text",
         "How additions add up beyond those that were tried together; what they do in "

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from candidates.on_hopper import OnHopper
 from gpt2 import gradients, separate, stacked, updates_by
-from internals import Kernel, platform_named, platform_with
+from internals import platform_named, platform_with
 
 import muonclip_jax as mc
 
@@ -16,12 +17,12 @@ from .rows import Parts, Timed
 from .times import directions, that_fits, Times
 
 
-KERNELS: dict[str, Kernel] = {"ours": "pallas", "xla": "xla"}
+KERNELS: dict[str, Any] = {"ours": OnHopper(), "xla": mc.NewtonSchulz()}
 
 
 def kernel_parts(times: Times) -> Parts:
     name = "pallas against xla"
-    if math.isinf(platform_named(platform()).kernel_rows):
+    if platform() != "gpu":
         return {name: lambda: [Timed(f"{name}: no kernel here")]}
     by_rows = {
         f"{name}, {rows} rows": functools.partial(by_kernel, times, rows)
@@ -31,25 +32,23 @@ def kernel_parts(times: Times) -> Parts:
 
 
 def by_kernel(times: Times, rows: int) -> Iterator[Timed]:
-    """Matrices twice as wide as high; the kernel is taken whatever the size."""
+    """Matrices twice as wide as high."""
     count = max(1, times.sizes.kernel_entries // (2 * rows**2))
     x = normal(0, count, rows, 2 * rows)
     sides = {
-        name: with_constant(
-            functools.partial(mc.newton_schulz, kernel=kernel), x, kernel_rows=1
-        )
-        for name, kernel in KERNELS.items()
+        name: functools.partial(jax.jit(own.orthogonalize), x)
+        for name, own in KERNELS.items()
     }
     yield from times.against(f"{count} x ({rows}, {2 * rows}), pallas", sides)
 
 
 def stage_by_kernel(times: Times) -> Iterator[Timed]:
-    """In separate leaves, with the kernel where the package takes it."""
+    """In separate leaves."""
     stage = that_fits(times.sizes.stage)
     shapes = stage.shapes(separate)
     updates = {
-        name: directions(shapes, ns_kernel=kernel)["ours"]
-        for name, kernel in KERNELS.items()
+        name: directions(shapes, orthogonalizer=own)["ours"]
+        for name, own in KERNELS.items()
     }
     name = f"{stage.matrices} x {stage.shape}, separate, pallas"
     yield from times.against(name, updates_by(shapes, updates))

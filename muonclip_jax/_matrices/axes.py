@@ -52,7 +52,7 @@ class MatrixAxes:
         >>> import jax, jax.numpy as jnp
         >>> tx = mc.scale_by_muon(
         ...     dimension_numbers={"w": mc.MatrixAxes(0, 1, parts=(3, 5))},
-        ...     ns_coeffs="polar_express_8", ns_steps=8, consistent_rms=None,
+        ...     orthogonalizer="polar_express_8", consistent_rms=None,
         ... )
         >>> w = {"w": jax.random.normal(jax.random.key(0), (4, 8))}
         >>> update, _ = tx.update(w, tx.init(w))

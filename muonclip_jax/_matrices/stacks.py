@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,11 @@ import numpy as np
 
 from .._options import whole_number
 from .axes import Axes, MatrixAxes
+
+
+#: The most separate leaves in a stack: compilers take time that grows with the square
+#: of the number of arrays in one concatenation.
+MOST_LEAVES = 256
 
 
 class Division(NamedTuple):
@@ -176,38 +181,19 @@ class Stack:
     def count(self) -> int:
         return sum(part.view.count for part in self.parts)
 
-    def gather(
-        self,
-        leaves: Sequence[Any],
-        to_stack: Callable[[MatrixView, jax.Array], jax.Array],
-    ) -> jax.Array:
-        """Makes the stack of what `to_stack` makes of each leaf."""
-        stacks = [to_stack(part.view, leaves[part.leaf]) for part in self.parts]
-        return jnp.concatenate(stacks)
+    def gather(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
+        """The matrices of all leaves, `(count, *shape)`."""
+        return jnp.concatenate(self.each(leaves, dtype))
 
-    def scatter(
-        self,
-        stack: jax.Array,
-        results: list[Any],
-        *,
-        on_cpu: bool,
-        store_from: float = math.inf,
-    ) -> None:
-        """Puts the leaves into `results`: float32 or wider, whatever the stack is.
+    def each(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+        return [view.to_matrices(leaves[i]).astype(dtype) for i, view in self.parts]
 
-        A leaf of `store_from` entries or more is stored in its own shape first. XLA for
-        TPU moves a reshape after what is elementwise, and would store an update in
-        float32 once as it was sent and once as the leaf is: of Mixtral's update on 64
-        v5p that is 1.3 of 3.9 GB of temporaries. Smaller leaves take 3 % longer for it.
-        """
-        dtype = np.promote_types(jnp.dtype(self.dtype), jnp.float32)
+    def scatter(self, stack: jax.Array, results: list[Any]) -> None:
+        """Puts the leaves into `results`."""
         counts = tuple(part.view.count for part in self.parts)
-        pieces = unstack(stack, counts, on_cpu)
+        pieces = unstack(stack, counts)
         for part, matrices in zip(self.parts, pieces, strict=True):
-            leaf = part.view.from_matrices(matrices)
-            if leaf.size >= store_from:
-                leaf = jax.lax.optimization_barrier(leaf)
-            results[part.leaf] = leaf.astype(dtype)
+            results[part.leaf] = part.view.from_matrices(matrices)
 
     def __str__(self) -> str:
         m, n = self.shape
@@ -219,13 +205,12 @@ def plan_stacks(
     leaves: Sequence[Any],
     views: Sequence[MatrixView | None],
     max_entries: float = math.inf,
-    max_leaves: float = math.inf,
 ) -> list[Stack]:
     """Groups matrices by shape and dtype.
 
     `leaves` need only a dtype, so abstract ones will do. Nothing is padded: matrices
-    of different shapes, or of different dtypes, never share a stack. A stack has at
-    most `max_leaves` leaves, and at most `max_entries` entries if of more than one.
+    of different shapes, or of different dtypes, never share a stack. Of more than one
+    leaf a stack has at most `max_entries` entries.
     """
     groups: dict[tuple[tuple[int, int], str], list[Part]] = {}
     for index, (leaf, view) in enumerate(zip(leaves, views, strict=True)):
@@ -237,7 +222,7 @@ def plan_stacks(
         parts, entries = [], 0
         for part in group:
             size = math.prod(part.view.shape)
-            if parts and (entries + size > max_entries or len(parts) >= max_leaves):
+            if parts and (entries + size > max_entries or len(parts) == MOST_LEAVES):
                 stacks.append(Stack(shape, dtype, tuple(parts)))
                 parts, entries = [], 0
             parts.append(part)
@@ -248,14 +233,9 @@ def plan_stacks(
 
 # Compiled, since each eager call of a loop or of `platform_dependent` on new functions
 # would compile them again.
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def unstack(
-    stack: jax.Array, counts: tuple[int, ...], on_cpu: bool | None = None
-) -> Sequence[jax.Array]:
-    """Cuts the first axis into consecutive parts of the given lengths.
-
-    `on_cpu` is None where only the compiler knows it.
-    """
+@functools.partial(jax.jit, static_argnums=1)
+def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
+    """Cuts the first axis into consecutive parts of the given lengths."""
     if len(counts) < 2:
         return [stack] * len(counts)
 
@@ -289,6 +269,13 @@ def unstack(
             parts.append(cut(stack, (first, *inner), (count, *matrix)))
         return parts
 
-    if on_cpu is None:
-        return jax.lax.platform_dependent(stack, cpu=at_run_time, default=at_once)
-    return at_run_time(stack) if on_cpu else at_once(stack)
+    return jax.lax.platform_dependent(stack, cpu=at_run_time, default=at_once)
+
+
+def zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
+    """0, but known only when all arrays are there: an ordering token."""
+    # Data, since XLA drops optimization barriers before it puts operations in order.
+    # Of any number `isnan` is 0 or 1, and the minimum with 0 is 0, which XLA does not
+    # see through.
+    numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
+    return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)

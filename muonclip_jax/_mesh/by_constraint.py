@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import keep_sharding, sharded_like
 from .._matrices.pieces import divide
 from .._matrices.stacks import MatrixView, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
+from .exchange import Share, share_in_a_row
 from .on_mesh import iterate_share
-from .ownership import assign_consecutive, Consecutive
 
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -32,7 +33,7 @@ class DividedStack(NamedTuple):
     """A stack, and which of its matrices each device iterates."""
 
     stack: Stack
-    share: Consecutive
+    share: Share
 
 
 def orthogonalize_by_constraint(
@@ -60,10 +61,10 @@ def orthogonalize_by_constraint(
         check_vma=False,
     )(solver, [_to_devices(solver, leaves, each, mesh, axes) for each in plan])
     results = list(leaves)
-    on_cpu = solver.its_platform.name == "cpu"
     for each, matrices in zip(plan, iterated, strict=True):
         returned = _from_devices(matrices, each, mesh, axes)
-        each.stack.scatter(returned, results, on_cpu=on_cpu)
+        each.stack.scatter(returned, results)
+    results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
     return [*map(sharded_like, pieces.unite(results), given)]
 
 
@@ -90,7 +91,7 @@ def stacks_of(
 def divide_stacks(
     solver: Solver, stacks: Sequence[Stack], devices: int
 ) -> list[DividedStack]:
-    shares = assign_consecutive(
+    shares = share_in_a_row(
         [stack.count for stack in stacks],
         [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
         devices,
@@ -109,9 +110,7 @@ def _last_stack_first(view: MatrixView) -> MatrixView:
 def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:
     stack, share = each
     wire = solver.wire_dtype(jnp.dtype(stack.dtype))
-    matrices = stack.gather(
-        leaves, lambda view, leaf: view.to_matrices(leaf).astype(wire)
-    )
+    matrices = stack.gather(leaves, wire)
     slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
     return _lay(_lay_halfway(slots, mesh, axes), mesh, axes, None, None)
 
@@ -147,4 +146,4 @@ def _iterate_own(
     """The work of one device, which waits for no other in between."""
     device = jax.lax.axis_index(axes)
     counts = [jnp.asarray(share.counts)[device] for _, share in plan]
-    return iterate_share(solver, [stack for stack, _ in plan], slots, counts)
+    return iterate_share(solver, slots, counts)

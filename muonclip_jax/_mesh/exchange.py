@@ -1,174 +1,275 @@
-"""A stack's way from blocks to whole matrices at their owners, and back.
+"""A stack's way from blocks to whole matrices at the devices that iterate them.
 
-Blocks are what a device of the mesh holds of each matrix of a stack. An exchange is one
-class in `EXCHANGES`; to add one is to write a class like `AllToAll` and enter it there.
+The matrices of a stack lie in slots, those of one device after those of another:
+
+    (count, *block) -> padded to slots -> all_to_all -> (slots of this device, *matrix),
+    and the same backwards
+
+Matrices are iterated whole. To cut one over devices would take an exchange for every
+product, where to send it to one takes two in all.
 """
 
-import abc
 import dataclasses
-import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .._axes import gather_everywhere
-from .block_layout import AxisRoles, BlockLayout
-from .ownership import Owners
+from .._layout.shardings import mesh_axes
+from .._matrices.stacks import MatrixView
 
 
-#: The most owners whose blocks are copied run by run: each run is an operation.
+#: The most slots of a device, over the least that would do: every device sends as much
+#: to each other, so for one that took many all would send padding.
+MOST_SLOTS = 2
+
+#: The most owners whose blocks are copied run by run.
 MOST_RUNS = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange(abc.ABC):
-    """One stack's way, inside `jax.shard_map`.
+class Cut(NamedTuple):
+    """How a mesh cuts the matrices of a leaf.
 
-    - `owners`: who iterates each matrix.
-    - `roles`: what each axis of the mesh does to the stack, the same for all leaves.
-    - `layouts`: the ways in which the mesh cuts matrices of the stack, whose blocks all
-        have as many entries. Usually one; two where tall and wide leaves share a stack.
-    - `kinds`: for each matrix which of the `layouts` it has.
+    - `factors`: of the inputs and then of the outputs, the size and the mesh axes that
+        cut it, the major one first. Most sides are one factor.
+    - `shape`: of a matrix.
+    - `batch`: along these mesh axes devices hold different matrices.
+    - `replicated`: along these they hold the same.
     """
 
-    owners: Owners
-    roles: AxisRoles
-    layouts: tuple[BlockLayout, ...]
-    kinds: np.ndarray
-
-    @classmethod
-    def serves(cls, owners: Owners, roles: AxisRoles) -> bool:
-        """True for stacks that this exchange is for."""
-        del owners, roles
-        return True
-
-    @abc.abstractmethod
-    def to_owners(self, blocks: jax.Array) -> jax.Array:
-        """This device's blocks `(matrices, *block_shape)` to its share of whole ones,
-        `(slots, m, n)`. A slot of no matrix is undefined.
-        """
-
-    @abc.abstractmethod
-    def to_blocks(self, matrices: jax.Array) -> jax.Array:
-        """The inverse of `to_owners`, on every device that has blocks of a matrix."""
+    factors: tuple[tuple[int, tuple[str, ...]], ...]
+    shape: tuple[int, int]
+    batch: tuple[str, ...]
+    replicated: tuple[str, ...]
 
     @property
-    def block_shape(self) -> tuple[int, int]:
-        """The shape in which blocks are sent, whatever part of the matrix they are."""
-        return self.layouts[0].block_shape
-
-    def count(self) -> jax.Array | None:
-        """The number of matrices this device iterates, the first ones; None if all."""
-        if self.owners.are_even:
-            return None
-        return jnp.asarray(entry_at(self.owners.counts, *self.here()))
-
-    def here(self) -> tuple[jax.Array | int, ...]:
-        """This device's group, its copy in the group, and its place in the copy."""
-        return tuple(jax.lax.axis_index(axes) if axes else 0 for axes in self.roles)
-
-
-class AllToAll(Exchange):
-    """Every device sends as many blocks to each other, whether or not it needs them.
-
-    That is one operation of every backend. What pads is at most `MOST_SLOTS` times what
-    is needed. One that sends no padding (`jax.lax.ragged_all_to_all`) was worth 1.04 to
-    1.33 times, by the estimates of TPU's compiler, for 1.1 to 2 times the temporaries.
-    """
-
-    def to_owners(self, blocks: jax.Array) -> jax.Array:
-        group, copy, _ = self.here()
-        owners = self.owners
-        if self._in_runs:
-            blocks = jnp.pad(blocks, [(0, owners.beyond), (0, 0), (0, 0)])
-            starts = jnp.asarray(entry_at(owners.starts, group, copy))
-            cut = functools.partial(jax.lax.dynamic_slice_in_dim, blocks)
-            sent = jnp.stack([cut(start, owners.most) for start in starts])
-        else:
-            # For each device the matrices of its slots, so that what is taken is in the
-            # order in which `all_to_all` sends it.
-            table = entry_at(owners.slots, group, copy)  # (devices, slots)
-            sent = _take(blocks, table.reshape(-1))
-            sent = sent.reshape(*table.shape, *self.block_shape)
-        # Of each slot the blocks from all devices are next to each other.
-        received = jnp.moveaxis(self._all_to_all(sent), 1, 0)
-        return self._by_kind([layout.join(received) for layout in self.layouts])
-
-    def to_blocks(self, matrices: jax.Array) -> jax.Array:
-        split = self._by_kind(
-            [
-                layout.split(matrices).reshape(
-                    len(matrices), layout.devices, *self.block_shape
-                )
-                for layout in self.layouts
-            ]
-        )
-        returned = self._all_to_all(jnp.moveaxis(split, 1, 0))
-        # Copies of a block are at several devices, but each matrix was iterated at one:
-        # copies hand their results to each other.
-        if self.roles.replicated:
-            returned = gather_everywhere(returned, self.roles.replicated)
-        group, *_ = self.here()
-        if not self._in_runs:
-            blocks = returned.reshape(-1, *self.block_shape)
-            return _take(blocks, entry_at(self.owners.places, group))
-        runs = returned.reshape(-1, self.owners.most, *self.block_shape)
-        starts = jnp.asarray(entry_at(self.owners.starts, group)).reshape(-1)
-        count = len(self.kinds)
-        blocks = jax.lax.empty(
-            (count + self.owners.beyond, *self.block_shape), runs.dtype
-        )
-        for member in entry_at(self.owners.order, group):
-            # What is undefined after one run is where the next one is written.
-            run = jax.lax.dynamic_index_in_dim(runs, member, keepdims=False)
-            blocks = jax.lax.dynamic_update_slice_in_dim(blocks, run, starts[member], 0)
-        return blocks[:count]
+    def sharded(self) -> tuple[str, ...]:
+        """Along these devices hold blocks of the same matrix."""
+        return tuple(name for _, names in self.factors for name in names)
 
     @property
-    def _in_runs(self) -> bool:
-        """True if blocks are copied owner by owner, and not one by one.
-
-        Those of an owner are in a row. XLA's gather for TPU cuts them to fit its
-        memory, which for Kimi K2 on 1,024 v5p takes 310 million cycles in place of 256.
-        """
-        copies = self.owners.counts.shape[1]
-        are_in_place = copies == 1 and self.owners.are_even
-        return not are_in_place and self.owners.order.shape[1] <= MOST_RUNS
-
-    def _all_to_all(self, blocks: jax.Array) -> jax.Array:
-        """Block `i` is sent to device `i`."""
-        if not self.roles.sharded:
-            return blocks
-        return jax.lax.all_to_all(blocks, self.roles.sharded, 0, 0, tiled=True)
-
-    def _by_kind(self, results: list[jax.Array]) -> jax.Array:
-        """Picks for each slot the result for the layout that its matrix has."""
-        if len(results) == 1:
-            return results[0]
-        # All are computed, and one is chosen. That is cheaper than a branch for each
-        # slot, which would be a loop, and what is computed is only moved.
-        kinds = jnp.asarray(entry_at(self.kinds[self.owners.slots], *self.here()))
-        chosen = results[0]
-        for i, result in enumerate(results[1:], 1):
-            is_it = (kinds == i).reshape(-1, *[1] * (result.ndim - 1))
-            chosen = jnp.where(is_it, result, chosen)
-        return chosen
+    def members(self) -> tuple[str, ...]:
+        """The axes along which devices share out the matrices."""
+        return self.replicated + self.sharded
 
 
-#: An exchange serves the stacks that none before it does.
-EXCHANGES: list[type[Exchange]] = [AllToAll]
+class Share(NamedTuple):
+    """Which slots the matrices of a stack are in, and so which device has them."""
+
+    first: int  # slot of the first matrix, where they are in a row
+    counts: np.ndarray  # matrices of each device
+    slots: int  # of each device
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Empty slots before the matrices and after them."""
+        after = len(self.counts) * self.slots - self.first - int(self.counts.sum())
+        return self.first, after
+
+    @property
+    def is_full(self) -> bool:
+        return bool((self.counts == self.slots).all())
+
+    @property
+    def table(self) -> np.ndarray:
+        """The matrix in each slot; in an empty one any."""
+        starts = np.cumsum(self.counts) - self.counts
+        found = starts[:, None] + np.arange(self.slots)
+        return np.minimum(found, self.counts.sum() - 1).reshape(-1)
+
+    @property
+    def places(self) -> np.ndarray:
+        """The slot of each matrix."""
+        return np.flatnonzero(np.arange(self.slots) < self.counts[:, None])
+
+    def filled(self, x: jax.Array) -> jax.Array:
+        """The matrices in their slots."""
+        if self.is_full:
+            return x
+        if len(self.counts) > MOST_RUNS:
+            return jnp.take(x, self.table, axis=0)
+        starts = np.cumsum(self.counts) - self.counts
+        x = jnp.pad(x, [(0, self.slots), (0, 0), (0, 0)])
+        return jnp.concatenate([x[i : i + self.slots] for i in starts])
+
+    def emptied(self, x: jax.Array) -> jax.Array:
+        if self.is_full:
+            return x
+        if len(self.counts) > MOST_RUNS:
+            return jnp.take(x, self.places, axis=0)
+        runs = np.arange(len(self.counts)) * self.slots
+        return jnp.concatenate([x[i : i + n] for i, n in zip(runs, self.counts) if n])
+
+    def count(self, member: jax.Array | int) -> jax.Array | None:
+        """The matrices of a device, its first ones; `None` if all slots are full."""
+        return None if self.is_full else jnp.asarray(self.counts)[member]
 
 
-def entry_at(table: np.ndarray, *indices: jax.Array | int) -> np.ndarray | jax.Array:
-    """The entry of a table, known when compiling if it is the same everywhere."""
-    entries = table.reshape(-1, *table.shape[len(indices) :])
-    if (entries == entries[0]).all():
-        return entries[0]
-    return jnp.asarray(table)[indices]
+def cut_of(view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]) -> Cut:
+    """`mesh` maps names of axes to sizes."""
+    entries = [*spec, *[None] * (len(view.shape) - len(spec))]
+    names = [tuple(n for n in mesh_axes(e) if mesh[n] > 1) for e in entries]
+
+    def factors(axes: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+        found: list[tuple[int, tuple[str, ...]]] = []
+        for axis in axes:
+            size, cut = view.shape[axis], names[axis]
+            # What follows a cut axis whole is one axis with it.
+            if found and not cut:
+                size, cut = found[-1][0] * size, found.pop()[1]
+            found.append((size, cut))
+        return found
+
+    inner = (*factors(view.reduction), *factors(view.output))
+    batch = {name for axis in view.batch for name in names[axis]}
+    used = batch | {name for _, cut in inner for name in cut}
+    axes = [name for name, size in mesh.items() if size > 1]
+    return Cut(
+        inner,
+        view.matrix_shape,
+        tuple(name for name in axes if name in batch),
+        tuple(name for name in axes if name not in used),
+    )
 
 
-def _take(x: jax.Array, indices: np.ndarray | jax.Array) -> jax.Array:
-    if isinstance(indices, np.ndarray) and np.array_equal(indices, np.arange(len(x))):
+def local_view(
+    view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
+) -> MatrixView:
+    """The view of what one device holds of the leaf."""
+    counts = [math.prod(mesh[name] for name in mesh_axes(entry)) for entry in spec]
+    counts += [1] * (len(view.shape) - len(counts))
+    shape = (size // n for size, n in zip(view.shape, counts, strict=True))
+    return dataclasses.replace(view, shape=tuple(shape))
+
+
+def to_owners(blocks: jax.Array, cut: Cut, share: Share) -> jax.Array:
+    """This device's blocks `(count, rows, columns)` to its share of whole matrices."""
+    x = share.filled(blocks)
+    if cut.replicated:
+        # Copies hold the same blocks, and each sends its part of the slots alone.
+        x = x.reshape(jax.lax.axis_size(cut.replicated), -1, *x.shape[1:])
+        copy = jax.lax.axis_index(cut.replicated)
+        x = jax.lax.dynamic_index_in_dim(x, copy, keepdims=False)
+    x = _all_to_all(x, cut)
+    # From (device along each factor, slots, block of each factor): next to each other
+    # the devices along a factor and its blocks are it again.
+    devices, blocks_of = _sizes(cut)
+    x = x.reshape(*devices, share.slots, *blocks_of)
+    return x.transpose(_joined(len(devices))).reshape(share.slots, *cut.shape)
+
+
+def to_blocks(matrices: jax.Array, cut: Cut, share: Share) -> jax.Array:
+    """The inverse of `to_owners`, on every device that has blocks of a matrix."""
+    devices, blocks_of = _sizes(cut)
+    sides = itertools.chain(*zip(devices, blocks_of, strict=True))
+    order = np.argsort(_joined(len(devices)))
+    x = matrices.reshape(share.slots, *sides).transpose(order)
+    x = x.reshape(-1, *blocks_of)
+    x = _all_to_all(x, cut)
+    if cut.replicated:
+        x = gather_everywhere(x, cut.replicated, axis=0, tiled=True)
+    return share.emptied(x)
+
+
+def _all_to_all(x: jax.Array, cut: Cut) -> jax.Array:
+    """Sends the slots of every device to it."""
+    if not cut.sharded:
         return x
-    return jnp.take(x, jnp.asarray(indices), axis=0, mode="clip")
+    n = math.prod(map(jax.lax.axis_size, cut.sharded))
+    sent = x.reshape(n, -1, *x.shape[1:])
+    return jax.lax.all_to_all(sent, cut.sharded, 0, 0, tiled=True).reshape(x.shape)
+
+
+def _sizes(cut: Cut) -> tuple[list[int], list[int]]:
+    """Along each factor the number of devices, and the size of a block."""
+    devices = [jax.lax.axis_size(names) for _, names in cut.factors]
+    pairs = zip(cut.factors, devices, strict=True)
+    return devices, [size // count for (size, _), count in pairs]
+
+
+def _joined(factors: int) -> list[int]:
+    """The order in which blocks are matrices: slots, then each factor's two axes."""
+    pairs = ((i, factors + 1 + i) for i in range(factors))
+    return [factors, *itertools.chain(*pairs)]
+
+
+def share_out(
+    counts: Sequence[int],
+    costs: Sequence[float],
+    groups: Sequence[np.ndarray],
+    devices: int,
+) -> list[Share]:
+    """Gives each matrix, the most expensive first, to the least loaded device.
+
+    `groups` are numbers of devices `(groups, members)`: those of a group share out its
+    matrices, and every group does so alike.
+    """
+    # Longest processing time first (Graham, 1969): no device does more than one matrix
+    # above the mean, if all may take all.
+    # Ties go to devices at one place of all the groups of the stack that has most: the
+    # groups share out alike, so what is not in all of them counts as if it were.
+    finest = max(groups, key=len)
+    rank = np.empty(devices)
+    rank[finest.T.reshape(-1)] = np.arange(devices)
+    loads, found = np.zeros(devices), {}
+    for i in sorted(range(len(counts)), key=lambda i: -costs[i]):
+        members = groups[i]
+        order = rank[members].min(axis=0)
+        taken = np.zeros(members.shape[1], np.int32)
+        most = MOST_SLOTS * math.ceil(counts[i] / len(taken))
+        for _ in range(counts[i]):
+            busy = np.where(taken < most, loads[members].max(axis=0), np.inf)
+            chosen = int(np.lexsort((order, busy))[0])
+            taken[chosen] += 1
+            loads[members[:, chosen]] += float(costs[i])
+        found[i] = Share(0, taken, max(1, int(taken.max(initial=1))))
+    return [found[i] for i in range(len(counts))]
+
+
+def share_in_a_row(
+    counts: Sequence[int], costs: Sequence[float], devices: int
+) -> list[Share]:
+    """The same for arrays that XLA shards: to put them in any other order would be a
+    gather, which it does not partition well.
+    """
+    loads, found = np.zeros(devices), {}
+    for i in sorted(range(len(counts)), key=lambda i: -costs[i]):
+        # Few devices with full slots, or more of them with half as many: the second is
+        # better where the first stacks have left some devices nothing to do.
+        least = max(1, math.ceil(counts[i] / devices))
+        shares = [
+            _where_least_busy(loads, counts[i], slots)
+            for slots in (least, MOST_SLOTS * least)
+        ]
+        after = [loads + float(costs[i]) * share.counts for share in shares]
+        best = int(np.argmin([x.max() for x in after]))
+        found[i], loads = shares[best], after[best]
+    return [found[i] for i in range(len(counts))]
+
+
+def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Share:
+    # Devices with full slots in a row, of which the busiest counts: all of them are
+    # done when it is.
+    used = max(1, math.ceil(count / slots))
+    busiest = np.lib.stride_tricks.sliding_window_view(loads, used).max(axis=1)
+    start = int(np.argmin(busiest))
+    counts = np.zeros(len(loads), np.int32)
+    counts[start : start + used] = slots
+    counts[start + used - 1] = count - (used - 1) * slots  # the last has what is left
+    return Share(start * slots, counts, slots)
+
+
+def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
+    """Numbers of the devices in the mesh, as `(groups, members)`."""
+    names = [name for name, size in mesh.items() if size > 1]
+    numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
+    order = [names.index(name) for name in cut.batch + cut.members]
+    return numbers.transpose(order).reshape(
+        math.prod(mesh[name] for name in cut.batch), -1
+    )

@@ -5,7 +5,7 @@ blocks. Each stack needs two exchanges.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,29 +17,30 @@ from .._axes import is_checked, resharded, varying
 from .._layout.layout import Axes, Cuts, gather, own_block
 from .._layout.shardings import mesh_axes
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import MatrixView, Part, Stack
+from .._matrices.stacks import MatrixView, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
-from .block_layout import block_layout, local_view
-from .exchange import Exchange, EXCHANGES
-from .ownership import assign_owners, Work
+from .exchange import (
+    Cut,
+    cut_of,
+    groups_of,
+    local_view,
+    Share,
+    share_out,
+    to_blocks,
+    to_owners,
+)
 
 
-#: How many more slots matrices may take in stacks of one layout than in one of all.
-MOST_PADDING = 1.1
-
-#: From how many entries on each device on a leaf is stored as soon as it is back, and
-#: exchanged by itself, if that pads nothing. A stack of several leaves has to be whole
-#: before any of it is sent; with one stack for each leaf of experts, of 0.47 GB on each
-#: device, Mixtral's update takes 0.5 GB less on 64 v5p by the compiler's estimate, for
-#: as many bytes sent.
+#: From so many entries on each device on a leaf is sent by itself.
 LARGE_SHARE = 2**24
 
 
 class SharedStack(NamedTuple):
-    """Matrices of one shape, dtype and axis roles; the parts are a device's blocks."""
+    """Matrices that the mesh cuts alike; the parts are a device's blocks."""
 
     stack: Stack
-    exchange: Exchange
+    cut: Cut
+    share: Share
 
 
 def orthogonalize_on_mesh(
@@ -171,80 +172,32 @@ def share_among_devices(
     pieces = divide(leaves, views, specs)
     leaves, views, specs = pieces[:3]
     plan = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
-    matrices = iterate_share(
-        solver,
-        [stack for stack, _ in plan],
-        [_to_owners(solver, *shared, leaves) for shared in plan],
-        [exchange.count() for _, exchange in plan],
-    )
+    arrived, counts = [], []
+    for stack, cut, share in plan:
+        # What is iterated in half precision is sent in it, which halves the traffic.
+        blocks = stack.gather(leaves, solver.wire_dtype(jnp.dtype(stack.dtype)))
+        arrived.append(to_owners(blocks, cut, share))
+        member = jax.lax.axis_index(cut.members) if cut.members else 0
+        counts.append(share.count(member))
+    iterated = iterate_share(solver, arrived, counts)
     results: list[Any] = list(leaves)
-    on_cpu = solver.its_platform.name == "cpu"
-    for (stack, exchange), mine in zip(plan, matrices, strict=True):
-        stack.scatter(
-            exchange.to_blocks(mine),
-            results,
-            on_cpu=on_cpu,
-            store_from=math.inf if on_cpu else LARGE_SHARE,
-        )
-    return pieces.unite(results)
+    for (stack, cut, share), matrices in zip(plan, iterated, strict=True):
+        blocks = to_blocks(matrices, cut, share)
+        local = stack.parts[0].view.matrix_shape
+        stack.scatter(blocks.reshape(-1, *local), results)
+    return pieces.unite([*map(_stored, results)])
 
 
-def iterate_share(
-    solver: Solver,
-    stacks: Sequence[Stack],
-    matrices: Sequence[jax.Array],
-    counts: Sequence[jax.Array | None],
-) -> list[jax.Array]:
-    """What one device iterates of each stack: the first `count` matrices, or all.
+def _stored(leaf: jax.Array) -> jax.Array:
+    """In float32 or wider; a large leaf is stored in its own shape before that.
 
-    Where devices have different numbers of matrices, none is iterated before all have
-    arrived, and none returned before all are done: who waited in between for a device
-    with more to do in the same stack would wait once for each stack, where the work is
-    even over all of them alone.
+    XLA for TPU moves a reshape after what is elementwise, and would store an update in
+    float32 once as it was sent and once as the leaf is: of Mixtral's update on 64 v5p
+    that is 1.3 of 3.9 GB of temporaries. Smaller leaves take 3 % longer for it.
     """
-    iterated = []
-    arrived = _together(matrices, counts)
-    for i, (stack, mine, count) in enumerate(zip(stacks, arrived, counts, strict=True)):
-
-        def orthogonalize(*batches: jax.Array, dtype: str = stack.dtype):
-            # The dtype of the iteration follows from that of the leaf, not of the wire.
-            return solver.orthogonalize(*[x.astype(dtype) for x in batches])
-
-        # A name by which benchmarks know its loop.
-        with jax.named_scope(f"stack{i}"):
-            iterated.append(solver.map(orthogonalize, mine, count, mine.dtype))
-    return _together(iterated, counts)
-
-
-def _together(
-    arrays: Sequence[jax.Array], counts: Sequence[jax.Array | None]
-) -> list[jax.Array]:
-    """The arrays, of which those with a count are there once all with a count are."""
-    uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
-    # Only arrays with a count wait: of the others every device has as many, and none is
-    # late.
-    zero = _zero_after(uneven)
-    return [
-        x if count is None else _wait_for(zero, x)
-        for x, count in zip(arrays, counts, strict=True)
-    ]
-
-
-def _zero_after(arrays: Sequence[jax.Array]) -> jax.Array:
-    """0, but known only when all arrays are there: an ordering token."""
-    # Data, since XLA drops optimization barriers before it puts operations in order.
-    # Of any number `isnan` is 0 or 1, and the minimum with 0 is 0, which XLA does not
-    # see through.
-    numbers = [jnp.isnan(x[(0,) * x.ndim]).astype(jnp.int32) for x in arrays]
-    return jnp.minimum(sum(numbers, start=jnp.int32(0)), 0)
-
-
-def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:
-    """The same array, but whole only when the zero is known."""
-    # One entry waits for it, in place: a sum with all of them would be a copy.
-    corner = (0,) * x.ndim
-    entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)
-    return jax.lax.dynamic_update_slice(x, entry, corner)
+    if leaf.size >= LARGE_SHARE:
+        leaf = jax.lax.optimization_barrier(leaf)
+    return leaf.astype(np.promote_types(leaf.dtype, jnp.float32))
 
 
 def plan_exchanges(
@@ -255,94 +208,69 @@ def plan_exchanges(
     mesh: Mapping[str, int],
 ) -> list[SharedStack]:
     """Matrices that share a stack, and who iterates them; the same on all devices."""
-    layouts = [block_layout(*each, mesh) for each in zip(views, specs, strict=True)]
-    parts = [
-        Part(i, local_view(*each, mesh))
-        for i, each in enumerate(zip(views, specs, strict=True))
+    groups: dict[tuple[Cut, str], list[Part]] = {}
+    for i, (view, spec) in enumerate(zip(views, specs, strict=True)):
+        cut = cut_of(view, spec, mesh)
+        if not cut.sharded and solver.commutes_with_transposition:
+            view = view.wide  # a device has all of a matrix, and to turn it is free
+            cut = cut_of(view, spec, mesh)
+        part = Part(i, local_view(view, spec, mesh))
+        share, rest = divmod(part.view.count, math.prod(mesh[n] for n in cut.members))
+        is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
+        key = cut, jnp.dtype(dtypes[i]).name, i if is_apart else None
+        groups.setdefault(key, []).append(part)
+    cuts = [cut for cut, *_ in groups]
+    stacks = [
+        Stack(cut.shape, dtype, tuple(parts))
+        for (cut, dtype, _), parts in groups.items()
+    ]
+    shares = share_out(
+        [stack.count for stack in stacks],
+        [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
+        [groups_of(cut, mesh) for cut in cuts],
+        math.prod(mesh.values()),
+    )
+    return [SharedStack(*each) for each in zip(stacks, cuts, shares, strict=True)]
+
+
+def iterate_share(
+    solver: Solver,
+    stacks: Sequence[jax.Array],
+    counts: Sequence[jax.Array | None],
+) -> list[jax.Array]:
+    """What one device iterates of each stack: the first `count` matrices, or all.
+
+    Where devices have different numbers of matrices, none is iterated before all have
+    arrived, and none returned before all are done: who waited in between for a device
+    with more to do in the same stack would wait once for each stack, where the work is
+    even over all of them alone.
+    """
+    iterated = []
+    pairs = zip(_together(stacks, counts), counts, strict=True)
+    for i, (stack, count) in enumerate(pairs):
+        # A name by which benchmarks know its loop.
+        with jax.named_scope(f"stack{i}"):
+            iterated.append(solver.map(solver.orthogonalize, stack, count))
+    return _together(iterated, counts)
+
+
+def _together(
+    arrays: Sequence[jax.Array], counts: Sequence[jax.Array | None]
+) -> list[jax.Array]:
+    """The arrays, of which those with a count are there once all with a count are."""
+    uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
+    # Only arrays with a count wait: of the others every device has as many, and none is
+    # late.
+    zero = zero_after(uneven)
+    return [
+        x if count is None else _wait_for(zero, x)
+        for x, count in zip(arrays, counts, strict=True)
     ]
 
-    def stack_of(leaves: Sequence[int]) -> Stack:
-        dtype = jnp.dtype(dtypes[leaves[0]]).name
-        members = tuple(parts[i] for i in leaves)
-        return Stack(layouts[leaves[0]].shape, dtype, members)
 
-    def owners_of(leaf: int) -> int:
-        """The number of devices that share the matrices of a leaf."""
-        roles = layouts[leaf].roles
-        return math.prod(mesh[name] for name in roles.replicated + roles.sharded)
-
-    # All of them have as many slots as the one with the most matrices: what is
-    # exchanged is padded to that.
-    def slots_of(groups: Sequence[Sequence[int]]) -> int:
-        devices = owners_of(groups[0][0])
-        return sum(math.ceil(stack_of(group).count / devices) for group in groups)
-
-    def is_apart(leaf: int) -> bool:
-        share, rest = divmod(parts[leaf].view.count, owners_of(leaf))
-        return not rest and share * math.prod(layouts[leaf].shape) >= LARGE_SHARE
-
-    groups: list[list[int]] = []
-    everyone = range(len(layouts))
-    for group in _grouped(
-        everyone,
-        lambda i: (jnp.dtype(dtypes[i]), layouts[i].wide.shape, layouts[i].roles),
-    ):
-        # Leaves that the mesh cuts in one way are put together in one way, and iterated
-        # as they are, tall or wide. Others share a stack with them, turned, only where
-        # each stack by itself would be padded too much.
-        divided = _grouped(group, lambda i: layouts[i])
-        # Where the mesh cuts no matrix a device has all of it, and to turn it there is
-        # free.
-        is_cut = bool(layouts[group[0]].roles.sharded)
-        if is_cut and slots_of(divided) <= MOST_PADDING * slots_of([group]):
-            groups += divided
-        else:
-            groups.append(group)
-            for i in group:
-                layouts[i] = layouts[i].wide
-    apart = [[i] for group in groups for i in group if is_apart(i)]
-    shared = [[i for i in group if not is_apart(i)] for group in groups]
-    groups = apart + [group for group in shared if group]
-    stacks = [stack_of(group) for group in groups]
-    works = [
-        Work(
-            stack.count,
-            solver.cost(stack.shape, jnp.dtype(stack.dtype)),
-            layouts[group[0]].roles,
-        )
-        for stack, group in zip(stacks, groups, strict=True)
-    ]
-    plan = []
-    for stack, group, work, owners in zip(
-        stacks, groups, works, assign_owners(works, mesh), strict=True
-    ):
-        different = list(dict.fromkeys(layouts[i] for i in group))
-        kinds = [
-            np.full(parts[i].view.count, different.index(layouts[i])) for i in group
-        ]
-        kind = next(each for each in EXCHANGES if each.serves(owners, work.roles))
-        exchange = kind(owners, work.roles, tuple(different), np.concatenate(kinds))
-        plan.append(SharedStack(stack, exchange))
-    return plan
-
-
-def _grouped(leaves: Iterable[int], kind: Callable[[int], Any]) -> list[list[int]]:
-    groups: dict[Any, list[int]] = {}
-    for i in leaves:
-        groups.setdefault(kind(i), []).append(i)
-    return list(groups.values())
-
-
-def _to_owners(
-    solver: Solver, stack: Stack, exchange: Exchange, leaves: Sequence[jax.Array]
-) -> jax.Array:
-    """This device's blocks of the matrices of a stack, sent to those who own them."""
-    # What is iterated in half precision is sent in it, which halves the traffic. The
-    # iteration rounds the same numbers anyway, but for their norm.
-    wire = solver.wire_dtype(jnp.dtype(stack.dtype))
-
-    def to_blocks(view: MatrixView, leaf: jax.Array) -> jax.Array:
-        matrices = view.to_matrices(leaf).astype(wire)
-        return matrices.reshape(-1, *exchange.block_shape)
-
-    return exchange.to_owners(stack.gather(leaves, to_blocks))
+def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:
+    """The same array, but whole only when the zero is known."""
+    # One entry waits for it, in place: a sum with all of them would be a copy.
+    corner = (0,) * x.ndim
+    entry = jax.lax.slice(x, corner, (1,) * x.ndim) + zero.astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, entry, corner)

@@ -17,10 +17,7 @@ from jax.typing import DTypeLike
 from .._layout.shardings import Shardings
 from .._layout.zeros import zeros_like
 from .._model.per_head import heads_apart
-from .._newton_schulz.coefficients import Schedule, Triple
-from .._newton_schulz.platforms import Kernel
-from .._newton_schulz.precondition import Preconditioning
-from .._newton_schulz.solver import Method
+from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from .._parameters.given import Model
@@ -36,12 +33,7 @@ def muon(
     *,
     beta: float | jax.Array | optax.Schedule = RISING_BETA,
     nesterov: bool = True,
-    ns_coeffs: str | Triple | Schedule = "keller",
-    ns_steps: int | jax.Array = 5,
-    ns_method: Method = "auto",
-    ns_dtype: DTypeLike | None = None,
-    ns_kernel: Kernel = "xla",
-    preconditioning: Preconditioning = "frobenius",
+    orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
@@ -71,9 +63,8 @@ def muon(
 
     - `learning_rate`: a float or a schedule. Set twice the learning rate of your tuned
         AdamW, but at most 0.03, for both sides; its weight decay carries over.
-    - `beta`, `nesterov`, `ns_coeffs`, `ns_steps`, `ns_method`, `ns_dtype`,
-        `ns_kernel`, `preconditioning`, `consistent_rms`, `mu_dtype`,
-        `model`, `dimension_numbers`, `per_head`, `shardings`, `axis_name`: as for
+    - `beta`, `nesterov`, `orthogonalizer`, `consistent_rms`, `mu_dtype`, `model`,
+        `dimension_numbers`, `per_head`, `shardings`, `axis_name`: as for
         [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
@@ -131,12 +122,7 @@ def muon(
     direction = make_direction(
         beta=beta,
         nesterov=nesterov,
-        ns_coeffs=ns_coeffs,
-        ns_steps=ns_steps,
-        ns_method=ns_method,
-        ns_dtype=ns_dtype,
-        ns_kernel=ns_kernel,
-        preconditioning=preconditioning,
+        orthogonalizer=orthogonalizer,
         consistent_rms=consistent_rms,
         mu_dtype=mu_dtype,
     )

@@ -1,19 +1,20 @@
 """Orthogonalizes leaves of matrices, wherever they are: four ways, one choice."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._axes import explicit_spec, on_automatic_axes, on_whole_leaves
 from .._layout.layout import Layout, on_whole_blocks
 from .._layout.shardings import Place
 from .._matrices.pieces import divide
-from .._matrices.stacks import MatrixView, plan_stacks, Stack
+from .._matrices.stacks import MatrixView, plan_stacks, zero_after
 from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
-from .._newton_schulz.platforms import STACK_LEAVES
 from .._newton_schulz.solver import Solver
 
 
@@ -96,51 +97,29 @@ def on_one_device(
     solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
 ) -> list[jax.Array]:
     """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
-    platform, pieces = solver.its_platform, divide(leaves, views)
+    pieces = divide(leaves, views)
     leaves, views = pieces.arrays, pieces.views
-    # On TPU a tall matrix is iterated as it is: to turn it is a copy in float32.
-    views = views if platform.name == "tpu" else [view.wide for view in views]
+    if solver.turns_tall:
+        views = [view.wide for view in views]
     results: list[Any] = list(leaves)
-    plan = plan_stacks(leaves, views, platform.stack_entries, STACK_LEAVES)
-    for stacks, are_large in _in_turns(solver, plan):
-        if are_large:
-            # Batch by batch: a matrix goes through all of it in the caches, or at least
-            # no more of them are prepared than are iterated.
-            gathered = [
-                stack.gather(leaves, MatrixView.to_matrices) for stack in stacks
-            ]
-            iterated = [solver.map(solver.orthogonalize, x) for x in gathered]
+    stacks = plan_stacks(leaves, views, solver.its_platform.stack_entries)
+    done: list[jax.Array] = []
+    for stack in stacks:
+        dtype = np.promote_types(jnp.dtype(stack.dtype), jnp.float32)
+        parts = stack.each(leaves, dtype)
+        if done:
+            # Not before the stack before it is done: all of them, prepared at once, are
+            # as large as the model.
+            zero = zero_after(done[-1:]).astype(dtype)
+            parts = [x + zero for x in parts]
+        if stack.count > solver.batch_size(stack.shape):
+            # Batch by batch: no more matrices are prepared than are iterated.
+            done.append(solver.map(solver.orthogonalize, jnp.concatenate(parts)))
         else:
             # Preparation fuses with what made the leaves, and with a stack of them.
-            iterated = solver.iterate(
-                *[
-                    solver.prepare(*[v.to_matrices(leaves[i]) for i, v in stack.parts])
-                    for stack in stacks
-                ]
-            )
-        for stack, matrices in zip(stacks, iterated, strict=True):
-            stack.scatter(matrices, results, on_cpu=platform.name == "cpu")
+            done.append(solver.iterate(solver.prepare(*parts)))
+        stack.scatter(done[-1], results)
     return pieces.unite(results)
-
-
-def _in_turns(
-    solver: Solver, plan: Sequence[Stack]
-) -> Iterator[tuple[list[Stack], bool]]:
-    """Stacks that are iterated together, and whether they are large.
-
-    Large is what has more matrices than are iterated at once.
-    """
-    # On TPU two, which take turns at the matrix units; elsewhere each goes alone. A
-    # large one goes alone in any case: its batches take turns with each other.
-    waiting: dict[Any, list[Stack]] = {}
-    for stack in plan:
-        is_large = stack.count > solver.batch_size(stack.shape)
-        kind = stack.shape, stack.dtype, is_large
-        waiting.setdefault(kind, []).append(stack)
-        if is_large or len(waiting[kind]) == solver.its_platform.turns:
-            yield waiting.pop(kind), is_large
-    for stacks in waiting.values():
-        yield stacks, False
 
 
 def _differentiable(route: Route, alone: Route) -> Route:

@@ -15,10 +15,8 @@ from .._layout.shardings import Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
-from .._newton_schulz.coefficients import Schedule, Triple
-from .._newton_schulz.platforms import Kernel
-from .._newton_schulz.precondition import Preconditioning
-from .._newton_schulz.solver import make_solver, Method, Solver
+from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
+from .._newton_schulz.solver import Solver
 from .._options import NOT_NEGATIVE, number
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
@@ -34,12 +32,7 @@ def scale_by_muon(
     *,
     beta: float | jax.Array | optax.Schedule = RISING_BETA,
     nesterov: bool = True,
-    ns_coeffs: str | Triple | Schedule = "keller",
-    ns_steps: int | jax.Array = 5,
-    ns_method: Method = "auto",
-    ns_dtype: DTypeLike | None = None,
-    ns_kernel: Kernel = "xla",
-    preconditioning: Preconditioning = "frobenius",
+    orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     mu_dtype: DTypeLike | None = None,
     model: Model | None = None,
@@ -73,8 +66,10 @@ def scale_by_muon(
     - `beta`: momentum decay: a number or a schedule; by default it rises from 0.85 to
         0.95 over 300 steps, `optax.linear_schedule(0.85, 0.95, 300)`.
     - `nesterov`: whether to look one step ahead.
-    - `ns_coeffs`, `ns_steps`, `preconditioning`: as for [`newton_schulz`][].
-    - `ns_method`, `ns_dtype`, `ns_kernel`: its `method`, `dtype` and `kernel`.
+    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or anything with
+        `orthogonalize(x)`, or a function, from `(..., m, n)` to the same shape: the
+        matrices of a stack in float32 or wider, inputs by outputs, whole and on one
+        device wherever the params are sharded.
     - `consistent_rms`: root mean square of the update, `"mup"` or `None`.
     - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it is stored
         in units of 32: finite for gradients up to $2 \cdot 10^6 (1 - \beta)$, all in
@@ -153,12 +148,7 @@ def scale_by_muon(
     direction = make_direction(
         beta=beta,
         nesterov=nesterov,
-        ns_coeffs=ns_coeffs,
-        ns_steps=ns_steps,
-        ns_method=ns_method,
-        ns_dtype=ns_dtype,
-        ns_kernel=ns_kernel,
-        preconditioning=preconditioning,
+        orthogonalizer=orthogonalizer,
         consistent_rms=consistent_rms,
         mu_dtype=mu_dtype,
     )
@@ -181,12 +171,7 @@ def make_direction(
     *,
     beta: float | jax.Array | optax.Schedule,
     nesterov: bool,
-    ns_coeffs: str | Triple | Schedule,
-    ns_steps: int | jax.Array,
-    ns_method: Method,
-    ns_dtype: DTypeLike | None,
-    ns_kernel: Kernel,
-    preconditioning: Preconditioning,
+    orthogonalizer: Orthogonalizer,
     consistent_rms: ShapeScale,
     mu_dtype: DTypeLike | None,
 ) -> "Direction":
@@ -196,15 +181,7 @@ def make_direction(
     """
     if not isinstance(consistent_rms, str) or consistent_rms != "mup":
         number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
-    solver = make_solver(
-        ns_coeffs,
-        ns_steps,
-        ns_method,
-        ns_dtype,
-        preconditioning,
-        ns_kernel,
-        prefix="ns_",
-    )
+    solver = make_solver(orthogonalizer)
     return Direction(momentum_in(mu_dtype, beta, nesterov), solver, consistent_rms)
 
 

@@ -3,19 +3,19 @@
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._options import FINITE, number, shown, whole_number
+from .._options import shown
 
 
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
 
-#: How often a single triple is likely to run where a traced number says how often.
+#: How often a single triple runs where nobody says how often.
 USUAL_STEPS = 5
 
 # Amsel et al., arXiv:2505.16932, optimal for singular values in [1e-3, 1].
@@ -39,6 +39,17 @@ _CANS_RAW: Schedule = (
     (3.9619, -2.9541, 0.5630),
     (3.2866, -2.4647, 0.5074),
     (2.2737, -1.6447, 0.4162),
+)
+
+# "How Much Orthogonalization Does Muon Need?", arXiv:2606.00371, as in NVIDIA's
+# Emerging-Optimizers: without squares, optimal for singular values in [7e-3, 1] where
+# all from 0.7 to 1.3 will do.
+_CUBIC_RAW: Schedule = (
+    (3.3656576, -3.3420992, 0.0),
+    (2.5744352, -1.4957376, 0.0),
+    (2.5368962, -1.4312570, 0.0),
+    (2.4418906, -1.2764040, 0.0),
+    (2.2230472, -0.9630650, 0.0),
 )
 
 
@@ -73,6 +84,8 @@ NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
         "polar_express_8": _shrink(_POLAR_EXPRESS_RAW),
         # Chebyshev-type polynomials.
         "cans": _shrink(_CANS_RAW),
+        # Ten products in place of fifteen.
+        "cubic5": _shrink(_CUBIC_RAW),
         # Boissin et al., arXiv:2512.04632: four steps, for `preconditioning="aol"`.
         "turbo_muon": (
             (4.6051, -9.6552, 5.6769),
@@ -88,9 +101,8 @@ r"""The presets of coefficients: names to the triples `(a, b, c)` of their steps
 
 $$s \leftarrow a s + b s^3 + c s^5$$
 
-for every singular value $s$ in $[0, 1]$. A read-only mapping; a preset of one repeated
-triple runs for any `ns_steps`, any other for its own number, which
-[`newton_schulz`][] says if it is contradicted.
+for every singular value $s$ in $[0, 1]$. A read-only mapping. A preset of one repeated
+triple has as many steps as are asked for; of any other the first ones can run alone.
 
 | preset | steps | source |
 |---|---|---|
@@ -98,6 +110,7 @@ triple runs for any `ns_steps`, any other for its own number, which
 | `"quintic"` | 5 | You Jiacheng; `"dion"` in Optax |
 | `"polar_express"`, ... `"_6"`, ... `"_8"` | 5, 6, 8 | Amsel et al., arXiv:2505.16932 |
 | `"cans"` | 5 | Grishina et al., arXiv:2506.10935, with the margin of Amsel et al. |
+| `"cubic5"` | 5, without squares | arXiv:2606.00371, with the same margin |
 | `"turbo_muon"` | 4 | Boissin et al., arXiv:2512.04632, for `preconditioning="aol"` |
 | `"deepseek_v4"` | 10 | DeepSeek-V4 technical report |
 
@@ -110,63 +123,54 @@ triple runs for any `ns_steps`, any other for its own number, which
 
 
 def resolve_schedule(
-    ns_coeffs: str | Triple | Schedule, ns_steps: int | jax.Array
+    coeffs: str | Triple | Schedule, steps: int | None = None
 ) -> Schedule:
-    """Returns the steps to run, as Python floats.
+    """The steps to run, as Python floats: all that there are, or the first `steps`.
 
-    A preset that repeats one triple, or a single triple `(a, b, c)`, runs for any
-    `ns_steps`; a schedule whose steps differ runs for exactly its length. A traced
-    `ns_steps` (under `optax.inject_hyperparams`) cannot be compared here: the schedule
-    is then what is likely to run, and beyond its end the last triple repeats.
+    A single triple `(a, b, c)`, and a preset that repeats one, runs any number of
+    times, by default 5 and as often as the preset has it.
     """
-    number("ns_steps", ns_steps, FINITE)
-    if isinstance(ns_steps, Tracer) and jnp.issubdtype(ns_steps.dtype, np.integer):
-        schedule = _named_or_given(ns_coeffs, None)
-        return schedule * USUAL_STEPS if len(schedule) == 1 else schedule
-    steps = whole_number("ns_steps", ns_steps, 1)
-    schedule = _named_or_given(ns_coeffs, steps)
-    if len(schedule) != steps:
+    schedule = _named_or_given(coeffs)
+    if len(set(schedule)) == 1 and (isinstance(coeffs, str) or np.ndim(coeffs) == 1):
+        usual = len(schedule) if isinstance(coeffs, str) else USUAL_STEPS
+        schedule = schedule[:1] * (usual if steps is None else steps)
+    if steps is not None and steps > len(schedule):
         raise ValueError(
-            f"ns_coeffs={ns_coeffs!r} holds {len(schedule)} steps, which contradicts "
-            f"ns_steps={steps}; pass ns_steps={len(schedule)}"
+            f"steps={steps} are more than the coefficients {shown(coeffs)} have: "
+            f"{len(schedule)}; leave steps out for all of them"
         )
+    schedule = schedule[:steps]
     check_schedule(schedule, "float32")
     return schedule
 
 
-def _named_or_given(ns_coeffs, ns_steps: int | None) -> Schedule:
-    if isinstance(ns_coeffs, str):
-        if ns_coeffs not in NS_COEFFS:
+def _named_or_given(coeffs: Any) -> Schedule:
+    if isinstance(coeffs, str):
+        if coeffs not in NS_COEFFS:
             raise ValueError(
-                f"unknown ns_coeffs {ns_coeffs!r}; known presets are "
+                f"unknown coefficients {coeffs!r}; known presets are "
                 f"{sorted(NS_COEFFS)}, or pass (a, b, c) or a tuple of them"
             )
-        schedule = NS_COEFFS[ns_coeffs]
-        repeats = len(set(schedule)) == 1
-    elif isinstance(ns_coeffs, Tracer):
-        raise ValueError("ns_coeffs must be known when tracing; pass a tuple of floats")
-    else:
-        try:
-            steps = np.asarray(ns_coeffs, dtype=np.float64)
-        except (TypeError, ValueError):
-            steps = np.zeros(0)
-        if steps.ndim not in (1, 2) or steps.shape[-1] != 3 or not steps.size:
-            raise ValueError(
-                "ns_coeffs must be a preset name, one triple (a, b, c) or a tuple "
-                f"of triples; got {shown(ns_coeffs)}"
-            )
-        repeats = steps.ndim == 1
-        schedule = tuple(
-            (float(a), float(b), float(c)) for a, b, c in steps.reshape(-1, 3)
+        return NS_COEFFS[coeffs]
+    if isinstance(coeffs, Tracer):
+        raise ValueError("coeffs must be known when tracing; pass a tuple of floats")
+    try:
+        triples = np.asarray(coeffs, dtype=np.float64)
+    except (TypeError, ValueError):
+        triples = np.zeros(0)
+    if triples.ndim not in (1, 2) or triples.shape[-1] != 3 or not triples.size:
+        raise ValueError(
+            "coeffs must be a preset name, one triple (a, b, c) or a tuple of "
+            f"triples; got {shown(coeffs)}"
         )
-    return schedule[:1] * ns_steps if repeats and ns_steps else schedule
+    return tuple((float(a), float(b), float(c)) for a, b, c in triples.reshape(-1, 3))
 
 
 def check_schedule(schedule: Schedule, dtype: str) -> None:
     """Raises unless the schedule maps (0, 1] to finite, positive, bounded values."""
     if (bad := find_unstable(schedule, dtype)) is not None:
         raise ValueError(
-            f"unstable ns_coeffs in {dtype}: after {len(schedule)} steps a singular "
+            f"unstable coefficients in {dtype}: after {len(schedule)} steps a singular "
             f"value of {bad[0]:.4g} becomes {bad[1]:.4g}, outside (0, 2]: {schedule}"
         )
 

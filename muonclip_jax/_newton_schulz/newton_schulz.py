@@ -1,27 +1,117 @@
-"""Newton-Schulz: a matrix in, its nearest (semi-)orthogonal matrix out."""
+"""Newton-Schulz as users ask for it: a function, a value, and others in its place."""
 
+import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any, get_args, Literal, Protocol
 
 import jax
 from jax.typing import DTypeLike
 
 from .._axes import on_whole_matrices
-from .._options import array, is_float
-from .coefficients import Schedule, Triple
-from .platforms import Kernel
+from .._options import array, choice, float_dtype, is_float, shown, whole_number
+from .coefficients import check_schedule, NS_COEFFS, resolve_schedule, Schedule, Triple
 from .precondition import Preconditioning
-from .solver import make_solver, Method, Solver
+from .solver import Polynomials, Solver
+
+
+Method = Literal["auto", "standard", "gram"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """Newton-Schulz with its settings, as a value: an `orthogonalizer` of [`muon`][].
+
+    **Arguments:** as for [`newton_schulz`][].
+
+    !!! example
+
+        >>> import muonclip_jax as mc
+        >>> tx = mc.muon(0.02, orthogonalizer=mc.NewtonSchulz("polar_express_6"))
+        >>> mc.NewtonSchulz("keller", steps=3) == mc.NewtonSchulz("keller", steps=3)
+        True
+    """
+
+    # No `__call__`: `optax.inject_hyperparams` takes what is callable for a schedule.
+    coeffs: str | Triple | Schedule = "keller"
+    _: dataclasses.KW_ONLY
+    steps: int | None = None
+    method: Method = "auto"
+    dtype: DTypeLike | None = None
+    preconditioning: Preconditioning = "frobenius"
+
+    def __post_init__(self) -> None:
+        choice("method", self.method, get_args(Method))
+        choice("preconditioning", self.preconditioning, get_args(Preconditioning))
+        steps = self.steps
+        steps = None if steps is None else whole_number("steps", steps, 1)
+        schedule = resolve_schedule(self.coeffs, steps)
+        dtype = float_dtype("dtype", self.dtype)
+        if dtype is not None:
+            check_schedule(schedule, dtype.name)
+        # What can be compared, whatever was given.
+        coeffs = self.coeffs if isinstance(self.coeffs, str) else schedule
+        for name, value in dict(coeffs=coeffs, steps=steps, dtype=dtype).items():
+            object.__setattr__(self, name, value)
+
+    def orthogonalize(self, x: jax.Array) -> jax.Array:
+        """Every matrix of a stack `(..., m, n)`: [`newton_schulz`][]."""
+        x = array("x", x)
+        if x.ndim < 2 or not is_float(x.dtype):
+            raise ValueError(
+                "newton_schulz needs floating-point matrices (..., m, n), got shape "
+                f"{x.shape} and dtype {x.dtype}"
+            )
+        return on_whole_matrices(_newton_schulz, make_solver(self), x)
+
+
+class Orthogonalizes(Protocol):
+    """What `NewtonSchulz` does, by others."""
+
+    def orthogonalize(self, x: jax.Array, /) -> jax.Array: ...
+
+
+#: As users give it: a name of `NS_COEFFS`, an object or a function.
+Orthogonalizer = str | Orthogonalizes | Callable[[jax.Array], jax.Array]
+
+
+def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
+    """What orthogonalizes as the user asked.
+
+    **Raises:** `ValueError` for what is no orthogonalizer.
+    """
+    if isinstance(orthogonalizer, str):
+        orthogonalizer = NewtonSchulz(orthogonalizer)
+    if isinstance(orthogonalizer, NewtonSchulz):
+        own = orthogonalizer
+        schedule = resolve_schedule(own.coeffs, own.steps)
+        return Polynomials(schedule, own.method, own.dtype, own.preconditioning)
+    function: Any = getattr(orthogonalizer, "orthogonalize", orthogonalizer)
+    if isinstance(orthogonalizer, type) or not callable(function):
+        called = (
+            ""
+            if not hasattr(orthogonalizer, "dtype")
+            else (
+                "; optax.inject_hyperparams calls functions as schedules: give it "
+                "static_args=('orthogonalizer',)"
+            )
+        )
+        raise ValueError(
+            f"orthogonalizer must be one of {sorted(NS_COEFFS)}, mc.NewtonSchulz(...), "
+            "or a function or an object with orthogonalize(x) from (..., m, n) to the "
+            f"same shape; got {shown(orthogonalizer)}{called}"
+        )
+    return Solver(function)
 
 
 def newton_schulz(
     x: jax.Array,
+    coeffs: str | Triple | Schedule = "keller",
     *,
-    ns_coeffs: str | Triple | Schedule = "keller",
-    ns_steps: int | jax.Array = 5,
+    steps: int | None = None,
     method: Method = "auto",
     dtype: DTypeLike | None = None,
     preconditioning: Preconditioning = "frobenius",
-    kernel: Kernel = "xla",
 ) -> jax.Array:
     r"""Orthogonalizes a matrix, or every matrix of a stack.
 
@@ -37,12 +127,9 @@ def newton_schulz(
     **Arguments:**
 
     - `x`: array of shape `(..., m, n)`, any real or complex float dtype.
-    - `ns_coeffs`: a preset of [`NS_COEFFS`][], one triple `(a, b, c)` repeated
-        `ns_steps` times, or a tuple of `ns_steps` triples.
-    - `ns_steps`: how many steps. A traced number, as under
-        `optax.inject_hyperparams`, costs nothing where it comes out as the number of
-        coefficients (5 of a single triple); any other runs as `"standard"`, by XLA's
-        products.
+    - `coeffs`: a preset of [`NS_COEFFS`][], one triple `(a, b, c)` for all steps, or a
+        tuple of triples. A step with a `c` of 0 costs no square.
+    - `steps`: how many; as many as the coefficients have if `None`, of one triple 5.
     - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
         $X X^T$ and multiplies `x` once or a few times: less arithmetic for matrices
         far from square. `"auto"` is `"gram"` from an aspect ratio of 1.5 on, but
@@ -52,32 +139,24 @@ def newton_schulz(
         and float32 where coefficients would be unstable in less. With
         `dtype="float32"` accelerators are slower and 10 to 100 times as accurate:
         `"standard"` then multiplies at JAX's default precision, and `"gram"`, if
-        asked for, at the highest. Norms and coefficients are float32 or wider; so are
-        sums, but for GPUs in float16, which add to a product before they round it.
+        asked for, at the highest. Norms, coefficients and sums are float32 or wider.
     - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
         there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. That brings singular values
         near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
         no longer the polar factor of `x` itself. `"equilibrated"` gives all rows one
         norm and then all columns (MuonEq evens out rows): the polar factor of that.
-    - `kernel`: `"xla"` for products by XLA and its libraries, `"pallas"` for kernels
-        of this package, which compute half of those known to be symmetric: on Hopper
-        (JAX 0.10 or newer) in float16 from 2,048 rows on, if rows and columns are
-        multiples of 8. What has no kernel is XLA's. `"auto"` takes them where they fill
-        their tiles: for rows that are a multiple of 128. They have been compiled and
-        interpreted, and have not run.
-
     **Returns:** an array of the shape and dtype of `x`.
 
-    **Raises:** `ValueError` for unknown or unstable coefficients, for a number of
-    coefficients that contradicts `ns_steps`, for an unknown method, preconditioning or
-    kernel, and for an `x` that is not a stack of floating-point matrices.
+    **Raises:** `ValueError` for unknown or unstable coefficients, for more `steps` than
+    they have, for an unknown method or preconditioning, and for an `x` that is not a
+    stack of floating-point matrices.
 
     !!! example
 
         >>> import jax.numpy as jnp
         >>> import muonclip_jax as mc
         >>> x = jnp.diag(jnp.array([3.0, 0.5]))
-        >>> y = mc.newton_schulz(x, ns_coeffs="deepseek_v4", ns_steps=10)
+        >>> y = mc.newton_schulz(x, "deepseek_v4")
         >>> bool(jnp.allclose(y, jnp.eye(2), atol=1e-3))
         True
 
@@ -87,14 +166,10 @@ def newton_schulz(
         networks", 2024, kellerjordan.github.io/posts/muon. Gram form: Dao AI Lab,
         "Gram Newton-Schulz", 2026.
     """
-    solver = make_solver(ns_coeffs, ns_steps, method, dtype, preconditioning, kernel)
-    x = array("x", x)
-    if x.ndim < 2 or not is_float(x.dtype):
-        raise ValueError(
-            "newton_schulz needs floating-point matrices (..., m, n), got shape "
-            f"{x.shape} and dtype {x.dtype}"
-        )
-    return on_whole_matrices(_newton_schulz, solver, x)
+    value = NewtonSchulz(
+        coeffs, steps=steps, method=method, dtype=dtype, preconditioning=preconditioning
+    )
+    return value.orthogonalize(x)
 
 
 @jax.jit
@@ -106,4 +181,4 @@ def _newton_schulz(solver: Solver, x: jax.Array) -> jax.Array:
 
 
 def _orthogonalize(solver: Solver, stack: jax.Array) -> jax.Array:
-    return solver.map(solver.orthogonalize, stack, dtype=stack.dtype)
+    return solver.map(solver.orthogonalize, stack)

@@ -1,50 +1,44 @@
 """Matrices before the first step: singular values into [0, 1]."""
 
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .products import adjoint, is_tall, widen
+from .iteration import adjoint
 
 
 Preconditioning = Literal["frobenius", "aol", "equilibrated"]
-
-#: From `(..., m, n)` to a power of two and the Frobenius norms of the matrices times
-#: that, as `(..., 1, 1)`. The square of 1e-30 or of 1e30 leaves float32, so that a sum
-#: of squares alone is not enough.
-Norm = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 #: A row or column with less than this share of the mean square is not lifted to the
 #: rest: what is a thousandth in size may be rounding errors.
 NOISE = 1e-6
 
 
-def precondition(
-    parts: Sequence[jax.Array], kind: Preconditioning, norm: Norm
-) -> jax.Array:
+def precondition(parts: Sequence[jax.Array], kind: Preconditioning) -> jax.Array:
     """Scales `(..., m, n)` in float32 or wider; of parts of a stack it makes one.
 
     Norms are those of parts, so that a stack is formed but once, scaled: a GPU would
     write it, and read it again for the norms.
     """
-    y = _divide_by_norm(tuple(map(widen, parts)), norm)
+    y = _divide_by_norm(
+        tuple(x.astype(np.promote_types(x.dtype, jnp.float32)) for x in parts)
+    )
     if kind == "frobenius":
         return y
-    wide = y.mT if is_tall(y) else y
+    wide = y.mT if y.shape[-2] > y.shape[-1] else y
     if kind == "equilibrated":
-        wide = _divide_by_norm((_equilibrated(wide),), norm)
+        wide = _divide_by_norm((_equilibrated(wide),))
     else:
         wide = _almost_orthogonal(wide)
-    return wide.mT if is_tall(y) else wide
+    return wide.mT if y.shape[-2] > y.shape[-1] else wide
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _divide_by_norm(parts: tuple[jax.Array, ...], scaled_norm: Norm) -> jax.Array:
-    x, factor, norm = _with_norms(parts, scaled_norm)
+@jax.custom_jvp
+def _divide_by_norm(parts: tuple[jax.Array, ...]) -> jax.Array:
+    x, factor, norm = _with_norms(parts)
     y = x * factor
     # The norm is 0 where all of y is. A condition on it would be one more kernel for
     # every leaf on GPU.
@@ -52,12 +46,12 @@ def _divide_by_norm(parts: tuple[jax.Array, ...], scaled_norm: Norm) -> jax.Arra
 
 
 @_divide_by_norm.defjvp
-def _divide_by_norm_jvp(scaled_norm, primals, tangents):
+def _divide_by_norm_jvp(primals, tangents):
     # d(x / |x|) = (dx - y <y, dx>) / |x|, with y = x / |x|. By the rules for what is
     # above, 0 would meet infinity in the sums that do not count. A zero matrix has no
     # derivative; this gives it one of 0.
     ((parts,), (dparts,)) = primals, tangents
-    (x, factor, norm), dx = _with_norms(parts, scaled_norm), jnp.concatenate(dparts)
+    (x, factor, norm), dx = _with_norms(parts), jnp.concatenate(dparts)
     y = x * factor / jnp.where(norm > 0, norm, 1)
     dy = dx * factor / jnp.where(norm > 0, norm, jnp.inf)
     along = jnp.sum(jnp.real(y.conj() * dy), axis=(-2, -1), keepdims=True)
@@ -65,17 +59,18 @@ def _divide_by_norm_jvp(scaled_norm, primals, tangents):
 
 
 def _with_norms(
-    parts: Sequence[jax.Array], scaled_norm: Norm
+    parts: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The stack of some parts, a factor for each of its matrices, and their norms."""
-    factors, norms = zip(*map(scaled_norm, parts), strict=True)
+    factors, norms = zip(*map(norm_by_squares, parts), strict=True)
     return jnp.concatenate(parts), jnp.concatenate(factors), jnp.concatenate(norms)
 
 
 def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums squares as they are, of numbers shrunk and of numbers enlarged.
+    """A power of two, and the Frobenius norms times that, as `(..., 1, 1)`.
 
-    The sum that stayed in range counts.
+    The square of 1e-30 or of 1e30 leaves float32, so squares are summed as they are, of
+    numbers shrunk and of numbers enlarged. The sum that stayed in range counts.
     """
     # 5/8 of the exponents: 2^80 in float32, so that a sum between 2^-80 and 2^80 has
     # lost nothing, and numbers beyond, down to 2^-126, have squares in range once they
@@ -94,34 +89,6 @@ def norm_by_squares(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     factor = jnp.where(is_large, shrink, jnp.where(is_small, enlarge, 1))
     counts = jnp.where(is_large, large, jnp.where(is_small, small, total))
     return factor, jnp.sqrt(counts)
-
-
-def norm_by_hypotenuses(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reduces by `sqrt(a^2 + b^2)`, which stays in range throughout.
-
-    It is one sum, which compilers for GPU form while they write what it is of; of three
-    they read that again. The root takes no time next to the memory there; a CPU takes
-    several times as long for it as for three sums of squares.
-    """
-
-    def hypotenuse(a: jax.Array, b: jax.Array) -> jax.Array:
-        large, small = jnp.maximum(a, b), jnp.minimum(a, b)
-        ratio = small / jnp.where(large > 0, large, 1)
-        return large * jnp.sqrt(1 + ratio * ratio)
-
-    entries = math.prod(x.shape[-2:])
-    # The norm of all of them is finite where they are, rounded up or not.
-    factor = 2.0 ** -math.ceil(1 + math.log2(max(1, entries)) / 2)
-    norm = jnp.abs(x) * factor
-    for axis in (x.ndim - 1, x.ndim - 2):
-        norm = jax.lax.reduce(norm, jnp.zeros((), norm.dtype), hypotenuse, (axis,))
-    norm = norm[..., None, None]
-    # Compilers multiply by its reciprocal, which has to be in range too.
-    exponent = jnp.finfo(norm.dtype).maxexp // 2
-    is_large, is_small = norm > 2.0**exponent, norm < 2.0**-exponent
-    change = jnp.where(is_large, 2.0**-exponent, jnp.where(is_small, 2.0**exponent, 1))
-    change = change.astype(norm.dtype)
-    return factor * change, norm * change
 
 
 def _almost_orthogonal(x: jax.Array) -> jax.Array:

@@ -1,63 +1,84 @@
-"""Newton-Schulz as the user set it up: prepares matrices, iterates, knows the cost."""
+"""What orthogonalizes stacks on one device: a user's function, or Newton-Schulz.
+
+A `Solver` is what was chosen and the platform that it runs on, once that is known: how
+many matrices are iterated at once, what they cost and in which dtype they are sent.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.typing import DTypeLike
 
-from .._options import choice, float_dtype
-from .coefficients import (
-    check_schedule,
-    find_unstable,
-    resolve_schedule,
-    Schedule,
-    Triple,
+from .._options import shown
+from .coefficients import find_unstable, Schedule
+from .iteration import (
+    collected,
+    cost,
+    iterate,
+    one_step_each,
+    Passes,
+    Products,
+    round_to,
 )
-from .platforms import Kernel, Platform, PLATFORMS
-from .polar import METHODS, PolarMethod, Range, run_in_loop, take_turns
 from .precondition import precondition, Preconditioning
-from .products import round_to
 
-
-Method = Literal["auto", "standard", "gram"]
 
 #: From this aspect ratio on `method="auto"` takes the Gram form. In multiplications of
 #: `m^3` a further step costs `2r + 1` in the standard form and 4 in the Gram form for
-#: an aspect ratio `r`: the break-even is 1.5 for any number of steps. In two blocks it
-#: is 1.29 on paper and was measured between 1.33 and 1.5.
+#: an aspect ratio `r`: the break-even is 1.5 for any number of steps.
 GRAM_ASPECT_RATIO = 1.5
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("ns_steps",),
-    meta_fields=(
-        *("schedule", "method", "dtype", "preconditioning", "kernel", "platform"),
-    ),
-)
 @dataclasses.dataclass(frozen=True)
-class Solver:
-    """Newton-Schulz with all that the user chose, and the platform once it is known.
+class Platform:
+    """What differs between kinds of devices.
 
-    A pytree, so that it goes through `jit` and `shard_map` like any argument: static
-    but for a traced number of steps. Methods on arrays take and return `(..., m, n)`
-    and are traced once for all leaves and stacks of a shape.
+    - `iteration_dtype`: the fastest that it multiplies.
+    - `batch_entries`: the most entries of matrices that are iterated at once.
+    - `stack_entries`: the most entries of separate leaves that are put together.
+    - `block_rows`: the least rows of each of two blocks of Hermitian products.
+    - `turns_tall`: whether to iterate a tall matrix as a wide one, which lets both
+        share a stack. On TPU that would be a copy in float32.
     """
 
-    schedule: Schedule
-    method: str
-    dtype: jnp.dtype | None
-    preconditioning: Preconditioning
-    kernel: Kernel
-    ns_steps: jax.Array | None = None  # only if traced
-    platform: Platform | None = None  # None until it is known
+    name: str
+    iteration_dtype: str
+    batch_entries: int
+    stack_entries: int
+    block_rows: float = math.inf
+    turns_tall: bool = True
+
+
+#: On CPU one matrix at a time, unless it is tiny, goes through all steps in the caches.
+CPU = Platform("cpu", "float32", 2**14, 2**25, block_rows=128)
+#: Singular values stay below 2, so the range of float16 suffices, and it has eight
+#: times the precision of bfloat16.
+GPU = Platform("gpu", "float16", 2**27, 2**27)
+#: The best of what its compiler was asked for v5p (`benchmarks/tpu_ahead_of_time.py`).
+TPU = Platform("tpu", "bfloat16", 10 * 2**20, 5 * 2**20, turns_tall=False)
+#: By the name that JAX gives them; the last is for all others.
+PLATFORMS = {"cpu": CPU, "tpu": TPU, "default": GPU}
+
+
+# A static pytree, so that it goes through `jit` and `shard_map` like any argument.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Solver:
+    """Orthogonalizes by a function of the user's, from a stack to the same shape.
+
+    Methods on arrays take and return `(..., m, n)`.
+    """
+
+    function: Callable[[jax.Array], jax.Array]
+    platform: Platform | None = dataclasses.field(default=None, kw_only=True)
+
+    #: Whether the transpose of a matrix gives the transpose of the result.
+    commutes_with_transposition = False
 
     def on_its_platform(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls `function(solver, *arguments)` with the solver of the platform.
@@ -74,149 +95,116 @@ class Solver:
         branches = {name: branch(platform) for name, platform in PLATFORMS.items()}
         return jax.lax.platform_dependent(self, *arguments, **branches)
 
-    def on(self, platform: Platform) -> "Solver":
-        return dataclasses.replace(self, platform=platform)
-
     @property
     def its_platform(self) -> Platform:
         assert self.platform is not None
         return self.platform
 
-    def orthogonalize(self, *stacks: jax.Array) -> list[jax.Array]:
-        return self.iterate(*map(self.prepare, stacks))
+    @property
+    def turns_tall(self) -> bool:
+        return self.its_platform.turns_tall and self.commutes_with_transposition
 
-    @jax.jit
+    def orthogonalize(self, stack: jax.Array) -> jax.Array:
+        return self.iterate(self.prepare(stack))
+
     def prepare(self, *parts: jax.Array) -> jax.Array:
-        """Singular values in [0, 1], in the dtype of the iteration and its size.
+        """What is iterated, of parts of a stack joined."""
+        wide = np.promote_types(parts[0].dtype, jnp.float32)
+        return jnp.concatenate([x.astype(wide) for x in parts])
 
-        Of parts of a stack it makes one.
-        """
-        dtype = self.iteration_dtype(parts[0].dtype)
-        y = precondition(parts, self.preconditioning, self.its_platform.norm)
-        return round_to(y / Range.of(dtype).first_size, dtype)
-
-    @jax.jit
-    def iterate(self, *stacks: jax.Array) -> list[jax.Array]:
-        """Runs all steps on what is prepared, stacks of matrices of one shape in turns.
-
-        Results are not rounded to the dtype of the iteration where that costs nothing.
-        """
-        (m, n), dtype = sorted(stacks[0].shape[-2:]), stacks[0].dtype
-        method = self.polar_method(m, n, dtype)
-        platform, is_wide = self.its_platform, jnp.finfo(dtype).bits > 16
-
-        def usual(*stacks: jax.Array) -> list[jax.Array]:
-            products = platform.products(m, n, dtype, self.kernel, exact=method.exact)
-            in_loop = platform.loops and is_wide
-            # A product with a batch axis of one is slower than one without.
-            matrices = [x[0] if x.ndim == 3 and len(x) == 1 else x for x in stacks]
-            done = take_turns(
-                [
-                    method.run(x, self.schedule, products, in_loop=in_loop)
-                    for x in matrices
-                ]
+    def iterate(self, stack: jax.Array) -> jax.Array:
+        """What is prepared, orthogonal, in float32 or wider."""
+        found = self.function(stack)
+        if getattr(found, "shape", None) != stack.shape:
+            raise ValueError(
+                f"the orthogonalizer made {shown(found)} of a stack of matrices "
+                f"{stack.shape}: it has to return an array of the same shape"
             )
-            return [y.reshape(x.shape) for y, x in zip(done, stacks, strict=True)]
+        return found.astype(stack.dtype)
 
-        if self.ns_steps is None:
-            return usual(*stacks)
-        # A traced number of steps, as under `optax.inject_hyperparams`, is nearly
-        # always that of the coefficients. It is asked at run time, so that it costs
-        # nothing then, and any other runs in a loop.
-        products = platform.products(m, n, dtype, "xla", exact=False)
-        return jax.lax.cond(
-            self.ns_steps == len(self.schedule),
-            lambda steps, *stacks: usual(*stacks),
-            lambda steps, *stacks: [
-                run_in_loop(x, self.schedule, steps, products) for x in stacks
-            ],
-            self.ns_steps,
-            *stacks,
-        )
+    def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype in which matrices of `dtype` are sent between devices."""
+        return np.promote_types(dtype, jnp.float32)
+
+    def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
+        """The multiplications that a matrix of `shape` takes, up to a factor."""
+        m, n = sorted(shape)
+        return float(m * m * n)
 
     def map(
         self,
-        function: Callable[..., Sequence[jax.Array]],
+        function: Callable[[jax.Array], jax.Array],
         stack: jax.Array,
         count: jax.Array | None = None,
-        dtype: DTypeLike | None = None,
     ) -> jax.Array:
         """Applies a function of matrices to as many of a stack at once as do well.
 
-        - `function`: from stacks, which it may take in turns, to as many.
-        - `count`: only the first ones, a number that may be known at run time alone;
-            what becomes of the rest is undefined.
-        - `dtype`: of the result, float32 or wider if None.
-
-        Results take the places of what they were made of, so that there is one stack.
+        `count`: only the first ones, a number that may be known at run time alone; what
+        becomes of the rest is undefined. Results take the places of what they were made
+        of, so that there is one stack.
         """
         slots, *shape = stack.shape
-        given, dtype = stack.dtype, dtype or np.promote_types(stack.dtype, jnp.float32)
-        turns, size = self.its_platform.turns, self.batch_size(shape)
-        if count is None and slots <= max(1, size // turns):
-            return function(stack)[0].astype(dtype)
-        step, rest_alone = self.trip(slots, shape, is_known=count is None)
-        padding = 0 if rest_alone else -slots % step
-        results = jnp.pad(stack.astype(dtype), [(0, padding), (0, 0), (0, 0)])
-
-        def replace(start: Any, results: jax.Array, count: int) -> jax.Array:
-            parts = np.array([len(x) for x in np.array_split(range(count), turns)])
-            parts = parts[parts > 0]
-            starts = [start + int(first) for first in np.cumsum(parts) - parts]
-            batches = [
-                jax.lax.dynamic_slice_in_dim(results, first, part).astype(given)
-                for first, part in zip(starts, parts, strict=True)
-            ]
-            for first, y in zip(starts, function(*batches), strict=True):
-                y = y.astype(dtype)
-                results = jax.lax.dynamic_update_slice_in_dim(results, y, first, 0)
-            return results
-
-        def loop(start: Any, trips: Any, results: jax.Array, step: int) -> jax.Array:
-            return jax.lax.fori_loop(
-                0,
-                trips,
-                lambda i, results: replace(start + i * step, results, step),
-                results,
-            )
-
-        wanted: Any = slots if count is None else count
-        if not rest_alone:
-            return loop(0, (wanted + step - 1) // step, results, step)[:slots]
-        trips = wanted // step
-        with jax.named_scope("in_turns"):
-            results = loop(0, trips, results, step)
-        return loop(trips * step, wanted - trips * step, results, 1)
-
-    def trip(
-        self, slots: int, shape: Sequence[int], *, is_known: bool
-    ) -> tuple[int, bool]:
-        """The matrices in a trip of the loop of `map`, and whether the last go alone.
-
-        `is_known` is whether it is known when compiling how many of the slots count.
-        """
-        turns, size = self.its_platform.turns, self.batch_size(shape)
-        # A batch for each turn. Where the count is not known that could be many more
-        # than it, and a batch is cut into turns, unless it is a single matrix.
-        step = min(slots, turns * size if is_known or size == 1 else size)
-        if size == 1:
-            return step, step > 1
+        size = self.batch_size(shape)
+        if count is None and slots <= size:
+            return function(stack).astype(stack.dtype)
         # Trips as even as they can be: what pads the last is iterated for nothing.
-        return math.ceil(slots / math.ceil(slots / step)), False
+        step = math.ceil(slots / math.ceil(slots / size))
+        results = jnp.pad(stack, [(0, -slots % step), (0, 0), (0, 0)])
+
+        def replace(i: Any, results: jax.Array) -> jax.Array:
+            batch = jax.lax.dynamic_slice_in_dim(results, i * step, step)
+            y = function(batch).astype(stack.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(results, y, i * step, 0)
+
+        trips = ((slots if count is None else count) + step - 1) // step
+        return jax.lax.fori_loop(0, trips, replace, results)[:slots]
 
     def batch_size(self, shape: Sequence[int]) -> int:
         """The matrices of a shape that are iterated at once where there are enough."""
         return max(1, self.its_platform.batch_entries // max(1, math.prod(shape)))
 
-    def polar_method(self, m: int, n: int, dtype: jnp.dtype) -> PolarMethod:
-        """The method for `(m, n)`, the short side first, iterated in a dtype."""
-        if self.method != "auto":
-            return METHODS[self.method]
-        # The Gram form needs exact products. On an accelerator those of float32 are
-        # several times as slow as what the standard form makes do with.
-        is_short = jnp.finfo(dtype).bits == 16
-        pays = self.its_platform.multiplies_exactly or is_short
-        return METHODS["gram" if pays and n >= GRAM_ASPECT_RATIO * m else "standard"]
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Polynomials(Solver):
+    """Orthogonalizes by Newton-Schulz, as the user set it up."""
+
+    function: None = dataclasses.field(default=None, init=False)
+    schedule: Schedule
+    method: str
+    dtype: jnp.dtype | None
+    preconditioning: Preconditioning
+
+    commutes_with_transposition = True
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def prepare(self, *parts: jax.Array) -> jax.Array:
+        """Singular values in [0, 1], in the dtype of the iteration."""
+        dtype = self.iteration_dtype(parts[0].dtype)
+        return round_to(precondition(parts, self.preconditioning), dtype)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def iterate(self, stack: jax.Array) -> jax.Array:
+        passes, is_gram = self._passes(stack.shape[-2:], stack.dtype)
+        # The Gram form needs all bits of float32.
+        precision = jax.lax.Precision.HIGHEST if is_gram else None
+        products = Products(stack.dtype, self.its_platform.block_rows, precision)
+        # A product with a batch axis of one is slower than one without.
+        x = stack[0] if stack.ndim == 3 and len(stack) == 1 else stack
+        return iterate(x, passes, products).reshape(stack.shape)
+
+    def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """That of the iteration, which rounds the same numbers, but for their norm.
+
+        Not float16, where norms may overflow.
+        """
+        iterated = self.iteration_dtype(dtype)
+        is_short = jnp.finfo(iterated).bits == 16
+        return jnp.dtype(jnp.bfloat16) if is_short else iterated
+
+    def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
+        m, n = sorted(shape)
+        return cost(m, n, self._passes(shape, self.iteration_dtype(dtype))[0])
 
     def iteration_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype to iterate matrices of `dtype` in."""
@@ -228,42 +216,15 @@ class Solver:
         is_stable = find_unstable(self.schedule, fast) is None
         return jnp.dtype(fast if is_stable else "float32")
 
-    def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype in which matrices of `dtype` are sent between devices.
-
-        Not float16: the matrices have no norm yet.
-        """
-        iterated = self.iteration_dtype(dtype)
-        is_short = jnp.finfo(iterated).bits == 16
-        return jnp.dtype(jnp.bfloat16) if is_short else iterated
-
-    def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
-        """The multiplications that a matrix of `shape` takes."""
-        (m, n), dtype = sorted(shape), self.iteration_dtype(dtype)
-        method = self.polar_method(m, n, dtype)
-        return method.cost(m, n, self.schedule, dtype.name)
-
-
-def make_solver(
-    ns_coeffs: str | Triple | Schedule,
-    ns_steps: int | jax.Array,
-    method: Method,
-    dtype: DTypeLike | None,
-    preconditioning: Preconditioning,
-    kernel: Kernel,
-    *,
-    prefix: str = "",
-) -> Solver:
-    """From what the user asked for; `prefix` is that of the arguments.
-
-    **Raises:** `ValueError` for what cannot work.
-    """
-    choice(f"{prefix}method", method, ("auto", *METHODS))
-    choice("preconditioning", preconditioning, get_args(Preconditioning))
-    choice(f"{prefix}kernel", kernel, get_args(Kernel))
-    schedule = resolve_schedule(ns_coeffs, ns_steps)
-    iterated = float_dtype(f"{prefix}dtype", dtype)
-    if iterated is not None:
-        check_schedule(schedule, iterated.name)
-    steps = ns_steps if isinstance(ns_steps, Tracer) else None
-    return Solver(schedule, method, iterated, preconditioning, kernel, steps)
+    def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
+        """How steps are collected, and whether that is the Gram form."""
+        m, n = sorted(shape)
+        # Exact products of float32, which the Gram form needs, are several times as slow
+        # on an accelerator as what the standard form makes do with.
+        cheap = self.its_platform.name == "cpu" or jnp.finfo(dtype).bits == 16
+        is_gram = self.method == "gram" or (
+            self.method == "auto" and cheap and n >= GRAM_ASPECT_RATIO * m
+        )
+        if is_gram:
+            return collected(self.schedule, dtype.name), True
+        return one_step_each(self.schedule), False

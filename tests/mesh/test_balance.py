@@ -8,51 +8,53 @@ import pytest
 from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import assign_owners, AxisRoles, groups_of, MOST_SLOTS, Work
+from internals import Cut, groups_of, MOST_SLOTS, share_out
 
 
 MESH = {"a": 4, "one": 1, "b": 2}
+
+
+def route(batch=(), replicated=(), sharded=()):
+    """How a mesh cuts some matrices: whatever they are, along these axes."""
+    return Cut(((8, tuple(sharded)), (8, ())), (8, 8), tuple(batch), tuple(replicated))
+
+
 ROUTES = [
-    AxisRoles((), (), ("a", "b")),
-    AxisRoles((), ("a",), ("b",)),
-    AxisRoles(("b",), (), ("a",)),
-    AxisRoles(("a",), ("b",), ()),
-    AxisRoles(("a", "b"), (), ()),
-    AxisRoles((), ("a", "b"), ()),
+    route(sharded="ab"),
+    route(replicated="a", sharded="b"),
+    route(batch="b", sharded="a"),
+    route(batch="a", replicated="b"),
+    route(batch="ab"),
+    route(replicated="ab"),
 ]
-works = st.builds(
-    Work, st.integers(1, 40), st.integers(1, 1000), st.sampled_from(ROUTES)
-)
+works = st.tuples(st.integers(1, 40), st.integers(1, 1000), st.sampled_from(ROUTES))
 
 
-def loads_of(works, owners, mesh):
+def shared_out(works, mesh):
+    counts, costs, cuts = zip(*works, strict=True)
+    groups = [groups_of(cut, mesh) for cut in cuts]
+    shares = share_out(counts, costs, groups, int(np.prod(list(mesh.values()))))
     loads = np.zeros(np.prod(list(mesh.values())))
-    for work, owner in zip(works, owners, strict=True):
-        loads[groups_of(work.roles, mesh)] += work.cost * owner.counts
-    return loads
+    for cost, group, share in zip(costs, groups, shares, strict=True):
+        loads[group] += cost * share.counts
+    return shares, loads
 
 
 @given(st.lists(works, min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_every_matrix_has_one_owner_who_knows_it(works):
-    for work, owners in zip(works, assign_owners(works, MESH), strict=True):
-        groups, copies, devices, slots = owners.slots.shape
-        members = copies * devices
-        assert groups * members == 8
-        assert slots <= MOST_SLOTS * -(-work.count // members)
-        np.testing.assert_array_equal(owners.counts.sum(axis=(1, 2)), work.count)
-        for group in range(groups):
-            taken = [
-                owners.slots[group, copy, device, slot]
-                for copy in range(copies)
-                for device in range(devices)
-                for slot in range(owners.counts[group, copy, device])
-            ]
-            assert sorted(taken) == list(range(work.count))
-            flat = owners.slots[group].reshape(-1)
-            np.testing.assert_array_equal(
-                flat[owners.places[group]], np.arange(work.count)
-            )
+def test_every_matrix_has_one_owner_in_each_group(works):
+    shares, _ = shared_out(works, MESH)
+    for (count, _, cut), share in zip(works, shares, strict=True):
+        groups, members = groups_of(cut, MESH).shape
+        assert groups * members == 8 and len(share.counts) == members
+        assert share.counts.max() <= share.slots <= MOST_SLOTS * -(-count // members)
+        assert share.counts.sum() == count
+        matrices = np.arange(count, dtype=np.float32)[:, None, None]
+        slots = np.asarray(share.filled(matrices)).reshape(members, share.slots)
+        taken = [x for row, n in zip(slots, share.counts, strict=True) for x in row[:n]]
+        assert sorted(taken) == list(range(count))
+        back = share.emptied(share.filled(matrices))
+        np.testing.assert_array_equal(back, matrices)
 
 
 @given(
@@ -60,50 +62,50 @@ def test_every_matrix_has_one_owner_who_knows_it(works):
 )
 @settings(max_examples=60, deadline=None)
 def test_where_all_can_share_no_one_does_more_than_a_matrix_above_the_mean(sizes):
-    works = [Work(count, cost, ROUTES[0]) for count, cost in sizes]
-    loads = loads_of(works, assign_owners(works, MESH), MESH)
+    works = [(count, cost, ROUTES[0]) for count, cost in sizes]
+    _, loads = shared_out(works, MESH)
     # Graham's bound for the greedy schedule.
     assert loads.max() <= loads.mean() + max(cost for _, cost in sizes) + 1e-6
 
 
 def test_thirty_two_on_sixty_four_leave_the_rest_to_others():
     """Llama-1B on 64 chips: the 16 without a large matrix take two squares each."""
-    route = AxisRoles((), (), ("fsdp",))
-    works = [Work(32, 258.0, route), Work(48, 601.0, route), Work(32, 9.0, route)]
-    squares, large, small = assign_owners(works, {"fsdp": 64})
+    fsdp = route(sharded=["fsdp"])
+    works = [(32, 258.0, fsdp), (48, 601.0, fsdp), (32, 9.0, fsdp)]
+    (squares, large, small), _ = shared_out(works, {"fsdp": 64})
     assert large.counts.max() == 1 and squares.counts.max() == 2
-    idle = large.counts[0, 0] == 0
-    assert idle.sum() == 16 and (squares.counts[0, 0][idle] == 2).all()
-    assert (small.counts[0, 0][~idle] == 0).all()
+    idle = large.counts == 0
+    assert idle.sum() == 16 and (squares.counts[idle] == 2).all()
+    assert (small.counts[~idle] == 0).all()
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_expensive_matrix_leaves_every_group_of_experts_its_share(order):
     """61 matrices that cost 22 experts each, on 128 groups of eight."""
     mesh = {"expert": 128, "fsdp": 8}
-    experts = Work(540, 0.55, AxisRoles(("expert",), (), ("fsdp",)))
-    works = [Work(61, 12.1, AxisRoles((), (), ("expert", "fsdp"))), experts][::order]
-    loads = loads_of(works, assign_owners(works, mesh), mesh)
+    experts = (540, 0.55, route(batch=["expert"], sharded=["fsdp"]))
+    works = [(61, 12.1, route(sharded=["expert", "fsdp"])), experts][::order]
+    _, loads = shared_out(works, mesh)
     assert loads.max() < 1.05 * loads.mean()
 
 
 PLAN = """
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
-from internals import assign_owners, axis_roles, matrix_view, Work
+from internals import cut_of, groups_of, matrix_view, share_out
 
 mesh = dict(data=2, fsdp=2, tensor=2, expert=2, layer=2)
 view = matrix_view((4, 8, 16), MuonDimensionNumbers(1, 2))
-works = [
-    Work(9, cost, axis_roles(view, spec, mesh))
-    for cost, spec in [
-        (3.0, P(("layer", "expert"), ("tensor", "fsdp"))),
-        (5.0, P(None, ("expert", "fsdp"), ("data", "layer"))),
-        (2.0, P()),
-    ]
+specs = [
+    P(("layer", "expert"), ("tensor", "fsdp")),
+    P(None, ("expert", "fsdp"), ("data", "layer")),
+    P(),
 ]
-for work, owners in zip(works, assign_owners(works, mesh)):
-    print(work, owners.counts.tolist(), owners.slots.tolist(), sep="\\n")
+cuts = [cut_of(view, spec, mesh) for spec in specs]
+groups = [groups_of(cut, mesh) for cut in cuts]
+shares = share_out([9] * 3, [3.0, 5.0, 2.0], groups, 32)
+for cut, group, share in zip(cuts, groups, shares):
+    print(cut, group.tolist(), share.counts.tolist(), share.slots, sep="\\n")
 """
 
 
@@ -121,4 +123,4 @@ def test_the_same_on_every_process():
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(plans) == 1 and "Work(count=9" in plans.pop()
+    assert len(plans) == 1 and "batch=('expert', 'layer')" in plans.pop()

@@ -12,11 +12,11 @@ from hlo_costs import hlo_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
-    assign_consecutive,
     divide_stacks,
     matrix_view,
     on_one_device,
     orthogonalize_by_constraint,
+    share_in_a_row,
     solver,
     stacks_of,
 )
@@ -73,7 +73,7 @@ LAYOUTS = {
     ),
 }
 VIEWS = [matrix_view(shape, MuonDimensionNumbers(-2, -1)) for shape in SHAPES.values()]
-SOLVER = solver("cpu", ns_steps=2)
+SOLVER = solver("cpu", steps=2)
 
 
 def make_mesh(axes, kind=AxisType.Auto):
@@ -162,7 +162,7 @@ def test_not_taken_with_explicit_axes():
 
 
 def loads_of(counts, costs, devices):
-    shares = assign_consecutive(counts, costs, devices)
+    shares = share_in_a_row(counts, costs, devices)
     return sum(
         cost * share.counts for cost, share in zip(costs, shares, strict=True)
     ), shares

@@ -26,7 +26,12 @@ def mesh_of(*types):
 
 def make(shardings=None):
     numbers = MuonDimensionNumbers(-2, -1)
-    return mc.muon(1.0, ns_steps=2, dimension_numbers=numbers, shardings=shardings)
+    return mc.muon(
+        1.0,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
+        dimension_numbers=numbers,
+        shardings=shardings,
+    )
 
 
 def updated(tx, params):
@@ -107,14 +112,14 @@ def test_gradients_through_an_update(types, told):
         np.testing.assert_allclose(found[name], x, rtol=1e-3, atol=1e-4)
 
 
-def test_vmap_over_a_number_of_steps_on_a_mesh():
+def test_vmap_over_a_hyperparameter_on_a_mesh():
     mesh = mesh_of(A, A)
     x = jax.device_put(PARAMS["wide"], NamedSharding(mesh, P("a", "b")))
 
-    def update(ns_steps, x):
-        return updated(mc.muon(1.0, ns_steps=ns_steps), x)
+    def update(scale, x):
+        return updated(mc.muon(1.0, consistent_rms=scale), x)
 
-    found = jax.jit(jax.vmap(update, (0, None)))(jnp.array([1, 5]), x)
-    for steps, y in zip((1, 5), found, strict=True):
-        expected = update(steps, PARAMS["wide"])
+    found = jax.jit(jax.vmap(update, (0, None)))(jnp.array([1.0, 5.0]), x)
+    for scale, y in zip((1.0, 5.0), found, strict=True):
+        expected = update(scale, PARAMS["wide"])
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)

@@ -3,7 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from internals import axis_roles, AxisRoles, block_layout, local_view, matrix_view
+from internals import (
+    cut_of,
+    groups_of,
+    local_view,
+    matrix_view,
+    share_out,
+    to_blocks,
+    to_owners,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -35,51 +43,51 @@ def mesh():
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize(("shape", "numbers", "spec"), CASES)
-def test_blocks_of_all_devices_make_up_the_matrices(
-    mesh, shape, numbers, spec, is_wide
-):
-    """As they are, or tall ones turned."""
+def test_owners_have_whole_matrices_and_blocks_come_back(mesh, shape, numbers, spec):
     whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     view = matrix_view(shape, numbers)
-    local, mine = (
-        local_view(view, spec, mesh.shape),
-        block_layout(view, spec, mesh.shape),
-    )
-    on_devices = jax.device_put(whole, NamedSharding(mesh, spec))
-    at = {shard.device: shard for shard in on_devices.addressable_shards}
+    local, cut = local_view(view, spec, mesh.shape), cut_of(view, spec, mesh.shape)
+    groups = groups_of(cut, mesh.shape)
+    (share,) = share_out([local.count], [1.0], [groups], 8)
 
-    mine = mine.wide if is_wide else mine
+    def exchange(leaf):
+        matrices = to_owners(local.to_matrices(leaf), cut, share)
+        back = to_blocks(matrices, cut, share).reshape(-1, *local.matrix_shape)
+        return matrices[None], local.from_matrices(back)
 
-    # One group and one copy: the devices along the axes that cut.
-    here = tuple(
-        slice(None) if name in mine.roles.sharded else 0 for name in mesh.axis_names
-    )
-    group = np.atleast_1d(mesh.devices[here]).reshape(-1)
-    blocks = np.stack([local.to_matrices(at[device].data) for device in group], axis=1)
-    joined = np.asarray(mine.join(jax.numpy.asarray(blocks)))
-
-    # Batch entries of that group, in the leaf itself.
-    index = tuple(
-        at[group[0]].index[axis] if axis in view.batch else slice(None)
-        for axis in range(len(shape))
-    )
-    part = whole[index]
-    expected = np.asarray(matrix_view(part.shape, numbers).to_matrices(part))
-    if is_wide and expected.shape[-2] > expected.shape[-1]:
-        expected = expected.swapaxes(-2, -1)
-    np.testing.assert_array_equal(joined, expected)
-    assert mine.shape == expected.shape[-2:]
-    np.testing.assert_array_equal(mine.split(jax.numpy.asarray(joined)), blocks)
+    everywhere = P(("a", "b"))
+    matrices, back = jax.jit(
+        jax.shard_map(
+            exchange,
+            mesh=mesh,
+            in_specs=(spec,),
+            out_specs=(everywhere, spec),
+            check_vma=False,
+        )
+    )(jax.device_put(whole, NamedSharding(mesh, spec)))
+    np.testing.assert_array_equal(back, whole)
+    # What the devices of all groups have in full slots is every matrix of the leaf.
+    counts = np.empty(8, int)
+    counts[groups] = share.counts
+    found = np.concatenate([x[:n] for x, n in zip(matrices, counts, strict=True)])
+    expected = np.asarray(view.to_matrices(whole))
+    order = np.argsort(found[:, 0, 0])
+    np.testing.assert_array_equal(found[order], expected[np.argsort(expected[:, 0, 0])])
 
 
 def test_what_each_axis_does_to_a_leaf():
     mesh = {"data": 2, "expert": 4, "fsdp": 2, "one": 1}
     view = matrix_view((3, 4, 8, 16), PLAIN)
-    assert axis_roles(view, P(None, "expert", "fsdp", "one"), mesh) == AxisRoles(
-        batch=("expert",), replicated=("data",), sharded=("fsdp",)
+    cut = cut_of(view, P(None, "expert", "fsdp", "one"), mesh)
+    assert (cut.batch, cut.replicated, cut.sharded) == (
+        ("expert",),
+        ("data",),
+        ("fsdp",),
     )
-    assert axis_roles(view, P(None, None, ("fsdp", "data")), mesh) == AxisRoles(
-        batch=(), replicated=("expert",), sharded=("data", "fsdp")
+    cut = cut_of(view, P(None, None, ("fsdp", "data")), mesh)
+    assert (cut.batch, cut.replicated, cut.sharded) == (
+        (),
+        ("expert",),
+        ("fsdp", "data"),
     )

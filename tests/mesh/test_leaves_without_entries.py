@@ -36,7 +36,7 @@ def test_on_a_mesh(told, jit, consistent_rms):
     shardings = {k: NamedSharding(mesh, spec) for k, (_, spec) in cases.items()}
     plain = {k: normal(1, *shape) for k, (shape, _) in cases.items()}
     options = dict(
-        ns_steps=2,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
         consistent_rms=consistent_rms,
         dimension_numbers=MuonDimensionNumbers(-2, -1),
     )

@@ -88,7 +88,7 @@ def clipped(params, specs, stats, cut, mesh, check, **options):
 
     `stats` have an axis of replicas in front, `cut` is their spec.
     """
-    options |= {"ns_steps": 2}
+    options |= {"orthogonalizer": mc.NewtonSchulz(steps=2)}
     alone = mc.muonclip(1e-2, **options)
     tx = mc.muonclip(1e-2, shardings=specs, axis_name=cut[0], **options)
     with jax.set_mesh(mesh):
@@ -236,7 +236,7 @@ def test_a_mask_is_a_function_of_whole_leaves(check):
         "dimension_numbers": lambda p: jax.tree.map(
             lambda x: Numbers(0, 1) if x.shape[0] == 16 else None, p
         ),
-        "ns_steps": 2,
+        "orthogonalizer": mc.NewtonSchulz(steps=2),
     }
     alone = mc.muon(1e-2, **options)
     tx = mc.muon(1e-2, shardings=specs, **options)
@@ -254,7 +254,9 @@ def test_a_mask_is_a_function_of_whole_leaves(check):
 def update_inside(shardings, specs, params, check=True):
     mesh = mesh_of(fsdp=8)
     tx = mc.scale_by_muon(
-        dimension_numbers=Numbers(-2, -1), shardings=shardings, ns_steps=2
+        dimension_numbers=Numbers(-2, -1),
+        shardings=shardings,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
     )
 
     def update(grads):
@@ -278,7 +280,9 @@ def test_shardings_as_a_function(check):
 
     with pytest.raises(ValueError, match=r"function that reads \.shape of the params"):
         update_inside(by_shape, specs, params, check)
-    alone = mc.scale_by_muon(dimension_numbers=Numbers(-2, -1), ns_steps=2)
+    alone = mc.scale_by_muon(
+        dimension_numbers=Numbers(-2, -1), orthogonalizer=mc.NewtonSchulz(steps=2)
+    )
     expected, _ = alone.update(params, alone.init(params))
     assert_close(update_inside(by_name, specs, params, check), expected)
 
@@ -295,7 +299,10 @@ def test_gradients_of_a_mean_loss_are_the_mean(averages_itself, check):
     """
     params = {"up": normal(0, 6, 10), "bias": normal(1, 10)}
     x = normal(2, 24, 6)
-    options = dict(dimension_numbers={"up": Numbers(0, 1), "bias": None}, ns_steps=2)
+    options = dict(
+        dimension_numbers={"up": Numbers(0, 1), "bias": None},
+        orthogonalizer=mc.NewtonSchulz(steps=2),
+    )
 
     def loss(params, x):
         return jnp.mean(jnp.tanh(x @ params["up"] + params["bias"]) ** 2)
@@ -318,7 +325,9 @@ def test_gradients_of_the_own_rows_are_summed_where_types_are_checked():
     """By JAX, before the update sees them; the manual says so."""
     params, x = {"up": normal(0, 6, 10)}, normal(2, 24, 6)
     tx = mc.scale_by_muon(
-        axis_name="batch", dimension_numbers=Numbers(0, 1), ns_steps=2
+        axis_name="batch",
+        dimension_numbers=Numbers(0, 1),
+        orthogonalizer=mc.NewtonSchulz(steps=2),
     )
 
     def momentum(params, x):
@@ -345,7 +354,7 @@ def test_next_to_axes_that_are_not_mapped(axis_name, is_told, kind, check):
     specs = {"up": P(None, "fsdp"), "down": P("fsdp"), "bias": P("fsdp")}
     placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     numbers = {"up": Numbers(0, 1), "down": Numbers(0, 1), "bias": None}
-    options = dict(dimension_numbers=numbers, ns_steps=2)
+    options = dict(dimension_numbers=numbers, orthogonalizer=mc.NewtonSchulz(steps=2))
     alone = mc.muon(1e-2, **options)
     tx = mc.muon(
         1e-2, axis_name=axis_name, shardings=placed if is_told else None, **options
@@ -364,7 +373,9 @@ def test_next_to_axes_that_are_not_mapped(axis_name, is_told, kind, check):
 def update_of_micro_batches(grads, check):
     """Side by side on each device."""
     tx = mc.scale_by_muon(
-        axis_name=("d", "v"), dimension_numbers=Numbers(-2, -1), ns_steps=2
+        axis_name=("d", "v"),
+        dimension_numbers=Numbers(-2, -1),
+        orthogonalizer=mc.NewtonSchulz(steps=2),
     )
 
     def update(grads):
@@ -380,7 +391,9 @@ def update_of_micro_batches(grads, check):
 def test_replicas_of_shard_map_and_of_vmap():
     grads = {"up": normal(0, 4, 3, 8, 12), "wide": normal(1, 4, 3, 2, 8, 12)}
     mean = jax.tree.map(lambda x: x.mean((0, 1)), grads)
-    alone = mc.scale_by_muon(dimension_numbers=Numbers(-2, -1), ns_steps=2)
+    alone = mc.scale_by_muon(
+        dimension_numbers=Numbers(-2, -1), orthogonalizer=mc.NewtonSchulz(steps=2)
+    )
     expected = alone.update(mean, alone.init(mean))
     found = update_of_micro_batches(grads, check=False)
     for replica in np.ndindex(4, 3):

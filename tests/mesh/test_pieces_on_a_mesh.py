@@ -33,7 +33,11 @@ GRADS = {name: leaf_of(case, 50 + i) for i, (name, case) in enumerate(CASES.item
 SHARE = of_newton_schulz(96, mc.NS_COEFFS["keller"][:2])
 
 make = functools.partial(
-    mc.muon, 0.1, dimension_numbers=AXES, ns_steps=2, neuron_b2=0.9
+    mc.muon,
+    0.1,
+    dimension_numbers=AXES,
+    orthogonalizer=mc.NewtonSchulz(steps=2),
+    neuron_b2=0.9,
 )
 
 

@@ -83,7 +83,7 @@ def stats_of(params):
     return {"attn": {"max_logits": np.broadcast_to(row, (*stack, HEADS))}}
 
 
-OPTIONS = {"ns_steps": 2}
+OPTIONS = {"orthogonalizer": mc.NewtonSchulz(steps=2)}
 OPTIMIZERS = {
     "muon": lambda **how: mc.muon(1e-2, **OPTIONS, **how),
     "8 bits": lambda **how: mc.muon(1e-2, mu_dtype="int8", **OPTIONS, **how),

@@ -135,8 +135,8 @@ def test_shard_map(is_checked, is_averaged):
 OPTIONS = {
     "8 bits": dict(mu_dtype="int8"),
     "neurons": dict(neuron_b2=0.9, cautious_weight_decay=True),
-    "bfloat16": dict(ns_dtype="bfloat16"),
-    "four steps": dict(ns_steps=4),
+    "bfloat16": dict(orthogonalizer=mc.NewtonSchulz(dtype="bfloat16")),
+    "four steps": dict(orthogonalizer=mc.NewtonSchulz(steps=4)),
 }
 
 

@@ -28,7 +28,7 @@ def make(shardings=None):
     numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
     return mc.muon(
         optax.linear_schedule(1e-2, 0.0, 10),
-        ns_steps=2,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
         shardings=shardings,
         dimension_numbers={
             name: numbers if len(shape) > 1 else None for name, shape in SHAPES.items()
@@ -144,9 +144,16 @@ def test_an_axis_of_one_device_cuts_nothing(type_):
     mesh = jax.make_mesh((1, 4), ("one", "b"), axis_types=(type_,) * 2)
     told = NamedSharding(mesh, P("one", "b"))
     numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
-    tx = mc.muon(1e-2, shardings=told, dimension_numbers=numbers, ns_steps=2)
+    tx = mc.muon(
+        1e-2,
+        shardings=told,
+        dimension_numbers=numbers,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
+    )
     matrix = jnp.arange(32.0).reshape(4, 8)
-    alone = mc.muon(1e-2, dimension_numbers=numbers, ns_steps=2)
+    alone = mc.muon(
+        1e-2, dimension_numbers=numbers, orthogonalizer=mc.NewtonSchulz(steps=2)
+    )
     expected, _ = alone.update(matrix, alone.init(matrix), matrix)
     for spec in (P("one", "b"), P(None, "b")):
         x = jax.device_put(matrix, NamedSharding(mesh, spec))

@@ -128,7 +128,12 @@ def test_labels_of_modules_next_to_trees_of_all_leaves(options):
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",))
 
     def optimizer(labels):
-        tx = mc.muon(0.1, weight_decay=0.3, ns_steps=1, ns_coeffs=(1, 0, 0), **options)
+        tx = mc.muon(
+            0.1,
+            weight_decay=0.3,
+            orthogonalizer=mc.NewtonSchulz((1, 0, 0), steps=1),
+            **options,
+        )
         return optax.partition({"muon": tx, "frozen": optax.set_to_zero()}, labels)
 
     with jax.set_mesh(mesh):

@@ -39,7 +39,7 @@ def test_rises_from_085_to_095_over_300_steps_by_default(make, wrap):
     rising = {"beta": lambda count: 0.85 + 0.1 * jnp.minimum(count, 300) / 300}
     ends = []
     for options in ({}, rising):
-        tx = wrap(make)(0.1, ns_steps=1, **options)
+        tx = wrap(make)(0.1, orthogonalizer=mc.NewtonSchulz(steps=1), **options)
         state = tx.init(PARAMS)
         # From a step before its end, in the counts that both kinds of state keep.
         state = optax.tree.map_params(
@@ -61,7 +61,9 @@ def _later(x, steps):
 @pytest.mark.parametrize("mu_dtype", [None, "int8"])
 def test_a_constant_schedule_is_the_number(mu_dtype):
     made = [
-        mc.muon(0.1, beta=beta, mu_dtype=mu_dtype, ns_steps=2)
+        mc.muon(
+            0.1, beta=beta, mu_dtype=mu_dtype, orthogonalizer=mc.NewtonSchulz(steps=2)
+        )
         for beta in (0.8, lambda count: 0.8)
     ]
     updates = []
@@ -74,7 +76,9 @@ def test_a_constant_schedule_is_the_number(mu_dtype):
 
 
 def test_under_inject_hyperparams_as_of_any_schedule():
-    tx = optax.inject_hyperparams(mc.muon)(0.1, beta=RISING, ns_steps=2)
+    tx = optax.inject_hyperparams(mc.muon)(
+        0.1, beta=RISING, orthogonalizer=mc.NewtonSchulz(steps=2)
+    )
     state = tx.init(PARAMS)
     for _ in range(2):
         _, state = jax.jit(tx.update)(PARAMS, state, PARAMS)

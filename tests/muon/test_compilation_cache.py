@@ -20,11 +20,11 @@ def program(type_=AxisType.Auto, is_told=False, **options):
 def test_another_for_other_settings():
     """So that a cache takes no program for another's."""
     others = [
-        {"ns_coeffs": "quintic"},
-        {"ns_steps": 4},
-        {"ns_method": "standard"},
-        {"ns_dtype": "bfloat16"},
-        {"preconditioning": "aol"},
+        {"orthogonalizer": "quintic"},
+        {"orthogonalizer": mc.NewtonSchulz(steps=4)},
+        {"orthogonalizer": mc.NewtonSchulz(method="standard")},
+        {"orthogonalizer": mc.NewtonSchulz(dtype="bfloat16")},
+        {"orthogonalizer": mc.NewtonSchulz(preconditioning="aol")},
     ]
     programs = {program(), *(program(**options) for options in others)}
     assert len(programs) == 1 + len(others)

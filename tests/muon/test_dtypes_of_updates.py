@@ -69,8 +69,7 @@ def test_momentum_in_float16_when_beta_changes(betas, scale, nesterov, params):
         beta=lambda count: jnp.asarray(np.float32(betas))[count],
         mu_dtype="float16",
         nesterov=nesterov,
-        ns_coeffs=once,
-        ns_steps=1,
+        orthogonalizer=mc.NewtonSchulz(once, steps=1),
         consistent_rms=None,
     )
     state, update = tx.init({"w": jnp.zeros((8, 6), params)}), jax.jit(tx.update)
@@ -106,7 +105,9 @@ def test_momentum_in_float32_is_the_sum():
 def test_every_pair_of_dtypes(strict, way, params, gradients, momentum):
     p, g = ({"w": normal(i, 3, 5)} for i in range(2))
     p, g = optax.tree.cast(p, params), optax.tree.cast(g, gradients)
-    tx = mc.scale_by_muon(mu_dtype=momentum, consistent_rms=None, ns_steps=5)
+    tx = mc.scale_by_muon(
+        mu_dtype=momentum, consistent_rms=None, orthogonalizer=mc.NewtonSchulz(steps=5)
+    )
     with jax.disable_jit(way == "disable_jit"):
         update = jax.jit(tx.update) if way == "jit" else tx.update
         updates, state = update(g, tx.init(p), p)
@@ -122,7 +123,10 @@ def test_whole_updates_under_strict_promotion(strict, dtype, injected):
     params = optax.tree.cast({"w": normal(0, 3, 4), "bias": normal(1, 3)}, dtype)
     for factory in (mc.muon,) if injected else (mc.muon, mc.muonclip):
         make = optax.inject_hyperparams(factory) if injected else factory
-        tx = make(learning_rate=1e-2, ns_steps=1, ns_coeffs=(1.5, -0.5, 0.0))
+        tx = make(
+            learning_rate=1e-2,
+            orthogonalizer=mc.NewtonSchulz((1.5, -0.5, 0.0), steps=1),
+        )
         extra = {"attention_stats": {}} if factory is mc.muonclip else {}
         updates, _ = tx.update(params, tx.init(params), params, **extra)
         assert {x.dtype.name for x in jax.tree.leaves(updates)} == {dtype}

@@ -85,7 +85,9 @@ def test_momentum_in_8_bits_and_cautious_decay_are_of_the_whole_leaf():
     case = CASES["fused, value whole"]
     params = {"w": leaf_of(case, 0)}
     grads = {"w": leaf_of(case, 1)}
-    options = dict(ns_steps=2, cautious_weight_decay=True, beta=0.5)
+    options = dict(
+        orthogonalizer=mc.NewtonSchulz(steps=2), cautious_weight_decay=True, beta=0.5
+    )
     updates = []
     for mu_dtype in ("int8", None):
         axes = {"w": case.axes}
@@ -98,7 +100,12 @@ def test_momentum_in_8_bits_and_cautious_decay_are_of_the_whole_leaf():
     error = np.linalg.norm(updates[0] - updates[1]) / np.linalg.norm(updates[1])
     assert 0 < error < 0.05
     decays = np.sign(-updates[1]) == np.sign(params["w"])
-    plain = mc.muon(0.1, dimension_numbers={"w": case.axes}, ns_steps=2, beta=0.5)
+    plain = mc.muon(
+        0.1,
+        dimension_numbers={"w": case.axes},
+        orthogonalizer=mc.NewtonSchulz(steps=2),
+        beta=0.5,
+    )
     state = plain.init(params)
     for _ in range(2):
         everywhere, state = jax.jit(plain.update)(grads, state, params)

@@ -74,7 +74,9 @@ def test_update_after_200_steps(spectrum):
     quick, whole = (
         [
             mc.scale_by_muon(
-                mu_dtype=dtype, ns_steps=steps, dimension_numbers=Numbers(0, 1)
+                mu_dtype=dtype,
+                orthogonalizer=mc.NewtonSchulz(steps=steps),
+                dimension_numbers=Numbers(0, 1),
             )
             for dtype in (None, "int8")
         ]

@@ -28,14 +28,14 @@ def every_speed_feature():
 @pytest.mark.parametrize("scale", [more("original"), "match_rms_adamw"])
 @pytest.mark.parametrize("momentum", ["nesterov", more("heavyball")])
 def test_follows_torch_with_every_speed_feature(scale, momentum, every_speed_feature):
-    check_against_torch(scale, momentum, ns_method="gram")
+    check_against_torch(scale, momentum, orthogonalizer=mc.NewtonSchulz(method="gram"))
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("momentum", ["nesterov", "heavyball"])
 @pytest.mark.parametrize("method", ["auto", "standard"])
 def test_follows_torch(scale, momentum, method):
-    check_against_torch(scale, momentum, ns_method=method)
+    check_against_torch(scale, momentum, orthogonalizer=mc.NewtonSchulz(method=method))
 
 
 def check_against_torch(scale, momentum, **options):

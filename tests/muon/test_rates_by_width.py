@@ -39,7 +39,7 @@ def test_mup_is_the_root_of_fan_out_over_fan_in():
 def test_what_a_step_does_to_features_does_not_depend_on_the_width(width):
     """Two layers whose widths grow move the root mean square of their output alike."""
     x = normal(0, 500, width)
-    tx = mc.scale_by_muon(consistent_rms="mup", ns_coeffs="deepseek_v4", ns_steps=10)
+    tx = mc.scale_by_muon(consistent_rms="mup", orthogonalizer="deepseek_v4")
     grads = {"up": normal(1, width, 4 * width), "down": normal(2, 4 * width, width)}
     updates, _ = tx.update(grads, tx.init(grads))
     hidden = x @ updates["up"]

@@ -49,9 +49,11 @@ DAO = shrunk(
 SETTINGS = {
     "keller": dict(consistent_rms=None),
     "moonlight": {},
-    "dion_default": dict(consistent_rms="mup", nesterov=False, ns_coeffs=DION),
-    "dion_rms_norm": dict(ns_coeffs="quintic"),
-    "dao": dict(ns_coeffs=DAO),
+    "dion_default": dict(
+        consistent_rms="mup", nesterov=False, orthogonalizer=mc.NewtonSchulz(DION)
+    ),
+    "dion_rms_norm": dict(orthogonalizer="quintic"),
+    "dao": dict(orthogonalizer=mc.NewtonSchulz(DAO)),
 }
 
 

@@ -17,6 +17,7 @@ BANDS = {
     "polar_express_6": (0.99, 1.01),
     "polar_express_8": (0.999, 1.001),
     "cans": (0.86, 1.13),
+    "cubic5": (0.11, 1.31),
     "turbo_muon": (0.14, 1.06),
     "deepseek_v4": (0.99, 1.01),
 }
@@ -69,12 +70,12 @@ def test_array_of_triples_is_accepted():
 )
 def test_schedules_that_diverge_or_change_sign_are_refused(coeffs):
     with pytest.raises(
-        ValueError, match=r"unstable ns_coeffs in float32.*singular value"
+        ValueError, match=r"unstable coefficients in float32.*singular value"
     ):
-        mc.newton_schulz(jnp.eye(3), ns_coeffs=coeffs, ns_steps=5)
+        mc.newton_schulz(jnp.eye(3), coeffs=coeffs, steps=5)
 
 
 def test_a_schedule_that_only_float32_can_bear_is_refused_in_bfloat16():
-    mc.newton_schulz(jnp.eye(3), ns_coeffs=UNSAFE_CANS)
-    with pytest.raises(ValueError, match="unstable ns_coeffs in bfloat16"):
-        mc.newton_schulz(jnp.eye(3), ns_coeffs=UNSAFE_CANS, dtype=jnp.bfloat16)
+    mc.newton_schulz(jnp.eye(3), coeffs=UNSAFE_CANS)
+    with pytest.raises(ValueError, match="unstable coefficients in bfloat16"):
+        mc.newton_schulz(jnp.eye(3), coeffs=UNSAFE_CANS, dtype=jnp.bfloat16)

@@ -32,7 +32,7 @@ def test_tall_matrices_are_wide_ones_turned(platform, method, kind):
     wide = jnp.float32(matrices(2, 12, 30))
     with platform_with(platform, block_rows=4 if platform == "cpu" else np.inf):
         its = solver(platform, method=method, dtype="float32", preconditioning=kind)
-        (expected,), (result,) = its.orthogonalize(wide), its.orthogonalize(wide.mT)
+        expected, result = its.orthogonalize(wide), its.orthogonalize(wide.mT)
     assert_close(result.mT, expected, of_newton_schulz(30))
     if kind == "frobenius":
         assert_close(result.mT, exact(wide), of_newton_schulz(30))

@@ -14,7 +14,7 @@ X, WEIGHTS = normal(0, 3, 4, 7), normal(1, 3, 4, 7)
 
 def gradient(x, **options):
     def loss(x):
-        return jnp.sum(mc.newton_schulz(x, ns_steps=3, **options) * WEIGHTS)
+        return jnp.sum(mc.newton_schulz(x, steps=3, **options) * WEIGHTS)
 
     return np.asarray(jax.grad(loss)(x), np.float64)
 

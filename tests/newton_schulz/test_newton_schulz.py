@@ -35,8 +35,7 @@ def test_equals_the_composed_polynomial(shape, method, name):
     x = matrix_of(np.geomspace(1, 1e-2, min(shape)), *shape)
     y = mc.newton_schulz(
         jnp.asarray(x, jnp.float32),
-        ns_coeffs=name,
-        ns_steps=len(schedule),
+        coeffs=name,
         method=method,
     )
     assert relative_error(y, polynomial_of(x, schedule)) < 2e-4
@@ -47,7 +46,7 @@ def test_deepseek_schedule_reaches_the_polar_factor(method):
     x = matrix_of(np.geomspace(1, 1e-4, 16), 16, 48)
     u, _, vt = np.linalg.svd(x, full_matrices=False)
     y = mc.newton_schulz(
-        jnp.asarray(x, jnp.float32), ns_coeffs="deepseek_v4", ns_steps=10, method=method
+        jnp.asarray(x, jnp.float32), coeffs="deepseek_v4", method=method
     )
     assert relative_error(y, u @ vt) < 2e-3
 
@@ -163,17 +162,6 @@ def test_one_compilation_per_distinct_shape(caplog):
     assert compiled == [1, 0, 1, 1, 0]
 
 
-def test_traced_ns_steps_runs_that_many_steps():
-    x = normal(3, 6, 8)
-    traced = jax.jit(lambda n: mc.newton_schulz(x, ns_steps=n))
-    for steps in (1, 5, 7):
-        assert_close(
-            traced(steps),
-            mc.newton_schulz(x, ns_steps=steps),
-            of_newton_schulz(8, mc.NS_COEFFS["keller"][:1] * steps),
-        )
-
-
 @pytest.mark.parametrize(
     "x, options, message",
     [
@@ -186,8 +174,8 @@ def test_traced_ns_steps_runs_that_many_steps():
             {"dtype": "int8"},
             "dtype must be a float dtype, .* got 'int8'",
         ),
-        (jnp.ones((3, 3)), {"ns_steps": 0}, "at least 1"),
-        (jnp.ones((3, 3)), {"ns_coeffs": (1.0, 2.0)}, "one triple"),
+        (jnp.ones((3, 3)), {"steps": 0}, "at least 1"),
+        (jnp.ones((3, 3)), {"coeffs": (1.0, 2.0)}, "one triple"),
     ],
 )
 def test_bad_input_is_refused(x, options, message):

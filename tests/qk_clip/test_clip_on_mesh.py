@@ -67,7 +67,7 @@ def shardings_on(mesh, params):
 @pytest.mark.parametrize("heads", [P("tensor"), P()])
 def test_same_as_on_one_device(types, heads):
     params = model()
-    tx = mc.muonclip(1e-2, ns_steps=2)
+    tx = mc.muonclip(1e-2, orthogonalizer=mc.NewtonSchulz(steps=2))
     update = jax.jit(tx.update)
     expected, expected_state = update(
         params, tx.init(params), params, attention_stats=STATS

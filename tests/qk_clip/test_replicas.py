@@ -69,7 +69,7 @@ MODEL = {
     "norm": {"scale": normal(3, 6)},
 }
 REPLICAS = 4
-OPTIONS = {"ns_steps": 2, "weight_decay": 0.0}
+OPTIONS = {"orthogonalizer": mc.NewtonSchulz(steps=2), "weight_decay": 0.0}
 
 OPTIMIZERS = {
     "its own axis": lambda axis: (mc.muonclip(0.1, axis_name=axis, **OPTIONS), None),

@@ -133,7 +133,10 @@ def check(seed):
         logits = np.full(case["heads"], case["logit"])
         stats = {"attn": {"max_logits": jnp.asarray(logits, case["statistics"])}}
         case["logit_as_given"] = float(jnp.asarray(case["logit"], case["statistics"]))
-        options = {"ns_steps": STEPS, "nesterov": case["nesterov"]}
+        options = {
+            "orthogonalizer": mc.NewtonSchulz(steps=STEPS),
+            "nesterov": case["nesterov"],
+        }
         options |= {"weight_decay": DECAY, "beta": 0.95}
         whole = step_of(mc.muonclip(RATE, **options), attention_stats=stats)
         plain = step_of(mc.muon(RATE, **options))

@@ -45,10 +45,11 @@ def draw(generator):
     names = (*others, *adam) if kind == "muon" else (*others, *adam, *clip)
     options = numbers(generator, names)
     if chance(generator, 0.3):
-        options["ns_steps"] = int(generator.integers(1, 7))
+        steps = int(generator.integers(1, 7))
+        options["orthogonalizer"] = mc.NewtonSchulz(steps=steps)
     elif chance(generator, 0.3):
-        options["ns_coeffs"] = pick(
-            generator, "polar_express", (3.4445, -4.775, 2.0315)
+        options["orthogonalizer"] = pick(
+            generator, "polar_express", mc.NewtonSchulz((3.4445, -4.775, 2.0315))
         )
     if chance(generator, 0.2):
         options["consistent_rms"] = None

@@ -143,7 +143,11 @@ def matrices(params):
 
 def make(case, shardings=None):
     options = {name: case[name] for name in ("mu_dtype", "neuron_b2")}
-    options |= {"ns_steps": 2, "dimension_numbers": matrices, "shardings": shardings}
+    options |= {
+        "orthogonalizer": mc.NewtonSchulz(steps=2),
+        "dimension_numbers": matrices,
+        "shardings": shardings,
+    }
     return (mc.muonclip if case["is_clipped"] else mc.muon)(0.1, **options)
 
 

@@ -28,7 +28,9 @@ def draw(generator):
 
 def make(case):
     if case["optimizer"] == "muonclip":
-        return mc.muonclip(0.1, alpha=case["alpha"], ns_steps=1)
+        return mc.muonclip(
+            0.1, alpha=case["alpha"], orthogonalizer=mc.NewtonSchulz(steps=1)
+        )
     return optax.chain(optax.sgd(0.1), mc.qk_clip(alpha=case["alpha"]))
 
 

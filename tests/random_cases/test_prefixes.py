@@ -70,7 +70,9 @@ def masked_clip(generator, params):
 
 def masked_muonclip(generator, params):
     entries = masks(generator, params)
-    return entries, lambda mask: optax.masked(mc.muonclip(0.1, ns_steps=1), mask)
+    return entries, lambda mask: optax.masked(
+        mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1)), mask
+    )
 
 
 def masked_direction(generator, params):
@@ -80,7 +82,9 @@ def masked_direction(generator, params):
         return name in ("attn", "blocks", "mlp") and chance(generator, 0.7)
 
     def make(mask):
-        return optax.masked(mc.scale_by_muon(ns_steps=1), mask)
+        return optax.masked(
+            mc.scale_by_muon(orthogonalizer=mc.NewtonSchulz(steps=1)), mask
+        )
 
     return prefix(generator, params, entry), make
 
@@ -90,8 +94,8 @@ def partitioned(generator, params):
 
     def make(labels):
         parts = {
-            "clip": mc.muonclip(0.1, ns_steps=1),
-            "muon": mc.muon(0.2, ns_steps=1),
+            "clip": mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1)),
+            "muon": mc.muon(0.2, orthogonalizer=mc.NewtonSchulz(steps=1)),
             "sgd": optax.sgd(0.3),
         }
         return optax.partition(parts, labels)
@@ -101,7 +105,12 @@ def partitioned(generator, params):
 
 def decayed(generator, params):
     def make(mask):
-        return mc.muonclip(0.1, ns_steps=1, weight_decay_mask=mask, weight_decay=0.5)
+        return mc.muonclip(
+            0.1,
+            orthogonalizer=mc.NewtonSchulz(steps=1),
+            weight_decay_mask=mask,
+            weight_decay=0.5,
+        )
 
     return masks(generator, params), make
 
@@ -114,7 +123,9 @@ def numbered(generator, params):
         return pick(generator, MuonDimensionNumbers(*axes), None)
 
     def make(numbers):
-        return mc.muonclip(0.1, ns_steps=1, dimension_numbers=numbers)
+        return mc.muonclip(
+            0.1, orthogonalizer=mc.NewtonSchulz(steps=1), dimension_numbers=numbers
+        )
 
     return prefix(generator, params, entry), make
 

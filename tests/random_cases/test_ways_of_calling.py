@@ -28,7 +28,7 @@ def model(generator):
 
 def newton_schulz(generator):
     options = {
-        "ns_coeffs": pick(generator, "keller", "polar_express"),
+        "coeffs": pick(generator, "keller", "polar_express"),
         "method": pick(generator, "auto", "standard", "gram"),
         "preconditioning": pick(generator, "frobenius", "aol"),
     }
@@ -101,14 +101,18 @@ ENTRIES = {
     "newton_schulz": newton_schulz,
     "scale_by_muon": optimizer(mc.scale_by_muon, nesterov=(True, False)),
     "muon": optimizer(
-        functools.partial(mc.muon, 0.1, ns_steps=2), consistent_rms=(None, 0.2)
+        functools.partial(mc.muon, 0.1, orthogonalizer=mc.NewtonSchulz(steps=2)),
+        consistent_rms=(None, 0.2),
     ),
     "muonclip": optimizer(
-        functools.partial(mc.muonclip, 0.1, ns_steps=2), alpha=(0.0, 0.5)
+        functools.partial(mc.muonclip, 0.1, orthogonalizer=mc.NewtonSchulz(steps=2)),
+        alpha=(0.0, 0.5),
     ),
     "qk_clip": optimizer(mc.qk_clip, threshold=(10.0, 100.0)),
     "multi_steps": optimizer(
-        functools.partial(mc.multi_steps, mc.muonclip(0.1, ns_steps=1)),
+        functools.partial(
+            mc.multi_steps, mc.muonclip(0.1, orthogonalizer=mc.NewtonSchulz(steps=1))
+        ),
         every_k_schedule=(1, 2),
     ),
     "clip_qk": clip_qk,

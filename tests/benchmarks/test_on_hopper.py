@@ -3,15 +3,14 @@
 import functools
 import inspect
 import threading
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from candidates import hopper
+from candidates.on_hopper import OnHopper
 from helpers import matrix_of, more, polynomial_of
-from internals import hopper_kernel as hopper
-from internals import platform_named, platform_with, platforms, solver
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
@@ -184,19 +183,6 @@ def test_refuses():
         hopper.symmetric_product(x, x, block=(128, 32))
 
 
-def takes_kernel(kernel, m, n, dtype="float16", platform="gpu"):
-    its = platform_named(platform).products
-    return hasattr(its(m, n, jnp.dtype(dtype), kernel, exact=False), "kernel")
-
-
-def kernel_as_interpreted(monkeypatch):
-    small = dict(tile=16, block=(16, 16), depth=32, steps=2, sms=2)
-    of_gpu = functools.partial(
-        hopper.symmetric_product, interpret=InterpretGPUParams(), **small
-    )
-    monkeypatch.setattr(hopper, "symmetric_product", of_gpu)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -209,61 +195,25 @@ def kernel_as_interpreted(monkeypatch):
     ],
     ids=["even", "power law", "condition 1e4", "condition 1e8", "rank 1", "rank 10"],
 )
-def test_the_iteration_by_kernels_is_as_exact_as_the_other_forms(monkeypatch, values):
-    """Within twice the error of the standard form in bfloat16, as all of them are.
-
-    Units are known in the first pass, and later those of each matrix.
-    """
-    kernel_as_interpreted(monkeypatch)
+def test_the_iteration_by_kernels_is_as_exact_as_the_other_forms(values):
+    """Within twice the error of the standard form in bfloat16, as all of them are."""
     x = matrix_of(values, 32, 96)
     exact = polynomial_of(x, mc.NS_COEFFS["keller"])
-    with platform_with("gpu", kernel_rows=16):
-        assert takes_kernel("pallas", 32, 96)
-        by_kernel = solver("gpu", method="gram", kernel="pallas")
-        ((y,),) = by_kernel.orthogonalize(jnp.float32(x)[None])
+    small = dict(tile=16, block=(16, 16), depth=32, steps=2, sms=2)
+    settings = tuple((small | {"interpret": InterpretGPUParams()}).items())
+    by_kernel = OnHopper(settings=settings)
+    tx = mc.scale_by_muon(orthogonalizer=by_kernel, consistent_rms=None, nesterov=False)
+    updates, _ = tx.update({"w": jnp.float32(x)}, tx.init({"w": jnp.float32(x)}))
+    y = updates["w"] / np.sqrt(3)
     short = mc.newton_schulz(jnp.float32(x), method="standard", dtype="bfloat16")
     bound = np.linalg.norm(np.float64(short) - exact)
     assert 0 < np.linalg.norm(np.float64(y) - exact) < 2 * bound
 
 
-@pytest.mark.parametrize(
-    ("kernel", "shape", "is_taken"),
-    [
-        ("xla", (2048, 4096), False),
-        ("auto", (2048, 4096), True),
-        ("auto", (1024, 4096), False),
-        ("auto", (2056, 4096), False),
-        ("pallas", (2056, 4096), True),
-        ("pallas", (2049, 4096), False),
-        ("pallas", (2048, 4097), False),
-    ],
-)
-def test_which_shapes_take_the_kernel(kernel, shape, is_taken):
-    assert takes_kernel(kernel, *shape) is is_taken
-    assert not takes_kernel(kernel, *shape, dtype="bfloat16")
-    assert not takes_kernel(kernel, *shape, platform="cpu")
-
-
-@pytest.mark.parametrize(
-    ("platform", "capability", "major"),
-    [("gpu", "9.0", 9), ("gpu", "10.0", 10), ("gpu", "gfx942", 0), ("cpu", None, 9)],
-)
-def test_capability(monkeypatch, platform, capability, major):
-    device = SimpleNamespace(platform=platform, compute_capability=capability)
-    monkeypatch.setattr(platforms.backend, "get_default_device", lambda: device)
-    assert platforms.compute_capability() == major
-
-
-@pytest.mark.parametrize("major", [0, 8, 10, 12])
-def test_gpus_without_a_kernel_take_none(monkeypatch, major):
-    monkeypatch.setattr(platforms, "compute_capability", lambda: major)
-    assert not takes_kernel("pallas", 2048, 4096)
-
-
 @pytest.mark.more
 def test_an_update_by_kernels_lowers_without_hardware():
     params = {"w": jax.ShapeDtypeStruct((2048, 4096), jnp.float32)}
-    tx = mc.muon(1e-3, ns_kernel="auto")
+    tx = mc.muon(1e-3, orthogonalizer=OnHopper())
     state = jax.eval_shape(tx.init, params)
     with hopper_in_mind():
         traced = jax.jit(tx.update).trace(params, state, params)

@@ -1,0 +1,1 @@
+"""What may come into the package once it has won on hardware: `orthogonalizer`s."""
