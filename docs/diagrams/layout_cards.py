@@ -162,15 +162,14 @@ def exchanges_of(plan: Plan) -> tuple[list[str], list[str]]:
     """The collectives before and after the iteration, a line for each kind."""
     there: dict[str, list[str]] = {}
     back: dict[str, list[str]] = {}
-    for stack, exchange in plan.stacks:
-        roles = exchange.roles
+    for stack, cut, _ in plan.stacks:
         names = " and ".join(plan.leaves[part.leaf].name for part in stack.parts)
-        if roles.sharded:
-            kind = f"all-to-all over {' and '.join(roles.sharded)}"
+        if cut.sharded:
+            kind = f"all-to-all over {' and '.join(cut.sharded)}"
             for way in (there, back):
                 way.setdefault(kind, []).append(names)
-        if roles.replicated:
-            kind = f"all-gather over {' and '.join(roles.replicated)}"
+        if cut.replicated:
+            kind = f"all-gather over {' and '.join(cut.replicated)}"
             back.setdefault(kind, []).append(names)
     return _lines(there), _lines(back)
 

@@ -85,14 +85,12 @@ class Plan:
         return [Block(Matrix(leaf.name, i), rows, columns) for i in range(*numbers)]
 
     def _owned(self, shared: SharedStack, device: int) -> list[Matrix]:
-        stack, exchange = shared
-        groups = groups_of(exchange.roles, self.mesh)
-        (group, copy, place) = (int(x[0]) for x in np.nonzero(groups == device))
-        count = exchange.owners.counts[group, copy, place]
+        stack, cut, share = shared
+        ((_, member),) = np.argwhere(groups_of(cut, self.mesh) == device)
         here = list(
             itertools.chain.from_iterable(
                 self._held(self.leaves[part.leaf], device) for part in stack.parts
             )
         )
-        slots = exchange.owners.slots[group, copy, place, :count]
-        return [here[i].matrix for i in slots]
+        first, count = int(share.counts[:member].sum()), int(share.counts[member])
+        return [block.matrix for block in here[first : first + count]]

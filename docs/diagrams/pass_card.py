@@ -1,7 +1,7 @@
 """The passes of five steps: each begins with X X^T and ends with a product with X."""
 
 from card import ACCENT, Card, COLORS, GRAY, PALE
-from internals import cut_into_passes
+from internals import collected
 
 from muonclip_jax import NS_COEFFS
 
@@ -13,8 +13,8 @@ def pass_card() -> Card:
     schedule = NS_COEFFS["keller"]
     rows = {
         "standard": [(triple,) for triple in schedule],
-        "Gram, float16 or float32": cut_into_passes(schedule, "float16"),
-        "Gram, bfloat16": cut_into_passes(schedule, "bfloat16"),
+        "Gram, float16 or float32": collected(schedule, "float16"),
+        "Gram, bfloat16": collected(schedule, "bfloat16"),
     }
     title = "Five steps of Newton-Schulz in passes"
     card = Card(912, TOP + 3 * ROW + 44, title)

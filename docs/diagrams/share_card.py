@@ -43,7 +43,7 @@ def _draw_exchanges(card: Card, stacks: int) -> None:
 
 def _draw_legend(card: Card, plan: Plan) -> None:
     x, y = LEFT + EXCHANGE, TOP + 4 * ROW + 14
-    for i, (stack, _) in enumerate(plan.stacks):
+    for i, (stack, *_) in enumerate(plan.stacks):
         m, n = stack.shape
         card.mark(x, y, 12, 12, COLORS[i])
         words = f"{stack.count} of {m} x {n}"

@@ -183,10 +183,9 @@ class Stack:
 
     def gather(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
         """The matrices of all leaves, `(count, *shape)`."""
-        return jnp.concatenate(self.each(leaves, dtype))
-
-    def each(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-        return [view.to_matrices(leaves[i]).astype(dtype) for i, view in self.parts]
+        return jnp.concatenate(
+            [view.to_matrices(leaves[i]).astype(dtype) for i, view in self.parts]
+        )
 
     def scatter(self, stack: jax.Array, results: list[Any]) -> None:
         """Puts the leaves into `results`."""

@@ -104,9 +104,10 @@ class Share(NamedTuple):
         if len(self.counts) > MOST_RUNS:
             return jnp.take(x, self.places, axis=0)
         runs = np.arange(len(self.counts)) * self.slots
-        return jnp.concatenate([x[i : i + n] for i, n in zip(runs, self.counts) if n])
+        pairs = zip(runs, self.counts, strict=True)
+        return jnp.concatenate([x[i : i + n] for i, n in pairs if n])
 
-    def count(self, member: jax.Array | int) -> jax.Array | None:
+    def count_at(self, member: jax.Array | int) -> jax.Array | None:
         """The matrices of a device, its first ones; `None` if all slots are full."""
         return None if self.is_full else jnp.asarray(self.counts)[member]
 

@@ -178,7 +178,7 @@ def share_among_devices(
         blocks = stack.gather(leaves, solver.wire_dtype(jnp.dtype(stack.dtype)))
         arrived.append(to_owners(blocks, cut, share))
         member = jax.lax.axis_index(cut.members) if cut.members else 0
-        counts.append(share.count(member))
+        counts.append(share.count_at(member))
     iterated = iterate_share(solver, arrived, counts)
     results: list[Any] = list(leaves)
     for (stack, cut, share), matrices in zip(plan, iterated, strict=True):
@@ -208,7 +208,7 @@ def plan_exchanges(
     mesh: Mapping[str, int],
 ) -> list[SharedStack]:
     """Matrices that share a stack, and who iterates them; the same on all devices."""
-    groups: dict[tuple[Cut, str], list[Part]] = {}
+    groups: dict[tuple[Cut, str, int | None], list[Part]] = {}
     for i, (view, spec) in enumerate(zip(views, specs, strict=True)):
         cut = cut_of(view, spec, mesh)
         if not cut.sharded and solver.commutes_with_transposition:

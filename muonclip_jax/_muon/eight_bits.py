@@ -67,7 +67,7 @@ def number_of_directions(view: MatrixView) -> int:
     return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))
 
 
-def layout(view: MatrixView) -> Any:
+def parts_of_scales(view: MatrixView) -> Any:
     """Describes the scale arrays of a leaf: a tree of parts of its state."""
     rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
     part: Any = StatePart

@@ -153,7 +153,7 @@ def _in_8_bits(nesterov: bool) -> Momentum:
 
 def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:
     layouts = {
-        i: eight_bits.layout(view)
+        i: eight_bits.parts_of_scales(view)
         for i, view in enumerate(leaves.views)
         if view and math.prod(view.shape)
     }

@@ -99,17 +99,15 @@ def on_one_device(
     """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
     pieces = divide(leaves, views)
     leaves, views = pieces.arrays, pieces.views
-    if solver.turns_tall:
+    platform = solver.its_platform
+    if platform.turns_tall and solver.commutes_with_transposition:
         views = [view.wide for view in views]
     results: list[Any] = list(leaves)
-    stacks = plan_stacks(leaves, views, solver.its_platform.stack_entries)
     done: list[jax.Array] = []
-    for stack in stacks:
+    for stack in plan_stacks(leaves, views, platform.stack_entries):
         dtype = np.promote_types(jnp.dtype(stack.dtype), jnp.float32)
-        parts = stack.each(leaves, dtype)
-        if done:
-            # Not before the stack before it is done: all of them, prepared at once, are
-            # as large as the model.
+        parts = [view.to_matrices(leaves[i]).astype(dtype) for i, view in stack.parts]
+        if done and platform.waits:
             zero = zero_after(done[-1:]).astype(dtype)
             parts = [x + zero for x in parts]
         if stack.count > solver.batch_size(stack.shape):

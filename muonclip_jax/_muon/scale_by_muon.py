@@ -66,9 +66,9 @@ def scale_by_muon(
     - `beta`: momentum decay: a number or a schedule; by default it rises from 0.85 to
         0.95 over 300 steps, `optax.linear_schedule(0.85, 0.95, 300)`.
     - `nesterov`: whether to look one step ahead.
-    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or anything with
-        `orthogonalize(x)`, or a function, from `(..., m, n)` to the same shape: the
-        matrices of a stack in float32 or wider, inputs by outputs, whole and on one
+    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or anything
+        with `orthogonalize(x)`, or a function, from `(..., m, n)` to the same shape:
+        the matrices of a stack in float32 or wider, inputs by outputs, whole and on one
         device wherever the params are sharded.
     - `consistent_rms`: root mean square of the update, `"mup"` or `None`.
     - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it is stored

@@ -10,8 +10,15 @@ from jax.typing import DTypeLike
 
 from .._axes import on_whole_matrices
 from .._options import array, choice, float_dtype, is_float, shown, whole_number
-from .coefficients import check_schedule, NS_COEFFS, resolve_schedule, Schedule, Triple
-from .precondition import Preconditioning
+from .coefficients import (
+    check_schedule,
+    find_unstable,
+    NS_COEFFS,
+    resolve_schedule,
+    Schedule,
+    Triple,
+)
+from .iteration import Preconditioning
 from .solver import Polynomials, Solver
 
 
@@ -85,7 +92,11 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     if isinstance(orthogonalizer, NewtonSchulz):
         own = orthogonalizer
         schedule = resolve_schedule(own.coeffs, own.steps)
-        return Polynomials(schedule, own.method, own.dtype, own.preconditioning)
+        short = ("float16", "bfloat16")
+        unstable_in = tuple(x for x in short if find_unstable(schedule, x))
+        return Polynomials(
+            schedule, own.method, own.dtype, own.preconditioning, unstable_in
+        )
     function: Any = getattr(orthogonalizer, "orthogonalize", orthogonalizer)
     if isinstance(orthogonalizer, type) or not callable(function):
         called = (

@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import shown
-from .coefficients import find_unstable, Schedule
+from .coefficients import Schedule
 from .iteration import (
     collected,
     cost,
     iterate,
     one_step_each,
     Passes,
+    precondition,
+    Preconditioning,
     Products,
     round_to,
 )
-from .precondition import precondition, Preconditioning
 
 
 #: From this aspect ratio on `method="auto"` takes the Gram form. In multiplications of
@@ -44,6 +45,9 @@ class Platform:
     - `block_rows`: the least rows of each of two blocks of Hermitian products.
     - `turns_tall`: whether to iterate a tall matrix as a wide one, which lets both
         share a stack. On TPU that would be a copy in float32.
+    - `waits`: whether a stack is prepared only once the one before it is done. XLA
+        would prepare all of them first, as large as the model; for TPU it does not, and
+        to wait costs Llama-1B 18 % more temporaries.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Platform:
     stack_entries: int
     block_rows: float = math.inf
     turns_tall: bool = True
+    waits: bool = True
 
 
 #: On CPU one matrix at a time, unless it is tiny, goes through all steps in the caches.
@@ -60,7 +65,7 @@ CPU = Platform("cpu", "float32", 2**14, 2**25, block_rows=128)
 #: times the precision of bfloat16.
 GPU = Platform("gpu", "float16", 2**27, 2**27)
 #: The best of what its compiler was asked for v5p (`benchmarks/tpu_ahead_of_time.py`).
-TPU = Platform("tpu", "bfloat16", 10 * 2**20, 5 * 2**20, turns_tall=False)
+TPU = Platform("tpu", "bfloat16", 10 * 2**20, 5 * 2**20, turns_tall=False, waits=False)
 #: By the name that JAX gives them; the last is for all others.
 PLATFORMS = {"cpu": CPU, "tpu": TPU, "default": GPU}
 
@@ -74,7 +79,7 @@ class Solver:
     Methods on arrays take and return `(..., m, n)`.
     """
 
-    function: Callable[[jax.Array], jax.Array]
+    function: Any
     platform: Platform | None = dataclasses.field(default=None, kw_only=True)
 
     #: Whether the transpose of a matrix gives the transpose of the result.
@@ -100,18 +105,16 @@ class Solver:
         assert self.platform is not None
         return self.platform
 
-    @property
-    def turns_tall(self) -> bool:
-        return self.its_platform.turns_tall and self.commutes_with_transposition
-
     def orthogonalize(self, stack: jax.Array) -> jax.Array:
         return self.iterate(self.prepare(stack))
 
+    @functools.partial(jax.jit, static_argnums=0)
     def prepare(self, *parts: jax.Array) -> jax.Array:
         """What is iterated, of parts of a stack joined."""
         wide = np.promote_types(parts[0].dtype, jnp.float32)
         return jnp.concatenate([x.astype(wide) for x in parts])
 
+    @functools.partial(jax.jit, static_argnums=0)
     def iterate(self, stack: jax.Array) -> jax.Array:
         """What is prepared, orthogonal, in float32 or wider."""
         found = self.function(stack)
@@ -169,11 +172,12 @@ class Solver:
 class Polynomials(Solver):
     """Orthogonalizes by Newton-Schulz, as the user set it up."""
 
-    function: None = dataclasses.field(default=None, init=False)
+    function: Any = dataclasses.field(default=None, init=False)
     schedule: Schedule
     method: str
-    dtype: jnp.dtype | None
+    dtype: Any  # a dtype, or None for the platform's
     preconditioning: Preconditioning
+    unstable_in: tuple[str, ...]  # dtypes that the coefficients do not bear
 
     commutes_with_transposition = True
 
@@ -213,14 +217,13 @@ class Polynomials(Solver):
         if self.dtype is not None or dtype == jnp.float64:
             return self.dtype or dtype
         fast = self.its_platform.iteration_dtype
-        is_stable = find_unstable(self.schedule, fast) is None
-        return jnp.dtype(fast if is_stable else "float32")
+        return jnp.dtype("float32" if fast in self.unstable_in else fast)
 
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
         """How steps are collected, and whether that is the Gram form."""
         m, n = sorted(shape)
-        # Exact products of float32, which the Gram form needs, are several times as slow
-        # on an accelerator as what the standard form makes do with.
+        # Exact products of float32, which the Gram form needs, are several times as
+        # slow on an accelerator as what the standard form makes do with.
         cheap = self.its_platform.name == "cpu" or jnp.finfo(dtype).bits == 16
         is_gram = self.method == "gram" or (
             self.method == "auto" and cheap and n >= GRAM_ASPECT_RATIO * m
