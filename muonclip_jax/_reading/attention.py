@@ -12,7 +12,7 @@ import numpy as np
 from .facts import union
 from .graph import Eqn, Lead
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
-from .labels import is_varied, joined, marks
+from .labels import along, distinct, is_varied, joined, marks, varied
 from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, site_of, Unclear
@@ -317,12 +317,10 @@ class LayerReader:
         label, why = factor.labels[0], PICKED if factor.is_picked else ""
         stack: list[int] = []
         for loop, trips in zip(loops, factor.labels[1:], strict=True):
-            own = [a for a in range(trips.ndim) if is_varied(trips, a)]
+            own = varied(trips)
             for axis in own:
-                line = joined(
-                    trips, [a for a in range(trips.ndim) if a != axis]
-                ).ravel()
-                if axis in stack or len({*line.tolist()} - {0}) < len(line):
+                line = along(trips, axis)
+                if axis in stack or len(distinct(line)) < len(line):
                     why = why or PARTIAL
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()

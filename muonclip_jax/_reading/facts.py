@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import names, shape_of
-from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS, shared, sides
+from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS
 
 
 class Fact(NamedTuple):
@@ -54,10 +54,8 @@ class Fact(NamedTuple):
     shares: int = 0
     mixed: int = 0
     pairs: int = 0
-    # Of products that no exponential was taken of, a sum, and what was divided by it.
-    totals: int = 0
-    ratios: int = 0
-    bent: int = 0  # those that something nonlinear was done to
+    # Those that something nonlinear was done to, or that were divided by each other.
+    bent: int = 0
 
     @property
     def unshared(self) -> int:
@@ -219,11 +217,7 @@ class Facts:
 
         `einsum("...k,k->...k")` is how some norms apply their gain.
         """
-        to = sides(at.eqn) if at.name == "dot_general" else None
-        if to is None:
-            return False
-        both = shared(to)
-        return any(all(d in both for d in x) for x in to)
+        return at.name == "dot_general" and any(map(at.shared.issuperset, at.to))
 
     def weight_of(self, at: Eqn) -> int | None:
         """Which operand of a product is the weight of the other; `None` for neither."""
@@ -240,11 +234,8 @@ class Facts:
 
     def _is_copied(self, at: Eqn, i: int) -> bool:
         """Whether an operand is the same in every example that the other one has."""
-        to = sides(at.eqn)
-        if to is None:
-            return False
-        both = shared(to)
-        return any(to[i][d] in both for d in self.graph.copied(at.inputs()[i]))
+        copied = self.graph.copied(at.inputs()[i])
+        return any(at.to[i][d] in at.shared for d in copied)
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         """A sum of products: of an activation and its weight, or of any two."""
@@ -364,8 +355,6 @@ _OF_PRODUCTS = [
     "shares",
     "mixed",
     "pairs",
-    "totals",
-    "ratios",
     "bent",
 ]
 _SETS = ["leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS]
@@ -421,8 +410,7 @@ def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
     sums = out.sums | out.unshared
-    totals = out.totals | out.products & ~out.weights
-    return out._replace(sums=sums, weights=out.weights & out.shares, totals=totals)
+    return out._replace(sums=sums, weights=out.weights & out.shares)
 
 
 def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -440,8 +428,7 @@ def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         shares=a.shares | (a.weights & b.sums),
         mixed=a.mixed,
         pairs=a.pairs,
-        totals=a.totals,
-        ratios=a.ratios | (a.products & ~a.weights & b.totals),
+        bent=a.bent | a.products & b.products,
     )
 
 

@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .facts import Facts, members, union
-from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, key_of, Label, moved, small
-from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared, sides
+from .graph import Atom, Eqn, Graph, Labels, Origin
+from .labels import either, Label, moved, small
+from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
@@ -83,6 +85,12 @@ class Softmax(NamedTuple):
     over: list[Over]
 
 
+def known_number(factor: Atom) -> float:
+    """The number that logits are multiplied with, if it is one; else NaN."""
+    number = factor.number
+    return number if isinstance(number, int | float) and number else math.nan
+
+
 def exponent(at: Eqn) -> int | None:
     """Which operand an exponential is of."""
     if at.name in ("exp", "exp2"):
@@ -146,7 +154,7 @@ class Softmaxes:
             if at.i not in at.frame.inside and contracted(at.eqn):
                 facts = self.facts.all_of(at.inputs())
                 for i, (a, b) in enumerate((facts, facts[::-1])):
-                    bits = (a.ratios | a.bent & self.facts.compared) & ~seen
+                    bits = a.bent & self.facts.compared & ~seen
                     if bits and b.is_deep and not bits & b.products:
                         seen |= bits
                         axes = tuple(pair[i] for pair in contracted(at.eqn))
@@ -174,50 +182,33 @@ class Softmaxes:
     ) -> tuple[Labels | None, "Path"]:
         """The labels of a product's result, from those of what was made of it."""
         found: list[Labels] = []
-        path = Path()
-        target, known = self.facts.products[bit], set()
+        path, target = Path(), self.facts.products[bit]
 
-        ahead: list[Any] = [(atom, labels, frozenset(), 1.0)]
-        while ahead:
-            *own, scale = ahead.pop()
-            for origin, after in self.graph.origins(*own):
-                at = origin.at
-                if at is None:
-                    continue
-                key = (*at.key(), *map(key_of, origin.labels))
-                if key in known:
-                    continue
-                known.add(key)
-                if at.frame is target.frame and at.i == target.i:
-                    found.append(origin.labels)
-                    continue
-                inputs = at.inputs()
-                facts = self.facts.all_of(inputs)
-                back = moves(at, origin.k)
-                linear = [
-                    (i, move)
-                    for i, move in back
-                    if (facts[i].products | facts[i].pairs) & bit
-                ]
-                if at.name in ("mul", "div") and len(linear) == 1:
-                    other = 1 - linear[0][0]
-                    number = inputs[other].number
-                    path.factors.append((at, other, origin.labels))
-                    is_known = isinstance(number, int | float) and number
-                    number = number if is_known else math.nan
-                    scale = scale * number if at.name == "mul" else scale / number
-                elif at.name == "tanh":
-                    path.caps.append((at, scale))
-                elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
-                    path.nonlinear.append(at)
-                elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
-                    path.joins.append(at)
-                elif at.name in ("add", "sub", "add_any"):
-                    others = {i for i, _ in back} - {i for i, _ in linear}
-                    path.added += [(at, i) for i in sorted(others)]
-                for i, move in linear:
-                    before = tuple(map(move, origin.labels))
-                    ahead.append((inputs[i], before, after, scale))
+        def ahead(origin: Origin, scale: float) -> list[tuple[int, float]]:
+            if (at := origin.at) is None:
+                return []
+            if at.key() == target.key():
+                found.append(origin.labels)
+                return []
+            inputs, back = at.inputs(), [i for i, _ in moves(at, origin.k)]
+            facts = self.facts.all_of(inputs)
+            linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
+            if at.name in ("mul", "div") and len(linear) == 1:
+                other = 1 - linear[0]
+                path.factors.append((at, other, origin.labels))
+                number = known_number(inputs[other])
+                scale = scale * number if at.name == "mul" else scale / number
+            elif at.name == "tanh":
+                path.caps.append((at, scale))
+            elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
+                path.nonlinear.append(at)
+            elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
+                path.joins.append(at)
+            elif at.name in ("add", "sub", "add_any"):
+                path.added += [(at, i) for i in sorted({*back} - {*linear})]
+            return [(i, scale) for i in linear]
+
+        self.graph.back(atom, labels, ahead, 1.0)
         if not found:
             return None, path
         out = found[0]
@@ -228,23 +219,18 @@ class Softmaxes:
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """The maxima of some products' logits that an array was made of."""
         found: list[Eqn] = []
-        seen: set[Any] = set()
 
-        def follow(atom: Atom, depth: int) -> None:
-            for at in self.graph.made_by(atom):
-                if at.key() in seen or depth > 12:
-                    continue
-                seen.add(at.key())
-                if (
-                    at.name == "reduce_max"
-                    and self.facts.of(at.inputs()[0]).products & bits
-                ):
-                    found.append(at)
-                elif at.name not in PRODUCTS and at.name != "reduce_sum":
-                    for x in at.inputs():
-                        follow(x, depth + 1)
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            at = origin.at
+            if at is None or at.name in PRODUCTS or at.name == "reduce_sum":
+                return []
+            if at.name != "reduce_max":
+                return [(i, None) for i in range(len(at.eqn.invars))]
+            if self.facts.of(at.inputs()[0]).products & bits:
+                found.append(at)
+            return []
 
-        follow(atom, 0)
+        self.graph.back(atom, (np.ones([1] * atom.rank, np.int64),), ahead)
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
@@ -269,7 +255,7 @@ class Softmaxes:
             own = shared(to)
             over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
         else:
-            to, over = sides(at.eqn) or [[], []], contracted(at.eqn)
+            to, over = at.to, contracted(at.eqn)
         own = [frozenset(d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
         # Of several softmaxes of the same logits the one over what one side alone has.

@@ -1,14 +1,16 @@
 """What is done with every parameter, noted wherever it meets activations."""
 
-import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .facts import Fact, members, union
-from .graph import Atom, Eqn, Frame, Labels
-from .jaxprs import names, shape_of
-from .labels import dimensions, is_varied, marks
+from .graph import Atom, Eqn, Frame, Origin
+from .jaxprs import names
+from .labels import along, dimensions, is_varied, marks, varied
 from .makers import Makers
-from .primitives import contracted, KNOWN, moves, PRODUCTS, shared, sides
+from .primitives import contracted, KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
 
@@ -78,7 +80,8 @@ class Uses:
             else:
                 self._note(at)
         for var in self._graph.top.jaxpr.outvars:
-            self._are_features(self._graph.top.jaxpr, Atom(self._graph.top, var))
+            atom = Atom(self._graph.top, var)
+            self._is_feature(atom, self._facts.of(atom))
 
     def noted(self, *kinds: str) -> list[Note]:
         return [note for note in self.notes if note.kind in kinds]
@@ -136,9 +139,9 @@ class Uses:
         elif name in ("add", "sub", "add_any", "max", "min"):
             if len({f.sole for f in facts} - {None}) > 1:
                 for atom, fact in zip(inputs, facts, strict=True):
-                    self._is_feature(at, atom, fact)
+                    self._is_feature(atom, fact)
         elif name.startswith("reduce_") and "axes" in at.eqn.params:
-            self._is_feature(at, inputs[0], facts[0], {*at.eqn.params["axes"]})
+            self._is_feature(inputs[0], facts[0], {*at.eqn.params["axes"]})
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(at, inputs[0], facts[0])
 
@@ -213,48 +216,35 @@ class Uses:
             return
         self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
         self._add("fed", at, events=other.past)
-        self._is_feature(at, inputs[1 - i], other)
+        self._is_feature(inputs[1 - i], other)
 
     def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
         """Notes what the axes of each parameter are in the weight of a product."""
-        atom = at.inputs()[i]
-        to = sides(at.eqn)
-        if to is None:
-            return
-        both = shared(to)
-        lead = atom.lead
-        kind = "contracted"
-        groups = set()
+        atom, stack, kind = at.inputs()[i], at.shared, "contracted"
+        to, lead = at.to[i], atom.lead
         if at.name == "conv_general_dilated":
             kernel = at.inputs()[1]
             inp = at.eqn.params["dimension_numbers"].rhs_spec[1]
             if at.eqn.params["feature_group_count"] > 1 and kernel.shape[inp] == 1:
                 kind = "depthwise"
-            both = set()
+            stack = set()
             if i == 0:
                 fact = self._facts.of(kernel)
                 kind = kind if fact.has_data or fact.leaves else "elementwise"
         elif at.name != "dot_general" and i == 1:
-            groups = {
-                *at.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-            }
+            numbers = at.eqn.params["ragged_dot_dimension_numbers"]
+            experts = {*experts, *numbers.rhs_group_dimensions}
 
         def role(d: int) -> str:
-            if (
-                d in experts
-                or d in groups
-                or (to[i][d] is not None and to[i][d] in both)
-            ):
+            if d in experts or to[d] in stack:
                 return "stack"
-            return "input" if to[i][d] is None else "output"
+            return "input" if to[d] is None else "output"
 
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
         on_devices = any(not x.is_loop for x in atom.frame.lead)
-        each = dimensions(lead + len(atom.shape), atom.shape, lead, on_devices)
-        labels = each + tuple(
-            marks(lead + len(atom.shape), x.axis, x.size) for x in of_loops
-        )
+        labels = dimensions(atom.rank, atom.shape, lead, on_devices)
+        labels += tuple(marks(atom.rank, x.axis, x.size) for x in of_loops)
         is_pair = self._facts.of(atom).is_pair
         for summand in self._reader.scaling.of(atom, labels):
             for f in summand.factors:
@@ -262,8 +252,7 @@ class Uses:
                     dict.fromkeys(
                         (axis, word)
                         for label, word in zip(f.labels, said, strict=True)
-                        for axis in range(label.ndim)
-                        if is_varied(label, axis)
+                        for axis in varied(label)
                     )
                 )
                 # A gain of the weight: what has not both sides, unless a part of a
@@ -276,17 +265,13 @@ class Uses:
 
     def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
         """Two parameters make one of low rank, which is the weight of what follows."""
-        to = sides(at.eqn)
-        for atom, own, free in zip(
-            inputs, to or (), ("input?", "output?"), strict=False
-        ):
+        for atom, own, free in zip(inputs, at.to, ("input?", "output?"), strict=False):
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
                         (axis, own[d] is None)
                         for d, label in enumerate(f.labels)
-                        for axis in range(label.ndim)
-                        if is_varied(label, axis)
+                        for axis in varied(label)
                     ]
                     ranks = {axis for axis, is_over in axes if is_over}
                     # Where nothing else shows, inputs are the first's, as in
@@ -300,11 +285,9 @@ class Uses:
         if not (all(f.is_deep for f in facts[:2]) and contracted(at.eqn)):
             self._scales(at, inputs, facts)
             return
-        to = sides(at.eqn) or ([], [])
         for j in (0, 1):
-            both = shared(to)
-            own = {d for d, x in enumerate(to[j]) if x not in both}
-            self._is_feature(at, inputs[j], facts[j], own)
+            own = {d for d, x in enumerate(at.to[j]) if x not in at.shared}
+            self._is_feature(inputs[j], facts[j], own)
 
     def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
         """Notes what of an activation's making are experts; the weight's dimensions.
@@ -314,12 +297,11 @@ class Uses:
         of each expert. Where it sums over what was weighed alone, that is the input, as
         classes are of an expected embedding.
         """
-        to = sides(at.eqn)
-        if to is None or at.name == "conv_general_dilated" or not other.is_deep:
+        if at.name == "conv_general_dilated" or not other.is_deep:
             return set()
-        both = shared(to)
-        stack = {d for d, x in enumerate(to[1 - i]) if x in both}
-        gone = {d for d, x in enumerate(to[1 - i]) if x is None and atom.shape[d] > 1}
+        to = list(enumerate(at.to[1 - i]))
+        stack = {d for d, x in to if x in at.shared}
+        gone = {d for d, x in to if x is None and atom.shape[d] > 1}
         weighed = self._weighed(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
         if gone - weighed:
@@ -331,9 +313,8 @@ class Uses:
             for number, labels in self._makers.leaves(kernel):
                 along: dict[int, set[int]] = {}
                 for d, label in enumerate(labels):
-                    for axis in range(label.ndim):
-                        if is_varied(label, axis):
-                            along.setdefault(axis, set()).add(d)
+                    for axis in varied(label):
+                        along.setdefault(axis, set()).add(d)
                 for axis, found in along.items():
                     if found <= dims:
                         self._add("expert", at, number, roles=((axis, "expert"),))
@@ -346,12 +327,10 @@ class Uses:
         for k in members(bits):
             at = self._facts.products[1 << k]
             i = self._facts.weight_of(at) if at.name in PRODUCTS else None
-            to = sides(at.eqn) if i is not None else None
-            if i is None or to is None or not self._facts.event(at):
+            if i is None or not self._facts.event(at):
                 continue
-            free = {d for d in to[i] if d is not None} - {
-                d for d in to[1 - i] if d is not None
-            }
+            others = at.to[1 - i]
+            free = {d for d in at.to[i] if d is not None and d not in others}
             for bits, (atom, axes) in self._reader.sums:
                 if not bits & 1 << k:
                     continue
@@ -371,34 +350,24 @@ class Uses:
         dims: set[int] = set()
         chosen = self.events_of("chosen")
 
-        def follow(atom: Atom, labels: Labels, depth: int) -> None:
-            for origin, _ in self._graph.origins(atom, labels):
-                at = origin.at
-                if (
-                    at is None
-                    or depth > 12
-                    or (at.name in PRODUCTS and contracted(at.eqn))
-                ):
-                    continue
-                facts = self._facts.all_of(at.inputs())
-                for j, move in moves(at, origin.k):
-                    own, fact = tuple(map(move, origin.labels)), facts[j]
-                    is_gate = fact.is_onehot or fact.events & chosen
-                    if at.name in ("mul", *PRODUCTS):
-                        if is_gate or self._routers(fact.weights):
-                            same = self._graph.copied(at.inputs()[j])
-                            axes = range(len(at.inputs()[j].shape))
-                            first = len(at.frame.lead)
-                            varied = {first + d for d in axes if d not in same}
-                            for d, label in enumerate(own):
-                                if any(label.shape[a] > 1 for a in varied):
-                                    dims.add(d)
-                        elif fact.is_deep:
-                            follow(at.inputs()[j], own, depth + 1)
-                    elif fact.is_deep:
-                        follow(at.inputs()[j], own, depth + 1)
+        def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
+            at = origin.at
+            if at is None or (at.name in PRODUCTS and contracted(at.eqn)):
+                return
+            facts = self._facts.all_of(at.inputs())
+            for i, move in moves(at, origin.k):
+                is_gate = facts[i].is_onehot or facts[i].events & chosen
+                is_gate = is_gate or self._routers(facts[i].weights)
+                if at.name in ("mul", *PRODUCTS) and is_gate:
+                    gate = at.inputs()[i]
+                    own = {*range(len(gate.shape))} - self._graph.copied(gate)
+                    of = {gate.lead + d for d in own}
+                    labels = enumerate(map(move, origin.labels))
+                    dims.update(d for d, x in labels if any(x.shape[a] > 1 for a in of))
+                elif facts[i].is_deep:
+                    yield i, None
 
-        follow(atom, atom.each(), 0)
+        self._graph.back(atom, atom.each(), ahead)
         return dims
 
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
@@ -441,22 +410,16 @@ class Uses:
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
         if at.name in PRODUCTS:
-            to = sides(at.eqn) or ([], [])
-            return [x for d in dims if (x := to[i][d]) is not None]
+            return [x for d in dims if (x := at.to[i][d]) is not None]
         skipped = len(at.output().shape) - len(at.inputs()[i].shape)
         return [d + skipped for d in dims]
 
-    def _is_feature(
-        self, at: Any, atom: Atom, fact: Fact, dims: set[int] | None = None
-    ) -> None:
+    def _is_feature(self, atom: Atom, fact: Fact, dims: set[int] | None = None) -> None:
         """Notes that outputs are features: here they are added, or summed over."""
         if not fact.is_deep or fact.sole in (None, -1):
             return
         if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
             self._add("features", None, fact.sole)
-
-    def _are_features(self, at: Any, atom: Atom) -> None:
-        self._is_feature(at, atom, self._facts.of(atom))
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
         """A slice of one entry along a parameter's own axis may be a matrix's outputs.
@@ -472,7 +435,7 @@ class Uses:
         for kernel in self._makers.kernels(atom, tuple(each[d] for d in starts)):
             for number, labels in self._makers.leaves(kernel):
                 for (d, entries), label in zip(starts.items(), labels, strict=True):
-                    axes = [a for a in range(label.ndim) if is_varied(label, a)]
+                    axes = varied(label)
                     if (
                         len(axes) == 1
                         and label.shape[axes[0]]
@@ -491,25 +454,12 @@ class Uses:
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
     """The dimensions of which an equation takes single entries, and which."""
-    old, params = shape_of(at.eqn.invars[0]), at.eqn.params
-    if at.name == "slice":
-        pairs = zip(
-            params["start_indices"], shape_of(at.eqn.outvars[0]), old, strict=True
-        )
-        return {d: [int(s)] for d, (s, n, m) in enumerate(pairs) if n == 1 < m}
-    if at.name in ("split", "unstack"):
-        axis = params["axis"]
-        sizes = params.get("sizes", (1,) * old[axis])
-        starts = itertools.accumulate(sizes, initial=0)
-        return {axis: [s for s, n in zip(starts, sizes, strict=False) if n == 1]}
-    if at.name == "dynamic_slice":
-        sizes = zip(params["slice_sizes"], old, at.eqn.invars[1:], strict=True)
-        found = {
-            d: at.frame.number(x) for d, (n, m, x) in enumerate(sizes) if n == 1 < m
-        }
-        return {d: [s] for d, s in found.items() if isinstance(s, int)}
-    numbers = params["dimension_numbers"]
-    start = at.frame.number(at.eqn.invars[1])
-    dims = numbers.start_index_map
-    is_one = len(dims) == 1 and isinstance(start, int)
-    return {dims[0]: [start]} if is_one and params["slice_sizes"][dims[0]] == 1 else {}
+    atom, found = at.inputs()[0], {}
+    for k in range(len(at.eqn.outvars)):
+        (_, move), *_ = moves(at, k)
+        taken = move(np.ones([1] * at.output(k).rank, np.int64))
+        for d, n in enumerate(atom.shape):
+            line = along(taken, atom.lead + d)
+            if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
+                found.setdefault(d, []).append(int(line.argmax()))
+    return found
