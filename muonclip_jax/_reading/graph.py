@@ -122,6 +122,11 @@ class Atom(NamedTuple):
         """A label for each of some dimensions, with marks along it."""
         return tuple(marks(self.rank, self.lead + d, self.shape[d]) for d in axes)
 
+    @property
+    def whole(self) -> Labels:
+        """A label with the same mark for all entries."""
+        return (np.ones([1] * self.rank, np.int64),)
+
     def each(self) -> Labels:
         return self.marks(range(len(self.shape)))
 
@@ -322,8 +327,7 @@ class Graph:
 
     def made_by(self, atom: Atom) -> list[Eqn]:
         """The equations that made an array: one, or several where it is of a branch."""
-        label = np.ones([1] * atom.rank, np.int64)
-        return [x.at for x, _ in self.origins(atom, (label,)) if x.at is not None]
+        return [x.at for x, _ in self.origins(atom, atom.whole) if x.at is not None]
 
     def _inside(self, inner: Frame, k: int, atom: Atom, labels: Labels, seen: Any):
         """The k-th result of a call, in the frame that it runs."""

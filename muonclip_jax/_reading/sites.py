@@ -16,7 +16,7 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .graph import Atom, Eqn, Origin
 from .heads import Heads
-from .labels import joined_but, marks
+from .labels import joined_but
 from .primitives import moves
 from .softmaxes import known_number, Path, Product, Softmaxes
 
@@ -79,9 +79,7 @@ def site_of(
     atom = site.at.inputs()[site.operand]
     bit = reader.facts.product(product.at)
     sizes = dict(enumerate(atom.shape))
-    labels, path = reader.to_product(
-        atom, atom.each() or (marks(atom.rank, 0, 1),), bit
-    )
+    labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
     if labels is None:
         raise Unclear("could not be followed into the softmax")
     of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
@@ -132,7 +130,7 @@ def _is_of(reader: Softmaxes, atom: Atom, eqn: Any) -> bool:
             return []
         return [(i, None) for i in range(len(at.eqn.invars))]
 
-    reader.graph.back(atom, (np.ones([1] * atom.rank, np.int64),), ahead)
+    reader.graph.back(atom, atom.whole, ahead)
     return bool(found)
 
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .facts import Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels, Origin
 from .labels import either, Label, moved, small
@@ -230,7 +228,7 @@ class Softmaxes:
                 found.append(at)
             return []
 
-        self.graph.back(atom, (np.ones([1] * atom.rank, np.int64),), ahead)
+        self.graph.back(atom, atom.whole, ahead)
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:

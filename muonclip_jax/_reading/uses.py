@@ -1,7 +1,8 @@
 """What is done with every parameter, noted wherever it meets activations."""
 
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,29 +16,20 @@ from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
-    """One thing that is done, to be judged when all is known.
+    """One use of a parameter, by its place among the leaves.
 
-    With a parameter, `number` by its place among the leaves: `"contracted"`,
-    `"depthwise"`, `"looked up"`, `"elementwise"` (added to or multiplied with
-    activations), `"data"` (with data alone), `"factor"` (of a product of two
-    parameters) or `"unknown"`. Besides:
-
-    - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
-        each) went their own way.
-    - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
-    - `"scales"`, `"features"`: what the outputs of kernel `number` are; see `Uses`.
-    - `"fed"`: the activation that a weight was applied to came from `events`.
-    - `"chosen"`: what `events` made decides where activations go.
-    - `"hidden"`: activations went through an operation that cannot be read.
+    It is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to or
+    multiplied with activations), used with `"data"` alone, a `"factor"` of a product of
+    two parameters, or `"unknown"`.
     """
 
     kind: str
-    number: Any = -1
-    events: int = 0
-    # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
-    # between two parameters), "expert", "cut".
-    roles: tuple[tuple[int, str], ...] = ()
+    number: int
     at: Eqn | None = None
+    event: int = 0
+    # Axes of the parameter, each as an "input", "output", "stack" or "rank" (summed
+    # over between two parameters).
+    roles: tuple[tuple[int, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -60,7 +52,7 @@ _ALGEBRA = names(
 
 
 class Uses:
-    """The notes of a graph.
+    """The notes of a graph, and what else shows what parameters are.
 
     Kernels whose outputs are one number for each head, gates, steps and decays, are
     trained by AdamW (Qwen). The trace shows them where they first meet the outputs of
@@ -74,6 +66,16 @@ class Uses:
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self._makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
+        # Parameters, each with an axis along which its entries are matrices of experts.
+        self.experts: set[tuple[int, int]] = set()
+        # Along such an axis, entries whose outputs went their own way, a bit each.
+        self.cuts: dict[tuple[int, int], int] = defaultdict(int)
+        self.scales: set[int] = set()  # kernels whose outputs scale those of others
+        self.features: set[int] = set()  # those whose outputs are used as features
+        self.fed = 0  # events that activations came from that a weight was applied to
+        self.chosen = 0  # those whose outputs decide where activations go
+        # Operations that activations went through and that cannot be read.
+        self.hidden: list[Eqn] = []
         for at in reader.equations:
             if frames := at.frame.inside.get(at.i):
                 self._handed(at, frames)
@@ -83,25 +85,16 @@ class Uses:
             atom = Atom(self._graph.top, var)
             self._is_feature(atom, self._facts.of(atom))
 
-    def noted(self, *kinds: str) -> list[Note]:
-        return [note for note in self.notes if note.kind in kinds]
-
-    def events_of(self, kind: str) -> int:
-        return union(note.events for note in self.noted(kind))
-
-    def numbers_of(self, *kinds: str) -> set[Any]:
-        return {note.number for note in self.noted(*kinds)}
-
-    def _add(self, kind: str, at: Eqn | None, number: Any = -1, **more: Any) -> None:
-        self.notes.append(Note(kind, number, at=at, **more))
+    def numbers_of(self, *kinds: str) -> set[int]:
+        return {note.number for note in self.notes if note.kind in kinds}
 
     def _use(self, kind: str, at: Eqn, fact: Fact) -> None:
         """Notes the same use of all parameters that a weight is made of.
 
         None of a product of parameters, whose own use is to be its factors.
         """
-        for number in members(fact.leaves) if not fact.is_pair else ():
-            self._add(kind, at, number)
+        own = members(fact.leaves) if not fact.is_pair else ()
+        self.notes += [Note(kind, number, at) for number in own]
 
     # Equations.
 
@@ -172,7 +165,7 @@ class Uses:
         # Attention needs query and key at least; an operation on one array is an
         # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(f.is_deep for f in facts) > 1 and at.name not in _ALGEBRA:
-            self._add("hidden", at)
+            self.hidden.append(at)
 
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
         """Whatever decides an order may decide where activations go.
@@ -192,7 +185,7 @@ class Uses:
                 for _, labels in self._makers.leaves(kernel)
                 for label in labels
             ):
-                self._add("chosen", at, events=event)
+                self.chosen |= event
 
     # Products.
 
@@ -215,7 +208,7 @@ class Uses:
             self._use("looked up", at, weight)
             return
         self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
-        self._add("fed", at, events=other.past)
+        self.fed |= other.past
         self._is_feature(inputs[1 - i], other)
 
     def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
@@ -261,7 +254,7 @@ class Uses:
                 is_weight = is_alone or {"input", "output"} <= {x for _, x in roles}
                 used = kind if is_weight else "elementwise"
                 event = self._facts.event(at)
-                self._add(used, at, f.parameter, events=event, roles=roles)
+                self.notes.append(Note(used, f.parameter, at, event, roles))
 
     def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
         """Two parameters make one of low rank, which is the weight of what follows."""
@@ -279,7 +272,9 @@ class Uses:
                     others = {axis for axis, _ in axes} - ranks
                     roles = [(axis, "rank") for axis in sorted(ranks)]
                     roles += [(axis, free) for axis in sorted(others)]
-                    self._add("factor", at, f.parameter, roles=tuple(roles))
+                    self.notes.append(
+                        Note("factor", f.parameter, at, roles=tuple(roles))
+                    )
 
     def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         if not (all(f.is_deep for f in facts[:2]) and contracted(at.eqn)):
@@ -317,7 +312,7 @@ class Uses:
                         along.setdefault(axis, set()).add(d)
                 for axis, found in along.items():
                     if found <= dims:
-                        self._add("expert", at, number, roles=((axis, "expert"),))
+                        self.experts.add((number, axis))
         pairs = {a[1 - i]: a[i] for a in contracted(at.eqn)}
         return {pairs[d] for d in dims if d in pairs}
 
@@ -348,7 +343,6 @@ class Uses:
         rows.
         """
         dims: set[int] = set()
-        chosen = self.events_of("chosen")
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
             at = origin.at
@@ -356,7 +350,7 @@ class Uses:
                 return
             facts = self._facts.all_of(at.inputs())
             for i, move in moves(at, origin.k):
-                is_gate = facts[i].is_onehot or facts[i].events & chosen
+                is_gate = facts[i].is_onehot or facts[i].events & self.chosen
                 is_gate = is_gate or self._routers(facts[i].weights)
                 if at.name in ("mul", *PRODUCTS) and is_gate:
                     gate = at.inputs()[i]
@@ -375,9 +369,7 @@ class Uses:
         for mine, other in (facts[:2], facts[1::-1]):
             if mine.weights and other.is_deep:
                 for _, router in self._routers(mine.weights & ~other.weights):
-                    event = self._facts.event(router)
-                    if not other.events & event:
-                        self._add("chosen", at, events=event)
+                    self.chosen |= self._facts.event(router) & ~other.events
 
     def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes what outputs are that are multiplied with others for the first time."""
@@ -406,7 +398,7 @@ class Uses:
                     for more, x in zip(is_more, theirs, strict=True)
                 )
                 is_scale = any(is_more) and others_fit
-                self._add("scales" if is_scale else "features", at, kernel)
+                (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
         if at.name in PRODUCTS:
@@ -419,7 +411,7 @@ class Uses:
         if not fact.is_deep or fact.sole in (None, -1):
             return
         if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
-            self._add("features", None, fact.sole)
+            self.features.add(fact.sole)
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
         """A slice of one entry along a parameter's own axis may be a matrix's outputs.
@@ -442,14 +434,8 @@ class Uses:
                         == atom.shape[d]
                         == self._graph.shapes[number][axes[0]]
                     ):
-                        roles = ((axes[0], "cut"),)
-                        self._add(
-                            "cut",
-                            at,
-                            number,
-                            events=union(1 << x for x in entries),
-                            roles=roles,
-                        )
+                        of = union(1 << x for x in entries)
+                        self.cuts[number, axes[0]] |= of
 
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
@@ -457,7 +443,7 @@ def _one_entry(at: Eqn) -> dict[int, list[int]]:
     atom, found = at.inputs()[0], {}
     for k in range(len(at.eqn.outvars)):
         (_, move), *_ = moves(at, k)
-        taken = move(np.ones([1] * at.output(k).rank, np.int64))
+        taken = move(*at.output(k).whole)
         for d, n in enumerate(atom.shape):
             line = along(taken, atom.lead + d)
             if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
