@@ -81,6 +81,7 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]  # none where it is another function than an exponential
     over: list[Over]
+    is_summed: bool = True  # it is seen to divide by a sum
 
 
 def exponent(at: Eqn) -> int | None:
@@ -140,7 +141,7 @@ class Softmaxes:
                 # Where it divides by no sum that is seen, as one that values with a
                 # column of ones bring, it is over what it weighs.
                 sums = [x for b, x in self.sums if b & bits]
-                yield Softmax(bits, own, sums or places)
+                yield Softmax(bits, own, sums or places, bool(sums))
         # Weights that are made in another way than by exponentials.
         for at in self.equations:
             if at.i not in at.frame.inside and contracted(at.eqn):
@@ -291,8 +292,13 @@ class Softmaxes:
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
-        own += [p for p in every if own and p not in own and self._is_relative(p)]
-        return own or [p for p in every if self._is_asked(p)]
+        # What query and key were made of may enter the softmax again, as their squares.
+        past = union(f.past for p in own for f in self.facts.all_of(p.at.inputs()))
+        more = [p for p in every if own and not self.facts.event(p.at) & past]
+        own += [p for p in more if p not in own and self._is_relative(p)]
+        # Exponentials that no sum divides are decays, as of a state space.
+        asked = every if softmax.is_summed else []
+        return own or [p for p in asked if self._is_asked(p)]
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.all_of(at.inputs()[:2])

@@ -362,6 +362,11 @@ class Uses:
                     break
         return found
 
+    def _varied(self, atom: Atom) -> set[int]:
+        """The axes of an array's labels along which it is no copy."""
+        same = self._graph.copied(atom)
+        return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
+
     def _weighed(self, atom: Atom) -> set[int]:
         """The dimensions along which a router has weighed an array, all else alike.
 
@@ -381,20 +386,22 @@ class Uses:
                 ):
                     continue
                 facts = self._facts.all_of(at.inputs())
+                # What was weighed before comes of a router, too: of two operands that
+                # do, the gate is the one along fewer dimensions, or of one-hot rows.
+                varied = [self._varied(x) for x in at.inputs()]
+                routed = [f.is_onehot or f.events & chosen for f in facts]
+                rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
                 for j, move in moves(at, origin.k):
                     own, fact = tuple(map(move, origin.labels)), facts[j]
-                    is_gate = fact.is_onehot or fact.events & chosen
-                    if at.name in ("mul", *PRODUCTS):
-                        if is_gate or self._routers(fact.weights):
-                            same = self._graph.copied(at.inputs()[j])
-                            axes = range(len(at.inputs()[j].shape))
-                            first = len(at.frame.lead)
-                            varied = {first + d for d in axes if d not in same}
-                            for d, label in enumerate(own):
-                                if any(label.shape[a] > 1 for a in varied):
-                                    dims.add(d)
-                        elif fact.is_deep:
-                            follow(at.inputs()[j], own, depth + 1)
+                    others = [i for i, f in enumerate(facts) if i != j and f != Fact()]
+                    is_gate = routed[j] and all(
+                        rank[j] < rank[i] or not routed[i] for i in others
+                    )
+                    is_product = at.name in ("mul", *PRODUCTS) and others
+                    if is_product and (is_gate or self._routers(fact.weights)):
+                        for d, label in enumerate(own):
+                            if any(label.shape[a] > 1 for a in varied[j]):
+                                dims.add(d)
                     elif fact.is_deep:
                         follow(at.inputs()[j], own, depth + 1)
 
