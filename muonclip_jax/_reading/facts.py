@@ -271,6 +271,9 @@ class Facts:
         if i is None:
             # What another activation is multiplied with is no output yet.
             is_sum = a.is_deep and b.is_deep and contracted(at.eqn)
+            # Attention of two hops: weights of weights are weights.
+            if a.weights | a.mixed and b.weights | b.mixed:
+                out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
             return out._replace(sole=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)

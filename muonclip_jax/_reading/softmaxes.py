@@ -298,12 +298,24 @@ class Softmaxes:
         own += [p for p in more if p not in own and self._is_relative(p)]
         # Exponentials that no sum divides are decays, as of a state space.
         asked = every if softmax.is_summed else []
-        return own or [p for p in asked if self._is_asked(p)]
+        own = own or [p for p in asked if self._is_asked(p)]
+        return own or [p for p in every if self._is_of_data(p)]
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.all_of(at.inputs()[:2])
         is_weighted = self.facts.weight_of(at) is not None
         return bool(a.leaves and b.leaves) and not is_weighted
+
+    def _is_of_data(self, product: Product) -> bool:
+        """Whether one side is data as they are, of the examples that the other has.
+
+        Without examples it may be any table of numbers.
+        """
+        facts = self.facts.all_of(product.at.inputs()[:2])
+        is_of_data = any(f.has_data and not f.leaves for f in facts)
+        has_examples = product.at.name != "mul" and bool(shared(product.to))
+        is_sided = any(product.is_key)
+        return is_of_data and any(f.is_deep for f in facts) and has_examples and is_sided
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.

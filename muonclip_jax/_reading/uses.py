@@ -410,8 +410,10 @@ class Uses:
 
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
-        for mine, other in (facts[:2], facts[1::-1]):
-            if mine.weights and other.is_deep:
+        for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
+            # Entry by entry it is a gate of features, and no mixture of anything.
+            is_many = at.name != "mul" or self._graph.copied(at.inputs()[i])
+            if mine.weights and other.is_deep and is_many:
                 for _, router in self._routers(mine.weights & ~other.weights):
                     event = self._facts.event(router)
                     if not other.events & event:
