@@ -262,6 +262,9 @@ class Facts:
         if i is None:
             # What another activation is multiplied with is no output yet.
             is_sum = a.is_deep and b.is_deep and contracted(at.eqn)
+            # Attention of two hops: weights of weights are weights.
+            if a.weights | a.mixed and b.weights | b.mixed:
+                out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
             return out._replace(sole=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
@@ -306,6 +309,11 @@ class Facts:
         sizes = [sum(n > 1 for n in x.shape) for x in data]
         return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
 
+    def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
+        """Whether what is no weight is the same for many of the result's entries."""
+        deep = [x for x, f in zip(at.inputs(), inputs, strict=True) if f.is_deep]
+        return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
+
     def _meet(self, at: Eqn, out: Fact) -> int:
         bit = self._events.setdefault(at.key(), 1 << len(self._events))
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
@@ -330,9 +338,11 @@ class Facts:
             weights
             and not union(x.leaves for x in deep) & ~weights
             and at.name in _BY_ITSELF
+            and self._is_of_norms(at, inputs)
         ):
             # A weight divided by its norm, which a vector among the arguments helped to
-            # find: these products are none of its uses.
+            # find: these products are none of its uses. What a weight is applied to is
+            # scaled by numbers found from it, too, as for eight bits; that is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_weight=True, has_data=True, events=0, ends=0)
         if weights:
@@ -413,6 +423,12 @@ def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(sums=sums, weights=out.weights & out.shares)
 
 
+def _gathered(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """Logits say what is picked, as the keys of the largest: what it is has none."""
+    of = inputs[0]
+    return out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
+
+
 def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The sum of a softmax over the edges of a graph."""
     return out._replace(sums=out.sums | inputs[-1].unshared)
@@ -476,6 +492,8 @@ _RULES: dict[str, Any] = {
     "reduce_sum": _reduce_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min", "argmax", "argmin"], _greatest),
+    "gather": _gathered,
+    "dynamic_slice": _gathered,
     "scatter-add": _segments,
     "scatter_add": _segments,
     "broadcast_in_dim": _broadcast,

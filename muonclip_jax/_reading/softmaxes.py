@@ -81,6 +81,7 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]  # none where it is another function than an exponential
     over: list[Over]
+    is_summed: bool = True  # it is seen to divide by a sum
 
 
 def known_number(factor: Atom) -> float:
@@ -146,7 +147,7 @@ class Softmaxes:
                 # Where it divides by no sum that is seen, as one that values with a
                 # column of ones bring, it is over what it weighs.
                 sums = [x for b, x in self.sums if b & bits]
-                yield Softmax(bits, own, sums or places)
+                yield Softmax(bits, own, sums or places, bool(sums))
         # Weights that are made in another way than by exponentials.
         for at in self.equations:
             if at.i not in at.frame.inside and contracted(at.eqn):
@@ -275,13 +276,32 @@ class Softmaxes:
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
-        own += [p for p in every if own and p not in own and self._is_relative(p)]
-        return own or [p for p in every if self._is_asked(p)]
+        # What query and key were made of may enter the softmax again, as their squares.
+        past = union(f.past for p in own for f in self.facts.all_of(p.at.inputs()))
+        more = [p for p in every if own and not self.facts.event(p.at) & past]
+        own += [p for p in more if p not in own and self._is_relative(p)]
+        # Exponentials that no sum divides are decays, as of a state space.
+        asked = every if softmax.is_summed else []
+        own = own or [p for p in asked if self._is_asked(p)]
+        return own or [p for p in every if self._is_of_data(p)]
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.all_of(at.inputs()[:2])
         is_weighted = self.facts.weight_of(at) is not None
         return bool(a.leaves and b.leaves) and not is_weighted
+
+    def _is_of_data(self, product: Product) -> bool:
+        """Whether one side is data as they are, of the examples that the other has.
+
+        Without examples it may be any table of numbers.
+        """
+        facts = self.facts.all_of(product.at.inputs()[:2])
+        is_of_data = any(f.has_data and not f.leaves for f in facts)
+        has_examples = product.at.name != "mul" and bool(shared(product.to))
+        is_sided = any(product.is_key)
+        return (
+            is_of_data and any(f.is_deep for f in facts) and has_examples and is_sided
+        )
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.

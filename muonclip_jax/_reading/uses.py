@@ -336,6 +336,11 @@ class Uses:
                     break
         return found
 
+    def _varied(self, atom: Atom) -> set[int]:
+        """The axes of an array's labels along which it is no copy."""
+        same = self._graph.copied(atom)
+        return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
+
     def _weighed(self, atom: Atom) -> set[int]:
         """The dimensions along which a router has weighed an array, all else alike.
 
@@ -349,15 +354,23 @@ class Uses:
             if at is None or (at.name in PRODUCTS and contracted(at.eqn)):
                 return
             facts = self._facts.all_of(at.inputs())
+            # What was weighed before comes of a router, too: of two operands that do,
+            # the gate is the one along fewer dimensions, or of one-hot rows.
+            varied = [self._varied(x) for x in at.inputs()]
+            routed = [f.is_onehot or f.events & self.chosen for f in facts]
+            rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
             for i, move in moves(at, origin.k):
-                is_gate = facts[i].is_onehot or facts[i].events & self.chosen
-                is_gate = is_gate or self._routers(facts[i].weights)
-                if at.name in ("mul", *PRODUCTS) and is_gate:
-                    gate = at.inputs()[i]
-                    own = {*range(len(gate.shape))} - self._graph.copied(gate)
-                    of = {gate.lead + d for d in own}
-                    labels = enumerate(map(move, origin.labels))
-                    dims.update(d for d, x in labels if any(x.shape[a] > 1 for a in of))
+                others = [j for j, f in enumerate(facts) if i != j and f != Fact()]
+                is_gate = routed[i] and all(
+                    rank[i] < rank[j] or not routed[j] for j in others
+                )
+                is_product = at.name in ("mul", *PRODUCTS) and others
+                if is_product and (is_gate or self._routers(facts[i].weights)):
+                    own = enumerate(map(move, origin.labels))
+                    along_gate = varied[i]
+                    dims.update(
+                        d for d, x in own if any(x.shape[a] > 1 for a in along_gate)
+                    )
                 elif facts[i].is_deep:
                     yield i, None
 
@@ -366,8 +379,10 @@ class Uses:
 
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
-        for mine, other in (facts[:2], facts[1::-1]):
-            if mine.weights and other.is_deep:
+        for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
+            # Entry by entry it is a gate of features, and no mixture of anything.
+            is_many = at.name != "mul" or self._graph.copied(at.inputs()[i])
+            if mine.weights and other.is_deep and is_many:
                 for _, router in self._routers(mine.weights & ~other.weights):
                     self.chosen |= self._facts.event(router) & ~other.events
 

@@ -103,9 +103,10 @@ def _axes(
         for i, vote in enumerate(votes):
             if vote["input?"] or vote["output?"]:
                 roles[i] = "input" if vote["input?"] else "output"
-    # Summed over with another parameter: the side of the matrix that is missing.
+    # Summed over with another parameter: the side of the matrix that is missing. One
+    # between two others is summed over on both sides.
     missing = "output" if "input" in roles.values() else "input"
-    roles |= dict.fromkeys(ranks, missing)
+    roles = dict.fromkeys(ranks, missing) | roles
     inputs, outputs = (
         tuple(sorted(i for i in roles if roles[i] == side))
         for side in ("input", "output")
