@@ -168,11 +168,15 @@ class Softmaxes:
                 continue
             if at.name == "mul":
                 # Each weighs a vector, and so is the same along a dimension.
-                is_many = atom.shape != at.output().shape or self.graph.copied(atom)
-                if other.is_deep and is_many and own & self.summed:
+                if other.is_deep and self.is_repeated(at, i) and own & self.summed:
                     yield own, (atom, ())
             elif contracted(at.eqn) and (other.is_deep or other.has_data):
                 yield own, (atom, tuple(pair[i] for pair in contracted(at.eqn)))
+
+    def is_repeated(self, at: Eqn, i: int) -> bool:
+        """Whether an operand is repeated along a dimension of an entrywise result."""
+        atom = at.inputs()[i]
+        return atom.shape != at.output().shape or bool(self.graph.copied(atom))
 
     # From the softmax to its products.
 

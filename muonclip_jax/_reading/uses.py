@@ -381,7 +381,7 @@ class Uses:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
             # Entry by entry it is a gate of features, and no mixture of anything.
-            is_many = at.name != "mul" or self._graph.copied(at.inputs()[i])
+            is_many = at.name != "mul" or self._reader.is_repeated(at, i)
             if mine.weights and other.is_deep and is_many:
                 for _, router in self._routers(mine.weights & ~other.weights):
                     self.chosen |= self._facts.event(router) & ~other.events
