@@ -5,8 +5,9 @@ is scaled by gamma if every such pair is in total: all leaves of a side get one 
 it, and both shares make up the whole. But for the sake of one head nothing may be
 scaled that others have, too. So, in this order:
 
-1. Entries that are query and key are both factors of their product: half for each side,
-   whatever alpha is.
+1. What is also a rotary query takes the whole, and the other side nothing; and entries
+   that are query and key are both factors of their product: half for each side,
+   whatever alpha is. Of both at once no shares are exact, which is an error.
 2. A side with a leaf that several heads or several layers share is left alone, and the
    other takes the whole, as the paper has it for the rotary key (arXiv:2507.20534,
    algorithm 1; of keys that groups of heads or layers share it says nothing).
@@ -28,7 +29,7 @@ import numpy as np
 
 from .._model.attention_layers import ROLES
 from .._model.owned_leaf import joined
-from .._parameters.paths import Path
+from .._parameters.paths import Path, show_all, show_module
 from .bound_layer import BoundLayer, Use
 
 
@@ -85,10 +86,20 @@ def _scaled_in(
         )
 
     # What has a partner that stays elsewhere takes the whole for it, here as well.
-    query_stays = is_shared(query) or meet(key, alone)
-    key_stays = is_shared(key) or meet(query, alone)
+    of_query, of_key, tied = meet(query, alone), meet(key, alone), meet(query, key)
+    if of_query + of_key + tied > 1:
+        names = ", ".join(repr(show_module(layer.path)) for layer in layers)
+        leaves = show_all(dict.fromkeys(use.path for use in every))
+        raise ValueError(
+            f"no scaling of {leaves} brings the logits of attention {names} to the "
+            "threshold: of query, key and rotary_query two pairs have entries in "
+            "common, which no share of gamma is right for. Leave it out of attention="
+        )
+    query_stays, key_stays = is_shared(query), is_shared(key)
     shares: tuple[Share | None, Share | None] = "alpha", "rest"
-    if meet(query, key) or (query_stays and key_stays):
+    if of_query or of_key:
+        shares = ("whole", None) if of_query else (None, "whole")
+    elif tied or (query_stays and key_stays):
         shares = "half", "half"
     elif query_stays or key_stays:
         shares = ("whole", None) if key_stays else (None, "whole")

@@ -139,3 +139,27 @@ def test_infinite_threshold_only_watches():
     chex.assert_trees_all_equal(updates, PARAMS)
     assert optax.tree.get(state, "max_logit") == 800
     assert optax.tree.get(state, "num_clipped") == 0
+
+
+@pytest.mark.parametrize("stack", [(), (3,)])
+def test_one_head_takes_no_statistics_of_several(stack):
+    params = {
+        "body": {
+            name: {"kernel": jnp.ones((*stack, 8, 1, 4))} for name in ("query", "key")
+        }
+    }
+    tx = mc.qk_clip()
+    state = tx.init(params)
+
+    def clip(shape):
+        stats = {"body": {"max_logits": jnp.full(shape, 400.0)}}
+        updates, _ = tx.update(params, state, params, attention_stats=stats)
+        return optax.apply_updates(params, updates)["body"]["query"]["kernel"]
+
+    message = rf"'body/max_logits'.*\({', '.join(map(str, (*stack, 5)))},?\).*"
+    with pytest.raises(ValueError, match=message + r"expected is \((3, )?1,?\)"):
+        clip((*stack, 5))
+    # Weights of 1 and updates of 1, of which a fourth is left: half on each side.
+    np.testing.assert_allclose(clip((*stack, 1)), 1.0, rtol=1e-6)
+    if not stack:
+        np.testing.assert_allclose(clip(()), 1.0, rtol=1e-6)
