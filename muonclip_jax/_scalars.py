@@ -18,8 +18,7 @@ from ._parameters.dimension_numbers import DimensionNumbers, param_labels
 from ._parameters.given import Model
 from ._qk_clip.heads import Heads
 from ._qk_clip.multi_steps import MultiStepsState
-from ._qk_clip.qk_clip import QKClipState
-from ._qk_clip.states import states_in
+from ._qk_clip.qk_clip import QKClipState, states_in
 
 
 def scalars(

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from .._model.statistics import STATISTIC
 from .._options import function_or_none
-from .logits import logits_and_values
-from .max_logits import max_logits, statistic
+from .logits import logits_and_values, make_window
+from .max_logits import in_blocks, statistic
 
 
 #: Query, key, value and options to output and statistic.
@@ -124,12 +124,11 @@ def attention_fn(
     if module is not None:
         # The same logits a second time, but not to XLA: where Flax calls jax.nn, whose
         # einsum ours repeats, it computes the product once for both.
-        shown: dict[str, Any] = dict(is_causal=is_causal)
-        shown |= {name: _of_rank(query.ndim, common[name]) for name in ("bias", "mask")}
-        if by_linen or dropout_rate:
-            _sow(module, max_logits(query, key, **shown))
-        else:
-            _sow(module, statistic(logits_and_values(query, key, **shown)[0]))
+        shown = (_of_rank(query.ndim, bias), _of_rank(query.ndim, mask))
+        window = make_window(is_causal, None)
+        logits, _ = logits_and_values(query, key, [], *shown, None, None, None, window)
+        by_jax = not by_linen and dropout_rate == 0
+        _sow(module, statistic(logits if by_jax else in_blocks(logits)))
     if by_linen:
         # Linen's attention has no shared keys and no causal masks.
         group = query.shape[-2] // key.shape[-2]

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from .._axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
 from .._options import whole_number
-from .logits import grouped, Logits, logits_and_values, product, result_specs
+from .logits import (
+    grouped,
+    Logits,
+    logits_and_values,
+    make_window,
+    product,
+    result_specs,
+    vary_as,
+)
 
 
 def blockwise_attention(
@@ -70,18 +78,11 @@ def blockwise_attention(
         Milakov and Gimelshein, "Online normalizer calculation for softmax",
         arXiv:1805.02867; Dao et al., "FlashAttention", arXiv:2205.14135.
     """
+    size = whole_number("block_size", block_size, 1)
+    ids = query_segment_ids, key_segment_ids
+    window = make_window(is_causal, local_window_size)
     logits, (value,) = logits_and_values(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        local_window_size=local_window_size,
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids,
-        size=whole_number("block_size", block_size, 1),
+        query, key, [value], bias, mask, *ids, scale, window, size
     )
     output, found = _attend_compiled(logits, value)
     return output, jax.lax.stop_gradient(found)
@@ -169,7 +170,7 @@ def _forward(logits: Logits, value: jax.Array):
         jnp.full(heads, -jnp.inf, logits.scale.dtype),
     )
     output, log_total, statistic = jax.lax.fori_loop(
-        0, logits.blocks[0], attend, logits.vary(nothing)
+        0, logits.blocks[0], attend, vary_as(nothing, logits)
     )
     return output, log_total, statistic.astype(jnp.float32)
 
@@ -205,7 +206,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
         jnp.zeros(shape, dtype),
         jnp.zeros((*shape, value.shape[-1]), dtype),
     )
-    return jax.lax.fori_loop(*logits.seen_by(i), fold, logits.vary(nothing))
+    return jax.lax.fori_loop(*logits.seen_by(i), fold, vary_as(nothing, logits))
 
 
 def _gradient(
@@ -262,7 +263,7 @@ def _gradient(
     # In the dtype of the logits: a row of d_key is a sum over all blocks of queries.
     arrays = (logits.query, logits.key, value, logits.bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
-    grads = jax.lax.fori_loop(0, logits.blocks[0], fold_row, logits.vary(zeros))
+    grads = jax.lax.fori_loop(0, logits.blocks[0], fold_row, vary_as(zeros, logits))
     # So far without the scale: one product with a row in place of one with its logits.
     # Its own gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
     d_query, d_key, d_value, d_bias = grads

@@ -7,6 +7,7 @@ all that decides who sees whom, and form themselves, at once or a block at a tim
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -135,27 +136,17 @@ class Logits:
             last = jnp.minimum(last, (start + rows - 1 + after) // self.size + 1)
         return first, last
 
-    def vary(self, tree: Any) -> Any:
-        """The same arrays, typed as varying wherever one of these does.
-
-        Under `jax.shard_map` a loop carries arrays of one type, so that zeros have to
-        be typed as what is added to them. Transposed, this sums over the devices the
-        gradient of what was the same on all of them.
-        """
-        return _vary_as(tree, self)
-
 
 def logits_and_values(
     query: jax.Array,
     key: jax.Array,
-    *values: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    is_causal: bool = False,
-    scale: float | jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    query_segment_ids: jax.Array | None = None,
-    key_segment_ids: jax.Array | None = None,
+    values: Sequence[jax.Array],
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    query_segment_ids: jax.Array | None,
+    key_segment_ids: jax.Array | None,
+    scale: float | jax.Array | None,
+    window: Window,
     size: int | None = None,
 ) -> tuple[Logits, list[jax.Array]]:
     """The logits and the values, of one batch; `ValueError` where they do not fit.
@@ -176,10 +167,10 @@ def logits_and_values(
         jnp.arange(shape[-2]),
         jnp.arange(shape[-1]),
         scalar(scale, query.shape[-1], dtype),
-        window=make_window(is_causal, local_window_size),
+        window=window,
         size=max(*shape[-2:], 1) if size is None else size,
     )
-    return _vary_as((logits, arrays), (logits, arrays))
+    return vary_as((logits, arrays), (logits, arrays))
 
 
 def fitting(
@@ -215,16 +206,25 @@ def fitting(
     return (*batch, heads, length, key_length), spread
 
 
-def broadcasting(name: str, x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """An array that broadcasts to the logits, left as small as it is."""
+def broadcasting(
+    name: str,
+    x: Any,
+    shape: tuple[int, ...],
+    dtype: Any = None,
+    of: str = "the logits {}, (batch..., heads, length, key_length)",
+) -> Any:
+    """An array that broadcasts to the logits, or to `of`, left as small as it is."""
     if x is None:
         return None
     x = jnp.asarray(array(name, x, real=True), dtype)
-    if not _broadcasts(x.shape, shape):
-        raise ValueError(
-            f"{name} {x.shape} does not broadcast to the logits {shape}, "
-            "(batch..., heads, length, key_length)"
-        )
+    try:
+        # Equal, since (3, 1) and (1, 4) broadcast, but to something larger than either.
+        fits = np.broadcast_shapes(x.shape, shape) == tuple(shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        to = of.format(shape)
+        raise ValueError(f"{name} {x.shape} does not broadcast to {to}")
     return x
 
 
@@ -237,27 +237,14 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
     whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
     key_ids = query_ids if key_ids is None else key_ids
     *batch, _, length, key_length = shape
-    checked = []
-    for name, ids, size in (
-        ("query_segment_ids", query_ids, length),
-        (whose, key_ids, key_length),
-    ):
-        ids, rows = array(name, ids, real=True), (*batch, size)
-        if not _broadcasts(ids.shape, rows):
-            raise ValueError(
-                f"{name} {ids.shape} do not broadcast to {rows}, as the logits "
-                f"{shape} (batch..., heads, length, key_length) need them"
-            )
-        checked.append(jnp.broadcast_to(ids, rows))
-    return tuple(checked)
+    of = f"{{}}, (batch..., length), of the logits {shape}"
 
+    def checked(name: str, ids: Any, length: int) -> jax.Array:
+        rows = (*batch, length)
+        return jnp.broadcast_to(broadcasting(name, ids, rows, of=of), rows)
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    try:
-        # Equal, since (3, 1) and (1, 4) broadcast, but to something larger than either.
-        return np.broadcast_shapes(shape, to) == tuple(to)
-    except ValueError:
-        return False
+    queries = checked("query_segment_ids", query_ids, length)
+    return queries, checked(whose, key_ids, key_length)
 
 
 def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
@@ -284,7 +271,13 @@ def make_window(is_causal: bool, local: Any) -> Window:
     return before, after
 
 
-def _vary_as(tree: Any, like: Any) -> Any:
+def vary_as(tree: Any, like: Any) -> Any:
+    """The same arrays, typed as varying wherever an array of `like` varies.
+
+    Under `jax.shard_map` a loop carries arrays of one type, so that zeros have to be
+    typed as what is added to them. Transposed, this sums over the devices the gradient
+    of what was the same on all of them.
+    """
     axes = {axis for x in jax.tree.leaves(like) for axis in manual_axes(x)}
     return jax.tree.map(lambda x: varying(x, tuple(sorted(axes))), tree)
 

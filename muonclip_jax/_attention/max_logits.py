@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._axes import on_automatic_axes
 from .._model.statistics import largest
-from .logits import Logits, logits_and_values, result_specs
+from .logits import Logits, logits_and_values, make_window, result_specs, vary_as
 
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an
@@ -71,20 +71,18 @@ def max_logits(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
+    window = make_window(is_causal, local_window_size)
     logits, _ = logits_and_values(
-        query,
-        key,
-        bias=bias,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        local_window_size=local_window_size,
-        query_segment_ids=query_segment_ids,
-        key_segment_ids=key_segment_ids,
+        query, key, [], bias, mask, query_segment_ids, key_segment_ids, scale, window
     )
-    if math.prod(logits.lengths) > _PAIRS_AT_ONCE:
-        logits = dataclasses.replace(logits, size=_BLOCK)
-    return statistic(logits)
+    return statistic(in_blocks(logits))
+
+
+def in_blocks(logits: Logits) -> Logits:
+    """The same, to be formed block by block if there are many."""
+    if math.prod(logits.lengths) <= _PAIRS_AT_ONCE:
+        return logits
+    return dataclasses.replace(logits, size=_BLOCK)
 
 
 # Compiled, since an eager call of a loop over new functions would compile it again.
@@ -120,4 +118,4 @@ def _fold(logits: Logits) -> jax.Array:
         return jax.lax.fori_loop(*logits.seen_by(i), fold, running)
 
     nothing = jnp.full(logits.query.shape[-2], -jnp.inf, jnp.float32)
-    return jax.lax.fori_loop(0, logits.blocks[0], fold_row, logits.vary(nothing))
+    return jax.lax.fori_loop(0, logits.blocks[0], fold_row, vary_as(nothing, logits))

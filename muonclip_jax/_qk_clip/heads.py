@@ -7,7 +7,6 @@ model, where an array for each layer would need as many as there are layers.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,25 +52,17 @@ _HOW_TO_RECORD = (
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("logits",),
-    meta_fields=("shapes", "reduced_over"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeadRow:
+class Combined:
     """Statistics that have been read, as `multi_steps` gives them to `qk_clip`.
 
     A pytree, since they pass through the `jit` and the condition of `optax.MultiSteps`.
     """
 
-    logits: jax.Array  # (all heads,)
-    shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
-    reduced_over: Axes  # the replicas of which they are the maximum
-
-    def by_layer(self) -> dict[Path, jax.Array]:
-        parts = _divide(self.logits, [shape for _, shape in self.shapes])
-        return {path: x for (path, _), x in zip(self.shapes, parts, strict=True)}
+    of_layers: dict[Path, jax.Array]
+    # The replicas of which they are the maximum.
+    reduced_over: Axes = dataclasses.field(metadata={"static": True})
 
 
 class Heads:
@@ -114,11 +105,10 @@ class Heads:
                 "mc.record_attention(loss) returns or mc.attention_fn sows; pass "
                 "attention_stats={} for a model without attention"
             )
-        if isinstance(attention_stats, HeadRow):
-            # A mask around qk_clip hides layers that multi_steps has.
-            if attention_stats.shapes != self.shapes:
-                return self._whole_row(attention_stats.by_layer())
-            return attention_stats.logits
+        if isinstance(attention_stats, Combined):
+            # A mask around qk_clip may hide layers that multi_steps has.
+            self._check_matched(attention_stats.of_layers)
+            return _to_row([attention_stats.of_layers[path] for path, _ in self.shapes])
         row = self._whole_row(read_attention_stats(attention_stats))
         # State is the same on all devices: one that is not would be refused by the
         # out_specs of shard_map, far from here.
@@ -175,18 +165,20 @@ class Heads:
                 "heads: its in_specs and out_specs are PartitionSpec()"
             )
 
+    def combined(self, row: jax.Array) -> Combined:
+        """Statistics that need no collective any more, for what is inside."""
+        pairs = zip(self.shapes, self.by_layer(row), strict=True)
+        return Combined({path: x for (path, _), x in pairs}, self._replicas)
+
     def by_layer(self, row: jax.Array) -> list[jax.Array]:
         """An array `(*stack, heads)` for each layer."""
         return _divide(row, [shape for _, shape in self.shapes])
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
-        """The threshold of each head, or one; `at` is a schedule's value at this step.
+        """The threshold of each head; `at` is a schedule's value at this step.
 
         A layer of a stack may have a number for each of its layers.
         """
-        common = jnp.asarray(at(default), jnp.float32)
-        if not common.ndim and all(layer.threshold is None for layer in self.layers):
-            return common
         rows = []
         for layer in self.layers:
             name, own = f"layer '{show_module(layer.path)}'", layer.threshold

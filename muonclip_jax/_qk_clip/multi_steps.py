@@ -18,9 +18,8 @@ from .._layout.zeros import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of
 from .._options import flag, function_or_none, transformation, whole_number
 from .._parameters.given import Model
-from .heads import HeadRow, Heads
-from .qk_clip import QKClipState
-from .states import check_kind, states_in
+from .heads import Heads
+from .qk_clip import check_kind, QKClipState, states_in
 
 
 class MultiStepsState(NamedTuple):
@@ -161,7 +160,7 @@ def multi_steps(
             heads = Heads(layout, layers)
             heads.check_state(running)
             largest = jnp.maximum(running, heads.read(attention_stats))
-            attention_stats = HeadRow(largest, heads.shapes, layout.replicas)
+            attention_stats = heads.combined(largest)
         # Averaged in every micro-batch, not in the real step alone: sums would differ
         # by replica, a checkpoint would keep one replica's, and where one skips a
         # micro-batch the others would wait in the collective of the real step.

@@ -28,7 +28,6 @@ from .._options import number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads
-from .states import check_kind
 
 
 class QKClipState(NamedTuple):
@@ -274,6 +273,22 @@ def clip_qk(
         for path, p in zip(*layout.tree[:2], strict=True)
     ]
     return layout.tree.unflatten(scaled)
+
+
+def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    """The parts of an optimizer's state that are of a kind, the outermost of each."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
+
+
+def check_kind(state: Any, kind: type) -> None:
+    """Raises for a state that another set-up of the optimizer made."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"expected a {kind.__name__}, got a {type(state).__name__}: the state was "
+            "made by another set-up of the optimizer. Call init of this one, or load "
+            "the state into what it returns"
+        )
 
 
 def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:

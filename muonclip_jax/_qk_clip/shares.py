@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -36,11 +36,8 @@ from .bound_layer import BoundLayer, Use
 Share = Literal["alpha", "rest", "half", "whole"]
 
 
-class Scaled(NamedTuple):
-    """A leaf that is scaled for the heads of its layer, by a share of their gamma."""
-
-    use: Use
-    share: Share
+#: A leaf that is scaled for the heads of its layer, and by what share of their gamma.
+Scaled = tuple[Use, Share]
 
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
@@ -63,7 +60,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     scaled: list[Scaled] = []
     for group in groups.values():
         found = [x for layer in group for x in _scaled_in([layer], contested)]
-        if any(id(x.use) in contested for x in found):
+        if any(id(use) in contested for use, _ in found):
             found = _scaled_in(group, set())
         scaled += found
     return scaled
@@ -104,7 +101,7 @@ def _scaled_in(
     elif query_stays or key_stays:
         shares = ("whole", None) if key_stays else (None, "whole")
     of_sides = zip((query, key, alone), (*shares, "whole"), strict=True)
-    return [Scaled(x, share) for side, share in of_sides if share for x in side]
+    return [(x, share) for side, share in of_sides if share for x in side]
 
 
 def clipped_together(
@@ -112,11 +109,11 @@ def clipped_together(
 ) -> np.ndarray:
     """For every head of the row of all layers the first that it is clipped with."""
     numbers_of = []
-    for use in (x.use for x in scaled if not x.use.is_whole):
+    for use in (use for use, _ in scaled if not use.is_whole):
         first = use.first_heads()
         every = np.arange(first.size).reshape(first.shape) + use.layer.start
         numbers_of.append([first, every])
-    for uses in _meeting(x.use for x in scaled):
+    for uses in _meeting(use for use, _ in scaled):
         rows = [np.unique(use.first_heads()).reshape(use.row) for use in uses]
         pairs = zip(uses, rows, strict=True)
         numbers_of.append([use.leaf.spread(row, -1) for use, row in pairs])
