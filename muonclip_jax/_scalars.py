@@ -1,5 +1,6 @@
 """A run in numbers, to log."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -188,9 +189,7 @@ def _hyperparams(opt_state: Any) -> dict[str, Any]:
     known = [tuple(name for name, is_field in at if not is_field) for at, _ in found]
     if len(set(known)) < len(found):
         known = [tuple(name for name, _ in at) for at, _ in found]
-    alike = 0
-    while known and len({at[: alike + 1] for at in known}) == 1 and known[0][alike:]:
-        alike += 1
+    alike = len(os.path.commonprefix(known))
     # An `nnx.Optimizer` holds variables in place of arrays.
     return {
         "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)

@@ -103,12 +103,14 @@ class Heads:
                 "qk_clip needs attention_stats: tx.update(grads, state, params, "
                 "attention_stats=stats), with the statistics that "
                 "mc.record_attention(loss) returns or mc.attention_fn sows; pass "
-                "attention_stats={} for a model without attention"
+                "attention_stats={} for a model without attention. Flax's TrainState "
+                "passes on no statistics: call mc.clip_qk on its params after the step"
             )
         if isinstance(attention_stats, Combined):
             # A mask around qk_clip may hide layers that multi_steps has.
-            self._check_matched(attention_stats.of_layers)
-            return _to_row([attention_stats.of_layers[path] for path, _ in self.shapes])
+            found = attention_stats.of_layers
+            self._check_matched(found)
+            return _to_row([layer.check(found[layer.path])[0] for layer in self.layers])
         row = self._whole_row(read_attention_stats(attention_stats))
         # State is the same on all devices: one that is not would be refused by the
         # out_specs of shard_map, far from here.
