@@ -1,6 +1,6 @@
 """A run in numbers, to log."""
 
-import os
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -189,7 +189,8 @@ def _hyperparams(opt_state: Any) -> dict[str, Any]:
     known = [tuple(name for name, is_field in at if not is_field) for at, _ in found]
     if len(set(known)) < len(found):
         known = [tuple(name for name, _ in at) for at, _ in found]
-    alike = len(os.path.commonprefix(known))
+    levels = zip(*known, strict=False)
+    alike = len([*itertools.takewhile(lambda x: len(set(x)) == 1, levels)])
     # An `nnx.Optimizer` holds variables in place of arrays.
     return {
         "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)
