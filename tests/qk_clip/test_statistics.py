@@ -163,3 +163,20 @@ def test_one_head_takes_no_statistics_of_several(stack):
     np.testing.assert_allclose(clip((*stack, 1)), 1.0, rtol=1e-6)
     if not stack:
         np.testing.assert_allclose(clip(()), 1.0, rtol=1e-6)
+
+
+def test_one_head_of_a_reading_takes_no_statistics_of_several():
+    def loss(params, x):
+        query, key, value = (x @ params["attn"][name] for name in "qkv")
+        return jnp.sum(jax.nn.softmax(query @ key.T) @ value)
+
+    params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
+    x = jnp.eye(3, 4)
+    reading = mc.read_model(loss, params, x)
+    _, stats = mc.record_attention(loss)(params, x)
+    np.testing.assert_allclose(stats["attn"]["max_logits"], [1.0])
+    after = mc.clip_qk(params, stats, 0.25, model=reading)
+    np.testing.assert_allclose(after["attn"]["q"], jnp.eye(4) / 2, rtol=1e-6)
+    stats = {"attn": {"max_logits": jnp.ones(3)}}
+    with pytest.raises(ValueError, match=r"'attn/max_logits'.*\(3,\).*\(1,\)"):
+        mc.clip_qk(params, stats, 0.25, model=reading)
