@@ -168,6 +168,11 @@ class LayerReader:
                     "its query or key enters another summand of the logits at "
                     f"{at.line}"
                 )
+        for at, i, _ in path.factors if path else ():
+            if facts.of(at.inputs()[i]).events & self.events:
+                self.refusals.append(
+                    f"its query or key enters a factor of the logits at {at.line}"
+                )
         layer.refusal = self.refusals[0] if self.refusals else ""
         return layer
 

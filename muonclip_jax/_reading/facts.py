@@ -204,6 +204,13 @@ class Facts:
                 b.is_onehot and not a.is_deep
             )
             return out._replace(is_onehot=is_onehot)
+        if (
+            name == "sub"
+            and all(f.is_deep for f in inputs)
+            and all(self.graph.copied(x) for x in at.inputs())
+        ):
+            # Of all pairs: its square, summed over, has a product in it.
+            out = out._replace(pairs=out.pairs | self._new(at))
         if name not in KNOWN and out.is_weight:
             event = self._meet(at, out)
             return out._replace(is_weight=False, events=event, past=out.past | event)

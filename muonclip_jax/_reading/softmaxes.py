@@ -207,6 +207,8 @@ class Softmaxes:
                     is_known = isinstance(number, int | float) and number
                     number = number if is_known else math.nan
                     scale = scale * number if at.name == "mul" else scale / number
+                elif at.name in ("mul", "div"):
+                    path.nonlinear.append(at)  # of itself, as what it is divided by
                 elif at.name == "tanh":
                     path.caps.append((at, scale))
                 elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
@@ -264,7 +266,7 @@ class Softmaxes:
             if labels is not None:
                 found.append(frozenset().union(*(along[a] for a in axes)))
                 kept.update(*along)
-        if at.name == "mul":
+        if at.name in ("mul", "sub"):
             # What nothing comes of entry by entry was summed over.
             to = [self._dims(x, at.output()) for x in at.inputs()]
             own = shared(to)
@@ -315,7 +317,9 @@ class Softmaxes:
         is_of_data = any(f.has_data and not f.leaves for f in facts)
         has_examples = product.at.name != "mul" and bool(shared(product.to))
         is_sided = any(product.is_key)
-        return is_of_data and any(f.is_deep for f in facts) and has_examples and is_sided
+        return (
+            is_of_data and any(f.is_deep for f in facts) and has_examples and is_sided
+        )
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.

@@ -390,7 +390,9 @@ class Uses:
                 # do, the gate is the one along fewer dimensions, or of one-hot rows.
                 varied = [self._varied(x) for x in at.inputs()]
                 routed = [f.is_onehot or f.events & chosen for f in facts]
-                rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
+                rank = [
+                    len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)
+                ]
                 for j, move in moves(at, origin.k):
                     own, fact = tuple(map(move, origin.labels)), facts[j]
                     others = [i for i, f in enumerate(facts) if i != j and f != Fact()]
