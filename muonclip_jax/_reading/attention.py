@@ -142,6 +142,10 @@ class LayerReader:
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # as good as data
+        if any(p.at.name == "sub" for p in self.products):
+            self.refusals.append(
+                "query and key are subtracted, and their distance squared"
+            )
         if not self.exps:
             self.refusals.append("it is normalized by another function than a softmax")
         path = None
