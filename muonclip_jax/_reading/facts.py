@@ -324,7 +324,7 @@ class Facts:
     def _are_pairs(self, at: Eqn) -> bool:
         """Whether each operand is the same along dimensions that the result has."""
         out = at.output().shape
-        return all(x.shape != out or self.graph.copied(x) for x in at.inputs())
+        return all(x.shape != out for x in at.inputs())
 
     def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether what is no weight is the same for many of the result's entries."""

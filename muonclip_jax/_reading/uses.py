@@ -388,7 +388,8 @@ class Uses:
                 facts = self._facts.all_of(at.inputs())
                 # What was weighed before comes of a router, too: of two operands that
                 # do, the gate is the one along fewer dimensions, or of one-hot rows.
-                varied = [self._varied(x) for x in at.inputs()]
+                is_of = at.name in ("mul", *PRODUCTS)
+                varied = [self._varied(x) if is_of else set() for x in at.inputs()]
                 routed = [f.is_onehot or f.events & chosen for f in facts]
                 rank = [
                     len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)
@@ -413,9 +414,10 @@ class Uses:
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
-            # Entry by entry it is a gate of features, and no mixture of anything.
-            is_many = at.name != "mul" or self._graph.copied(at.inputs()[i])
-            if mine.weights and other.is_deep and is_many:
+            if mine.weights and other.is_deep:
+                # Entry by entry it is a gate of features, and no mixture of anything.
+                if at.name == "mul" and not self._graph.copied(at.inputs()[i]):
+                    continue
                 for _, router in self._routers(mine.weights & ~other.weights):
                     event = self._facts.event(router)
                     if not other.events & event:
