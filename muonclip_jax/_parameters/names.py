@@ -145,8 +145,7 @@ def kind(path: Path) -> str:
     is_gain = is_norm and is_kernel  # with a bias that is shorter, a layer
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
-    # `lm_head`, not `head_conv`, `pre_logits` nor `logit_key`; an array may be called so
-    # itself.
+    # `lm_head`, not `head_conv`, `pre_logits`, `logit_key`; an array may be called so.
     is_head = "W_U" in path[-2:] or any(
         x[:1] != ("pre",) and ((_HEADS | {"logit"}) & {*x[-1:]} or "logits" in x)
         for x in (module, called)

@@ -70,11 +70,20 @@ class Outputs:
             for leaf in self.kernels
             if alike[_twin(leaf)] < 2 and not stacks[leaf.own].depth
         }
-        # The layers in each module that have no name but a number.
+        # The layers of each module, and of others like it; those that have no name but
+        # a number, in order.
+        self.networks: dict[Any, set[Path]] = {}
+        self.sizes: dict[Any, set[tuple[int, ...]]] = {}
         self.chains: dict[Path, list[Leaf]] = {}
         for leaf in sorted(self.kernels, key=_in_order):
             if names.UNNAMED.fullmatch(leaf.module):
                 self.chains.setdefault(leaf.path[:-2], []).append(leaf)
+            module = _twin(leaf)[0][:-2]
+            self.networks.setdefault(module, set()).add(leaf.own)
+            self.sizes.setdefault(module, set()).add(leaf.shape[-2:])
+        for chain in self.chains.values():
+            alike = self.networks.setdefault(tuple(x.shape for x in chain), set())
+            alike |= {x.own for x in chain}
 
     def found(self) -> dict[Path, Verdict]:
         """New verdicts on kernels that write the output, or may, by their own paths."""
@@ -139,11 +148,9 @@ class Outputs:
             if not self._takers(leaf) - self._own_network(leaf)
         ]
         # Of one size in several places, they are compared with one another.
-        places: dict[int, set[Path]] = {}
-        for leaf in ends:
-            is_unnamed = leaf in self.chains.get(leaf.path[:-2], ())
-            place = leaf.path[: -2 if is_unnamed else -1]
-            places.setdefault(leaf.shape[-1], set()).add(place)
+        cut = [2 if x in self.chains.get(x.path[:-2], ()) else 1 for x in ends]
+        places = {(x.shape[-1], x.path[:-n]) for x, n in zip(ends, cut, strict=True)}
+        counts = Counter(size for size, _ in places)
         # Features that are taken and of which nothing gives as many are data, or are
         # joined, or of a picture that is flat now.
         joined = self.takers.keys() - self.given
@@ -168,7 +175,7 @@ class Outputs:
             is_cut |= has_windows and any(outputs % n == 0 for n in joined)
             is_sure = leaf.bias is not None and leaf.own in self.alone
             is_sure &= n_matrices > (1 if has_windows else 2) and not self._takers(leaf)
-            is_sure &= not is_cut and not is_window and len(places[outputs]) == 1
+            is_sure &= not is_cut and not is_window and counts[outputs] == 1
             is_sure &= not any(self.given[n - outputs] for n in joined - {2 * outputs})
             # A gate of few outputs may pick experts, or have one number for each head.
             is_sure &= not {"gate", "gating"} & {*names.words(leaf.module)}
@@ -188,20 +195,17 @@ class Outputs:
         Three unnamed layers or more, or a module with layers that lead from the outputs
         of this one to its inputs again; two layers that come back are a block.
         """
-        at, (features, outputs) = leaf.path[:-2], (_features(leaf), leaf.shape[-1])
-        chain = self.chains.get(at, [])
-        sizes = [x.shape for x in chain]
+        features, outputs = _features(leaf), leaf.shape[-1]
+        chain = self.chains.get(leaf.path[:-2], [])
         if leaf in chain:
-            is_last = len(chain) > 2 and leaf is chain[-1] and len({*sizes}) > 1
+            key = tuple(x.shape for x in chain)
+            is_last = len(chain) > 2 and leaf is chain[-1] and len({*key}) > 1
             is_last &= (leaf.bias is None) == (chain[0].bias is None)
-            chains = self.chains.values() if is_last else ()
-            alike = [x for x in chains if [y.shape for y in x] == sizes]
-            return {x.own for each in alike for x in each}
-        here = {x.shape[-2:] for x in self.kernels if x.path[:-2] == at}
-        is_last = features != outputs
-        is_last &= {(outputs, features), (features, features)} <= here
-        module = _twin(leaf)[0][:-2]
-        return {x.own for x in self.kernels if is_last and _twin(x)[0][:-2] == module}
+        else:
+            key = _twin(leaf)[0][:-2]
+            back = {(outputs, features), (features, features)}
+            is_last = features != outputs and back <= self.sizes[key]
+        return self.networks[key] if is_last else set()
 
     def _is_called_output(self, leaf: Leaf) -> bool:
         said = names.words(leaf.module)
