@@ -73,7 +73,8 @@ class ByNames:
             for at, name in enumerate(leaf.path if len(leaf.shape) == 2 else ()):
                 last = names.words(name)[-1:]
                 below = [x for x in leaf.path[at + 1 :] if not x.isdigit()]
-                is_gate = last in (("gate",), ("gates",)) and len(below) < 2
+                is_gate = last in (("gate",), ("gates",))
+                is_gate &= len(below) < (3 if last == ("gates",) else 2)
                 counts = experts.get(leaf.path[:at], set())
                 if last == ("router",) or (is_gate and {0, *leaf.shape} & counts):
                     self._routers[own] = leaf.path[:at], leaf.shape

@@ -29,6 +29,7 @@ _WINDOWS = {"bias tells", "convolution"}
 _HEAD = Verdict("head", None, "output head: nothing takes its outputs?")
 _OF_VOCABULARY = Verdict("head", None, "output head: as large as the vocabulary?")
 _MAY_BE_HEAD = Verdict("head", None, "may write the output", is_known=False)
+_MAY_BE_VECTOR = Verdict("vector", None, "may be no layer", is_known=False)
 
 
 class Outputs:
@@ -106,6 +107,14 @@ class Outputs:
             is_last = not at or (len(chain) > 1 and not self.tables)
             if is_last and not is_block and last.own in self.alone:
                 found |= {last.own: _MAY_BE_HEAD} if self._follows(last) else {}
+        # What repeated modules take is given by others, unless it is no product: a gate
+        # or a filter of places, entry by entry.
+        for leaf in self.kernels:
+            size, module = _features(leaf), self.networks[_twin(leaf)[0][:-2]]
+            is_plain = leaf.bias is None and len(leaf.shape) == 2
+            is_plain &= leaf.own not in self.alone and not names.is_layer(leaf.path)
+            if is_plain and not self.given[size] and self.takers[size] <= module:
+                found.setdefault(leaf.own, _MAY_BE_VECTOR)
         # Nobody knows what a kernel takes that a mask hides.
         if self.hides:
             found = {
@@ -209,7 +218,11 @@ class Outputs:
 
     def _is_called_output(self, leaf: Leaf) -> bool:
         said = names.words(leaf.module)
-        is_end = any(x.startswith(names.ENDS) for x in (*said[:1], *said[-1:]))
+        ends = [*said[:1], *said[-1:]]
+        # What says nothing is called what its module is: `final/linear`.
+        if leaf in self.chains.get(leaf.path[:-2], ())[-1:]:
+            ends += names.words("".join(leaf.path[-3:-2]))
+        is_end = any(x.startswith(names.ENDS) for x in ends)
         is_end &= leaf.own in self.alone and leaf.path[:-2] not in self.attention
         is_end &= self._follows(leaf)
         return is_end or not names.OUTPUTS.isdisjoint(said)

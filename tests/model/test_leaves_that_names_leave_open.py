@@ -184,6 +184,14 @@ LAST_OF_THEIR_NETWORK = {
         },
         {"linear/w"},
     ),
+    "a layer that says nothing in a module that does": (
+        {
+            "embed": {"embedding": jnp.ones((99, 64))},
+            "block": {"up": dense(64, 256), "down": dense(256, 64)},
+            "final": {"modulation": dense(64, 128), "linear": dense(64, 64)},
+        },
+        {"final/linear/kernel"},
+    ),
     "joined with what another gives": (
         {
             "cross": [dense(416, 416) for _ in range(2)],
@@ -199,6 +207,16 @@ LAST_OF_THEIR_NETWORK = {
 def test_what_only_its_own_network_would_take_is_asked_about(name):
     params, expected = LAST_OF_THEIR_NETWORK[name]
     assert asked(params) == expected
+
+
+def test_what_repeated_modules_take_from_nobody_may_be_no_product():
+    """A filter of 49 places, entry by entry; tokens are mixed by layers with a bias."""
+    block = {"up": dense(64, 256), "down": dense(256, 64)}
+    filters = block | {"filter": {"kernel": jnp.ones((49, 64))}}
+    params = {"blocks": [filters, filters], "head": dense(64, 10)}
+    assert asked(params) == {f"blocks/{i}/filter/kernel" for i in range(2)}
+    mixer = block | {"mix": run("Dense_", 49, 32, 49)}
+    assert not asked({"blocks": [mixer, mixer], "head": dense(64, 10)})
 
 
 NEXT_TO = {
@@ -235,6 +253,12 @@ def test_gates_in_a_list_are_what_the_list_is_called():
     tower = dense(64, 1)
     labels = mc.param_labels({"experts": experts, "gates": gates, "tower": tower})
     assert [x["kernel"] for x in labels["gates"]] == ["router"] * 2
+    named = {
+        "experts": experts,
+        "gates": {"a": gates[0], "b": gates[1]},
+        "tower": tower,
+    }
+    assert mc.param_labels(named)["gates"]["b"]["kernel"] == "router"
     cell = {"gates": [dense(96, 64) for _ in range(4)]}
     labels = mc.param_labels({"cell": cell, "proj": dense(64, 96)})
     assert [x["kernel"] for x in labels["cell"]["gates"]] == ["matrix"] * 4
