@@ -116,14 +116,14 @@ def params_of(params: Any) -> Any:
     def is_module(x: Any) -> bool:
         return isinstance(x, eqx.Module)
 
-    def is_float(x: Any) -> bool:
-        return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-    def floats(x: Any) -> Any:
-        return jax.tree.map(lambda x: x if is_float(x) else None, x)
+    def if_float(x: Any) -> Any:
+        is_float = is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return x if is_float else None
 
     return jax.tree.map(
-        lambda x: floats(x) if is_module(x) else x, params, is_leaf=is_module
+        lambda x: jax.tree.map(if_float, x) if is_module(x) else x,
+        params,
+        is_leaf=is_module,
     )
 
 
