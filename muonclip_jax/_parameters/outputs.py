@@ -13,7 +13,7 @@ another kernel: one layer alone, such as a part of a model has, is a matrix.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from . import names
@@ -154,7 +154,7 @@ class Outputs:
             leaf
             for leaf in self.kernels
             if not _is_in_block(leaf) and leaf.own not in found
-            if not self._takers(leaf) - self._own_network(leaf)
+            if self._is_end(leaf, self._own_network(leaf))
         ]
         # Of one size in several places, they are compared with one another.
         cut = [2 if x in self.chains.get(x.path[:-2], ()) else 1 for x in ends]
@@ -183,7 +183,7 @@ class Outputs:
             # A decoder of pictures unfolds features to what its first window takes.
             is_cut |= has_windows and any(outputs % n == 0 for n in joined)
             is_sure = leaf.bias is not None and leaf.own in self.alone
-            is_sure &= n_matrices > (1 if has_windows else 2) and not self._takers(leaf)
+            is_sure &= n_matrices > (1 if has_windows else 2) and self._is_end(leaf)
             is_sure &= not is_cut and not is_window and counts[outputs] == 1
             is_sure &= not any(self.given[n - outputs] for n in joined - {2 * outputs})
             # A gate of few outputs may pick experts, or have one number for each head.
@@ -195,8 +195,10 @@ class Outputs:
                 decided[leaf.own] = _HEAD if is_sure else _MAY_BE_HEAD
         return decided
 
-    def _takers(self, leaf: Leaf) -> set[Path]:
-        return self.takers.get(leaf.shape[-1], set()) - {leaf.own}
+    def _is_end(self, leaf: Leaf, network: Collection[Path] = ()) -> bool:
+        """Whether nothing takes its outputs, but the layer itself and its network."""
+        takers = self.takers.get(leaf.shape[-1], ())
+        return all(own == leaf.own or own in network for own in takers)
 
     def _own_network(self, leaf: Leaf) -> set[Path]:
         """The kernels of the network that ends in this one, and of those like it.
