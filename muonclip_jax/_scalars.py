@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 
 from ._layout.layout import read_layout
-from ._model.attention_layers import Attention, attention_of
+from ._model.attention_layers import Attention, attention_of, Layers
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
@@ -123,7 +123,7 @@ def scalars(
 
 
 def _of_heads(
-    state: QKClipState, params: Any, attention: Attention | None, each: bool
+    state: QKClipState, params: Any, attention: Layers | None, each: bool
 ) -> dict[str, Any]:
     """What QK-Clip saw and did: in all, by layer, and of each head."""
     heads = Heads(read_layout(params), attention)

@@ -29,9 +29,9 @@ from .._layout.layout import (
 from .._layout.zeros import replicated
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
-    Attention,
     AttentionLayer,
     check_none_overlooked,
+    Layers,
     READ_IT,
     resolve_attention,
     show_layer,
@@ -72,9 +72,9 @@ class Heads:
     the heads change neither the state nor which layer a head belongs to.
     """
 
-    def __init__(self, layout: Layout, attention: Attention | None):
+    def __init__(self, layout: Layout, attention: Layers | None):
         tree = layout.whole
-        layers, leaf_at = resolve_attention(attention, tree), tree.by_path()
+        layers, leaf_at = resolve_attention(attention, tree)
         if attention is None:
             check_none_overlooked(tree, layers)
         self._cut_at = cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
@@ -263,14 +263,15 @@ def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
 
 
 def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
-    """True for a layer to be clipped; `optax.masked` may hide one, but only whole."""
+    """True for a layer to be clipped; one may be hidden, but only whole."""
     own = [layer.path_of(leaf) for leaf in layer.leaves]
     hidden = [path for path in own if is_masked(leaf_at[path])]
     if hidden and len(hidden) < len(own):
         raise ValueError(
-            f"the mask hides {show_all(hidden)} but not the rest of attention "
-            f"layer '{show_layer(layer)}'; QK-Clip scales kernels and "
-            "biases together"
+            f"a mask hides {show_all(hidden)}, or the params lack them, but not the "
+            f"rest of attention layer '{show_layer(layer)}', and QK-Clip scales all of "
+            "them together. Where a part of what model= was read from is trained, as "
+            "with wrt=nnx.LoRAParam, use mc.muon, which does not clip"
         )
     return not hidden
 
