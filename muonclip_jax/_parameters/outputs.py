@@ -10,6 +10,7 @@ What is sure goes to AdamW. What may be so is asked about, but only where it fol
 another kernel: one layer alone, such as a part of a model has, is a matrix.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -111,12 +112,13 @@ class Outputs:
             is_last &= not is_block and not has_head
             if is_last or (len(chain) > 2 and points == [last]):
                 found.setdefault(last.own, _MAY_BE_HEAD)
-        # What repeated modules take is given by others, unless it is no product: a gate
-        # or a filter of places, entry by entry.
+        # What numbered modules take is given by others, unless it is no product: a gate
+        # or a filter of places, entry by entry, with the features of others.
         for leaf in self.kernels:
             size, module = _features(leaf), self.networks[_twin(leaf)[0][:-2]]
             is_plain = leaf.bias is None and len(leaf.shape) == 2
-            is_plain &= self.alike[_twin(leaf)] > 1 and not names.is_layer(leaf.path)
+            is_plain &= 1 < self.alike[_twin(leaf)] < self.given[leaf.shape[-1]]
+            is_plain &= not (names.is_layer(leaf.path) or _is_in_block(leaf))
             if is_plain and not self.given[size] and self.takers[size] <= module:
                 found.setdefault(leaf.own, _MAY_BE_VECTOR)
         # Nobody knows what a kernel takes that a mask hides.
@@ -167,6 +169,9 @@ class Outputs:
         joined = self.takers.keys() - self.given
         has_windows = any(len(x.shape) > 3 for x in self.kernels)
         n_matrices = sum(x.numbers is not None for x in self.verdicts.values())
+        # Recurrent cells take inputs and their state, and give its gates at once.
+        sizes = [(_features(x), x.shape[-1]) for x in self.kernels if len(x.shape) == 2]
+        states = {n // k for m, n in sizes for k in (3, 4) if n % k == 0 and m > n // k}
         decided = {}
         for leaf in ends:
             outputs, is_window = leaf.shape[-1], len(leaf.shape) > 2
@@ -186,9 +191,8 @@ class Outputs:
             is_sure &= not any(self.given[n - outputs] for n in joined - {2 * outputs})
             # A gate of few outputs may pick experts, or have one number for each head.
             is_sure &= not {"gate", "gating"} & {*names.words(leaf.module)}
-            # Recurrent cells give several gates at once.
-            is_after_gates = any(self.given[n * _features(leaf)] for n in (3, 4))
-            is_after_gates &= leaf.own in self.alone and not is_window
+            is_after_gates = leaf.own in self.alone and _features(leaf) in states
+            is_after_gates &= not is_window
             if is_sure or is_after_gates or self._follows(leaf):
                 decided[leaf.own] = _HEAD if is_sure else _MAY_BE_HEAD
         return decided
@@ -209,6 +213,8 @@ class Outputs:
             key = tuple(x.shape for x in chain)
             is_last = len({*key}) > 1 and leaf in chain[2:][-1:]
             is_last &= (leaf.bias is None) == (chain[0].bias is None)
+            pairs = itertools.pairwise(chain)
+            is_last = is_last and all(a.shape[-1] == _features(b) for a, b in pairs)
         else:
             key = _twin(leaf)[0][:-2]
             back = {(outputs, features), (features, features)}
