@@ -230,6 +230,8 @@ class ByNames:
         inner, window = shape[-2], shape[:-2]
         if leaf.is_turned:  # its outputs were in front, then its inputs
             inner, window = shape[0], shape[1:-1]
+            if max(window) > _PATCH and not bias:  # or in front, as Flax has its window
+                return self._asked(leaf)
         is_window = is_conv or without_ones(bias) == shape[-1:]
         is_window |= len(window) > 1 and len(set(window)) == 1
         if inner == 1 and is_window and set(window) != {1}:

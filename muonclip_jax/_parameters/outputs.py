@@ -10,6 +10,7 @@ What is sure goes to AdamW. What may be so is asked about, but only where it fol
 another kernel: one layer alone, such as a part of a model has, is a matrix.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -65,7 +66,7 @@ class Outputs:
         ]
         self.given = Counter(leaf.shape[-1] for leaf in self.kernels)
         # Layers of repeated blocks are as many as there are blocks.
-        alike = Counter(map(_twin, leaves.values()))
+        self.alike = alike = Counter(map(_twin, leaves.values()))
         self.alone = {
             leaf.own
             for leaf in self.kernels
@@ -91,28 +92,33 @@ class Outputs:
         found = self._of_vocabulary()
         found |= self._ends(found)
         for leaf in self.kernels:
-            if self._is_called_output(leaf) or self._is_point_after_windows(leaf):
+            if self._is_called_output(leaf):
                 found.setdefault(leaf.own, _MAY_BE_HEAD)
         # Where nothing else writes the output, the last of unnamed layers may; where a
         # table may be tied, only the one at the root.
         is_row = any(x.why == "one output" for x in self.verdicts.values())
         has_head = is_row or bool(self.heads)
         has_head |= any(x.label == "head" for x in found.values())
-        for at, chain in {} if has_head else self.chains.items():
+        for at, chain in self.chains.items():
             first, last = chain[0], chain[-1]
             # Layers of one shape are a stack of blocks; two that come back are a block.
             is_block = len({x.shape for x in chain}) == 1 < len(chain)
             comes_back = len(chain) == 2 and first.shape == last.shape[::-1]
             is_block |= comes_back and bool(at or self.tables)
             is_last = not at or (len(chain) > 1 and not self.tables)
-            if is_last and not is_block and last.own in self.alone:
-                found |= {last.own: _MAY_BE_HEAD} if self._follows(last) else {}
-        # What repeated modules take is given by others, unless it is no product: a gate
-        # or a filter of places, entry by entry.
+            is_last &= last.own in self.alone and self._follows(last)
+            # One point, `(1, 1, in, out)`, ends the windows of a detector's head.
+            points = [x for x in chain if {*x.shape[:-2]} == {1}]
+            is_last &= not is_block and not has_head
+            if is_last or (len(chain) > 2 and points == [last]):
+                found.setdefault(last.own, _MAY_BE_HEAD)
+        # What numbered modules take is given by others, unless it is no product: a gate
+        # or a filter of places, entry by entry, with the features of others.
         for leaf in self.kernels:
             size, module = _features(leaf), self.networks[_twin(leaf)[0][:-2]]
             is_plain = leaf.bias is None and len(leaf.shape) == 2
-            is_plain &= leaf.own not in self.alone and not names.is_layer(leaf.path)
+            is_plain &= 1 < self.alike[_twin(leaf)] < self.given[leaf.shape[-1]]
+            is_plain &= not (names.is_layer(leaf.path) or _is_in_block(leaf))
             if is_plain and not self.given[size] and self.takers[size] <= module:
                 found.setdefault(leaf.own, _MAY_BE_VECTOR)
         # Nobody knows what a kernel takes that a mask hides.
@@ -128,9 +134,8 @@ class Outputs:
             is_one = leaf.path[:-2] and leaf.module == "head"
             if is_one and leaf.shape[-1] in self.takers:
                 numbers = leaf.numbers((-2,), (-1,))
-                found[leaf.own] = Verdict(
-                    "matrix", numbers, "may be no head", "", False
-                )
+                doubt = Verdict("matrix", numbers, "may be no head", is_known=False)
+                found[leaf.own] = doubt
         return found
 
     def _of_vocabulary(self) -> dict[Path, Verdict]:
@@ -157,28 +162,26 @@ class Outputs:
             if self._is_end(leaf, self._own_network(leaf))
         ]
         # Of one size in several places, they are compared with one another.
-        cut = [2 if x in self.chains.get(x.path[:-2], ()) else 1 for x in ends]
-        places = {(x.shape[-1], x.path[:-n]) for x, n in zip(ends, cut, strict=True)}
+        places = {(x.shape[-1], self._chain(x)[0].own) for x in ends}
         counts = Counter(size for size, _ in places)
         # Features that are taken and of which nothing gives as many are data, or are
         # joined, or of a picture that is flat now.
         joined = self.takers.keys() - self.given
         has_windows = any(len(x.shape) > 3 for x in self.kernels)
         n_matrices = sum(x.numbers is not None for x in self.verdicts.values())
+        # Recurrent cells take inputs and their state, and give its gates at once.
+        sizes = [(_features(x), x.shape[-1]) for x in self.kernels if len(x.shape) == 2]
+        states = {n // k for m, n in sizes for k in (3, 4) if n % k == 0 and m > n // k}
         decided = {}
         for leaf in ends:
             outputs, is_window = leaf.shape[-1], len(leaf.shape) > 2
-            if (
-                is_window
-                and outputs > _COLORS
-                and any(n % outputs == 0 for n in joined)
-            ):
+            is_flat = is_window and outputs > _COLORS
+            if is_flat and any(n % outputs == 0 for n in joined):
                 continue
             # Fused projections, gates and modulations are cut; one at the root may be.
             parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
             is_cut = outputs % _features(leaf) == 0 or bool(self.takers.keys() & parts)
-            chain = self.chains.get(leaf.path[:-2], [])
-            if is_cut and leaf.path[:-2] and not (len(chain) > 2 and leaf is chain[-1]):
+            if is_cut and leaf.path[:-2] and leaf not in self._chain(leaf)[2:][-1:]:
                 continue
             # A decoder of pictures unfolds features to what its first window takes.
             is_cut |= has_windows and any(outputs % n == 0 for n in joined)
@@ -188,9 +191,8 @@ class Outputs:
             is_sure &= not any(self.given[n - outputs] for n in joined - {2 * outputs})
             # A gate of few outputs may pick experts, or have one number for each head.
             is_sure &= not {"gate", "gating"} & {*names.words(leaf.module)}
-            # Recurrent cells give several gates at once.
-            is_after_gates = any(self.given[n * _features(leaf)] for n in (3, 4))
-            is_after_gates &= leaf.own in self.alone and not is_window
+            is_after_gates = leaf.own in self.alone and _features(leaf) in states
+            is_after_gates &= not is_window
             if is_sure or is_after_gates or self._follows(leaf):
                 decided[leaf.own] = _HEAD if is_sure else _MAY_BE_HEAD
         return decided
@@ -206,35 +208,34 @@ class Outputs:
         Three unnamed layers or more, or a module with layers that lead from the outputs
         of this one to its inputs again; two layers that come back are a block.
         """
-        features, outputs = _features(leaf), leaf.shape[-1]
-        chain = self.chains.get(leaf.path[:-2], [])
-        if leaf in chain:
+        features, outputs, chain = _features(leaf), leaf.shape[-1], self._chain(leaf)
+        if chain[1:]:
             key = tuple(x.shape for x in chain)
-            is_last = len(chain) > 2 and leaf is chain[-1] and len({*key}) > 1
+            is_last = len({*key}) > 1 and leaf in chain[2:][-1:]
             is_last &= (leaf.bias is None) == (chain[0].bias is None)
+            pairs = itertools.pairwise(chain)
+            is_last = is_last and all(a.shape[-1] == _features(b) for a, b in pairs)
         else:
             key = _twin(leaf)[0][:-2]
             back = {(outputs, features), (features, features)}
             is_last = features != outputs and back <= self.sizes[key]
         return self.networks[key] if is_last else set()
 
+    def _chain(self, leaf: Leaf) -> list[Leaf]:
+        """The unnamed layers of its module, if it is one; else a layer by itself."""
+        chain = self.chains.get(leaf.path[:-2], [])
+        return chain if leaf in chain else [leaf]
+
     def _is_called_output(self, leaf: Leaf) -> bool:
         said = names.words(leaf.module)
         ends = [*said[:1], *said[-1:]]
         # What says nothing is called what its module is: `final/linear`.
-        if leaf in self.chains.get(leaf.path[:-2], ())[-1:]:
+        if names.UNNAMED.fullmatch(leaf.module) and leaf is self._chain(leaf)[-1]:
             ends += names.words("".join(leaf.path[-3:-2]))
         is_end = any(x.startswith(names.ENDS) for x in ends)
         is_end &= leaf.own in self.alone and leaf.path[:-2] not in self.attention
         is_end &= self._follows(leaf)
         return is_end or not names.OUTPUTS.isdisjoint(said)
-
-    def _is_point_after_windows(self, leaf: Leaf) -> bool:
-        """Checks for `(1, 1, in, out)` after windows alone, as in detectors' heads."""
-        chain = self.chains.get(leaf.path[:-2], [])
-        are_points = [{*x.shape[:-2]} == {1} for x in chain]
-        is_one = are_points[-1:] == [True] and sum(are_points) == 1
-        return is_one and len(chain) > 2 and leaf is chain[-1]
 
     def _follows(self, leaf: Leaf) -> bool:
         """Whether another kernel gives what this one takes."""

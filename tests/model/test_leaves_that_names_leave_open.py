@@ -246,6 +246,12 @@ def test_arrays_of_the_shape_of_what_is_next_to_them_are_asked_about(name):
     assert asked({"mlp": mlp} | params) == expected
 
 
+def test_a_weight_whose_window_is_in_front_is_asked_about():
+    """As `weight` of PyTorch it would have windows of 64 x 64."""
+    layers = {"fc": weight(64, 64), "conv": arrays(weight=(3, 3, 64, 64))}
+    assert asked({"synthesis": layers}) == {"synthesis/conv/weight"}
+
+
 def test_gates_in_a_list_are_what_the_list_is_called():
     """One for each task, of mixtures of experts; in a recurrent cell, layers."""
     experts = [run("Dense_", 39, 128, 64) for _ in range(4)]
