@@ -50,7 +50,7 @@ from muonclip_jax._newton_schulz.precondition import norm_by_hypotenuses
 from muonclip_jax._newton_schulz.solver import make_solver, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
-from muonclip_jax._qk_clip.qk_clip import gammas
+from muonclip_jax._qk_clip.heads import gammas
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph

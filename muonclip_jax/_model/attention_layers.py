@@ -139,6 +139,13 @@ def flax_attention_layers(
         >>> layer.path, layer.query[0].path
         ('attn', 'query/kernel')
     """
+    if getattr(params, "shape", None) == ():
+        # No layers would be found in it, and nothing would be clipped.
+        raise ValueError(
+            "flax_attention_layers needs the params, got a number, such as the step: "
+            "optax.inject_hyperparams calls all functions as schedules, unless it is "
+            'given static_args=("attention",)'
+        )
     return _by_names(paths.flatten(params), stack_axes)
 
 

@@ -142,6 +142,10 @@ class LayerReader:
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # as good as data
+        if any(p.at.name == "sub" for p in self.products):
+            self.refusals.append(
+                "query and key are subtracted, and their distance squared"
+            )
         if not self.exps:
             self.refusals.append("it is normalized by another function than a softmax")
         path = None
@@ -167,6 +171,11 @@ class LayerReader:
                 self.refusals.append(
                     "its query or key enters another summand of the logits at "
                     f"{at.line}"
+                )
+        for at, i, _ in path.factors if path else ():
+            if facts.of(at.inputs()[i]).events & self.events:
+                self.refusals.append(
+                    f"its query or key enters a factor of the logits at {at.line}"
                 )
         layer.refusal = self.refusals[0] if self.refusals else ""
         return layer

@@ -198,6 +198,9 @@ class Facts:
                 b.is_onehot and not a.is_deep
             )
             return out._replace(is_onehot=is_onehot)
+        if name == "sub" and all(f.is_deep for f in inputs) and self._are_pairs(at):
+            # Of all pairs: its square, summed over, has a product in it.
+            out = out._replace(pairs=out.pairs | self._new(at))
         if name not in KNOWN and out.is_weight:
             event = self._meet(at, out)
             return out._replace(is_weight=False, events=event, past=out.past | event)
@@ -302,6 +305,11 @@ class Facts:
         is_sum = at.name in ("add", "sub")
         sizes = [sum(n > 1 for n in x.shape) for x in data]
         return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
+
+    def _are_pairs(self, at: Eqn) -> bool:
+        """Whether each operand is the same along dimensions that the result has."""
+        out = at.output().shape
+        return all(x.shape != out for x in at.inputs())
 
     def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether what is no weight is the same for many of the result's entries."""

@@ -153,6 +153,8 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
         if not own or not moves(at, 0):
             return found
+        if at.name in ("mul", "div") and len(own) > 1:
+            return found  # what is divided by a spread of its own is no shift
         if at.name == "sub" and own[0] == 0:
             if maxima := reader.maxima(inputs[1], bits):
                 axes = tuple(maxima[0].eqn.params["axes"])

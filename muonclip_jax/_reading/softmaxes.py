@@ -249,6 +249,8 @@ class Softmaxes:
                 path.factors.append((at, other, origin.labels))
                 number = known_number(inputs[other])
                 scale = scale * number if at.name == "mul" else scale / number
+            elif at.name in ("mul", "div"):
+                path.nonlinear.append(at)  # of itself, as what it is divided by
             elif at.name == "tanh":
                 path.caps.append((at, scale))
             elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
@@ -296,7 +298,7 @@ class Softmaxes:
             if along is not None:
                 found.append(frozenset().union(*(along[a] for a in axes)))
                 kept.update(*along)
-        if at.name == "mul":
+        if at.name in ("mul", "sub"):
             # What nothing comes of entry by entry was summed over.
             to = [self._dims(x, at.output()) for x in at.inputs()]
             own = shared(to)

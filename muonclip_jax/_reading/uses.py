@@ -43,6 +43,8 @@ class Note(NamedTuple):
 # Which of several is greatest may decide where activations go.
 _CHOICES = names("argmax argmin top_k approx_top_k sort")
 
+_MULTIPLIES = PRODUCTS | {"mul"}
+
 # Linear algebra may hide what it does with parameters, but no attention.
 _ALGEBRA = names(
     "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
@@ -353,24 +355,20 @@ class Uses:
             at = origin.at
             if at is None or (at.name in PRODUCTS and contracted(at.eqn)):
                 return
-            facts = self._facts.all_of(at.inputs())
+            facts, is_product = self._facts.all_of(at.inputs()), at.name in _MULTIPLIES
             # What was weighed before comes of a router, too: of two operands that do,
             # the gate is the one along fewer dimensions, or of one-hot rows.
-            varied = [self._varied(x) for x in at.inputs()]
+            varied = [self._varied(x) if is_product else set() for x in at.inputs()]
             routed = [f.is_onehot or f.events & self.chosen for f in facts]
             rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
             for i, move in moves(at, origin.k):
                 others = [j for j, f in enumerate(facts) if i != j and f != Fact()]
-                is_gate = routed[i] and all(
-                    rank[i] < rank[j] or not routed[j] for j in others
-                )
-                is_product = at.name in ("mul", *PRODUCTS) and others
-                if is_product and (is_gate or self._routers(facts[i].weights)):
+                is_least = all(rank[i] < rank[j] or not routed[j] for j in others)
+                is_gate = (routed[i] and is_least) or self._routers(facts[i].weights)
+                if is_product and others and is_gate:
+                    axes = varied[i]
                     own = enumerate(map(move, origin.labels))
-                    along_gate = varied[i]
-                    dims.update(
-                        d for d, x in own if any(x.shape[a] > 1 for a in along_gate)
-                    )
+                    dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
                 elif facts[i].is_deep:
                     yield i, None
 
@@ -380,9 +378,10 @@ class Uses:
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
+            if not (mine.weights and other.is_deep):
+                continue
             # Entry by entry it is a gate of features, and no mixture of anything.
-            is_many = at.name != "mul" or self._reader.is_repeated(at, i)
-            if mine.weights and other.is_deep and is_many:
+            if at.name != "mul" or self._reader.is_repeated(at, i):
                 for _, router in self._routers(mine.weights & ~other.weights):
                     self.chosen |= self._facts.event(router) & ~other.events
 

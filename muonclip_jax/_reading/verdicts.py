@@ -104,9 +104,16 @@ def _axes(
             if vote["input?"] or vote["output?"]:
                 roles[i] = "input" if vote["input?"] else "output"
     # Summed over with another parameter: the side of the matrix that is missing. One
-    # between two others is summed over on both sides.
-    missing = "output" if "input" in roles.values() else "input"
-    roles = dict.fromkeys(ranks, missing) | roles
+    # between two others is summed over on both sides. Where no side is missing, it is
+    # a stack of which a sum is the matrix.
+    if not {"input", "output"} <= {*roles.values()}:
+        missing = "output" if "input" in roles.values() else "input"
+        # Heads and their features in one axis are an output, and summed over.
+        ranks = ranks or [i for i, vote in enumerate(votes) if vote["rank"]]
+        own = [i for i in ranks if i not in roles]
+        roles |= dict.fromkeys(
+            own or (ranks if len(ranks) < len(roles) else []), missing
+        )
     inputs, outputs = (
         tuple(sorted(i for i in roles if roles[i] == side))
         for side in ("input", "output")
