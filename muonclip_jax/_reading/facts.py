@@ -75,8 +75,6 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
-_COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
-
 _BY_ITSELF = names("mul div")
 
 _RANDOM = names(
@@ -103,8 +101,6 @@ class Facts:
         self._bits: dict[Any, int] = {}
         self._events: dict[Any, int] = {}
         self._past_of: dict[int, int] = {}
-        # Products whose entries are compared along an axis, or summed up.
-        self.compared = 0
         self.own = 0  # events in which weights are applied to find their own norm
         self._of: dict[tuple[int, int], Fact] = {}
         own = graph.is_parameter
@@ -210,8 +206,6 @@ class Facts:
             return out._replace(is_weight=False, events=event, past=out.past | event)
         if name in ELEMENTWISE - {"mul", "div"} or name in ("max", "min"):
             out = out._replace(bent=out.bent | out.products)
-        elif name in _COMPARES and not out.weights:
-            self.compared |= out.products
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 

@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 
 from .facts import Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels, Origin
+from .jaxprs import names
 from .labels import either, Label, moved, small
 from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
+
+
+# Of entries along an axis.
+_COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
 
 class Product(NamedTuple):
@@ -109,6 +114,8 @@ class Softmaxes:
         # The sums by which softmaxes divide, with the products that they are of.
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
+        # Where entries of products are compared along axes, or summed up.
+        self.compared = list(self._comparisons())
         # Parameters that no gradient reaches are as good as data.
         trained = union(x.trained for x in facts.outputs)
         self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
@@ -126,6 +133,18 @@ class Softmaxes:
                 continue
             if bits := self.facts.of(atom).unshared:
                 yield bits, (atom, axes)
+
+    def _comparisons(self) -> Iterator[tuple[int, Over]]:
+        for at in self.equations:
+            if at.name not in _COMPARES:
+                continue
+            params = at.eqn.params
+            one = params.get("dimension", params.get("axis", -1))  # of a sort, a scan
+            axes = params.get("axes", (one,))
+            for atom in at.inputs():
+                fact = self.facts.of(atom)
+                if fact.products and not fact.weights:
+                    yield fact.products, (atom, tuple(axes))
 
     def all(self) -> Iterator[Softmax]:
         """Groups of products that were normalized and weigh activations."""
@@ -153,11 +172,40 @@ class Softmaxes:
             if at.i not in at.frame.inside and contracted(at.eqn):
                 facts = self.facts.all_of(at.inputs())
                 for i, (a, b) in enumerate((facts, facts[::-1])):
-                    bits = a.bent & self.facts.compared & ~seen
-                    if bits and b.is_deep and not bits & b.products:
+                    axes = tuple(pair[i] for pair in contracted(at.eqn))
+                    over = at.inputs()[i], axes
+                    bits = a.bent & ~seen
+                    if not b.is_deep or bits & b.products:
+                        continue
+                    if bits := self._compared_along(bits, over):
                         seen |= bits
-                        axes = tuple(pair[i] for pair in contracted(at.eqn))
-                        yield Softmax(bits, [], [(at.inputs()[i], axes)])
+                        yield Softmax(bits, [], [over])
+
+    def _compared_along(self, bits: int, over: Over) -> int:
+        """The products whose entries are compared along what they are weighed over.
+
+        A norm compares features, and then values may be summed over the tokens.
+        """
+
+        def dims(bit: int, atom: Atom, axes: tuple[int, ...]) -> set[int]:
+            along = self._along(bit, atom) or []
+            return set().union(*(along[a] for a in axes if along))
+
+        kept = 0
+        for bit in (1 << i for i in members(bits)):
+            places = [x for b, x in self.compared if b & bit]
+            if places and (own := dims(bit, *over)):
+                kept |= bit if any(own & dims(bit, *x) for x in places) else 0
+        return kept
+
+    def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
+        """For each axis of what a product became, its dimensions that this comes of."""
+        at = self.facts.products[bit]
+        labels, _ = self.to_product(atom, atom.each(), bit)
+        if labels is None:
+            return None
+        lead, rank = len(at.frame.lead), len(at.output().shape)
+        return [{d for d in range(rank) if x.shape[lead + d] > 1} for x in labels]
 
     def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Over]]:
         """The products whose exponentials weigh other activations here."""
@@ -240,18 +288,14 @@ class Softmaxes:
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
         """A product, with its dimensions that the softmax is over."""
-        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
+        bit, dims = self.facts.product(at), at.output().shape
         found: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
-            labels, _ = self.to_product(atom, atom.each(), bit)
-            along = [
-                {d for d in range(len(dims)) if label.shape[lead + d] > 1}
-                for label in labels or ()
-            ]
-            if labels is not None:
+            along = self._along(bit, atom)
+            if along is not None:
                 found.append(frozenset().union(*(along[a] for a in axes)))
                 kept.update(*along)
         if at.name in ("mul", "sub"):
