@@ -8,7 +8,13 @@ import optax
 
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixView, plan_stacks
-from ._model.attention_layers import Attention, resolve_attention, ROLES
+from ._model.attention_layers import (
+    Attention,
+    Layers,
+    LayersRead,
+    resolve_attention,
+    ROLES,
+)
 from ._model.per_head import heads_apart
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
@@ -100,7 +106,7 @@ def describe(
         for view, verdict in zip(views, verdicts, strict=True)
     ]
     read = model if attention is None else None
-    layers = attention if read is None else list(read.attention)
+    layers = attention if read is None else LayersRead(read)
     roles, refusal = _roles_or_refusal(layers, tree)
     columns: list[Row] = [_COLUMNS]
     entries = zip(*tree[:2], views, optimizers, verdicts, strict=True)
@@ -209,11 +215,11 @@ def _matrices(view: MatrixView) -> str:
 
 
 def _roles_or_refusal(
-    attention: Attention | None, tree: paths.PathedTree
+    attention: Layers | None, tree: paths.PathedTree
 ) -> tuple[dict[paths.Path, list], str]:
     """The roles of each leaf that carries heads, by path, or why there are none."""
     try:
-        layers = resolve_attention(attention, tree)
+        layers, _ = resolve_attention(attention, tree)
     except ValueError as error:
         # A wrong `attention=` is the caller's mistake. Attention that was only looked
         # for is no reason to withhold the table, which helps to describe it.

@@ -48,6 +48,10 @@ def muonclip(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
 
+    Nothing may come after it in a chain: what changes its updates undoes the clip. Put
+    `optax.clip_by_global_norm` before it, a factor in the learning rate, and use
+    [`multi_steps`][] in place of `optax.apply_every`.
+
     **Arguments:** in four groups. The model and where it is:
 
     - `model`: what [`read_model`][] returns. Without it names and shapes tell.

@@ -1,5 +1,6 @@
 """A run in numbers, to log."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +12,14 @@ import optax
 from jax.core import Tracer
 
 from ._layout.layout import read_layout
-from ._model.attention_layers import Attention, attention_of
+from ._model.attention_layers import Attention, attention_of, Layers
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
 from ._parameters.given import Model
 from ._qk_clip.heads import Heads
 from ._qk_clip.multi_steps import MultiStepsState
-from ._qk_clip.qk_clip import QKClipState
+from ._qk_clip.qk_clip import QKClipState, states_in
 
 
 def scalars(
@@ -122,7 +123,7 @@ def scalars(
 
 
 def _of_heads(
-    state: QKClipState, params: Any, attention: Attention | None, each: bool
+    state: QKClipState, params: Any, attention: Layers | None, each: bool
 ) -> dict[str, Any]:
     """What QK-Clip saw and did: in all, by layer, and of each head."""
     heads = Heads(read_layout(params), attention)
@@ -158,16 +159,16 @@ def _of_heads(
 
 
 def _clip_state(opt_state: Any) -> QKClipState | None:
-    found = _states(opt_state, QKClipState)
+    found = states_in(opt_state, QKClipState)
     if not found:
         return None
     if len(found) > 1:
         raise ValueError(f"the optimizer has {len(found)} qk_clip states, expected one")
     # The outermost of either kind: an optax state inside of ours, which has combined
     # the statistics, is not found.
-    steps = _states(opt_state, (MultiStepsState, optax.MultiStepsState))
+    steps = states_in(opt_state, (MultiStepsState, optax.MultiStepsState))
     plain = [x for x in steps if isinstance(x, optax.MultiStepsState)]
-    if _states(plain, QKClipState):
+    if states_in(plain, QKClipState):
         warnings.warn(
             "qk_clip inside optax.MultiSteps sees the statistics of the last "
             "micro-batch alone and clips too little, unless you combine them yourself, "
@@ -180,12 +181,6 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
     )
 
 
-def _states(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
-    """The parts of an optimizer's state that are of a kind, the outermost of each."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in leaves if isinstance(x, kind)]
-
-
 def _hyperparams(opt_state: Any) -> dict[str, Any]:
     """The numbers of every `optax.inject_hyperparams`, each under a name of its own."""
     found = list(_injected(opt_state, ()))
@@ -194,9 +189,8 @@ def _hyperparams(opt_state: Any) -> dict[str, Any]:
     known = [tuple(name for name, is_field in at if not is_field) for at, _ in found]
     if len(set(known)) < len(found):
         known = [tuple(name for name, _ in at) for at, _ in found]
-    alike = 0
-    while known and len({at[: alike + 1] for at in known}) == 1 and known[0][alike:]:
-        alike += 1
+    levels = zip(*known, strict=False)
+    alike = len([*itertools.takewhile(lambda x: len(set(x)) == 1, levels)])
     # An `nnx.Optimizer` holds variables in place of arrays.
     return {
         "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)

@@ -51,7 +51,7 @@ from muonclip_jax._newton_schulz.newton_schulz import make_solver
 from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
-from muonclip_jax._qk_clip.qk_clip import gammas
+from muonclip_jax._qk_clip.heads import gammas
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph

@@ -1,5 +1,7 @@
 """The contract's list of bad uses, one by one: a ValueError that names the path."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -226,3 +228,15 @@ def test_attention_that_names_a_missing_leaf():
     )
     with pytest.raises(ValueError, match="'decoder/attn/wq', 'decoder/attn/wk'"):
         update(PARAMS, STATS, attention=[layer])
+
+
+def test_a_function_that_inject_hyperparams_called_as_a_schedule():
+    """Without a word it would find no layers in the step, and clip nothing."""
+    params = {"attn": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+    bound = functools.partial(mc.flax_attention_layers, stack_axes={})
+    for function in (mc.flax_attention_layers, bound):
+        tx = optax.inject_hyperparams(mc.qk_clip)(attention=function)
+        with pytest.raises(ValueError, match=r'static_args=\("attention",\)'):
+            tx.init(params)
+        tx = optax.inject_hyperparams(mc.qk_clip, "attention")(attention=function)
+        assert optax.tree.get(tx.init(params), "gamma").shape == (2,)

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from .._model.statistics import STATISTIC
 from .._options import function_or_none
-from .max_logits import max_logits, max_logits_at_once
+from .logits import logits_and_values, make_window
+from .max_logits import in_blocks, statistic
 
 
 #: Query, key, value and options to output and statistic.
@@ -94,9 +95,9 @@ def attention_fn(
         if is_causal:
             # Only then: a kernel that has no such argument works without.
             options["is_causal"] = is_causal
-        output, statistic = kernel(*arrays, **options)
+        output, found = kernel(*arrays, **options)
         if module is not None:
-            _sow(module, statistic)
+            _sow(module, found)
         return output
     common: dict[str, Any] = dict(
         bias=bias,
@@ -123,10 +124,11 @@ def attention_fn(
     if module is not None:
         # The same logits a second time, but not to XLA: where Flax calls jax.nn, whose
         # einsum ours repeats, it computes the product once for both.
+        shown = (_of_rank(query.ndim, bias), _of_rank(query.ndim, mask))
+        window = make_window(is_causal, None)
+        logits, _ = logits_and_values(query, key, [], *shown, None, None, None, window)
         by_jax = not by_linen and dropout_rate == 0
-        largest: Callable = max_logits_at_once if by_jax else max_logits
-        masks = {name: _of_rank(query.ndim, common[name]) for name in ("bias", "mask")}
-        _sow(module, largest(query, key, **masks, is_causal=is_causal))
+        _sow(module, statistic(logits if by_jax else in_blocks(logits)))
     if by_linen:
         # Linen's attention has no shared keys and no causal masks.
         group = query.shape[-2] // key.shape[-2]

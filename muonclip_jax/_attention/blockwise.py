@@ -3,7 +3,7 @@
 A running softmax over blocks of keys; the gradient recomputes the blocks.
 """
 
-import functools
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,9 @@ from .._axes import explicit_spec, on_automatic_axes
 from .._model.statistics import largest
 from .._options import whole_number
 from .logits import (
-    block_of,
-    Blocks,
     grouped,
-    logit_inputs,
-    LogitInputs,
+    Logits,
+    logits_and_values,
     make_window,
     product,
     result_specs,
@@ -80,51 +78,58 @@ def blockwise_attention(
         Milakov and Gimelshein, "Online normalizer calculation for softmax",
         arXiv:1805.02867; Dao et al., "FlashAttention", arXiv:2205.14135.
     """
-    inputs, (value,) = logit_inputs(
-        query, key, [value], bias, mask, query_segment_ids, key_segment_ids, scale
-    )
+    size = whole_number("block_size", block_size, 1)
+    ids = query_segment_ids, key_segment_ids
     window = make_window(is_causal, local_window_size)
-    blocks = Blocks(window, whole_number("block_size", block_size, 1))
-    results: Any = _attend_compiled(blocks, inputs, value)
-    return results[0], jax.lax.stop_gradient(results[1])
+    logits, (value,) = logits_and_values(
+        query, key, [value], bias, mask, *ids, scale, window, size
+    )
+    output, found = _attend_compiled(logits, value)
+    return output, jax.lax.stop_gradient(found)
 
 
 # The derivative is written by hand, since JAX differentiates no loop of a traced number
 # of trips, and skipping what a causal mask hides needs one. Loops over all blocks under
 # `jax.checkpoint` were measured to be 3 to 5 times slower: they go back through the
 # running rows, where the saved sum of a row gives the weights of any block at once.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, inputs: LogitInputs, value: jax.Array) -> Any:
-    return _attend_forward(blocks, inputs, value)[0]
+@jax.custom_vjp
+def _attend(logits: Logits, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _attend_forward(logits, value)[0]
 
 
 # Forward and gradient enter automatic axes each by itself, not both inside of one: what
 # is saved between them is then sharded as the caller's arrays.
-def _attend_forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
-    forward = functools.partial(_forward, blocks)
-    output, log_total, statistic = on_automatic_axes(
-        forward, inputs, value, results=result_specs(inputs.query)
+def _attend_forward(logits: Logits, value: jax.Array):
+    output, log_total, found = on_automatic_axes(
+        _forward, logits, value, results=result_specs(logits.query)
     )
-    return (output, statistic), (inputs, value, output, log_total)
+    return (output, found), (logits, value, output, log_total)
 
 
-def _attend_backward(blocks: Blocks, residuals, cotangents):
-    inputs, value, *_ = residuals
-    arrays = (inputs.query, inputs.key, value, inputs.bias, inputs.scale)
+def _attend_backward(residuals, cotangents):
+    logits, value, *_ = residuals
+    arrays = (logits.query, logits.key, value, logits.bias, logits.scale)
     # The statistic goes through a stop_gradient: its cotangent, the second, is zero.
     d_query, d_key, d_value, d_bias, d_scale = on_automatic_axes(
-        functools.partial(_gradient, blocks),
+        _gradient,
         *residuals,
         cotangents[0],
         results=jax.tree.map(explicit_spec, arrays),
     )
-    return LogitInputs(d_query, d_key, d_bias, *[None] * 5, d_scale), d_value  # pyright: ignore
+    of_logits = dataclasses.replace(
+        jax.tree.map(lambda _: None, logits),
+        query=d_query,
+        key=d_key,
+        bias=d_bias,
+        scale=d_scale,
+    )
+    return of_logits, d_value
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 # Compiled, since an eager call of a loop over new functions would compile it again.
-_attend_compiled = jax.jit(_attend, static_argnums=0)
+_attend_compiled = jax.jit(_attend)
 
 
 class _Softmax(NamedTuple):
@@ -135,15 +140,15 @@ class _Softmax(NamedTuple):
     output: jax.Array  # (batch..., heads, rows, value_dim), to be divided by total
 
 
-def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
+def _forward(logits: Logits, value: jax.Array):
     """Returns the output, the logarithm of the softmax's sum and the statistic."""
-    *batch, queries, heads, _ = inputs.query.shape
+    *batch, queries, heads, _ = logits.query.shape
     put = jax.lax.dynamic_update_slice_in_dim
 
     # The last block is moved in, onto queries that are done: they get the same again.
     def attend(i: jax.Array, done):
         output, log_total, statistic = done
-        row = _attend_row(blocks, inputs, value, i)
+        row = _attend_row(logits, value, i)
         seen = row.total > 0
         block = row.output / jnp.where(seen, row.total, 1)[..., None]
         # One array in place of maximum and sum (FlashAttention-2, arXiv:2307.08691,
@@ -154,25 +159,23 @@ def _forward(blocks: Blocks, inputs: LogitInputs, value: jax.Array):
         rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.largest)
         block = jnp.swapaxes(block, -3, -2).astype(output.dtype)
         return (
-            put(output, block, i * blocks.size, -3),
-            put(log_total, logs, i * blocks.size, -1),
+            put(output, block, i * logits.size, -3),
+            put(log_total, logs, i * logits.size, -1),
             jnp.maximum(statistic, largest(rows, others)),
         )
 
     nothing = (
         jnp.zeros((*batch, queries, heads, value.shape[-1]), value.dtype),
-        jnp.zeros((*batch, heads, queries), inputs.scale.dtype),
-        jnp.full(heads, -jnp.inf, inputs.scale.dtype),
+        jnp.zeros((*batch, heads, queries), logits.scale.dtype),
+        jnp.full(heads, -jnp.inf, logits.scale.dtype),
     )
     output, log_total, statistic = jax.lax.fori_loop(
-        0, blocks.count(queries), attend, vary_as(nothing, inputs)
+        0, logits.blocks[0], attend, vary_as(nothing, logits)
     )
     return output, log_total, statistic.astype(jnp.float32)
 
 
-def _attend_row(
-    blocks: Blocks, inputs: LogitInputs, value: jax.Array, i: jax.Array
-) -> _Softmax:
+def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
     """The softmax of a block of queries over all the keys that they see.
 
     With the maximum `m` and the sum `l` of the keys so far, a block with maximum `m'`
@@ -180,16 +183,16 @@ def _attend_row(
     `exp(m - max) l + exp(m' - max) l'` (arXiv:1805.02867, section 3.1); the output has
     the sum's recurrence. The maximum is the statistic: it costs nothing here.
     """
-    *batch, queries, heads, _ = inputs.query.shape
+    *batch, queries, heads, _ = logits.query.shape
 
     def fold(j: jax.Array, running: _Softmax) -> _Softmax:
-        logits = blocks.logits(inputs, i, j)
-        values = block_of(value, j * blocks.size, value.shape[-3], blocks.size, axis=-3)
-        highest = jnp.maximum(running.largest, logits.max(-1, initial=-jnp.inf))
+        formed = logits.of_block(i, j)
+        values = logits.columns(value, j, axis=-3)
+        highest = jnp.maximum(running.largest, formed.max(-1, initial=-jnp.inf))
         # A row that has seen nothing yet has no finite maximum to take off: -inf less
         # -inf would be NaN.
         shift = jnp.where(jnp.isfinite(highest), highest, 0)
-        weights = jnp.exp(logits - shift[..., None])
+        weights = jnp.exp(formed - shift[..., None])
         decay = jnp.exp(running.largest - shift)
         return _Softmax(
             highest,
@@ -197,19 +200,17 @@ def _attend_row(
             decay[..., None] * running.output + _weigh(weights, values),
         )
 
-    shape, dtype = (*batch, heads, min(queries, blocks.size)), inputs.scale.dtype
+    shape, dtype = (*batch, heads, min(queries, logits.size)), logits.scale.dtype
     nothing = _Softmax(
         jnp.full(shape, -jnp.inf, dtype),
         jnp.zeros(shape, dtype),
         jnp.zeros((*shape, value.shape[-1]), dtype),
     )
-    seen = blocks.seen_by(inputs, i)
-    return jax.lax.fori_loop(*seen, fold, vary_as(nothing, inputs))
+    return jax.lax.fori_loop(*logits.seen_by(i), fold, vary_as(nothing, logits))
 
 
 def _gradient(
-    blocks: Blocks,
-    inputs: LogitInputs,
+    logits: Logits,
     value: jax.Array,
     output: jax.Array,
     log_total: jax.Array,
@@ -224,27 +225,24 @@ def _gradient(
     (arXiv:2205.14135, appendix B.2), block by block: `mean`, which is the sum of
     `P * dP` over all keys, is known before the first block.
     """
-    dtype, size = inputs.scale.dtype, blocks.size
-    length, key_heads = inputs.query.shape[-3], value.shape[-2]
+    dtype, size, key_heads = logits.scale.dtype, logits.size, value.shape[-2]
     mean = jnp.sum(d_output.astype(dtype) * output.astype(dtype), axis=-1)
     mean = jnp.swapaxes(mean, -2, -1)
     d_output = d_output.astype(value.dtype)
 
     def fold_row(i: jax.Array, grads):
         start = i * size
-        rows = functools.partial(block_of, start=start, length=length, size=size)
-        d_rows, means = rows(d_output, axis=-3), rows(mean, axis=-1)
+        d_rows, means = logits.rows(d_output, i, axis=-3), logits.rows(mean, i, axis=-1)
         # The last block is moved in, onto queries that are done: no weight for them.
-        is_done = rows(inputs.query_positions, axis=-1) < start
-        logs = rows(log_total, axis=-1)
+        is_done = logits.rows(logits.query_positions, i, axis=-1) < start
+        logs = logits.rows(log_total, i, axis=-1)
         logs = jnp.where(jnp.broadcast_to(is_done, logs.shape), jnp.inf, logs)
 
         def fold(j: jax.Array, grads):
             d_query, d_key, d_value, d_bias = grads
-            key_start = j * size
-            block = inputs.block(start, key_start, size)
-            values = block_of(value, key_start, value.shape[-3], size, axis=-3)
-            weights = jnp.exp(blocks.logits(inputs, i, j) - logs[..., None])
+            key_start, block = j * size, logits.block(i, j)
+            values = logits.columns(value, j, axis=-3)
+            weights = jnp.exp(logits.of_block(i, j) - logs[..., None])
             d_weights = product(d_rows, values, weights.dtype)
             d_logits = weights * (d_weights - means[..., None])
             if block.bias is not None:
@@ -260,17 +258,17 @@ def _gradient(
                 d_bias,
             )
 
-        return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, grads)
+        return jax.lax.fori_loop(*logits.seen_by(i), fold, grads)
 
     # In the dtype of the logits: a row of d_key is a sum over all blocks of queries.
-    arrays = (inputs.query, inputs.key, value, inputs.bias)
+    arrays = (logits.query, logits.key, value, logits.bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
-    grads = jax.lax.fori_loop(0, blocks.count(length), fold_row, vary_as(zeros, inputs))
+    grads = jax.lax.fori_loop(0, logits.blocks[0], fold_row, vary_as(zeros, logits))
     # So far without the scale: one product with a row in place of one with its logits.
     # Its own gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
     d_query, d_key, d_value, d_bias = grads
-    d_scale = jnp.sum(d_query * inputs.query.astype(dtype))
-    grads = (inputs.scale * d_query, inputs.scale * d_key, d_value, d_bias)
+    d_scale = jnp.sum(d_query * logits.query.astype(dtype))
+    grads = (logits.scale * d_query, logits.scale * d_key, d_value, d_bias)
     return *jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays), d_scale
 
 

@@ -1,13 +1,14 @@
 """The logits as they enter the softmax: checked arguments, visibility, blocks.
 
-Every kernel of this package starts here: `fitting` checks shapes, `logit_inputs` adds
-all that decides who sees whom, and `Blocks` forms the logits a block at a time.
+Every kernel of this package starts here: `fitting` checks shapes, and `Logits` have
+all that decides who sees whom, and form themselves, at once or a block at a time.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,13 @@ Window = tuple[int | None, int | None]
 _ALL = 1 << 30
 
 
-class LogitInputs(NamedTuple):
-    """All queries and keys, or a block of them, with what decides who sees whom."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """Logits that are not formed yet: queries, keys, and who sees whom.
+
+    They are of all queries and keys, or of a block of them, of `size` each.
+    """
 
     query: jax.Array  # (batch..., length, heads, head_dim)
     key: jax.Array  # (batch..., key_length, key_heads, head_dim)
@@ -37,25 +43,42 @@ class LogitInputs(NamedTuple):
     query_positions: jax.Array  # (length,), which a block cannot know by itself
     key_positions: jax.Array  # (key_length,)
     scale: jax.Array  # in the dtype of the logits
+    window: Window = dataclasses.field(metadata={"static": True})
+    size: int = dataclasses.field(metadata={"static": True})
 
-    def block(self, i: jax.Array, j: jax.Array, size: int) -> "LogitInputs":
-        """The inputs from query `i` and key `j` on; at the ends blocks are moved in."""
-        queries, keys = self.query.shape[-3], self.key.shape[-3]
-        rows = functools.partial(block_of, start=i, length=queries, size=size)
-        columns = functools.partial(block_of, start=j, length=keys, size=size)
-        return LogitInputs(
-            rows(self.query, axis=-3),
-            columns(self.key, axis=-3),
-            rows(columns(self.bias, axis=-1), axis=-2),
-            rows(columns(self.mask, axis=-1), axis=-2),
-            rows(self.query_segments, axis=-1),
-            columns(self.key_segments, axis=-1),
-            rows(self.query_positions, axis=-1),
-            columns(self.key_positions, axis=-1),
-            self.scale,
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.query.shape[-3], self.key.shape[-3]
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many blocks of queries and of keys there are."""
+        queries, keys = self.lengths
+        return -(-queries // self.size), -(-keys // self.size)
+
+    def rows(self, x: Any, i: jax.Array, *, axis: int) -> Any:
+        """A block of what has an axis of queries; at the end it is moved in."""
+        return _block_of(x, i * self.size, self.lengths[0], self.size, axis)
+
+    def columns(self, x: Any, j: jax.Array, *, axis: int) -> Any:
+        """A block of what has an axis of keys."""
+        return _block_of(x, j * self.size, self.lengths[1], self.size, axis)
+
+    def block(self, i: jax.Array, j: jax.Array) -> "Logits":
+        """Those of block `i` of the queries and `j` of the keys."""
+        return dataclasses.replace(
+            self,
+            query=self.rows(self.query, i, axis=-3),
+            key=self.columns(self.key, j, axis=-3),
+            bias=self.rows(self.columns(self.bias, j, axis=-1), i, axis=-2),
+            mask=self.rows(self.columns(self.mask, j, axis=-1), i, axis=-2),
+            query_segments=self.rows(self.query_segments, i, axis=-1),
+            key_segments=self.columns(self.key_segments, j, axis=-1),
+            query_positions=self.rows(self.query_positions, i, axis=-1),
+            key_positions=self.columns(self.key_positions, j, axis=-1),
         )
 
-    def logits(self, window: Window) -> jax.Array:
+    def form(self) -> jax.Array:
         """The input of the softmax, `(batch..., heads, length, key_length)`.
 
         Positional embeddings are in query and key by now, and there is no soft cap:
@@ -70,7 +93,7 @@ class LogitInputs(NamedTuple):
         # The window is compared here and not made a mask by the caller, who would have
         # to hold length x key_length of it.
         ahead = self.key_positions[None, :] - self.query_positions[:, None]
-        before, after = window
+        before, after = self.window
         if before is not None:
             visible.append(ahead >= -before)
         if after is not None:
@@ -85,38 +108,28 @@ class LogitInputs(NamedTuple):
             logits = jnp.where(shown, logits, -jnp.inf)
         return logits
 
-
-class Blocks(NamedTuple):
-    """The window, known at compile time, and the size of the blocks of logits."""
-
-    window: Window
-    size: int
-
-    def count(self, length: int) -> int:
-        return -(-length // self.size)
-
-    def logits(self, inputs: LogitInputs, i: jax.Array, j: jax.Array) -> jax.Array:
+    def of_block(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """The logits of a block, every key in one block only.
 
         The last block is moved in to fit, onto keys that the one before it has.
         """
-        block = inputs.block(i * self.size, j * self.size, self.size)
-        logits = block.logits(self.window)
+        block = self.block(i, j)
+        logits = block.form()
         is_done = block.key_positions < j * self.size
         return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
-    def seen_by(self, inputs: LogitInputs, i: jax.Array) -> tuple[Any, Any]:
+    def seen_by(self, i: jax.Array) -> tuple[Any, Any]:
         """The range of the key blocks that block `i` of the queries sees.
 
         It halves the work of a causal mask. Arrays as masks are not looked into: what
         they hide is known only at run time.
         """
-        queries, keys = inputs.query.shape[-3], inputs.key.shape[-3]
+        queries, _ = self.lengths
         rows = min(queries, self.size)
         # Of the last block, which is moved in, the first query is an earlier one.
         start = jnp.minimum(i * self.size, queries - rows)
         before, after = self.window
-        first, last = 0, self.count(keys)
+        first, last = 0, self.blocks[1]
         if before is not None:
             first = jnp.maximum(first, (start - before) // self.size)
         if after is not None:
@@ -124,7 +137,7 @@ class Blocks(NamedTuple):
         return first, last
 
 
-def logit_inputs(
+def logits_and_values(
     query: jax.Array,
     key: jax.Array,
     values: Sequence[jax.Array],
@@ -133,14 +146,19 @@ def logit_inputs(
     query_segment_ids: jax.Array | None,
     key_segment_ids: jax.Array | None,
     scale: float | jax.Array | None,
-) -> tuple[LogitInputs, list[jax.Array]]:
-    """The inputs and the values, of one batch; `ValueError` where they do not fit."""
-    shape, (query, key, *values) = fitting(query, key, *values)
+    window: Window,
+    size: int | None = None,
+) -> tuple[Logits, list[jax.Array]]:
+    """The logits and the values, of one batch; `ValueError` where they do not fit.
+
+    Without a size of blocks there is one of all.
+    """
+    shape, (query, key, *arrays) = fitting(query, key, *values)
     # Logits in float32 whatever the dtypes, as in jax.nn. In bfloat16, of 8 bits, a
     # logit near 100 would be rounded by up to 0.25, and its exponential by a quarter.
-    is_double = any(x.dtype == jnp.float64 for x in (query, key, *values))
+    is_double = any(x.dtype == jnp.float64 for x in (query, key, *arrays))
     dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
-    inputs = LogitInputs(
+    logits = Logits(
         query,
         key,
         broadcasting("bias", bias, shape),
@@ -149,8 +167,10 @@ def logit_inputs(
         jnp.arange(shape[-2]),
         jnp.arange(shape[-1]),
         scalar(scale, query.shape[-1], dtype),
+        window=window,
+        size=max(*shape[-2:], 1) if size is None else size,
     )
-    return vary_as((inputs, values), (inputs, values))
+    return vary_as((logits, arrays), (logits, arrays))
 
 
 def fitting(
@@ -186,16 +206,25 @@ def fitting(
     return (*batch, heads, length, key_length), spread
 
 
-def broadcasting(name: str, x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """An array that broadcasts to the logits, left as small as it is."""
+def broadcasting(
+    name: str,
+    x: Any,
+    shape: tuple[int, ...],
+    dtype: Any = None,
+    of: str = "the logits {}, (batch..., heads, length, key_length)",
+) -> Any:
+    """An array that broadcasts to the logits, or to `of`, left as small as it is."""
     if x is None:
         return None
     x = jnp.asarray(array(name, x, real=True), dtype)
-    if not _broadcasts(x.shape, shape):
-        raise ValueError(
-            f"{name} {x.shape} does not broadcast to the logits {shape}, "
-            "(batch..., heads, length, key_length)"
-        )
+    try:
+        # Equal, since (3, 1) and (1, 4) broadcast, but to something larger than either.
+        fits = np.broadcast_shapes(x.shape, shape) == tuple(shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        to = of.format(shape)
+        raise ValueError(f"{name} {x.shape} does not broadcast to {to}")
     return x
 
 
@@ -208,27 +237,14 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
     whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
     key_ids = query_ids if key_ids is None else key_ids
     *batch, _, length, key_length = shape
-    checked = []
-    for name, ids, size in (
-        ("query_segment_ids", query_ids, length),
-        (whose, key_ids, key_length),
-    ):
-        ids, rows = array(name, ids, real=True), (*batch, size)
-        if not _broadcasts(ids.shape, rows):
-            raise ValueError(
-                f"{name} {ids.shape} do not broadcast to {rows}, as the logits "
-                f"{shape} (batch..., heads, length, key_length) need them"
-            )
-        checked.append(jnp.broadcast_to(ids, rows))
-    return tuple(checked)
+    of = f"{{}}, (batch..., length), of the logits {shape}"
 
+    def checked(name: str, ids: Any, length: int) -> jax.Array:
+        rows = (*batch, length)
+        return jnp.broadcast_to(broadcasting(name, ids, rows, of=of), rows)
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    try:
-        # Equal, since (3, 1) and (1, 4) broadcast, but to something larger than either.
-        return np.broadcast_shapes(shape, to) == tuple(to)
-    except ValueError:
-        return False
+    queries = checked("query_segment_ids", query_ids, length)
+    return queries, checked(whose, key_ids, key_length)
 
 
 def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
@@ -302,7 +318,7 @@ def grouped(x: jax.Array, key_heads: int, *, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], *groups, *x.shape[axis + 1 :])
 
 
-def block_of(x: Any, start: jax.Array, length: int, size: int, *, axis: int) -> Any:
+def _block_of(x: Any, start: jax.Array, length: int, size: int, axis: int) -> Any:
     """One block along an axis; an axis that only broadcasts stays."""
     if x is None or x.ndim < -axis or x.shape[axis] != length or length <= size:
         return x

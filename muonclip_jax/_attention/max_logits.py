@@ -1,6 +1,6 @@
 """The largest logit of every head, in memory that grows with the length alone."""
 
-import functools
+import dataclasses
 import math
 
 import jax
@@ -8,14 +8,7 @@ import jax.numpy as jnp
 
 from .._axes import on_automatic_axes
 from .._model.statistics import largest
-from .logits import (
-    Blocks,
-    logit_inputs,
-    LogitInputs,
-    make_window,
-    result_specs,
-    vary_as,
-)
+from .logits import Logits, logits_and_values, make_window, result_specs, vary_as
 
 
 # Up to this many pairs the logits are formed at once: XLA then shares them with an
@@ -78,61 +71,51 @@ def max_logits(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    inputs, _ = logit_inputs(
-        query, key, [], bias, mask, query_segment_ids, key_segment_ids, scale
-    )
-    lengths = inputs.query.shape[-3], inputs.key.shape[-3]
-    size = max(*lengths, 1) if math.prod(lengths) <= _PAIRS_AT_ONCE else _BLOCK
     window = make_window(is_causal, local_window_size)
-    return _statistic(Blocks(window, size), inputs)
+    logits, _ = logits_and_values(
+        query, key, [], bias, mask, query_segment_ids, key_segment_ids, scale, window
+    )
+    return statistic(in_blocks(logits))
 
 
-def max_logits_at_once(
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    is_causal: bool,
-) -> jax.Array:
-    """The statistic for an attention that forms all logits: XLA forms them once."""
-    inputs, _ = logit_inputs(query, key, [], bias, mask, None, None, None)
-    size = max(inputs.query.shape[-3], inputs.key.shape[-3], 1)
-    return _statistic(Blocks(make_window(is_causal, None), size), inputs)
+def in_blocks(logits: Logits) -> Logits:
+    """The same, to be formed block by block if there are many."""
+    if math.prod(logits.lengths) <= _PAIRS_AT_ONCE:
+        return logits
+    return dataclasses.replace(logits, size=_BLOCK)
 
 
 # Compiled, since an eager call of a loop over new functions would compile it again.
-@functools.partial(jax.jit, static_argnums=0)
-def _statistic(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
+@jax.jit
+def statistic(logits: Logits) -> jax.Array:
+    """The largest of all logits, per head, `(heads,)` float32."""
     # The statistic decides how weights are scaled after the step and is no part of the
     # loss. Stopped at the inputs, and not at the result, it keeps no logits for a
     # backward pass, and JAX need not differentiate a loop of a traced number of trips.
-    inputs = jax.lax.stop_gradient(inputs)
-    *_, statistic = result_specs(inputs.query)
-    at_once = max(inputs.query.shape[-3], inputs.key.shape[-3]) <= blocks.size
-    find = functools.partial(_largest if at_once else _fold_blocks, blocks)
-    return on_automatic_axes(find, inputs, results=statistic)
+    logits = jax.lax.stop_gradient(logits)
+    *_, spec = result_specs(logits.query)
+    is_one = max(logits.lengths) <= logits.size
+    return on_automatic_axes(_largest if is_one else _fold, logits, results=spec)
 
 
-def _largest(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
-    logits = inputs.logits(blocks.window)
-    others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
-    return largest(logits, others).astype(jnp.float32)
+def _largest(logits: Logits) -> jax.Array:
+    formed = logits.form()
+    others = tuple(axis for axis in range(formed.ndim) if axis != formed.ndim - 3)
+    return largest(formed, others).astype(jnp.float32)
 
 
-def _fold_blocks(blocks: Blocks, inputs: LogitInputs) -> jax.Array:
+def _fold(logits: Logits) -> jax.Array:
     """The running maximum over blocks; those at the end overlap, which does no harm.
 
     This is blockwise attention without its exponentials, values and gradient.
     """
-    *_, queries, heads, _ = inputs.query.shape
 
     def fold_row(i: jax.Array, running: jax.Array) -> jax.Array:
         def fold(j: jax.Array, running: jax.Array) -> jax.Array:
-            block = inputs.block(i * blocks.size, j * blocks.size, blocks.size)
             # Unlike XLA's reduction, this maximum of two keeps a NaN on CPU.
-            return jnp.maximum(running, _largest(blocks, block))
+            return jnp.maximum(running, _largest(logits.block(i, j)))
 
-        return jax.lax.fori_loop(*blocks.seen_by(inputs, i), fold, running)
+        return jax.lax.fori_loop(*logits.seen_by(i), fold, running)
 
-    nothing = vary_as(jnp.full(heads, -jnp.inf, jnp.float32), inputs)
-    return jax.lax.fori_loop(0, blocks.count(queries), fold_row, nothing)
+    nothing = jnp.full(logits.query.shape[-2], -jnp.inf, jnp.float32)
+    return jax.lax.fori_loop(0, logits.blocks[0], fold_row, vary_as(nothing, logits))

@@ -1,6 +1,6 @@
 """Attention and its largest logits from tokamax's splash kernel on TPU."""
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._axes import manual_axes
 from .._model.statistics import largest, STATISTIC
 from .._options import whole_number
-from .logits import fitting, make_window, scalar, segments
+from .logits import fitting, make_window, scalar, segments, Window
 
 
 _LANES = 128  # of a TPU's vector registers, of which blocks and lengths are multiples
@@ -97,19 +97,17 @@ def splash_attention(
     window = make_window(is_causal, local_window_size)
     block_size = whole_number("block_size", block_size, 1)
     ids = segments(query_segment_ids, key_segment_ids, shape)
-    length, batch = query.shape[-3], query.shape[:-1]
-    padded = _padded(length), _padded(key.shape[-3])
-    before, after = (max(padded) if side is None else side for side in window)
-    band = _Band(padded, key.shape[-3], before, after)
+    batch, (length, key_length) = query.shape[:-1], shape[-2:]
+    padded = _padded(length), _padded(key_length)
     splash = _tokamax()
-    rows, columns = (_largest_block(size, block_size) for size in band.shape)
+    rows, columns = (_largest_block(size, block_size) for size in padded)
     # Forward and both halves of the gradient in the same blocks: any other field of
     # tokamax's config is for the caller to tune.
     blocks = dict(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns
     )
     kernel = splash.make_splash_mha(
-        splash.mask_lib.FullMask(band.shape) if band.is_full else band,
+        _mask(splash.mask_lib, padded, window),
         config=splash.SplashConfig(**blocks | config | {"interpret": interpret}),
         save_residuals=True,
         q_seq_shards=1,
@@ -122,11 +120,21 @@ def splash_attention(
         _pad(jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2), -2)
         for x in (scaled, key, value)
     ]
-    if ids[0] is not None:
-        rows_of_ids = (_pad(x.reshape(-1, x.shape[-1]), -1) for x in ids)
-        arguments.append(splash.SegmentIds(*rows_of_ids))
+    if ids[0] is None and padded[1] > key_length:
+        ids = (jnp.zeros((*batch[:-2], n), jnp.int32) for n in shape[-2:])
+    rows_of_ids = [x.reshape(-1, x.shape[-1]) for x in ids if x is not None]
+    if rows_of_ids:
+        # Keys that are padding are of a segment that no query has.
+        nowhere = jnp.min(rows_of_ids[0]) - 1
+        of_rows = (_pad(x, -1, nowhere) for x in rows_of_ids)
+        arguments.append(splash.SegmentIds(*of_rows))
     output, residuals = jax.vmap(kernel)(*arguments)
-    seen = jnp.asarray(band.rows_that_see(length))
+    # The kernel skips the blocks of a query that sees no key.
+    before, after = (max(padded) if side is None else side for side in window)
+    at = np.arange(length)
+    seen = jnp.asarray(
+        np.maximum(at - before, 0) <= np.minimum(at + after, key_length - 1)
+    )
     # A maximum may lose a NaN, but the sum does not.
     is_nan = jnp.isnan(residuals["logsumexp"])
     maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
@@ -161,63 +169,24 @@ def _tokamax() -> Any:
     return splash_attention_kernel
 
 
-@dataclasses.dataclass(frozen=True)
-class _Band:
-    """The keys that each query sees, as a mask that splash computes in its kernel.
+@functools.cache
+def _mask(masks: Any, shape: tuple[int, int], window: Window) -> Any:
+    """The keys that queries see, computed in the kernel: no array of both lengths.
 
-    A table of booleans would be an array of length x key_length on the host.
+    Once for each shape: each has a function of its own, for which `jit` would compile.
     """
-
-    shape: tuple[int, int]  # padded
-    keys: int  # those that are no padding
-    before: int
-    after: int
-
-    # Tokamax asks a mask for `shape`, `q_sequence`, `mask_function` and slices.
-    @property
-    def q_sequence(self) -> np.ndarray:
-        return np.arange(self.shape[0], dtype=np.int32)
-
-    @property
-    def mask_function(self):
-        # Bound methods of equal bands are equal, so that jit finds its program again; a
-        # function made here would compile one in each call.
-        return self.visible
-
-    def visible(self, rows: Any, columns: Any) -> Any:
-        mask = (columns < self.keys) & (rows >= 0)
-        # The kernel compares in every tile: not what always holds.
-        if self.before < self.shape[0]:
-            mask = mask & (rows - columns <= self.before)
-        if self.after < self.shape[1]:
-            mask = mask & (columns - rows <= self.after)
-        return mask
-
-    def __getitem__(self, index) -> np.ndarray:
-        rows, columns = (
-            np.arange(n)[i] for n, i in zip(self.shape, index, strict=True)
-        )
-        return self.visible(rows[:, None], columns[None, :])
-
-    @property
-    def is_full(self) -> bool:
-        """True where nothing is hidden, for which splash has no computed mask."""
-        rows, columns = self.shape
-        reaches_all = self.before >= rows - 1 and self.after >= columns - 1
-        return self.keys == columns and reaches_all
-
-    def rows_that_see(self, queries: int) -> np.ndarray:
-        """True for each query that sees a key; the kernel skips the others' blocks."""
-        i = np.arange(queries)
-        return np.maximum(i - self.before, 0) <= np.minimum(
-            i + self.after, self.keys - 1
-        )
+    before, after = (
+        None if side is None or side >= max(shape) - 1 else side for side in window
+    )
+    if before is None and after is None:
+        return masks.FullMask(shape)
+    return masks.LocalMask(shape, (before, after), 0)
 
 
-def _pad(x: jax.Array, axis: int) -> jax.Array:
+def _pad(x: jax.Array, axis: int, value: Any = 0) -> jax.Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, _padded(x.shape[axis]) - x.shape[axis])
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=value)
 
 
 def _padded(length: int) -> int:

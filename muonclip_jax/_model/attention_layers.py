@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from optax import MaskedNode
+
 from .._options import shown
 from .._parameters import names, paths
 from .._parameters.by_names import ByNames
-from .._parameters.given import check_model, Model
+from .._parameters.given import check_model, check_read, Model
 from .._parameters.paths import is_masked
 from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
@@ -81,6 +83,16 @@ ROLES = ("query", "rotary_query", "key")
 #: Layers, or a function that finds them in the params.
 Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
+
+class LayersRead(NamedTuple):
+    """The attention layers of a reading, of whose leaves the params may have a part."""
+
+    model: Model
+
+
+#: However layers were given, and those of a reading.
+Layers = Attention | LayersRead
+
 #: What to say where names do not tell.
 READ_IT = "model=mc.read_model(loss, params, *batch)"
 
@@ -90,7 +102,7 @@ def show_layer(layer: AttentionLayer) -> str:
     return paths.show_module(paths.split(layer.path))
 
 
-def attention_of(model: Model | None, attention: Attention | None) -> Attention | None:
+def attention_of(model: Model | None, attention: Attention | None) -> Layers | None:
     """The attention layers: as given, else as read.
 
     **Raises:** `ValueError` for a reading with logits that no parameter scales.
@@ -104,7 +116,7 @@ def attention_of(model: Model | None, attention: Attention | None) -> Attention 
             + "\n  ".join(refused)
             + "\nFor the other layers alone give attention=reading.attention"
         )
-    return list(model.attention)
+    return LayersRead(model)
 
 
 def flax_attention_layers(
@@ -139,6 +151,13 @@ def flax_attention_layers(
         >>> layer.path, layer.query[0].path
         ('attn', 'query/kernel')
     """
+    if getattr(params, "shape", None) == ():
+        # No layers would be found in it, and nothing would be clipped.
+        raise ValueError(
+            "flax_attention_layers needs the params, got a number, such as the step: "
+            "optax.inject_hyperparams calls all functions as schedules, unless it is "
+            'given static_args=("attention",)'
+        )
     return _by_names(paths.flatten(params), stack_axes)
 
 
@@ -205,13 +224,19 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
 
 
 def resolve_attention(
-    attention: Attention | None, tree: paths.PathedTree
-) -> list[AttentionLayer]:
-    """Returns the layers, whichever way they were given, all leaves of which exist.
+    attention: Layers | None, tree: paths.PathedTree
+) -> tuple[list[AttentionLayer], paths.LeafAt]:
+    """Returns the layers, whichever way they were given, and all of their leaves.
 
     **Raises:** `ValueError` for what is no sequence of layers, for leaves that are not
     there, for layers at one path, and for attention that QK-Clip cannot act on.
     """
+    if isinstance(attention, LayersRead):
+        model = attention.model
+        check_read(model, tree)
+        # What the params lack no optimizer has, as if a mask hid it.
+        hidden = dict.fromkeys(model.verdicts, MaskedNode())
+        return list(model.attention), paths.LeafAt(hidden | tree.by_path())
     # A layer by itself is a sequence, too: a named tuple.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
     if attention is None:
@@ -255,7 +280,7 @@ def resolve_attention(
             "a path and a statistic of its own"
         )
     _check_not_normalized(layers, leaf_at)
-    return layers
+    return layers, leaf_at
 
 
 _QK = "(query|q|key|k|qk|querykey|queries|keys)"

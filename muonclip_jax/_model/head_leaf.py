@@ -91,7 +91,7 @@ class HeadLeaf(NamedTuple):
             before, after = owners.shape[: split.start], owners.shape[stop:]
             owners = owners.reshape(*before, -1, *after)
         at = tuple(range(stack.start, stack.start + stack.depth))
-        return OwnedLeaf(self.path, at, owners, heads.size)
+        return OwnedLeaf(self.path, at, owners, heads.size, self.axis is None)
 
     @property
     def head_axes(self) -> tuple[int, ...]:

@@ -27,12 +27,15 @@ class OwnedLeaf:
         the stack: the head of each entry, -1 where no head scales it.
     - `heads`: how many heads are counted. Heads that share all their entries count as
         one, so that it is 1 for a gain of all heads.
+    - `is_of_all`: whether all heads share it, however many they are: `heads` is then no
+        number of heads.
     """
 
     path: str
     stack: tuple[int, ...]
     owners: np.ndarray
     heads: int
+    is_of_all: bool = False
 
     def __post_init__(self):
         owners = np.asarray(self.owners, np.int32)
@@ -50,8 +53,8 @@ class OwnedLeaf:
 
     @property
     def _key(self) -> Any:
-        owners = self.owners
-        return self.path, self.stack, self.heads, owners.shape, owners.tobytes()
+        heads, owners = (self.heads, self.is_of_all), self.owners
+        return self.path, self.stack, heads, owners.shape, owners.tobytes()
 
     @property
     def mask(self) -> np.ndarray:

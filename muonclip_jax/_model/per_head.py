@@ -18,7 +18,7 @@ from .._parameters.dimension_numbers import (
 )
 from .._parameters.given import check_model, Model
 from .._parameters.verdict import Verdict
-from .attention_layers import Attention, resolve_attention
+from .attention_layers import Attention, Layers, LayersRead, resolve_attention
 from .owned_leaf import OwnedLeaf
 
 
@@ -37,10 +37,10 @@ def heads_apart(
     if isinstance(dimension_numbers, OfTree):
         return dict(dimension_numbers=dimension_numbers, per_head=False)
     check_model(model)
-    layers = attention
+    layers: Any = attention
     if attention is None and model is not None:
         # Layers that QK-Clip cannot act on have heads all the same.
-        layers = list(model.attention)
+        layers = LayersRead(model)
     per_head = per_head if per_head is None else flag("per_head", per_head)
     is_cut = per_head is not False and layers is not None
     if model is None and not is_cut:
@@ -51,7 +51,7 @@ def heads_apart(
 
 
 def _verdicts(
-    attention: Attention | None,
+    attention: Layers | None,
     model: Model | None,
     dimension_numbers: DimensionNumbers | None,
     must: bool,
@@ -61,9 +61,9 @@ def _verdicts(
 
     As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
     """
-    leaf_at = tree.by_path()
+    layers, leaf_at = resolve_attention(attention, tree)
     described: dict[paths.Path, list[tuple[bool, OwnedLeaf]]] = {}
-    for layer in resolve_attention(attention, tree):
+    for layer in layers:
         for leaf in layer.leaves:
             path = layer.path_of(leaf)
             own = described.setdefault(path, [])

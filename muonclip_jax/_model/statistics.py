@@ -47,11 +47,6 @@ def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
             continue
         leaf = array(f"the statistics '{paths.show(path)}'", leaf, real=True)
         leaf = jax.lax.stop_gradient(leaf.astype(jnp.float32))
-        if not leaf.ndim:
-            raise ValueError(
-                f"the statistics '{paths.show(path)}' are a scalar; expected an "
-                "array with one maximum per head, shape (*stack, heads)"
-            )
         module = at[:-1]
         stats[module] = jnp.maximum(stats[module], leaf) if module in stats else leaf
     return stats

@@ -72,7 +72,9 @@ class ByNames:
         for own, leaf in self.leaves.items():
             for at, name in enumerate(leaf.path if len(leaf.shape) == 2 else ()):
                 last = names.words(name)[-1:]
-                is_gate = last == ("gate",) and at > len(leaf.path) - 3
+                below = [x for x in leaf.path[at + 1 :] if not x.isdigit()]
+                is_gate = last in (("gate",), ("gates",))
+                is_gate &= len(below) < (3 if last == ("gates",) else 2)
                 counts = experts.get(leaf.path[:at], set())
                 if last == ("router",) or (is_gate and {0, *leaf.shape} & counts):
                     self._routers[own] = leaf.path[:at], leaf.shape
@@ -98,6 +100,7 @@ class ByNames:
                 found[own] = adamw("no floats")
             else:
                 found[own] = self._verdict(leaf, per_head)
+        found |= self._like_neighbors(found)
         if self._is_whole and len(self.leaves) > 1:
             found |= Outputs(self.leaves, found, self.stacks).found()
         for own, verdict in found.items():
@@ -108,6 +111,26 @@ class ByNames:
                 why = f"{why}; stack of {sizes} at axis {stack.start}{doubt}"
                 found[own] = verdict._replace(why=why)
         return found
+
+    def _like_neighbors(self, found: dict[Path, Verdict]) -> dict[Path, Verdict]:
+        """Arrays of the shape of a kernel in their module, or of part of an open leaf.
+
+        A mask or a scale of the kernel has its shape, and a vector for each head has
+        the last two axes of the kernel with heads.
+        """
+        shapes = set()
+        for own, leaf in self.leaves.items():
+            at = leaf.path[:-1]
+            if leaf.is_kernel:
+                shapes.add((at, leaf.shape))
+            if found[own].why == OPEN:
+                shapes |= {(at, leaf.shape[:2]), (at, leaf.shape[-2:])}
+        return {
+            own: self._asked(leaf)
+            for own, leaf in self.leaves.items()
+            if found[own].label == "matrix" and not leaf.is_kernel
+            if (leaf.path[:-1], leaf.shape) in shapes
+        }
 
     def _verdict(self, leaf: Leaf, per_head: bool) -> Verdict:
         """The rules on one leaf, in their order; heads without a name come after."""
@@ -145,7 +168,9 @@ class ByNames:
         if own in self._routers:
             # One number is the gate of the shared expert.
             return adamw("router", "vector" if 1 in shape else "router")
-        if kind_written == "no layer" and not (has_bias and rank > len(bias)):
+        if kind_written == "no layer" and not (
+            is_kernel and has_bias and rank > len(bias)
+        ):
             return adamw("may be no layer")._replace(is_known=False)
 
         # One row of weights has no singular values to make even.
@@ -205,6 +230,8 @@ class ByNames:
         inner, window = shape[-2], shape[:-2]
         if leaf.is_turned:  # its outputs were in front, then its inputs
             inner, window = shape[0], shape[1:-1]
+            if max(window) > _PATCH and not bias:  # or in front, as Flax has its window
+                return self._asked(leaf)
         is_window = is_conv or without_ones(bias) == shape[-1:]
         is_window |= len(window) > 1 and len(set(window)) == 1
         if inner == 1 and is_window and set(window) != {1}:

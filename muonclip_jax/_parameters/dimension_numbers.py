@@ -15,7 +15,7 @@ from .given import (
     AUTOMATIC,
     broadcast,
     by_pattern,
-    check_model,
+    check_read,
     is_patterns,
     Model,
     write_patterns,
@@ -315,14 +315,9 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
 
     **Raises:** `ValueError` for leaves that the reading does not have.
     """
-    check_model(model)
+    check_read(model, tree)
     read, leaf_at = model.verdicts, tree.by_path()
     in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
-    if missing := [path for path in in_sight if path not in read]:
-        raise ValueError(
-            f"model= was read from other params: it has no {paths.show_all(missing)}. "
-            "Give read_model the params that the optimizer gets"
-        )
     found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden"))
     doubtful = [
         path

@@ -9,7 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.axes import is_axes
 from . import paths
-from .paths import Path, PathedTree, show
+from .paths import is_masked, Path, PathedTree, show
 from .verdict import Verdict
 
 
@@ -41,6 +41,21 @@ def check_model(model: Model | None) -> None:
         raise ValueError(
             f"model must be what mc.read_model(loss, params, *batch) returns, got a "
             f"{type(model).__name__}"
+        )
+
+
+def check_read(model: Model, tree: PathedTree) -> None:
+    """Raises for a `model=` that is no reading, or of other params.
+
+    They may be a part of those that were read, as where adapters alone are trained.
+    """
+    check_model(model)
+    read = model.verdicts
+    in_sight = (x for x, leaf in tree.by_path().items() if not is_masked(leaf))
+    if missing := [path for path in in_sight if path not in read]:
+        raise ValueError(
+            f"model= was read from other params: it has no {paths.show_all(missing)}. "
+            "Give read_model the params that the optimizer gets"
         )
 
 

@@ -21,7 +21,7 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
             modules.setdefault(leaf.path[:at], {})[name] = leaf
     found: dict[Path, tuple[str, list[str]]] = {}
     for members in modules.values():
-        fitting: list[list[dict[str, str]]] = [[], [], []]
+        fitting: dict[int, list[dict[str, str]]] = {}
         is_general = max(len(leaf.shape) for leaf in members.values()) > 2
         for layout in names.LAYOUTS if is_general else ():
             if not members.keys() <= layout.keys():
@@ -51,10 +51,10 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
             is_likely = features == heads * size.get("H", 0)
             is_likely |= "value" not in members and features >= heads
             is_likely &= "L" not in "".join(layout.values())
-            for is_so, those in zip((is_likely, True, True), fitting, strict=True):
-                if fits and is_so and (of_width or those is fitting[2]):
-                    those.append(layout)
-        likeliest = next((those for those in fitting if those), [])
+            if fits:
+                likely = of_width + (of_width and is_likely)
+                fitting.setdefault(likely, []).append(layout)
+        likeliest = fitting[max(fitting)] if fitting else []
         for role, leaf in members.items():
             letters = {sides_of(x): x for x in (layout[role] for layout in likeliest)}
             found[leaf.path] = role, list(letters.values())

@@ -96,6 +96,8 @@ def kind(path: Path) -> str:
     `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"positions or
     tokens"`, `"no layer"`, `"head"`, or `""`, which is open.
     """
+    # What has but a number in a list is called what the list is.
+    path = tuple(x for x in path if not x.isdigit())
     name = "/".join(path[-1:])
     own, module = words(name), words("/".join(path[-2:-1]))
     # What Flax calls a kernel is what its module is called.
@@ -143,10 +145,10 @@ def kind(path: Path) -> str:
     is_gain = is_norm and is_kernel  # with a bias that is shorter, a layer
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
-    # `lm_head`, not `head_conv` nor `pre_logits`; an array may be called so itself.
+    # `lm_head`, not `head_conv`, `pre_logits`, `logit_key`; an array may be called so.
     is_head = "W_U" in path[-2:] or any(
-        x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or {"logit", "logits"} & {*x})
-        for x in {module, called}
+        x[:1] != ("pre",) and ((_HEADS | {"logit"}) & {*x[-1:]} or "logits" in x)
+        for x in (module, called)
     )
     return "head" if is_head else ""
 
@@ -164,6 +166,8 @@ UNNAMED = re.compile(
     r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
     re.I,
 )
+#: How names of last layers begin: `out_proj`, `outc`, `final_layer`.
+ENDS = ("out", "final", "last")
 #: Words of layers that may write the output, whatever their sizes.
 OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
 OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}

@@ -2,17 +2,19 @@
 
 Where no other leaf takes as many features as a kernel gives, its outputs end there: it
 writes the output, or they are cut, joined or reshaped before they are taken, compared
-with those of another tower, or go where this part of a model does not show. Sizes may
-also coincide, so that nothing ends although something writes the output.
+with those of another tower, or go where this part of a model does not show. Sizes also
+coincide: a layer whose outputs only the first layers of its own network would take, as
+in a coupling flow or an autoencoder, writes what those read, which is data.
 
 What is sure goes to AdamW. What may be so is asked about, but only where it follows
 another kernel: one layer alone, such as a part of a model has, is a matrix.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from . import names
@@ -28,6 +30,7 @@ _WINDOWS = {"bias tells", "convolution"}
 _HEAD = Verdict("head", None, "output head: nothing takes its outputs?")
 _OF_VOCABULARY = Verdict("head", None, "output head: as large as the vocabulary?")
 _MAY_BE_HEAD = Verdict("head", None, "may write the output", is_known=False)
+_MAY_BE_VECTOR = Verdict("vector", None, "may be no layer", is_known=False)
 
 
 class Outputs:
@@ -40,6 +43,7 @@ class Outputs:
         stacks: Mapping[Path, Stack],
     ):
         self.verdicts = verdicts
+        self.hides = any(x.why == "hidden" for x in verdicts.values())
         self.takers: dict[int, set[Path]] = {}
         of_label: dict[str, list[Leaf]] = {}
         for own, verdict in verdicts.items():
@@ -50,52 +54,88 @@ class Outputs:
         self.tables = [x for x in of_label.get("embedding", ()) if len(x.shape) == 2]
         self.heads = of_label.get("head", [])
         attention = {x.path[:-2] for x in leaves.values() if x.module == "query"}
+        self.attention = attention
         self.kernels = [
             leaf
             for leaf in of_label.get("matrix", ())
             if leaf.is_kernel and leaf.path[1:] and verdicts[leaf.own].is_known
-            if leaf.shape[-1] > 1  # or its size would tell nothing
-            if leaf.path[:-2] not in attention or leaf.module not in names.WITH_HEADS
+            if leaf.path[:-2] not in self.attention
+            or leaf.module not in names.WITH_HEADS
             if len(leaf.shape) == 2 or verdicts[leaf.own].why in _WINDOWS
             if isinstance(verdicts[leaf.own].numbers.output_axis, int)
         ]
         self.given = Counter(leaf.shape[-1] for leaf in self.kernels)
-        self.has_windows = any(len(x.shape) > 3 for x in leaves.values())
         # Layers of repeated blocks are as many as there are blocks.
-        alike = Counter(map(_twin, leaves.values()))
+        self.alike = alike = Counter(map(_twin, leaves.values()))
         self.alone = {
             leaf.own
             for leaf in self.kernels
             if alike[_twin(leaf)] < 2 and not stacks[leaf.own].depth
         }
-        # The layers in each module that have no name but a number.
+        # The layers of each module, and of others like it; those that have no name but
+        # a number, in order.
+        self.networks: dict[Any, set[Path]] = {}
+        self.sizes: dict[Any, set[tuple[int, ...]]] = {}
         self.chains: dict[Path, list[Leaf]] = {}
         for leaf in sorted(self.kernels, key=_in_order):
             if names.UNNAMED.fullmatch(leaf.module):
                 self.chains.setdefault(leaf.path[:-2], []).append(leaf)
+            module = _twin(leaf)[0][:-2]
+            self.networks.setdefault(module, set()).add(leaf.own)
+            self.sizes.setdefault(module, set()).add(leaf.shape[-2:])
+        for chain in self.chains.values():
+            alike = self.networks.setdefault(tuple(x.shape for x in chain), set())
+            alike |= {x.own for x in chain}
 
     def found(self) -> dict[Path, Verdict]:
         """New verdicts on kernels that write the output, or may, by their own paths."""
         found = self._of_vocabulary()
         found |= self._ends(found)
-        is_row = any(x.why == "one output" for x in self.verdicts.values())
-        if not (found or self.tables or self.heads or is_row):
-            found = self._last_of_chains()
         for leaf in self.kernels:
-            if not names.OUTPUTS.isdisjoint(names.words(leaf.module)):
+            if self._is_called_output(leaf):
                 found.setdefault(leaf.own, _MAY_BE_HEAD)
-        # Where a mask hides a kernel, nobody knows what it takes: no more is asked.
-        if any(x.why == "hidden" for x in self.verdicts.values()):
-            found = {own: x for own, x in found.items() if x.is_known}
+        # Where nothing else writes the output, the last of unnamed layers may; where a
+        # table may be tied, only the one at the root.
+        is_row = any(x.why == "one output" for x in self.verdicts.values())
+        has_head = is_row or bool(self.heads)
+        has_head |= any(x.label == "head" for x in found.values())
+        for at, chain in self.chains.items():
+            first, last = chain[0], chain[-1]
+            # Layers of one shape are a stack of blocks; two that come back are a block.
+            is_block = len({x.shape for x in chain}) == 1 < len(chain)
+            comes_back = len(chain) == 2 and first.shape == last.shape[::-1]
+            is_block |= comes_back and bool(at or self.tables)
+            is_last = not at or (len(chain) > 1 and not self.tables)
+            is_last &= last.own in self.alone and self._follows(last)
+            # One point, `(1, 1, in, out)`, ends the windows of a detector's head.
+            points = [x for x in chain if {*x.shape[:-2]} == {1}]
+            is_last &= not is_block and not has_head
+            if is_last or (len(chain) > 2 and points == [last]):
+                found.setdefault(last.own, _MAY_BE_HEAD)
+        # What numbered modules take is given by others, unless it is no product: a gate
+        # or a filter of places, entry by entry, with the features of others.
+        for leaf in self.kernels:
+            size, module = _features(leaf), self.networks[_twin(leaf)[0][:-2]]
+            is_plain = leaf.bias is None and len(leaf.shape) == 2
+            is_plain &= 1 < self.alike[_twin(leaf)] < self.given[leaf.shape[-1]]
+            is_plain &= not (names.is_layer(leaf.path) or _is_in_block(leaf))
+            if is_plain and not self.given[size] and self.takers[size] <= module:
+                found.setdefault(leaf.own, _MAY_BE_VECTOR)
+        # Nobody knows what a kernel takes that a mask hides.
+        if self.hides:
+            found = {
+                own: _MAY_BE_HEAD if x is _HEAD else x
+                for own, x in found.items()
+                if x.is_known
+            }
         # A head that writes features which another part takes is none: the pictures' of
         # PaliGemma, the texts' of SigLIP.
         for leaf in self.heads:
             is_one = leaf.path[:-2] and leaf.module == "head"
             if is_one and leaf.shape[-1] in self.takers:
                 numbers = leaf.numbers((-2,), (-1,))
-                found[leaf.own] = Verdict(
-                    "matrix", numbers, "may be no head", "", False
-                )
+                doubt = Verdict("matrix", numbers, "may be no head", is_known=False)
+                found[leaf.own] = doubt
         return found
 
     def _of_vocabulary(self) -> dict[Path, Verdict]:
@@ -118,22 +158,20 @@ class Outputs:
         ends = [
             leaf
             for leaf in self.kernels
-            if not _is_in_block(leaf)
-            if not self.takers.get(leaf.shape[-1], set()) - {leaf.own}
-            if leaf.own not in found
+            if not _is_in_block(leaf) and leaf.own not in found
+            if self._is_end(leaf, self._own_network(leaf))
         ]
         # Of one size in several places, they are compared with one another.
-        places: dict[int, set[Path]] = {}
-        for leaf in ends:
-            is_unnamed = leaf in self.chains.get(leaf.path[:-2], ())
-            place = leaf.path[: -2 if is_unnamed else -1]
-            places.setdefault(leaf.shape[-1], set()).add(place)
+        places = {(x.shape[-1], self._chain(x)[0].own) for x in ends}
+        counts = Counter(size for size, _ in places)
         # Features that are taken and of which nothing gives as many are data, or are
         # joined, or of a picture that is flat now.
         joined = self.takers.keys() - self.given
-        windows = {_features(x) for x in self.kernels if len(x.shape) > 3} & joined
+        has_windows = any(len(x.shape) > 3 for x in self.kernels)
         n_matrices = sum(x.numbers is not None for x in self.verdicts.values())
-        is_deep = n_matrices > (1 if self.has_windows else 2)
+        # Recurrent cells take inputs and their state, and give its gates at once.
+        sizes = [(_features(x), x.shape[-1]) for x in self.kernels if len(x.shape) == 2]
+        states = {n // k for m, n in sizes for k in (3, 4) if n % k == 0 and m > n // k}
         decided = {}
         for leaf in ends:
             outputs, is_window = leaf.shape[-1], len(leaf.shape) > 2
@@ -143,36 +181,66 @@ class Outputs:
             # Fused projections, gates and modulations are cut; one at the root may be.
             parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
             is_cut = outputs % _features(leaf) == 0 or bool(self.takers.keys() & parts)
-            if is_cut and leaf.path[:-2]:
+            if is_cut and leaf.path[:-2] and leaf not in self._chain(leaf)[2:][-1:]:
                 continue
             # A decoder of pictures unfolds features to what its first window takes.
-            is_cut |= any(outputs % n == 0 for n in windows)
-            is_sure = leaf.bias is not None and leaf.own in self.alone and is_deep
-            is_sure &= not is_cut and not is_window and len(places[outputs]) == 1
+            is_cut |= has_windows and any(outputs % n == 0 for n in joined)
+            is_sure = leaf.bias is not None and leaf.own in self.alone
+            is_sure &= n_matrices > (1 if has_windows else 2) and self._is_end(leaf)
+            is_sure &= not is_cut and not is_window and counts[outputs] == 1
+            is_sure &= not any(self.given[n - outputs] for n in joined - {2 * outputs})
             # A gate of few outputs may pick experts, or have one number for each head.
             is_sure &= not {"gate", "gating"} & {*names.words(leaf.module)}
-            if is_sure or self._follows(leaf):
+            is_after_gates = leaf.own in self.alone and _features(leaf) in states
+            is_after_gates &= not is_window
+            if is_sure or is_after_gates or self._follows(leaf):
                 decided[leaf.own] = _HEAD if is_sure else _MAY_BE_HEAD
         return decided
 
-    def _last_of_chains(self) -> dict[Path, Verdict]:
-        """The last of unnamed layers, where sizes coincide so that nothing ends."""
-        found = {}
-        for at, chain in self.chains.items():
-            first, last = chain[0], chain[-1]
-            # Layers of one shape are a stack of blocks; two that come back are a block.
-            is_block = len({x.shape for x in chain}) == 1 < len(chain)
-            is_block |= bool(at) and len(chain) == 2 and first.shape == last.shape[::-1]
-            # One layer next to the rest of a model, or a layer after others like it.
-            is_last = not is_block and len(chain if at else self.kernels) > 1
-            if is_last and last.own in self.alone and self._follows(last):
-                found[last.own] = _MAY_BE_HEAD
-        return found
+    def _is_end(self, leaf: Leaf, network: Collection[Path] = ()) -> bool:
+        """Whether nothing takes its outputs, but the layer itself and its network."""
+        takers = self.takers.get(leaf.shape[-1], ())
+        return all(own == leaf.own or own in network for own in takers)
+
+    def _own_network(self, leaf: Leaf) -> set[Path]:
+        """The kernels of the network that ends in this one, and of those like it.
+
+        Three unnamed layers or more, or a module with layers that lead from the outputs
+        of this one to its inputs again; two layers that come back are a block.
+        """
+        features, outputs, chain = _features(leaf), leaf.shape[-1], self._chain(leaf)
+        if chain[1:]:
+            key = tuple(x.shape for x in chain)
+            is_last = len({*key}) > 1 and leaf in chain[2:][-1:]
+            is_last &= (leaf.bias is None) == (chain[0].bias is None)
+            pairs = itertools.pairwise(chain)
+            is_last = is_last and all(a.shape[-1] == _features(b) for a, b in pairs)
+        else:
+            key = _twin(leaf)[0][:-2]
+            back = {(outputs, features), (features, features)}
+            is_last = features != outputs and back <= self.sizes[key]
+        return self.networks[key] if is_last else set()
+
+    def _chain(self, leaf: Leaf) -> list[Leaf]:
+        """The unnamed layers of its module, if it is one; else a layer by itself."""
+        chain = self.chains.get(leaf.path[:-2], [])
+        return chain if leaf in chain else [leaf]
+
+    def _is_called_output(self, leaf: Leaf) -> bool:
+        said = names.words(leaf.module)
+        ends = [*said[:1], *said[-1:]]
+        # What says nothing is called what its module is: `final/linear`.
+        if names.UNNAMED.fullmatch(leaf.module) and leaf is self._chain(leaf)[-1]:
+            ends += names.words("".join(leaf.path[-3:-2]))
+        is_end = any(x.startswith(names.ENDS) for x in ends)
+        is_end &= leaf.own in self.alone and leaf.path[:-2] not in self.attention
+        is_end &= self._follows(leaf)
+        return is_end or not names.OUTPUTS.isdisjoint(said)
 
     def _follows(self, leaf: Leaf) -> bool:
         """Whether another kernel gives what this one takes."""
         features = _features(leaf)
-        return self.given[features] > (features == leaf.shape[-1])
+        return self.hides or self.given[features] > (features == leaf.shape[-1])
 
 
 def _inputs(leaf: Leaf, verdict: Verdict) -> int:
@@ -183,10 +251,11 @@ def _inputs(leaf: Leaf, verdict: Verdict) -> int:
         axes = (axes,) if isinstance(axes, int) else axes
         if len(axes) > (1 if leaf.is_conv else 2):
             # Of a window the channels, unless they may be the colors of a picture.
-            channels = _features(leaf)
-            is_point = math.prod(shape) == channels * shape[-1]
-            return channels if channels > _COLORS or is_point else 0
-        return math.prod(shape[leaf.axes.index(i)] for i in axes)
+            is_point = {*shape[:-2]} == {1}
+            return _features(leaf) if _features(leaf) > _COLORS or is_point else 0
+        # A square by itself may be of pairs of what others give: transitions.
+        is_square = not leaf.is_kernel and len({*shape}) == 1
+        return 0 if is_square else math.prod(shape[leaf.axes.index(i)] for i in axes)
     if shape and names.kind(leaf.path) in ("norm", "embedding"):
         return shape[-1]
     is_layer = verdict.label in ("head", "router") or verdict.why == "one output"
@@ -210,9 +279,6 @@ def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:
     return (*modules, *leaf.path[-2:]), leaf.shape
 
 
-def _in_order(leaf: Leaf) -> list[tuple[bool, int, str]]:
-    """`Dense_10` after `Dense_9`, `linear` before `linear_1`, `out` at the end."""
-    return [
-        (name in ("out", "output"), int(re.sub(r"\D", "", name) or 0), name)
-        for name in leaf.path
-    ]
+def _in_order(leaf: Leaf) -> list[tuple[int, str]]:
+    """`Dense_10` after `Dense_9`, `linear` before `linear_1`."""
+    return [(int(re.sub(r"\D", "", name) or 0), name) for name in leaf.path]

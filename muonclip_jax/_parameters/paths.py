@@ -116,14 +116,14 @@ def params_of(params: Any) -> Any:
     def is_module(x: Any) -> bool:
         return isinstance(x, eqx.Module)
 
-    def is_float(x: Any) -> bool:
-        return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-    def floats(x: Any) -> Any:
-        return jax.tree.map(lambda x: x if is_float(x) else None, x)
+    def if_float(x: Any) -> Any:
+        is_float = is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return x if is_float else None
 
     return jax.tree.map(
-        lambda x: floats(x) if is_module(x) else x, params, is_leaf=is_module
+        lambda x: jax.tree.map(if_float, x) if is_module(x) else x,
+        params,
+        is_leaf=is_module,
     )
 
 
@@ -186,12 +186,11 @@ def _walk(
     if treedef.node_data() is None and children:
         yield path, names
         return
+    is_box = _is_box(node, is_leaf)
+    names = (is_box and _axis_names(node)) or names
     for (key,), child in children:
-        name, at = jax.tree_util.keystr((key,), simple=True), path
-        if (name in _IN_BOX or isinstance(key, _Number)) and _is_box(node, is_leaf):
-            names = _axis_names(node) or names
-        else:
-            at = (*path, *name.split("/")) if name else path
+        name = jax.tree_util.keystr((key,), simple=True)
+        at = path if is_box or not name else (*path, *name.split("/"))
         yield from _walk(child, at, names, is_leaf)
 
 
@@ -210,9 +209,11 @@ def _is_box(node: Any, is_leaf: Callable[[Any], bool]) -> bool:
     if data is None or len(children) != 1:
         return False
     (((key,), child),), (kind, about) = children, data
+    name = jax.tree_util.keystr((key,), simple=True)
     is_end = is_leaf(child) or jax.tree_util.all_leaves([child])
-    if jax.tree_util.keystr((key,), simple=True) != "value":
-        return is_end or _is_box(child, is_leaf)
+    if name != "value":
+        may_be = name in _IN_BOX or isinstance(key, _Number)
+        return may_be and (is_end or _is_box(child, is_leaf))
     # A module may hold nothing but its `value`; a box says something about it, or, in
     # penzai, holds a named array, in one more box.
     if is_end:

@@ -100,7 +100,8 @@ class BoundLayer:
             )
         # A query that all heads share does not say how many there are. Where the
         # statistic has others than the key, they are clipped together.
-        self.is_shared = all(use.row[-1] == 1 for use in self.uses if use.role != "key")
+        of_query = [use.leaf for use in self.uses if use.role != "key"]
+        self.is_shared = all(leaf.is_of_all for leaf in of_query)
 
     def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
         """The statistic of the heads as they can be scaled, and how it is cut.
@@ -109,7 +110,15 @@ class BoundLayer:
         shape tells which: it is that of the whole layer, or what the spec of the query
         makes of it.
         """
-        row, expected = statistic, self.shape
+        name, expected = show((*self.path, STATISTIC)), self.shape
+        if not statistic.ndim:
+            if expected != (1,):
+                raise ValueError(
+                    f"the statistics '{name}' are a scalar; expected an array with one "
+                    f"maximum per head, {expected}, (*stack, heads)"
+                )
+            statistic = statistic[None]
+        row = statistic
         if self.is_shared and statistic.shape != expected:
             expected = (*self.shape[:-1], statistic.shape[-1])
             row = largest(statistic, -1)[..., None].repeat(self.shape[-1], -1)
@@ -126,15 +135,15 @@ class BoundLayer:
             raise ValueError(
                 f"{sorted(cut_axes(cut))} cut '{show(use.path)}' "
                 "across heads: inside jax.shard_map give the statistics "
-                f"'{show((*self.path, STATISTIC))}' of all heads, {expected}"
+                f"'{name}' of all heads, {expected}"
             )
         local = tuple(n for n, _ in parts)
         if statistic.shape != local:
             here = f", or {local} for those of one device" if local != expected else ""
             raise ValueError(
-                f"the statistics '{show((*self.path, STATISTIC))}' have "
-                f"shape {statistic.shape}, which does not fit the heads of "
-                f"{self._leaves}; expected is {expected}, (*stack, heads){here}"
+                f"the statistics '{name}' have shape {statistic.shape}, which does not "
+                f"fit the heads of {self._leaves}; expected is {expected}, "
+                f"(*stack, heads){here}"
             )
         return row, spec
 

@@ -7,7 +7,6 @@ model, where an array for each layer would need as many as there are layers.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,11 +26,12 @@ from .._layout.layout import (
     own_block,
     shared_axes,
 )
+from .._layout.zeros import replicated
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
-    Attention,
     AttentionLayer,
     check_none_overlooked,
+    Layers,
     READ_IT,
     resolve_attention,
     show_layer,
@@ -40,7 +40,7 @@ from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split
 from .bound_layer import BoundLayer
-from .shares import clipped_together, Scaled, scaled_leaves
+from .shares import clipped_together, scaled_leaves
 
 
 _HOW_TO_RECORD = (
@@ -52,25 +52,17 @@ _HOW_TO_RECORD = (
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("logits",),
-    meta_fields=("shapes", "reduced_over"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeadRow:
+class Combined:
     """Statistics that have been read, as `multi_steps` gives them to `qk_clip`.
 
     A pytree, since they pass through the `jit` and the condition of `optax.MultiSteps`.
     """
 
-    logits: jax.Array  # (all heads,)
-    shapes: tuple[tuple[Path, tuple[int, ...]], ...]  # (*stack, heads) of each layer
-    reduced_over: Axes  # the replicas of which they are the maximum
-
-    def by_layer(self) -> dict[Path, jax.Array]:
-        parts = _divide(self.logits, [shape for _, shape in self.shapes])
-        return {path: x for (path, _), x in zip(self.shapes, parts, strict=True)}
+    of_layers: dict[Path, jax.Array]
+    # The replicas of which they are the maximum.
+    reduced_over: Axes = dataclasses.field(metadata={"static": True})
 
 
 class Heads:
@@ -80,13 +72,13 @@ class Heads:
     the heads change neither the state nor which layer a head belongs to.
     """
 
-    def __init__(self, layout: Layout, attention: Attention | None):
+    def __init__(self, layout: Layout, attention: Layers | None):
         tree = layout.whole
-        layers, leaf_at = resolve_attention(attention, tree), tree.by_path()
+        layers, leaf_at = resolve_attention(attention, tree)
         if attention is None:
             check_none_overlooked(tree, layers)
         self._cut_at = cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
-        self._replicas = layout.replicas
+        self._replicas, self._mesh_specs = layout.replicas, layout.mesh_specs()
         self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
@@ -97,6 +89,7 @@ class Heads:
                 at = len(self.layers), self.count
                 self.layers.append(BoundLayer(layer, leaf_at, cut_at, *at))
                 self.count += math.prod(self.layers[-1].shape)
+        self._scaled = scaled_leaves(self.layers)
         self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
 
     def read(self, attention_stats: Any) -> jax.Array:
@@ -110,13 +103,14 @@ class Heads:
                 "qk_clip needs attention_stats: tx.update(grads, state, params, "
                 "attention_stats=stats), with the statistics that "
                 "mc.record_attention(loss) returns or mc.attention_fn sows; pass "
-                "attention_stats={} for a model without attention"
+                "attention_stats={} for a model without attention. Flax's TrainState "
+                "passes on no statistics: call mc.clip_qk on its params after the step"
             )
-        if isinstance(attention_stats, HeadRow):
-            if attention_stats.shapes == self.shapes:
-                return attention_stats.logits
-            # A mask around qk_clip hides layers that multi_steps has.
-            return self._whole_row(attention_stats.by_layer())
+        if isinstance(attention_stats, Combined):
+            # A mask around qk_clip may hide layers that multi_steps has.
+            found = attention_stats.of_layers
+            self._check_matched(found)
+            return _to_row([layer.check(found[layer.path])[0] for layer in self.layers])
         row = self._whole_row(read_attention_stats(attention_stats))
         # State is the same on all devices: one that is not would be refused by the
         # out_specs of shard_map, far from here.
@@ -154,6 +148,15 @@ class Heads:
                 parts[i] = gather(part, checked[i][1])
         return _to_row(parts)
 
+    def clip(
+        self, attention_stats: Any, threshold: Any, alpha: Any, at: Callable[[Any], Any]
+    ) -> tuple[jax.Array, jax.Array, dict[Path, jax.Array]]:
+        """The row of logits, that of gamma, and the scale of each leaf."""
+        # The compiler would shard the row as the heads are, and all after it.
+        logits = replicated(self.read(attention_stats), self._mesh_specs)
+        gamma = self.joint(gammas(logits, self.thresholds(threshold, at)))
+        return logits, gamma, self.scales(gamma, at(alpha))
+
     def check_state(self, row: jax.Array) -> None:
         """Raises for a row of the state that has not all heads."""
         if row.shape != (self.count,):
@@ -164,18 +167,20 @@ class Heads:
                 "heads: its in_specs and out_specs are PartitionSpec()"
             )
 
+    def combined(self, row: jax.Array) -> Combined:
+        """Statistics that need no collective any more, for what is inside."""
+        pairs = zip(self.shapes, self.by_layer(row), strict=True)
+        return Combined({path: x for (path, _), x in pairs}, self._replicas)
+
     def by_layer(self, row: jax.Array) -> list[jax.Array]:
         """An array `(*stack, heads)` for each layer."""
         return _divide(row, [shape for _, shape in self.shapes])
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
-        """The threshold of each head, or one; `at` is a schedule's value at this step.
+        """The threshold of each head; `at` is a schedule's value at this step.
 
         A layer of a stack may have a number for each of its layers.
         """
-        common = jnp.asarray(at(default), jnp.float32)
-        if not common.ndim and all(layer.threshold is None for layer in self.layers):
-            return common
         rows = []
         for layer in self.layers:
             name, own = f"layer '{show_module(layer.path)}'", layer.threshold
@@ -192,10 +197,6 @@ class Heads:
             rows.append(jnp.broadcast_to(threshold[..., None], layer.shape))
         return _to_row(rows)
 
-    @functools.cached_property
-    def _scaled(self) -> list[Scaled]:
-        return scaled_leaves(self.layers)
-
     def joint(self, gamma: jax.Array) -> jax.Array:
         """The smallest gamma of heads that can only be scaled together, for all."""
         first = clipped_together(self.layers, self._scaled)
@@ -208,6 +209,8 @@ class Heads:
         # A logit is bilinear in the weights of query and key, biases included. It is
         # scaled by the product of both shares: gamma for any alpha, since the powers
         # add up to 1, and S becomes gamma * S = tau.
+        # A schedule may leave [0, 1], or be NaN, which would undo or destroy.
+        alpha = jnp.where(alpha > 0, jnp.minimum(alpha, 1), 0)
         rows = {
             "alpha": gamma**alpha,
             "rest": gamma ** (1 - alpha),
@@ -216,12 +219,11 @@ class Heads:
         }
         by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
-        for (use, share), path in ((x, x.use.path) for x in self._scaled):
-            factors = use.row_of(by_layer[share][use.layer.index])
-            scale = use.leaf.scale(factors)
+        for use, share in self._scaled:
+            scale = use.leaf.scale(use.row_of(by_layer[share][use.layer.index]))
             # Parts of a leaf have entries of their own; entries that several layers or
             # roles have are scaled once.
-            scales[path] = jnp.minimum(scales[path], scale) if path in scales else scale
+            scales[use.path] = jnp.minimum(scales.get(use.path, 1), scale)
         # Made for whole leaves, since only these know which head an entry belongs to.
         return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
 
@@ -245,15 +247,31 @@ class Heads:
             )
 
 
+def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
+    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
+
+    A schedule may fall to 0 or below, which no scaling reaches: nothing is clipped.
+    """
+    threshold = jnp.asarray(threshold, jnp.float32)
+    # An infinite S would make gamma 0, and the head would be dead for good; a NaN would
+    # spread to all its weights. Both tell of a forward pass that overflowed and not of
+    # how large the weights are, so such heads are counted and left alone.
+    over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
+    # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need
+    # not be 1, and a head under the threshold keeps its bits by an exact 1 only.
+    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
+
+
 def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
-    """True for a layer to be clipped; `optax.masked` may hide one, but only whole."""
+    """True for a layer to be clipped; one may be hidden, but only whole."""
     own = [layer.path_of(leaf) for leaf in layer.leaves]
     hidden = [path for path in own if is_masked(leaf_at[path])]
     if hidden and len(hidden) < len(own):
         raise ValueError(
-            f"the mask hides {show_all(hidden)} but not the rest of attention "
-            f"layer '{show_layer(layer)}'; QK-Clip scales kernels and "
-            "biases together"
+            f"a mask hides {show_all(hidden)}, or the params lack them, but not the "
+            f"rest of attention layer '{show_layer(layer)}', and QK-Clip scales all of "
+            "them together. Where a part of what model= was read from is trained, as "
+            "with wrt=nnx.LoRAParam, use mc.muon, which does not clip"
         )
     return not hidden
 

@@ -14,31 +14,48 @@ import optax
 
 from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.shardings import Shardings
-from .._layout.zeros import counts_replicated, replicated, zeros_like
+from .._layout.zeros import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of
 from .._options import flag, function_or_none, transformation, whole_number
 from .._parameters.given import Model
-from .heads import HeadRow, Heads
+from .heads import Heads
+from .qk_clip import check_kind, QKClipState, states_in
 
 
 class MultiStepsState(NamedTuple):
-    """State of [`multi_steps`][].
+    """State of [`multi_steps`][]: that of `optax.MultiSteps`, and a maximum.
 
-    - `steps`: the state of `optax.MultiSteps`, with the optimizer's inside.
+    - `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`, `skip_state`: as in
+        `optax.MultiStepsState`.
     - `running`: float32, `(all heads,)`; the largest logits since the last real step,
-        `-inf` right after one.
+        `-inf` right after one; no heads where no [`qk_clip`][] is inside.
 
     !!! example
 
         >>> import jax.numpy as jnp, optax
         >>> import muonclip_jax as mc
         >>> state = mc.multi_steps(mc.muonclip(1e-3), 2).init({"w": jnp.ones((2, 3))})
-        >>> int(state.steps.mini_step)
+        >>> int(state.mini_step)
         0
     """
 
-    steps: optax.MultiStepsState
+    mini_step: Any
+    gradient_step: Any
+    inner_opt_state: Any
+    acc_grads: Any
+    skip_state: Any
     running: jax.Array
+
+
+class MultiSteps(optax.GradientTransformationExtraArgs):
+    """What [`multi_steps`][] returns."""
+
+    @staticmethod
+    def has_updated(state: Any) -> jax.Array:
+        """Whether the last micro-batch ended in a real step, as optax has it."""
+        # An `nnx.Optimizer` holds variables in place of arrays.
+        done, real = map(jnp.asarray, (state.mini_step, state.gradient_step))
+        return (done == 0) & (real > 0)
 
 
 def multi_steps(
@@ -51,13 +68,15 @@ def multi_steps(
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> MultiSteps:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
     Every micro-batch has its own `attention_stats`; the real step clips once, by their
     maximum. (`optax.MultiSteps` alone gives `qk_clip` the statistics of the last
     micro-batch, without an error: heads that grew in the others are clipped too
-    little.) Micro-batches that `should_skip_update_fn` rejects do not count.
+    little.) Micro-batches that `should_skip_update_fn` rejects do not count. Other
+    arguments of the update reach `opt` as they are, and without a `qk_clip` in it no
+    statistics are needed.
 
     **Arguments:**
 
@@ -69,8 +88,8 @@ def multi_steps(
         Gradients are averaged over the replicas before they are accumulated, so that
         all replicas keep the same.
 
-    **Returns:** an `optax.GradientTransformationExtraArgs`. State:
-    [`MultiStepsState`][].
+    **Returns:** an `optax.GradientTransformationExtraArgs` with optax's
+    `has_updated(state)`. State: [`MultiStepsState`][].
 
     **Raises:** `ValueError` as [`qk_clip`][] does, at every micro-batch.
 
@@ -108,46 +127,59 @@ def multi_steps(
 
     def init_fn(params: optax.Params) -> MultiStepsState:
         layout = read_layout(params, shardings, axis_name)
-        heads = Heads(layout, layers)
-        nothing = jnp.full(heads.count, -jnp.inf, jnp.float32)
+        first = steps.init(params)
+        is_clipped = bool(states_in(first.inner_opt_state, QKClipState))
+        count = Heads(layout, layers).count if is_clipped else 0
         mesh_specs = layout.mesh_specs()
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
         # they are sharded.
-        (sums,) = zeros_like(params, layout, None)
-        first = steps.init(params)._replace(acc_grads=sums)
-        state = MultiStepsState(first, replicated(nothing, mesh_specs))
-        return counts_replicated(state, mesh_specs)
+        sums = layout.tree.of(first.acc_grads)
+        parts = [(i, StatePart(getattr(x, "dtype", None))) for i, x in enumerate(sums)]
+        first = first._replace(
+            acc_grads=layout.tree.unflatten(zero_parts(params, layout, parts))
+        )
+        nothing = replicated(jnp.full(count, -jnp.inf, jnp.float32), mesh_specs)
+        return counts_replicated(
+            MultiStepsState(**first._asdict(), running=nothing), mesh_specs
+        )
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
-        if params is None:
+        check_kind(state, MultiStepsState)
+        *rest, running = state
+        before = optax.MultiStepsState(*rest)
+        is_clipped = states_in(before.inner_opt_state, QKClipState)
+        if params is None and is_clipped:
             raise ValueError(
                 "multi_steps needs the params: tx.update(grads, state, params, ...)"
             )
-        layout = read_layout(params, shardings, axis_name)
+        tree = updates if params is None else params
+        layout = read_layout(tree, shardings, axis_name)
         check_replicas(layout.replicas)
-        heads = Heads(layout, layers)
-        heads.check_state(state.running)
-        running = jnp.maximum(state.running, heads.read(attention_stats))
-        row = HeadRow(running, heads.shapes, layout.replicas)
+        largest = running
+        if is_clipped:
+            heads = Heads(layout, layers)
+            heads.check_state(running)
+            largest = jnp.maximum(running, heads.read(attention_stats))
+            attention_stats = heads.combined(largest)
         # Averaged in every micro-batch, not in the real step alone: sums would differ
         # by replica, a checkpoint would keep one replica's, and where one skips a
         # micro-batch the others would wait in the collective of the real step.
         updates = layout.gradients(updates)
-        # Functions, such as those of a line search, are no arguments of a `jit`.
-        has_functions = any(map(callable, jax.tree.leaves(extra_args)))
-        update = steps.update if has_functions else compiled
+        # Whatever else `opt` takes may be a string, a flag or a function, which are no
+        # arguments of a `jit`: it gets them as from optax.
+        update = steps.update if extra_args else compiled
+        if attention_stats is not None:
+            extra_args["attention_stats"] = attention_stats
         # optax divides by an integer, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
-            updates, after = update(
-                updates, state.steps, params, attention_stats=row, **extra_args
-            )
+            updates, after = update(updates, before, params, **extra_args)
         # Optax does not say what it did with the micro-batch, but counts: `mini_step`
         # stays where one is skipped, and starts again after a real step.
-        real = after.gradient_step != state.steps.gradient_step
-        counted = after.mini_step != state.steps.mini_step
-        running = jnp.where(counted, running, state.running)
+        counted = after.mini_step != before.mini_step
+        running = jnp.where(counted, largest, running)
+        real = after.gradient_step != before.gradient_step
         running = jnp.where(real, -jnp.inf, running)
-        mesh_specs = layout.mesh_specs()
-        return updates, MultiStepsState(after, replicated(running, mesh_specs))
+        running = replicated(running, layout.mesh_specs())
+        return updates, MultiStepsState(**after._asdict(), running=running)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return MultiSteps(init_fn, update_fn)

@@ -86,6 +86,12 @@ def qk_clip(
     leaves that `qk_clip` scales are float32 at least, which `optax.apply_updates`
     adds before it rounds. All other updates keep their dtype.
 
+    A sum of weight and update is exact to a $2^{-24}$ of the old weight, so that a
+    scaled weight has a relative error of $2^{-24}$ over its scale: up to 1e-4 for $S$
+    up to $10^6 \tau$, or $10^3 \tau$ where one side takes the whole. Nor is a weight
+    scaled by less than $2^{-14}$ in one update; a head further above the threshold
+    comes down in several. [`clip_qk`][] has neither limit.
+
     Where query and key are normalized after their projection, scaling it does nothing:
     with `model` the gains of the norms are scaled, and names alone refuse the layer.
 
@@ -98,7 +104,8 @@ def qk_clip(
 
     - `threshold`: $\tau$, in logits, or a schedule of it; `float("inf")` watches the
         logits and clips nothing.
-    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
+    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it, of
+        which what comes after the first step is clipped to that range.
     - `model`: what [`read_model`][] returns, whose attention layers are meant.
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
         returns one; it overrides `model`. Without either it is
@@ -119,10 +126,11 @@ def qk_clip(
     micro-batch alone, and heads that grew in the others are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
-    [0, 1], or an alpha of more numbers than one; at `init` for thresholds that do not
-    fit the layers, for logits that no parameter scales, and by names alone for query
-    and key that are not as in stock Flax (`q_proj`, ...); at the first update, naming
-    the paths, for missing params or statistics and for statistics that do not fit.
+    [0, 1], or an alpha of more numbers than one; at `init` for schedules that begin
+    so, for thresholds that do not fit the layers, for logits that no parameter or no
+    scaling brings to the threshold, and by names alone for query and key that are not
+    as in stock Flax (`q_proj`, ...); at the first update, naming the paths, for missing
+    params or statistics, for statistics that do not fit, and for a foreign state.
 
     !!! example
 
@@ -150,14 +158,17 @@ def qk_clip(
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
-        heads = Heads(layout, layers)
-        first = heads.thresholds(threshold, functools.partial(_at, step=0))
+        heads, at = Heads(layout, layers), functools.partial(_at, step=0)
         # A schedule of a warm-up begins at 0. Traced, it has no value to look at yet.
-        if not isinstance(first, Tracer) and not np.all(np.asarray(first) > 0):
-            raise ValueError(
-                "threshold must be positive, but its schedule begins at "
-                f"{np.min(first):g}, which would scale query and key to zero"
-            )
+        first = heads.thresholds(threshold, at), at(alpha)
+        ranges = ("threshold", POSITIVE), ("alpha", SHARE)
+        for value, (name, within) in zip(first, ranges, strict=True):
+            known = 1.0 if isinstance(value, Tracer) else np.asarray(value)
+            if not np.all(within.holds(known)):
+                raise ValueError(
+                    f"{name} must {within.must}, but its schedule begins at "
+                    f"{np.min(known):g}"
+                )
         state = QKClipState(
             step=jnp.zeros((), jnp.int32),
             max_logit=jnp.full((), -jnp.inf, jnp.float32),
@@ -177,16 +188,13 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
+        check_kind(state, QKClipState)
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, layers)
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
-        mesh_specs = layout.mesh_specs()
-        # The compiler would shard the row as the heads are, and all after it.
-        logits = replicated(heads.read(attention_stats), mesh_specs)
-        gamma = heads.joint(gammas(logits, heads.thresholds(threshold, at)))
-        scale_at = heads.scales(gamma, at(alpha))
+        logits, gamma, scale_at = heads.clip(attention_stats, threshold, alpha, at)
         tree = layout.tree
         scaled = [
             _scale_update(u, p, scale_at[path]) if path in scale_at else u
@@ -203,7 +211,7 @@ def qk_clip(
             gamma=gamma,
             last_clip=jnp.where(clipped, state.step, state.last_clip),
         )
-        return tree.unflatten(scaled), replicated(state, mesh_specs)
+        return tree.unflatten(scaled), replicated(state, layout.mesh_specs())
 
     return over_replicas(init_fn, update_fn, axis_name)
 
@@ -259,9 +267,7 @@ def clip_qk(
     layout = read_layout(params, shardings, axis_name)
     check_replicas(layout.replicas)
     heads = Heads(layout, attention_of(model, attention))
-    logits = heads.read(attention_stats)
-    gamma = heads.joint(gammas(logits, heads.thresholds(threshold, _at)))
-    scale_at = heads.scales(gamma, _at(alpha))
+    *_, scale_at = heads.clip(attention_stats, threshold, alpha, _at)
     scaled = [
         _scale_weight(p, scale_at[path]) if path in scale_at else p
         for path, p in zip(*layout.tree[:2], strict=True)
@@ -269,19 +275,20 @@ def clip_qk(
     return layout.tree.unflatten(scaled)
 
 
-def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
-    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
+def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    """The parts of an optimizer's state that are of a kind, the outermost of each."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
 
-    A schedule may fall to 0 or below, which no scaling reaches: nothing is clipped.
-    """
-    threshold = jnp.asarray(threshold, jnp.float32)
-    # An infinite S would make gamma 0, and the head would be dead for good; a NaN would
-    # spread to all its weights. Both tell of a forward pass that overflowed and not of
-    # how large the weights are, so such heads are counted and left alone.
-    over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
-    # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need
-    # not be 1, and a head under the threshold keeps its bits by an exact 1 only.
-    return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
+
+def check_kind(state: Any, kind: type) -> None:
+    """Raises for a state that another set-up of the optimizer made."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"expected a {kind.__name__}, got a {type(state).__name__}: the state was "
+            "made by another set-up of the optimizer. Call init of this one, or load "
+            "the state into what it returns"
+        )
 
 
 def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
@@ -300,7 +307,11 @@ def _scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.
     old, step = param.astype(wide), update.astype(wide)
     scale = _sharded_as(param, scale)
     # The target is rounded before the old weight is taken off: old + (target - old) is
-    # then the target itself once `optax.apply_updates` has rounded the sum.
+    # then the target itself once `optax.apply_updates` has rounded the sum. But what
+    # the sum leaves is a multiple of the old weight's last place, 2**-24 of it: scaled
+    # by less than that a head would be zero for good, where the next step can clip it
+    # again. So at most by 2**-14, to a relative error of 2**-10.
+    scale = jnp.maximum(scale, 2**9 * float(jnp.finfo(wide).eps))
     target = ((old + step) * scale.astype(wide)).astype(param.dtype)
     return jnp.where(scale == 1, step, target.astype(wide) - old)
 

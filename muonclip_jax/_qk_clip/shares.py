@@ -5,8 +5,9 @@ is scaled by gamma if every such pair is in total: all leaves of a side get one 
 it, and both shares make up the whole. But for the sake of one head nothing may be
 scaled that others have, too. So, in this order:
 
-1. Entries that are query and key are both factors of their product: half for each side,
-   whatever alpha is.
+1. What is also a rotary query takes the whole, and the other side nothing; and entries
+   that are query and key are both factors of their product: half for each side,
+   whatever alpha is. Of both at once no shares are exact, which is an error.
 2. A side with a leaf that several heads or several layers share is left alone, and the
    other takes the whole, as the paper has it for the rotary key (arXiv:2507.20534,
    algorithm 1; of keys that groups of heads or layers share it says nothing).
@@ -22,24 +23,21 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from .._model.attention_layers import ROLES
 from .._model.owned_leaf import joined
-from .._parameters.paths import Path
+from .._parameters.paths import Path, show_all, show_module
 from .bound_layer import BoundLayer, Use
 
 
 Share = Literal["alpha", "rest", "half", "whole"]
 
 
-class Scaled(NamedTuple):
-    """A leaf that is scaled for the heads of its layer, by a share of their gamma."""
-
-    use: Use
-    share: Share
+#: A leaf that is scaled for the heads of its layer, and by what share of their gamma.
+Scaled = tuple[Use, Share]
 
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
@@ -62,7 +60,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     scaled: list[Scaled] = []
     for group in groups.values():
         found = [x for layer in group for x in _scaled_in([layer], contested)]
-        if any(id(x.use) in contested for x in found):
+        if any(id(use) in contested for use, _ in found):
             found = _scaled_in(group, set())
         scaled += found
     return scaled
@@ -85,15 +83,25 @@ def _scaled_in(
         )
 
     # What has a partner that stays elsewhere takes the whole for it, here as well.
-    query_stays = is_shared(query) or meet(key, alone)
-    key_stays = is_shared(key) or meet(query, alone)
+    of_query, of_key, tied = meet(query, alone), meet(key, alone), meet(query, key)
+    if of_query + of_key + tied > 1:
+        names = ", ".join(repr(show_module(layer.path)) for layer in layers)
+        leaves = show_all(dict.fromkeys(use.path for use in every))
+        raise ValueError(
+            f"no scaling of {leaves} brings the logits of attention {names} to the "
+            "threshold: of query, key and rotary_query two pairs have entries in "
+            "common, which no share of gamma is right for. Leave it out of attention="
+        )
+    query_stays, key_stays = is_shared(query), is_shared(key)
     shares: tuple[Share | None, Share | None] = "alpha", "rest"
-    if meet(query, key) or (query_stays and key_stays):
+    if of_query or of_key:
+        shares = ("whole", None) if of_query else (None, "whole")
+    elif tied or (query_stays and key_stays):
         shares = "half", "half"
     elif query_stays or key_stays:
         shares = ("whole", None) if key_stays else (None, "whole")
     of_sides = zip((query, key, alone), (*shares, "whole"), strict=True)
-    return [Scaled(x, share) for side, share in of_sides if share for x in side]
+    return [(x, share) for side, share in of_sides if share for x in side]
 
 
 def clipped_together(
@@ -101,11 +109,11 @@ def clipped_together(
 ) -> np.ndarray:
     """For every head of the row of all layers the first that it is clipped with."""
     numbers_of = []
-    for use in (x.use for x in scaled if not x.use.is_whole):
+    for use in (use for use, _ in scaled if not use.is_whole):
         first = use.first_heads()
         every = np.arange(first.size).reshape(first.shape) + use.layer.start
         numbers_of.append([first, every])
-    for uses in _meeting(x.use for x in scaled):
+    for uses in _meeting(use for use, _ in scaled):
         rows = [np.unique(use.first_heads()).reshape(use.row) for use in uses]
         pairs = zip(uses, rows, strict=True)
         numbers_of.append([use.leaf.spread(row, -1) for use, row in pairs])

@@ -4,7 +4,7 @@ From the product of query and key to the parts of parameters that a clip scales.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from .facts import union
 from .graph import Eqn, Lead
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
-from .labels import is_varied, joined, marks
+from .labels import along, distinct, full, is_varied, joined, marks, varied
 from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, site_of, Unclear
@@ -142,6 +142,10 @@ class LayerReader:
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # as good as data
+        if any(p.at.name == "sub" for p in self.products):
+            self.refusals.append(
+                "query and key are subtracted, and their distance squared"
+            )
         if not self.exps:
             self.refusals.append("it is normalized by another function than a softmax")
         path = None
@@ -167,6 +171,11 @@ class LayerReader:
                 self.refusals.append(
                     "its query or key enters another summand of the logits at "
                     f"{at.line}"
+                )
+        for at, i, _ in path.factors if path else ():
+            if facts.of(at.inputs()[i]).events & self.events:
+                self.refusals.append(
+                    f"its query or key enters a factor of the logits at {at.line}"
                 )
         layer.refusal = self.refusals[0] if self.refusals else ""
         return layer
@@ -198,7 +207,7 @@ class LayerReader:
         """
         is_key = product.is_key
         if not any(is_key):
-            made = [self._parameters(product, i) for i in (0, 1)]
+            made = [{f.parameter for f in self._factors(product, i)} for i in (0, 1)]
             is_key = [
                 bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)
             ]
@@ -206,10 +215,11 @@ class LayerReader:
             return None
         return (0, 1) if is_key[1] else (1, 0)
 
-    def _parameters(self, product: Product, i: int) -> set[int]:
-        labels = (marks(product.operand(i).rank, 0, 1),)
-        found = self.softmaxes.scaling.of(product.operand(i), labels)
-        return {f.parameter for s in found for f in s.factors}
+    def _factors(self, product: Product, i: int) -> Iterator[Factor]:
+        """Those of an operand, marked along what the product sums over."""
+        atom = product.operand(i)
+        labels = product.over_of(i) or atom.whole
+        return (f for s in self.softmaxes.scaling.of(atom, labels) for f in s.factors)
 
     def _tokens(self, product: Product) -> set[int]:
         """Parameters that are queries, or keys, as activations are: no weight of them.
@@ -219,18 +229,12 @@ class LayerReader:
         found: set[int] = set()
         for i, atom in enumerate(product.at.inputs()[:2]):
             fact = self.softmaxes.facts.of(atom)
-            if not fact.is_weight:
-                continue
-            inner = product.over_of(i)
-            for s in self.softmaxes.scaling.of(
-                atom, inner or (marks(product.operand(i).rank, 0, 1),)
-            ):
-                found |= {
-                    f.parameter
-                    for f in s.factors
-                    if not fact.is_pair
-                    or (f.is_kernel and not any(is_varied(x) for x in f.labels))
-                }
+            found |= {
+                f.parameter
+                for f in (self._factors(product, i) if fact.is_weight else ())
+                if not fact.is_pair
+                or (f.is_kernel and not any(map(is_varied, f.labels)))
+            }
         return found
 
     def _by_region(self, product: Product, order: tuple[int, int], heads: Heads):
@@ -240,25 +244,20 @@ class LayerReader:
         of latent attention is joined: one part has heads, the other, which a rotary
         embedding turns, is the same for all of them.
         """
-        for region in self._regions(product, order, heads):
+        leads = product.at.frame.lead
+        loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
+        for region in self._regions(product, order[1]):
             out, whys = [], []
             for i in order:
-                labels = product.side(i, heads.label)
+                atom, label = product.operand(i), product.side(i, heads.label)
                 if region is not None:
-                    pair = product.over[0]
-                    lead, rank = len(product.at.frame.lead), product.operand(i).rank
-                    n = product.operand(i).shape[pair[i]]
-                    inside = np.zeros(n, object)
-                    inside[region] = -1
-                    labels = labels & inside.reshape(
-                        [n if a == lead + pair[i] else 1 for a in range(rank)]
-                    )
-                leads = product.at.frame.lead
-                loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
-                trips = [marks(product.operand(i).rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(
-                    product.operand(i), (labels, *trips), shows_all
-                )
+                    (pair,) = product.over
+                    inside = np.zeros([1] * atom.rank, object)
+                    inside = full(inside, atom.lead + pair[i], atom.shape[pair[i]])
+                    inside.ravel()[region] = -1
+                    label = label & inside
+                trips = [marks(atom.rank, x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(atom, (label, *trips), shows_all)
                 parts, why = self._parts(found, heads, loops)
                 out.append(parts)
                 whys.append(why)
@@ -266,30 +265,23 @@ class LayerReader:
                 continue  # zeros: nothing is there
             yield _Pair(out[0], out[1], whys)
 
-    def _regions(
-        self, product: Product, order: tuple[int, int], heads: Heads
-    ) -> list[Any]:
+    def _regions(self, product: Product, i: int) -> list[Any]:
+        """Where along what is summed over an operand's summands are alike."""
         if len(product.over) != 1:
             return [None]
-        pair = product.over[0]
-        n = product.at.inputs()[0].shape[pair[0]]
+        (pair,), atom = product.over, product.operand(i)
+        n = atom.shape[pair[i]]
         if n == 1 or n > _LONGEST:
             return [None]
-        lead = len(product.at.frame.lead)
+        label = marks(atom.rank, atom.lead + pair[i], n, exact=True)
         rows: list[np.ndarray] = []
-        i = order[1]
-        label = marks(product.operand(i).rank, lead + pair[i], n, exact=True)
-        for s in self.softmaxes.scaling.of(product.operand(i), (label,), shows_all):
-            made = [f for f in s.factors if f.is_linear] or list(s.factors)
-            if made:
-                rows.append(bits_of(union(made[0].labels[0].ravel().tolist()), n))
-        if not rows:
-            return [None]
-        _, inverse = np.unique(np.stack(rows), axis=1, return_inverse=True)
-        inverse = np.asarray(inverse).ravel()
-        if inverse.max() == 0:
-            return [None]
-        return [np.flatnonzero(inverse == c) for c in dict.fromkeys(inverse.tolist())]
+        for s in self.softmaxes.scaling.of(atom, (label,), shows_all):
+            for f in (s.linear or s.factors)[:1]:
+                rows.append(bits_of(union(f.labels[0].ravel().tolist()), n))
+        regions: dict[bytes, list[int]] = {}
+        for j, column in enumerate(np.stack(rows).T if rows else ()):
+            regions.setdefault(column.tobytes(), []).append(j)
+        return list(regions.values()) if len(regions) > 1 else [None]
 
     def _parts(
         self, found: Sum, heads: Heads, loops: list[Lead]
@@ -317,12 +309,10 @@ class LayerReader:
         label, why = factor.labels[0], PICKED if factor.is_picked else ""
         stack: list[int] = []
         for loop, trips in zip(loops, factor.labels[1:], strict=True):
-            own = [a for a in range(trips.ndim) if is_varied(trips, a)]
+            own = varied(trips)
             for axis in own:
-                line = joined(
-                    trips, [a for a in range(trips.ndim) if a != axis]
-                ).ravel()
-                if axis in stack or len({*line.tolist()} - {0}) < len(line):
+                line = along(trips, axis)
+                if axis in stack or len(distinct(line)) < len(line):
                     why = why or PARTIAL
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()

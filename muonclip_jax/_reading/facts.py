@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import names, shape_of
-from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS, shared, sides
+from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS
 
 
 class Fact(NamedTuple):
@@ -54,10 +54,8 @@ class Fact(NamedTuple):
     shares: int = 0
     mixed: int = 0
     pairs: int = 0
-    # Of products that no exponential was taken of, a sum, and what was divided by it.
-    totals: int = 0
-    ratios: int = 0
-    bent: int = 0  # those that something nonlinear was done to
+    # Those that something nonlinear was done to, or that were divided by each other.
+    bent: int = 0
 
     @property
     def unshared(self) -> int:
@@ -76,8 +74,6 @@ class Fact(NamedTuple):
 
 
 DATA = Fact(has_data=True)
-
-_COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
 _BY_ITSELF = names("mul div")
 
@@ -105,8 +101,6 @@ class Facts:
         self._bits: dict[Any, int] = {}
         self._events: dict[Any, int] = {}
         self._past_of: dict[int, int] = {}
-        # Products whose entries are compared along an axis, or summed up.
-        self.compared = 0
         self.own = 0  # events in which weights are applied to find their own norm
         self._of: dict[tuple[int, int], Fact] = {}
         own = graph.is_parameter
@@ -204,13 +198,14 @@ class Facts:
                 b.is_onehot and not a.is_deep
             )
             return out._replace(is_onehot=is_onehot)
+        if name == "sub" and all(f.is_deep for f in inputs) and self._are_pairs(at):
+            # Of all pairs: its square, summed over, has a product in it.
+            out = out._replace(pairs=out.pairs | self._new(at))
         if name not in KNOWN and out.is_weight:
             event = self._meet(at, out)
             return out._replace(is_weight=False, events=event, past=out.past | event)
         if name in ELEMENTWISE - {"mul", "div"} or name in ("max", "min"):
             out = out._replace(bent=out.bent | out.products)
-        elif name in _COMPARES and not out.weights:
-            self.compared |= out.products
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
@@ -219,11 +214,7 @@ class Facts:
 
         `einsum("...k,k->...k")` is how some norms apply their gain.
         """
-        to = sides(at.eqn) if at.name == "dot_general" else None
-        if to is None:
-            return False
-        both = shared(to)
-        return any(all(d in both for d in x) for x in to)
+        return at.name == "dot_general" and any(map(at.shared.issuperset, at.to))
 
     def weight_of(self, at: Eqn) -> int | None:
         """Which operand of a product is the weight of the other; `None` for neither."""
@@ -240,11 +231,8 @@ class Facts:
 
     def _is_copied(self, at: Eqn, i: int) -> bool:
         """Whether an operand is the same in every example that the other one has."""
-        to = sides(at.eqn)
-        if to is None:
-            return False
-        both = shared(to)
-        return any(to[i][d] in both for d in self.graph.copied(at.inputs()[i]))
+        copied = self.graph.copied(at.inputs()[i])
+        return any(at.to[i][d] in at.shared for d in copied)
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         """A sum of products: of an activation and its weight, or of any two."""
@@ -271,6 +259,9 @@ class Facts:
         if i is None:
             # What another activation is multiplied with is no output yet.
             is_sum = a.is_deep and b.is_deep and contracted(at.eqn)
+            # Attention of two hops: weights of weights are weights.
+            if a.weights | a.mixed and b.weights | b.mixed:
+                out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
             return out._replace(sole=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
@@ -315,6 +306,16 @@ class Facts:
         sizes = [sum(n > 1 for n in x.shape) for x in data]
         return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
 
+    def _are_pairs(self, at: Eqn) -> bool:
+        """Whether each operand is the same along dimensions that the result has."""
+        out = at.output().shape
+        return all(x.shape != out for x in at.inputs())
+
+    def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
+        """Whether what is no weight is the same for many of the result's entries."""
+        deep = [x for x, f in zip(at.inputs(), inputs, strict=True) if f.is_deep]
+        return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
+
     def _meet(self, at: Eqn, out: Fact) -> int:
         bit = self._events.setdefault(at.key(), 1 << len(self._events))
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
@@ -339,9 +340,11 @@ class Facts:
             weights
             and not union(x.leaves for x in deep) & ~weights
             and at.name in _BY_ITSELF
+            and self._is_of_norms(at, inputs)
         ):
             # A weight divided by its norm, which a vector among the arguments helped to
-            # find: these products are none of its uses.
+            # find: these products are none of its uses. What a weight is applied to is
+            # scaled by numbers found from it, too, as for eight bits; that is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_weight=True, has_data=True, events=0, ends=0)
         if weights:
@@ -364,8 +367,6 @@ _OF_PRODUCTS = [
     "shares",
     "mixed",
     "pairs",
-    "totals",
-    "ratios",
     "bent",
 ]
 _SETS = ["leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS]
@@ -421,8 +422,13 @@ def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
     sums = out.sums | out.unshared
-    totals = out.totals | out.products & ~out.weights
-    return out._replace(sums=sums, weights=out.weights & out.shares, totals=totals)
+    return out._replace(sums=sums, weights=out.weights & out.shares)
+
+
+def _gathered(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """Logits say what is picked, as the keys of the largest: what it is has none."""
+    of = inputs[0]
+    return out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
 
 
 def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -440,8 +446,7 @@ def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         shares=a.shares | (a.weights & b.sums),
         mixed=a.mixed,
         pairs=a.pairs,
-        totals=a.totals,
-        ratios=a.ratios | (a.products & ~a.weights & b.totals),
+        bent=a.bent | a.products & b.products,
     )
 
 
@@ -489,6 +494,8 @@ _RULES: dict[str, Any] = {
     "reduce_sum": _reduce_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min", "argmax", "argmin"], _greatest),
+    "gather": _gathered,
+    "dynamic_slice": _gathered,
     "scatter-add": _segments,
     "scatter_add": _segments,
     "broadcast_in_dim": _broadcast,

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from . import jaxprs, kernels
 from .jaxprs import Address, shape_of
 from .labels import full, is_varied, joined, key_of, Label, marks, nothing, small
-from .primitives import moves, PRODUCTS
+from .primitives import moves, PRODUCTS, shared, sides
 
 
 #: Labels of one array, which go back together.
@@ -75,6 +75,16 @@ class Eqn(NamedTuple):
     def line(self) -> str:
         return jaxprs.line(self.eqns)
 
+    @property
+    def to(self) -> list[list[int | None]]:
+        """Of a product, the dimension of it that each of its operands' becomes."""
+        return sides(self.eqn)
+
+    @property
+    def shared(self) -> set[int]:
+        """Of a product, the dimensions that both of its operands have."""
+        return shared(self.to)
+
     def key(self) -> tuple[int, int]:
         return id(self.frame), self.i
 
@@ -111,6 +121,11 @@ class Atom(NamedTuple):
     def marks(self, axes: Iterable[int]) -> Labels:
         """A label for each of some dimensions, with marks along it."""
         return tuple(marks(self.rank, self.lead + d, self.shape[d]) for d in axes)
+
+    @property
+    def whole(self) -> Labels:
+        """A label with the same mark for all entries."""
+        return (np.ones([1] * self.rank, np.int64),)
 
     def each(self) -> Labels:
         return self.marks(range(len(self.shape)))
@@ -237,6 +252,10 @@ class Origin(NamedTuple):
     atom: Atom | None = None  # where it is neither
 
 
+#: By which operands to go on from an origin, and what to carry there.
+Ahead = Callable[[Origin, Any], Iterable[tuple[int, Any]]]
+
+
 class Graph:
     """All frames of a function whose first inputs are parameters."""
 
@@ -264,32 +283,51 @@ class Graph:
             for one in inner:
                 yield from self._inside(one, k, atom, labels, seen)
 
+    def back(
+        self, atom: Atom, labels: Labels, ahead: Ahead, carried: Any = None
+    ) -> None:
+        """Goes back from an array through the equations that made it.
+
+        At each origin `ahead(origin, carried)` says by which operands to go on, and
+        what to carry there. No recursion: a residual stream goes through all layers.
+        """
+        known: set[Any] = set()
+        places = [(atom, labels, frozenset(), carried)] if labels else []
+        while places:
+            atom, labels, seen, carried = places.pop()
+            for origin, after in self.origins(atom, labels, seen):
+                if (at := origin.at) is None:
+                    ahead(origin, carried)
+                    continue
+                key = at.key(), origin.k, tuple(map(key_of, origin.labels))
+                if key in known:
+                    continue
+                known.add(key)
+                by = dict(ahead(origin, carried))
+                for i, move in moves(at, origin.k) if by else ():
+                    if i in by:
+                        own = tuple(map(move, origin.labels))
+                        places.append((at.inputs()[i], own, after, by[i]))
+
     def copied(self, atom: Atom) -> set[int]:
         """The dimensions along which an array is a copy, as far as its making shows."""
         dims = range(len(atom.shape))
-        varied = {d for d, n in enumerate(atom.shape) if n == 1}
+        own = {d for d, n in enumerate(atom.shape) if n == 1}
 
-        def follow(atom: Atom, labels: Labels, depth: int) -> None:
-            for origin, _ in self.origins(atom, labels):
-                at = origin.at
-                back = []
-                if at is not None and depth < 9 and at.name not in PRODUCTS:
-                    is_sum = at.name.startswith("reduce_")
-                    back = [] if is_sum else moves(at, origin.k)
-                    for i, move in back:
-                        own = tuple(map(move, origin.labels))
-                        follow(at.inputs()[i], own, depth + 1)
-                if not back:
-                    varied.update(d for d in dims if is_varied(origin.labels[d]))
+        def ahead(origin: Origin, depth: int) -> list[tuple[int, int]]:
+            at, back = origin.at, []
+            if at and depth < 9 and at.name not in PRODUCTS:
+                back = [] if at.name.startswith("reduce_") else moves(at, origin.k)
+            if not back:
+                own.update(d for d in dims if is_varied(origin.labels[d]))
+            return [(i, depth + 1) for i, _ in back]
 
-        if dims:
-            follow(atom, atom.each(), 0)
-        return {*dims} - varied
+        self.back(atom, atom.each(), ahead, 0)
+        return {*dims} - own
 
     def made_by(self, atom: Atom) -> list[Eqn]:
         """The equations that made an array: one, or several where it is of a branch."""
-        label = np.ones([1] * atom.rank, np.int64)
-        return [x.at for x, _ in self.origins(atom, (label,)) if x.at is not None]
+        return [x.at for x, _ in self.origins(atom, atom.whole) if x.at is not None]
 
     def _inside(self, inner: Frame, k: int, atom: Atom, labels: Labels, seen: Any):
         """The k-th result of a call, in the frame that it runs."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from .facts import union
 from .graph import Labels
-from .labels import is_varied, joined, Label, marks
+from .labels import along, distinct, is_varied, Label, marks, varied
 from .scaling import Factor, IsLast, never, Scaling
 from .softmaxes import Product
 
@@ -25,8 +25,7 @@ class Heads(NamedTuple):
 
     def owners(self, label: Label) -> tuple[np.ndarray, int]:
         """The head, or group of heads, of each entry, and how many there are."""
-        found = set(label.ravel().tolist()) - {0}
-        groups = sorted(found, key=lambda m: (m & -m, m))
+        groups = sorted(distinct(label), key=lambda m: (m & -m, m))
         numbers = {m: i for i, m in enumerate(groups)}
         if sum(m.bit_count() for m in groups) != union(groups).bit_count():
             # Some entries are of several heads, of which others are of one.
@@ -114,7 +113,7 @@ def _classes(
         for s in scaling.of(product.operand(i), labels, is_last, deepest=1):
             maker = _maker(s.factors, 1) or (s.factors[0] if s.factors else None)
             if maker and is_varied(maker.labels[0]):
-                of = sorted(set(maker.labels[0].ravel().tolist()) - {0})
+                of = sorted(distinct(maker.labels[0]))
                 signs += [bits_of(mark, count) for mark in of]
     if not signs:
         return [0] * count
@@ -150,17 +149,13 @@ def _along(axes: dict[int, int], loops: set[int], labels: Labels) -> set[int]:
 
 def _is_shared_out(label: Label) -> bool:
     """Whether marks that differ along an axis have several entries each."""
-    for axis in range(label.ndim):
-        if is_varied(label, axis):
-            line = joined(label, [a for a in range(label.ndim) if a != axis]).ravel()
-            marked = line[line != 0]
-            return len(marked) > len(set(marked.tolist()))
-    return False
+    lines = [along(label, axis) for axis in varied(label)[:1]]
+    return any(np.count_nonzero(line) > len(distinct(line)) for line in lines)
 
 
 def shows_all(kernel: Labels, other: Labels) -> bool:
     """Whether what a kernel is applied to tells no more heads apart than itself."""
-    found = set(kernel[0].ravel().tolist()) - {0}
+    found = distinct(kernel[0])
     is_apart = all(m.bit_count() == 1 for m in found) and len(found) > 1
     return is_apart or not is_varied(other[0])
 

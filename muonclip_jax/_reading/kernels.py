@@ -64,7 +64,7 @@ def attention_rule(
         as they enter the softmax; or the number of the output that has them for every
         row. Without it the kernel's layers are read but not recorded.
 
-    **Returns:** the rule. One that is taught again replaces the one before.
+    **Returns:** the rule. Of those that fit a call, the one taught last is in force.
 
     **Raises:** `ValueError` for an `of` that is no function, primitive or name.
 
@@ -90,16 +90,16 @@ def attention_rule(
         ('q', 'k')
     """
     name, file = _place(of)
-    rule = AttentionRule(fun, maxima, name, file)
-    _RULES[name, file] = rule
+    _RULES.pop((name, file), None)
+    _RULES[name, file] = rule = AttentionRule(fun, maxima, name, file)
     return rule
 
 
 def rule_of(eqn: Any) -> AttentionRule | None:
     """The rule of the kernel that an equation calls, if it was taught one."""
     name, file = jaxprs.kernel_name(eqn)
-    found = (x for x in _RULES.values() if x.name == name and _ends(file, x.file))
-    return next(found, None)
+    rules = reversed(_RULES.values())
+    return next((x for x in rules if x.name == name and _ends(file, x.file)), None)
 
 
 def _place(of: Any) -> tuple[str, str]:
@@ -131,8 +131,10 @@ def _called(fun: Callable[..., Any], eqn: Any, inputs: Sequence[Any]) -> Any:
 
 def _plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Attention of `(batch, heads, length, dim)`, without mask and scale."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (jnp.repeat(x, group, 1) for x in (key, value))
+    if key.ndim < query.ndim:  # one head, for all of the query's
+        key, value = (jnp.expand_dims(x, -3) for x in (key, value))
+    group = query.shape[-3] // key.shape[-3]
+    key, value = (jnp.repeat(x, group, -3) for x in (key, value))
     return jax.nn.softmax(query @ key.mT) @ value
 
 
@@ -144,13 +146,15 @@ def _lengths_first(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Ar
 def _of_arrays(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """For kernels of Pallas, which have scale and mask in their code.
 
-    Of their inputs the first three arrays of rank 4 are query, key and value.
+    Of their inputs the first three of real numbers are query, key and value: tables of
+    blocks, which come before, and segments are of integers.
     """
-    return lambda *inputs: plain(*[x for x in inputs if x.ndim == 4][:3])
 
+    def of_inputs(*inputs: jax.Array) -> jax.Array:
+        return plain(*[x for x in inputs if jnp.isdtype(x.dtype, "real floating")][:3])
 
-_SPLASH = "tpu/splash_attention/splash_attention_kernel.py"
-_TOKAMAX = f"tokamax/_src/ops/experimental/{_SPLASH}"
+    return of_inputs
+
 
 attention_rule(
     _of_arrays(_lengths_first), of="mha_forward at pallas/ops/gpu/attention.py"
@@ -159,10 +163,17 @@ attention_rule(
     _of_arrays(_plain),
     of="_flash_attention_kernel at pallas/ops/tpu/flash_attention.py",
 )
-attention_rule(_of_arrays(_plain), of=f"splash_mha_fwd_no_residuals at {_SPLASH}")
-# That of `mc.splash_attention`: output, logarithms of sums, maxima.
+# Splash attention calls kernels of many names, for segments, one key head and what a
+# gradient needs, all from this function. For `mc.splash_attention` it returns three
+# outputs: that of attention, logarithms of sums, maxima.
+_SPLASH = "tpu/splash_attention/splash_attention_kernel.py"
 attention_rule(
-    _of_arrays(_plain), of=f"splash_mha_fwd_residuals at {_TOKAMAX}", maxima=2
+    _of_arrays(_plain), of=f"_splash_attention_custom at pallas/ops/{_SPLASH}"
+)
+attention_rule(
+    _of_arrays(_plain),
+    of=f"_splash_attention_custom at tokamax/_src/ops/experimental/{_SPLASH}",
+    maxima=2,
 )
 
 

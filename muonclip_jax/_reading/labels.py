@@ -53,16 +53,34 @@ def key_of(label: Label) -> Any:
     return label.shape, tuple(label.ravel().tolist()) if is_exact else label.tobytes()
 
 
-def is_varied(label: Label, axis: int | None = None) -> bool:
-    """Whether entries have different marks, those without any aside, along an axis."""
-    if label.size == 1 or (axis is not None and label.shape[axis] == 1):
-        return False
-    if axis is not None:
-        label = joined(label, [a for a in range(label.ndim) if a != axis])
-    if label.dtype.kind != "O":
-        marked = label[label != 0]
-        return marked.size > 0 and bool((marked != marked[0]).any())
-    return len(set(label.ravel().tolist()) - {0}) > 1
+def joined_but(label: Label, axes: Iterable[int]) -> Label:
+    """The union along all axes except some."""
+    kept = {*axes}
+    return joined(label, (a for a in range(label.ndim) if a not in kept))
+
+
+def along(label: Label, axis: int) -> Label:
+    """The marks along one axis."""
+    return joined_but(label, [axis]).ravel()
+
+
+def distinct(label: Label) -> set[int]:
+    """The marks that there are."""
+    return {*label.ravel().tolist()} - {0}
+
+
+def is_varied(label: Label) -> bool:
+    """Whether entries have different marks, those without any aside."""
+    if label.dtype.kind == "O":
+        return label.size > 1 and len(distinct(label)) > 1
+    marked = label[label != 0]
+    return marked.size > 1 and bool((marked != marked[0]).any())
+
+
+def varied(label: Label) -> list[int]:
+    """The axes along which entries have different marks."""
+    axes = (a for a, n in enumerate(label.shape) if n > 1)
+    return [a for a in axes if is_varied(along(label, a))]
 
 
 def small(label: Label) -> Label:

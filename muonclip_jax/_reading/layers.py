@@ -105,6 +105,8 @@ def _roles(
             path = "/".join(leaf_paths[part.parameter])
             if part.why:
                 return (), part.why.format(path, shapes[part.parameter])
-            found.append(OwnedLeaf(path, part.stack, part.owners, part.heads))
+            is_of_all = part.heads == 1 < layer.heads
+            leaf = OwnedLeaf(path, part.stack, part.owners, part.heads, is_of_all)
+            found.append(leaf)
         roles.append(tuple(found))
     return tuple(roles), ""

@@ -304,31 +304,30 @@ PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated
 
 @_rule(" ".join(PRODUCTS))
 def _product(op: Op) -> Moves:
-    return [(i, op.through(to)) for i, to in enumerate(sides(op.eqn) or ())]
+    return [(i, op.through(to)) for i, to in enumerate(sides(op.eqn))]
 
 
-def sides(eqn: Any) -> list[list[int | None]] | None:
+def sides(eqn: Any) -> list[list[int | None]]:
     """The dimension of the result that each of both operands becomes.
 
-    `None` if summed over. The whole is `None` for what is no product of matrices, as
-    the modes of ragged products that a gradient has.
+    `None` if it is summed over, or picks a group's matrix.
     """
     if eqn.primitive.name == "conv_general_dilated":
         return _sides_of_conv(eqn)
-    params, groups = eqn.params, ()
+    params, groups, first = eqn.params, (), []
     if "ragged_dot_dimension_numbers" in params:
         numbers = params["ragged_dot_dimension_numbers"]
-        groups = tuple(numbers.rhs_group_dimensions)
-        if not groups:
-            return None
+        groups = numbers.rhs_group_dimensions
         (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
+        if {*numbers.lhs_ragged_dimensions} & {*ca}:
+            first = [-1]  # the result has a dimension of groups, each summed by itself
     else:
         (ca, cb), (ba, bb) = params["dimension_numbers"]
     ranks = [len(shape_of(x)) for x in eqn.invars[:2]]
     free_a = [i for i in range(ranks[0]) if i not in (*ca, *ba)]
     free_b = [i for i in range(ranks[1]) if i not in (*cb, *bb, *groups)]
     # Of the result, batch dimensions are first, then what is free on each side.
-    orders = [*ba, *free_a], [*bb, *[None] * len(free_a), *free_b]
+    orders = [*first, *ba, *free_a], [*first, *bb, *[None] * len(free_a), *free_b]
     return [
         [order.index(i) if i in order else None for i in range(rank)]
         for order, rank in zip(orders, ranks, strict=True)

@@ -196,10 +196,7 @@ def read_call(call: Call) -> Found:
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
-    hidden = [
-        f"{note.at.name} at {note.line}" for note in uses.noted("hidden") if note.at
-    ]
-    hidden = list(dict.fromkeys(hidden))
+    hidden = list(dict.fromkeys(f"{at.name} at {at.line}" for at in uses.hidden))
     unknown = zip(shown.paths, said, strict=True)
     reading = ModelReading(
         tree.unflatten(v and v.numbers for v in every),

@@ -14,11 +14,11 @@ import numpy as np
 
 from .._model.statistics import largest
 from . import jaxprs, kernels
-from .graph import Atom, Eqn
+from .graph import Atom, Eqn, Origin
 from .heads import Heads
-from .labels import joined, marks
+from .labels import joined_but
 from .primitives import moves
-from .softmaxes import Path, Product, Softmaxes
+from .softmaxes import known_number, Path, Product, Softmaxes
 
 
 @dataclasses.dataclass
@@ -79,16 +79,13 @@ def site_of(
     atom = site.at.inputs()[site.operand]
     bit = reader.facts.product(product.at)
     sizes = dict(enumerate(atom.shape))
-    labels, path = reader.to_product(
-        atom, atom.each() or (marks(atom.rank, 0, 1),), bit
-    )
+    labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
     if labels is None:
         raise Unclear("could not be followed into the softmax")
     of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
 
     def varies(label: Any) -> bool:
-        line = joined(label, [a for a in range(label.ndim) if a not in of_heads])
-        return len(set(line.ravel().tolist())) > 1
+        return len({*joined_but(label, of_heads).ravel().tolist()}) > 1
 
     site.dims = tuple(
         d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x)
@@ -125,11 +122,16 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
 
 def _is_of(reader: Softmaxes, atom: Atom, eqn: Any) -> bool:
     """Whether an array is made of what an equation returns, and of little else."""
-    for at in reader.graph.made_by(atom):
-        operands = (at.inputs()[i] for i, _ in moves(at, 0))
-        if at.eqn is eqn or any(_is_of(reader, x, eqn) for x in operands):
-            return True
-    return False
+    found: list[Eqn] = []
+
+    def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+        if (at := origin.at) is None or at.eqn is eqn:
+            found.extend([at] if at else [])
+            return []
+        return [(i, None) for i in range(len(at.eqn.invars))]
+
+    reader.graph.back(atom, atom.whole, ahead)
+    return bool(found)
 
 
 def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
@@ -151,6 +153,8 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
         if not own or not moves(at, 0):
             return found
+        if at.name in ("mul", "div") and len(own) > 1:
+            return found  # what is divided by a spread of its own is no shift
         if at.name == "sub" and own[0] == 0:
             if maxima := reader.maxima(inputs[1], bits):
                 axes = tuple(maxima[0].eqn.params["axes"])
@@ -158,8 +162,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
             elif own == [0, 1]:
                 found = Site(at, factor=factor)
         elif at.name in ("mul", "div") and len(own) == 1:
-            number = inputs[1 - own[0]].number
-            number = number if isinstance(number, int | float) and number else math.nan
+            number = known_number(inputs[1 - own[0]])
             factor = factor * number if at.name == "mul" else factor / number
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
@@ -192,7 +195,7 @@ def _count(
     label = np.vectorize(lambda x: 1 << int(x), otypes=[object])(numbers)
     labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
-    found = joined(labels[0], [a for a in range(labels[0].ndim) if a not in of_heads])
+    found = joined_but(labels[0], of_heads)
     local = heads.label
     # On a mesh each device has its own heads, the first those of the first device.
     for lead_of in product.at.frame.lead:

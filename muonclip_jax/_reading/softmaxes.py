@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .facts import Facts, members, union
-from .graph import Atom, Eqn, Graph, Labels
-from .labels import either, key_of, Label, moved, small
-from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared, sides
+from .graph import Atom, Eqn, Graph, Labels, Origin
+from .jaxprs import names
+from .labels import either, Label, moved, small
+from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
+
+
+# Of entries along an axis.
+_COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
 
 class Product(NamedTuple):
@@ -81,6 +86,13 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]  # none where it is another function than an exponential
     over: list[Over]
+    is_summed: bool = True  # it is seen to divide by a sum
+
+
+def known_number(factor: Atom) -> float:
+    """The number that logits are multiplied with, if it is one; else NaN."""
+    number = factor.number
+    return number if isinstance(number, int | float) and number else math.nan
 
 
 def exponent(at: Eqn) -> int | None:
@@ -102,6 +114,8 @@ class Softmaxes:
         # The sums by which softmaxes divide, with the products that they are of.
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
+        # Where entries of products are compared along axes, or summed up.
+        self.compared = list(self._comparisons())
         # Parameters that no gradient reaches are as good as data.
         trained = union(x.trained for x in facts.outputs)
         self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
@@ -119,6 +133,18 @@ class Softmaxes:
                 continue
             if bits := self.facts.of(atom).unshared:
                 yield bits, (atom, axes)
+
+    def _comparisons(self) -> Iterator[tuple[int, Over]]:
+        for at in self.equations:
+            if at.name not in _COMPARES:
+                continue
+            params = at.eqn.params
+            one = params.get("dimension", params.get("axis", -1))  # of a sort, a scan
+            axes = params.get("axes", (one,))
+            for atom in at.inputs():
+                fact = self.facts.of(atom)
+                if fact.products and not fact.weights:
+                    yield fact.products, (atom, tuple(axes))
 
     def all(self) -> Iterator[Softmax]:
         """Groups of products that were normalized and weigh activations."""
@@ -140,17 +166,46 @@ class Softmaxes:
                 # Where it divides by no sum that is seen, as one that values with a
                 # column of ones bring, it is over what it weighs.
                 sums = [x for b, x in self.sums if b & bits]
-                yield Softmax(bits, own, sums or places)
+                yield Softmax(bits, own, sums or places, bool(sums))
         # Weights that are made in another way than by exponentials.
         for at in self.equations:
             if at.i not in at.frame.inside and contracted(at.eqn):
                 facts = self.facts.all_of(at.inputs())
                 for i, (a, b) in enumerate((facts, facts[::-1])):
-                    bits = (a.ratios | a.bent & self.facts.compared) & ~seen
-                    if bits and b.is_deep and not bits & b.products:
+                    axes = tuple(pair[i] for pair in contracted(at.eqn))
+                    over = at.inputs()[i], axes
+                    bits = a.bent & ~seen
+                    if not b.is_deep or bits & b.products:
+                        continue
+                    if bits := self._compared_along(bits, over):
                         seen |= bits
-                        axes = tuple(pair[i] for pair in contracted(at.eqn))
-                        yield Softmax(bits, [], [(at.inputs()[i], axes)])
+                        yield Softmax(bits, [], [over])
+
+    def _compared_along(self, bits: int, over: Over) -> int:
+        """The products whose entries are compared along what they are weighed over.
+
+        A norm compares features, and then values may be summed over the tokens.
+        """
+
+        def dims(bit: int, atom: Atom, axes: tuple[int, ...]) -> set[int]:
+            along = self._along(bit, atom) or []
+            return set().union(*(along[a] for a in axes if along))
+
+        kept = 0
+        for bit in (1 << i for i in members(bits)):
+            places = [x for b, x in self.compared if b & bit]
+            if places and (own := dims(bit, *over)):
+                kept |= bit if any(own & dims(bit, *x) for x in places) else 0
+        return kept
+
+    def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
+        """For each axis of what a product became, its dimensions that this comes of."""
+        at = self.facts.products[bit]
+        labels, _ = self.to_product(atom, atom.each(), bit)
+        if labels is None:
+            return None
+        lead, rank = len(at.frame.lead), len(at.output().shape)
+        return [{d for d in range(rank) if x.shape[lead + d] > 1} for x in labels]
 
     def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Over]]:
         """The products whose exponentials weigh other activations here."""
@@ -161,11 +216,15 @@ class Softmaxes:
                 continue
             if at.name == "mul":
                 # Each weighs a vector, and so is the same along a dimension.
-                is_many = atom.shape != at.output().shape or self.graph.copied(atom)
-                if other.is_deep and is_many and own & self.summed:
+                if other.is_deep and self.is_repeated(at, i) and own & self.summed:
                     yield own, (atom, ())
             elif contracted(at.eqn) and (other.is_deep or other.has_data):
                 yield own, (atom, tuple(pair[i] for pair in contracted(at.eqn)))
+
+    def is_repeated(self, at: Eqn, i: int) -> bool:
+        """Whether an operand is repeated along a dimension of an entrywise result."""
+        atom = at.inputs()[i]
+        return atom.shape != at.output().shape or bool(self.graph.copied(atom))
 
     # From the softmax to its products.
 
@@ -174,50 +233,35 @@ class Softmaxes:
     ) -> tuple[Labels | None, "Path"]:
         """The labels of a product's result, from those of what was made of it."""
         found: list[Labels] = []
-        path = Path()
-        target, known = self.facts.products[bit], set()
+        path, target = Path(), self.facts.products[bit]
 
-        ahead: list[Any] = [(atom, labels, frozenset(), 1.0)]
-        while ahead:
-            *own, scale = ahead.pop()
-            for origin, after in self.graph.origins(*own):
-                at = origin.at
-                if at is None:
-                    continue
-                key = (*at.key(), *map(key_of, origin.labels))
-                if key in known:
-                    continue
-                known.add(key)
-                if at.frame is target.frame and at.i == target.i:
-                    found.append(origin.labels)
-                    continue
-                inputs = at.inputs()
-                facts = self.facts.all_of(inputs)
-                back = moves(at, origin.k)
-                linear = [
-                    (i, move)
-                    for i, move in back
-                    if (facts[i].products | facts[i].pairs) & bit
-                ]
-                if at.name in ("mul", "div") and len(linear) == 1:
-                    other = 1 - linear[0][0]
-                    number = inputs[other].number
-                    path.factors.append((at, other, origin.labels))
-                    is_known = isinstance(number, int | float) and number
-                    number = number if is_known else math.nan
-                    scale = scale * number if at.name == "mul" else scale / number
-                elif at.name == "tanh":
-                    path.caps.append((at, scale))
-                elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
-                    path.nonlinear.append(at)
-                elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
-                    path.joins.append(at)
-                elif at.name in ("add", "sub", "add_any"):
-                    others = {i for i, _ in back} - {i for i, _ in linear}
-                    path.added += [(at, i) for i in sorted(others)]
-                for i, move in linear:
-                    before = tuple(map(move, origin.labels))
-                    ahead.append((inputs[i], before, after, scale))
+        def ahead(origin: Origin, scale: float) -> list[tuple[int, float]]:
+            if (at := origin.at) is None:
+                return []
+            if at.key() == target.key():
+                found.append(origin.labels)
+                return []
+            inputs, back = at.inputs(), [i for i, _ in moves(at, origin.k)]
+            facts = self.facts.all_of(inputs)
+            linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
+            if at.name in ("mul", "div") and len(linear) == 1:
+                other = 1 - linear[0]
+                path.factors.append((at, other, origin.labels))
+                number = known_number(inputs[other])
+                scale = scale * number if at.name == "mul" else scale / number
+            elif at.name in ("mul", "div"):
+                path.nonlinear.append(at)  # of itself, as what it is divided by
+            elif at.name == "tanh":
+                path.caps.append((at, scale))
+            elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
+                path.nonlinear.append(at)
+            elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
+                path.joins.append(at)
+            elif at.name in ("add", "sub", "add_any"):
+                path.added += [(at, i) for i in sorted({*back} - {*linear})]
+            return [(i, scale) for i in linear]
+
+        self.graph.back(atom, labels, ahead, 1.0)
         if not found:
             return None, path
         out = found[0]
@@ -228,48 +272,39 @@ class Softmaxes:
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """The maxima of some products' logits that an array was made of."""
         found: list[Eqn] = []
-        seen: set[Any] = set()
 
-        def follow(atom: Atom, depth: int) -> None:
-            for at in self.graph.made_by(atom):
-                if at.key() in seen or depth > 12:
-                    continue
-                seen.add(at.key())
-                if (
-                    at.name == "reduce_max"
-                    and self.facts.of(at.inputs()[0]).products & bits
-                ):
-                    found.append(at)
-                elif at.name not in PRODUCTS and at.name != "reduce_sum":
-                    for x in at.inputs():
-                        follow(x, depth + 1)
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            at = origin.at
+            if at is None or at.name in PRODUCTS or at.name == "reduce_sum":
+                return []
+            if at.name != "reduce_max":
+                return [(i, None) for i in range(len(at.eqn.invars))]
+            if self.facts.of(at.inputs()[0]).products & bits:
+                found.append(at)
+            return []
 
-        follow(atom, 0)
+        self.graph.back(atom, atom.whole, ahead)
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
         """A product, with its dimensions that the softmax is over."""
-        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
+        bit, dims = self.facts.product(at), at.output().shape
         found: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
-            labels, _ = self.to_product(atom, atom.each(), bit)
-            along = [
-                {d for d in range(len(dims)) if label.shape[lead + d] > 1}
-                for label in labels or ()
-            ]
-            if labels is not None:
+            along = self._along(bit, atom)
+            if along is not None:
                 found.append(frozenset().union(*(along[a] for a in axes)))
                 kept.update(*along)
-        if at.name == "mul":
+        if at.name in ("mul", "sub"):
             # What nothing comes of entry by entry was summed over.
             to = [self._dims(x, at.output()) for x in at.inputs()]
             own = shared(to)
             over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
         else:
-            to, over = sides(at.eqn) or [[], []], contracted(at.eqn)
+            to, over = at.to, contracted(at.eqn)
         own = [frozenset(d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
         # Of several softmaxes of the same logits the one over what one side alone has.
@@ -291,13 +326,32 @@ class Softmaxes:
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
-        own += [p for p in every if own and p not in own and self._is_relative(p)]
-        return own or [p for p in every if self._is_asked(p)]
+        # What query and key were made of may enter the softmax again, as their squares.
+        past = union(f.past for p in own for f in self.facts.all_of(p.at.inputs()))
+        more = [p for p in every if own and not self.facts.event(p.at) & past]
+        own += [p for p in more if p not in own and self._is_relative(p)]
+        # Exponentials that no sum divides are decays, as of a state space.
+        asked = every if softmax.is_summed else []
+        own = own or [p for p in asked if self._is_asked(p)]
+        return own or [p for p in every if self._is_of_data(p)]
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.all_of(at.inputs()[:2])
         is_weighted = self.facts.weight_of(at) is not None
         return bool(a.leaves and b.leaves) and not is_weighted
+
+    def _is_of_data(self, product: Product) -> bool:
+        """Whether one side is data as they are, of the examples that the other has.
+
+        Without examples it may be any table of numbers.
+        """
+        facts = self.facts.all_of(product.at.inputs()[:2])
+        is_of_data = any(f.has_data and not f.leaves for f in facts)
+        has_examples = product.at.name != "mul" and bool(shared(product.to))
+        is_sided = any(product.is_key)
+        return (
+            is_of_data and any(f.is_deep for f in facts) and has_examples and is_sided
+        )
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.

@@ -1,41 +1,35 @@
 """What is done with every parameter, noted wherever it meets activations."""
 
-import itertools
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from .facts import Fact, members, union
-from .graph import Atom, Eqn, Frame, Labels
-from .jaxprs import names, shape_of
-from .labels import dimensions, is_varied, marks
+from .graph import Atom, Eqn, Frame, Origin
+from .jaxprs import names
+from .labels import along, dimensions, is_varied, marks, varied
 from .makers import Makers
-from .primitives import contracted, KNOWN, moves, PRODUCTS, shared, sides
+from .primitives import contracted, KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
-    """One thing that is done, to be judged when all is known.
+    """One use of a parameter, by its place among the leaves.
 
-    With a parameter, `number` by its place among the leaves: `"contracted"`,
-    `"depthwise"`, `"looked up"`, `"elementwise"` (added to or multiplied with
-    activations), `"data"` (with data alone), `"factor"` (of a product of two
-    parameters) or `"unknown"`. Besides:
-
-    - `"cut"`: of what parameter `number` made along its axis, entries `events` (a bit
-        each) went their own way.
-    - `"expert"`: entries of parameter `number` along its axis are matrices of experts.
-    - `"scales"`, `"features"`: what the outputs of kernel `number` are; see `Uses`.
-    - `"fed"`: the activation that a weight was applied to came from `events`.
-    - `"chosen"`: what `events` made decides where activations go.
-    - `"hidden"`: activations went through an operation that cannot be read.
+    It is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to or
+    multiplied with activations), used with `"data"` alone, a `"factor"` of a product of
+    two parameters, or `"unknown"`.
     """
 
     kind: str
-    number: Any = -1
-    events: int = 0
-    # Axes of the parameter, each as an "input", "output", "stack", "rank" (summed over
-    # between two parameters), "expert", "cut".
-    roles: tuple[tuple[int, str], ...] = ()
+    number: int
     at: Eqn | None = None
+    event: int = 0
+    # Axes of the parameter, each as an "input", "output", "stack" or "rank" (summed
+    # over between two parameters).
+    roles: tuple[tuple[int, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,6 +43,8 @@ class Note(NamedTuple):
 # Which of several is greatest may decide where activations go.
 _CHOICES = names("argmax argmin top_k approx_top_k sort")
 
+_MULTIPLIES = PRODUCTS | {"mul"}
+
 # Linear algebra may hide what it does with parameters, but no attention.
 _ALGEBRA = names(
     "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
@@ -58,7 +54,7 @@ _ALGEBRA = names(
 
 
 class Uses:
-    """The notes of a graph.
+    """The notes of a graph, and what else shows what parameters are.
 
     Kernels whose outputs are one number for each head, gates, steps and decays, are
     trained by AdamW (Qwen). The trace shows them where they first meet the outputs of
@@ -72,33 +68,35 @@ class Uses:
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self._makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
+        # Parameters, each with an axis along which its entries are matrices of experts.
+        self.experts: set[tuple[int, int]] = set()
+        # Along such an axis, entries whose outputs went their own way, a bit each.
+        self.cuts: dict[tuple[int, int], int] = defaultdict(int)
+        self.scales: set[int] = set()  # kernels whose outputs scale those of others
+        self.features: set[int] = set()  # those whose outputs are used as features
+        self.fed = 0  # events that activations came from that a weight was applied to
+        self.chosen = 0  # those whose outputs decide where activations go
+        # Operations that activations went through and that cannot be read.
+        self.hidden: list[Eqn] = []
         for at in reader.equations:
             if frames := at.frame.inside.get(at.i):
                 self._handed(at, frames)
             else:
                 self._note(at)
         for var in self._graph.top.jaxpr.outvars:
-            self._are_features(self._graph.top.jaxpr, Atom(self._graph.top, var))
+            atom = Atom(self._graph.top, var)
+            self._is_feature(atom, self._facts.of(atom))
 
-    def noted(self, *kinds: str) -> list[Note]:
-        return [note for note in self.notes if note.kind in kinds]
-
-    def events_of(self, kind: str) -> int:
-        return union(note.events for note in self.noted(kind))
-
-    def numbers_of(self, *kinds: str) -> set[Any]:
-        return {note.number for note in self.noted(*kinds)}
-
-    def _add(self, kind: str, at: Eqn | None, number: Any = -1, **more: Any) -> None:
-        self.notes.append(Note(kind, number, at=at, **more))
+    def numbers_of(self, *kinds: str) -> set[int]:
+        return {note.number for note in self.notes if note.kind in kinds}
 
     def _use(self, kind: str, at: Eqn, fact: Fact) -> None:
         """Notes the same use of all parameters that a weight is made of.
 
         None of a product of parameters, whose own use is to be its factors.
         """
-        for number in members(fact.leaves) if not fact.is_pair else ():
-            self._add(kind, at, number)
+        own = members(fact.leaves) if not fact.is_pair else ()
+        self.notes += [Note(kind, number, at) for number in own]
 
     # Equations.
 
@@ -136,9 +134,9 @@ class Uses:
         elif name in ("add", "sub", "add_any", "max", "min"):
             if len({f.sole for f in facts} - {None}) > 1:
                 for atom, fact in zip(inputs, facts, strict=True):
-                    self._is_feature(at, atom, fact)
+                    self._is_feature(atom, fact)
         elif name.startswith("reduce_") and "axes" in at.eqn.params:
-            self._is_feature(at, inputs[0], facts[0], {*at.eqn.params["axes"]})
+            self._is_feature(inputs[0], facts[0], {*at.eqn.params["axes"]})
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(at, inputs[0], facts[0])
 
@@ -169,7 +167,7 @@ class Uses:
         # Attention needs query and key at least; an operation on one array is an
         # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(f.is_deep for f in facts) > 1 and at.name not in _ALGEBRA:
-            self._add("hidden", at)
+            self.hidden.append(at)
 
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
         """Whatever decides an order may decide where activations go.
@@ -189,7 +187,7 @@ class Uses:
                 for _, labels in self._makers.leaves(kernel)
                 for label in labels
             ):
-                self._add("chosen", at, events=event)
+                self.chosen |= event
 
     # Products.
 
@@ -212,49 +210,36 @@ class Uses:
             self._use("looked up", at, weight)
             return
         self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
-        self._add("fed", at, events=other.past)
-        self._is_feature(at, inputs[1 - i], other)
+        self.fed |= other.past
+        self._is_feature(inputs[1 - i], other)
 
     def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
         """Notes what the axes of each parameter are in the weight of a product."""
-        atom = at.inputs()[i]
-        to = sides(at.eqn)
-        if to is None:
-            return
-        both = shared(to)
-        lead = atom.lead
-        kind = "contracted"
-        groups = set()
+        atom, stack, kind = at.inputs()[i], at.shared, "contracted"
+        to, lead = at.to[i], atom.lead
         if at.name == "conv_general_dilated":
             kernel = at.inputs()[1]
             inp = at.eqn.params["dimension_numbers"].rhs_spec[1]
             if at.eqn.params["feature_group_count"] > 1 and kernel.shape[inp] == 1:
                 kind = "depthwise"
-            both = set()
+            stack = set()
             if i == 0:
                 fact = self._facts.of(kernel)
                 kind = kind if fact.has_data or fact.leaves else "elementwise"
         elif at.name != "dot_general" and i == 1:
-            groups = {
-                *at.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-            }
+            numbers = at.eqn.params["ragged_dot_dimension_numbers"]
+            experts = {*experts, *numbers.rhs_group_dimensions}
 
         def role(d: int) -> str:
-            if (
-                d in experts
-                or d in groups
-                or (to[i][d] is not None and to[i][d] in both)
-            ):
+            if d in experts or to[d] in stack:
                 return "stack"
-            return "input" if to[i][d] is None else "output"
+            return "input" if to[d] is None else "output"
 
         of_loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         said = [role(d) for d in range(len(atom.shape))] + ["stack"] * len(of_loops)
         on_devices = any(not x.is_loop for x in atom.frame.lead)
-        each = dimensions(lead + len(atom.shape), atom.shape, lead, on_devices)
-        labels = each + tuple(
-            marks(lead + len(atom.shape), x.axis, x.size) for x in of_loops
-        )
+        labels = dimensions(atom.rank, atom.shape, lead, on_devices)
+        labels += tuple(marks(atom.rank, x.axis, x.size) for x in of_loops)
         is_pair = self._facts.of(atom).is_pair
         for summand in self._reader.scaling.of(atom, labels):
             for f in summand.factors:
@@ -262,8 +247,7 @@ class Uses:
                     dict.fromkeys(
                         (axis, word)
                         for label, word in zip(f.labels, said, strict=True)
-                        for axis in range(label.ndim)
-                        if is_varied(label, axis)
+                        for axis in varied(label)
                     )
                 )
                 # A gain of the weight: what has not both sides, unless a part of a
@@ -272,21 +256,17 @@ class Uses:
                 is_weight = is_alone or {"input", "output"} <= {x for _, x in roles}
                 used = kind if is_weight else "elementwise"
                 event = self._facts.event(at)
-                self._add(used, at, f.parameter, events=event, roles=roles)
+                self.notes.append(Note(used, f.parameter, at, event, roles))
 
     def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
         """Two parameters make one of low rank, which is the weight of what follows."""
-        to = sides(at.eqn)
-        for atom, own, free in zip(
-            inputs, to or (), ("input?", "output?"), strict=False
-        ):
+        for atom, own, free in zip(inputs, at.to, ("input?", "output?"), strict=False):
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
                     axes = [
                         (axis, own[d] is None)
                         for d, label in enumerate(f.labels)
-                        for axis in range(label.ndim)
-                        if is_varied(label, axis)
+                        for axis in varied(label)
                     ]
                     ranks = {axis for axis, is_over in axes if is_over}
                     # Where nothing else shows, inputs are the first's, as in
@@ -294,17 +274,17 @@ class Uses:
                     others = {axis for axis, _ in axes} - ranks
                     roles = [(axis, "rank") for axis in sorted(ranks)]
                     roles += [(axis, free) for axis in sorted(others)]
-                    self._add("factor", at, f.parameter, roles=tuple(roles))
+                    self.notes.append(
+                        Note("factor", f.parameter, at, roles=tuple(roles))
+                    )
 
     def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         if not (all(f.is_deep for f in facts[:2]) and contracted(at.eqn)):
             self._scales(at, inputs, facts)
             return
-        to = sides(at.eqn) or ([], [])
         for j in (0, 1):
-            both = shared(to)
-            own = {d for d, x in enumerate(to[j]) if x not in both}
-            self._is_feature(at, inputs[j], facts[j], own)
+            own = {d for d, x in enumerate(at.to[j]) if x not in at.shared}
+            self._is_feature(inputs[j], facts[j], own)
 
     def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
         """Notes what of an activation's making are experts; the weight's dimensions.
@@ -314,12 +294,11 @@ class Uses:
         of each expert. Where it sums over what was weighed alone, that is the input, as
         classes are of an expected embedding.
         """
-        to = sides(at.eqn)
-        if to is None or at.name == "conv_general_dilated" or not other.is_deep:
+        if at.name == "conv_general_dilated" or not other.is_deep:
             return set()
-        both = shared(to)
-        stack = {d for d, x in enumerate(to[1 - i]) if x in both}
-        gone = {d for d, x in enumerate(to[1 - i]) if x is None and atom.shape[d] > 1}
+        to = list(enumerate(at.to[1 - i]))
+        stack = {d for d, x in to if x in at.shared}
+        gone = {d for d, x in to if x is None and atom.shape[d] > 1}
         weighed = self._weighed(atom) & gone if len(gone) > 1 else set()
         dims = {d for d in stack if atom.shape[d] > 1}
         if gone - weighed:
@@ -331,12 +310,11 @@ class Uses:
             for number, labels in self._makers.leaves(kernel):
                 along: dict[int, set[int]] = {}
                 for d, label in enumerate(labels):
-                    for axis in range(label.ndim):
-                        if is_varied(label, axis):
-                            along.setdefault(axis, set()).add(d)
+                    for axis in varied(label):
+                        along.setdefault(axis, set()).add(d)
                 for axis, found in along.items():
                     if found <= dims:
-                        self._add("expert", at, number, roles=((axis, "expert"),))
+                        self.experts.add((number, axis))
         pairs = {a[1 - i]: a[i] for a in contracted(at.eqn)}
         return {pairs[d] for d in dims if d in pairs}
 
@@ -346,12 +324,10 @@ class Uses:
         for k in members(bits):
             at = self._facts.products[1 << k]
             i = self._facts.weight_of(at) if at.name in PRODUCTS else None
-            to = sides(at.eqn) if i is not None else None
-            if i is None or to is None or not self._facts.event(at):
+            if i is None or not self._facts.event(at):
                 continue
-            free = {d for d in to[i] if d is not None} - {
-                d for d in to[1 - i] if d is not None
-            }
+            others = at.to[1 - i]
+            free = {d for d in at.to[i] if d is not None and d not in others}
             for bits, (atom, axes) in self._reader.sums:
                 if not bits & 1 << k:
                     continue
@@ -362,6 +338,11 @@ class Uses:
                     break
         return found
 
+    def _varied(self, atom: Atom) -> set[int]:
+        """The axes of an array's labels along which it is no copy."""
+        same = self._graph.copied(atom)
+        return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
+
     def _weighed(self, atom: Atom) -> set[int]:
         """The dimensions along which a router has weighed an array, all else alike.
 
@@ -369,46 +350,40 @@ class Uses:
         rows.
         """
         dims: set[int] = set()
-        chosen = self.events_of("chosen")
 
-        def follow(atom: Atom, labels: Labels, depth: int) -> None:
-            for origin, _ in self._graph.origins(atom, labels):
-                at = origin.at
-                if (
-                    at is None
-                    or depth > 12
-                    or (at.name in PRODUCTS and contracted(at.eqn))
-                ):
-                    continue
-                facts = self._facts.all_of(at.inputs())
-                for j, move in moves(at, origin.k):
-                    own, fact = tuple(map(move, origin.labels)), facts[j]
-                    is_gate = fact.is_onehot or fact.events & chosen
-                    if at.name in ("mul", *PRODUCTS):
-                        if is_gate or self._routers(fact.weights):
-                            same = self._graph.copied(at.inputs()[j])
-                            axes = range(len(at.inputs()[j].shape))
-                            first = len(at.frame.lead)
-                            varied = {first + d for d in axes if d not in same}
-                            for d, label in enumerate(own):
-                                if any(label.shape[a] > 1 for a in varied):
-                                    dims.add(d)
-                        elif fact.is_deep:
-                            follow(at.inputs()[j], own, depth + 1)
-                    elif fact.is_deep:
-                        follow(at.inputs()[j], own, depth + 1)
+        def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
+            at = origin.at
+            if at is None or (at.name in PRODUCTS and contracted(at.eqn)):
+                return
+            facts, is_product = self._facts.all_of(at.inputs()), at.name in _MULTIPLIES
+            # What was weighed before comes of a router, too: of two operands that do,
+            # the gate is the one along fewer dimensions, or of one-hot rows.
+            varied = [self._varied(x) if is_product else set() for x in at.inputs()]
+            routed = [f.is_onehot or f.events & self.chosen for f in facts]
+            rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
+            for i, move in moves(at, origin.k):
+                others = [j for j, f in enumerate(facts) if i != j and f != Fact()]
+                is_least = all(rank[i] < rank[j] or not routed[j] for j in others)
+                is_gate = (routed[i] and is_least) or self._routers(facts[i].weights)
+                if is_product and others and is_gate:
+                    axes = varied[i]
+                    own = enumerate(map(move, origin.labels))
+                    dims.update(d for d, x in own if any(x.shape[a] > 1 for a in axes))
+                elif facts[i].is_deep:
+                    yield i, None
 
-        follow(atom, atom.each(), 0)
+        self._graph.back(atom, atom.each(), ahead)
         return dims
 
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
-        for mine, other in (facts[:2], facts[1::-1]):
-            if mine.weights and other.is_deep:
+        for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
+            if not (mine.weights and other.is_deep):
+                continue
+            # Entry by entry it is a gate of features, and no mixture of anything.
+            if at.name != "mul" or self._reader.is_repeated(at, i):
                 for _, router in self._routers(mine.weights & ~other.weights):
-                    event = self._facts.event(router)
-                    if not other.events & event:
-                        self._add("chosen", at, events=event)
+                    self.chosen |= self._facts.event(router) & ~other.events
 
     def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes what outputs are that are multiplied with others for the first time."""
@@ -437,26 +412,20 @@ class Uses:
                     for more, x in zip(is_more, theirs, strict=True)
                 )
                 is_scale = any(is_more) and others_fit
-                self._add("scales" if is_scale else "features", at, kernel)
+                (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
         if at.name in PRODUCTS:
-            to = sides(at.eqn) or ([], [])
-            return [x for d in dims if (x := to[i][d]) is not None]
+            return [x for d in dims if (x := at.to[i][d]) is not None]
         skipped = len(at.output().shape) - len(at.inputs()[i].shape)
         return [d + skipped for d in dims]
 
-    def _is_feature(
-        self, at: Any, atom: Atom, fact: Fact, dims: set[int] | None = None
-    ) -> None:
+    def _is_feature(self, atom: Atom, fact: Fact, dims: set[int] | None = None) -> None:
         """Notes that outputs are features: here they are added, or summed over."""
         if not fact.is_deep or fact.sole in (None, -1):
             return
         if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
-            self._add("features", None, fact.sole)
-
-    def _are_features(self, at: Any, atom: Atom) -> None:
-        self._is_feature(at, atom, self._facts.of(atom))
+            self.features.add(fact.sole)
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
         """A slice of one entry along a parameter's own axis may be a matrix's outputs.
@@ -472,44 +441,25 @@ class Uses:
         for kernel in self._makers.kernels(atom, tuple(each[d] for d in starts)):
             for number, labels in self._makers.leaves(kernel):
                 for (d, entries), label in zip(starts.items(), labels, strict=True):
-                    axes = [a for a in range(label.ndim) if is_varied(label, a)]
+                    axes = varied(label)
                     if (
                         len(axes) == 1
                         and label.shape[axes[0]]
                         == atom.shape[d]
                         == self._graph.shapes[number][axes[0]]
                     ):
-                        roles = ((axes[0], "cut"),)
-                        self._add(
-                            "cut",
-                            at,
-                            number,
-                            events=union(1 << x for x in entries),
-                            roles=roles,
-                        )
+                        of = union(1 << x for x in entries)
+                        self.cuts[number, axes[0]] |= of
 
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
     """The dimensions of which an equation takes single entries, and which."""
-    old, params = shape_of(at.eqn.invars[0]), at.eqn.params
-    if at.name == "slice":
-        pairs = zip(
-            params["start_indices"], shape_of(at.eqn.outvars[0]), old, strict=True
-        )
-        return {d: [int(s)] for d, (s, n, m) in enumerate(pairs) if n == 1 < m}
-    if at.name in ("split", "unstack"):
-        axis = params["axis"]
-        sizes = params.get("sizes", (1,) * old[axis])
-        starts = itertools.accumulate(sizes, initial=0)
-        return {axis: [s for s, n in zip(starts, sizes, strict=False) if n == 1]}
-    if at.name == "dynamic_slice":
-        sizes = zip(params["slice_sizes"], old, at.eqn.invars[1:], strict=True)
-        found = {
-            d: at.frame.number(x) for d, (n, m, x) in enumerate(sizes) if n == 1 < m
-        }
-        return {d: [s] for d, s in found.items() if isinstance(s, int)}
-    numbers = params["dimension_numbers"]
-    start = at.frame.number(at.eqn.invars[1])
-    dims = numbers.start_index_map
-    is_one = len(dims) == 1 and isinstance(start, int)
-    return {dims[0]: [start]} if is_one and params["slice_sizes"][dims[0]] == 1 else {}
+    atom, found = at.inputs()[0], {}
+    for k in range(len(at.eqn.outvars)):
+        (_, move), *_ = moves(at, k)
+        taken = move(*at.output(k).whole)
+        for d, n in enumerate(atom.shape):
+            line = along(taken, atom.lead + d)
+            if n > 1 and len(line) == n and np.count_nonzero(line) == 1:
+                found.setdefault(d, []).append(int(line.argmax()))
+    return found

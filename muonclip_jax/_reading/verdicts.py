@@ -13,16 +13,6 @@ from .uses import Note, Uses
 
 Shape = tuple[int, ...]
 
-_USES = (
-    "looked up",
-    "contracted",
-    "factor",
-    "elementwise",
-    "depthwise",
-    "data",
-    "unknown",
-)
-
 
 def verdicts(
     uses: Uses,
@@ -32,27 +22,22 @@ def verdicts(
     frozen: Set[int],
 ) -> list[Verdict]:
     """One for each parameter; no gradient reaches those that are `frozen`."""
-    experts = {(n.number, n.roles[0][0]) for n in uses.noted("expert")}
     # An axis all of whose entries go their own way is a stack, too.
-    cuts: dict[tuple[int, int], int] = {}
-    for note in uses.noted("cut"):
-        at = note.number, note.roles[0][0]
-        cuts[at] = cuts.get(at, 0) | note.events
-        if cuts[at] == (1 << shapes[at[0]][at[1]]) - 1:
-            experts.add(at)
+    own_ways = {
+        (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
+    }
+    experts = uses.experts | own_ways
     # What another product with a parameter is applied to is no output; what decides
     # where activations go is no router unless something comes of it. Heads are cut
     # apart as experts are, but of one matrix.
-    fed = uses.events_of("fed")
-    heads = union(out.ends for out in outs) & ~fed
-    routers = uses.events_of("chosen") & fed
-    of_heads = uses.numbers_of("scales") - uses.numbers_of("features")
-    noted = uses.noted(*_USES)
+    heads = union(out.ends for out in outs) & ~uses.fed
+    routers = uses.chosen & uses.fed
+    of_heads = uses.scales - uses.features
 
     def verdict(i: int, shape: Shape) -> Verdict:
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "")
-        own = [note for note in noted if note.number == i]
+        own = [note for note in uses.notes if note.number == i]
         of = {note.kind: note for note in reversed(own)}  # the first of each kind
         if not own:
             return Verdict("vector", None, "not used", "", is_known=False)
@@ -77,7 +62,7 @@ def verdicts(
         kind = weights[0].kind
         if not inputs or not any(shape[axis] > 1 for axis in outputs):
             return said("vector", kind, "one output" if inputs else "elementwise")
-        events = union(use.events for use in weights)
+        events = union(use.event for use in weights)
         if events & routers:
             return said("router", kind, "chooses")
         if events & heads:
@@ -118,9 +103,17 @@ def _axes(
         for i, vote in enumerate(votes):
             if vote["input?"] or vote["output?"]:
                 roles[i] = "input" if vote["input?"] else "output"
-    # Summed over with another parameter: the side of the matrix that is missing.
-    missing = "output" if "input" in roles.values() else "input"
-    roles |= dict.fromkeys(ranks, missing)
+    # Summed over with another parameter: the side of the matrix that is missing. One
+    # between two others is summed over on both sides. Where no side is missing, it is
+    # a stack of which a sum is the matrix.
+    if not {"input", "output"} <= {*roles.values()}:
+        missing = "output" if "input" in roles.values() else "input"
+        # Heads and their features in one axis are an output, and summed over.
+        ranks = ranks or [i for i, vote in enumerate(votes) if vote["rank"]]
+        own = [i for i in ranks if i not in roles]
+        roles |= dict.fromkeys(
+            own or (ranks if len(ranks) < len(roles) else []), missing
+        )
     inputs, outputs = (
         tuple(sorted(i for i in roles if roles[i] == side))
         for side in ("input", "output")

@@ -108,6 +108,176 @@ def test_layers_that_may_write_the_output_are_asked_about(name):
     assert asked(params) == set(expected.split())
 
 
+def arrays(**shapes):
+    return {name: jnp.ones(shape) for name, shape in shapes.items()}
+
+
+def window(*channels, last=3):
+    sizes = list(itertools.pairwise(channels))
+    widths = [3] * (len(sizes) - 1) + [last]
+    return [conv(n, n, *size) for n, size in zip(widths, sizes, strict=True)]
+
+
+LAST_OF_THEIR_NETWORK = {
+    "coupling by shift and scale": (
+        {f"coupling_{i}": {"net": run("Dense_", 3, 64, 64, 6)} for i in range(3)},
+        {f"coupling_{i}/net/Dense_2/kernel" for i in range(3)},
+    ),
+    "coupling by two networks": (
+        {
+            f"layers_{i}": {x: run("Dense_", 2, 64, 64, 2) for x in ("s", "t")}
+            for i in range(3)
+        },
+        {f"layers_{i}/{x}/Dense_2/kernel" for i in range(3) for x in ("s", "t")},
+    ),
+    "coupling in Haiku": (
+        {
+            f"coupling_{i}/~/mlp/~/linear_{j}": {
+                "w": jnp.ones(pair),
+                "b": jnp.ones(pair[1]),
+            }
+            for i in range(3)
+            for j, pair in enumerate(itertools.pairwise((5, 64, 64, 10)))
+        },
+        {f"coupling_{i}/~/mlp/~/linear_2/w" for i in range(3)},
+    ),
+    "what is left of a series": (
+        {
+            f"stack_{i}": run("fc", 120, 256, 256) | {"backcast": dense(256, 120)}
+            for i in range(3)
+        },
+        {f"stack_{i}/backcast/kernel" for i in range(3)},
+    ),
+    "as many actions as observations": (
+        {
+            "actor": {"layers": [weight(6, 64), weight(64, 64), weight(64, 6)]},
+            "critic": {"layers": [weight(12, 64), weight(64, 64), weight(64, 1)]},
+        },
+        {"actor/layers/2/weight"},
+    ),
+    "a detector's boxes in as many bins as channels": (
+        {
+            "stem": conv(3, 3, 3, 64),
+            "cv2": {str(i): window(64, 64, 64, 64, last=1) for i in range(2)},
+            "head": dense(64, 10),
+        },
+        {f"cv2/{i}/2/kernel" for i in range(2)},
+    ),
+    "as many classes as channels": (
+        {f"enc{i}": conv(3, 3, *x) for i, x in enumerate([(3, 32), (32, 32)])}
+        | {"outc": conv(1, 1, 32, 32)},
+        {"outc/kernel"},
+    ),
+    "as many classes as a block is wide": (
+        {
+            "embed": {"embedding": jnp.ones((99, 64))},
+            "block": {"up": dense(64, 256), "down": dense(256, 64)},
+            "fc": dense(64, 256),
+        },
+        {"fc/kernel"},
+    ),
+    "after a recurrent cell": (
+        {
+            "embed": {"embeddings": jnp.ones((99, 64))},
+            "lstm/linear": {"w": jnp.ones((192, 512)), "b": jnp.ones(512)},
+            "linear": {"w": jnp.ones((128, 2)), "b": jnp.ones(2)},
+        },
+        {"linear/w"},
+    ),
+    "a layer that says nothing in a module that does": (
+        {
+            "embed": {"embedding": jnp.ones((99, 64))},
+            "block": {"up": dense(64, 256), "down": dense(256, 64)},
+            "final": {"modulation": dense(64, 128), "linear": dense(64, 64)},
+        },
+        {"final/linear/kernel"},
+    ),
+    "joined with what another gives": (
+        {
+            "cross": [dense(416, 416) for _ in range(2)],
+            "deep": {"0": dense(416, 256), "1": dense(256, 128)},
+            "logit": dense(544, 1),
+        },
+        {"deep/1/kernel"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAST_OF_THEIR_NETWORK)
+def test_what_only_its_own_network_would_take_is_asked_about(name):
+    params, expected = LAST_OF_THEIR_NETWORK[name]
+    assert asked(params) == expected
+
+
+def test_what_repeated_modules_take_from_nobody_may_be_no_product():
+    """A filter of 49 places, entry by entry; tokens are mixed by layers with a bias."""
+    block = {"up": dense(64, 256), "down": dense(256, 64)}
+    filters = block | {"filter": {"kernel": jnp.ones((49, 64))}}
+    params = {"blocks": [filters, filters], "head": dense(64, 10)}
+    assert asked(params) == {f"blocks/{i}/filter/kernel" for i in range(2)}
+    mixer = block | {"mix": run("Dense_", 49, 32, 49)}
+    assert not asked({"blocks": [mixer, mixer], "head": dense(64, 10)})
+
+
+NEXT_TO = {
+    "masks of kernels": (
+        {f"layers_{i}": dense(64, 64) | arrays(mask=(64, 64)) for i in range(2)},
+        {f"layers_{i}/mask" for i in range(2)},
+    ),
+    "a vector for each head": (
+        {"gat": arrays(W=(64, 8, 16), a_src=(8, 16), a_dst=(8, 16))},
+        {"gat/W", "gat/a_src", "gat/a_dst"},
+    ),
+    "poles of a state space": (
+        {"seq": arrays(A_re=(128, 32), C=(128, 32, 2))},
+        {"seq/A_re", "seq/C"},
+    ),
+    "a scale for each spline": (
+        {"kan": arrays(spline_weight=(16, 4, 8), scaler=(16, 4))},
+        {"kan/spline_weight", "kan/scaler"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEXT_TO)
+def test_arrays_of_the_shape_of_what_is_next_to_them_are_asked_about(name):
+    params, expected = NEXT_TO[name]
+    mlp = {"up": dense(64, 256), "down": dense(256, 64)}
+    assert asked({"mlp": mlp} | params) == expected
+
+
+def test_a_weight_whose_window_is_in_front_is_asked_about():
+    """As `weight` of PyTorch it would have windows of 64 x 64."""
+    layers = {"fc": weight(64, 64), "conv": arrays(weight=(3, 3, 64, 64))}
+    assert asked({"synthesis": layers}) == {"synthesis/conv/weight"}
+
+
+def test_gates_in_a_list_are_what_the_list_is_called():
+    """One for each task, of mixtures of experts; in a recurrent cell, layers."""
+    experts = [run("Dense_", 39, 128, 64) for _ in range(4)]
+    gates = [dense(39, 4, bias=False) for _ in range(2)]
+    tower = dense(64, 1)
+    labels = mc.param_labels({"experts": experts, "gates": gates, "tower": tower})
+    assert [x["kernel"] for x in labels["gates"]] == ["router"] * 2
+    named = {
+        "experts": experts,
+        "gates": {"a": gates[0], "b": gates[1]},
+        "tower": tower,
+    }
+    assert mc.param_labels(named)["gates"]["b"]["kernel"] == "router"
+    cell = {"gates": [dense(96, 64) for _ in range(4)]}
+    labels = mc.param_labels({"cell": cell, "proj": dense(64, 96)})
+    assert [x["kernel"] for x in labels["cell"]["gates"]] == ["matrix"] * 4
+
+
+def test_logits_are_of_a_head_where_the_word_ends_the_name():
+    trunk = run("Dense_", 8, 64, 64)
+    named = {"logit_key": dense(64, 64), "class_logits": dense(64, 10)}
+    labels = mc.param_labels(trunk | named)
+    assert labels["logit_key"]["kernel"] == "matrix"
+    assert labels["class_logits"]["kernel"] == "head"
+
+
 @pytest.mark.parametrize(
     "name", ["class_pred", "bbox_pred", "iou_quality", "score", "policy", "boxes"]
 )

@@ -5,9 +5,11 @@ import warnings
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from helpers import inputs, nnx_model, nnx_stats, randomize
 
 import muonclip_jax as mc
@@ -159,3 +161,113 @@ def test_in_an_nnx_optimizer():
     assert moved == [False, True]
     metrics = mc.scalars(optimizer.opt_state, nnx.state(model, nnx.Param))
     assert metrics["ever_clipped_fraction"] > 0
+
+
+def test_what_optax_has_of_its_state_and_of_updates():
+    """Field by field, through a skipped micro-batch and two real steps."""
+    options = {"should_skip_update_fn": optax.skip_not_finite}
+    theirs = optax.MultiSteps(optax.sgd(0.1), 2, **options)
+    ours = mc.multi_steps(optax.chain(optax.sgd(0.1), mc.qk_clip(1e9)), 2, **options)
+    states = [ours.init(PARAMS), theirs.init(PARAMS)]
+    grads = randomize(PARAMS, 3)
+    broken = jax.tree.map(lambda g: g * jnp.inf, grads)
+    seen = []
+    for each in (grads, broken, grads, grads, grads):
+        _, states[0] = ours.update(each, states[0], PARAMS, attention_stats=COMBINED)
+        _, states[1] = theirs.update(each, states[1], PARAMS)
+        for name in set(states[1]._fields) - {"inner_opt_state"}:
+            pair = [getattr(x, name) for x in states]
+            chex.assert_trees_all_close(*pair, rtol=1e-6)
+        updated = [
+            bool(x.has_updated(y)) for x, y in zip((ours, theirs), states, strict=True)
+        ]
+        assert updated[0] == updated[1]
+        seen.append(updated[0])
+    assert seen == [False, False, True, False, True]
+    assert int(optax.tree.get(states[0], "gradient_step")) == 2
+
+
+def test_other_arguments_reach_the_optimizer_as_they_are():
+    given = {
+        "kind": "warm",
+        "is_last": True,
+        "every": 3,
+        "nested": {"line_search": max, "none": None},
+        "flags": np.array([True]),
+    }
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append({name: extra[name] for name in given})
+        # A flag that were traced would have no truth value.
+        is_on = extra["is_last"] and extra["flags"][0]
+        return jax.tree.map(lambda u: u * int(is_on), updates), state
+
+    of_user = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = mc.multi_steps(optax.chain(mc.muonclip(0.1), of_user), 1)
+    tx.update(ZEROS, tx.init(PARAMS), PARAMS, attention_stats=COMBINED, **given)
+    assert seen and all(x[name] is given[name] for x in seen for name in given)
+
+
+def run_without_statistics(opt, params=PARAMS):
+    tx = mc.multi_steps(opt, 2)
+    state, before = tx.init(params), params
+    for _ in range(2):
+        updates, new_state = tx.update(params, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+        params, state = optax.apply_updates(params, updates), new_state
+    assert bool(tx.has_updated(state))
+    return before, params
+
+
+def test_no_statistics_where_nothing_is_clipped():
+    # By names alone QK-Clip would refuse this attention, which nobody asks it about.
+    params = {"q_proj": {"kernel": KERNEL[:, 0]}, "k_proj": {"kernel": KERNEL[:, 0]}}
+    before, after = run_without_statistics(mc.muon(0.1), params)
+    assert not np.allclose(before["q_proj"]["kernel"], after["q_proj"]["kernel"])
+    labels = {"a": "muon", "b": "sgd"}
+    rest = {"muon": mc.muon(0.1), "sgd": optax.sgd(0.1)}
+    before, after = run_without_statistics(optax.partition(rest, labels))
+    # Two equal gradients of one step of descent.
+    expected = 0.9 * before["b"]["key"]["kernel"]
+    np.testing.assert_allclose(after["b"]["key"]["kernel"], expected, rtol=1e-6)
+
+
+def test_no_statistics_in_flaxs_optimizers_without_a_clip():
+    tx = mc.multi_steps(mc.muon(0.1), 2)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    for _ in range(2):
+        state = state.apply_gradients(grads=PARAMS)
+    assert int(state.opt_state.gradient_step) == 1
+    model = nnx_model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, nnx.state(model, nnx.Param))
+    assert int(optimizer.opt_state.gradient_step[...]) == 1
+    assert bool(tx.has_updated(optimizer.opt_state))
+
+
+def test_a_part_of_a_partition_that_clips():
+    """The partition passes on statistics of layers that the other part has."""
+    parts = {
+        "clipped": mc.multi_steps(optax.chain(optax.sgd(0.0), mc.qk_clip()), 2),
+        "rest": mc.multi_steps(optax.sgd(0.0), 2),
+    }
+    tx = optax.partition(parts, {"a": "clipped", "b": "rest"})
+    seen, _ = run(tx, MICRO[:2])
+    expected = mc.clip_qk(PARAMS, COMBINED)
+    chex.assert_trees_all_close(seen[1]["a"], expected["a"], rtol=1e-6)
+    chex.assert_trees_all_equal(seen[1]["b"], PARAMS["b"])
+
+
+def test_short_params_keep_the_dtypes_of_their_state():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    run_without_statistics(mc.muon(0.1), params)
+
+
+def test_a_state_of_another_optimizer():
+    bare = mc.muonclip(0.1)
+    tx = mc.multi_steps(bare, 2)
+    for one, other in ((tx, bare), (tx, mc.qk_clip()), (mc.qk_clip(), tx)):
+        with pytest.raises(ValueError, match="another set-up of the optimizer"):
+            one.update(ZEROS, other.init(PARAMS), PARAMS, attention_stats=COMBINED)

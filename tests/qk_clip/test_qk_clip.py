@@ -220,3 +220,52 @@ def test_a_threshold_that_falls_below_zero_clips_nothing():
     for threshold in (0.0, -3.0):
         after = clip(threshold)["attn"]["query"]["kernel"]
         np.testing.assert_array_equal(after, kernel)
+
+
+@pytest.mark.parametrize("key_heads", [2, 1])
+def test_a_steep_clip_in_a_chain(key_heads):
+    """As exact as a sum of float32 can be, and never dead: later steps go on."""
+    params = {
+        "query": {"kernel": normal(0, 8, 2, 4)},
+        "key": {"kernel": normal(1, 8, key_heads, 4)},
+    }
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    tx = mc.qk_clip(1.0)
+    state = tx.init(params)
+    for ratio in 10.0 ** np.arange(2, 30, 3):
+        after, largest, steps = params, ratio, 0
+        while largest > 1.01 and steps < 9:
+            stats = {"max_logits": jnp.full(2, largest, jnp.float32)}
+            updates, state = tx.update(zeros, state, after, attention_stats=stats)
+            after, largest, steps = (
+                optax.apply_updates(after, updates),
+                ratio,
+                steps + 1,
+            )
+            for name in params:
+                scales = np.float64(after[name]["kernel"]) / params[name]["kernel"]
+                scale = np.median(scales)
+                # A sum rounds to 2**-24 of the weight before, and so to 2**-10 of one
+                # that is scaled by 2**-14.
+                bound = 2.0**-23 / scale if steps == 1 else steps * 2.0**-10
+                np.testing.assert_allclose(scales, scale, rtol=bound)
+                largest *= scale
+        np.testing.assert_allclose(largest, 1.0, rtol=steps * 2.0**-9)
+        # In one step where each side is scaled by no less than 2**-14.
+        assert (steps == 1) == (ratio <= 2.0 ** (28 if key_heads == 2 else 14))
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, float("nan")])
+def test_alpha_schedules_out_of_range(value):
+    params = {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with pytest.raises(ValueError, match="alpha must be in .*begins at"):
+        mc.qk_clip(alpha=lambda step: value).init(params)
+    tx = mc.qk_clip(alpha=lambda step: jnp.where(step < 1, 0.5, value))
+    stats = {"max_logits": jnp.full(2, 400.0)}
+    # In the second step it is known no more, and is clipped.
+    _, state = tx.update(zeros, tx.init(params), params, attention_stats=stats)
+    updates, _ = jax.jit(tx.update)(zeros, state, params, attention_stats=stats)
+    after = optax.apply_updates(params, updates)
+    expected = mc.clip_qk(params, stats, alpha=1.0 if value > 1 else 0.0)
+    chex.assert_trees_all_close(after, expected, rtol=1e-6)

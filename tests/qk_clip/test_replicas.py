@@ -175,7 +175,7 @@ def test_gradients_are_averaged_before_they_are_accumulated(name, map_):
     expected, desired = by_one_device(gradients)
     chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state.running, desired.running)
-    accumulated = (state.steps.acc_grads, desired.steps.acc_grads)
+    accumulated = (state.acc_grads, desired.acc_grads)
     chex.assert_trees_all_close(*accumulated, rtol=1e-4, atol=1e-5)
 
 
@@ -189,7 +189,7 @@ def test_all_replicas_skip_what_is_not_finite_on_one(map_):
     scale = gradients[1]["norm"]["scale"]
     gradients[1]["norm"]["scale"] = scale.at[1, 2].set(jnp.nan)
     _, state = walk(MAPS[map_](tx), tx.init(MODEL), gradients)
-    assert int(state.steps.gradient_step) == 1 and int(state.steps.mini_step) == 0
+    assert int(state.gradient_step) == 1 and int(state.mini_step) == 0
 
 
 def test_an_axis_of_an_optimizer_in_a_chain():

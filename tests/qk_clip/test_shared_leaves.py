@@ -388,3 +388,24 @@ def test_layers_clipped_together_on_a_mesh(name, kind):
         found = step(placed, stats)
     for name in params:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        pytest.param(("w", "w", "w"), id="one leaf in three roles"),
+        pytest.param(("wv", "w", "v"), id="query is the key, and the rotary query"),
+        pytest.param(("w", "v", "wv"), id="query and key are rotary queries"),
+    ],
+)
+def test_roles_that_no_share_of_gamma_is_right_for(roles):
+    """`w`, `v` appear as `w*v` or `w*w` in one product and alone in another."""
+    leaves = [tuple(leaf(name) for name in names) for names in roles]
+    query, key, alone = leaves
+    layer = mc.AttentionLayer("body/attn", query, key, alone)
+    params = {"w": normal(0, D, H * E), "v": normal(1, D, H * E)}
+    with pytest.raises(ValueError, match="no scaling of 'w'.*'body/attn'"):
+        mc.muonclip(0.1, attention=[layer]).init(params)
+    with pytest.raises(ValueError, match="no scaling of 'w'.*'body/attn'"):
+        stats = {"body": {"attn": {"max_logits": jnp.ones(H)}}}
+        mc.clip_qk(params, stats, attention=[layer])

@@ -139,3 +139,44 @@ def test_infinite_threshold_only_watches():
     chex.assert_trees_all_equal(updates, PARAMS)
     assert optax.tree.get(state, "max_logit") == 800
     assert optax.tree.get(state, "num_clipped") == 0
+
+
+@pytest.mark.parametrize("stack", [(), (3,)])
+def test_one_head_takes_no_statistics_of_several(stack):
+    params = {
+        "body": {
+            name: {"kernel": jnp.ones((*stack, 8, 1, 4))} for name in ("query", "key")
+        }
+    }
+    tx = mc.qk_clip()
+    state = tx.init(params)
+
+    def clip(shape):
+        stats = {"body": {"max_logits": jnp.full(shape, 400.0)}}
+        updates, _ = tx.update(params, state, params, attention_stats=stats)
+        return optax.apply_updates(params, updates)["body"]["query"]["kernel"]
+
+    message = rf"'body/max_logits'.*\({', '.join(map(str, (*stack, 5)))},?\).*"
+    with pytest.raises(ValueError, match=message + r"expected is \((3, )?1,?\)"):
+        clip((*stack, 5))
+    # Weights of 1 and updates of 1, of which a fourth is left: half on each side.
+    np.testing.assert_allclose(clip((*stack, 1)), 1.0, rtol=1e-6)
+    if not stack:
+        np.testing.assert_allclose(clip(()), 1.0, rtol=1e-6)
+
+
+def test_one_head_of_a_reading_takes_no_statistics_of_several():
+    def loss(params, x):
+        query, key, value = (x @ params["attn"][name] for name in "qkv")
+        return jnp.sum(jax.nn.softmax(query @ key.T) @ value)
+
+    params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
+    x = jnp.eye(3, 4)
+    reading = mc.read_model(loss, params, x)
+    _, stats = mc.record_attention(loss)(params, x)
+    np.testing.assert_allclose(stats["attn"]["max_logits"], [1.0])
+    after = mc.clip_qk(params, stats, 0.25, model=reading)
+    np.testing.assert_allclose(after["attn"]["q"], jnp.eye(4) / 2, rtol=1e-6)
+    stats = {"attn": {"max_logits": jnp.ones(3)}}
+    with pytest.raises(ValueError, match=r"'attn/max_logits'.*\(3,\).*\(1,\)"):
+        mc.clip_qk(params, stats, 0.25, model=reading)

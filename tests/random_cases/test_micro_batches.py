@@ -94,7 +94,7 @@ def bit_by_bit(case, params, steps):
             params = optax.apply_updates(params, updates)
             if i < len(batches) - 1:
                 jax.tree.map(np.testing.assert_array_equal, params, before)
-    return params, state.steps.inner_opt_state
+    return params, state.inner_opt_state
 
 
 def check(seed):

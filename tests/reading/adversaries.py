@@ -5,6 +5,7 @@ import adversaries_experts as adversaries_experts
 import adversaries_heads as adversaries_heads
 import adversaries_kernels as adversaries_kernels
 import adversaries_layers as adversaries_layers
+import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
 import adversaries_query_and_key as adversaries_query_and_key
 import adversaries_softmaxes as adversaries_softmaxes

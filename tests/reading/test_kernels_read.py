@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import vendored_splash
 from helpers import few, naive_logits, normal
 from internals import cudnn
 from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
 
 import muonclip_jax as mc
 
@@ -51,6 +56,105 @@ def test_this_packages_own_are_read_and_recorded(name):
     np.testing.assert_allclose(value, loss(PARAMS, X), rtol=1e-4)
     largest = expected(PARAMS, np.tril(np.ones((T, T), bool)))
     np.testing.assert_allclose(stats["max_logits"], largest, rtol=1e-4)
+
+
+SEGMENTS = np.repeat(np.arange(2), T // 2)[None].repeat(B, 0)
+
+
+def test_segments_of_splash_attention():
+    def loss(p, x):
+        ids = {"query_segment_ids": SEGMENTS, "key_segment_ids": SEGMENTS}
+        return jnp.sum(OURS["splash"](*heads(p, x), **ids)[0] ** 2)
+
+    assert [leaf.path for leaf in layer_of(loss).leaves] == ["q", "k"]
+    stats = jax.jit(lambda p, x: mc.record_attention(loss)(p, x)[1])(PARAMS, X)
+    mask = (SEGMENTS[:, :, None] == SEGMENTS[:, None])[:, None]
+    np.testing.assert_allclose(stats["max_logits"], expected(PARAMS, mask), rtol=1e-4)
+
+
+def _splash_of_jax(key_heads, is_segmented, has_batch):
+    """Its kernels have a name for each of these."""
+    of_key = {1: splash_attention_kernel.make_splash_mqa}
+    make = of_key.get(key_heads, splash_attention_kernel.make_splash_mha)
+    mask = splash_attention_mask.CausalMask((T, T))
+    masks = splash_attention_mask.MultiHeadMask([mask] * H)
+    kernel = make(masks, head_shards=1, q_seq_shards=1, interpret=True)
+    ids = splash_attention_kernel.SegmentIds(SEGMENTS[0], SEGMENTS[0])
+    options = {"segment_ids": ids} if is_segmented else {}
+
+    def loss(p, x):
+        query, key, value = (y.swapaxes(1, 2) for y in heads(p, x))
+        key, value = (y[:, 0] if key_heads == 1 else y for y in (key, value))
+        attend = jax.vmap(lambda *qkv: kernel(*qkv, **options))
+        if not has_batch:
+            attend, query, key, value = (
+                lambda *x: kernel(*x),
+                query[0],
+                key[0],
+                value[0],
+            )
+        return jnp.sum(attend(query, key, value) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "is_segmented", "has_batch"),
+    [(H, False, True), (2, True, True), (1, False, True), (H, False, False)],
+)
+def test_splash_attention_of_jax_under_all_names(key_heads, is_segmented, has_batch):
+    params = {n: x[:, : key_heads * DIM] for n, x in PARAMS.items()}
+    params["q"] = PARAMS["q"]
+    layer = layer_of(_splash_of_jax(key_heads, is_segmented, has_batch), params)
+    assert [leaf.path for leaf in layer.leaves] == ["q", "k"]
+    assert (layer.query[0].heads, layer.key[0].heads) == (H, key_heads)
+
+
+def test_a_copy_of_splash_attention_is_taught():
+    params = {n: x[:, : 2 * DIM] for n, x in PARAMS.items()} | {"q": PARAMS["q"]}
+    kernel = jax.vmap(vendored_splash.make_splash_mha(T))
+
+    def loss(p, x):
+        query, key, value = (y.swapaxes(1, 2) for y in heads(p, x))
+        ids = vendored_splash.SegmentIds(SEGMENTS, SEGMENTS)
+        return jnp.sum(kernel(query * DIM**-0.5, key, value, ids) ** 2)
+
+    assert "which may be attention" in mc.read_model(loss, params, X).refused[0]
+
+    def operands(inputs):
+        floats = [x for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
+        return [x.swapaxes(-2, -3) for x in floats[:3]]
+
+    def plain(*inputs):
+        return jax.nn.dot_product_attention(*operands(inputs)).swapaxes(-2, -3)
+
+    def maxima(*inputs):
+        ids = dict(query_segment_ids=inputs[-2], key_segment_ids=inputs[-1])
+        return mc.max_logits(*operands(inputs)[:2], scale=1.0, is_causal=True, **ids)
+
+    mc.attention_rule(plain, of=vendored_splash._splash_attention_custom)
+    with pytest.raises(ValueError, match=r"say by maxima= of mc\.attention_rule"):
+        mc.record_attention(loss)(params, X)
+    # The rule taught last counts, also where it names the kernel in another way.
+    name = "_splash_attention_custom at vendored_splash.py"
+    mc.attention_rule(plain, of=name, maxima=maxima)
+    layer = layer_of(loss, params)
+    assert [leaf.path for leaf in layer.leaves] == ["q", "k"]
+    assert layer.key[0].heads == 2
+    recorded = jax.jit(jax.value_and_grad(mc.record_attention(loss), has_aux=True))
+    (value, stats), grads = recorded(params, X)
+    plain_value, plain_grads = jax.jit(jax.value_and_grad(loss))(params, X)
+    assert value == plain_value
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(grad, plain_grads[name])
+    mask = np.tril(np.ones((T, T), bool))
+    mask = (mask & (SEGMENTS[:, :, None] == SEGMENTS[:, None]))[:, None]
+    largest = expected(params, mask)
+    np.testing.assert_allclose(stats["max_logits"], largest, rtol=1e-4)
+    tau = float(np.median(largest))
+    clipped = mc.clip_qk(params, stats, tau, attention=[layer])
+    after = expected(clipped, mask)
+    np.testing.assert_allclose(after, np.minimum(largest, tau), rtol=1e-4)
 
 
 @pytest.fixture

@@ -416,3 +416,17 @@ def test_turned_logits_are_those_of_the_softmax():
         PARAMS, X
     )
     np.testing.assert_allclose(stats["max_logits"], own, rtol=1e-6)
+
+
+def test_a_norm_of_what_is_summed_over_tokens_is_no_softmax():
+    """Values that are a norm's output were normalized, but along their features."""
+
+    def loss(p, x):
+        x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+        y = normed(x)
+        return (jax.nn.softmax(y @ y.mT) @ y @ p["head"]).sum()
+
+    kernels = {"up": normal(0, D, D), "down": normal(1, D, D), "head": normal(2, D, 3)}
+    reading = mc.read_model(loss, kernels, X)
+    assert reading.labels == {"up": "matrix", "down": "matrix", "head": "head"}
+    assert "another function" not in str(reading.refused)
