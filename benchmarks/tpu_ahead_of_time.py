@@ -176,12 +176,8 @@ def compile_update(
     *,
     told: bool,
 ) -> Compiled:
-    inputs = arguments(tx, model, mesh)
-    jax.clear_caches()
     start = time.perf_counter()
-    # As in training, the old state makes room for the new.
-    update = jax.jit(tx.update, donate_argnums=1)
-    compiled = update.lower(*inputs).compile(compiler_options=options_of(mesh))
+    compiled = program(tx, model, mesh)
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None  # as on other backends
@@ -197,6 +193,16 @@ def compile_update(
         memory.argument_size_in_bytes,
         seconds,
     )
+
+
+def program(
+    tx: optax.GradientTransformation, model: Model, mesh: Mesh
+) -> jax.stages.Compiled:
+    inputs = arguments(tx, model, mesh)
+    jax.clear_caches()
+    # As in training, the old state makes room for the new.
+    update = jax.jit(tx.update, donate_argnums=1)
+    return update.lower(*inputs).compile(compiler_options=options_of(mesh))
 
 
 def options_of(mesh: Mesh) -> dict[str, str] | None:

@@ -92,8 +92,8 @@ count(recorded_and_clipped, params, x)
     [
         # An eager update of one leaf on one CPU device, and one that is traced with
         # shardings given. Both reached when written: to go beyond is to add a concept.
-        pytest.param(ONE_DEVICE, 106, 23, id="one device"),
-        pytest.param(MESH, 166, 28, id="a mesh"),
+        pytest.param(ONE_DEVICE, 90, 19, id="one device"),
+        pytest.param(MESH, 130, 22, id="a mesh"),
         # From a recorded loss to scaled weights: those that are given, or give, what
         # says which entry is of which head.
         pytest.param(HEADS, 24, 11, id="heads"),

@@ -13,8 +13,8 @@ def pass_card() -> Card:
     schedule = NS_COEFFS["keller"]
     rows = {
         "standard": [(triple,) for triple in schedule],
-        "Gram, float16 or float32": collected(schedule, "float16"),
-        "Gram, bfloat16": collected(schedule, "bfloat16"),
+        "Gram, float32": collected(schedule, "float32"),
+        "Gram, 16 bits": collected(schedule, "bfloat16"),
     }
     title = "Five steps of Newton-Schulz in passes"
     card = Card(912, TOP + 3 * ROW + 44, title)

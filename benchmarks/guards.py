@@ -1,0 +1,108 @@
+"""What the compilers for TPU and GPU plan, against what is written down here.
+
+    python benchmarks/guards.py             # what can be compiled here
+    python benchmarks/guards.py --required  # all of it, as `.ci/run` does
+
+An update that passed every test on CPU took five times the cycles on a mesh of TPUs,
+and another 13 times the temporaries on a GPU. Nothing runs: figures are the compilers'
+own, and have to stay within 1.2 of these. How the compilers are installed:
+`tpu_ahead_of_time.py` and `gpu_ahead_of_time.py`.
+"""
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+
+from gpt2 import optimizers
+from hlo_costs import hlo_costs
+from models import models
+from shares import loops_of_devices
+
+
+MARGIN = 1.2
+LLAMA = "Llama-1B, FSDP 64, stacked"
+#: libtpu 0.0.50, JAX 0.12.
+CYCLES, TPU_BYTES = 3.58e6, 234e6
+#: Of the stage of Kimi K2 as 216 leaves on an H200, by their dtype.
+GPU_BYTES = {"float32": 0.9e9, "bfloat16": 0.9e9}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--required", action="store_true", help="skip nothing")
+    args = options.parse_args()
+    found = [*checked("libtpu", tpu, args), *checked("jax_cuda13_plugin", gpu, args)]
+    print("\n".join(found))
+    if any(line.startswith("too much") for line in found):
+        sys.exit(1)
+
+
+def checked(package: str, check, args: argparse.Namespace) -> Iterator[str]:
+    if importlib.util.find_spec(package):
+        yield from check()
+    elif args.required:
+        yield f"too much: {package} is not installed, and nothing may be skipped"
+    else:
+        yield f"skipped: {package} is not installed, so nothing can be compiled for it"
+
+
+def tpu() -> Iterator[str]:
+    """Llama-1B on 64 chips whose shardings are told."""
+    from tpu_ahead_of_time import busiest, program, shardings_of, sides_of, tpu_mesh
+
+    model = models(4)[LLAMA]
+    mesh = tpu_mesh(model)
+    tx = optimizers(model.shapes, shardings=shardings_of(model, mesh))["ours"]
+    compiled = program(tx, model, mesh)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None
+    trips, sides = loops_of_devices(model, "tpu"), sides_of(mesh)
+    costs = busiest([hlo_costs(text, each, sides) for each in trips])
+    yield within("cycles of Llama-1B on 64 chips", costs.cycles, CYCLES)
+    yield within("its temporaries", memory.temp_size_in_bytes, TPU_BYTES)
+    kinds = sorted(costs.collectives)
+    yield f"{'ok' if kinds == ['all-to-all'] else 'too much'}: it sends by {kinds}"
+    order = order_of(text)
+    is_right = re.fullmatch("x+L+x+", order)
+    yield f"{'ok' if is_right else 'too much'}: exchanges and loops are {order}"
+
+
+def order_of(text: str) -> str:
+    """An x for each exchange that ends, an L for each loop over a device's share."""
+    entry = text[text.index("\nENTRY") :]
+    marks = {
+        r" all-to-all(-done)?\(": "x",
+        r" async-done\(.*all-to-all": "x",
+        r" while\(.*stack\d+/": "L",
+    }
+    return "".join(
+        mark
+        for line in entry.splitlines()
+        for pattern, mark in marks.items()
+        if re.search(pattern, line)
+    )
+
+
+def gpu() -> Iterator[str]:
+    """Separate leaves, which XLA would prepare all at once."""
+    from gpu_ahead_of_time import compile_update, Plan
+    from gpu_chips import CHIPS
+    from gpu_compiler import process_for
+
+    with process_for(CHIPS["h200"]) as process:
+        for dtype, most in GPU_BYTES.items():
+            plan = Plan("h200", 1, False, dtype, "xla")
+            compiled = process.submit(compile_update, plan).result()
+            name = f"temporaries of Kimi K2's stage in {dtype}"
+            yield within(name, compiled.temporary_bytes, most)
+
+
+def within(name: str, figure: float, written: float) -> str:
+    word = "ok" if figure <= MARGIN * written else "too much"
+    return f"{word}: {name}: {figure:,.0f}, written down {written:,.0f}"
+
+
+if __name__ == "__main__":
+    main()
