@@ -398,7 +398,7 @@ WRONG = {
     ),
     "coefficients of optax": (
         polynomials(coeffs="standard"),
-        "unknown coefficients 'standard'",
+        "unknown coeffs 'standard'",
     ),
     "consistent_rms is a string": (
         clip(consistent_rms="0.2"),

@@ -51,4 +51,5 @@ class OnHopper:
             if i < len(steps) - 1:
                 rz = product(r, z, addend=r, shift=a)
                 r = product(z, rz, addend=rz, shift=a)
+        assert q is not None
         return jnp.matmul(q, x, preferred_element_type=jnp.float32) + keep * x

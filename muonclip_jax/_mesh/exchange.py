@@ -1,6 +1,6 @@
 """A stack's way from blocks to whole matrices at the devices that iterate them.
 
-The matrices of a stack lie in slots, those of one device after those of another:
+The matrices of a stack are in slots, those of one device after those of another:
 
     (count, *block) -> padded to slots -> all_to_all -> (slots of this device, *matrix),
     and the same backwards

@@ -148,7 +148,7 @@ def _named_or_given(coeffs: Any) -> Schedule:
     if isinstance(coeffs, str):
         if coeffs not in NS_COEFFS:
             raise ValueError(
-                f"unknown coefficients {coeffs!r}; known presets are "
+                f"unknown coeffs {coeffs!r}; known presets are "
                 f"{sorted(NS_COEFFS)}, or pass (a, b, c) or a tuple of them"
             )
         return NS_COEFFS[coeffs]
@@ -170,7 +170,7 @@ def check_schedule(schedule: Schedule, dtype: str) -> None:
     """Raises unless the schedule maps (0, 1] to finite, positive, bounded values."""
     if (bad := find_unstable(schedule, dtype)) is not None:
         raise ValueError(
-            f"unstable coefficients in {dtype}: after {len(schedule)} steps a singular "
+            f"unstable coeffs in {dtype}: after {len(schedule)} steps a singular "
             f"value of {bad[0]:.4g} becomes {bad[1]:.4g}, outside (0, 2]: {schedule}"
         )
 

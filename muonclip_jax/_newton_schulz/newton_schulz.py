@@ -87,7 +87,7 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
 
     **Raises:** `ValueError` for what is no orthogonalizer.
     """
-    if isinstance(orthogonalizer, str):
+    if isinstance(orthogonalizer, str) and orthogonalizer in NS_COEFFS:
         orthogonalizer = NewtonSchulz(orthogonalizer)
     if isinstance(orthogonalizer, NewtonSchulz):
         own = orthogonalizer

@@ -38,7 +38,7 @@ PARAMS = {
 }
 #: Three matrices next to one another, and four heads in the first two of them.
 FUSED = mc.MatrixAxes(0, 1, parts=(8, 8, 8), head_dim=(4, 4, None))
-NUMBERS = {"stack": mc.MuonDimensionNumbers(1, 2), "fused": FUSED, "*": "auto"}
+NUMBERS = {"fused": FUSED, "*": mc.MuonDimensionNumbers(-2, -1)}
 SPECS = {
     "wide": P("a", "b"),
     "tall": P(("b", "a")),
