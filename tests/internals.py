@@ -39,6 +39,7 @@ from muonclip_jax._mesh.ownership import (
     MOST_SLOTS,
     Work,
 )
+from muonclip_jax._model.owned_leaf import OwnedLeaf
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
@@ -51,10 +52,11 @@ from muonclip_jax._newton_schulz.solver import make_solver, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._qk_clip.heads import gammas
+from muonclip_jax._reading.attention import Part
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
-from muonclip_jax._reading.heads import heads_of
+from muonclip_jax._reading.heads import Heads, heads_of
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
 
@@ -74,8 +76,11 @@ __all__ = [
     "Exchange",
     "Facts",
     "Graph",
+    "Heads",
     "Kernel",
     "MatrixView",
+    "OwnedLeaf",
+    "Part",
     "Platform",
     "SharedStack",
     "Softmaxes",
