@@ -38,6 +38,7 @@ from muonclip_jax._mesh.on_mesh import (
     plan_exchanges,
     SharedStack,
 )
+from muonclip_jax._model.owned_leaf import OwnedLeaf
 from muonclip_jax._muon import eight_bits
 from muonclip_jax._muon.momentum import _accumulate as accumulate
 from muonclip_jax._muon.orthogonalize import on_one_device, orthogonalize
@@ -52,10 +53,11 @@ from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
 from muonclip_jax._qk_clip.heads import gammas
+from muonclip_jax._reading.attention import Part
 from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
-from muonclip_jax._reading.heads import heads_of
+from muonclip_jax._reading.heads import Heads, heads_of
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
 
@@ -65,7 +67,10 @@ __all__ = [
     "Cut",
     "Facts",
     "Graph",
+    "Heads",
     "MatrixView",
+    "OwnedLeaf",
+    "Part",
     "Platform",
     "Schedule",
     "SharedStack",

@@ -1,5 +1,6 @@
 """How much of the package one task goes through: what somebody has to read."""
 
+import os
 import subprocess
 import sys
 
@@ -101,9 +102,12 @@ count(recorded_and_clipped, params, x)
 )
 def test_functions_that_are_entered(task, functions, files):
     """In a process of its own: what a cache holds is not entered."""
+    tests = os.pathsep.join(
+        [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+    )
     printed = subprocess.run(
         [sys.executable, "-c", COUNT + task],
-        env=script_environment(),
+        env=script_environment() | {"PYTHONPATH": tests},
         check=True,
         capture_output=True,
         text=True,

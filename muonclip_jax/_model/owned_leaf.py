@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -74,10 +73,11 @@ class OwnedLeaf:
         """Whether two descriptions of one leaf have no entry in common."""
         return not (self.mask & other.mask).any()
 
-    def spread(self, of_heads: Any, rest: int) -> Any:
+    def spread(self, of_heads: Any, rest: int = 1) -> Any:
         """Gives every entry what its head has in `(*stack, heads)`, others the `rest`.
 
-        It broadcasts to the whole leaf. Numbers of NumPy stay NumPy's.
+        It broadcasts to the whole leaf: factors multiply it. Numbers of NumPy stay
+        NumPy's.
         """
         at, xp = np.maximum(self.owners, 0), jnp
         if isinstance(of_heads, np.ndarray):
@@ -86,10 +86,6 @@ class OwnedLeaf:
             found = of_heads.at[..., at].get(mode="promise_in_bounds")
         found = xp.where(self.owners < 0, rest, found)
         return xp.moveaxis(found, range(len(self.stack)), self.stack)
-
-    def scale(self, factors: jax.Array) -> jax.Array:
-        """Spreads `(*stack, heads)` factors out so that they multiply the leaf."""
-        return self.spread(factors, 1)
 
     def along(self, axis: int) -> tuple[int, int]:
         """How many entries of one line along an axis have an owner, and how many own.

@@ -29,7 +29,6 @@ from .._layout.layout import (
 from .._layout.zeros import replicated
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
-    AttentionLayer,
     check_none_overlooked,
     Layers,
     READ_IT,
@@ -85,10 +84,20 @@ class Heads:
         self.layers: list[BoundLayer] = []
         self.count = 0
         for layer in layers:
-            if _is_shown(layer, leaf_at):
+            own = [layer.path_of(leaf) for leaf in layer.leaves]
+            hidden = [path for path in own if is_masked(leaf_at[path])]
+            if not hidden:
                 at = len(self.layers), self.count
                 self.layers.append(BoundLayer(layer, leaf_at, cut_at, *at))
                 self.count += math.prod(self.layers[-1].shape)
+            elif len(hidden) < len(own):  # a layer may be hidden, but only whole
+                raise ValueError(
+                    f"a mask hides {show_all(hidden)}, or the params lack them, but "
+                    f"not the rest of attention layer '{show_layer(layer)}', and "
+                    "QK-Clip scales all of them together. Where a part of what model= "
+                    "was read from is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
+                    "which does not clip"
+                )
         self._scaled = scaled_leaves(self.layers)
         self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
 
@@ -220,7 +229,7 @@ class Heads:
         by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
         for use, share in self._scaled:
-            scale = use.leaf.scale(use.row_of(by_layer[share][use.layer.index]))
+            scale = use.leaf.spread(use.row_of(by_layer[share][use.layer.index]))
             # Parts of a leaf have entries of their own; entries that several layers or
             # roles have are scaled once.
             scales[use.path] = jnp.minimum(scales.get(use.path, 1), scale)
@@ -260,20 +269,6 @@ def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
     # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need
     # not be 1, and a head under the threshold keeps its bits by an exact 1 only.
     return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
-
-
-def _is_shown(layer: AttentionLayer, leaf_at: dict[Path, Any]) -> bool:
-    """True for a layer to be clipped; one may be hidden, but only whole."""
-    own = [layer.path_of(leaf) for leaf in layer.leaves]
-    hidden = [path for path in own if is_masked(leaf_at[path])]
-    if hidden and len(hidden) < len(own):
-        raise ValueError(
-            f"a mask hides {show_all(hidden)}, or the params lack them, but not the "
-            f"rest of attention layer '{show_layer(layer)}', and QK-Clip scales all of "
-            "them together. Where a part of what model= was read from is trained, as "
-            "with wrt=nnx.LoRAParam, use mc.muon, which does not clip"
-        )
-    return not hidden
 
 
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -73,17 +73,14 @@ def _scaled_in(
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
 
-    def is_shared(side: Sequence[Use]) -> bool:
-        return any(id(x) in contested or not x.is_whole for x in side)
-
-    def meet(one: Sequence[Use], other: Sequence[Use]) -> bool:
-        return any(
+    # What has a partner that stays elsewhere takes the whole for it, here as well.
+    of_query, of_key, tied = (
+        any(
             a.path == b.path and not a.leaf.is_apart_from(b.leaf)
             for a, b in itertools.product(one, other)
         )
-
-    # What has a partner that stays elsewhere takes the whole for it, here as well.
-    of_query, of_key, tied = meet(query, alone), meet(key, alone), meet(query, key)
+        for one, other in ((query, alone), (key, alone), (query, key))
+    )
     if of_query + of_key + tied > 1:
         names = ", ".join(repr(show_module(layer.path)) for layer in layers)
         leaves = show_all(dict.fromkeys(use.path for use in every))
@@ -92,7 +89,9 @@ def _scaled_in(
             "threshold: of query, key and rotary_query two pairs have entries in "
             "common, which no share of gamma is right for. Leave it out of attention="
         )
-    query_stays, key_stays = is_shared(query), is_shared(key)
+    query_stays, key_stays = (
+        any(id(x) in contested or not x.is_whole for x in side) for side in (query, key)
+    )
     shares: tuple[Share | None, Share | None] = "alpha", "rest"
     if of_query or of_key:
         shares = ("whole", None) if of_query else (None, "whole")

@@ -156,10 +156,14 @@ class LayerReader:
                 )
             except Unclear as why:
                 layer.unclear = str(why)
-        temperature = None
-        if path and last and len(pairs) == 1:
-            temperature = self._temperature(path, last[1])
-        self._roles(pairs, layer.heads, temperature)
+        is_unscaled = (
+            len(pairs) == 1 and pairs[0].query is None and pairs[0].key is None
+        )
+        # Where nothing scales the product, there may be a factor of the logits.
+        if is_unscaled and path and last and (own := self._temperature(path, last[1])):
+            _put(layer.whole, own)
+        else:
+            self._roles(pairs, layer.heads)
         for at in path.nonlinear if path else ():
             self.refusals.append(
                 f"{at.name} at {at.line}, which is not linear, stands between the "
@@ -319,13 +323,8 @@ class LayerReader:
         label = joined(label, stack).squeeze(tuple(stack))
         return Part(factor.parameter, *heads.owners(label), tuple(stack), why)
 
-    def _roles(
-        self, pairs: Sequence[_Pair], heads: int, temperature: list[Part] | None
-    ) -> None:
+    def _roles(self, pairs: Sequence[_Pair], heads: int) -> None:
         """Which side brings how much of a factor, the same wherever its entries are."""
-        if temperature and pairs[0].query is None and pairs[0].key is None:
-            _put(self.layer.whole, temperature)
-            return
         ways = [self._way(pair, heads) for pair in pairs]
         # Where a side brings the whole in one product, the other side of all products
         # that it is in stays: that of a query with a table of relative keys, which all

@@ -89,7 +89,7 @@ def test_scales_are_those_of_loops(name, stack):
             if owners[place] >= 0:
                 at = (*place[:start], *layer, *place[start:])
                 expected[at] = row[(*layer, owners[place])]
-    found = np.broadcast_to(leaf.scale(jnp.asarray(row)), shape)
+    found = np.broadcast_to(leaf.spread(jnp.asarray(row)), shape)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(np.broadcast_to(leaf.spread(row, 1), shape), expected)
 

@@ -69,9 +69,7 @@ def test_array_of_triples_is_accepted():
     ],
 )
 def test_schedules_that_diverge_or_change_sign_are_refused(coeffs):
-    with pytest.raises(
-        ValueError, match=r"unstable coeffs in float32.*singular value"
-    ):
+    with pytest.raises(ValueError, match=r"unstable coeffs in float32.*singular value"):
         mc.newton_schulz(jnp.eye(3), coeffs=coeffs, steps=5)
 
 
