@@ -306,11 +306,11 @@ def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
 
 
 def on_whole_blocks(
-    function: Callable[[Any, list], list], cuts: Cuts, argument: Any, blocks: list
+    function: Callable[[list], list], cuts: Cuts, blocks: list
 ) -> list[jax.Array]:
-    """`function(argument, leaves)` by every device for whole leaves, cut again."""
+    """`function(leaves)` by every device for whole leaves, cut again."""
     whole = [gather(*pair) for pair in zip(blocks, cuts, strict=True)]
-    results = function(argument, whole)
+    results = function(whole)
     return [own_block(*pair) for pair in zip(results, cuts, strict=True)]
 
 

@@ -18,10 +18,6 @@ from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
 from .._newton_schulz.solver import Solver
 
 
-#: From a solver and leaves to the leaves, orthogonal.
-Route = Callable[[Solver, list[jax.Array]], list[jax.Array]]
-
-
 def orthogonalize(
     solver: Solver,
     leaves: Sequence[jax.Array],
@@ -56,41 +52,59 @@ def _at_one_place(
     views: tuple[MatrixView, ...],
     place: Place,
 ) -> list[jax.Array]:
-    def alone(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Every device by itself, for leaves that explicit axes of a mesh may shard."""
-        # With automatic axes, or none, this changes nothing.
-        of_whole = functools.partial(on_one_device, solver, views=views)
-        return on_whole_leaves(of_whole, leaves)
-
-    # Derivatives go through the plain program on all four ways: exchanges and loops of
-    # a length known at run time have none.
-    if place.kind == "one device":
-        route = alone
-    elif place.kind == "manual":
-        # Devices that mapped axes tell apart: replicas, or holders of blocks.
-        together = functools.partial(
-            orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
-        )
-
-        def by_replicas(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
-            specs = [explicit_spec(x) for x in leaves]
-            return on_automatic_axes(together, solver, leaves, results=specs)
-
-        route = _differentiable(
-            by_replicas, functools.partial(on_whole_blocks, alone, place.specs)
-        )
-    elif place.kind == "unknown":
-        # Automatic axes, and nobody says how they shard the leaves.
-        by_constraint = functools.partial(
-            orthogonalize_by_constraint, views=views, mesh=place.mesh
-        )
-        route = _differentiable(by_constraint, alone)
-    else:
-        on_mesh = functools.partial(
-            orthogonalize_on_mesh, views=views, mesh=place.mesh, specs=place.specs
-        )
-        route = _differentiable(on_mesh, alone)
+    route, alone = (
+        functools.partial(way, views=views, place=place)
+        for way in (ROUTES[place.kind], _alone)
+    )
+    if place.kind != "one device":
+        # Derivatives go through the plain program: exchanges and loops of a length
+        # known at run time have none.
+        route = _differentiable(route, alone)
     return solver.on_its_platform(route, leaves)
+
+
+def _alone(solver: Solver, leaves: list[jax.Array], *, views, place) -> list[jax.Array]:
+    """Every device by itself, for whole leaves."""
+    # With automatic axes, or none, `on_whole_leaves` changes nothing.
+    on_device = functools.partial(on_one_device, solver, views=views)
+    alone = functools.partial(on_whole_leaves, on_device)
+    if place.kind == "manual":
+        return on_whole_blocks(alone, place.specs, leaves)
+    return alone(leaves)
+
+
+def _on_mesh(
+    solver: Solver, leaves: list[jax.Array], *, views, place
+) -> list[jax.Array]:
+    mesh, specs = place.mesh, place.specs
+    return orthogonalize_on_mesh(solver, leaves, views=views, mesh=mesh, specs=specs)
+
+
+def _by_constraint(
+    solver: Solver, leaves: list[jax.Array], *, views, place
+) -> list[jax.Array]:
+    """On automatic axes of which nobody says how they shard the leaves."""
+    return orthogonalize_by_constraint(solver, leaves, views=views, mesh=place.mesh)
+
+
+def _by_replicas(
+    solver: Solver, leaves: list[jax.Array], *, views, place
+) -> list[jax.Array]:
+    """By devices that mapped axes tell apart: replicas, or holders of blocks."""
+    route = functools.partial(
+        orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
+    )
+    specs = [explicit_spec(x) for x in leaves]
+    return on_automatic_axes(route, solver, leaves, results=specs)
+
+
+#: By the kind of a place, from a solver and leaves to the leaves, orthogonal.
+ROUTES = {
+    "one device": _alone,
+    "mesh": _on_mesh,
+    "manual": _by_replicas,
+    "unknown": _by_constraint,
+}
 
 
 def on_one_device(
@@ -120,7 +134,9 @@ def on_one_device(
     return pieces.unite(results)
 
 
-def _differentiable(route: Route, alone: Route) -> Route:
+def _differentiable(
+    route: Callable[..., list[jax.Array]], alone: Callable[..., list[jax.Array]]
+) -> Callable[..., list[jax.Array]]:
     """`route` with the derivative of what one device does, which XLA partitions."""
     result = jax.custom_jvp(lambda solver, leaves: route(solver, leaves))
 

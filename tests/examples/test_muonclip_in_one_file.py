@@ -76,3 +76,10 @@ def test_it_learns_by_itself_and_fits_one_screen():
     printed = run_script(FILE).stdout.splitlines()
     first, last = (float(printed[i].split("loss ")[1].split(",")[0]) for i in (0, -1))
     assert last < 0.6 * first
+
+
+def test_the_manual_shows_the_same_lines():
+    code = FILE.read_text()
+    shown = code[code.index("KELLER = ") : code.index("# A model to try it on.")]
+    page = (EXAMPLES.parent / "docs" / "how_it_works.md").read_text()
+    assert shown.strip() in page
