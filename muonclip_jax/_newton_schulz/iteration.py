@@ -227,7 +227,7 @@ def _factor(
                 products.commuting(q, z) + a * q.astype(wide) + keep * z.astype(wide)
             )
             mean = jnp.trace(total, axis1=-2, axis2=-1)[..., None, None] / r.shape[-1]
-            one = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=wide), r.shape)
+            one = jnp.eye(r.shape[-1], dtype=wide)[(None,) * (r.ndim - 2)]
             q, keep = round_to(total - mean * one, dtype), keep * a + mean
         if i < len(steps) - 1:
             # R of the next step is (Z + a I) R (Z + a I).
