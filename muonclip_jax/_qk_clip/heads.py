@@ -92,9 +92,9 @@ class Heads:
                 self.count += math.prod(self.layers[-1].shape)
             elif len(hidden) < len(own):  # a layer may be hidden, but only whole
                 raise ValueError(
-                    f"a mask hides {show_all(hidden)}, or the params lack them, but "
-                    f"not the rest of attention layer '{show_layer(layer)}', and "
-                    "QK-Clip scales all of them together. Where a part of what model= "
+                    f"the mask hides {show_all(hidden)} but not the rest of attention "
+                    f"layer '{show_layer(layer)}', or the params lack them; QK-Clip "
+                    "scales kernels and biases together. Where a part of what model= "
                     "was read from is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
                     "which does not clip"
                 )
