@@ -67,8 +67,6 @@ def decayed_weights(
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
     def update_fn(updates, state, params=None):
-        if params is None:
-            raise ValueError("weight decay needs the params: call update(..., params)")
         rate: Any = weight_decay
         if callable(weight_decay):
             rate = weight_decay(state.count)
@@ -77,6 +75,11 @@ def decayed_weights(
         # and a step without decay costs nothing.
         if isinstance(rate, int | float) and rate == 0:
             return updates, state
+        if params is None:
+            raise ValueError(
+                "weight decay needs the params: call update(grads, state, params), or "
+                "give weight_decay=0.0"
+            )
         return jax.tree.map(lambda u, w: decay(u, w, rate), updates, params), state
 
     def decay(update: jax.Array, weight: jax.Array, rate: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """Weight decay against loops over entries, with masks, schedules and in Muon."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +117,27 @@ def test_params_are_needed():
     tx = mc.add_cautious_decayed_weights(0.1)
     with pytest.raises(ValueError, match="needs the params"):
         tx.update(UPDATES, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"neuron_b2": 0.9},
+        {"cautious_weight_decay": True, "weight_decay_mask": {"w": True, "b": False}},
+        {"dimension_numbers": {"w": mc.MuonDimensionNumbers(0, 1), "b": None}},
+    ],
+)
+def test_where_nothing_decays_no_params_are_needed(options):
+    """Code that was written for `optax.adam` gives none."""
+    params = {"w": normal(0, 6, 4), "b": normal(1, 4)}
+    tx = mc.muon(0.1, weight_decay=0.0, **options)
+    state = tx.init(params)
+    bare, after = tx.update(params, state)
+    expected, after_params = tx.update(params, state, params)
+    chex.assert_trees_all_equal((bare, after), (expected, after_params))
+    with pytest.raises(ValueError, match="needs the params.*weight_decay=0.0"):
+        mc.muon(0.1, adam_weight_decay=0.0, **options).update(params, state)
 
 
 def test_injected_hyperparameters():
