@@ -116,15 +116,46 @@ def for_leaves(
         leaves = read(updates)
         leaves.check_like("params", params)
         gradients = leaves.layout.gradients(updates, extra_args.get("attention_stats"))
+        tx = build(leaves)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = build(leaves).update(
-                gradients, state, params, **extra_args
-            )
+            try:
+                updates, state = tx.update(gradients, state, params, **extra_args)
+            except Exception:
+                _check_made_so(name, state, tx, updates)
+                raise
         # optax's Adam answers bfloat16 gradients in mu_dtype.
         return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, gradients), state
 
     return over_replicas(init_fn, update_fn, axis_name)
+
+
+def _check_made_so(
+    name: str, state: Any, tx: optax.GradientTransformation, like: Any
+) -> None:
+    """Raises for a state of other settings, once something failed.
+
+    Not before: what a step does for its state has been traced then, and to trace `init`
+    as well would take longer in every eager update.
+    """
+    try:
+        expected = jax.eval_shape(tx.init, like)
+    except Exception:  # another mistake, which is reported as it came
+        return
+    own, others = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)}
+        for x in (state, expected)
+    )
+    if own != others or jax.tree.structure(state) != jax.tree.structure(expected):
+        lacks, has = (", ".join(sorted(x)[:3]) for x in (others - own, own - others))
+        differ = [f"it lacks {lacks}"] * bool(lacks) + [f"it has {has}"] * bool(has)
+        raise ValueError(
+            f"the state was made by a {name} with other settings"
+            f"{': ' if differ else ''}{' and '.join(differ)}. Other leaves may have "
+            "gone to Muon then, a number may have been a schedule, or an option such "
+            "as neuron_b2 was added. Give the settings that it was made with, or call "
+            "init again"
+        )
 
 
 def check_matrices_only(leaves: Leaves, name: str) -> None:
@@ -135,7 +166,10 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
         if view is None and not paths.is_masked(leaf)
     ]
     if strays:
-        remedy = f"Wrap it as optax.masked(mc.{name}(), mc.matrix_mask)"
+        remedy = (
+            f"Wrap it as optax.masked(mc.{name}(), mc.matrix_mask), with a model by "
+            "functools.partial(mc.matrix_mask, model=reading)"
+        )
         if any(map(paths.is_masked, leaves.tree.leaves)):
             remedy = f"The mask may hide what tells: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(

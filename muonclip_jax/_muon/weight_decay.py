@@ -9,7 +9,7 @@ import optax
 
 from .._options import FINITE, flag, number
 from .._parameters import paths
-from .._parameters.given import broadcast
+from .._parameters.given import broadcast, check_no_number
 
 
 Mask = Any | Callable[[optax.Params], Any] | None
@@ -106,6 +106,7 @@ def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
         mask = mask(tree.whole())
     if mask is None:
         return None
+    check_no_number("weight_decay_mask", mask, tree)
     entries = broadcast(
         mask,
         tree,

@@ -15,6 +15,7 @@ from .given import (
     AUTOMATIC,
     broadcast,
     by_pattern,
+    check_no_number,
     check_read,
     is_patterns,
     Model,
@@ -235,6 +236,7 @@ def resolve_verdicts(
     is_found = given is None
     if not is_found and paths.is_function(given):
         given = given(tree.whole())
+    check_no_number("dimension_numbers", given, tree)
     if not is_found and not is_patterns(given, tree):
         if per_head:
             raise ValueError(

@@ -59,6 +59,19 @@ def check_read(model: Model, tree: PathedTree) -> None:
         )
 
 
+def check_no_number(name: str, given: Any, tree: PathedTree) -> None:
+    """Raises for one number in place of a tree: what a function became.
+
+    `optax.inject_hyperparams` calls it with the step, which has no leaves to speak of.
+    """
+    is_number = isinstance(given, bool | int | float) or paths.is_array(given)
+    if is_number and tree.paths != ((),):
+        raise ValueError(
+            f"{name} is {given!r} for all leaves: optax.inject_hyperparams calls all "
+            f"functions as schedules, unless it is given static_args=({name!r},)"
+        )
+
+
 def is_patterns(entries: Any, tree: PathedTree) -> bool:
     """Distinguishes patterns from a tree, or a prefix of one, with params' keys."""
     if not isinstance(entries, Mapping) or not entries:
