@@ -22,6 +22,10 @@ from .._parameters.dimension_numbers import (
 )
 
 
+class DoesNotFit(ValueError):
+    """Params or a state that are not of these gradients, or of these settings."""
+
+
 class Leaves(NamedTuple):
     """The leaves of a tree: where they are, and which of them hold matrices."""
 
@@ -46,7 +50,7 @@ class Leaves(NamedTuple):
                 f"the gradients lack {paths.show_all(x)}" for x in lacking[:1] if x
             ]
             which += [f"the {name} lack {paths.show_all(x)}" for x in lacking[1:] if x]
-            raise ValueError(
+            raise DoesNotFit(
                 f"gradients and {name} have different structures: "
                 + ("; ".join(which) or "their containers differ")
             ) from None
@@ -54,7 +58,7 @@ class Leaves(NamedTuple):
             if paths.is_masked(own) or paths.is_masked(leaf):
                 continue
             if np.shape(own) != np.shape(leaf):
-                raise ValueError(
+                raise DoesNotFit(
                     f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
                     f"but in the {name} it is {np.shape(leaf)}"
                 )
@@ -121,6 +125,8 @@ def for_leaves(
         with jax.numpy_dtype_promotion("standard"):
             try:
                 updates, state = tx.update(gradients, state, params, **extra_args)
+            except DoesNotFit:
+                raise
             except Exception:
                 _check_made_so(name, state, tx, updates)
                 raise

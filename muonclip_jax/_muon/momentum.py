@@ -18,7 +18,7 @@ from .._matrices.stacks import MatrixView
 from .._options import flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
-from .leaves import Leaves
+from .leaves import DoesNotFit, Leaves
 
 
 class ScaleByMuonState(NamedTuple):
@@ -91,7 +91,7 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
     def update(state: ScaleByMuonState, *arguments):
         if (state.scales is not None) != is_coded:
             was, now = ("'int8'", "a float")[:: -1 if is_coded else 1]
-            raise ValueError(
+            raise DoesNotFit(
                 f"the state was made with {was} as mu_dtype, but mu_dtype is {now}. "
                 "Give the mu_dtype that the state was made with, or call init again"
             )
