@@ -138,11 +138,13 @@ def orthogonalize_by_replicas(
     By devices that `pmap`, `shard_map` and `vmap` tell apart: each iterates its share
     of the matrices, and one gather for each stack hands out all.
     """
-    # What the loop over a share iterates differs from device to device, while the
-    # leaves are the same on all: types have to know before they meet.
-    if is_checked(axes):
-        leaves = [varying(x, axes) for x in leaves]
     sizes = {name: jax.lax.axis_size(name) for name in axes}
+    # What the loop over a share iterates differs from device to device, while the
+    # leaves are the same on all: types have to know before they meet. Along an axis of
+    # one device nothing differs, and no gather would take it back.
+    several = tuple(name for name in axes if sizes[name] > 1)
+    if several and is_checked(several):
+        leaves = [varying(x, several) for x in leaves]
     specs = _aligned(views, cuts, sizes)
     apart = [
         PartitionSpec(

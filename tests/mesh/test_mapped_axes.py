@@ -5,6 +5,7 @@ batch along others: updates, state and metrics are those of the whole.
 """
 
 import functools
+import math
 
 import chex
 import jax
@@ -31,7 +32,10 @@ CHECKED = pytest.mark.parametrize("check", [True, more(False)])
 def mesh_of(kind=AxisType.Auto, **sizes):
     """`mesh_of(data=2, tensor=4)`"""
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(kind,) * len(sizes),
+        devices=jax.devices()[: math.prod(sizes.values())],
     )
 
 
@@ -319,6 +323,27 @@ def test_gradients_of_a_mean_loss_are_the_mean(averages_itself, check):
     expected = alone.update(jax.grad(loss)(params, x), alone.init(params), params)
     step = mapped(step, mesh_of(batch=8), (P(), P(), P("batch")), P(), check)
     assert_close(step(params, tx.init(params), x), expected)
+
+
+@CHECKED
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("options", [{}, {"neuron_b2": 0.9}])
+def test_axes_of_one_device(sizes, options, check):
+    """A laptop runs the program of a cluster: along one device nothing differs."""
+    data, tensor = sizes
+    params = {"up": normal(0, 6, 8), "down": normal(1, 8, 6), "bias": normal(2, 8)}
+    specs = {"up": P(None, "tensor"), "down": P("tensor"), "bias": P("tensor")}
+    known = {"up": Numbers(0, 1), "down": Numbers(0, 1), "bias": None}
+    options = options | {"dimension_numbers": known}
+    alone = mc.muon(0.1, **options)
+    expected, _ = alone.update(params, alone.init(params), params)
+    tx = mc.muon(0.1, shardings=specs, axis_name="data", **options)
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    mesh = mesh_of(data=data, tensor=tensor)
+    assert_close(mapped(step, mesh, (specs,), specs, check)(params), expected)
 
 
 def test_gradients_of_the_own_rows_are_summed_where_types_are_checked():
