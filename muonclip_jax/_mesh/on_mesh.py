@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._axes import is_checked, resharded, varying
+from .._axes import is_checked, keep_sharding, resharded, varying
 from .._layout.layout import Axes, Cuts, gather, own_block
 from .._layout.shardings import mesh_axes
 from .._matrices.pieces import divide, pieces_of
@@ -56,7 +56,8 @@ def orthogonalize_on_mesh(
     # Of most leaves these are the same. A fused kernel whose blocks show no piece is
     # gathered along its outputs, by XLA, and cut again.
     leaves = [
-        x if own == spec else _sharded(x, mesh, spec)
+        # The leaf itself stays where it is: without Nesterov's it is the momentum.
+        x if own == spec else _sharded(keep_sharding(x), mesh, spec)
         for x, own, spec in zip(leaves, given, specs, strict=True)
     ]
 

@@ -163,3 +163,24 @@ def test_an_axis_of_one_device_cuts_nothing(type_):
         assert jnp.allclose(updates, expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="shardings says"):
         tx.init(jax.device_put(matrix, NamedSharding(mesh, P("b"))))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, "b", "a")])
+def test_kernels_that_the_mesh_cuts_through_their_pieces(spec, nesterov):
+    """Such a kernel is gathered to be iterated; its momentum stays where it is."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(A, A))
+    sharding = NamedSharding(mesh, spec)
+    params = {"qkv": jax.device_put(jnp.ones((2, 8, 24)), sharding)}
+    tx = mc.scale_by_muon(
+        nesterov=nesterov,
+        orthogonalizer=mc.NewtonSchulz(steps=2),
+        dimension_numbers={"qkv": mc.MatrixAxes(1, 2, parts=(4, 8, 12))},
+        shardings={"qkv": sharding},
+    )
+    state = tx.init(params)
+    step = jax.jit(tx.update).lower(params, state, params).compile()
+    for _ in range(2):  # a program that was compiled ahead accepts its own state
+        updates, state = step(params, state, params)
+    assert state.mu["qkv"].sharding.is_equivalent_to(sharding, 3)
+    assert updates["qkv"].sharding.is_equivalent_to(sharding, 3)
