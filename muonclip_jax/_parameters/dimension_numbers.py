@@ -236,8 +236,8 @@ def resolve_verdicts(
     is_found = given is None
     if not is_found and paths.is_function(given):
         given = given(tree.whole())
-    check_no_number("dimension_numbers", given, tree)
     if not is_found and not is_patterns(given, tree):
+        check_no_number("dimension_numbers", given, tree)
         if per_head:
             raise ValueError(
                 "per_head=True has no effect next to dimension_numbers for all leaves: "
