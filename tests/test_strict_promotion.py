@@ -164,8 +164,8 @@ CALLS = {
         for options in (
             *(dict(method=method) for method in ("auto", "standard", "gram")),
             dict(dtype="bfloat16", method="gram"),
-            dict(orthogonalizer=mc.NewtonSchulz("turbo_muon", preconditioning="aol")),
-            dict(orthogonalizer=mc.NewtonSchulz(preconditioning="equilibrated")),
+            dict(coeffs="turbo_muon", preconditioning="aol"),
+            dict(preconditioning="equilibrated"),
         )
     ],
     "muon": [

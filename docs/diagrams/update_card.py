@@ -35,7 +35,7 @@ BOXES = {
     "attention": (1, "clip", "largest logits", ("max_logits",)),
     "row": (2, "clip", "row of heads", ("Heads.read",)),
     "gamma": (3, "clip", "gamma", ("gammas",)),
-    "scales": (4, "clip", "a scale per leaf", ("Heads.scales", "OwnedLeaf.scale")),
+    "scales": (4, "clip", "a scale per leaf", ("Heads.scales", "OwnedLeaf.spread")),
     "clip": (5, "clip", "QK-Clip", ("_scale_update",)),
     "updates": (5, "out", "updates", ()),
 }
