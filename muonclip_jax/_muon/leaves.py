@@ -118,15 +118,15 @@ def for_leaves(
                 "tx.init(params)"
             )
         leaves = read(updates)
-        leaves.check_like("params", params)
         gradients = leaves.layout.gradients(updates, extra_args.get("attention_stats"))
         tx = build(leaves)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             try:
+                leaves.check_like("params", params)
                 updates, state = tx.update(gradients, state, params, **extra_args)
-            except DoesNotFit:
-                raise
+            except DoesNotFit as error:
+                raise ValueError(str(error)) from None
             except Exception:
                 _check_made_so(name, state, tx, updates)
                 raise

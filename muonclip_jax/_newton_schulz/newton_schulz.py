@@ -101,7 +101,7 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     if isinstance(orthogonalizer, type) or not callable(function):
         called = (
             ""
-            if not hasattr(orthogonalizer, "dtype")
+            if not hasattr(orthogonalizer, "shape")
             else (
                 "; optax.inject_hyperparams calls functions as schedules: give it "
                 "static_args=('orthogonalizer',)"
