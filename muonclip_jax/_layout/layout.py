@@ -37,7 +37,7 @@ from .shardings import (
 
 
 #: Names of mapped axes.
-Axes = tuple[Hashable, ...]
+AxisNames = tuple[Hashable, ...]
 
 #: How mapped axes cut each leaf; `PartitionSpec()` if it is whole.
 Cuts = tuple[PartitionSpec, ...]
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     whole: PathedTree  # the same with the shapes of the whole leaves
     given: tuple[Any, ...]  # what `shardings=` says of each leaf, or None
     cuts: Cuts
-    replicas: Axes  # those of `axis_name=`
+    replicas: AxisNames  # those of `axis_name=`
 
     def mesh_specs(self, arrays: Sequence[Any] | None = None) -> MeshSpecs | None:
         """The mesh of the leaves, or of arrays in their place, and their specs.
@@ -114,7 +114,7 @@ class Layout(NamedTuple):
         if unknown := [i for i in seen if specs[i] is None]:
             yield Place("unknown", mesh), unknown
 
-    def gradients(self, gradients: Any, attention_stats: Any = None) -> Any:
+    def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
         """Gradients as state takes them in, which stays sharded as it was: averaged
         over the replicas. Along axes that cut a leaf they are those of other entries.
 
@@ -197,11 +197,11 @@ def read_layout(
         for leaf, cut in zip(tree.leaves, cuts, strict=True)
     )
     return Layout(
-        tree, tree._replace(leaves=whole), tuple(given), cuts, axes(axis_name)
+        tree, tree._replace(leaves=whole), tuple(given), cuts, axis_names(axis_name)
     )
 
 
-def axes(axis_name: Any) -> Axes:
+def axis_names(axis_name: Any) -> AxisNames:
     """One name, several or none.
 
     **Raises:** `ValueError` for what is no name of an axis.
@@ -226,7 +226,7 @@ def over_replicas(init: Any, update: Any, axis_name: Hashable | None) -> OverRep
     return tx
 
 
-def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
+def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
     """Raises for an `axis_name` that is no axis here, or of which `multi_steps` around
     this, which passes on statistics that it has reduced, does not know.
     """
@@ -259,13 +259,13 @@ def check_replicas(replicas: Axes, attention_stats: Any = None) -> None:
         )
 
 
-def differing(x: jax.Array, along: Axes) -> Axes:
+def differing(x: jax.Array, along: AxisNames) -> AxisNames:
     """The axes among `along` along which an array may differ, as far as types know."""
     own = manual_axes(x)
     return tuple(axis for axis in along if axis in own or not is_checked((axis,)))
 
 
-def shared_axes(cuts: Cuts, replicas: Axes) -> Axes:
+def shared_axes(cuts: Cuts, replicas: AxisNames) -> AxisNames:
     """The axes along which devices share the work on all leaves.
 
     An axis of `vmap` next to those of a mesh has no devices of its own.

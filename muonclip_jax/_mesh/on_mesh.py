@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import is_checked, keep_sharding, resharded, varying
-from .._layout.layout import Axes, Cuts, gather, own_block
+from .._layout.layout import AxisNames, Cuts, gather, own_block
 from .._layout.shardings import mesh_axes
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView, Part, Stack, zero_after
@@ -132,7 +132,7 @@ def orthogonalize_by_replicas(
     *,
     views: Sequence[MatrixView],
     cuts: Cuts,
-    axes: Axes,
+    axes: AxisNames,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._layout.zeros import StatePart
+from .._layout.state import StatePart
 from .._matrices.stacks import MatrixView
 
 

@@ -8,9 +8,15 @@ import jax
 import numpy as np
 import optax
 
-from .._layout.layout import axes, Layout, over_replicas, OverReplicas, read_layout
+from .._layout.layout import (
+    axis_names,
+    Layout,
+    over_replicas,
+    OverReplicas,
+    read_layout,
+)
 from .._layout.shardings import Shardings
-from .._layout.zeros import counts_replicated
+from .._layout.state import counts_replicated
 from .._matrices.stacks import MatrixView
 from .._parameters import paths
 from .._parameters.dimension_numbers import (
@@ -95,7 +101,7 @@ def for_leaves(
     inputs. `init` and `update` both read it, so that neither depends on the other, and
     a state that was restored does without `init`. The state is a `state_type`.
     """
-    axes(axis_name)  # raises at construction for what is none
+    axis_names(axis_name)  # raises at construction for what is none
     read = functools.partial(
         read_leaves,
         dimension_numbers=dimension_numbers,
@@ -118,7 +124,7 @@ def for_leaves(
                 "tx.init(params)"
             )
         leaves = read(updates)
-        gradients = leaves.layout.gradients(updates, extra_args.get("attention_stats"))
+        gradients = leaves.layout.averaged(updates, extra_args.get("attention_stats"))
         tx = build(leaves)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes
-from .._layout.zeros import StatePart, zero_parts, zeros_like
+from .._layout.state import StatePart, zero_parts, zeros_like
 from .._matrices.stacks import MatrixView
 from .._options import flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths

@@ -15,7 +15,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .._layout.shardings import Shardings
-from .._layout.zeros import zeros_like
+from .._layout.state import zeros_like
 from .._model.per_head import heads_apart
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE

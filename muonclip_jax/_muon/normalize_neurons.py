@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
 from .._layout.layout import cut_axes, gather, own_block
 from .._layout.shardings import Shardings
-from .._layout.zeros import StatePart, zero_parts
+from .._layout.state import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart

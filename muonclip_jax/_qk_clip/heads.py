@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from .._axes import manual_axes, resharded
 from .._layout.layout import (
-    Axes,
+    AxisNames,
     cut_axes,
     differing,
     gather,
@@ -26,7 +26,7 @@ from .._layout.layout import (
     own_block,
     shared_axes,
 )
-from .._layout.zeros import replicated
+from .._layout.state import replicated
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
     check_none_overlooked,
@@ -61,7 +61,7 @@ class Combined:
 
     of_layers: dict[Path, jax.Array]
     # The replicas of which they are the maximum.
-    reduced_over: Axes = dataclasses.field(metadata={"static": True})
+    reduced_over: AxisNames = dataclasses.field(metadata={"static": True})
 
 
 class Heads:

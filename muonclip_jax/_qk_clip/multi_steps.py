@@ -14,7 +14,7 @@ import optax
 
 from .._layout.layout import check_replicas, OverReplicas, read_layout
 from .._layout.shardings import Shardings
-from .._layout.zeros import counts_replicated, replicated, StatePart, zero_parts
+from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of
 from .._options import flag, function_or_none, transformation, whole_number
 from .._parameters.given import Model
@@ -164,7 +164,7 @@ def multi_steps(
         # Averaged in every micro-batch, not in the real step alone: sums would differ
         # by replica, a checkpoint would keep one replica's, and where one skips a
         # micro-batch the others would wait in the collective of the real step.
-        updates = layout.gradients(updates)
+        updates = layout.averaged(updates)
         # Whatever else `opt` takes may be a string, a flag or a function, which are no
         # arguments of a `jit`: it gets them as from optax.
         update = steps.update if extra_args else compiled

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from .._axes import explicit_spec, resharded
 from .._layout.layout import check_replicas, over_replicas, read_layout
 from .._layout.shardings import Shardings
-from .._layout.zeros import replicated
+from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
 from .._options import number, POSITIVE, SHARE

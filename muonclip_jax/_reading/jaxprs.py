@@ -80,7 +80,7 @@ class Loop(NamedTuple):
     carry: int
 
 
-class Axes(NamedTuple):
+class MeshAxes(NamedTuple):
     """Axes of a mesh, and how many devices there are along them."""
 
     names: tuple[str, ...]
@@ -166,13 +166,13 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(map(int, getattr(atom.aval, "shape", ())))
 
 
-def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, Axes]]:
+def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, MeshAxes]]:
     """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`)."""
     sizes, cuts = eqn.params["mesh"].shape, []
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
         names = (names,) if isinstance(names, str) else tuple(names or ())
         count = math.prod(sizes[name] for name in names)
-        cuts += [(dim, Axes(names, count))] if count > 1 else []
+        cuts += [(dim, MeshAxes(names, count))] if count > 1 else []
     return cuts
 
 
