@@ -32,7 +32,7 @@ def manual_axes(x: Any) -> frozenset[str]:
 
 
 def is_checked(axes: tuple[Hashable, ...]) -> bool:
-    """True if types tell what varies over axes: not in `pmap`, and not in `vmap`."""
+    """True if types say what varies over axes: not in `pmap`, and not in `vmap`."""
     return bool(manual_axes(jax.lax.axis_index(axes)))
 
 
@@ -83,8 +83,6 @@ def on_automatic_axes(
 
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
-    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
-        return function(leaves)
     specs = [explicit_spec(x) for x in leaves]
     results = function([resharded(x, PartitionSpec()) for x in leaves])
     return [resharded(x, spec) for x, spec in zip(results, specs, strict=True)]

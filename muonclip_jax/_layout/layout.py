@@ -88,22 +88,22 @@ class Layout(NamedTuple):
     def places(
         self, arrays: Sequence[Any], chosen: Sequence[bool]
     ) -> Iterator[tuple[Place, list[int]]]:
-        """Where chosen arrays in the place of the leaves are, and which are there.
+        """Groups chosen arrays, in the order of the leaves, by where they are.
 
         Of the leaves of one mesh some may be unknown.
         """
         seen = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+        if not seen:
+            return
         # Inside `shard_map` or `pmap` a leaf is what this device holds, whatever mesh
         # is set around: the mapped axes alone say what others hold.
         if axes := shared_axes(self.cuts, self.replicas):
-            if seen:
-                cuts = tuple(self.cuts[i] for i in seen)
-                yield Place("manual", specs=cuts, axes=axes), seen
+            cuts = tuple(self.cuts[i] for i in seen)
+            yield Place("manual", specs=cuts, axes=axes), seen
             return
         mesh_specs = self.mesh_specs(arrays)
         if mesh_specs is None:
-            if seen:
-                yield Place("one device"), seen
+            yield Place("one device"), seen
             return
         mesh, specs = mesh_specs
         # Two places of one mesh: what is known is exchanged by a plan, in fewer bytes
@@ -115,8 +115,8 @@ class Layout(NamedTuple):
             yield Place("unknown", mesh), unknown
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
-        """Gradients as state takes them in, which stays sharded as it was: averaged
-        over the replicas. Along axes that cut a leaf they are those of other entries.
+        """Averages gradients over the replicas, and keeps how they are sharded from
+        changing the state. Along axes that cut a leaf they are those of other entries.
 
         Types that know that a gradient is the same along an axis are believed: it was
         averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
@@ -132,20 +132,16 @@ class Layout(NamedTuple):
         if not self.replicas:
             return gradients
 
-        def mean_of(gradient: Any, cut: PartitionSpec) -> Any:
+        def mean(x: Any, cut: PartitionSpec) -> Any:
             # An axis may be both, as with FSDP, which divides the batch and cuts the
             # leaves: along it the gradients of a block have been reduced and scattered
             # by the user, and what other devices have are other entries.
             along = tuple(a for a in self.replicas if a not in cut_axes(cut))
-
-            def mean(x: jax.Array) -> jax.Array:
-                over = differing(x, along)
-                return jax.lax.pmean(x, over) if over else x
-
-            return jax.tree.map(mean, gradient)
+            over = () if is_masked(x) else differing(x, along)
+            return jax.lax.pmean(x, over) if over else x
 
         pairs = zip(self.tree.of(gradients), self.cuts, strict=True)
-        return self.tree.unflatten(mean_of(*pair) for pair in pairs)
+        return self.tree.unflatten(mean(*pair) for pair in pairs)
 
     def check_types(self, arrays: Sequence[Any]) -> None:
         """Raises where the types of `shard_map` contradict `shardings=`.
@@ -215,7 +211,7 @@ def axis_names(axis_name: Any) -> AxisNames:
 
 
 class OverReplicas(optax.GradientTransformationExtraArgs):
-    """A transformation that tells what wraps it over which axes it averages."""
+    """A transformation that says over which axes it averages."""
 
     axis_name: Hashable | None = None
 
@@ -268,7 +264,7 @@ def differing(x: jax.Array, along: AxisNames) -> AxisNames:
 def shared_axes(cuts: Cuts, replicas: AxisNames) -> AxisNames:
     """The axes along which devices share the work on all leaves.
 
-    An axis of `vmap` next to those of a mesh has no devices of its own.
+    An axis of `vmap` alongside those of a mesh has no devices of its own.
     """
     found = dict.fromkeys((*replicas, *(a for cut in cuts for a in cut_axes(cut))))
     manual = _mapped_axes()
@@ -324,9 +320,7 @@ def _whole(block: Any, cut: PartitionSpec) -> jax.ShapeDtypeStruct:
 
 def _mapped_axes() -> frozenset[str]:
     """The axes of the mesh that a `jax.shard_map` or `jax.pmap` around this maps."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _cut(path: Path, leaf: Any, given: Any, manual: Collection[str]) -> PartitionSpec:

@@ -157,7 +157,7 @@ def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
     (mesh, spec), (other, wanted) = own, given
     # Of a tracer on a mesh of both kinds of axes only the explicit ones can be
     # compared.
-    hidden = _automatic_axes(mesh) if isinstance(leaf, Tracer) else set()
+    hidden = mesh.auto_axes if mesh and isinstance(leaf, Tracer) else ()
     same_spec = spec is None or _same_spec(spec, wanted, other, hidden)
     if mesh is not None and not (_same(mesh, other) and same_spec):
         raise ValueError(
@@ -208,14 +208,6 @@ def _same(mesh: Any, other: Any) -> bool:
             other.devices.tolist()
         )
     return mesh.shape_tuple == other.shape_tuple
-
-
-def _automatic_axes(mesh: Any) -> set[str]:
-    """The axes that the type of a tracer leaves out."""
-    if mesh is None:
-        return set()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, type_ in types if type_ == AxisType.Auto}
 
 
 def _same_spec(

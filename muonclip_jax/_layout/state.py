@@ -29,15 +29,10 @@ class StatePart(NamedTuple):
     sizes: Mapping[int, int] = {}  # by axis; along these it is not sharded
 
 
-def zeros_like(params: Any, layout: Layout, *dtypes: DTypeLike | None) -> list[Any]:
-    """A tree of zeros like the params for each dtype."""
-    everything = range(len(layout.tree.leaves))
-    return [
-        layout.tree.unflatten(
-            zero_parts(params, layout, [(i, StatePart(dtype)) for i in everything])
-        )
-        for dtype in dtypes
-    ]
+def zeros_like(params: Any, layout: Layout, dtype: DTypeLike | None) -> Any:
+    """A tree of zeros like the params."""
+    parts = [(i, StatePart(dtype)) for i in range(len(layout.tree.leaves))]
+    return layout.tree.unflatten(zero_parts(params, layout, parts))
 
 
 def zero_parts(
@@ -128,7 +123,7 @@ def _zeros_like(x: Any, part: StatePart) -> jax.Array:
     if part.sizes:
         shape = [part.sizes.get(i, size) for i, size in enumerate(x.shape)]
         device = x.sharding if is_alone and x.committed else None
-        return jnp.zeros(shape, part.dtype, device=device)
+        return jnp.zeros(shape, part.dtype or x.dtype, device=device)
     # A program is one of all devices where a mesh is set.
     if is_alone and jax.sharding.get_abstract_mesh().empty:
         return _on_its_device(x, part.dtype)

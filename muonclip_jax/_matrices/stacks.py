@@ -81,9 +81,7 @@ class MatrixView:
         """The inverse of `to_matrices`."""
         order = self.batch + self.reduction + self.output
         moved = jax.lax.reshape(matrices, [self.shape[axis] for axis in order])
-        return jax.lax.transpose(
-            moved, sorted(range(len(order)), key=order.__getitem__)
-        )
+        return jax.lax.transpose(moved, np.argsort(order))
 
 
 def matrix_view(shape: tuple[int, ...], numbers: Axes) -> MatrixView:

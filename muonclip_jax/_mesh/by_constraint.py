@@ -8,7 +8,6 @@ they come back. How blocks are sent there and back, XLA decides.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +28,8 @@ ANY = PartitionSpec.UNCONSTRAINED
 MANY = 4
 
 
-class DividedStack(NamedTuple):
-    """A stack, and which of its matrices each device iterates."""
-
-    stack: Stack
-    share: Share
+#: A stack, and which of its matrices each device iterates.
+DividedStack = tuple[Stack, Share]
 
 
 def orthogonalize_by_constraint(
@@ -63,7 +59,7 @@ def orthogonalize_by_constraint(
     results = list(leaves)
     for each, matrices in zip(plan, iterated, strict=True):
         returned = _from_devices(matrices, each, mesh, axes)
-        each.stack.scatter(returned, results)
+        each[0].scatter(returned, results)
     results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
     return [*map(sharded_like, pieces.unite(results), given)]
 
@@ -73,9 +69,11 @@ def stacks_of(
     views: Sequence[MatrixView],
     devices: int,
 ) -> list[Stack]:
-    """Apart are tall matrices, since often a mesh cuts all along one axis, and leaves
-    of many matrices, which may be cut along their stack: to put together what is
-    sharded differently, XLA would copy it to all devices.
+    """Groups matrices into stacks.
+
+    Tall ones are not turned, since a mesh often cuts all leaves along one axis. A leaf
+    of many has a stack of its own: it may be cut along them. XLA copies arrays that are
+    sharded differently to all devices before it concatenates them.
     """
     ordered = [_last_stack_first(view) for view in views]
     many = [i for i, view in enumerate(ordered) if view.count >= MANY * devices]
@@ -96,7 +94,7 @@ def divide_stacks(
         [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
         devices,
     )
-    return [DividedStack(*each) for each in zip(stacks, shares, strict=True)]
+    return list(zip(stacks, shares, strict=True))
 
 
 def _last_stack_first(view: MatrixView) -> MatrixView:
@@ -112,26 +110,26 @@ def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:
     wire = solver.wire_dtype(jnp.dtype(stack.dtype))
     matrices = stack.gather(leaves, wire)
     slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
-    return _lay(_lay_halfway(slots, mesh, axes), mesh, axes, None, None)
+    return _constrained(_halfway(slots, mesh, axes), mesh, axes, None, None)
 
 
 def _from_devices(slots: jax.Array, each: DividedStack, mesh, axes) -> jax.Array:
-    slots = _lay_halfway(slots, mesh, axes)
-    first = each.share.first
-    return _lay(slots, mesh, None, ANY, ANY)[first : first + each.stack.count]
+    (stack, share), slots = each, _halfway(slots, mesh, axes)
+    slots = _constrained(slots, mesh, None, ANY, ANY)
+    return slots[share.first : share.first + stack.count]
 
 
-def _lay_halfway(slots: jax.Array, mesh, axes) -> jax.Array:
-    """Over all axes but the last one.
+def _halfway(slots: jax.Array, mesh, axes) -> jax.Array:
+    """Shards slots over all axes but the last one.
 
     XLA moves one axis well. Where all of them cut matrices it would make copies of the
     stack on all devices in order to move them together, and stacks that it moves before
     they are padded it would move again.
     """
-    return _lay(slots, mesh, axes[:-1] or None, ANY, ANY)
+    return _constrained(slots, mesh, axes[:-1] or None, ANY, ANY)
 
 
-def _lay(x: jax.Array, mesh: Mesh | AbstractMesh, *spec) -> jax.Array:
+def _constrained(x: jax.Array, mesh: Mesh | AbstractMesh, *spec) -> jax.Array:
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.lax.with_sharding_constraint(x, sharding)
 

@@ -76,33 +76,23 @@ class Share(NamedTuple):
     def is_full(self) -> bool:
         return bool((self.counts == self.slots).all())
 
-    @property
-    def table(self) -> np.ndarray:
-        """The matrix in each slot; in an empty one any."""
-        starts = np.cumsum(self.counts) - self.counts
-        found = starts[:, None] + np.arange(self.slots)
-        return np.minimum(found, self.counts.sum() - 1).reshape(-1)
-
-    @property
-    def places(self) -> np.ndarray:
-        """The slot of each matrix."""
-        return np.flatnonzero(np.arange(self.slots) < self.counts[:, None])
-
-    def filled(self, x: jax.Array) -> jax.Array:
-        """The matrices in their slots."""
+    def to_slots(self, x: jax.Array) -> jax.Array:
+        """The matrices in their slots; in an empty one is any."""
         if self.is_full:
             return x
-        if len(self.counts) > MOST_RUNS:
-            return jnp.take(x, self.table, axis=0)
         starts = np.cumsum(self.counts) - self.counts
+        if len(self.counts) > MOST_RUNS:
+            found = starts[:, None] + np.arange(self.slots)
+            return jnp.take(x, np.minimum(found, len(x) - 1).reshape(-1), axis=0)
         x = jnp.pad(x, [(0, self.slots), (0, 0), (0, 0)])
         return jnp.concatenate([x[i : i + self.slots] for i in starts])
 
-    def emptied(self, x: jax.Array) -> jax.Array:
+    def from_slots(self, x: jax.Array) -> jax.Array:
         if self.is_full:
             return x
         if len(self.counts) > MOST_RUNS:
-            return jnp.take(x, self.places, axis=0)
+            filled = np.flatnonzero(np.arange(self.slots) < self.counts[:, None])
+            return jnp.take(x, filled, axis=0)
         runs = np.arange(len(self.counts)) * self.slots
         pairs = zip(runs, self.counts, strict=True)
         return jnp.concatenate([x[i : i + n] for i, n in pairs if n])
@@ -151,7 +141,7 @@ def local_view(
 
 def to_owners(blocks: jax.Array, cut: Cut, share: Share) -> jax.Array:
     """This device's blocks `(count, rows, columns)` to its share of whole matrices."""
-    x = share.filled(blocks)
+    x = share.to_slots(blocks)
     if cut.replicated:
         # Copies hold the same blocks, and each sends its part of the slots alone.
         x = x.reshape(jax.lax.axis_size(cut.replicated), -1, *x.shape[1:])
@@ -175,7 +165,7 @@ def to_blocks(matrices: jax.Array, cut: Cut, share: Share) -> jax.Array:
     x = _all_to_all(x, cut)
     if cut.replicated:
         x = gather_everywhere(x, cut.replicated, axis=0, tiled=True)
-    return share.emptied(x)
+    return share.from_slots(x)
 
 
 def _all_to_all(x: jax.Array, cut: Cut) -> jax.Array:
@@ -236,8 +226,9 @@ def share_out(
 def share_in_a_row(
     counts: Sequence[int], costs: Sequence[float], devices: int
 ) -> list[Share]:
-    """The same for arrays that XLA shards: to put them in any other order would be a
-    gather, which it does not partition well.
+    """Shares matrices out in a row, for arrays that XLA shards.
+
+    To put them in any other order would be a gather, which it does not partition well.
     """
     loads, found = np.zeros(devices), {}
     for i in sorted(range(len(counts)), key=lambda i: -costs[i]):

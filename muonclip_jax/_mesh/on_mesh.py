@@ -17,7 +17,7 @@ from .._axes import is_checked, keep_sharding, resharded, varying
 from .._layout.layout import AxisNames, Cuts, gather, own_block
 from .._layout.shardings import mesh_axes
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import MatrixView, Part, Stack, zero_after
+from .._matrices.stacks import MatrixView, MOST_LEAVES, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
 from .exchange import (
     Cut,
@@ -192,7 +192,7 @@ def share_among_devices(
 
 
 def _stored(leaf: jax.Array) -> jax.Array:
-    """In float32 or wider; a large leaf is stored in its own shape before that.
+    """Converts to float32 or wider; a large leaf is first stored in its own shape.
 
     XLA for TPU moves a reshape after what is elementwise, and would store an update in
     float32 once as it was sent and once as the leaf is: of Mixtral's update on 64 v5p
@@ -222,11 +222,11 @@ def plan_exchanges(
         is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
         key = cut, jnp.dtype(dtypes[i]).name, i if is_apart else None
         groups.setdefault(key, []).append(part)
-    cuts = [cut for cut, *_ in groups]
-    stacks = [
-        Stack(cut.shape, dtype, tuple(parts))
-        for (cut, dtype, _), parts in groups.items()
-    ]
+    stacks, cuts = [], []
+    for (cut, dtype, _), parts in groups.items():
+        for i in range(0, len(parts), MOST_LEAVES):
+            stacks.append(Stack(cut.shape, dtype, tuple(parts[i : i + MOST_LEAVES])))
+            cuts.append(cut)
     shares = share_out(
         [stack.count for stack in stacks],
         [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
@@ -243,24 +243,24 @@ def iterate_share(
 ) -> list[jax.Array]:
     """What one device iterates of each stack: the first `count` matrices, or all.
 
-    Where devices have different numbers of matrices, none is iterated before all have
-    arrived, and none returned before all are done: who waited in between for a device
-    with more to do in the same stack would wait once for each stack, where the work is
-    even over all of them alone.
+    Where devices have different numbers of matrices, iteration starts once all stacks
+    have arrived, and returns start once all are done. Work is balanced over all stacks
+    together: exchanges in between would make every device wait for the slowest of each
+    stack.
     """
     iterated = []
     pairs = zip(_together(stacks, counts), counts, strict=True)
     for i, (stack, count) in enumerate(pairs):
         # A name by which benchmarks know its loop.
         with jax.named_scope(f"stack{i}"):
-            iterated.append(solver.map(solver.orthogonalize, stack, count))
+            iterated.append(solver.orthogonalize_all(stack, count))
     return _together(iterated, counts)
 
 
 def _together(
     arrays: Sequence[jax.Array], counts: Sequence[jax.Array | None]
 ) -> list[jax.Array]:
-    """The arrays, of which those with a count are there once all with a count are."""
+    """Makes arrays with a count available only once all of them are."""
     uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
     # Only arrays with a count wait: of the others every device has as many, and none is
     # late.

@@ -29,7 +29,11 @@ from .._parameters.dimension_numbers import (
 
 
 class DoesNotFit(ValueError):
-    """Params or a state that are not of these gradients, or of these settings."""
+    """Params or a state that are not of these gradients, or of these settings.
+
+    A kind of its own, so that `for_leaves` does not look for another reason; users see
+    a `ValueError`.
+    """
 
 
 class Leaves(NamedTuple):
@@ -50,12 +54,13 @@ class Leaves(NamedTuple):
         try:
             theirs = self.tree.of(other)
         except (TypeError, ValueError):
-            known = set(paths.flatten(other).paths), set(self.tree.paths)
-            lacking = sorted(known[0] - known[1]), sorted(known[1] - known[0])
+            own, its = set(self.tree.paths), set(paths.flatten(other).paths)
+            absent = {"gradients": its - own, name: own - its}
             which = [
-                f"the gradients lack {paths.show_all(x)}" for x in lacking[:1] if x
+                f"not in the {where}: {paths.show_all(sorted(x))}"
+                for where, x in absent.items()
+                if x
             ]
-            which += [f"the {name} lack {paths.show_all(x)}" for x in lacking[1:] if x]
             raise DoesNotFit(
                 f"gradients and {name} have different structures: "
                 + ("; ".join(which) or "their containers differ")

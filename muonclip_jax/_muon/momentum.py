@@ -110,7 +110,7 @@ def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         if dtype is None:
             _check_each(is_float, params, leaves, _NO_FLOATS)
-        (mu,) = zeros_like(params, leaves.layout, dtype)
+        mu = zeros_like(params, leaves.layout, dtype)
         return ScaleByMuonState(mu)
 
     def update(beta, state, leaves, views, gradients):
@@ -130,7 +130,7 @@ def _in_8_bits(nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         _check_each(_is_real, params, leaves, _COMPLEX)
         _check_whole(leaves)
-        (mu,) = zeros_like(params, leaves.layout, jnp.int8)
+        mu = zeros_like(params, leaves.layout, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
 
     def update(beta, state, leaves, views, gradients):
@@ -157,14 +157,12 @@ def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.S
         for i, view in enumerate(leaves.views)
         if view and math.prod(view.shape)
     }
-    entries, treedef = jax.tree_util.tree_flatten_with_path(layouts, _is_part)
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        layouts, lambda x: isinstance(x, StatePart)
+    )
     zeros = zero_parts(params, leaves.layout, [(keys[0].key, x) for keys, x in entries])
     scales = treedef.unflatten(zeros)
     return {paths.show(leaves.tree.paths[i]): of for i, of in scales.items()}
-
-
-def _is_part(x: Any) -> bool:
-    return isinstance(x, StatePart)
 
 
 def _is_real(dtype: Any) -> bool:

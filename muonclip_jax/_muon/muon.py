@@ -132,11 +132,9 @@ def muon(
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
-        # The mask is read of the whole tree, for the same reason as the axes are, and
-        # as a tree of bools, which both groups below see through their own masks.
-        mask = None
-        if weight_decay_mask is not None:
-            mask = decay_mask(weight_decay_mask, leaves.layout.whole)
+        # Of the whole tree, which a function of it may look at, and as a tree of bools,
+        # which both groups below see through their own masks.
+        mask = decay_mask(weight_decay_mask, leaves.layout.whole)
         decay = functools.partial(
             decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )
@@ -184,7 +182,7 @@ def _sharded_like_params(
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
         # Under `jit` zeros depend on no param, and would be replicated.
-        mu, nu = zeros_like(params, leaves.layout, mu_dtype, None)
+        mu, nu = (zeros_like(params, leaves.layout, x) for x in (mu_dtype, None))
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):

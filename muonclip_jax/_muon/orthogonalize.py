@@ -52,19 +52,31 @@ def _at_one_place(
     views: tuple[MatrixView, ...],
     place: Place,
 ) -> list[jax.Array]:
-    route, alone = (
-        functools.partial(way, views=views, place=place)
-        for way in (ROUTES[place.kind], _alone)
-    )
-    if place.kind != "one device":
-        # Derivatives go through the plain program: exchanges and loops of a length
-        # known at run time have none.
-        route = _differentiable(route, alone)
-    return solver.on_its_platform(route, leaves)
+    """Orthogonalizes leaves of one place by the route for its kind."""
+    alone = functools.partial(_on_every_device, views=views, place=place)
+    if place.kind == "one device":
+        return solver.on_its_platform(alone, leaves)
+    if place.kind == "mesh":
+        # Blocks are sent to the owners of matrices by a plan, in two exchanges a stack.
+        route = functools.partial(
+            orthogonalize_on_mesh, views=views, mesh=place.mesh, specs=place.specs
+        )
+    elif place.kind == "unknown":
+        # Only the compiler knows where blocks are, so it has to send them.
+        route = functools.partial(
+            orthogonalize_by_constraint, views=views, mesh=place.mesh
+        )
+    else:
+        route = functools.partial(_by_replicas, views=views, place=place)
+    # Derivatives go through the plain program: exchanges and loops of a length known at
+    # run time have none.
+    return solver.on_its_platform(_differentiable(route, alone), leaves)
 
 
-def _alone(solver: Solver, leaves: list[jax.Array], *, views, place) -> list[jax.Array]:
-    """Every device by itself, for whole leaves."""
+def _on_every_device(
+    solver: Solver, leaves: list[jax.Array], *, views, place
+) -> list[jax.Array]:
+    """Orthogonalizes whole leaves on every device by itself."""
     # With automatic axes, or none, `on_whole_leaves` changes nothing.
     on_device = functools.partial(on_one_device, solver, views=views)
     alone = functools.partial(on_whole_leaves, on_device)
@@ -73,38 +85,15 @@ def _alone(solver: Solver, leaves: list[jax.Array], *, views, place) -> list[jax
     return alone(leaves)
 
 
-def _on_mesh(
-    solver: Solver, leaves: list[jax.Array], *, views, place
-) -> list[jax.Array]:
-    mesh, specs = place.mesh, place.specs
-    return orthogonalize_on_mesh(solver, leaves, views=views, mesh=mesh, specs=specs)
-
-
-def _by_constraint(
-    solver: Solver, leaves: list[jax.Array], *, views, place
-) -> list[jax.Array]:
-    """On automatic axes of which nobody says how they shard the leaves."""
-    return orthogonalize_by_constraint(solver, leaves, views=views, mesh=place.mesh)
-
-
 def _by_replicas(
     solver: Solver, leaves: list[jax.Array], *, views, place
 ) -> list[jax.Array]:
-    """By devices that mapped axes tell apart: replicas, or holders of blocks."""
+    """Shares the work among devices of mapped axes: replicas, or holders of blocks."""
     route = functools.partial(
         orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
     )
     specs = [explicit_spec(x) for x in leaves]
     return on_automatic_axes(route, solver, leaves, results=specs)
-
-
-#: By the kind of a place, from a solver and leaves to the leaves, orthogonal.
-ROUTES = {
-    "one device": _alone,
-    "mesh": _on_mesh,
-    "manual": _by_replicas,
-    "unknown": _by_constraint,
-}
 
 
 def on_one_device(
@@ -113,7 +102,7 @@ def on_one_device(
     """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
     pieces = divide(leaves, views)
     leaves, views = pieces.arrays, pieces.views
-    platform = solver.its_platform
+    platform = solver.platform
     if platform.turns_tall and solver.commutes_with_transposition:
         views = [view.wide for view in views]
     results: list[Any] = list(leaves)
@@ -126,7 +115,7 @@ def on_one_device(
             parts = [x + zero for x in parts]
         if stack.count > solver.batch_size(stack.shape):
             # Batch by batch: no more matrices are prepared than are iterated.
-            done.append(solver.map(solver.orthogonalize, jnp.concatenate(parts)))
+            done.append(solver.orthogonalize_all(jnp.concatenate(parts)))
         else:
             # Preparation fuses with what made the leaves, and with a stack of them.
             done.append(solver.iterate(solver.prepare(*parts)))

@@ -1,5 +1,5 @@
 """Newton-Schulz: a stack of matrices in, orthogonal ones out.
 
-In: `(..., m, n)`, the short side first, and a `Solver`. Out: the same shape.
+In: `(..., m, n)`, either side longer, and a `Solver`. Out: the same shape.
 Imports no other wing. Others make a `Solver` and put it `on_its_platform`.
 """

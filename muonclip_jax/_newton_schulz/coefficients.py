@@ -15,9 +15,6 @@ from .._options import shown
 Triple = tuple[float, float, float]
 Schedule = tuple[Triple, ...]
 
-#: How often a single triple runs where nobody says how often.
-USUAL_STEPS = 5
-
 # Amsel et al., arXiv:2505.16932, optimal for singular values in [1e-3, 1].
 _POLAR_EXPRESS_RAW: Schedule = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -67,10 +64,8 @@ def _shrink(schedule: Schedule, factor: float = 1.01) -> Schedule:
 
 NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
     {
-        # Keller Jordan, kellerjordan.github.io/posts/muon. Leaves singular
-        # values in about [0.7, 1.2]; also Moonlight, Kimi K2, torch.optim.Muon.
+        # Leaves singular values in about [0.7, 1.2].
         "keller": ((3.4445, -4.7750, 2.0315),) * 5,
-        # You Jiacheng / leloykun; `"dion"` in optax, `"quintic"` at NVIDIA.
         "quintic": (
             (4.0848, -6.8946, 2.9270),
             (3.9505, -6.3029, 2.6377),
@@ -78,7 +73,7 @@ NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
-        # Polar Express. Six steps leave all above 1e-2 within 0.003 of 1.
+        # Six steps leave all above 1e-2 within 0.003 of 1.
         "polar_express": _shrink(_POLAR_EXPRESS_RAW[:5]),
         "polar_express_6": _shrink(_POLAR_EXPRESS_RAW[:6]),
         "polar_express_8": _shrink(_POLAR_EXPRESS_RAW),
@@ -86,14 +81,13 @@ NS_COEFFS: Mapping[str, Schedule] = MappingProxyType(
         "cans": _shrink(_CANS_RAW),
         # Ten products in place of fifteen.
         "cubic5": _shrink(_CUBIC_RAW),
-        # Boissin et al., arXiv:2512.04632: four steps, for `preconditioning="aol"`.
         "turbo_muon": (
             (4.6051, -9.6552, 5.6769),
             (4.7505, -6.0861, 2.1790),
             (2.7763, -2.3190, 0.5523),
             (2.4231, -2.2861, 0.8193),
         ),
-        # DeepSeek-V4 technical report: eight fast steps, two that converge.
+        # Eight fast steps, two that converge.
         "deepseek_v4": ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
     }
 )
@@ -132,7 +126,7 @@ def resolve_schedule(
     """
     schedule = _named_or_given(coeffs)
     if len(set(schedule)) == 1 and (isinstance(coeffs, str) or np.ndim(coeffs) == 1):
-        usual = len(schedule) if isinstance(coeffs, str) else USUAL_STEPS
+        usual = len(schedule) if isinstance(coeffs, str) else 5
         schedule = schedule[:1] * (usual if steps is None else steps)
     if steps is not None and steps > len(schedule):
         raise ValueError(
@@ -164,6 +158,14 @@ def _named_or_given(coeffs: Any) -> Schedule:
             f"triples; got {shown(coeffs)}"
         )
     return tuple((float(a), float(b), float(c)) for a, b, c in triples.reshape(-1, 3))
+
+
+def as_tuples(coeffs: Any) -> str | Triple | Schedule:
+    """Coefficients that can be compared: a name, one triple, or a tuple of them."""
+    if isinstance(coeffs, str):
+        return coeffs
+    triples = _named_or_given(coeffs)
+    return triples[0] if np.ndim(coeffs) == 1 else triples
 
 
 def check_schedule(schedule: Schedule, dtype: str) -> None:

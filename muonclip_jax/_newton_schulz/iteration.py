@@ -139,7 +139,7 @@ def one_step_each(schedule: Schedule) -> Passes:
 
 
 def collected(schedule: Schedule, dtype: str) -> Passes:
-    """As few passes as rounding allows, cut from the end.
+    """Collects steps into as few passes as rounding allows, from the last step back.
 
     Later passes mend what early ones leave wrong, so the last are the longest.
     """
@@ -196,7 +196,7 @@ class Products(NamedTuple):
 
 
 def iterate(x: jax.Array, passes: Passes, products: Products) -> jax.Array:
-    """All steps; the last product is not rounded to the dtype of the iteration."""
+    """Runs all steps; the last product is not rounded to the iteration's dtype."""
     is_tall = x.shape[-2] > x.shape[-1]
     for steps in passes:
         x = round_to(x, products.dtype)

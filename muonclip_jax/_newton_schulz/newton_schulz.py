@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from .._axes import on_whole_matrices
 from .._options import array, choice, float_dtype, is_float, shown, whole_number
 from .coefficients import (
+    as_tuples,
     check_schedule,
     find_unstable,
     NS_COEFFS,
@@ -39,7 +40,7 @@ class NewtonSchulz:
         True
     """
 
-    # No `__call__`: `optax.inject_hyperparams` takes what is callable for a schedule.
+    # No `__call__`: `optax.inject_hyperparams` treats what is callable as a schedule.
     coeffs: str | Triple | Schedule = "keller"
     _: dataclasses.KW_ONLY
     steps: int | None = None
@@ -56,8 +57,9 @@ class NewtonSchulz:
         dtype = float_dtype("dtype", self.dtype)
         if dtype is not None:
             check_schedule(schedule, dtype.name)
-        # What can be compared, whatever was given.
-        coeffs = self.coeffs if isinstance(self.coeffs, str) else schedule
+        # Tuples can be compared, whatever was given; one triple stays one, of which
+        # `dataclasses.replace` may ask for any number of steps.
+        coeffs = as_tuples(self.coeffs)
         for name, value in dict(coeffs=coeffs, steps=steps, dtype=dtype).items():
             object.__setattr__(self, name, value)
 
@@ -73,7 +75,7 @@ class NewtonSchulz:
 
 
 class Orthogonalizes(Protocol):
-    """What `NewtonSchulz` does, by others."""
+    """An object that orthogonalizes, as `NewtonSchulz` does."""
 
     def orthogonalize(self, x: jax.Array, /) -> jax.Array: ...
 
@@ -83,7 +85,7 @@ Orthogonalizer = str | Orthogonalizes | Callable[[jax.Array], jax.Array]
 
 
 def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
-    """What orthogonalizes as the user asked.
+    """The solver for what the user gave.
 
     **Raises:** `ValueError` for what is no orthogonalizer.
     """
@@ -99,18 +101,14 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
         )
     function: Any = getattr(orthogonalizer, "orthogonalize", orthogonalizer)
     if isinstance(orthogonalizer, type) or not callable(function):
-        called = (
-            ""
-            if not hasattr(orthogonalizer, "shape")
-            else (
-                "; optax.inject_hyperparams calls functions as schedules: give it "
-                "static_args=('orthogonalizer',)"
-            )
-        )
+        hint = (
+            "; optax.inject_hyperparams calls functions as schedules: give it "
+            "static_args=('orthogonalizer',)"
+        ) * hasattr(orthogonalizer, "shape")
         raise ValueError(
             f"orthogonalizer must be one of {sorted(NS_COEFFS)}, mc.NewtonSchulz(...), "
             "or a function or an object with orthogonalize(x) from (..., m, n) to the "
-            f"same shape; got {shown(orthogonalizer)}{called}"
+            f"same shape; got {shown(orthogonalizer)}{hint}"
         )
     return Solver(function)
 
@@ -156,6 +154,7 @@ def newton_schulz(
         near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
         no longer the polar factor of `x` itself. `"equilibrated"` gives all rows one
         norm and then all columns (MuonEq evens out rows): the polar factor of that.
+
     **Returns:** an array of the shape and dtype of `x`.
 
     **Raises:** `ValueError` for unknown or unstable coefficients, for more `steps` than
@@ -187,9 +186,5 @@ def newton_schulz(
 def _newton_schulz(solver: Solver, x: jax.Array) -> jax.Array:
     wide = x if x.shape[-2] <= x.shape[-1] else x.mT
     stack = wide.reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])
-    y = solver.on_its_platform(_orthogonalize, stack).reshape(wide.shape)
+    y = solver.on_its_platform(Solver.orthogonalize_all, stack).reshape(wide.shape)
     return y if wide.shape == x.shape else y.mT
-
-
-def _orthogonalize(solver: Solver, stack: jax.Array) -> jax.Array:
-    return solver.map(solver.orthogonalize, stack)

@@ -29,7 +29,7 @@ from .iteration import (
 )
 
 
-#: From this aspect ratio on `method="auto"` takes the Gram form. In multiplications of
+#: From this aspect ratio on `method="auto"` uses the Gram form. In multiplications of
 #: `m^3` a further step costs `2r + 1` in the standard form and 4 in the Gram form for
 #: an aspect ratio `r`: the break-even is 1.5 for any number of steps.
 GRAM_ASPECT_RATIO = 1.5
@@ -37,7 +37,7 @@ GRAM_ASPECT_RATIO = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """What differs between kinds of devices.
+    """Properties of a kind of device.
 
     - `iteration_dtype`: the fastest that it multiplies.
     - `batch_entries`: the most entries of matrices that are iterated at once.
@@ -80,7 +80,8 @@ class Solver:
     """
 
     function: Any
-    platform: Platform | None = dataclasses.field(default=None, kw_only=True)
+    #: That of a device, once `on_its_platform` has found it.
+    platform: Platform = dataclasses.field(default=CPU, kw_only=True)
 
     #: Whether the transpose of a matrix gives the transpose of the result.
     commutes_with_transposition = False
@@ -100,23 +101,18 @@ class Solver:
         branches = {name: branch(platform) for name, platform in PLATFORMS.items()}
         return jax.lax.platform_dependent(self, *arguments, **branches)
 
-    @property
-    def its_platform(self) -> Platform:
-        assert self.platform is not None
-        return self.platform
-
     def orthogonalize(self, stack: jax.Array) -> jax.Array:
         return self.iterate(self.prepare(stack))
 
     @functools.partial(jax.jit, static_argnums=0)
     def prepare(self, *parts: jax.Array) -> jax.Array:
-        """What is iterated, of parts of a stack joined."""
+        """Joins parts of a stack for the iteration."""
         wide = np.promote_types(parts[0].dtype, jnp.float32)
         return jnp.concatenate([x.astype(wide) for x in parts])
 
     @functools.partial(jax.jit, static_argnums=0)
     def iterate(self, stack: jax.Array) -> jax.Array:
-        """What is prepared, orthogonal, in float32 or wider."""
+        """Orthogonalizes a prepared stack; the result is float32 or wider."""
         found = self.function(stack)
         if getattr(found, "shape", None) != stack.shape:
             raise ValueError(
@@ -130,17 +126,14 @@ class Solver:
         return np.promote_types(dtype, jnp.float32)
 
     def cost(self, shape: tuple[int, ...], dtype: jnp.dtype) -> float:
-        """The multiplications that a matrix of `shape` takes, up to a factor."""
+        """The multiplications that a matrix of `shape` needs, up to a factor."""
         m, n = sorted(shape)
         return float(m * m * n)
 
-    def map(
-        self,
-        function: Callable[[jax.Array], jax.Array],
-        stack: jax.Array,
-        count: jax.Array | None = None,
+    def orthogonalize_all(
+        self, stack: jax.Array, count: jax.Array | None = None
     ) -> jax.Array:
-        """Applies a function of matrices to as many of a stack at once as do well.
+        """Orthogonalizes as many matrices of a stack at once as do well.
 
         `count`: only the first ones, a number that may be known at run time alone; what
         becomes of the rest is undefined. Results take the places of what they were made
@@ -149,14 +142,14 @@ class Solver:
         slots, *shape = stack.shape
         size = self.batch_size(shape)
         if count is None and slots <= size:
-            return function(stack).astype(stack.dtype)
+            return self.orthogonalize(stack).astype(stack.dtype)
         # Trips as even as they can be: what pads the last is iterated for nothing.
         step = math.ceil(slots / math.ceil(slots / size))
         results = jnp.pad(stack, [(0, -slots % step), (0, 0), (0, 0)])
 
         def replace(i: Any, results: jax.Array) -> jax.Array:
             batch = jax.lax.dynamic_slice_in_dim(results, i * step, step)
-            y = function(batch).astype(stack.dtype)
+            y = self.orthogonalize(batch).astype(stack.dtype)
             return jax.lax.dynamic_update_slice_in_dim(results, y, i * step, 0)
 
         trips = ((slots if count is None else count) + step - 1) // step
@@ -164,7 +157,7 @@ class Solver:
 
     def batch_size(self, shape: Sequence[int]) -> int:
         """The matrices of a shape that are iterated at once where there are enough."""
-        return max(1, self.its_platform.batch_entries // max(1, math.prod(shape)))
+        return max(1, self.platform.batch_entries // max(1, math.prod(shape)))
 
 
 @jax.tree_util.register_static
@@ -192,13 +185,13 @@ class Polynomials(Solver):
         passes, is_gram = self._passes(stack.shape[-2:], stack.dtype)
         # The Gram form needs all bits of float32.
         precision = jax.lax.Precision.HIGHEST if is_gram else None
-        products = Products(stack.dtype, self.its_platform.block_rows, precision)
+        products = Products(stack.dtype, self.platform.block_rows, precision)
         # A product with a batch axis of one is slower than one without.
         x = stack[0] if stack.ndim == 3 and len(stack) == 1 else stack
         return iterate(x, passes, products).reshape(stack.shape)
 
     def wire_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """That of the iteration, which rounds the same numbers, but for their norm.
+        """The dtype of the iteration, which rounds the same numbers, but for a norm.
 
         Not float16, where norms may overflow.
         """
@@ -216,7 +209,7 @@ class Polynomials(Solver):
             return np.promote_types(self.dtype or dtype, jnp.complex64)
         if self.dtype is not None or dtype == jnp.float64:
             return self.dtype or dtype
-        fast = self.its_platform.iteration_dtype
+        fast = self.platform.iteration_dtype
         return jnp.dtype("float32" if fast in self.unstable_in else fast)
 
     def _passes(self, shape: Sequence[int], dtype: jnp.dtype) -> tuple[Passes, bool]:
@@ -224,7 +217,7 @@ class Polynomials(Solver):
         m, n = sorted(shape)
         # Exact products of float32, which the Gram form needs, are several times as
         # slow on an accelerator as what the standard form makes do with.
-        cheap = self.its_platform.name == "cpu" or jnp.finfo(dtype).bits == 16
+        cheap = self.platform.name == "cpu" or jnp.finfo(dtype).bits == 16
         is_gram = self.method == "gram" or (
             self.method == "auto" and cheap and n >= GRAM_ASPECT_RATIO * m
         )

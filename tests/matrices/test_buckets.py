@@ -16,6 +16,7 @@ from internals import (
     orthogonalized,
     plan_stacks,
     platform_with,
+    Solver,
     solver,
     unstack,
 )
@@ -149,8 +150,8 @@ def test_batches_do_not_change_the_result(slots, entries):
 
     expected = function(stack)
     batches.clear()
-    with platform_with("cpu", batch_entries=entries):
-        result = solver("cpu").map(function, stack)
+    with platform_with("cpu", batch_entries=entries) as cpu:
+        result = Solver(function, platform=cpu).orthogonalize_all(stack)
     assert result.dtype == stack.dtype
     np.testing.assert_allclose(np.float32(result), expected, rtol=2**-8, atol=1e-6)
     assert max(batches, default=0) * 24 <= max(entries, 24)
@@ -166,11 +167,9 @@ def test_the_first_of_a_stack(first):
         assert len(x) <= 3
         return x @ x.mT @ x
 
-    with platform_with("cpu", batch_entries=72):
-        its = solver("cpu")
-        result = jax.jit(lambda stack, count: its.map(function, stack, count))(
-            stack, first
-        )
+    with platform_with("cpu", batch_entries=72) as cpu:
+        by_function = Solver(function, platform=cpu)
+        result = jax.jit(by_function.orthogonalize_all)(stack, first)
     assert result.shape == stack.shape
     np.testing.assert_allclose(result[:first], exact[:first], atol=1e-4)
 

@@ -8,7 +8,17 @@ import pytest
 from helpers import ROOT, script_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import Cut, groups_of, MOST_SLOTS, share_out
+from internals import (
+    Cut,
+    groups_of,
+    matrix_view,
+    MOST_SLOTS,
+    plan_exchanges,
+    share_out,
+    solver,
+)
+from jax.sharding import PartitionSpec
+from optax.contrib import MuonDimensionNumbers
 
 
 MESH = {"a": 4, "one": 1, "b": 2}
@@ -40,6 +50,15 @@ def shared_out(works, mesh):
     return shares, loads
 
 
+def test_no_stack_on_a_mesh_has_more_leaves_than_compilers_put_together_fast():
+    view, n = matrix_view((8, 16), MuonDimensionNumbers(-2, -1)), 600
+    kinds = [np.dtype("float32")] * n, [view] * n, [PartitionSpec("a")] * n
+    plan = plan_exchanges(solver("cpu"), *kinds, MESH)
+    assert max(len(stack.parts) for stack, _, _ in plan) == 256
+    leaves = [part.leaf for stack, _, _ in plan for part in stack.parts]
+    assert sorted(leaves) == list(range(n))
+
+
 @given(st.lists(works, min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_every_matrix_has_one_owner_in_each_group(works):
@@ -50,10 +69,10 @@ def test_every_matrix_has_one_owner_in_each_group(works):
         assert share.counts.max() <= share.slots <= MOST_SLOTS * -(-count // members)
         assert share.counts.sum() == count
         matrices = np.arange(count, dtype=np.float32)[:, None, None]
-        slots = np.asarray(share.filled(matrices)).reshape(members, share.slots)
+        slots = np.asarray(share.to_slots(matrices)).reshape(members, share.slots)
         taken = [x for row, n in zip(slots, share.counts, strict=True) for x in row[:n]]
         assert sorted(taken) == list(range(count))
-        back = share.emptied(share.filled(matrices))
+        back = share.from_slots(share.to_slots(matrices))
         np.testing.assert_array_equal(back, matrices)
 
 

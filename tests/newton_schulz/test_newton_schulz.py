@@ -1,5 +1,6 @@
 """Newton-Schulz against the exact polynomial and the polar factor in float64."""
 
+import dataclasses
 import logging
 
 import chex
@@ -144,6 +145,23 @@ def test_singular_values_land_in_the_band_and_vectors_stay(shape, seed, exponent
     product = x.T @ y
     np.testing.assert_allclose(product, product.T, atol=1e-3)
     assert np.linalg.eigvalsh((product + product.T) / 2).min() > -1e-3
+
+
+def test_one_triple_stays_one_for_other_steps():
+    """A value with one field changed is that of the same arguments."""
+    triple = np.asarray(mc.NS_COEFFS["keller"][0])
+    five = mc.NewtonSchulz(triple)
+    assert dataclasses.replace(five, steps=8) == mc.NewtonSchulz(triple, steps=8)
+    schedule = mc.NS_COEFFS["quintic"]
+    two = mc.NewtonSchulz(list(schedule), steps=2)
+    x = normal(0, 4, 6)
+    for value, expected in (
+        (dataclasses.replace(five, steps=8), (triple,) * 8),
+        (dataclasses.replace(two, steps=None), schedule),
+        (two, schedule[:2]),
+    ):
+        of_x = value.orthogonalize(x)
+        np.testing.assert_array_equal(of_x, mc.newton_schulz(x, tuple(expected)))
 
 
 def test_transposition_commutes():
