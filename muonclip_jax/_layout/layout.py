@@ -187,7 +187,7 @@ def read_layout(
     cuts = (PartitionSpec(),) * len(given)
     if manual:
         entries = zip(tree.paths, tree.leaves, given, strict=True)
-        cuts = tuple(_cut(*entry, manual) for entry in entries)
+        cuts = tuple(_manual_spec(*entry, manual) for entry in entries)
     whole = tuple(
         _whole(leaf, cut) if cut_axes(cut) else leaf
         for leaf, cut in zip(tree.leaves, cuts, strict=True)
@@ -244,7 +244,7 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
             "inside a jax.shard_map that checks types: give it check_vma=False"
         )
     # `multi_steps` accumulates gradients before the transformation inside it sees them.
-    # A mean over replicas that only that one takes would come too late: each replica
+    # A mean over replicas that only that one computes would come too late: each replica
     # has accumulated its own, and skipped steps by itself.
     known = getattr(attention_stats, "reduced_over", replicas)
     if missing := [axis for axis in replicas if axis not in known]:
@@ -323,7 +323,9 @@ def _mapped_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _cut(path: Path, leaf: Any, given: Any, manual: Collection[str]) -> PartitionSpec:
+def _manual_spec(
+    path: Path, leaf: Any, given: Any, manual: Collection[str]
+) -> PartitionSpec:
     if given is None or is_masked(leaf):
         return PartitionSpec()
     spec = given.spec if isinstance(given, NamedSharding) else given

@@ -40,7 +40,7 @@ def zero_parts(
 ) -> list[Any]:
     """Zeros for parts of the leaves with these numbers, sharded as the leaves are.
 
-    Under `jit` nothing else tells the compiler how: zeros depend on no parameter.
+    Under `jit` nothing else says so to the compiler: zeros depend on no parameter.
     """
     leaves = layout.tree.of(params)
     mesh_specs = layout.mesh_specs(leaves)

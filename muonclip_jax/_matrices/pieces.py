@@ -58,7 +58,7 @@ def divide(
     # Most models have no such leaf, and their program is what it was.
     if not any(view.division for view in views):
         return Pieces([*leaves], [*views], [*specs], list)
-    cuts = [_Cut.of(view) for view in views]
+    cuts = [_Slicing.of(view) for view in views]
     arrays, pieces, piece_specs = [], [], []
     for leaf, cut, spec in zip(leaves, cuts, specs, strict=True):
         arrays += cut.divide(leaf)
@@ -77,7 +77,7 @@ def divide(
 
 def pieces_of(view: MatrixView) -> tuple[Piece, ...]:
     """The pieces of a whole leaf."""
-    return _Cut.of(view).pieces
+    return _Slicing.of(view).pieces
 
 
 def along_outputs(
@@ -111,7 +111,7 @@ class _Axis(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _Slicing:
     """How a leaf is reshaped, `(*before, *groups, units, *rest, *after)`, and sliced.
 
     A part is some of the units; without parts there is no such axis.
@@ -127,7 +127,7 @@ class _Cut:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, view: MatrixView) -> "_Cut":
+    def of(cls, view: MatrixView) -> "_Slicing":
         plain = [_Axis(n, i) for i, n in enumerate(view.shape)]
         if view.division is None:
             piece = Piece(view, tuple(range(len(plain))))

@@ -24,7 +24,8 @@ from .on_mesh import iterate_share
 
 ANY = PartitionSpec.UNCONSTRAINED
 
-#: From how many matrices for each device on a leaf has a stack of its own.
+#: From how many matrices for each device on a leaf has a stack of its own, of which the
+#: last slot of each device may be padding: at most a fifth of the work.
 MANY = 4
 
 

@@ -242,7 +242,7 @@ def resolve_attention(
     if attention is None:
         found = _by_names(tree)
     elif callable(found):
-        found = found(tree.whole())
+        found = found(tree.rebuilt())
     wanted = (
         "attention= must be a sequence of mc.AttentionLayer, or a function from params "
         "to one"

@@ -20,12 +20,12 @@ from .._matrices.stacks import MatrixView
 
 
 LARGEST = 127  # code
-#: Bytes an entry, next to its code: with it momentum takes at most 1.06. A matrix of
+#: Bytes an entry, on top of its code: with it momentum takes at most 1.06. A matrix of
 #: 68 x 68 affords its scales, one of 101 x 101 the first direction, 768 x 768 twenty.
 OVERHEAD = 0.0595
 #: The time of a step of subspace iteration grows with them.
 MOST_DIRECTIONS = 32
-#: float32 tells no smaller eigenvalues of a Gram matrix apart.
+#: float32 resolves no smaller eigenvalues of a Gram matrix.
 RIDGE = 1e-6
 
 
@@ -36,7 +36,7 @@ class Vectors(NamedTuple):
     scale: jax.Array  # float32
 
     def decode(self) -> jax.Array:
-        return _share(self.codes) * self.scale
+        return _decoded(self.codes) * self.scale
 
 
 class Directions(NamedTuple):
@@ -59,7 +59,7 @@ class Scales(NamedTuple):
 
 
 def number_of_directions(view: MatrixView) -> int:
-    """As many as keep all that is not a code within `OVERHEAD`."""
+    """The number that keeps all that is not a code within `OVERHEAD`."""
     # A direction is a byte for every row and every column; the scales of rows and of
     # columns, in bfloat16, are as much as two directions.
     sides = view.fan_in + view.fan_out
@@ -86,10 +86,10 @@ def parts_of_scales(view: MatrixView) -> Any:
 
 def decode(codes: jax.Array, scales: Scales, view: MatrixView) -> jax.Array:
     """The momentum in float32."""
-    rest = _share(codes) * _scale_of_entries(scales.rows, scales.columns)
+    rest = _decoded(codes) * _scale_of_entries(scales.rows, scales.columns)
     if scales.directions is None:
         return rest
-    return _sum(scales.directions, view) + rest
+    return _low_rank(scales.directions, view) + rest
 
 
 def encode(
@@ -98,8 +98,8 @@ def encode(
     """Codes a momentum of which the directions are like those of the last one."""
     directions, rest = None, momentum
     if last.directions is not None:
-        directions = _follow(momentum, last.directions.right, view)
-        rest = momentum - _sum(directions, view)
+        directions = _subspace_step(momentum, last.directions.right, view)
+        rest = momentum - _low_rank(directions, view)
     # The smaller of the scales of its row and its column bounds an entry: a large entry
     # then costs the others of its row their precision only in its own column.
     size = jnp.abs(rest)
@@ -107,11 +107,11 @@ def encode(
     nothing = 0 * jnp.sum(size, view.output, keepdims=True)
     rows = _at_least(jnp.max(size, view.output, keepdims=True) + nothing)
     columns = _at_least(jnp.max(size, view.reduction, keepdims=True))
-    share = _over(rest, _scale_of_entries(rows, columns))
+    share = _divided(rest, _scale_of_entries(rows, columns))
     return _code(share), Scales(rows, columns, directions)
 
 
-def _share(code: jax.Array) -> jax.Array:
+def _decoded(code: jax.Array) -> jax.Array:
     """The share of its scale that a code stands for, in steps finer near zero."""
     # The step at a share s is (1 + s)^2 / 254: of the entries of a row of momentum most
     # are a small share of the largest, and have steps of half the size there.
@@ -132,24 +132,24 @@ def _at_least(x: jax.Array) -> jax.Array:
     return (x * (1 + 2.0**-7)).astype(jnp.bfloat16)
 
 
-def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x / jnp.where(scale == 0, 1, scale)
 
 
-def _follow(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions:
+def _subspace_step(momentum: jax.Array, right: Vectors, view: MatrixView) -> Directions:
     """One step of subspace iteration."""
     # Momentum changes little from step to step, so the directions of the last one are
-    # next to those of this one, and one product there and back with it follows them
+    # close to those of this one, and one product there and back with it follows them
     # (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4, from a good start).
     m, p, q = _axes(view)
-    start = _share(right.codes) + _pattern(right.codes, view)
+    start = _decoded(right.codes) + _pattern(right.codes, view)
     image = _orthonormal(_product(f"{m},{q}->{p}", momentum, start), view)
     left = _vectors(image, view.reduction)
     found = _product(f"{m},{p}->{q}", momentum, left.decode())
     return Directions(left, _vectors(found, view.output))
 
 
-def _sum(directions: Directions, view: MatrixView) -> jax.Array:
+def _low_rank(directions: Directions, view: MatrixView) -> jax.Array:
     m, p, q = _axes(view)
     return _product(f"{p},{q}->{m}", *(x.decode() for x in directions))
 
@@ -181,7 +181,7 @@ def _product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _vectors(x: jax.Array, axes: tuple[int, ...]) -> Vectors:
     scale = jnp.max(jnp.abs(x), axes, keepdims=True)
-    return Vectors(_code(_over(x, scale)), scale)
+    return Vectors(_code(_divided(x, scale)), scale)
 
 
 def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
@@ -195,10 +195,10 @@ def _pattern(like: jax.Array, view: MatrixView) -> jax.Array:
 
 
 def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
-    """Orthonormal columns of the same span, as far as float32 tells it."""
+    """Orthonormal columns of the same span, as far as float32 resolves it."""
     _, p, _ = _axes(view)
     largest = jnp.max(jnp.abs(image), (*view.reduction, *view.output), keepdims=True)
-    y, other = _over(image, largest), p.replace("z", "y")
+    y, other = _divided(image, largest), p.replace("z", "y")
     stack = "".join(p[i] for i in view.batch)
     gram = _product(f"{p},{other}->{stack}zy", y, y)
     trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]

@@ -102,7 +102,7 @@ def for_leaves(
     """The transformation `name`, which `build` makes for the leaves that it is given.
 
     Axes, masks and shardings are read off the whole tree, here, before a mask or
-    `optax.partition` hides leaves: biases tell which axes of a general kernel are
+    `optax.partition` hides leaves: biases show which axes of a general kernel are
     inputs. `init` and `update` both read it, so that neither depends on the other, and
     a state that was restored does without `init`. The state is a `state_type`.
     """
@@ -188,7 +188,7 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
             "functools.partial(mc.matrix_mask, model=reading)"
         )
         if any(map(paths.is_masked, leaves.tree.leaves)):
-            remedy = f"The mask may hide what tells: write mc.{name}({BEFORE_THE_MASK})"
+            remedy = f"The mask may hide biases: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(
             f"{name} got leaves that hold no matrix: {paths.show_all(strays)}. "
             f"{remedy}, use mc.muon, or name their axes in dimension_numbers"
@@ -204,7 +204,7 @@ def check_directed(leaves: Leaves) -> None:
     ]
     if strays:
         raise ValueError(
-            "the mask hides the biases that tell which side is the input of "
+            "the mask hides the biases that show which side is the input of "
             f"{paths.show_all(strays, at_most=3)}, and this consistent_rms scales by "
             f"it. Give {BEFORE_THE_MASK}, which is made of all params"
         )

@@ -43,7 +43,7 @@ class ScaleByMuonState(NamedTuple):
     count: Any = None
 
 
-#: What momentum is stored as a multiple of in float16, which ends at 65,504: gradients
+#: In float16, which ends at 65,504, momentum is stored divided by this: gradients
 #: of size g add up to at most g / (1 - beta), 20 g with the usual 0.95. So momentum is
 #: finite where gradients in float16 are for every beta up to 1 - 1/32. The least power
 #: of two that is enough, since below 6e-5 float16 rounds to multiples of 6e-8.

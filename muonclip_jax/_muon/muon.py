@@ -79,7 +79,7 @@ def muon(
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
-    **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head=True` next to
+    **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head=True` with
     `dimension_numbers` that leave nothing open, for a `neuron_b2` outside [0, 1], and
     from an update without params.
 

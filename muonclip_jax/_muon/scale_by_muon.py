@@ -76,11 +76,11 @@ def scale_by_muon(
         float16 up to $\beta = 0.96$, and coarse for those below $10^{-4}$ (10 % at
         $10^{-5}$), where a loss that is scaled up helps. `"int8"` keeps it in at most
         1.06 bytes an entry, if a matrix is 68 x 68 or larger: a code for every entry,
-        on the scale of its row or its column, next to up to 32 of the largest
+        on the scale of its row or its column, alongside up to 32 of the largest
         directions. `benchmarks/momentum_in_8_bits.py` measures how close that stays to
         float32.
     - `model`: what [`read_model`][] returns: which leaves are matrices, and along which
-        axes. Leaves of which it tells nothing are found by their names.
+        axes. Leaves of which it says nothing are found by their names.
     - `dimension_numbers`: a tree of `mc.MuonDimensionNumbers` or [`MatrixAxes`][], a
         prefix of one, a mapping from patterns of paths, or a function of the params. It
         overrides `model`; by default [`flax_dimension_numbers`][], with heads apart.
@@ -101,7 +101,7 @@ def scale_by_muon(
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         whose replicas the batch is divided. They share out the matrices and gather the
         results, so that each iterates its part and all end with the same bits. The
-        update takes the mean of the gradients over them itself. Gradients that are
+        update averages the gradients over them itself. Gradients that are
         averaged already give the same result, for one all-reduce more. In a
         `shard_map` that checks types (`check_vma`), `jax.grad` of a loss of the
         device's own rows returns their sum over the devices, as one that is the same
@@ -227,7 +227,7 @@ class Direction(NamedTuple):
         self, direction: jax.Array, view: MatrixView, cut: PartitionSpec
     ) -> jax.Array:
         # An orthogonal (m, n) has min(m, n) singular values of 1, so its entries have a
-        # root mean square of 1 / sqrt(max(m, n)), which the first scale takes out. The
+        # root mean square of 1 / sqrt(max(m, n)), which the first scale undoes. The
         # others are spectral: they bound what a step does to activations whose entries
         # have a root mean square of 1 (arXiv:2310.17813, condition 1).
         kind = self.consistent_rms

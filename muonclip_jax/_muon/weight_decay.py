@@ -103,7 +103,7 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
     """The mask of each leaf, by path: a prefix will do, and NNX's states."""
     if paths.is_function(mask):
-        mask = mask(tree.whole())
+        mask = mask(tree.rebuilt())
     if mask is None:
         return None
     check_no_number("weight_decay_mask", mask, tree)

@@ -160,12 +160,19 @@ def _named_or_given(coeffs: Any) -> Schedule:
     return tuple((float(a), float(b), float(c)) for a, b, c in triples.reshape(-1, 3))
 
 
-def as_tuples(coeffs: Any) -> str | Triple | Schedule:
-    """Coefficients that can be compared: a name, one triple, or a tuple of them."""
+def as_tuples(
+    coeffs: Any, steps: int | None
+) -> tuple[str | Triple | Schedule, int | None]:
+    """Coefficients and steps that can be compared, however they were given.
+
+    One triple, which may run any number of times, stays one with its steps.
+    """
     if isinstance(coeffs, str):
-        return coeffs
+        return coeffs, steps
     triples = _named_or_given(coeffs)
-    return triples[0] if np.ndim(coeffs) == 1 else triples
+    if len(set(triples)) > 1:
+        return triples, steps
+    return triples[0], len(resolve_schedule(coeffs, steps))
 
 
 def check_schedule(schedule: Schedule, dtype: str) -> None:

@@ -57,9 +57,7 @@ class NewtonSchulz:
         dtype = float_dtype("dtype", self.dtype)
         if dtype is not None:
             check_schedule(schedule, dtype.name)
-        # Tuples can be compared, whatever was given; one triple stays one, of which
-        # `dataclasses.replace` may ask for any number of steps.
-        coeffs = as_tuples(self.coeffs)
+        coeffs, steps = as_tuples(self.coeffs, steps)
         for name, value in dict(coeffs=coeffs, steps=steps, dtype=dtype).items():
             object.__setattr__(self, name, value)
 

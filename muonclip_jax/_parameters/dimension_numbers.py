@@ -235,7 +235,7 @@ def resolve_verdicts(
     # A function may answer None: AdamW for all of its leaves.
     is_found = given is None
     if not is_found and paths.is_function(given):
-        given = given(tree.whole())
+        given = given(tree.rebuilt())
     if not is_found and not is_patterns(given, tree):
         check_no_number("dimension_numbers", given, tree)
         if per_head:

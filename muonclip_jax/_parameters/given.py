@@ -78,7 +78,7 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
         return False
     if not all(isinstance(key, str) for key in entries):
         return False
-    params = tree.whole()
+    params = tree.rebuilt()
     keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
     others = [key for key in entries if key not in keys]
     is_written_so = any(re.search(r"[*?\[/]", key) for key in others)

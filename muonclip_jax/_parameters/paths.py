@@ -58,7 +58,7 @@ class PathedTree(NamedTuple):
         pairs = zip(self.leaves, entries, strict=True)
         return self.treedef.unflatten([x if is_masked(x) else y for x, y in pairs])
 
-    def whole(self) -> Any:
+    def rebuilt(self) -> Any:
         """Returns the tree that was flattened."""
         return self.treedef.unflatten(self.leaves)
 
