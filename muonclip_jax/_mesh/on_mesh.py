@@ -32,7 +32,7 @@ from .exchange import (
 
 
 #: From so many entries on each device on a leaf is sent by itself. Small ones together
-#: need fewer exchanges; large ones alone need no copy into a stack, which is 41 % of the
+#: need fewer exchanges; large ones alone need no copy into a stack: 41 % of the
 #: temporaries of Mixtral's update on 64 v5p, by the compiler.
 LARGE_SHARE = 2**24
 

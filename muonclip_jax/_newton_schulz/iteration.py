@@ -35,7 +35,7 @@ NOISE = 1e-6
 #: so that a pass has two of his steps. With steeper ones the error would be more than
 #: twice that of the standard form (tests/newton_schulz/test_accuracy.py).
 #: In float16 it has two steps of every preset, but for the first of those with an
-#: optimal one, 8.2**2 = 67. In float32 it has three of Keller Jordan's, 3.4445**4 = 141.
+#: optimal one, 8.2**2 = 67; in float32 three of Keller Jordan's, 3.4445**4 = 141.
 MOST_GROWTH = {"bfloat16": 14.0, "float16": 40.0}
 USUAL_GROWTH = 150.0
 
