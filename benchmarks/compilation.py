@@ -4,9 +4,9 @@
 
 For 72 leaves, GPT-2 124M's hidden matrices, and for 336, those of 56 such layers. The
 same update without orthogonalization, momentum with weight decay, is the floor: it
-reads and returns the same arrays. All take turns. For 5,004 leaves, `--layers 834`,
-optax takes long: `--only ours momentum` leaves it out. `--stacked` has the layers in
-stacks.
+reads and returns the same arrays. All take turns. "optax" is its main branch
+(`optax_main.py`). `--only ours momentum` leaves the others out, `--stacked` has the
+layers in stacks.
 """
 
 import statistics
@@ -16,7 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from gpt2 import optimizers, separate, Shapes, stacked
+from optax_main import RELEASED
 from tables import parser, Report
+
+
+SIDES = ("ours", "optax", RELEASED, "momentum")
 
 
 def main() -> None:
@@ -24,7 +28,7 @@ def main() -> None:
     options.add_argument("--layers", type=int, nargs="+", default=[12, 56])
     options.add_argument("--stacked", action="store_true", help="leaves of all layers")
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--only", nargs="+", default=["ours", "optax", "momentum"])
+    options.add_argument("--only", nargs="+", default=SIDES)
     args = options.parse_args()
     report = Report(args)
     columns = {"leaves": "d", "": "", "seconds": ".2f", "temporaries, MB": ".0f"}
