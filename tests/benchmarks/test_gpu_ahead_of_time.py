@@ -76,6 +76,33 @@ def test_work_of_a_program(monkeypatch):
     assert work["all-to-all"].launches == 2
 
 
+def test_work_of_a_product_that_writes_its_part_of_a_stack():
+    program = """
+%put (p0: f16[2,4], p1: f16[8,2], p2: s32[]) -> (f16[8,2], s8[16]) {
+  %p0 = f16[2,4]{1,0} parameter(0)
+  %p1 = f16[8,2]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %gemm = (f16[2,2]{1,0}, s8[16]{0}) custom-call(%p0, %p0), GEMM
+  %out = f16[2,2]{1,0} get-tuple-element(%gemm), index=0
+  %space = s8[16]{0} get-tuple-element(%gemm), index=1
+  %dus = f16[8,2]{1,0} dynamic-update-slice(%p1, %out, %p2, %zero)
+  ROOT %tuple = (f16[8,2]{1,0}, s8[16]{0}) tuple(%dus, %space)
+}
+
+ENTRY %main (a: f16[2,4], b: f16[8,2], i: s32[]) -> (f16[8,2], s8[16]) {
+  %a = f16[2,4]{1,0} parameter(0)
+  %b = f16[8,2]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %f = (f16[8,2]{1,0}, s8[16]{0}) fusion(%a, %b, %i), kind=kCustom, calls=%put
+}
+""".replace("GEMM", GEMM)
+    work = work_by_kind(parse(program), SLOW)
+    # The product, its operand, index and workspace, and of the stack what is written.
+    assert work["products"][:3] == (1, 2 * 2 * 2 * 4, 16 + 4 + 16 + 8)
+    assert work.keys() == {"products"}
+
+
 def test_exchanges_during_products(monkeypatch):
     monkeypatch.setattr(gpu_program, "LAUNCH_SECONDS", 0.0)
     found = exchanges(parse(PROGRAM), SLOW._replace(copies=4.0, products=4.0))
