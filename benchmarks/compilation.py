@@ -1,4 +1,4 @@
-"""Trace and compile time of Muon's update, and the temporaries that XLA plans for it.
+"""Processor time to trace and compile Muon's update, and its temporaries in XLA's plan.
 
     python benchmarks/compilation.py
 
@@ -31,7 +31,7 @@ def main() -> None:
     options.add_argument("--only", nargs="+", default=SIDES)
     args = options.parse_args()
     report = Report(args)
-    columns = {"leaves": "d", "": "", "seconds": ".2f", "temporaries, MB": ".0f"}
+    columns = {"leaves": "d", "": "", "CPU s": ".2f", "temporaries, MB": ".0f"}
     table = report.table("Trace and compile", columns)
     for layers in args.layers:
         shapes = stacked(layers) if args.stacked else separate(layers)
@@ -59,13 +59,13 @@ def momentum() -> optax.GradientTransformation:
 def compile_update(
     tx: optax.GradientTransformation, shapes: Shapes
 ) -> tuple[float, int]:
-    """Returns seconds from an empty cache, and bytes."""
+    """Returns the processors' seconds from an empty cache, and bytes."""
     jax.clear_caches()
     params = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
     state = jax.eval_shape(tx.init, params)
-    start = time.perf_counter()
+    start = time.process_time()
     compiled = jax.jit(tx.update).lower(params, state, params).compile()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     memory = compiled.memory_analysis()
     assert memory is not None
     return seconds, memory.temp_size_in_bytes

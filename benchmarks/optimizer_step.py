@@ -185,49 +185,7 @@ def axes(shapes: Shapes, is_per_head: bool) -> dict[str, MuonDimensionNumbers]:
     return {name: of(name) for name in shapes}
 
 
-def heads_apart(report: Report, args: Any) -> None:
-    """Query and key by head, value whole, in the three layouts that kernels have."""
-    table = report.table(
-        f"Heads of query and key apart, {args.layers} layers",
-        {"kernels": "", "whole, s": ".2f", "per head, s": ".2f", "over whole": ".2f"},
-    )
-    whole = MuonDimensionNumbers(0, 1)
-    axis = (MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers(0, 2))
-    flat = (whole, mc.MatrixAxes(0, 1, head_dim=64))
-    fused = mc.MatrixAxes(0, 1, parts=(768,) * 3, head_dim=(64, 64, None))
-    # Shapes of a layer's leaves, and for each the axes without heads and with.
-    rest = {name: (BLOCK[name], (whole, whole)) for name in ("out", "up", "down")}
-    layouts = {
-        "an axis of heads": {
-            "query": ((768, 12, 64), axis),
-            "key": ((768, 12, 64), axis),
-            "value": ((768, 768), (whole, whole)),
-        },
-        "flat": {
-            "query": ((768, 768), flat),
-            "key": ((768, 768), flat),
-            "value": ((768, 768), (whole, whole)),
-        },
-        "fused": {"c_attn": ((768, 2304), (whole, fused))},
-    }
-    for title, attention in layouts.items():
-        block = attention | rest
-        shapes = separate(args.layers, {name: x[0] for name, x in block.items()})
-        made = {
-            kind: mc.muon(
-                1e-3,
-                dimension_numbers={
-                    name: block[name.split("/")[1]][1][i] for name in shapes
-                },
-            )
-            for i, kind in enumerate(("whole", "per head"))
-        }
-        times = alternate(updates_by(shapes, made), args.repeats)
-        seconds = [statistics.median(times[kind]) for kind in made]
-        table.add(title, *seconds, ratio(times, "per head", "whole"))
-
-
-PARTS = {"peers": peers, "options": options_of_muon, "heads": heads_apart}
+PARTS = {"peers": peers, "options": options_of_muon}
 
 if __name__ == "__main__":
     main()
