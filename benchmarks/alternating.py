@@ -10,17 +10,24 @@ import jax
 
 Sides = Mapping[str, Callable[[], Any]]
 Times = Mapping[str, list[float]]
+CLOCKS = (time.perf_counter, time.process_time)
 
 
 def alternate(sides: Sides, repeats: int) -> Times:
     """Runs all sides once to compile, then times them, every other round backwards."""
+    return by_both_clocks(sides, repeats)[0]
+
+
+def by_both_clocks(sides: Sides, repeats: int) -> list[Times]:
+    """The same on the wall, and of the processors: other load counts little there."""
     for run in sides.values():
         jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: list[dict[str, list[float]]] = [{k: [] for k in sides} for _ in CLOCKS]
     for i in range(repeats):
         for name in list(sides)[:: -1 if i % 2 else 1]:
-            times[name].append(_seconds(sides[name]))
-    return times
+            for of_clock, seconds in zip(times, _seconds(sides[name]), strict=True):
+                of_clock[name].append(seconds)
+    return [*times]
 
 
 def ratio(times: Times, above: str, below: str) -> float:
@@ -33,13 +40,13 @@ def ratios(times: Times, above: str, below: str) -> list[float]:
     return [a / b for a, b in pairs]
 
 
-def compare(times: Times, ours: str, peer: str) -> tuple[float, float, float]:
-    """Both medians in seconds, and how many times faster `ours` is."""
-    medians = [statistics.median(times[name]) for name in (ours, peer)]
-    return medians[0], medians[1], ratio(times, peer, ours)
+def compare(times: Times, ours: str, *peers: str) -> tuple[float, ...]:
+    """All medians in seconds, and how many times faster `ours` is than each peer."""
+    medians = [statistics.median(times[name]) for name in (ours, *peers)]
+    return *medians, *(ratio(times, peer, ours) for peer in peers)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def _seconds(run: Callable[[], Any]) -> list[float]:
+    starts = [clock() for clock in CLOCKS]
     jax.block_until_ready(run())
-    return time.perf_counter() - start
+    return [clock() - start for clock, start in zip(CLOCKS, starts, strict=True)]

@@ -1,12 +1,12 @@
-"""Trace and compile time of Muon's update, and the temporaries that XLA plans for it.
+"""Processor time to trace and compile Muon's update, and its temporaries in XLA's plan.
 
     python benchmarks/compilation.py
 
 For 72 leaves, GPT-2 124M's hidden matrices, and for 336, those of 56 such layers. The
 same update without orthogonalization, momentum with weight decay, is the floor: it
-reads and returns the same arrays. All take turns. For 5,004 leaves, `--layers 834`,
-optax takes long: `--only ours momentum` leaves it out. `--stacked` has the layers in
-stacks.
+reads and returns the same arrays. All take turns. "optax" is its main branch
+(`optax_main.py`). `--only ours momentum` leaves the others out, `--stacked` has the
+layers in stacks.
 """
 
 import statistics
@@ -16,7 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from gpt2 import optimizers, separate, Shapes, stacked
+from optax_main import RELEASED
 from tables import parser, Report
+
+
+SIDES = ("ours", "optax", RELEASED, "momentum")
 
 
 def main() -> None:
@@ -24,10 +28,10 @@ def main() -> None:
     options.add_argument("--layers", type=int, nargs="+", default=[12, 56])
     options.add_argument("--stacked", action="store_true", help="leaves of all layers")
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--only", nargs="+", default=["ours", "optax", "momentum"])
+    options.add_argument("--only", nargs="+", default=SIDES)
     args = options.parse_args()
     report = Report(args)
-    columns = {"leaves": "d", "": "", "seconds": ".2f", "temporaries, MB": ".0f"}
+    columns = {"leaves": "d", "": "", "CPU s": ".2f", "temporaries, MB": ".0f"}
     table = report.table("Trace and compile", columns)
     for layers in args.layers:
         shapes = stacked(layers) if args.stacked else separate(layers)
@@ -55,13 +59,13 @@ def momentum() -> optax.GradientTransformation:
 def compile_update(
     tx: optax.GradientTransformation, shapes: Shapes
 ) -> tuple[float, int]:
-    """Returns seconds from an empty cache, and bytes."""
+    """Returns the processors' seconds from an empty cache, and bytes."""
     jax.clear_caches()
     params = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
     state = jax.eval_shape(tx.init, params)
-    start = time.perf_counter()
+    start = time.process_time()
     compiled = jax.jit(tx.update).lower(params, state, params).compile()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     memory = compiled.memory_analysis()
     assert memory is not None
     return seconds, memory.temp_size_in_bytes

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
+from optax_main import as_on_main, RELEASED
 
 import muonclip_jax as mc
 
@@ -36,7 +37,7 @@ def optimizers(
     mu_dtype: str | None = None,
     **ours: Any,
 ) -> dict[str, optax.GradientTransformation]:
-    """The same update by both: the same coefficients, scale and weight decay.
+    """The same update by ours and optax's: coefficients, scale and weight decay.
 
     Leaves named in `adam` are no matrices.
     """
@@ -44,24 +45,23 @@ def optimizers(
     def numbers(axes: Callable[[tuple[int, ...]], MuonDimensionNumbers]) -> Any:
         return {k: None if k in adam else axes(shape) for k, shape in shapes.items()}
 
-    return {
-        "ours": mc.muon(
-            1e-3,
-            dimension_numbers=numbers(lambda shape: MuonDimensionNumbers(-2, -1)),
-            mu_dtype=mu_dtype,
-            **ours,
+    mine = mc.muon(
+        1e-3,
+        dimension_numbers=numbers(lambda shape: MuonDimensionNumbers(-2, -1)),
+        mu_dtype=mu_dtype,
+        **ours,
+    )
+    theirs = optax.contrib.muon(
+        1e-3,
+        weight_decay=0.1,
+        consistent_rms=0.2,
+        mu_dtype=mu_dtype,
+        # optax counts axes from the front.
+        muon_weight_dimension_numbers=numbers(
+            lambda shape: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
         ),
-        "optax": optax.contrib.muon(
-            1e-3,
-            weight_decay=0.1,
-            consistent_rms=0.2,
-            mu_dtype=mu_dtype,
-            # optax counts axes from the front.
-            muon_weight_dimension_numbers=numbers(
-                lambda shape: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
-            ),
-        ),
-    }
+    )
+    return {"ours": mine, "optax": as_on_main(theirs), RELEASED: theirs}
 
 
 def updates(shapes: Shapes, **ours: Any) -> dict[str, Callable[[], Any]]:

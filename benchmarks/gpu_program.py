@@ -93,12 +93,15 @@ def _kernel(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Kernel | None:
     """None for an instruction that launches nothing."""
-    operands = [computation[name].shape for name in instruction.operands]
+    operands = _operands(computation, instruction)
     moved = sum(map(bytes_of, [*dict.fromkeys(operands), instruction.shape]))
     opcode = instruction.opcode
     if opcode == "fusion":
-        (callee,) = instruction.called("calls")
-        return Kernel("elementwise", 0.0, _bytes_of_fusion(program[callee]))
+        (callee,) = (program[name] for name in instruction.called("calls"))
+        # A product may write its part of a stack by itself, as a fusion with an update.
+        flops = sum(_flops(node, _operands(callee, node)) for node in callee.values())
+        kind = "products" if flops else "elementwise"
+        return Kernel(kind, flops, _bytes_of_fusion(callee))
     if opcode in ("copy", "reduce", "transpose"):
         return Kernel("elementwise", 0.0, moved)
     if collective := re.fullmatch(f"({COLLECTIVES})(-start)?", opcode):
@@ -109,10 +112,16 @@ def _kernel(
     return None
 
 
-def _flops(custom_call: Instruction, operands: list[str]) -> float:
-    target = custom_call.attribute("custom_call_target")
+def _operands(computation: Computation, instruction: Instruction) -> list[str]:
+    return [computation[name].shape for name in instruction.operands]
+
+
+def _flops(instruction: Instruction, operands: list[str]) -> float:
+    if instruction.opcode != "custom-call":
+        return 0.0
+    target = instruction.attribute("custom_call_target")
     if "cublas" in target:
-        return _gemm_flops(custom_call, operands)
+        return _gemm_flops(instruction, operands)
     if "mosaic" in target:
         return _symmetric_product_flops(operands)
     return 0.0

@@ -3,21 +3,21 @@
     python benchmarks/newton_schulz.py
 
 Stacks of matrices (768, 768 r) for aspect ratios r, in float32 with Keller Jordan's
-coefficients; optax is slower on the same matrices one by one. The figure of a form is
-how many times faster than optax it is.
+coefficients. The figure of a form is how many times less of the processors' time it
+takes than optax's of the main branch (`optax_main.py`).
 """
 
 import argparse
 import functools
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from alternating import alternate, ratio, Times
+from alternating import by_both_clocks, compare, ratio, Times
 from optax.contrib import MuonDimensionNumbers
 from optax.contrib._muon import orthogonalize_via_newton_schulz
+from optax_main import not_unrolled, RELEASED
 from pictures import picture
 from tables import parser, Report, Table
 
@@ -27,9 +27,8 @@ import muonclip_jax as mc
 WIDTH = 768
 ASPECT_RATIOS = (1, 1.25, 1.5, 2, 3, 4, 8)
 METHODS = ("standard", "gram", "auto")
-COLUMNS = {"aspect ratio": "g", "optax, s": ".3f", "auto, s": ".3f"} | {
-    method: ".2f" for method in METHODS
-}
+COLUMNS = {"aspect ratio": "g", "auto, CPU s": ".3f", "optax": ".3f", RELEASED: ".3f"}
+COLUMNS |= dict.fromkeys((f"auto to {RELEASED}", *METHODS), ".2f")
 
 
 def main() -> None:
@@ -51,11 +50,11 @@ def main() -> None:
 def time_forms(aspect_ratio: float, args: argparse.Namespace) -> Times:
     shape = (args.matrices, WIDTH, round(WIDTH * aspect_ratio))
     x = jax.random.normal(jax.random.key(0), shape)
-    forms = {"optax": optax_form()} | {
+    forms = {RELEASED: optax_form(), "optax": not_unrolled(optax_form())} | {
         method: functools.partial(mc.newton_schulz, method=method) for method in METHODS
     }
     sides = {name: functools.partial(jax.jit(run), x) for name, run in forms.items()}
-    return alternate(sides, args.repeats)
+    return by_both_clocks(sides, args.repeats)[1]
 
 
 def optax_form() -> Callable[[jax.Array], jax.Array]:
@@ -69,13 +68,14 @@ def optax_form() -> Callable[[jax.Array], jax.Array]:
 
 
 def figures(times: Times) -> list[float]:
-    seconds = [statistics.median(times[name]) for name in ("optax", "auto")]
-    return seconds + [ratio(times, "optax", method) for method in METHODS]
+    auto, main, released, _, to_released = compare(times, "auto", "optax", RELEASED)
+    faster = [ratio(times, "optax", method) for method in METHODS]
+    return [auto, main, released, to_released, *faster]
 
 
 def draw(table: Table, file: Path) -> None:
-    aspect_ratios, _, _, *speed_ups = zip(*table.rows, strict=True)
-    labels = dict(xlabel="aspect ratio", ylabel="times faster than optax")
+    aspect_ratios, _, _, _, _, *speed_ups = zip(*table.rows, strict=True)
+    labels = dict(xlabel="aspect ratio", ylabel="times less time than optax")
     with picture(file, xscale="log", **labels) as axes:
         for method, speed_up in zip(METHODS, speed_ups, strict=True):
             style = "--" if method == "auto" else "-"

@@ -2,25 +2,26 @@
 
     python benchmarks/optimizer_step.py
 
-The peak is that of the fastest of square products of float32 in the same process, in a
-chain, so that fresh memory counts little. The share of it that an update takes counts
-the arithmetic that runs, so Hermitian halves that are left out do not count.
+"optax" is its main branch (`optax_main.py`). CPU seconds are those of all processors
+together. The peak is that of the fastest of square products of float32 in the same
+process, in a chain, so that fresh memory counts little. The share of it that an update
+takes counts the arithmetic that runs, so Hermitian halves that are left out do not
+count.
 """
 
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from alternating import alternate, compare, ratio, Times
+from alternating import alternate, by_both_clocks, compare, ratio, Times
 from gpt2 import BLOCK, separate, Shapes, stacked, updates, updates_by
 from hlo_costs import hlo_costs
 from optax.contrib import MuonDimensionNumbers
-from pictures import picture
+from optax_main import RELEASED
 from tables import parser, Report, Table
 
 import muonclip_jax as mc
@@ -28,12 +29,14 @@ import muonclip_jax as mc
 
 COLUMNS = {
     "update": "",
+    "ours, CPU s": ".2f",
+    "peer, CPU s": ".2f",
+    "times less CPU": ".2f",
     "ours, s": ".2f",
     "peer, s": ".2f",
     "times faster": ".2f",
     "ours, share of peak": ".0%",
 }
-COUNTS = (1, 2, 4, 8, 16, 32, 48)
 PRODUCTS, CHAIN = (1024, 2048, 4096), 4
 
 
@@ -41,7 +44,6 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=12)
     options.add_argument("--repeats", type=int, default=20)
-    options.add_argument("--png", type=Path, help="time against number of matrices")
     options.add_argument("--only", choices=PARTS, help="one table")
     args = options.parse_args()
     report = Report(args)
@@ -64,9 +66,11 @@ def against_optax(table: Table, layers: int, repeats: int) -> None:
         f"{2 * layers} x (768, 3072)": {str(i): BLOCK["up"] for i in range(2 * layers)},
     }
     for name, shapes in cases.items():
-        times = alternate(updates(shapes) | products(), repeats)
-        share = share_of_peak(shapes, times)
-        table.add(f"{name}, optax", *compare(times, "ours", "optax"), share)
+        wall, cpu = by_both_clocks(updates(shapes) | products(), repeats)
+        share = share_of_peak(shapes, wall)
+        for peer in ("optax", RELEASED):
+            figures = *compare(cpu, "ours", peer), *compare(wall, "ours", peer)
+            table.add(f"{name}, {peer}", *figures, share)
 
 
 def share_of_peak(shapes: Shapes, times: Times) -> float:
@@ -116,7 +120,7 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
-        table.add("torch.optim.Muon: torch is not installed", *[None] * 4)
+        table.add("torch.optim.Muon: torch is not installed", *[None] * 7)
         return
     shapes = separate(layers)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
@@ -130,22 +134,10 @@ def against_torch(table: Table, layers: int, repeats: int) -> None:
         mine = updates(shapes, orthogonalizer=own)["ours"]
         sides = {"ours": mine, "torch": theirs.step}
         with mock.patch.object(torch.Tensor, "bfloat16", casts[peer]):
-            figures = compare(alternate(sides, repeats), "ours", "torch")
+            wall, cpu = by_both_clocks(sides, repeats)
+        figures = *compare(cpu, "ours", "torch"), *compare(wall, "ours", "torch")
         name = f"separate leaves in {ours}, torch {torch.__version__} in {peer}"
         table.add(name, *figures, None)
-
-
-def growth(report: Report, args: Any) -> None:
-    title = "Update of matrices (768, 768), seconds by their number"
-    columns = {"matrices": "d", "ours": ".3f", "optax": ".3f", "times faster": ".2f"}
-    table = report.table(title, columns)
-    for count in COUNTS:
-        if count <= 4 * args.layers:
-            sides = updates({str(i): BLOCK["query"] for i in range(count)})
-            times = alternate(sides, args.repeats)
-            table.add(count, *compare(times, "ours", "optax"))
-    if args.png:
-        draw(table, args.png)
 
 
 def options_of_muon(report: Report, args: Any) -> None:
@@ -193,64 +185,7 @@ def axes(shapes: Shapes, is_per_head: bool) -> dict[str, MuonDimensionNumbers]:
     return {name: of(name) for name in shapes}
 
 
-def heads_apart(report: Report, args: Any) -> None:
-    """Query and key by head, value whole, in the three layouts that kernels have."""
-    table = report.table(
-        f"Heads of query and key apart, {args.layers} layers",
-        {"kernels": "", "whole, s": ".2f", "per head, s": ".2f", "over whole": ".2f"},
-    )
-    whole = MuonDimensionNumbers(0, 1)
-    axis = (MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers(0, 2))
-    flat = (whole, mc.MatrixAxes(0, 1, head_dim=64))
-    fused = mc.MatrixAxes(0, 1, parts=(768,) * 3, head_dim=(64, 64, None))
-    # Shapes of a layer's leaves, and for each the axes without heads and with.
-    rest = {name: (BLOCK[name], (whole, whole)) for name in ("out", "up", "down")}
-    layouts = {
-        "an axis of heads": {
-            "query": ((768, 12, 64), axis),
-            "key": ((768, 12, 64), axis),
-            "value": ((768, 768), (whole, whole)),
-        },
-        "flat": {
-            "query": ((768, 768), flat),
-            "key": ((768, 768), flat),
-            "value": ((768, 768), (whole, whole)),
-        },
-        "fused": {"c_attn": ((768, 2304), (whole, fused))},
-    }
-    for title, attention in layouts.items():
-        block = attention | rest
-        shapes = separate(args.layers, {name: x[0] for name, x in block.items()})
-        made = {
-            kind: mc.muon(
-                1e-3,
-                dimension_numbers={
-                    name: block[name.split("/")[1]][1][i] for name in shapes
-                },
-            )
-            for i, kind in enumerate(("whole", "per head"))
-        }
-        times = alternate(updates_by(shapes, made), args.repeats)
-        seconds = [statistics.median(times[kind]) for kind in made]
-        table.add(title, *seconds, ratio(times, "per head", "whole"))
-
-
-def draw(table: Table, file: Path) -> None:
-    counts, ours, optax, _ = zip(*table.rows, strict=True)
-    labels = dict(xlabel="matrices (768, 768)", ylabel="update, seconds")
-    with picture(file, xscale="log", yscale="log", **labels) as axes:
-        axes.plot(counts, ours, marker="o", label="muonclip_jax")
-        axes.plot(counts, optax, marker="o", label="optax")
-        axes.set_xticks(counts, labels=[str(count) for count in counts])
-        axes.set_xticks([], minor=True)
-
-
-PARTS = {
-    "peers": peers,
-    "growth": growth,
-    "options": options_of_muon,
-    "heads": heads_apart,
-}
+PARTS = {"peers": peers, "options": options_of_muon}
 
 if __name__ == "__main__":
     main()

@@ -24,10 +24,12 @@ from alternating import alternate, compare  # noqa: E402
 from gpt2 import BLOCK, optimizers, separate, Shapes, stacked  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 from models import llama  # noqa: E402
+from optax_main import RELEASED  # noqa: E402
 from tables import parser, Report  # noqa: E402
 
 
-COLUMNS = {"leaves": "", "ours, s": ".2f", "optax, s": ".2f", "times faster": ".2f"}
+COLUMNS = {"leaves": "", "ours, s": ".2f", "optax, s": ".2f", f"{RELEASED}, s": ".2f"}
+COLUMNS |= {"times faster": ".2f", f"than {RELEASED}": ".2f"}
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
         for layout in (separate, stacked):
             times = alternate(updates(layout(args.layers, block)), args.repeats)
             name = f"{model}, {layout.__name__}"
-            table.add(name, *compare(times, "ours", "optax"))
+            table.add(name, *compare(times, "ours", "optax", RELEASED))
     report.write()
 
 

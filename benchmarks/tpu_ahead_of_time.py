@@ -1,4 +1,4 @@
-"""Compiles Muon's update for TPUs, without a TPU: ours and optax's.
+"""Compiles Muon's update for TPUs, without a TPU: ours and optax's, of main first.
 
     pip install -e '.[examples]' 'jax[tpu]'
     TPU_WORKER_HOSTNAMES=localhost JAX_PLATFORMS=cpu \\
@@ -30,6 +30,7 @@ from hlo_costs import Costs, hlo_costs
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models import Model, models
+from optax_main import RELEASED
 from pictures import picture
 from shares import even_flops, loops_of_devices
 from tables import parser, Report, Table
@@ -70,7 +71,7 @@ def main() -> None:
         nargs="+",
         help="names or parts; default: those on one chip",
     )
-    options.add_argument("--only", choices=("ours", "optax"), help="of the two")
+    options.add_argument("--only", choices=("ours", "optax", RELEASED))
     options.add_argument(
         "--without-shardings",
         action="store_true",
@@ -156,13 +157,13 @@ def compile_updates(
     told: bool = True,
 ) -> Iterator[Compiled]:
     """`told` is whether ours is given the `shardings` of the leaves."""
-    both = optimizers(
+    sides = optimizers(
         model.shapes,
         adam=model.adam,
         mu_dtype=model.mu_dtype,
         shardings=shardings_of(model, mesh) if told else None,
     )
-    for implementation, tx in both.items():
+    for implementation, tx in sides.items():
         if only in (None, implementation):
             yield compile_update(name, implementation, tx, model, mesh, told=told)
 

@@ -21,6 +21,7 @@ from internals import solver
 from language_model import Settings
 from models import KIMI_K2_STAGE, Stage
 from optax.contrib import MuonDimensionNumbers
+from optax_main import as_on_main
 from optimizer_step import CHAIN, chain
 
 import muonclip_jax as mc
@@ -162,19 +163,16 @@ def directions(shapes: Shapes, **ours: Any) -> dict[str, optax.GradientTransform
         name: MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
         for name, shape in shapes.items()
     }
-    return {
-        "ours": mc.scale_by_muon(dimension_numbers=numbers, **ours),
-        "optax": optax.contrib.scale_by_muon(weight_dimension_numbers=numbers),
-    }
+    theirs = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
+    mine = mc.scale_by_muon(dimension_numbers=numbers, **ours)
+    return {"ours": mine, "optax": as_on_main(theirs)}
 
 
 def trained_by() -> dict[str, optax.GradientTransformation]:
-    return {
-        "ours": mc.muon(1e-3),
-        "adamw": optax.adamw(1e-3),
-        "optax": optax.contrib.muon(
-            1e-3,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=mc.flax_dimension_numbers,
-        ),
-    }
+    theirs = optax.contrib.muon(
+        1e-3,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=mc.flax_dimension_numbers,
+    )
+    ours, adamw = mc.muon(1e-3), optax.adamw(1e-3)
+    return {"ours": ours, "adamw": adamw, "optax": as_on_main(theirs)}

@@ -39,7 +39,12 @@ class OfOptaxMuon(OfOptax):
     """The `muon` of a module that has `optax.contrib`'s, with the same arguments."""
 
     def __init__(
-        self, params: Arrays, leaves: Mapping[str, Leaf], decay: float, module: Any
+        self,
+        params: Arrays,
+        leaves: Mapping[str, Leaf],
+        decay: float,
+        module: Any,
+        change: Callable[..., Any] = lambda tx: tx,
     ):
         matrix = module.MuonDimensionNumbers(0, 1)
         numbers = {
@@ -47,7 +52,7 @@ class OfOptaxMuon(OfOptax):
         }
 
         def make(rate: Any) -> optax.GradientTransformation:
-            return module.muon(
+            tx = module.muon(
                 rate,
                 weight_decay=decay,
                 adam_weight_decay=decay,
@@ -55,5 +60,6 @@ class OfOptaxMuon(OfOptax):
                 consistent_rms=0.2,
                 muon_weight_dimension_numbers=numbers,
             )
+            return change(tx)
 
         super().__init__(params, make)

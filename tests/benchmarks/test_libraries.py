@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import ROOT, run_script
-from libraries import Leaf, optax_muon, this_package
+from libraries import Leaf, optax_muon, optax_muon_of_main, this_package
 
 import muonclip_jax as mc
 
@@ -88,21 +88,23 @@ def test_leaves_are_those_of_the_model(script):
     assert not task.leaves["embed/embedding"].is_matrix
 
 
+def of_optax(axes):
+    return optax.contrib.muon(
+        0.1,
+        weight_decay=0.1,
+        adam_weight_decay=0.1,
+        adam_b2=0.95,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=axes,
+    )
+
+
 @pytest.mark.parametrize(
     ("library", "make"),
     [
         (this_package, lambda axes: mc.muon(0.1, dimension_numbers=axes)),
-        (
-            optax_muon,
-            lambda axes: optax.contrib.muon(
-                0.1,
-                weight_decay=0.1,
-                adam_weight_decay=0.1,
-                adam_b2=0.95,
-                consistent_rms=0.2,
-                muon_weight_dimension_numbers=axes,
-            ),
-        ),
+        (optax_muon, of_optax),
+        (optax_muon_of_main, of_optax),
     ],
 )
 def test_a_step_is_that_of_the_library(library, make):

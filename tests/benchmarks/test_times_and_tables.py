@@ -3,11 +3,15 @@
 import argparse
 import json
 
+import gpt2
+import helpers
 import jax
 import jax.numpy as jnp
+import optax
 import optimizer_step
 import pytest
 from alternating import alternate, compare
+from optax_main import as_on_main, RELEASED
 from optimizer_step import needed_flops
 from tables import Report, Table
 
@@ -39,10 +43,34 @@ def test_the_peak_is_that_of_the_fastest_product():
 def test_ratios_are_of_neighbors():
     times = {"ours": [1.0, 2.0, 10.0], "peer": [2.0, 4.0, 30.0]}
     assert compare(times, "ours", "peer") == (2.0, 4.0, 2.0)
+    times["other"] = [1.0, 1.0, 1.0]
+    assert compare(times, "ours", "other", "peer") == (2.0, 1.0, 4.0, 0.5, 2.0)
     order = []
     sides = {name: lambda name=name: order.append(name) for name in "ab"}
     assert {k: len(v) for k, v in alternate(sides, 2).items()} == {"a": 2, "b": 2}
     assert "".join(order) == "ab" + "ab" + "ba"
+
+
+def test_the_main_branch_of_optax_has_a_loop_where_its_release_has_none():
+    shapes = {"a": (8, 16), "b": (3, 16, 8)}
+    grads, products, updates = gpt2.gradients(shapes), {}, {}
+    for name, tx in gpt2.optimizers(shapes).items():
+        state = tx.init(grads)
+        lowered = jax.jit(tx.update).lower(grads, state, grads)
+        products[name] = lowered.as_text().count("dot_general")
+        updates[name], _ = lowered.compile()(grads, state, grads)
+    # Three products a leaf, once in a loop or five times.
+    assert products["optax"] == 2 * 3 and products[RELEASED] == 2 * 3 * 5
+    for name, update in updates["optax"].items():
+        share = helpers.of_newton_schulz(size=16)
+        helpers.assert_close(update, updates[RELEASED][name], share)
+
+
+def test_what_unrolls_nothing_is_as_the_main_branch_already():
+    params = {"a": jnp.ones(3)}
+    tx = as_on_main(optax.sgd(1.0))
+    with pytest.raises(RuntimeError, match="unrolls no loop"):
+        tx.update(params, tx.init(params))
 
 
 def test_tables_come_back_from_the_file(tmp_path, capsys):

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from models import Model, models
+from optax_main import RELEASED
 from shares import even_flops, loops_of_devices
 from tables import Report
 
@@ -57,8 +58,8 @@ def mesh_of(model):
 def test_the_update_of_a_model(name, flops):
     model = SMALL[name]
     updates = list(tpu_ahead_of_time.compile_updates(name, model, mesh_of(model)))
-    assert [update.implementation for update in updates] == ["ours", "optax"]
-    assert updates[1].costs == Costs(flops=flops)
+    assert [update.implementation for update in updates] == ["ours", "optax", RELEASED]
+    assert updates[1].costs == updates[2].costs == Costs(flops=flops)
     # Gradients, momentum and parameters, and a few counters.
     bytes_of_matrices = 3 * 4 * sum(map(np.prod, model.shapes.values()))
     for update in updates:
@@ -253,6 +254,6 @@ def test_for_tpu(tmp_path, chosen, collectives):
         env=os.environ | environment,
     )
     (table,) = json.loads((tmp_path / "a.json").read_text())["tables"]
-    assert len(table["rows"]) == 2 and all(row[4] > 0 for row in table["rows"])
+    assert len(table["rows"]) == 3 and all(row[4] > 0 for row in table["rows"])
     ours = table["rows"][0]
     assert ours[6].startswith(collectives)
