@@ -35,7 +35,6 @@ EXPERIMENTS = (
     "rise_and_decay",
     "no_harm",
     "sharing",
-    "geometry",
     "width_transfer",
     "carry_over",
     "choices",
@@ -49,7 +48,6 @@ EXPERIMENTS = (
     "stress",
     "overhead",
     "adam_clip",
-    "other_seeds",
 )
 
 

@@ -44,7 +44,7 @@ class Run:
     candidate: str = ""  # in place of mc.muon, one of `CANDIDATES`
 
     evaluations: int = 1  # over the run, the last at its end
-    probe: str = ""  # "steps" keeps every step, "losses" less, "geometry" the spectra
+    probe: str = ""  # "steps" keeps every step, "losses" less
 
     def but(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)

@@ -14,7 +14,6 @@ from flax import nnx
 from .experts import balance
 from .model import largest_logits, Transformer
 from .optimizers import clip, Hyperparameters, hyperparameters, make_optimizer
-from .probe import geometry
 from .run import Run
 from .texts import Text, text
 
@@ -39,16 +38,15 @@ class Program(NamedTuple):
 
 
 class History(NamedTuple):
-    """The losses, logits and matrices of a run, step by step."""
+    """The losses and logits of a run, step by step."""
 
     losses: list[jax.Array]
     logits: list[jax.Array]  # of every layer and head
     curve: list[tuple[float, ...]]  # step and the losses of the held-out parts
-    geometry: list[dict[str, Any]]
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Returns losses in nats per byte, the largest logits and what the probe saw."""
+    """Returns losses in nats per byte and the largest logits."""
     started = time.perf_counter()
     result = result_of(run, history_of(run))
     seconds = round(time.perf_counter() - started, 1)
@@ -60,15 +58,12 @@ def history_of(run: Run) -> History:
     source, compiled = text(run.corpus), program(run.program)
     held_out = [batches(source, part, run) for part in PARTS]
     carry = compiled.init(jax.random.key(run.seed))
-    history = History([], [], [], [])
+    history = History([], [], [])
     for i, at in enumerate(hyperparameters(run)):
         tokens = source.batch(run.batch, run.context, run.seed, i)
-        before = jax.device_get(carry.params) if looks(run, i) else None
         carry, loss, largest = compiled.step(carry, tokens, at)
         history.losses.append(loss)
         history.logits.append(largest)
-        if before is not None:
-            history.geometry.append(geometry(before, jax.device_get(carry.params), at))
         if evaluates(run, i):
             ends = [float(compiled.evaluate(carry, part)) for part in held_out]
             history.curve.append((i + 1, *ends))
@@ -91,18 +86,12 @@ def result_of(run: Run, history: History) -> dict[str, Any]:
         result["last_fired"] = last_fired(logits, run.threshold)
     if run.probe == "losses":  # a thousandth is a hundredth of what is a spike
         result["losses"] = [round(float(x), 3) for x in jax.device_get(history.losses)]
-    if run.probe == "geometry":
-        result["geometry"] = history.geometry
     return result
 
 
 def evaluates(run: Run, i: int) -> bool:
     """Whether the run looks at the held-out text after step i: at equal intervals."""
     return (i + 1) * run.evaluations % run.steps < run.evaluations
-
-
-def looks(run: Run, i: int) -> bool:
-    return run.probe == "geometry" and evaluates(run, i)
 
 
 def batches(source: Text, part: str, run: Run) -> jax.Array:

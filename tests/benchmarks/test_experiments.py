@@ -72,7 +72,6 @@ class World:
             "fired": fired,
             "scaled": fired * (4 if self.good else 1),
             "last_fired": self.last_fired(run),
-            "geometry": [self.geometry(run)],
         }
 
     def losses(self, run):
@@ -139,12 +138,6 @@ class World:
     def last_fired(self, run):
         return [[0, 0, 0, round(0.3 * run.steps)]] if self.good else [[run.steps] * 4]
 
-    def geometry(self, run):
-        muon = (run.optimizer == "muon") == self.good
-        up, down = (0.2, 0.2) if self.good else (0.1, 0.6)
-        matrix = {"shape": [64, 16], "entropy": 0.8 + 0.1 * muon, "update_rms": up}
-        return {"up": matrix, "down": matrix | {"shape": [16, 64], "update_rms": down}}
-
 
 @pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize("name", few(EXPERIMENTS, *EXPERIMENTS[::3]))
@@ -155,9 +148,7 @@ def test_verdict_is_that_of_the_world(name, good, tmp_path):
     text = section.markdown("figures", name)
     assert (tmp_path / section.figure).read_bytes().startswith(b"\x89PNG")
     assert not good or not re.search(r"\bnan\b", text)
-    # The same formula gives the same results with other seeds, in any world.
-    expected = good or name == "other_seeds"
-    assert section.verdict == ("reproduced" if expected else "not reproduced"), text
+    assert section.verdict == ("reproduced" if good else "not reproduced"), text
 
 
 @pytest.mark.more

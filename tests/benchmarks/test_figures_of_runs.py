@@ -5,11 +5,9 @@ import math
 import numpy as np
 import pytest
 from evidence import intervals, tokens
-from evidence.experiments import other_seeds, token_conditions, width_transfer
+from evidence.experiments import token_conditions, width_transfer
 from evidence.lab import losses
-from evidence.optimizers import Hyperparameters
 from evidence.plan import Plan
-from evidence.probe import geometry, svd_entropy
 from evidence.run import Run
 from evidence.spikes import spikes, stress_spikes, stress_steps
 from evidence.training import last_fired, scaled
@@ -56,28 +54,6 @@ def test_intervals_cover_as_often_as_they_say():
     found = [intervals.interval(x) for x in generator.standard_normal((4000, 5))]
     inside = np.mean([of.low < 0 < of.high for of in found])
     assert inside == pytest.approx(0.95, abs=0.015)
-
-
-def test_svd_entropy():
-    assert svd_entropy(np.eye(5)) == pytest.approx(1.0)
-    assert svd_entropy(np.outer(np.arange(1.0, 4), np.ones(4))) == pytest.approx(
-        0, abs=1e-6
-    )
-    shares = np.array([0.5, 0.25, 0.25])
-    expected = -(shares * np.log(shares)).sum() / np.log(3)
-    assert svd_entropy(np.diag(shares**0.5)) == pytest.approx(expected)
-
-
-def test_rms_of_a_step_leaves_weight_decay_out():
-    before = {"up": {"kernel": np.full((4, 8), 3.0)}, "scale": np.ones(4)}
-    step = np.random.default_rng(0).standard_normal((4, 8))
-    after = {"up": {"kernel": (1 - 0.1 * 0.5) * 3.0 - 0.1 * step}, "scale": np.ones(4)}
-    seen = geometry(before, after, Hyperparameters(0.1, 0.1, 0.5, math.inf))
-    assert set(seen) == {"up/kernel"}
-    assert seen["up/kernel"]["shape"] == [4, 8]
-    assert seen["up/kernel"]["update_rms"] == pytest.approx(
-        (step**2).mean() ** 0.5, rel=1e-4
-    )
 
 
 def test_what_is_counted_of_the_clip():
@@ -166,12 +142,3 @@ def test_shares_of_the_tokens_by_condition():
     assert token_conditions.difference(outcomes).mean == pytest.approx(-0.3)
     assert token_conditions.saves(outcomes["64 sequences"])
     assert not token_conditions.saves(outcomes["4 sequences"])
-
-
-def test_a_repetition_is_inside_its_interval():
-    reported = intervals.Interval(1.0, 0.1)
-    assert other_seeds.repeats(reported, intervals.Interval(1.14, 9.0))
-    assert not other_seeds.repeats(reported, intervals.Interval(0.85, 0.1))
-    pair = other_seeds.figures(Known(lambda run: run.seed), Plan(["code"]))
-    assert pair["code", "no clip: loss"].mean == pytest.approx(4.5)
-    assert pair["code", "threshold 5: difference"].mean == 0
