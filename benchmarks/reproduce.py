@@ -29,6 +29,7 @@ from evidence.texts import CORPORA
 HERE = Path(__file__).parent
 LABORATORY = HERE / "evidence"
 EXPERIMENTS = (
+    "tokens_per_parameter",
     "token_efficiency",
     "token_conditions",
     "explosion",
@@ -44,6 +45,8 @@ EXPERIMENTS = (
     "recipe_at_scale",
     "defaults",
     "candidates",
+    "cheaper_iterations",
+    "fine_tuning",
     "rate_rule",
     "stress",
     "overhead",

@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 
+from .iterations import as_long, even, exact, high_pass, in_blocks, now_and_then
 from .run import Run
 
 
@@ -138,6 +139,16 @@ def on_spheres(
     return optax.stateless(update)
 
 
+def periodic(
+    every: int, between: Callable[[jax.Array], jax.Array], **arguments: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Muon that orthogonalizes whole matrices in one of so many steps.
+
+    MuonBP (arXiv:2510.16981) does so on a mesh, with the blocks of its chips between.
+    """
+    return _with_adamw(functools.partial(now_and_then, every, between), **arguments)
+
+
 def decay_share(run: Run, rate_share: float) -> float:
     """What the weight decay of a step is multiplied with, next to its rate.
 
@@ -206,9 +217,27 @@ def _unit(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 GAINS = {f"SAMuon-lite {gain}": gain for gain in (1.25, 1.5, 2.0)}
+# How often, and what is done in between.
+PERIODIC = {
+    "every second step": (2, as_long),
+    "every fourth step": (4, as_long),
+    "every fourth step, blocks between": (4, in_blocks),
+}
+# Other orthogonalizers are arguments of the package's.
+ORTHOGONALIZERS = {
+    "exact": exact,
+    "Gram in bfloat16": mc.NewtonSchulz(method="gram", dtype="bfloat16"),
+    "Muon+": even,
+    "high-pass": high_pass,
+}
 CANDIDATES: dict[str, Optimizer] = {
     "": mc.muon,
     **{name: functools.partial(samuon_lite, gain) for name, gain in GAINS.items()},
+    **{name: functools.partial(periodic, *of) for name, of in PERIODIC.items()},
+    **{
+        name: functools.partial(mc.muon, orthogonalizer=own)
+        for name, own in ORTHOGONALIZERS.items()
+    },
     "sinkhorn": sinkhorn,
     "hyperball": hyperball,
     "squared decay": mc.muon,  # what differs is `decay_share`

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
 
+from .adapters import only_b
 from .balanced_clip import balanced_clip
 from .candidates import CANDIDATES, decay_share
 from .run import Run
@@ -179,4 +180,5 @@ MATRICES = {
     "per_head": _per_head,
     "one_expert_matrix": _one_expert_matrix,
     "adam_experts": _adam_experts,
+    "lora_b": only_b,
 }

@@ -12,14 +12,17 @@ from pictures import panels
 
 from .experiments import (
     candidates,
+    cheaper_iterations,
     choices,
     defaults,
     explosion,
+    fine_tuning,
     no_harm,
     rate_rule,
     recipes,
     stress,
     token_conditions,
+    tokens_per_parameter,
 )
 from .intervals import Interval, interval
 from .lab import Lab, Unfinished
@@ -41,7 +44,7 @@ class Answer(NamedTuple):
 
 HEAD = """# Muon and MuonClip, measured
 
-Five questions, each with an answer, a figure, and what the answer does not show. Every
+Eight questions, each with an answer, a figure, and what the answer does not show. Every
 claim, setting, table and verdict is in [all experiments]({details}). Small
 transformers on bytes of source code, prose (six novels) and drama (Shakespeare), on two
 CPU cores; AdamW is tuned at least as carefully as Muon. `±` and the bars are 95 %
@@ -369,12 +372,27 @@ CONDITIONS = (
     token_conditions.UNTUNED,
 )
 
+
+def _of(experiment: Any) -> Callable[[Lab, Plan], Answer]:
+    """The answer, the figure and the limits of one experiment."""
+
+    def ask(lab: Lab, plan: Plan) -> Answer:
+        found: Section = experiment.experiment(lab, plan)
+        name = experiment.__name__.rpartition(".")[2]
+        return Answer(found.answer, found.figure, found.title, found.limits, (name,))
+
+    return ask
+
+
 QUESTIONS: Mapping[str, Callable[[Lab, Plan], Answer]] = {
+    "Does the saving last?": _of(tokens_per_parameter),
     "How many tokens does it save?": tokens,
     "Which learning rate do I set?": rate,
     "How stable is it?": stability,
     "Which extras pay?": extras,
     "What breaks it?": harm,
+    "Does it help in fine-tuning?": _of(fine_tuning),
+    "What does a cheaper iteration cost?": _of(cheaper_iterations),
 }
 
 

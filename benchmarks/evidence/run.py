@@ -12,6 +12,8 @@ class Run:
 
     corpus: str = "code"  # "prose", or the path of a file
     seed: int = 0  # of the initial weights and the batches
+    start: tuple[tuple[str, Any], ...] = ()  # settings of the run `before`, if any
+    rank: int = 0  # of LoRA's adapters of all matrices, which alone are trained
     steps: int = 400
     batch: int = 16
     context: int = 64
@@ -39,12 +41,17 @@ class Run:
     warm_up: float = 0.05  # share of the steps over which the rate rises
     threshold: float = math.inf  # of QK-Clip
     sharing: str = "head"  # or "layer", or "balanced" for grouped queries
-    matrices: str = "default"  # or "per_head", "one_expert_matrix", "adam_experts"
+    matrices: str = "default"  # or another of `MATRICES` of optimizers.py
     muon: tuple[tuple[str, Any], ...] = ()  # further arguments of mc.muon
     candidate: str = ""  # in place of mc.muon, one of `CANDIDATES`
 
     evaluations: int = 1  # over the run, the last at its end
     probe: str = ""  # "steps" keeps every step, "losses" less
+
+    @property
+    def before(self) -> Self | None:
+        """The run that trained the weights it begins with; else they are drawn."""
+        return type(self)(**dict(self.start), seed=self.seed) if self.start else None
 
     def but(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
@@ -71,6 +78,7 @@ class Run:
         names = [
             "corpus",
             "seed",
+            "start",
             "steps",
             "schedule",
             "warm_up",

@@ -17,6 +17,8 @@ class Section:
     parts: Mapping[str, Sequence[bool]]  # of the claim, and where each held
     figure: str  # file name
     remarks: str = ""
+    answer: str = ""  # to what the page asks, if it asks for this experiment
+    limits: str = ""  # what the answer does not show
 
     @property
     def verdict(self) -> str:

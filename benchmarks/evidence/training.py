@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from .adapters import adapted, draw_adapters
 from .experts import balance
 from .model import largest_logits, Transformer
 from .optimizers import clip, Hyperparameters, hyperparameters, make_optimizer
@@ -29,10 +30,13 @@ class Carry(NamedTuple):
     others: Any  # what the model keeps next to its params
 
 
+Weights = tuple[Any, Any]  # params, and the rest of the model
+
+
 class Program(NamedTuple):
     """The compiled functions that runs of one shape share."""
 
-    init: Callable[..., Carry]  # key
+    init: Callable[..., Carry]  # key, weights unless they are drawn
     step: Callable[..., tuple[Carry, jax.Array, jax.Array]]  # carry, tokens, at
     evaluate: Callable[..., jax.Array]  # carry, batches of tokens
 
@@ -43,6 +47,8 @@ class History(NamedTuple):
     losses: list[jax.Array]
     logits: list[jax.Array]  # of every layer and head
     curve: list[tuple[float, ...]]  # step and the losses of the held-out parts
+    forgotten: list[float]  # losses on the text of the run before: then, and at the end
+    weights: Weights
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -57,19 +63,32 @@ def history_of(run: Run) -> History:
     """Trains, until the end or until the loss is no longer finite."""
     source, compiled = text(run.corpus), program(run.program)
     held_out = [batches(source, part, run) for part in PARTS]
-    carry = compiled.init(jax.random.key(run.seed))
-    history = History([], [], [])
+    before = run.before
+    carry = compiled.init(jax.random.key(run.seed), before and weights_of(before))
+    losses, logits, curve, forgotten = [], [], [], []
+    if before:
+        remembered = batches(text(before.corpus), "report", before)
+        forgotten.append(float(compiled.evaluate(carry, remembered)))
     for i, at in enumerate(hyperparameters(run)):
         tokens = source.batch(run.batch, run.context, run.seed, i)
         carry, loss, largest = compiled.step(carry, tokens, at)
-        history.losses.append(loss)
-        history.logits.append(largest)
+        losses.append(loss)
+        logits.append(largest)
         if evaluates(run, i):
             ends = [float(compiled.evaluate(carry, part)) for part in held_out]
-            history.curve.append((i + 1, *ends))
+            curve.append((i + 1, *ends))
             if not np.isfinite(ends).all():
                 break
-    return history
+    if before:
+        forgotten.append(float(compiled.evaluate(carry, remembered)))
+    weights = jax.device_get((carry.params, carry.others))
+    return History(losses, logits, curve, forgotten, weights)
+
+
+@functools.lru_cache(maxsize=64)
+def weights_of(run: Run) -> Weights:
+    """What a run trained, on the host, so that steps may take copies over."""
+    return history_of(run).weights
 
 
 def result_of(run: Run, history: History) -> dict[str, Any]:
@@ -80,6 +99,8 @@ def result_of(run: Run, history: History) -> dict[str, Any]:
         "fired": int((logits > run.threshold).sum()),
         "scaled": scaled(logits, run),
     }
+    if history.forgotten:
+        result["forgotten"] = [rounded(x) for x in history.forgotten]
     if run.probe == "steps":
         result["losses"] = [rounded(x) for x in jax.device_get(history.losses)]
         result["logits"] = [rounded(x) for x in logits.max(axis=(1, 2))]
@@ -131,11 +152,20 @@ def program(run: Run) -> Program:
         tx = make_optimizer(run, hyperparameters(run)[0])
         return tx.init(params)
 
-    def init(key: jax.Array) -> Carry:
-        params, others = draw(key)
+    def init(key: jax.Array, weights: Weights | None = None) -> Carry:
+        params, others = weights or draw(key)
+        if run.rank:
+            params, others = draw_adapters(key, params, run.rank), (params, others)
         return Carry(params, start(params), others)
 
     def loss_fn(params: Any, others: Any, tokens: jax.Array):
+        if run.rank:
+            base, rest = others
+            loss, (stats, rest) = loss_of(adapted(base, params), rest, tokens)
+            return loss, (stats, (base, rest))
+        return loss_of(params, others, tokens)
+
+    def loss_of(params: Any, others: Any, tokens: jax.Array):
         # Fresh variables, since those of an outer trace must not be written to.
         params, others = jax.tree.map(jnp.asarray, (params, others))
         model = nnx.merge(graph, params, others)

@@ -1,0 +1,184 @@
+"""Which optimizer fine-tunes what which one trained: all weights, or adapters."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pictures import panels
+from tables import Table
+
+from ..intervals import Interval, interval, paired
+from ..lab import Lab, losses, Result
+from ..plan import Plan
+from ..recipe import HEADS
+from ..run import Run
+from ..section import Section
+from ..style import CYCLE, rows
+from ..texts import CHECK
+from ..tuning import AXES, tuned
+from .defaults import RISING
+
+
+SEEDS, RANK = 5, 4
+MODEL = dict(layers=3, width=64, heads=4)
+BEFORE, AFTER = 2000, 400  # steps
+NEW = next(iter(CHECK))  # the text to fine-tune on
+ADAMW, MUON = "AdamW", "MuonClip"
+DEFAULT: dict[str, Any] = RISING | HEADS  # as `mc.muonclip(learning_rate)`
+# Where the walks begin.
+TRAINED: dict[str, dict[str, Any]] = {
+    ADAMW: dict(optimizer="adamw", learning_rate=8e-3, weight_decay=0.3, beta=0.7),
+    MUON: DEFAULT | dict(learning_rate=1.6e-2, adam_learning_rate=1.6e-2),
+}
+TUNED: dict[str, dict[str, Any]] = {
+    ADAMW: dict(optimizer="adamw", learning_rate=2e-3),
+    MUON: DEFAULT | dict(learning_rate=4e-3, adam_learning_rate=4e-3),
+}
+LORA = dict(rank=RANK, weight_decay=0.0, beta=0.9)
+ADAPTED: dict[str, dict[str, Any]] = {
+    "LoRA by AdamW": LORA | dict(optimizer="adamw", learning_rate=8e-3),
+    "LoRA by Muon": LORA | dict(learning_rate=1.6e-2, adam_learning_rate=1.6e-2),
+    "LoRA, Muon on B alone": LORA
+    | dict(matrices="lora_b", learning_rate=1.6e-2, adam_learning_rate=1.6e-2),
+}
+# Each against the same by AdamW.
+BASES = {MUON: ADAMW} | dict.fromkeys(list(ADAPTED)[1:], next(iter(ADAPTED)))
+Key = tuple[str, str]  # the text and the optimizer of the training before
+
+
+class Measured(NamedTuple):
+    """One trained model, fine-tuned by each arm."""
+
+    best: dict[str, Run]
+    results: dict[str, list[Result]]
+
+    def losses(self, arm: str) -> list[float]:
+        """On the new text."""
+        return losses(self.results[arm])
+
+    def gained(self, arm: str) -> Interval:
+        """What the arm adds to the loss on the new text that AdamW's comes to."""
+        return paired(self.losses(arm), self.losses(BASES[arm]))
+
+    def forgotten(self, arm: str) -> Interval:
+        """What fine-tuning adds to the loss on the old text."""
+        return interval([b - a for a, b in (r["forgotten"] for r in self.results[arm])])
+
+
+def experiment(lab: Lab, plan: Plan) -> Section:
+    found = measured(lab, plan)
+    draw(plan, found)
+    after: dict[str, dict[str, Interval]] = {first: {} for first in TRAINED}
+    for (corpus, first), m in found.items():
+        after[first][corpus] = m.gained(MUON)
+    return Section(
+        title="Fine-tuning",
+        claim="Moonlight (arXiv:2502.16982): fine-tuned by Muon, a model that Muon "
+        "trained is better than with either of the two by AdamW; one that AdamW "
+        "trained gains nothing by Muon.",
+        setting=f"147,456 matrix parameters, trained for {BEFORE:,} steps of 1,024 "
+        f"bytes and fine-tuned for {AFTER} on {NEW}, cosine schedules. For the "
+        "training AdamW's rate, decay and b1 are tuned and the one rate of "
+        "`mc.muonclip(learning_rate)`; for fine-tuning the one rate of every arm, anew "
+        f"for every model. LoRA: rank {RANK} on all matrices, without decay, `a` drawn "
+        f"and `b` zero. Forgetting is what the loss on the old text grows by. {SEEDS} "
+        "seeds, of both trainings.",
+        tables=[table(found, list(TUNED)), table(found, list(ADAPTED))],
+        parts={
+            "after MuonClip, MuonClip ends lower": [
+                d.high < 0 for d in after[MUON].values()
+            ],
+            "after AdamW, MuonClip does not": [
+                d.high >= 0 for d in after[ADAMW].values()
+            ],
+        },
+        figure="fine_tuning.png",
+        remarks="By the interval of the difference, paired by seed.",
+        answer=f"Fine-tuned on {NEW}, a model that MuonClip trained ends "
+        f"{said(after[MUON])} nats by MuonClip over AdamW, one that AdamW trained "
+        f"{said(after[ADAMW])}. Adapters on both factors by Muon over AdamW: "
+        f"{said(gains(found, list(ADAPTED)[1]))}; on `b` alone "
+        f"{said(gains(found, list(ADAPTED)[2]))}.",
+        limits="Instruction data, models of billions of parameters, long fine-tuning; "
+        "rates that nobody tunes.",
+    )
+
+
+def gains(found: Mapping[Key, Measured], arm: str) -> dict[str, Interval]:
+    return {f"{c} by {first}": m.gained(arm) for (c, first), m in found.items()}
+
+
+def said(differences: Mapping[str, Interval]) -> str:
+    """`-0.01 ± 0.02 (code)`, for each."""
+    return ", ".join(f"{d.show('+.3f')} ({of})" for of, d in differences.items())
+
+
+def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
+    best = {
+        (corpus, first): walk(lab, plan, corpus, first)
+        for corpus in plan.corpora
+        for first in TRAINED
+    }
+    runs = {
+        (*key, arm): list(plan.over_seeds(run, SEEDS))
+        for key, of in best.items()
+        for arm, run in of.items()
+    }
+    results = lab.gather(runs)  # all of them together
+    return {
+        key: Measured(of, {arm: results[*key, arm] for arm in of})
+        for key, of in best.items()
+    }
+
+
+def walk(lab: Lab, plan: Plan, corpus: str, first: str) -> dict[str, Run]:
+    """The best of every arm, after the best training before."""
+    before = plan.run(corpus, **MODEL | TRAINED[first], steps=BEFORE)
+    axes = (*AXES, "beta") if first == ADAMW else ("learning_rate",)
+    before = tuned(lab, before, plan.axes(axes), one_rate=first == MUON)
+    start = tuple(before.settings.items())
+    return {
+        arm: tuned(
+            lab,
+            plan.run(NEW, **MODEL | changes, steps=AFTER, start=start),
+            ("learning_rate",),
+            one_rate=changes.get("optimizer") != "adamw",
+        )
+        for arm, changes in (TUNED | ADAPTED).items()
+    }
+
+
+def table(found: Mapping[Key, Measured], arms: list[str]) -> Table:
+    columns = ["trained on", "by", "fine-tuned", "loss", "over AdamW's"]
+    columns += ["forgotten", "rate"]
+    entries = [
+        [
+            *key,
+            arm,
+            interval(m.losses(arm)).show(),
+            m.gained(arm).difference() if arm in BASES else "-",
+            m.forgotten(arm).show("+.3f"),
+            f"{m.best[arm].learning_rate:.2g}",
+        ]
+        for key, m in found.items()
+        for arm in arms
+    ]
+    caption = f"Losses on {NEW} and what is forgotten of the old text, nats per byte."
+    return Table(columns, entries, caption)
+
+
+def draw(plan: Plan, found: Mapping[Key, Measured]) -> None:
+    file, count = plan.figures / "fine_tuning.png", len(plan.corpora)
+    titles = [f"{c}, then {NEW}: loss over AdamW's" for c in plan.corpora]
+    titles += [f"{c}, then {NEW}: forgotten" for c in plan.corpora]
+    with panels(file, titles, rows=2, xlabel="nats per byte") as axes:
+        for (corpus, first), m in found.items():
+            place, i = list(plan.corpora).index(corpus), list(TRAINED).index(first)
+            style: dict[str, Any] = dict(
+                color=CYCLE[i], label=f"trained by {first}", shift=-0.25 * i
+            )
+            rows(axes[place], {}, {arm: m.gained(arm) for arm in BASES}, **style)
+            forgotten = {arm: m.forgotten(arm) for arm in m.best}
+            rows(axes[count + place], {}, forgotten, **style)
+        for one in axes:
+            one.axvline(0, color="black", linewidth=0.8)
+            one.locator_params(axis="x", nbins=5)
