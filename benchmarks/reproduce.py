@@ -47,6 +47,7 @@ EXPERIMENTS = (
     "candidates",
     "cheaper_iterations",
     "fine_tuning",
+    "reinforcement",
     "rate_rule",
     "stress",
     "overhead",

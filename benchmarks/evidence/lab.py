@@ -106,7 +106,10 @@ class Lab:
 
     def _has(self, run: Run) -> bool:
         found = self._results.get(run.key)
-        return found is not None and found["text"] == text(run.corpus).digest
+        # A task of reinforcement learning reads no text.
+        return found is not None and bool(
+            run.task or found["text"] == text(run.corpus).digest
+        )
 
     def _train(self, runs: Sequence[Run], file: str) -> None:
         # The longest first, to end together; neighbors differ in what they compile.
@@ -164,9 +167,10 @@ def _allowed_cores() -> list[int]:
 
 
 def _work(run: Run) -> Result:
+    from .reinforcement import play
     from .training import train
 
-    return train(run)
+    return play(run) if run.task else train(run)
 
 
 def _lines(file: Path) -> Iterable[dict[str, Any]]:

@@ -20,6 +20,7 @@ from .experiments import (
     no_harm,
     rate_rule,
     recipes,
+    reinforcement,
     stress,
     token_conditions,
     tokens_per_parameter,
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
 
 HEAD = """# Muon and MuonClip, measured
 
-Eight questions, each with an answer, a figure, and what the answer does not show. Every
+Nine questions, each with an answer, a figure, and what the answer does not show. Every
 claim, setting, table and verdict is in [all experiments]({details}). Small
 transformers on bytes of source code, prose (six novels) and drama (Shakespeare), on two
 CPU cores; AdamW is tuned at least as carefully as Muon. `±` and the bars are 95 %
@@ -392,6 +393,7 @@ QUESTIONS: Mapping[str, Callable[[Lab, Plan], Answer]] = {
     "Which extras pay?": extras,
     "What breaks it?": harm,
     "Does it help in fine-tuning?": _of(fine_tuning),
+    "Does it help in reinforcement learning?": _of(reinforcement),
     "What does a cheaper iteration cost?": _of(cheaper_iterations),
 }
 

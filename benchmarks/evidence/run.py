@@ -18,7 +18,8 @@ class Run:
     batch: int = 16
     context: int = 64
 
-    model: str = "transformer"  # or "kimi_k2"
+    task: str = ""  # of reinforcement learning, in place of the corpus
+    model: str = "transformer"  # or "kimi_k2", with a task "attention" or "mlp"
     layers: int = 3
     width: int = 64
     heads: int = 4

@@ -1,0 +1,317 @@
+"""Reinforcement learning in small: PPO on two environments, GRPO on brackets.
+
+`play` takes a `Run` whose `task` is one of `TASKS`; its steps are updates. Its
+losses are rewards with the sign turned, so that rates are tuned as elsewhere.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from .layers import linear
+from .model import Block, Transformer
+from .optimizers import hyperparameters, make_optimizer
+from .run import Run
+
+
+class Environment(NamedTuple):
+    """What is observed is the state."""
+
+    reset: Callable[[jax.Array], jax.Array]  # key
+    step: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    actions: int
+    size: int  # of the state
+    limit: int  # steps of an episode
+
+
+def cart_pole() -> Environment:
+    """Barto, Sutton and Anderson's, with Gym's constants: a reward for each step."""
+
+    def step(state: jax.Array, action: jax.Array):
+        _, speed, angle, turning = state
+        force = jnp.where(action == 1, 10.0, -10.0)
+        sin, cos = jnp.sin(angle), jnp.cos(angle)
+        push = (force + 0.05 * turning**2 * sin) / 1.1
+        turn = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        move = push - 0.05 * turn * cos / 1.1
+        change = jnp.array([speed, move, turning, turn])
+        state = state + 0.02 * change
+        fell = (jnp.abs(state[0]) > 2.4) | (jnp.abs(state[2]) > 0.2095)
+        return state, jnp.float32(1.0), fell
+
+    def reset(key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+
+    return Environment(reset, step, 2, 4, 500)
+
+
+def pendulum() -> Environment:
+    """Gym's pendulum to swing up, with torques of -2, 0 and 2; at most 0 for a step."""
+
+    def step(state: jax.Array, action: jax.Array):
+        cos, sin, speed = state[0], state[1], 8 * state[2]
+        angle, torque = jnp.arctan2(sin, cos), 2.0 * action - 2.0
+        reward = -(angle**2 + 0.1 * speed**2 + 1e-3 * torque**2) / 16.3
+        speed = jnp.clip(speed + 0.05 * (15.0 * sin + 3.0 * torque), -8.0, 8.0)
+        angle = angle + 0.05 * speed
+        state = jnp.array([jnp.cos(angle), jnp.sin(angle), speed / 8])
+        return state, reward, jnp.bool_(False)
+
+    def reset(key: jax.Array) -> jax.Array:
+        angle, speed = jax.random.uniform(key, (2,), minval=-1.0, maxval=1.0)
+        return jnp.array([jnp.cos(jnp.pi * angle), jnp.sin(jnp.pi * angle), speed / 8])
+
+    return Environment(reset, step, 3, 3, 200)
+
+
+ENVIRONMENTS = {"cart-pole": cart_pole, "pendulum": pendulum}
+MEMORY = 4  # states that the network sees
+COPIES, STEPS, EPOCHS, PARTS = 16, 64, 4, 4  # of one update
+DISCOUNT, TRACE, CLIP, ENTROPY = 0.99, 0.95, 0.2, 0.01
+
+
+class Policy(nnx.Module):
+    """Logits of the actions and a value, from the last states.
+
+    Two hidden matrices, or with `model="attention"` the lab's block over the states.
+    """
+
+    def __init__(self, run: Run, environment: Environment, rngs: nnx.Rngs):
+        width, self.attends = run.width, run.model == "attention"
+        inputs = environment.size * (1 if self.attends else MEMORY)
+        self.first = linear(inputs, width, rngs)
+        if self.attends:
+            self.block = Block(run, rngs)
+        else:
+            self.up, self.down = (linear(width, width, rngs) for _ in range(2))
+        self.head = linear(width, environment.actions + 1, rngs)
+
+    def __call__(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(..., memory, size)` to `(..., actions)` and `(...)`."""
+        if self.attends:
+            flat = states.reshape(-1, *states.shape[-2:])
+            x = self.block(self.first(flat))[:, -1].reshape(*states.shape[:-2], -1)
+        else:
+            x = jnp.tanh(self.first(states.reshape(*states.shape[:-2], -1)))
+            x = jnp.tanh(self.down(jnp.tanh(self.up(x))))
+        out = self.head(x)
+        return 0.1 * out[..., :-1], out[..., -1]
+
+
+class Played(NamedTuple):
+    """What the copies of an environment saw and did, `(steps, copies, ...)`."""
+
+    states: jax.Array
+    actions: jax.Array
+    logs: jax.Array
+    values: jax.Array
+    rewards: jax.Array
+    ends: jax.Array
+
+
+def play(run: Run) -> dict[str, Any]:
+    """Ten looks at the mean reward: that of an episode, or of a completed sequence."""
+    started = time.perf_counter()
+    update, carry = TASKS[run.task](run)
+    rewards = []
+    for i, at in enumerate(hyperparameters(run)):
+        carry, reward = update(
+            carry, at, jax.random.fold_in(jax.random.key(run.seed), i)
+        )
+        rewards.append(reward)
+    parts = np.array_split(np.asarray(jax.device_get(rewards), np.float64), 10)
+    ends = np.cumsum([len(part) for part in parts])
+    curve = [
+        [int(end), -part.mean(), -part.mean()]
+        for end, part in zip(ends, parts, strict=True)
+    ]
+    return {
+        "curve": [[end, *(float(f"{x:.5g}") for x in of)] for end, *of in curve],
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def ppo(run: Run):
+    """Returns one update of PPO (arXiv:1707.06347), jitted, and where it begins."""
+    environment = ENVIRONMENTS[run.task]()
+    key = jax.random.key(run.seed)
+    graph, params = nnx.split(Policy(run, environment, nnx.Rngs(key)))
+    states = jax.vmap(environment.reset)(jax.random.split(key, COPIES))
+    memory = jnp.repeat(states[:, None], MEMORY, axis=1)
+    ages, returns = jnp.zeros(COPIES, jnp.int32), jnp.zeros(COPIES)
+    start = make_optimizer(run, hyperparameters(run)[0]).init(params)
+    last = jnp.float32(0.0)  # mean return of the episodes that ended
+
+    def of_policy(params: Any, states: jax.Array):
+        return nnx.merge(graph, params)(states)
+
+    def one_step(params: Any, carry: Any, key: jax.Array):
+        memory, ages, returns = carry
+        choose, renew = jax.random.split(key)
+        logits, values = of_policy(params, memory)
+        actions = jax.random.categorical(choose, logits)
+        logs = _log(logits, actions)
+        states, rewards, fell = jax.vmap(environment.step)(memory[:, -1], actions)
+        ages, returns = ages + 1, returns + rewards
+        ends = fell | (ages >= environment.limit)
+        fresh = jax.vmap(environment.reset)(jax.random.split(renew, COPIES))
+        moved = jnp.concatenate([memory[:, 1:], states[:, None]], axis=1)
+        again = jnp.repeat(fresh[:, None], MEMORY, axis=1)
+        seen = Played(memory, actions, logs, values, rewards, ends)
+        memory = jnp.where(ends[:, None, None], again, moved)
+        after = memory, jnp.where(ends, 0, ages), jnp.where(ends, 0, returns)
+        return after, (seen, returns)
+
+    def loss_fn(params: Any, seen: Played, gains: jax.Array):
+        logits, values = of_policy(params, seen.states)
+        ratio = jnp.exp(_log(logits, seen.actions) - seen.logs)
+        scaled = (gains - gains.mean()) / (gains.std() + 1e-8)
+        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+        policy = -jnp.minimum(ratio * scaled, clipped * scaled).mean()
+        value = jnp.square(values - seen.values - gains).mean()
+        entropy = -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1).mean()
+        return policy + 0.5 * value - ENTROPY * entropy
+
+    @jax.jit
+    def update(carry: Any, at: Any, key: jax.Array):
+        params, state, world, last = carry
+        keys = jax.random.split(key, STEPS + EPOCHS)
+        step = functools.partial(one_step, params)
+        world, (seen, returns) = jax.lax.scan(step, world, keys[:STEPS])
+        gains = advantages(seen, of_policy(params, world[0])[1])
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (seen, gains))
+        tx = make_optimizer(run, at)
+
+        def one_part(carry: Any, places: jax.Array):
+            params, state = carry
+            part = jax.tree.map(lambda x: x[places], flat)
+            grads = jax.grad(loss_fn)(params, *part)
+            grads, _ = optax.clip_by_global_norm(0.5).update(grads, optax.EmptyState())
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        orders = [jax.random.permutation(k, STEPS * COPIES) for k in keys[STEPS:]]
+        places = jnp.stack(orders).reshape(EPOCHS * PARTS, -1)
+        (params, state), _ = jax.lax.scan(one_part, (params, state), places)
+        count = seen.ends.sum()
+        mean = (returns * seen.ends).sum() / jnp.maximum(count, 1)
+        last = jnp.where(count > 0, mean, last)
+        return (params, state, world, last), last
+
+    return update, (params, start, (memory, ages, returns), last)
+
+
+def advantages(seen: Played, value: jax.Array) -> jax.Array:
+    """Generalized advantage estimates; `value` is that of where the steps ended."""
+
+    def back(carry: Any, at: Any):
+        gain, later = carry
+        value, reward, end = at
+        goes_on = 1.0 - end
+        gain = (
+            reward
+            + DISCOUNT * later * goes_on
+            - value
+            + (DISCOUNT * TRACE * goes_on * gain)
+        )
+        return (gain, value), gain
+
+    steps = (seen.values, seen.rewards, seen.ends.astype(jnp.float32))
+    start = (jnp.zeros_like(value), value)
+    return jax.lax.scan(back, start, steps, reverse=True)[1]
+
+
+BRACKETS = np.frombuffer(b"()[]", np.uint8).astype(np.int32)  # opening ones are even
+GIVEN, WRITTEN, PROMPTS, GROUP = 4, 8, 16, 16
+
+
+def grpo(run: Run):
+    """Returns one update of GRPO (arXiv:2402.03300), jitted, and where it begins.
+
+    The task checks itself: beginnings of two kinds of brackets, to be completed so that
+    all are closed in order. The reward is 1 or 0. No model of reference holds it.
+    """
+    key = jax.random.key(run.seed)
+    graph, params = nnx.split(Transformer(run, nnx.Rngs(key)), nnx.Param)
+    start = make_optimizer(run, hyperparameters(run)[0]).init(params)
+
+    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params)(tokens)[..., BRACKETS]
+
+    def write(params: Any, prompts: jax.Array, key: jax.Array):
+        """One token after the other; `tokens` are brackets by number."""
+        tokens = jnp.pad(prompts, ((0, 0), (0, WRITTEN)))
+
+        def one(tokens: jax.Array, at: Any):
+            i, key = at
+            logits = logits_of(params, jnp.asarray(BRACKETS)[tokens])[:, GIVEN + i - 1]
+            return tokens.at[:, GIVEN + i].set(
+                jax.random.categorical(key, logits)
+            ), None
+
+        steps = jnp.arange(WRITTEN), jax.random.split(key, WRITTEN)
+        return jax.lax.scan(one, tokens, steps)[0]
+
+    def logs_of(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = logits_of(params, jnp.asarray(BRACKETS)[tokens])
+        return _log(logits[:, GIVEN - 1 : -1], tokens[:, GIVEN:])
+
+    def loss_fn(params: Any, tokens: jax.Array, logs: jax.Array, gains: jax.Array):
+        ratio = jnp.exp(logs_of(params, tokens) - logs)
+        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+        return -jnp.minimum(ratio * gains, clipped * gains).mean()
+
+    @jax.jit
+    def update(carry: Any, at: Any, key: jax.Array):
+        params, state = carry
+        ask, answer = jax.random.split(key)
+        prompts = jnp.repeat(beginnings(ask, PROMPTS), GROUP, axis=0)
+        tokens = write(params, prompts, answer)
+        rewards = jax.vmap(is_closed)(tokens).astype(jnp.float32)
+        groups = rewards.reshape(PROMPTS, GROUP)
+        mean, spread = (f(groups, axis=1, keepdims=True) for f in (jnp.mean, jnp.std))
+        gains = ((groups - mean) / (spread + 1e-4)).reshape(-1, 1)
+        logs, tx = logs_of(params, tokens), make_optimizer(run, at)
+        for _ in range(2):
+            grads = jax.grad(loss_fn)(params, tokens, logs, gains)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return (params, state), rewards.mean()
+
+    return update, (params, start)
+
+
+def beginnings(key: jax.Array, count: int) -> jax.Array:
+    """`(count, given)`: opening brackets of both kinds."""
+    return 2 * jax.random.bernoulli(key, 0.5, (count, GIVEN)).astype(jnp.int32)
+
+
+def is_closed(tokens: jax.Array) -> jax.Array:
+    """Whether every bracket closes the last one that is open, and none stays so."""
+
+    def one(carry: Any, token: jax.Array):
+        stack, depth, good = carry
+        opens, kind = token % 2 == 0, token // 2
+        fits = (depth > 0) & (stack[depth - 1] == kind)
+        good = good & (opens | fits)
+        stack = jnp.where(opens, stack.at[depth].set(kind), stack)
+        return (stack, jnp.maximum(depth + jnp.where(opens, 1, -1), 0), good), None
+
+    start = jnp.zeros(len(tokens) + 1, jnp.int32), jnp.int32(0), jnp.bool_(True)
+    (_, depth, good), _ = jax.lax.scan(one, start, tokens)
+    return good & (depth == 0)
+
+
+def _log(logits: jax.Array, chosen: jax.Array) -> jax.Array:
+    logs = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(logs, chosen[..., None], axis=-1)[..., 0]
+
+
+TASKS = dict.fromkeys(ENVIRONMENTS, ppo) | {"brackets": grpo}
