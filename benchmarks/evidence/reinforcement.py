@@ -116,15 +116,21 @@ class Played(NamedTuple):
     ends: jax.Array
 
 
+class Algorithm(NamedTuple):
+    """The compiled functions that runs of one program share."""
+
+    update: Callable[..., tuple[Any, jax.Array]]  # carry, at, key: and the mean reward
+    begin: Callable[[jax.Array], Any]  # key
+
+
 def play(run: Run) -> dict[str, Any]:
     """Ten looks at the mean reward: that of an episode, or of a completed sequence."""
     started = time.perf_counter()
-    update, carry = TASKS[run.task](run)
-    rewards = []
+    update, begin = TASKS[run.task](run.program)
+    key, rewards = jax.random.key(run.seed), []
+    carry = begin(key)
     for i, at in enumerate(hyperparameters(run)):
-        carry, reward = update(
-            carry, at, jax.random.fold_in(jax.random.key(run.seed), i)
-        )
+        carry, reward = update(carry, at, jax.random.fold_in(key, i))
         rewards.append(reward)
     parts = np.array_split(np.asarray(jax.device_get(rewards), np.float64), 10)
     ends = np.cumsum([len(part) for part in parts])
@@ -138,16 +144,21 @@ def play(run: Run) -> dict[str, Any]:
     }
 
 
-def ppo(run: Run):
-    """Returns one update of PPO (arXiv:1707.06347), jitted, and where it begins."""
+@functools.lru_cache(maxsize=16)
+def ppo(run: Run) -> Algorithm:
+    """PPO (arXiv:1707.06347), for all runs of one program."""
     environment = ENVIRONMENTS[run.task]()
-    key = jax.random.key(run.seed)
-    graph, params = nnx.split(Policy(run, environment, nnx.Rngs(key)))
-    states = jax.vmap(environment.reset)(jax.random.split(key, COPIES))
-    memory = jnp.repeat(states[:, None], MEMORY, axis=1)
-    ages, returns = jnp.zeros(COPIES, jnp.int32), jnp.zeros(COPIES)
-    start = make_optimizer(run, hyperparameters(run)[0]).init(params)
-    last = jnp.float32(0.0)  # mean return of the episodes that ended
+    graph = nnx.split(nnx.eval_shape(lambda: Policy(run, environment, nnx.Rngs(0))))[0]
+
+    @jax.jit
+    def begin(key: jax.Array):
+        params = nnx.split(Policy(run, environment, nnx.Rngs(key)))[1]
+        states = jax.vmap(environment.reset)(jax.random.split(key, COPIES))
+        memory = jnp.repeat(states[:, None], MEMORY, axis=1)
+        world = memory, jnp.zeros(COPIES, jnp.int32), jnp.zeros(COPIES)
+        start = make_optimizer(run, hyperparameters(run)[0]).init(params)
+        # At last the mean return of the episodes that ended.
+        return params, start, world, jnp.float32(0.0)
 
     def of_policy(params: Any, states: jax.Array):
         return nnx.merge(graph, params)(states)
@@ -205,7 +216,7 @@ def ppo(run: Run):
         last = jnp.where(count > 0, mean, last)
         return (params, state, world, last), last
 
-    return update, (params, start, (memory, ages, returns), last)
+    return Algorithm(update, begin)
 
 
 def advantages(seen: Played, value: jax.Array) -> jax.Array:
@@ -232,15 +243,20 @@ BRACKETS = np.frombuffer(b"()[]", np.uint8).astype(np.int32)  # opening ones are
 GIVEN, WRITTEN, PROMPTS, GROUP = 4, 8, 16, 16
 
 
-def grpo(run: Run):
-    """Returns one update of GRPO (arXiv:2402.03300), jitted, and where it begins.
+@functools.lru_cache(maxsize=16)
+def grpo(run: Run) -> Algorithm:
+    """GRPO (arXiv:2402.03300), for all runs of one program.
 
     The task checks itself: beginnings of two kinds of brackets, to be completed so that
     all are closed in order. The reward is 1 or 0. No model of reference holds it.
     """
-    key = jax.random.key(run.seed)
-    graph, params = nnx.split(Transformer(run, nnx.Rngs(key)), nnx.Param)
-    start = make_optimizer(run, hyperparameters(run)[0]).init(params)
+    abstract = nnx.eval_shape(lambda: Transformer(run, nnx.Rngs(0)))
+    graph = nnx.split(abstract, nnx.Param)[0]
+
+    @jax.jit
+    def begin(key: jax.Array):
+        params = nnx.split(Transformer(run, nnx.Rngs(key)), nnx.Param)[1]
+        return params, make_optimizer(run, hyperparameters(run)[0]).init(params)
 
     def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
         return nnx.merge(graph, params)(tokens)[..., BRACKETS]
@@ -285,7 +301,7 @@ def grpo(run: Run):
             params = optax.apply_updates(params, updates)
         return (params, state), rewards.mean()
 
-    return update, (params, start)
+    return Algorithm(update, begin)
 
 
 def beginnings(key: jax.Array, count: int) -> jax.Array:

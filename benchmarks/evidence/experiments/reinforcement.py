@@ -20,7 +20,11 @@ SEEDS, TUNING_SEEDS = 10, (0, 1001, 1002)
 ADAMW, MUON, RULED, HIGH = "AdamW", "Muon", "Muon, the rule's rate", "high-pass"
 # Nothing decays; the rate falls to 0, as is usual for both algorithms.
 ALIKE: dict[str, Any] = dict(
-    weight_decay=0.0, schedule="linear", warm_up=0.0, corpus="prose"
+    weight_decay=0.0,
+    schedule="linear",
+    warm_up=0.0,
+    statistics=False,
+    corpus="prose",
 )
 ARMS: dict[str, dict[str, Any]] = {
     ADAMW: dict(optimizer="adamw", learning_rate=2e-3, b2=0.999),
