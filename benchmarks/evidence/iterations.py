@@ -62,7 +62,8 @@ def now_and_then(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon's direction in one of so many steps, and `between` of the momentum else."""
     muon = mc.scale_by_muon(**direction)
-    plain = mc.scale_by_muon(**direction | dict(orthogonalizer=between))
+    own: dict[str, Any] = direction | {"orthogonalizer": between}
+    plain = mc.scale_by_muon(**own)
 
     def update_fn(updates, state: Any, params=None, **extra_args):
         def by(one: optax.GradientTransformationExtraArgs):

@@ -65,10 +65,9 @@ def history_of(run: Run) -> History:
     held_out = [batches(source, part, run) for part in PARTS]
     before = run.before
     carry = compiled.init(jax.random.key(run.seed), before and weights_of(before))
-    losses, logits, curve, forgotten = [], [], [], []
-    if before:
-        remembered = batches(text(before.corpus), "report", before)
-        forgotten.append(float(compiled.evaluate(carry, remembered)))
+    losses, logits, curve = [], [], []
+    old = [batches(text(before.corpus), "report", before)] if before else []
+    forgotten = [float(compiled.evaluate(carry, part)) for part in old]
     for i, at in enumerate(hyperparameters(run)):
         tokens = source.batch(run.batch, run.context, run.seed, i)
         carry, loss, largest = compiled.step(carry, tokens, at)
@@ -79,8 +78,7 @@ def history_of(run: Run) -> History:
             curve.append((i + 1, *ends))
             if not np.isfinite(ends).all():
                 break
-    if before:
-        forgotten.append(float(compiled.evaluate(carry, remembered)))
+    forgotten += [float(compiled.evaluate(carry, part)) for part in old]
     weights = jax.device_get((carry.params, carry.others))
     return History(losses, logits, curve, forgotten, weights)
 
