@@ -66,6 +66,17 @@ def number(name: str, value: Any, within: Range, *others: str) -> None:
             raise ValueError(f"{name} must {within.must}, got {value}")
 
 
+def begins(name: str, first: Any, within: Range) -> None:
+    """Raises where a schedule is out of range in its first step.
+
+    A warm-up often begins at 0. Traced, there is no value to look at yet.
+    """
+    if not isinstance(first, Tracer) and not np.all(within.holds(np.asarray(first))):
+        raise ValueError(
+            f"{name} must {within.must}, but its schedule begins at {np.min(first):g}"
+        )
+
+
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """The value as an integer; `ValueError` for no integer, one too small or traced."""
     kind = "a whole number" if least is None else f"a whole number from {least} on"

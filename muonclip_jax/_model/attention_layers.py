@@ -231,6 +231,8 @@ def resolve_attention(
     **Raises:** `ValueError` for what is no sequence of layers, for leaves that are not
     there, for layers at one path, and for attention that QK-Clip cannot act on.
     """
+    if not tree.paths:  # as for `resolve_verdicts`
+        return [], tree.by_path()
     if isinstance(attention, LayersRead):
         model = attention.model
         check_read(model, tree)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,10 +17,11 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
     DimensionNumbers,
-    FROZEN,
+    GIVEN,
     resolve_verdicts,
     views_of,
 )
+from .._parameters.verdict import Verdict
 
 
 class DoesNotFit(ValueError):
@@ -31,11 +33,19 @@ class Leaves(NamedTuple):
 
     layout: Layout
     views: list[MatrixView | None]  # of whole leaves; None if hidden or no matrix
-    is_frozen: list[bool]  # by a reading
+    verdicts: list[Verdict]
 
     @property
     def tree(self) -> paths.PathedTree:
         return self.layout.tree
+
+    def by_path(self, state: dict[str, Any]) -> Any:
+        """State that is not like the params, by their paths.
+
+        Without params it is one number: `optax.tree.map_params` makes a state without
+        them, and takes what is where that has a number for no part of the params.
+        """
+        return state if self.tree.paths else jnp.zeros(())
 
     def check_like(self, name: str, other: Any) -> None:
         """Raises where what belongs to the gradients, read here, is of other leaves."""
@@ -74,8 +84,7 @@ def read_leaves(
 ) -> Leaves:
     layout = read_layout(tree, shardings, axis_name)
     verdicts = resolve_verdicts(dimension_numbers, layout.whole, per_head=per_head)
-    is_frozen = [verdict.label == FROZEN for verdict in verdicts]
-    return Leaves(layout, views_of(verdicts, layout.whole), is_frozen)
+    return Leaves(layout, views_of(verdicts, layout.whole), verdicts)
 
 
 def for_leaves(
@@ -172,11 +181,14 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
         if view is None and not paths.is_masked(leaf)
     ]
     if strays:
-        remedy = (
-            f"Wrap it as optax.masked(mc.{name}(), mc.matrix_mask), with a model by "
-            "functools.partial(mc.matrix_mask, model=reading)"
-        )
-        if any(map(paths.is_masked, leaves.tree.leaves)):
+        # The mask has to go by what this went by.
+        whys = [verdict.why for verdict in leaves.verdicts]
+        is_read = any(why.startswith(("read", "not read")) for why in whys)
+        by = ["model=reading"] * is_read + ["dimension_numbers=n"] * (GIVEN in whys)
+        by = ", ".join(by)
+        mask = f"functools.partial(mc.matrix_mask, {by})" if by else "mc.matrix_mask"
+        remedy = f"Wrap it as optax.masked(mc.{name}({by}), {mask})"
+        if not by and any(map(paths.is_masked, leaves.tree.leaves)):
             remedy = f"The mask may hide what tells: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(
             f"{name} got leaves that hold no matrix: {paths.show_all(strays)}. "

@@ -125,8 +125,8 @@ def neuron_normalization(
             for name, sizes in _state_of(paths.show(path), view).items()
         ]
         zeros = zero_parts(params, leaves.layout, [part[1:] for part in parts])
-        names = [name for name, *_ in parts]
-        return NormalizeNeuronsState(dict(zip(names, zeros, strict=True)))
+        v = {name: x for (name, *_), x in zip(parts, zeros, strict=True)}
+        return NormalizeNeuronsState(leaves.by_path(v))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
@@ -139,7 +139,7 @@ def neuron_normalization(
                     results[i], [state.v[name] for name in names], view, cut, b2, eps
                 )
                 after |= zip(names, v, strict=True)
-        return tree.unflatten(results), NormalizeNeuronsState(after)
+        return tree.unflatten(results), NormalizeNeuronsState(leaves.by_path(after))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

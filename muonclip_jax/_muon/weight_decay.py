@@ -102,7 +102,7 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
 
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
     """The mask of each leaf, by path: a prefix will do, and NNX's states."""
-    if paths.is_function(mask):
+    if paths.is_function(mask) and tree.paths:
         mask = mask(tree.whole())
     if mask is None:
         return None
