@@ -97,7 +97,7 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
                 f"the state was made with {was} as mu_dtype, but mu_dtype is {now}. "
                 "Give the mu_dtype that the state was made with, or call init again"
             )
-        now = beta(state.count) if callable(beta) else beta
+        now: Any = beta(state.count) if callable(beta) else beta
         if not isinstance(beta, float | int):
             # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
             now = jnp.where(now > 0, jnp.minimum(now, 1), 0)
