@@ -155,6 +155,16 @@ def transformation(name: str, value: Any) -> None:
         )
 
 
+def foreign_state(name: str) -> ValueError:
+    """The error of a state of another set-up, and of arguments in another order."""
+    return ValueError(
+        f"the state is not one that init of {name} made: tx.update(grads, state, "
+        "params), with the state of the last update, or of tx.init(params). That of "
+        "another set-up of the optimizer does not fit; a checkpoint is loaded into "
+        "what init returns"
+    )
+
+
 def shown(value: Any) -> str:
     """The value as messages write it, in short."""
     # The repr of an array is lines of numbers, that of a tracer names JAX's internals.

@@ -513,7 +513,7 @@ WRONG = {
     ),
     "the state of another optimizer": (
         direct("muonclip", "grads", "of muon", "params"),
-        "same in chain! Make sure you have called init",
+        "not one that init of muonclip made",
     ),
     "the state of muon for scale_by_muon": (
         direct("scale_by_muon", "grads", "of muon", "params"),

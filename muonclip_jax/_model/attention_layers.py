@@ -114,7 +114,8 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
         raise ValueError(
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
-            + "\nFor the other layers alone give attention=reading.attention"
+            + "\nFor the other layers alone give attention=reading.attention, or use "
+            "mc.muon"
         )
     return LayersRead(model)
 

@@ -13,6 +13,7 @@ from .._layout.layout import axes, Layout, over_replicas, OverReplicas, read_lay
 from .._layout.shardings import Shardings
 from .._layout.zeros import counts_replicated
 from .._matrices.stacks import MatrixView
+from .._options import foreign_state
 from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
@@ -120,12 +121,7 @@ def for_leaves(
 
     def update_fn(updates, state, params=None, **extra_args):
         if not isinstance(state, state_type):
-            # Where the arguments are in another order, too.
-            raise ValueError(
-                f"the state is not one that init of {name} made: tx.update(grads, "
-                "state, params), with the state of the last update, or of "
-                "tx.init(params)"
-            )
+            raise foreign_state(name)
         leaves = read(updates)
         gradients = leaves.layout.gradients(updates, extra_args.get("attention_stats"))
         tx = build(leaves)
@@ -133,14 +129,17 @@ def for_leaves(
         with jax.numpy_dtype_promotion("standard"):
             try:
                 leaves.check_like("params", params)
-                updates, state = tx.update(gradients, state, params, **extra_args)
+                results, after = tx.update(gradients, state, params, **extra_args)
             except DoesNotFit as error:
                 raise ValueError(str(error)) from None
             except Exception:
                 _check_made_so(name, state, tx, updates)
                 raise
+        shapes = [[np.shape(x) for x in jax.tree.leaves(s)] for s in (state, after)]
+        if shapes[0] != shapes[1]:  # heads that were one matrix, say, broadcast
+            _check_made_so(name, state, tx, updates)
         # optax's Adam answers bfloat16 gradients in mu_dtype.
-        return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, gradients), state
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), results, gradients), after
 
     return over_replicas(init_fn, update_fn, axis_name)
 
@@ -158,7 +157,10 @@ def _check_made_so(
     except Exception:  # another mistake, which is reported as it came
         return
     own, others = (
-        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)}
+        {
+            f"{jax.tree_util.keystr(path)} {np.shape(leaf)}"
+            for path, leaf in jax.tree.leaves_with_path(x)
+        }
         for x in (state, expected)
     )
     if own != others or jax.tree.structure(state) != jax.tree.structure(expected):

@@ -23,7 +23,7 @@ from .._layout.shardings import Shardings
 from .._layout.zeros import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import begins, number, POSITIVE, SHARE
+from .._options import begins, foreign_state, number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads
@@ -179,7 +179,8 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        check_kind(state, QKClipState)
+        if not isinstance(state, QKClipState):
+            raise foreign_state("qk_clip")
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, layers)
@@ -270,16 +271,6 @@ def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """The parts of an optimizer's state that are of a kind, the outermost of each."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
-
-
-def check_kind(state: Any, kind: type) -> None:
-    """Raises for a state that another set-up of the optimizer made."""
-    if not isinstance(state, kind):
-        raise ValueError(
-            f"expected a {kind.__name__}, got a {type(state).__name__}: the state was "
-            "made by another set-up of the optimizer. Call init of this one, or load "
-            "the state into what it returns"
-        )
 
 
 def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:

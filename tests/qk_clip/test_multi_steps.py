@@ -1,5 +1,6 @@
 """Micro-batches: one clip per real step, by the maximum of their statistics."""
 
+import functools
 import warnings
 
 import chex
@@ -185,6 +186,8 @@ def test_what_optax_has_of_its_state_and_of_updates():
         seen.append(updated[0])
     assert seen == [False, False, True, False, True]
     assert int(optax.tree.get(states[0], "gradient_step")) == 2
+    # Optax's is no transformation, and gives one by a method.
+    assert ours.gradient_transformation() is ours
 
 
 def test_other_arguments_reach_the_optimizer_as_they_are():
@@ -231,6 +234,21 @@ def test_no_statistics_where_nothing_is_clipped():
     # Two equal gradients of one step of descent.
     expected = 0.9 * before["b"]["key"]["kernel"]
     np.testing.assert_allclose(after["b"]["key"]["kernel"], expected, rtol=1e-6)
+
+
+def test_attention_that_a_clip_refuses_is_no_matter_without_one():
+    def loss(params, x):
+        q, k, v = (jnp.einsum("td,dhk->htk", x, params[n]) for n in "qkv")
+        q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        return jnp.sum((jax.nn.softmax(q @ k.mT) @ v) ** 2)
+
+    params = {name: KERNEL for name in "qkv"}
+    reading = mc.read_model(loss, params, jnp.ones((3, 8)))
+    make = functools.partial(mc.multi_steps, every_k_schedule=2, model=reading)
+    state = make(mc.muon(0.1, model=reading)).init(params)
+    assert not state.running.size
+    with pytest.raises(ValueError, match="(?s)without a gain.*, or use mc.muon$"):
+        make(optax.chain(optax.sgd(0.1), mc.qk_clip(attention=()))).init(params)
 
 
 def test_no_statistics_in_flaxs_optimizers_without_a_clip():
