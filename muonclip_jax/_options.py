@@ -159,9 +159,8 @@ def foreign_state(name: str) -> ValueError:
     """The error of a state of another set-up, and of arguments in another order."""
     return ValueError(
         f"the state is not one that init of {name} made: tx.update(grads, state, "
-        "params), with the state of the last update, or of tx.init(params). That of "
-        "another set-up of the optimizer does not fit; a checkpoint is loaded into "
-        "what init returns"
+        "params), with the state of the last update, or a checkpoint loaded into "
+        "tx.init(params), and not that of another set-up of the optimizer"
     )
 
 

@@ -509,7 +509,7 @@ WRONG = {
     ),
     "the state of other params": (
         direct("muon", "grads", "small", "params"),
-        "gradients and state have different structures|structure",
+        "made by a muon with other settings: it lacks .*'mlp'",
     ),
     "the state of another optimizer": (
         direct("muonclip", "grads", "of muon", "params"),

@@ -48,21 +48,22 @@ class Leaves(NamedTuple):
         """
         return state if self.tree.paths else jnp.zeros(())
 
-    def check_like(self, name: str, other: Any) -> None:
-        """Raises where what belongs to the gradients, read here, is of other leaves."""
-        if other is None:
+    def check_params(self, params: Any) -> None:
+        """Raises where the params of the gradients, read here, are other leaves."""
+        if params is None:
             return
         try:
-            theirs = self.tree.of(other)
+            theirs = self.tree.of(params)
         except (TypeError, ValueError):
-            known = set(paths.flatten(other).paths), set(self.tree.paths)
+            known = set(paths.flatten(params).paths), set(self.tree.paths)
             lacking = sorted(known[0] - known[1]), sorted(known[1] - known[0])
             which = [
-                f"the gradients lack {paths.show_all(x)}" for x in lacking[:1] if x
+                f"the {name} lack {paths.show_all(x)}"
+                for name, x in zip(("gradients", "params"), lacking, strict=True)
+                if x
             ]
-            which += [f"the {name} lack {paths.show_all(x)}" for x in lacking[1:] if x]
             raise DoesNotFit(
-                f"gradients and {name} have different structures: "
+                "gradients and params have different structures: "
                 + ("; ".join(which) or "their containers differ")
             ) from None
         for path, own, leaf in zip(*self.tree[:2], theirs, strict=True):
@@ -71,7 +72,7 @@ class Leaves(NamedTuple):
             if np.shape(own) != np.shape(leaf):
                 raise DoesNotFit(
                     f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
-                    f"but in the {name} it is {np.shape(leaf)}"
+                    f"but in the params it is {np.shape(leaf)}"
                 )
 
 
@@ -128,7 +129,7 @@ def for_leaves(
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             try:
-                leaves.check_like("params", params)
+                leaves.check_params(params)
                 results, after = tx.update(gradients, state, params, **extra_args)
             except DoesNotFit as error:
                 raise ValueError(str(error)) from None

@@ -204,7 +204,6 @@ class Direction(NamedTuple):
 
         def update_fn(updates, state: Any, params=None, **extra_args):
             del params, extra_args
-            leaves.check_like("state", state.mu)
             tree, gradients = leaves.tree, leaves.tree.of(updates)
             # A leaf without entries has nothing to orthogonalize and no scale.
             views = [

@@ -163,12 +163,9 @@ def multi_steps(
         *rest, running = state
         before = optax.MultiStepsState(*rest)
         is_clipped = states_in(before.inner_opt_state, QKClipState)
-        if params is None and is_clipped:
-            raise ValueError(
-                "multi_steps needs the params: tx.update(grads, state, params, ...)"
-            )
-        tree = updates if params is None else params
-        layout = read_layout(tree, shardings, axis_name)
+        layout = read_layout(
+            updates if params is None else params, shardings, axis_name
+        )
         check_replicas(layout.replicas)
         largest = running
         if is_clipped:
@@ -181,8 +178,10 @@ def multi_steps(
         # micro-batch the others would wait in the collective of the real step.
         updates = layout.gradients(updates)
         # Whatever else `opt` takes may be a string, a flag or a function, which are no
-        # arguments of a `jit`: it gets them as from optax.
-        update = steps.update if extra_args else compiled
+        # arguments of a `jit`: it gets them as from optax, which traces arrays.
+        others = jax.tree.leaves(extra_args)
+        is_traced = all(isinstance(x, jax.Array) for x in others)
+        update = compiled if is_traced else steps.update
         if attention_stats is not None:
             extra_args["attention_stats"] = attention_stats
         # optax divides by an integer, so strict promotion would refuse it.

@@ -212,6 +212,25 @@ def test_other_arguments_reach_the_optimizer_as_they_are():
     assert seen and all(x[name] is given[name] for x in seen for name in given)
 
 
+def test_arrays_among_other_arguments_compile_once():
+    traced, counts = [], []
+
+    def update(updates, state, params=None, *, value, **extra):
+        traced.append(value)
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = mc.multi_steps(optax.chain(scaled, mc.qk_clip(1e9)), 1)
+    state = tx.init(PARAMS)
+    for value in (2.0, 3.0):
+        options = {"attention_stats": COMBINED, "value": jnp.asarray(value)}
+        updates, state = tx.update(PARAMS, state, PARAMS, **options)
+        expected = jax.tree.map(lambda p, v=value: v * p, PARAMS)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+        counts.append(len(traced))
+    assert counts[0] == counts[1] > 0
+
+
 def run_without_statistics(opt, params=PARAMS):
     tx = mc.multi_steps(opt, 2)
     state, before = tx.init(params), params
