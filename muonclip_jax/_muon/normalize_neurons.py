@@ -1,5 +1,6 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -170,6 +171,8 @@ def _state_of(path: str, view: MatrixView | None) -> dict[str, dict[int, int]]:
     return found
 
 
+# An eager update shards its state as a program does.
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _normalize_leaf(
     o: jax.Array,
     state: list[jax.Array],
