@@ -117,7 +117,8 @@ def permuted(params, x):
             ring = [(j, (j + 1) % STAGES) for j in range(STAGES)]
             return lax.ppermute(out, "stage", ring), out
 
-        zeros = lax.pcast(jnp.zeros(x.shape[1:]), "stage", to="varying")
+        # That of a stage, as what it receives is.
+        zeros = jnp.zeros(x.shape[1:]) * stage
         _, found = lax.scan(iteration, zeros, jnp.arange(MICROBATCHES + STAGES - 1))
         last = jnp.where(stage == STAGES - 1, found[STAGES - 1 :], 0)
         return jnp.mean(lax.psum(last, "stage") ** 2)
