@@ -1,6 +1,7 @@
 """Newton-Schulz as users ask for it: a function, a value, and others in its place."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, get_args, Literal, Protocol
@@ -108,6 +109,12 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
             "or a function or an object with orthogonalize(x) from (..., m, n) to the "
             f"same shape; got {shown(orthogonalizer)}{hint}"
         )
+    try:
+        hash(function)
+    except TypeError:
+        # Dataclasses and modules that are called, by what they are: programs are found
+        # again by the function that they were made for.
+        function = functools.partial(function)
     return Solver(function)
 
 
