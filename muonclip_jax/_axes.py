@@ -85,9 +85,9 @@ def on_automatic_axes(
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
     specs = [explicit_spec(x) for x in leaves]
-    # Where no mesh is set, zeros that derivatives of slices are made of are on none, and
-    # meet arrays that have one in their type. Where one is set, the axes cannot be made
-    # automatic: JAX 0.8 has no derivative of that.
+    # Where no mesh is set, zeros that derivatives of slices are made of are on none,
+    # and meet arrays that have one in their type. Where one is set, the axes cannot be
+    # made automatic: JAX 0.8 has no derivative of that.
     if jax.sharding.get_abstract_mesh().empty:
         return on_automatic_axes(function, leaves, results=specs)
     results = function([resharded(x, PartitionSpec()) for x in leaves])
