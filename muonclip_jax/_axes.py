@@ -84,6 +84,8 @@ def on_automatic_axes(
 
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
+    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
+        return function(leaves)
     specs = [explicit_spec(x) for x in leaves]
     # Where no mesh is set, zeros that derivatives of slices are made of are on none,
     # and meet arrays that have one in their type. Where one is set, the axes cannot be
