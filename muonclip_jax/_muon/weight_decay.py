@@ -80,8 +80,8 @@ def decayed_weights(
         if params is None:
             raise ValueError(
                 "weight decay needs the params: call update(grads, state, params), or "
-                "give weight_decay=0.0, which optax.inject_hyperparams has to be told "
-                "by static_args=('weight_decay',)"
+                "give weight_decay=0.0 (under optax.inject_hyperparams with "
+                "static_args=('weight_decay',))"
             )
         return jax.tree.map(lambda u, w: decay(u, w, rate), updates, params), state
 
