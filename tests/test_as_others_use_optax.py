@@ -1,7 +1,7 @@
 """The ways in which public training code uses optax, a few lines for each.
 
 Every loop is written as the repository writes it and run twice: with the optimizer of
-this package, and with Muon by hand, from singular values, next to `optax.adamw`.
+this package, and with Muon by hand, from singular values, alongside `optax.adamw`.
 """
 
 import functools
@@ -186,7 +186,7 @@ def test_gpt_jax_accumulates_updates_by_apply_every():
 
 def test_searchless_chess_updates_without_params():
     """google-deepmind/searchless_chess: `optimizer.update(grads, opt_state)`, and
-    averages of params kept next to them."""
+    averages of params kept alongside them."""
 
     def loop(make):
         tx, params = make(0.02, weight_decay=0.0), PARAMS
@@ -441,7 +441,7 @@ def test_transformers_freezes_by_a_partition_in_a_train_state():
 
 
 class Layer(eqx.Module):
-    """A module that has a function and a number next to its arrays."""
+    """A module that has a function and a number alongside its arrays."""
 
     params: dict
     activation: Any

@@ -80,8 +80,9 @@ class Layout(NamedTuple):
         check_one_mesh(meshes)
         # One that names its devices, if there is one.
         mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
-        found_specs = MeshSpecs(mesh, tuple(spec for _, spec in found))
-        return None if AxisType.Manual in mesh.axis_types else found_specs
+        if AxisType.Manual in mesh.axis_types:
+            return None
+        return MeshSpecs(mesh, tuple(spec for _, spec in found))
 
     def places(
         self, arrays: Sequence[Any], chosen: Sequence[bool]

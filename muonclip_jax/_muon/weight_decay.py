@@ -73,9 +73,11 @@ def decayed_weights(
         if callable(weight_decay):
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
+        # What a schedule computes on a device is not waited for in every eager step.
+        is_open = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
         # No multiplication, so that an infinite weight does not make the update NaN,
         # and a step without decay, or where a mask hides all, costs nothing.
-        if not (isinstance(rate, Tracer) or rate) or not jax.tree.leaves(updates):
+        if not (is_open or rate) or not jax.tree.leaves(updates):
             return updates, state
         if params is None:
             raise ValueError(

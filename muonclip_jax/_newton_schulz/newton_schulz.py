@@ -112,8 +112,8 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
     try:
         hash(function)
     except TypeError:
-        # Dataclasses and modules that are called, by what they are: programs are found
-        # again by the function that they were made for.
+        # A dataclass or a module that is called: programs are found again by their
+        # solver, which has a hash, and a partial is compared by identity.
         function = functools.partial(function)
     return Solver(function)
 
