@@ -11,6 +11,7 @@ An axis of a mesh is of one of three kinds around a function, and each needs som
   as what is made of it.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -83,7 +84,14 @@ def on_automatic_axes(
 
 def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
+    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
+        return function(leaves)
     specs = [explicit_spec(x) for x in leaves]
+    # Where no mesh is set, zeros that derivatives of slices are made of are on none,
+    # and meet arrays that have one in their type. Where one is set, the axes cannot be
+    # made automatic: JAX 0.8 has no derivative of that.
+    if jax.sharding.get_abstract_mesh().empty:
+        return on_automatic_axes(function, leaves, results=specs)
     results = function([resharded(x, PartitionSpec()) for x in leaves])
     return [resharded(x, spec) for x, spec in zip(results, specs, strict=True)]
 
@@ -110,6 +118,8 @@ def on_whole_matrices(
             axis_names={name for names in named for name in names},
             check_vma=False,  # not every kernel inside says what its results vary over
         )
+    elif jax.sharding.get_abstract_mesh().empty:  # as in `on_whole_leaves`
+        function = functools.partial(on_automatic_axes, function, results=cuts)
     return resharded(function(argument, resharded(x, cuts)), spec)
 
 

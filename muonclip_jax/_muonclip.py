@@ -15,6 +15,7 @@ from ._muon.momentum import RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
 from ._newton_schulz.newton_schulz import Orthogonalizer
+from ._options import foreign_state
 from ._parameters.dimension_numbers import DimensionNumbers
 from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
@@ -153,5 +154,11 @@ def muonclip(
             axis_name=axis_name,
         ),
     )
+
+    def update(updates, state, params=None, **extra_args):
+        if not isinstance(state, tuple | list) or len(state) != 2:
+            raise foreign_state("muonclip")
+        return tx.update(updates, state, params, **extra_args)
+
     # So that `multi_steps` finds the axis: a chain is two functions, which hide it.
-    return over_replicas(tx.init, tx.update, axis_name)
+    return over_replicas(tx.init, update, axis_name)

@@ -66,6 +66,17 @@ def number(name: str, value: Any, within: Range, *others: str) -> None:
             raise ValueError(f"{name} must {within.must}, got {value}")
 
 
+def begins(name: str, first: Any, within: Range) -> None:
+    """Raises where a schedule is out of range in its first step.
+
+    A warm-up often begins at 0. Traced, there is no value to look at yet.
+    """
+    if not isinstance(first, Tracer) and not np.all(within.holds(np.asarray(first))):
+        raise ValueError(
+            f"{name} must {within.must}, but its schedule begins at {np.min(first):g}"
+        )
+
+
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """The value as an integer; `ValueError` for no integer, one too small or traced."""
     kind = "a whole number" if least is None else f"a whole number from {least} on"
@@ -142,6 +153,15 @@ def transformation(name: str, value: Any) -> None:
             f"{name} must be an optax.GradientTransformation, such as "
             f"mc.muonclip(1e-3), got {shown(value)}"
         )
+
+
+def foreign_state(name: str) -> ValueError:
+    """The error of a state of another set-up, and of arguments in another order."""
+    return ValueError(
+        f"the state is not one that init of {name} made: tx.update(grads, state, "
+        "params), with the state of the last update, or a checkpoint loaded into "
+        "tx.init(params), and not that of another set-up of the optimizer"
+    )
 
 
 def shown(value: Any) -> str:

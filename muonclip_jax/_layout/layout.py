@@ -25,6 +25,7 @@ from .._axes import (
 from .._parameters import paths
 from .._parameters.paths import is_masked, Path, PathedTree, show
 from .shardings import (
+    along,
     check_one_mesh,
     check_spec,
     found_sharding,
@@ -55,9 +56,9 @@ class Layout(NamedTuple):
     def mesh_specs(self, arrays: Sequence[Any] | None = None) -> MeshSpecs | None:
         """The mesh of the leaves, or of arrays in their place, and their specs.
 
-        `None` if on none, or on one of one device. What the user gave counts; else what
-        arrays and, with explicit axes, tracers say. With automatic axes a tracer knows
-        its mesh but not its spec.
+        `None` if on none. What the user gave counts; else what arrays and, with
+        explicit axes, tracers say. With automatic axes a tracer knows its mesh but not
+        its spec.
 
         **Raises:** `ValueError`, naming the paths, for shardings that contradict each
         other or do not fit the leaves.
@@ -79,9 +80,7 @@ class Layout(NamedTuple):
         check_one_mesh(meshes)
         # One that names its devices, if there is one.
         mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
-        # One device has all matrices at hand, and the program without a mesh is
-        # shorter.
-        if mesh.size == 1 or AxisType.Manual in mesh.axis_types:
+        if AxisType.Manual in mesh.axis_types:
             return None
         return MeshSpecs(mesh, tuple(spec for _, spec in found))
 
@@ -102,7 +101,8 @@ class Layout(NamedTuple):
             yield Place("manual", specs=cuts, axes=axes), seen
             return
         mesh_specs = self.mesh_specs(arrays)
-        if mesh_specs is None:
+        # The program without a mesh is shorter.
+        if mesh_specs is None or mesh_specs.mesh.size == 1:
             yield Place("one device"), seen
             return
         mesh, specs = mesh_specs
@@ -330,5 +330,4 @@ def _manual_spec(
         return PartitionSpec()
     spec = given.spec if isinstance(given, NamedSharding) else given
     check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
-    kept = (tuple(n for n in mesh_axes(entry) if n in manual) for entry in spec)
-    return PartitionSpec(*(names or None for names in kept))
+    return along(manual, spec)

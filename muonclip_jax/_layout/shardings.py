@@ -85,6 +85,12 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def along(axes: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
+    """How some axes of the mesh alone cut an array."""
+    entries = (tuple(n for n in mesh_axes(e) if n in axes) for e in spec)
+    return PartitionSpec(*(names or None for names in entries))
+
+
 def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
     """True if a spec cuts an array evenly."""
     return all(
@@ -94,11 +100,11 @@ def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
 
 
 def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
-    """True if an array is known to be sharded as `spec` says."""
+    """True if an array is known to be sharded as `spec` says, in its type too."""
     if isinstance(x, Tracer):
         return False
     own_mesh, own = _of_array(x)
-    return own is not None and _same(own_mesh, mesh) and _same_spec(own, spec, mesh)
+    return own is not None and _same(own_mesh, mesh) and _cuts(own) == _cuts(spec)
 
 
 def found_sharding(
@@ -157,8 +163,10 @@ def _check_agree(path: Path, leaf: Any, own: Any, given: Any) -> None:
     (mesh, spec), (other, wanted) = own, given
     # Of a tracer on a mesh of both kinds of axes only the explicit ones can be
     # compared.
-    hidden = mesh.auto_axes if mesh and isinstance(leaf, Tracer) else ()
-    same_spec = spec is None or _same_spec(spec, wanted, other, hidden)
+    traced = mesh.auto_axes if mesh and isinstance(leaf, Tracer) else ()
+    # An axis of one device cuts nothing.
+    hidden = {*traced, *(name for name, size in other.shape.items() if size == 1)}
+    same_spec = spec is None or _cuts(spec, hidden) == _cuts(wanted, hidden)
     if mesh is not None and not (_same(mesh, other) and same_spec):
         raise ValueError(
             f"shardings says {_show(other, wanted)} for '{show(path)}', which "
@@ -210,19 +218,10 @@ def _same(mesh: Any, other: Any) -> bool:
     return mesh.shape_tuple == other.shape_tuple
 
 
-def _same_spec(
-    spec: PartitionSpec, other: PartitionSpec, mesh: Any, hidden: Collection[str] = ()
-) -> bool:
-    """True if two specs say the same; an axis of one device cuts nothing."""
-    hidden = {*hidden, *(name for name, size in mesh.shape.items() if size == 1)}
-
-    def entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
-        found = [tuple(n for n in mesh_axes(e) if n not in hidden) for e in spec]
-        while found and not found[-1]:
-            found.pop()
-        return found
-
-    return entries(spec) == entries(other)
+def _cuts(spec: PartitionSpec, hidden: Collection[str] = ()) -> list[tuple]:
+    """Which axes of an array the axes of a mesh cut, but for the hidden ones."""
+    named = [(i, name) for i, entry in enumerate(spec) for name in mesh_axes(entry)]
+    return [each for each in named if each[1] not in hidden]
 
 
 def _show(mesh: Any, spec: PartitionSpec | None = None) -> str:

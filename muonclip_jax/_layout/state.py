@@ -64,6 +64,10 @@ def zero_parts(
         sharded = _zeros(mesh_specs.mesh, tuple(specs[i] for i in moved), arrays)
         for i, x in zip(moved, sharded, strict=True):
             results[i] = x
+    if AxisType.Auto in mesh_specs.mesh.axis_types:
+        # Programs replicate what has no entries, so that a step would move it.
+        put = jax.jit(jnp.asarray)
+        results = [x if is_masked(x) or x.size else put(x) for x in results]
     for i, (x, (owner, part)) in enumerate(zip(owners, parts, strict=True)):
         # Of automatic axes tracers say nothing.
         if isinstance(x, Tracer) and layout.given[owner] is None:

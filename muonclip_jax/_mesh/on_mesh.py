@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import is_checked, keep_sharding, resharded, varying
-from .._layout.layout import AxisNames, Cuts, gather, own_block
-from .._layout.shardings import mesh_axes
+from .._layout.layout import AxisNames, cut_axes, Cuts, gather, own_block
+from .._layout.shardings import along, mesh_axes
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView, MOST_LEAVES, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
@@ -124,8 +124,7 @@ def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> ja
     if not explicit:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     # Next to explicit axes, automatic ones follow from what the array is used for.
-    entries = (tuple(n for n in mesh_axes(e) if n in explicit) for e in spec)
-    return resharded(x, PartitionSpec(*(names or None for names in entries)))
+    return resharded(x, along(explicit, spec))
 
 
 def orthogonalize_by_replicas(
@@ -148,12 +147,10 @@ def orthogonalize_by_replicas(
     several = tuple(name for name in axes if sizes[name] > 1)
     if several and is_checked(several):
         leaves = [varying(x, several) for x in leaves]
-    specs = _aligned(views, cuts, sizes)
+    specs = [along(several, spec) for spec in _aligned(views, cuts, sizes)]
     apart = [
-        PartitionSpec(
-            *(x if kept is None else None for x, kept in zip(*pair, strict=True))
-        )
-        for pair in zip(cuts, specs, strict=True)
+        along({*cut_axes(cut)} - {*cut_axes(spec)}, cut)
+        for cut, spec in zip(cuts, specs, strict=True)
     ]
     whole = [gather(*pair) for pair in zip(leaves, apart, strict=True)]
     results = share_among_devices(solver, whole, views=views, mesh=sizes, specs=specs)

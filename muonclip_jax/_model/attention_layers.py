@@ -114,7 +114,8 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
         raise ValueError(
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
-            + "\nFor the other layers alone give attention=reading.attention"
+            + "\nFor the other layers alone give attention=reading.attention, or use "
+            "mc.muon"
         )
     return LayersRead(model)
 
@@ -231,6 +232,8 @@ def resolve_attention(
     **Raises:** `ValueError` for what is no sequence of layers, for leaves that are not
     there, for layers at one path, and for attention that QK-Clip cannot act on.
     """
+    if not tree.paths:  # as for `resolve_verdicts`
+        return [], tree.by_path()
     if isinstance(attention, LayersRead):
         model = attention.model
         check_read(model, tree)

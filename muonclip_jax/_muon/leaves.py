@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -18,14 +19,16 @@ from .._layout.layout import (
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated
 from .._matrices.stacks import MatrixView
+from .._options import foreign_state
 from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
     DimensionNumbers,
-    FROZEN,
+    GIVEN,
     resolve_verdicts,
     views_of,
 )
+from .._parameters.verdict import Verdict
 
 
 class DoesNotFit(ValueError):
@@ -41,28 +44,35 @@ class Leaves(NamedTuple):
 
     layout: Layout
     views: list[MatrixView | None]  # of whole leaves; None if hidden or no matrix
-    is_frozen: list[bool]  # by a reading
+    verdicts: list[Verdict]
 
     @property
     def tree(self) -> paths.PathedTree:
         return self.layout.tree
 
-    def check_like(self, name: str, other: Any) -> None:
-        """Raises where what belongs to the gradients, read here, is of other leaves."""
-        if other is None:
+    def by_path(self, state: dict[str, Any]) -> Any:
+        """State that is not like the params, by their paths.
+
+        Without params it is one number: `optax.tree.map_params` makes a state without
+        them, and takes what is where that has a number for no part of the params.
+        """
+        return state if self.tree.paths else jnp.zeros(())
+
+    def check_params(self, params: Any) -> None:
+        """Raises where the params of the gradients, read here, are other leaves."""
+        if params is None:
             return
         try:
-            theirs = self.tree.of(other)
+            theirs = self.tree.of(params)
         except (TypeError, ValueError):
-            own, its = set(self.tree.paths), set(paths.flatten(other).paths)
-            absent = {"gradients": its - own, name: own - its}
+            own, its = set(self.tree.paths), set(paths.flatten(params).paths)
             which = [
-                f"not in the {where}: {paths.show_all(sorted(x))}"
-                for where, x in absent.items()
+                f"the {name} lack {paths.show_all(sorted(x))}"
+                for name, x in {"gradients": its - own, "params": own - its}.items()
                 if x
             ]
             raise DoesNotFit(
-                f"gradients and {name} have different structures: "
+                "gradients and params have different structures: "
                 + ("; ".join(which) or "their containers differ")
             ) from None
         for path, own, leaf in zip(*self.tree[:2], theirs, strict=True):
@@ -71,7 +81,7 @@ class Leaves(NamedTuple):
             if np.shape(own) != np.shape(leaf):
                 raise DoesNotFit(
                     f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
-                    f"but in the {name} it is {np.shape(leaf)}"
+                    f"but in the params it is {np.shape(leaf)}"
                 )
 
 
@@ -85,8 +95,7 @@ def read_leaves(
 ) -> Leaves:
     layout = read_layout(tree, shardings, axis_name)
     verdicts = resolve_verdicts(dimension_numbers, layout.whole, per_head=per_head)
-    is_frozen = [verdict.label == FROZEN for verdict in verdicts]
-    return Leaves(layout, views_of(verdicts, layout.whole), is_frozen)
+    return Leaves(layout, views_of(verdicts, layout.whole), verdicts)
 
 
 def for_leaves(
@@ -122,27 +131,25 @@ def for_leaves(
 
     def update_fn(updates, state, params=None, **extra_args):
         if not isinstance(state, state_type):
-            # Where the arguments are in another order, too.
-            raise ValueError(
-                f"the state is not one that init of {name} made: tx.update(grads, "
-                "state, params), with the state of the last update, or of "
-                "tx.init(params)"
-            )
+            raise foreign_state(name)
         leaves = read(updates)
         gradients = leaves.layout.averaged(updates, extra_args.get("attention_stats"))
         tx = build(leaves)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             try:
-                leaves.check_like("params", params)
-                updates, state = tx.update(gradients, state, params, **extra_args)
+                leaves.check_params(params)
+                results, after = tx.update(gradients, state, params, **extra_args)
             except DoesNotFit as error:
                 raise ValueError(str(error)) from None
             except Exception:
                 _check_made_so(name, state, tx, updates)
                 raise
+        shapes = [[np.shape(x) for x in jax.tree.leaves(s)] for s in (state, after)]
+        if shapes[0] != shapes[1]:  # heads that were one matrix, say, broadcast
+            _check_made_so(name, state, tx, updates)
         # optax's Adam answers bfloat16 gradients in mu_dtype.
-        return jax.tree.map(lambda u, g: u.astype(g.dtype), updates, gradients), state
+        return jax.tree.map(lambda u, g: u.astype(g.dtype), results, gradients), after
 
     return over_replicas(init_fn, update_fn, axis_name)
 
@@ -160,7 +167,10 @@ def _check_made_so(
     except Exception:  # another mistake, which is reported as it came
         return
     own, others = (
-        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)}
+        {
+            f"{jax.tree_util.keystr(path)} {np.shape(leaf)}"
+            for path, leaf in jax.tree.leaves_with_path(x)
+        }
         for x in (state, expected)
     )
     if own != others or jax.tree.structure(state) != jax.tree.structure(expected):
@@ -183,11 +193,14 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
         if view is None and not paths.is_masked(leaf)
     ]
     if strays:
-        remedy = (
-            f"Wrap it as optax.masked(mc.{name}(), mc.matrix_mask), with a model by "
-            "functools.partial(mc.matrix_mask, model=reading)"
-        )
-        if any(map(paths.is_masked, leaves.tree.leaves)):
+        # The mask has to go by what this went by.
+        whys = [verdict.why for verdict in leaves.verdicts]
+        is_read = any(why.startswith(("read", "not read")) for why in whys)
+        by = ["model=reading"] * is_read + ["dimension_numbers=n"] * (GIVEN in whys)
+        by = ", ".join(by)
+        mask = f"functools.partial(mc.matrix_mask, {by})" if by else "mc.matrix_mask"
+        remedy = f"Wrap it as optax.masked(mc.{name}({by}), {mask})"
+        if not by and any(map(paths.is_masked, leaves.tree.leaves)):
             remedy = f"The mask may hide biases: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(
             f"{name} got leaves that hold no matrix: {paths.show_all(strays)}. "

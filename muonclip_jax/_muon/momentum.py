@@ -15,7 +15,7 @@ from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes
 from .._layout.state import StatePart, zero_parts, zeros_like
 from .._matrices.stacks import MatrixView
-from .._options import flag, float_dtype, is_float, number, SHARE
+from .._options import begins, flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
 from .leaves import DoesNotFit, Leaves
@@ -85,6 +85,8 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
     kept = _in_8_bits(nesterov) if is_coded else _in_floats(dtype, nesterov)
 
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        if callable(beta):
+            begins("beta", beta(np.int32(0)), SHARE)
         # Counted for every beta, so that a run can go on with a schedule.
         return kept.init(params, leaves)._replace(count=jnp.zeros((), jnp.int32))
 
@@ -95,7 +97,10 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
                 f"the state was made with {was} as mu_dtype, but mu_dtype is {now}. "
                 "Give the mu_dtype that the state was made with, or call init again"
             )
-        now = beta(state.count) if callable(beta) else beta
+        now: Any = beta(state.count) if callable(beta) else beta
+        if not isinstance(beta, float | int):
+            # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
+            now = jnp.where(now > 0, jnp.minimum(now, 1), 0)
         ahead, after = kept.update(now, state, *arguments)
         return ahead, after._replace(count=optax.safe_increment(state.count))
 
@@ -146,7 +151,8 @@ def _in_8_bits(nesterov: bool) -> Momentum:
             codes[i], scales[name], momentum[i] = _accumulate_in_8_bits(
                 beta, *coded, gradients[i], nesterov, view
             )
-        return momentum, ScaleByMuonState(leaves.tree.unflatten(codes), scales)
+        mu = leaves.tree.unflatten(codes)
+        return momentum, ScaleByMuonState(mu, leaves.by_path(scales))
 
     return Momentum(init, update)
 
@@ -162,7 +168,9 @@ def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.S
     )
     zeros = zero_parts(params, leaves.layout, [(keys[0].key, x) for keys, x in entries])
     scales = treedef.unflatten(zeros)
-    return {paths.show(leaves.tree.paths[i]): of for i, of in scales.items()}
+    return leaves.by_path(
+        {paths.show(leaves.tree.paths[i]): of for i, of in scales.items()}
+    )
 
 
 def _is_real(dtype: Any) -> bool:

@@ -155,14 +155,13 @@ def muon(
                 decay(adam_weight_decay),
                 optax.scale_by_learning_rate(adam_learning_rate),
             ),
+            # Always, so that a state has the same structure whatever is frozen.
+            FROZEN: optax.set_to_zero(),
         }
         labels = [
-            "muon" if view else FROZEN if is_frozen else "adamw"
-            for view, is_frozen in zip(leaves.views, leaves.is_frozen, strict=True)
+            "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
+            for view, verdict in zip(leaves.views, leaves.verdicts, strict=True)
         ]
-        # Not always, so that a state has the same structure with a reading or without.
-        if FROZEN in labels:
-            groups[FROZEN] = optax.set_to_zero()
         # As a function, since a tree that is given to `partition` may not have other
         # containers than the params, which boxes and NNX's states are.
         return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))

@@ -1,5 +1,6 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .._layout.state import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
-from .._options import NOT_NEGATIVE, number, SHARE
+from .._options import foreign_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
@@ -106,6 +107,8 @@ def normalize_neurons(
         return of(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
+        if not isinstance(state, NormalizeNeuronsState):
+            raise foreign_state("normalize_neurons")
         return of(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -125,8 +128,8 @@ def neuron_normalization(
             for name, sizes in _state_of(paths.show(path), view).items()
         ]
         zeros = zero_parts(params, leaves.layout, [part[1:] for part in parts])
-        names = [name for name, *_ in parts]
-        return NormalizeNeuronsState(dict(zip(names, zeros, strict=True)))
+        v = {name: x for (name, *_), x in zip(parts, zeros, strict=True)}
+        return NormalizeNeuronsState(leaves.by_path(v))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
@@ -135,11 +138,13 @@ def neuron_normalization(
         for i, (path, view, cut) in enumerate(of_leaves):
             if names := list(_state_of(paths.show(path), view)):
                 assert view is not None
+                if not all(name in state.v for name in names):
+                    raise foreign_state("normalize_neurons")
                 results[i], *v = _normalize_leaf(
                     results[i], [state.v[name] for name in names], view, cut, b2, eps
                 )
                 after |= zip(names, v, strict=True)
-        return tree.unflatten(results), NormalizeNeuronsState(after)
+        return tree.unflatten(results), NormalizeNeuronsState(leaves.by_path(after))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -166,6 +171,8 @@ def _state_of(path: str, view: MatrixView | None) -> dict[str, dict[int, int]]:
     return found
 
 
+# An eager update shards its state as a program does.
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _normalize_leaf(
     o: jax.Array,
     state: list[jax.Array],

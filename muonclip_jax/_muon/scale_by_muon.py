@@ -63,8 +63,9 @@ def scale_by_muon(
 
     **Arguments:**
 
-    - `beta`: momentum decay: a number or a schedule; by default it rises from 0.85 to
-        0.95 over 300 steps, `optax.linear_schedule(0.85, 0.95, 300)`.
+    - `beta`: momentum decay: a number in [0, 1], or a schedule, which is clipped to
+        that after the first step; by default it rises from 0.85 to 0.95 over 300 steps,
+        `optax.linear_schedule(0.85, 0.95, 300)`.
     - `nesterov`: whether to look one step ahead.
     - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or anything
         with `orthogonalize(x)`, or a function, from `(..., m, n)` to the same shape:
@@ -120,12 +121,12 @@ def scale_by_muon(
 
     **Raises:** `ValueError` at construction for what [`newton_schulz`][] refuses and
     for a `mu_dtype` that is neither a float nor int8, a `beta` outside [0, 1] and a
-    negative `consistent_rms`; at `init`, naming the paths, for leaves that hold no
-    matrix or whose axes are ambiguous, for shardings that do not fit and for complex
-    params with `mu_dtype="int8"`; from the update, for a state that was made with the
-    other kind of `mu_dtype`, for an `axis_name` that is no axis there, and where types
-    know that leaves differ along an axis whose devices share the work, or are the same
-    along one that `shardings` says cuts them.
+    negative `consistent_rms`; at `init` for a `beta` that begins so and, naming the
+    paths, for leaves that hold no matrix or whose axes are ambiguous, for shardings
+    that do not fit and for complex params with `mu_dtype="int8"`; from the update, for
+    a state that was made with the other kind of `mu_dtype`, for an `axis_name` that is
+    no axis there, and where types know that leaves differ along an axis whose devices
+    share the work, or are the same along one that `shardings` says cuts them.
 
     !!! example
 
@@ -203,7 +204,6 @@ class Direction(NamedTuple):
 
         def update_fn(updates, state: Any, params=None, **extra_args):
             del params, extra_args
-            leaves.check_like("state", state.mu)
             tree, gradients = leaves.tree, leaves.tree.of(updates)
             # A leaf without entries has nothing to orthogonalize and no scale.
             views = [

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from .._options import FINITE, flag, number
 from .._parameters import paths
@@ -52,6 +53,7 @@ def add_cautious_decayed_weights(
         Chen et al., "Cautious Weight Decay", arXiv:2510.12402, Algorithm 1.
     """
     check_rates(weight_decay=weight_decay)
+    check_no_number("mask", mask)
     return decayed_weights(weight_decay, mask, is_cautious=True)
 
 
@@ -71,14 +73,17 @@ def decayed_weights(
         if callable(weight_decay):
             rate = weight_decay(state.count)
             state = state._replace(count=optax.safe_increment(state.count))
+        # What a schedule computes on a device is not waited for in every eager step.
+        is_open = isinstance(rate, jax.Array if callable(weight_decay) else Tracer)
         # No multiplication, so that an infinite weight does not make the update NaN,
-        # and a step without decay costs nothing.
-        if isinstance(rate, int | float) and rate == 0:
+        # and a step without decay, or where a mask hides all, costs nothing.
+        if not (is_open or rate) or not jax.tree.leaves(updates):
             return updates, state
         if params is None:
             raise ValueError(
                 "weight decay needs the params: call update(grads, state, params), or "
-                "give weight_decay=0.0"
+                "give weight_decay=0.0 (under optax.inject_hyperparams with "
+                "static_args=('weight_decay',))"
             )
         return jax.tree.map(lambda u, w: decay(u, w, rate), updates, params), state
 
@@ -90,7 +95,17 @@ def decayed_weights(
         return jnp.where(_agree(update, weight), decayed, update.astype(decayed.dtype))
 
     tx = optax.GradientTransformation(init_fn, update_fn)
-    return tx if mask is None else optax.masked(tx, mask)
+    if mask is None:
+        return tx
+    masked = optax.masked(tx, mask)
+
+    def update_masked(updates, state, params=None):
+        hidden: Any = optax.MaskedState(state)
+        updates, hidden = masked.update(updates, hidden, params)
+        return updates, hidden.inner_state
+
+    # What a mask adds to a state says nothing: a run goes on with another mask.
+    return optax.GradientTransformation(init_fn, update_masked)
 
 
 def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
@@ -102,7 +117,7 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
 
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:
     """The mask of each leaf, by path: a prefix will do, and NNX's states."""
-    if paths.is_function(mask):
+    if paths.is_function(mask) and tree.paths:
         mask = mask(tree.rebuilt())
     if mask is None:
         return None

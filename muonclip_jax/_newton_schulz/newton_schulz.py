@@ -1,6 +1,7 @@
 """Newton-Schulz as users ask for it: a function, a value, and others in its place."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, get_args, Literal, Protocol
@@ -108,6 +109,12 @@ def make_solver(orthogonalizer: Orthogonalizer) -> Solver:
             "or a function or an object with orthogonalize(x) from (..., m, n) to the "
             f"same shape; got {shown(orthogonalizer)}{hint}"
         )
+    try:
+        hash(function)
+    except TypeError:
+        # A dataclass or a module that is called: programs are found again by their
+        # solver, which has a hash, and a partial is compared by identity.
+        function = functools.partial(function)
     return Solver(function)
 
 

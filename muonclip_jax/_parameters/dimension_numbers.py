@@ -229,6 +229,9 @@ def resolve_verdicts(
 
     **Raises:** `ValueError` that lists the leaves of which nothing tells.
     """
+    if not tree.paths:
+        # Of no params, or of what stands for any, as `optax.tree.map_params` gives.
+        return []
     given: Any = dimension_numbers
     if isinstance(given, OfTree):
         return given.function(*given.arguments, tree)

@@ -59,13 +59,13 @@ def check_read(model: Model, tree: PathedTree) -> None:
         )
 
 
-def check_no_number(name: str, given: Any, tree: PathedTree) -> None:
+def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> None:
     """Raises for one number in place of a tree: what a function became.
 
     `optax.inject_hyperparams` calls it with the step, which has no leaves to speak of.
     """
     is_number = isinstance(given, bool | int | float) or paths.is_array(given)
-    if is_number and tree.paths != ((),):
+    if is_number and (tree is None or tree.paths != ((),)):
         raise ValueError(
             f"{name} is {given!r} for all leaves: optax.inject_hyperparams calls all "
             f"functions as schedules, unless it is given static_args=({name!r},)"

@@ -12,14 +12,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._layout.layout import check_replicas, OverReplicas, read_layout
+from .._layout.layout import check_replicas, Layout, OverReplicas, read_layout
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of
-from .._options import flag, function_or_none, transformation, whole_number
-from .._parameters.given import Model
+from .._options import (
+    flag,
+    foreign_state,
+    function_or_none,
+    transformation,
+    whole_number,
+)
+from .._parameters.given import check_model, Model
 from .heads import Heads
-from .qk_clip import check_kind, QKClipState, states_in
+from .qk_clip import QKClipState, states_in
 
 
 class MultiStepsState(NamedTuple):
@@ -56,6 +62,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         # An `nnx.Optimizer` holds variables in place of arrays.
         done, real = map(jnp.asarray, (state.mini_step, state.gradient_step))
         return (done == 0) & (real > 0)
+
+    def gradient_transformation(self) -> optax.GradientTransformation:
+        """Itself, which optax's `MultiSteps` is not."""
+        return self
 
 
 def multi_steps(
@@ -109,7 +119,7 @@ def multi_steps(
         Array([1. , 0.5], dtype=float32)
     """
     transformation("opt", opt)
-    layers = attention_of(model, attention)
+    check_model(model)
     function_or_none("should_skip_update_fn", should_skip_update_fn)
     if not callable(every_k_schedule):
         every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
@@ -125,11 +135,15 @@ def multi_steps(
     # would compile each time.
     compiled = jax.jit(steps.update)
 
+    def heads_of(layout: Layout) -> Heads:
+        # Not before: attention that a clip would refuse is no matter without one.
+        return Heads(layout, attention_of(model, attention))
+
     def init_fn(params: optax.Params) -> MultiStepsState:
         layout = read_layout(params, shardings, axis_name)
         first = steps.init(params)
         is_clipped = bool(states_in(first.inner_opt_state, QKClipState))
-        count = Heads(layout, layers).count if is_clipped else 0
+        count = heads_of(layout).count if is_clipped else 0
         mesh_specs = layout.mesh_specs()
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
         # they are sharded.
@@ -144,20 +158,18 @@ def multi_steps(
         )
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
-        check_kind(state, MultiStepsState)
+        if not isinstance(state, MultiStepsState):
+            raise foreign_state("multi_steps")
         *rest, running = state
         before = optax.MultiStepsState(*rest)
         is_clipped = states_in(before.inner_opt_state, QKClipState)
-        if params is None and is_clipped:
-            raise ValueError(
-                "multi_steps needs the params: tx.update(grads, state, params, ...)"
-            )
-        tree = updates if params is None else params
-        layout = read_layout(tree, shardings, axis_name)
+        layout = read_layout(
+            updates if params is None else params, shardings, axis_name
+        )
         check_replicas(layout.replicas)
         largest = running
         if is_clipped:
-            heads = Heads(layout, layers)
+            heads = heads_of(layout)
             heads.check_state(running)
             largest = jnp.maximum(running, heads.read(attention_stats))
             attention_stats = heads.combined(largest)
@@ -166,8 +178,10 @@ def multi_steps(
         # micro-batch the others would wait in the collective of the real step.
         updates = layout.averaged(updates)
         # Whatever else `opt` takes may be a string, a flag or a function, which are no
-        # arguments of a `jit`: it gets them as from optax.
-        update = steps.update if extra_args else compiled
+        # arguments of a `jit`: it gets them as from optax, which traces arrays.
+        others = jax.tree.leaves(extra_args)
+        is_traced = all(isinstance(x, jax.Array) for x in others)
+        update = compiled if is_traced else steps.update
         if attention_stats is not None:
             extra_args["attention_stats"] = attention_stats
         # optax divides by an integer, so strict promotion would refuse it.

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from .._axes import explicit_spec, resharded
 from .._layout.layout import check_replicas, over_replicas, read_layout
@@ -24,7 +23,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import number, POSITIVE, SHARE
+from .._options import begins, foreign_state, number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads
@@ -158,17 +157,9 @@ def qk_clip(
 
     def init_fn(params: optax.Params) -> QKClipState:
         layout = read_layout(params, shardings, axis_name)
-        heads, at = Heads(layout, layers), functools.partial(_at, step=0)
-        # A schedule of a warm-up begins at 0. Traced, it has no value to look at yet.
-        first = heads.thresholds(threshold, at), at(alpha)
-        ranges = ("threshold", POSITIVE), ("alpha", SHARE)
-        for value, (name, within) in zip(first, ranges, strict=True):
-            known = 1.0 if isinstance(value, Tracer) else np.asarray(value)
-            if not np.all(within.holds(known)):
-                raise ValueError(
-                    f"{name} must {within.must}, but its schedule begins at "
-                    f"{np.min(known):g}"
-                )
+        heads, at = Heads(layout, layers), functools.partial(_at, step=np.int32(0))
+        begins("threshold", heads.thresholds(threshold, at), POSITIVE)
+        begins("alpha", at(alpha), SHARE)
         state = QKClipState(
             step=jnp.zeros((), jnp.int32),
             max_logit=jnp.full((), -jnp.inf, jnp.float32),
@@ -188,7 +179,8 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        check_kind(state, QKClipState)
+        if not isinstance(state, QKClipState):
+            raise foreign_state("qk_clip")
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, layers)
@@ -279,16 +271,6 @@ def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """The parts of an optimizer's state that are of a kind, the outermost of each."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
-
-
-def check_kind(state: Any, kind: type) -> None:
-    """Raises for a state that another set-up of the optimizer made."""
-    if not isinstance(state, kind):
-        raise ValueError(
-            f"expected a {kind.__name__}, got a {type(state).__name__}: the state was "
-            "made by another set-up of the optimizer. Call init of this one, or load "
-            "the state into what it returns"
-        )
 
 
 def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:

@@ -19,13 +19,13 @@ def gathered_to_owners(blocks, cut, share):
     for axis, (_, names) in enumerate(cut.factors, start=1):
         if names:
             blocks = jax.lax.all_gather(blocks, names, axis=axis, tiled=True)
-    slots = share.filled(blocks)
+    slots = share.to_slots(blocks)
     here = jax.lax.axis_index(cut.members) * share.slots
     return jax.lax.dynamic_slice_in_dim(slots, here, share.slots)
 
 
 def gathered_to_blocks(matrices, cut, share):
-    whole = share.emptied(jax.lax.all_gather(matrices, cut.members, tiled=True))
+    whole = share.from_slots(jax.lax.all_gather(matrices, cut.members, tiled=True))
     for axis, (size, names) in enumerate(cut.factors, start=1):
         if names:
             step = size // math.prod(map(jax.lax.axis_size, names))

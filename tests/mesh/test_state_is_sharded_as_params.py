@@ -24,14 +24,14 @@ def placed(*types):
     return mesh, shardings, jax.device_put(params, shardings)
 
 
-def make(shardings=None):
+def make(shardings=None, shapes=SHAPES):
     numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
     return mc.muon(
         optax.linear_schedule(1e-2, 0.0, 10),
         orthogonalizer=mc.NewtonSchulz(steps=2),
         shardings=shardings,
         dimension_numbers={
-            name: numbers if len(shape) > 1 else None for name, shape in SHAPES.items()
+            name: numbers if len(shape) > 1 else None for name, shape in shapes.items()
         },
     )
 
@@ -184,3 +184,64 @@ def test_kernels_that_the_mesh_cuts_through_their_pieces(spec, nesterov):
         updates, state = step(params, state, params)
     assert state.mu["qkv"].sharding.is_equivalent_to(sharding, 3)
     assert updates["qkv"].sharding.is_equivalent_to(sharding, 3)
+
+
+def assert_stays(tx, params, *, compiled):
+    """The state of three steps is of one type, sharded as `init` made it."""
+    state = first = tx.init(params)
+    update = jax.jit(tx.update) if compiled else tx.update
+    for _ in range(3):
+        _, state = update(params, state, params)
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(state), strict=True):
+        assert jax.typeof(x).sharding.spec == jax.typeof(y).sharding.spec
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    if compiled:  # one that was compiled ahead takes no other
+        step = jax.jit(tx.update).lower(params, first, params).compile()
+        step(params, step(params, first, params)[1], params)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 1), (1, 4)])
+def test_neurons_where_an_explicit_axis_has_one_device(sizes):
+    """Such an axis cuts nothing, and is in the type all the same."""
+    count = sizes[0] * sizes[1]
+    mesh = jax.make_mesh(
+        sizes, ("a", "b"), axis_types=(E, E), devices=jax.devices()[:count]
+    )
+    with jax.set_mesh(mesh):
+        spec = P(None, "a", "b")
+        params = {"w": jax.device_put(jnp.ones((2, 4, 12)), NamedSharding(mesh, spec))}
+        tx = mc.normalize_neurons(
+            dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1)
+        )
+        assert_stays(tx, params, compiled=True)
+        state = tx.init(params)
+        jax.lax.scan(lambda s, _: (tx.update(params, s)[1], None), state, length=2)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_neurons_of_pieces(compiled):
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(A, A), devices=jax.devices()[:4]
+    )
+    sharding = NamedSharding(mesh, P("b", "a"))
+    params = {"qkv": jax.device_put(jnp.ones((4, 24)), sharding)}
+    tx = mc.normalize_neurons(
+        dimension_numbers={"qkv": mc.MatrixAxes(0, 1, parts=(8, 4), groups=2)}
+    )
+    assert_stays(tx, params, compiled=compiled)
+
+
+@pytest.mark.parametrize("type_", [A, E])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: mc.multi_steps(tx, 2)])
+def test_leaves_of_no_entries(type_, wrap):
+    """Along automatic axes every program replicates what has no entries."""
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(type_,) * 2, devices=jax.devices()[:4]
+    )
+    specs = {"up": P(None, "a"), "down": P("b"), "bias": P("a")}
+    shapes = {"up": (0, 8), "down": (4, 8, 0), "bias": (0,)}
+    params = {
+        name: jax.device_put(jnp.ones(shape), NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    assert_stays(wrap(make(shapes=shapes)), params, compiled=True)

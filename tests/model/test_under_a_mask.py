@@ -1,9 +1,12 @@
 """A transformation under `optax.masked` reads the same axes as `mc.muon`, or asks."""
 
 import fnmatch
+import functools
 import operator
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -27,6 +30,42 @@ def arrays(shapes):
 
 def layer(*kernel, bias=None):
     return {"kernel": kernel, "bias": bias or kernel[-1:]}
+
+
+# What a mask by names shows of these, a reading calls a table and an output head.
+LOOKED_UP = {
+    "table": normal(0, 64, 16),
+    "w": normal(1, 16, 16),
+    "b": normal(2, 16),
+    "final": normal(3, 16, 64),
+}
+
+
+def classify(params, tokens):
+    hidden = jnp.tanh(params["table"][tokens] @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["final"]) ** 2)
+
+
+@pytest.mark.parametrize("is_read, is_given", [(1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("name", ["scale_by_muon", "normalize_neurons"])
+def test_the_error_of_a_mask_by_names_says_what_to_write(name, is_read, is_given):
+    reading = mc.read_model(classify, LOOKED_UP, jnp.arange(8))
+    n = {"tab*": None, "fin*": None}
+    options = {"model": reading} if is_read else {}
+    options |= {"dimension_numbers": n} if is_given else {}
+    make = getattr(mc, name)
+    with pytest.raises(ValueError, match="'final', 'table'") as error:
+        optax.masked(make(**options), mc.matrix_mask).init(LOOKED_UP)
+    written = re.search("Wrap it as (.*), use mc.muon", str(error.value))
+    assert written
+    names = {"mc": mc, "optax": optax, "functools": functools}
+    tx = eval(written[1], names | {"reading": reading, "n": n})
+    updates, _ = tx.update(LOOKED_UP, tx.init(LOOKED_UP), LOOKED_UP)
+    for leaf in ("table", "b", "final"):
+        assert updates[leaf] is LOOKED_UP[leaf]
+    # The square one is orthogonalized, or its neurons are as they were.
+    is_moved = not np.allclose(updates["w"], LOOKED_UP["w"])
+    assert is_moved == (name == "scale_by_muon")
 
 
 MODELS = {

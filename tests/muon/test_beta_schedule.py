@@ -1,5 +1,7 @@
 """A `beta` that is a schedule: in each step it is what the schedule says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,22 @@ def test_a_run_goes_on_with_a_beta_of_the_other_kind(made, given):
     expected = beta * first + PARAMS["w"]
     np.testing.assert_allclose(state.mu["w"], expected, rtol=1e-5)
     assert state.count == 2
+
+
+@pytest.mark.parametrize("value, clipped", [(-0.5, 0.0), (1.5, 1.0), (np.nan, 0.0)])
+def test_out_of_range(value, clipped):
+    """An error where it begins so; later clipped, where it would grow or destroy."""
+    for make in (mc.scale_by_muon, functools.partial(mc.muonclip, 0.1)):
+        with pytest.raises(ValueError, match="beta must be in .*begins at"):
+            make(beta=lambda step: value).init(PARAMS)
+        # Under `jit` a schedule of arrays has no value yet.
+        jax.jit(make(beta=lambda step: jnp.asarray(value)).init)(PARAMS)
+    tx = mc.scale_by_muon(beta=lambda step: jnp.where(step < 1, 0.5, value))
+    _, state = tx.update(PARAMS, tx.init(PARAMS))
+    for update in (tx.update, jax.jit(tx.update)):
+        _, after = update(PARAMS, state)
+        expected = (1 + clipped) * PARAMS["w"]
+        np.testing.assert_allclose(after.mu["w"], expected, rtol=1e-6)
 
 
 def test_state_for_abstract_params_counts_too():

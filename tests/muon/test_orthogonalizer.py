@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +30,33 @@ class Svd:
     def orthogonalize(self, x):
         return svd(x) ** self.power
 
+
+@dataclasses.dataclass
+class CalledSvd:
+    """Called, and compared by what it holds, so that it has no hash."""
+
+    factor: np.ndarray = dataclasses.field(default_factory=lambda: np.ones((1, 1)))
+
+    def __call__(self, x):
+        return svd(x) * self.factor
+
+
+class SvdModule(eqx.Module):
+    factor: jax.Array
+
+    def __call__(self, x):
+        return svd(x) * self.factor
+
+
+class ModuleWithSvd(SvdModule):
+    def orthogonalize(self, x):
+        return svd(x) * self.factor
+
+
+FORMS = [
+    svd, Svd(), Svd().orthogonalize, CalledSvd(), SvdModule(jnp.ones(())),
+    ModuleWithSvd(jnp.ones(())),
+]  # fmt: skip
 
 PARAMS = {
     "wide": normal(0, 8, 16),
@@ -69,11 +97,13 @@ def mesh(type_=AxisType.Auto):
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(type_,) * 2)
 
 
-@pytest.mark.parametrize("orthogonalizer", [svd, Svd(), Svd().orthogonalize])
+@pytest.mark.parametrize("orthogonalizer", FORMS, ids=lambda x: type(x).__name__)
 def test_on_one_device(orthogonalizer):
     tx = make(orthogonalizer=orthogonalizer)
     check(jax.jit(tx.update)(PARAMS, tx.init(PARAMS))[0])
     check(tx.update(PARAMS, tx.init(PARAMS))[0])
+    with jax.no_tracing():  # the program of the eager update is found again
+        tx.update(PARAMS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("is_told", [True, False])

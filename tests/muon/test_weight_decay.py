@@ -149,3 +149,34 @@ def test_injected_hyperparameters():
     bare = mc.muon(0.1, cautious_weight_decay=True, neuron_b2=0.9)
     expected, _ = bare.update(UPDATES, bare.init(PARAMS), PARAMS)
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-7)
+
+
+NOTHING = jax.tree.map(lambda _: False, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        mc.muon(0.1, weight_decay=np.float32(0.0)),
+        mc.muon(0.1, weight_decay=jnp.zeros(())),
+        mc.muon(0.1, weight_decay_mask=NOTHING, cautious_weight_decay=True),
+        mc.muon(0.1, adam_weight_decay=0.0, weight_decay_mask={**NOTHING, "b": True}),
+        mc.multi_steps(mc.muon(0.1, weight_decay=0.0, neuron_b2=0.9), 1),
+        optax.apply_if_finite(mc.muon(0.1, weight_decay=0.0), 2),
+        optax.inject_hyperparams(mc.muon, static_args="weight_decay")(
+            0.1, weight_decay=0.0
+        ),
+    ],
+)
+def test_no_params_where_nothing_decays(tx):
+    """As with them, which nothing looks at."""
+    state = tx.init(PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        without, _ = update(UPDATES, state)
+        chex.assert_trees_all_equal(without, update(UPDATES, state, PARAMS)[0])
+
+
+def test_a_decay_that_is_traced_may_be_any():
+    tx = optax.inject_hyperparams(mc.muon)(0.1, weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"static_args=\('weight_decay',\)"):
+        jax.jit(tx.update)(UPDATES, tx.init(PARAMS))

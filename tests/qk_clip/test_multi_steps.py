@@ -1,5 +1,6 @@
 """Micro-batches: one clip per real step, by the maximum of their statistics."""
 
+import functools
 import warnings
 
 import chex
@@ -185,6 +186,8 @@ def test_what_optax_has_of_its_state_and_of_updates():
         seen.append(updated[0])
     assert seen == [False, False, True, False, True]
     assert int(optax.tree.get(states[0], "gradient_step")) == 2
+    # Optax's is no transformation, and gives one by a method.
+    assert ours.gradient_transformation() is ours
 
 
 def test_other_arguments_reach_the_optimizer_as_they_are():
@@ -209,6 +212,25 @@ def test_other_arguments_reach_the_optimizer_as_they_are():
     assert seen and all(x[name] is given[name] for x in seen for name in given)
 
 
+def test_arrays_among_other_arguments_compile_once():
+    traced, counts = [], []
+
+    def update(updates, state, params=None, *, value, **extra):
+        traced.append(value)
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = mc.multi_steps(optax.chain(scaled, mc.qk_clip(1e9)), 1)
+    state = tx.init(PARAMS)
+    for value in (2.0, 3.0):
+        options = {"attention_stats": COMBINED, "value": jnp.asarray(value)}
+        updates, state = tx.update(PARAMS, state, PARAMS, **options)
+        expected = jax.tree.map(lambda p, v=value: v * p, PARAMS)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+        counts.append(len(traced))
+    assert counts[0] == counts[1] > 0
+
+
 def run_without_statistics(opt, params=PARAMS):
     tx = mc.multi_steps(opt, 2)
     state, before = tx.init(params), params
@@ -231,6 +253,21 @@ def test_no_statistics_where_nothing_is_clipped():
     # Two equal gradients of one step of descent.
     expected = 0.9 * before["b"]["key"]["kernel"]
     np.testing.assert_allclose(after["b"]["key"]["kernel"], expected, rtol=1e-6)
+
+
+def test_attention_that_a_clip_refuses_is_no_matter_without_one():
+    def loss(params, x):
+        q, k, v = (jnp.einsum("td,dhk->htk", x, params[n]) for n in "qkv")
+        q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        return jnp.sum((jax.nn.softmax(q @ k.mT) @ v) ** 2)
+
+    params = {name: KERNEL for name in "qkv"}
+    reading = mc.read_model(loss, params, jnp.ones((3, 8)))
+    make = functools.partial(mc.multi_steps, every_k_schedule=2, model=reading)
+    state = make(mc.muon(0.1, model=reading)).init(params)
+    assert not state.running.size
+    with pytest.raises(ValueError, match="(?s)without a gain.*, or use mc.muon$"):
+        make(optax.chain(optax.sgd(0.1), mc.qk_clip(attention=()))).init(params)
 
 
 def test_no_statistics_in_flaxs_optimizers_without_a_clip():

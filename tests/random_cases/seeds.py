@@ -13,10 +13,10 @@ FIRST = int(os.environ.get("MUONCLIP_FUZZ_SEED", "0"))
 BLOCK = 5
 
 
-def family(check, cases, quick=0):
+def family(check, cases, quick=0, always=BLOCK):
     """The test that calls `check(seed)` for so many seeds, slow but for the first.
 
-    Of `quick` seeds `pytest` alone runs the first block, `.ci/run` all.
+    Of `quick` seeds `pytest` alone runs the first, as many as `always`, `.ci/run` all.
     """
 
     def test(seeds):
@@ -29,7 +29,7 @@ def family(check, cases, quick=0):
         pytest.param(
             block,
             id=f"seeds {block[0]} to {block[-1]}",
-            marks=mark_of(block[0] - FIRST, quick),
+            marks=mark_of(block[0] - FIRST, quick, always),
         )
         for block in blocks
     ]
@@ -41,10 +41,10 @@ def family(check, cases, quick=0):
     return test
 
 
-def mark_of(start, quick):
+def mark_of(start, quick, always):
     if start >= quick:
         return pytest.mark.slow
-    return pytest.mark.more if start else ()
+    return pytest.mark.more if start >= always else ()
 
 
 @contextlib.contextmanager

@@ -1,173 +1,82 @@
 """Muon and MuonClip on random meshes of simulated devices against one device."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
-import optax
-import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from seeds import chance, family, pick, told
+from seeds import BLOCK, family, pick, told
 
 import muonclip_jax as mc
 
 
-MESHES = (
-    {"a": 8},
-    {"a": 4, "b": 2},
-    {"a": 2, "b": 2, "c": 2},
-    {"a": 2},
-    {"a": 3, "b": 2},
-    # Axes that cut nothing, and meshes of one device.
-    {"a": 1, "b": 4},
-    {"a": 2, "b": 1, "c": 2},
-    {"a": 1},
-    {"a": 1, "b": 1},
-)
-TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-# Enough sizes that an axis of a mesh divides, one that none does, and nothing.
-SHAPES = ((8, 16), (16, 8), (3, 8), (2, 8, 8), (3, 8, 16), (8, 4, 4), (0, 8), (8,), ())
-KERNEL = (8, 4, 2)
 LOGITS = (-3.0, 50.0, 99.0, 101.0, 400.0, np.inf, np.nan)
-STEPS = 2
-UPDATES = ("jit", "ahead of time", "ahead of time", "eager")
+STEPS = 3
 
-#: Of the largest entry. Two steps of Keller Jordan's polynomial magnify a singular
-#: value, and its error, by at most 3.4445^2 = 12, and a float32 sum of 16 products is
-#: good to 16 * 2^-24 = 1e-6: 1.2e-5.
+#: Of the largest entry. Two steps of Keller Jordan's polynomial, or one of Polar
+#: Express, magnify a singular value, and its error, by at most 3.4445^2 = 12, and a
+#: float32 sum of 16 products is good to 16 * 2^-24 = 1e-6: 1.2e-5.
 BOUND = 1.2e-5
 #: A sum that cancels keeps the rounding of its terms: gradients up to 4 in the state,
 #: and what AdamW made of them, a rate of 0.1 times about 1, in updates.
-ROUNDINGS = {None: 2**-24, "float32": 2**-24, "bfloat16": 2**-9, "int8": 2**-24}
+ROUNDINGS = {"float32": 2**-24, "bfloat16": 2**-9, "int8": 2**-24}
 #: Once momentum was rounded: the last bit may fall otherwise where a compiler fuses a
 #: product and a sum, or in 8 bits the last code of 127, and 12 times that is the bound.
-BOUNDS = {None: BOUND, "float32": BOUND, "bfloat16": 12 / 2**8, "int8": 12 / 127}
+BOUNDS = {"float32": BOUND, "bfloat16": 12 / 2**8, "int8": 12 / 127}
 
 
-def draw(generator):
-    sizes = pick(generator, *MESHES)
-    kinds = [pick(generator, *TYPES)] * len(sizes)
-    if len(sizes) > 1 and chance(generator, 0.3):
-        kinds = [pick(generator, *TYPES) for _ in sizes]
-    leaves = {}
-    for i in range(int(generator.integers(1, 4))):
-        shape = pick(generator, *SHAPES)
-        leaves[f"w{i}"] = shape, spec(generator, shape, sizes, kinds)
-    if chance(generator, 0.3) and named(sizes, kinds):
-        leaves |= experts(generator, sizes, kinds)
-    is_clipped = chance(generator, 0.3)
-    if is_clipped:
-        for name in ("query", "key"):
-            leaves[f"attn/{name}/kernel"] = (
-                KERNEL,
-                spec(generator, KERNEL, sizes, kinds),
-            )
-    gradients, update = ["cut evenly"], pick(generator, *UPDATES)
-    if set(kinds) == {"automatic"} and update != "eager":
-        # An eager update sees how gradients are sharded, which must not contradict.
-        gradients += ["cut evenly", "cut unevenly", "flat"]
-    return {
-        "mesh": sizes,
-        "devices": generator.permutation(8)[: math.prod(sizes.values())].tolist(),
-        "kinds": kinds,
-        "leaves": leaves,
-        "is_clipped": is_clipped,
-        "told": pick(generator, "nothing", "shardings", "specs", "function", "some"),
-        "init": pick(generator, "eager", "eager", "jit", "elsewhere"),
-        "update": update,
-        "gradients": pick(generator, *gradients),
-        "mu_dtype": pick(generator, None, None, "float32", "bfloat16", "int8"),
-        "neuron_b2": pick(generator, None, None, 0.9),
-    }
+def make(case, **where):
+    entries = meshes.nested({n: entry for n, (_, entry) in case["leaves"].items()})
+    maker = mc.muonclip if case["is_clipped"] else mc.muon
+    # As a function, since in a tree `None` means that the rest is found by names.
+    options = {"dimension_numbers": lambda _: entries, **case["options"]}
+    return maker(0.1, **options, **where)
 
 
-def spec(generator, shape, sizes, kinds):
-    """Each axis of the mesh cuts at most one axis, which it divides."""
-    entries = [[] for _ in shape]
-    for name in generator.permutation(named(sizes, kinds)):
-        fits = [
-            i
-            for i, size in enumerate(shape)
-            if size % math.prod(sizes[n] for n in (*entries[i], str(name))) == 0
-            and kinds_agree((*entries[i], str(name)), sizes, kinds)
-        ]
-        if fits and chance(generator, 0.7):
-            entries[pick(generator, *fits)].append(str(name))
-    return P(*(tuple(e) if len(e) > 1 else e[0] if e else None for e in entries))
+@functools.lru_cache(1)
+def alone(group):
+    """What cases of a group share: an optimizer, and what it does on one device."""
+    generator = np.random.default_rng((group, 0))
+    case = meshes.optimizer(generator)
+    draw = functools.partial(jnp.asarray, dtype=case["dtype"])
+    whole, *gradients = (
+        meshes.nested(
+            {n: draw(generator.normal(size=s)) for n, (s, _) in case["leaves"].items()}
+        )
+        for _ in range(1 + STEPS)
+    )
+    row = generator.choice(LOGITS, meshes.KERNEL[1]).astype(np.float32)
+    numbers = jax.device_put((whole, gradients, {"attn": {"max_logits": row}}))
+    tx = make(case)
+    # Committed, as after a step: one compilation.
+    params = jax.device_put(numbers[0], jax.devices()[0])
+    step = jax.jit(step_of(tx, case))
+    return case, numbers, walk(step, tx.init(params), params, *numbers[1:])
 
 
-def named(sizes, kinds):
-    """The axes that may cut. From specs on a mesh of several kinds JAX drops those of
-    one device, and takes exception to the difference: so with `optax.adam`.
-    """
-    return [n for n, size in sizes.items() if size > 1 or len(set(kinds)) == 1]
+COMPILED = []
 
 
-def kinds_agree(names, sizes, kinds):
-    """JAX wants one kind of mesh axis for each axis that is cut."""
-    return len({kinds[list(sizes).index(name)] for name in names}) == 1
+def note_compilation(event, seconds, **_):
+    if "backend_compile" in event:
+        COMPILED.append(seconds)
 
 
-def experts(generator, sizes, kinds):
-    """One expert a group of devices, which may share it, next to plain matrices."""
-    first, *rest = named(sizes, kinds)
-    cut = rest[0] if rest and 16 % sizes[rest[0]] == 0 else None
-    leaves = {"experts": ((sizes[first], 16, 8), P(first, cut))}
-    for i in range(int(generator.integers(1, 3))):
-        shape = (16, 16)
-        leaves[f"dense{i}"] = shape, spec(generator, shape, sizes, kinds)
-    return leaves
+jax.monitoring.register_event_duration_secs_listener(note_compilation)
 
 
-def nested(leaves):
-    tree = {}
-    for path, leaf in leaves.items():
-        *modules, name = path.split("/")
-        module = tree
-        for each in modules:
-            module = module.setdefault(each, {})
-        module[name] = leaf
-    return tree
-
-
-def matrices(params):
-    def numbers(path, x):
-        if "attn" in jax.tree_util.keystr(path):
-            return optax.contrib.MuonDimensionNumbers(0, (1, 2))
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if x.ndim > 1 else None
-
-    return jax.tree.map_with_path(numbers, params)
-
-
-def make(case, shardings=None):
-    options = {name: case[name] for name in ("mu_dtype", "neuron_b2")}
-    options |= {
-        "orthogonalizer": mc.NewtonSchulz(steps=2),
-        "dimension_numbers": matrices,
-        "shardings": shardings,
-    }
-    return (mc.muonclip if case["is_clipped"] else mc.muon)(0.1, **options)
-
-
-def shardings_of(generator, case, placed):
-    specs = nested({name: spec for name, (_, spec) in case["leaves"].items()})
-    some = jax.tree.map(lambda x: pick(generator, x, None), placed)
-    return {
-        "nothing": None,
-        "shardings": placed,
-        "specs": specs,
-        "function": lambda params: placed,
-        "some": some,
-    }[case["told"]]
-
-
-def walk(tx, step, state, params, gradients, stats):
+def walk(step, state, params, gradients, stats, stays=False):
     """The updates of every step, and the states before, between and after."""
     found, states = [], [state]
     for gradient in gradients:
+        seen = len(COMPILED)
         updates, state = step(gradient, state, params, stats)
+        if stays and found:
+            assert len(COMPILED) == seen, "another compilation"
         params = jax.tree.map(moved, params, updates)
         found.append(updates)
         states.append(state)
@@ -178,30 +87,71 @@ def moved(param, update):
     """By NumPy, so that a param stays sharded as it is; JAX reads no empty one."""
     if not param.size:
         return param
-    return jax.device_put(np.asarray(param) + np.asarray(update), param.sharding)
+    sum_ = np.asarray(param) + np.asarray(update).astype(param.dtype)
+    return jax.device_put(sum_, param.sharding)
 
 
-def step_of(tx, case, mesh=None):
+def step_of(tx, case, how="", mesh=None):
     def step(gradient, state, params, stats):
         extra = {"attention_stats": stats} if case["is_clipped"] else {}
-        if mesh is not None:
-            gradient = arranged(gradient, params, case["gradients"], mesh)
+        if how == "cut unevenly":
+            cut = NamedSharding(mesh, P(tuple(mesh.axis_names)))
+            constrain = jax.lax.with_sharding_constraint
+            gradient = jax.tree.map(
+                lambda g: constrain(g, cut) if g.ndim else g, gradient
+            )
+        # An axis of the mesh is split where one row becomes a matrix.
+        gradient = jax.tree.map(lambda g, p: g.reshape(p.shape), gradient, params)
         return tx.update(gradient, state, params, **extra)
 
     return step
 
 
-def arranged(gradient, params, how, mesh):
-    """Gradients as only a program has them, where `update` sees tracers."""
-    if how == "cut unevenly":
-        axes = tuple(mesh.axis_names)
-        cut = NamedSharding(mesh, P(axes))
-        return jax.tree.map(
-            lambda g: jax.lax.with_sharding_constraint(g, cut) if g.ndim else g,
-            gradient,
+def mapped(step, case, mesh, specs, state):
+    """`step` inside `shard_map` or `pmap`, with other gradients for each replica."""
+    replicas = case["replicas"]
+    count = math.prod(case["mesh"][axis] for axis in replicas)  # 1 of none
+    shares = jnp.linspace(0.5, 1.5, count) if count > 1 else jnp.ones(1)
+
+    def on_device(share, gradient, *rest):
+        gradient = jax.tree.map(lambda g: g * share.astype(g.dtype).sum(), gradient)
+        return step(gradient, *rest)
+
+    if case["update"] == "pmap":
+        devices = mesh.devices.ravel().tolist()
+        axes = 0, *[None] * 4
+        on_devices = jax.pmap(
+            on_device, "i", in_axes=axes, out_axes=None, devices=devices
         )
-    # An axis of the mesh is split where one row becomes a matrix.
-    return jax.tree.map(lambda g, p: g.reshape(p.shape), gradient, params)
+        return functools.partial(on_devices, np.resize(shares, mesh.size))
+
+    def spec_of(path, x):
+        if x.size:
+            return x.sharding.spec
+        # What has no entries is replicated, but a block of it has another shape.
+        (name,) = (key.key for key in path if getattr(key, "key", "") in specs)
+        return specs[name]
+
+    of_state = jax.tree.map_with_path(spec_of, state)
+    on_devices = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(P(replicas), specs, of_state, specs, P()),
+        out_specs=(specs, of_state),
+        check_vma=case["check_vma"],
+    )
+    cut = NamedSharding(mesh, P(replicas))
+    return jax.jit(functools.partial(on_devices, jax.device_put(shares, cut)))
+
+
+def shardings_of(generator, case, placed):
+    return {
+        "nothing": None,
+        "shardings": placed,
+        "specs": meshes.nested(case["specs"]),
+        "function": lambda params: placed,
+        "some": jax.tree.map(lambda x: pick(generator, x, None), placed),
+    }[case["told"]]
 
 
 def placed_gradients(trees, case, placed, mesh):
@@ -217,82 +167,78 @@ def placed_gradients(trees, case, placed, mesh):
 
 
 def check(seed):
-    generator = np.random.default_rng(seed)
-    case = draw(generator)
+    shared, numbers, expected = alone(seed // BLOCK)
+    generator = np.random.default_rng((seed, 1))
+    dtype = shared["options"]["mu_dtype"]
+    case = shared | meshes.placement(generator, shared["leaves"], dtype)
     with told(seed, **case):
-        compare(generator, case)
+        compare(generator, case, numbers, expected)
 
 
-def compare(generator, case):
-    mesh = Mesh(
-        np.array(jax.devices())[case["devices"]].reshape(*case["mesh"].values()),
-        tuple(case["mesh"]),
-        axis_types=tuple(TYPES[kind] for kind in case["kinds"]),
+def compare(generator, case, numbers, expected):
+    mesh, (whole, gradients, stats) = meshes.mesh_of(case), numbers
+    placed = meshes.nested(
+        {name: NamedSharding(mesh, spec) for name, spec in case["specs"].items()}
     )
-    shapes = {name: shape for name, (shape, _) in case["leaves"].items()}
-    whole, *gradients = (
-        nested({n: jnp.float32(generator.normal(size=s)) for n, s in shapes.items()})
-        for _ in range(1 + STEPS)
-    )
-    row = generator.choice(LOGITS, KERNEL[1]).astype(np.float32)
-    stats = {"attn": {"max_logits": row}}
-
-    alone = make(case)
-    expected = walk(
-        alone, jax.jit(step_of(alone, case)), alone.init(whole), whole, gradients, stats
-    )
-    placed = nested(
-        {n: NamedSharding(mesh, spec) for n, (_, spec) in case["leaves"].items()}
-    )
-    tx = make(case, shardings_of(generator, case, placed))
+    if case["update"] == "pmap":
+        tx = make(case, axis_name="i")
+        step = mapped(step_of(tx, case), case, mesh, None, None)
+        found = walk(step, tx.init(whole), whole, gradients, stats)
+        assert_alike(found, expected, case)
+        return
+    replicas = case["replicas"] or None
+    told = shardings_of(generator, case, placed)
+    tx = make(case, shardings=told, axis_name=replicas)
     with jax.set_mesh(mesh):
         params = jax.device_put(whole, placed)
         gradients = placed_gradients(gradients, case, placed, mesh)
-        init = {"eager": tx.init, "jit": jax.jit(tx.init)}.get(case["init"])
-        state = init(params) if init else alone.init(whole)
-        step = step_of(tx, case, mesh)
-        if case["update"] != "eager":
+        init = jax.jit(tx.init) if case["init"] == "jit" else tx.init
+        state = make(case).init(whole) if case["init"] == "elsewhere" else init(params)
+        step = step_of(tx, case, case["gradients"], mesh)
+        # A state that was made elsewhere moves in the first step.
+        stays = case["init"] != "elsewhere"
+        if case["update"] == "shard_map":
+            specs = meshes.nested(case["specs"])
+            step = mapped(step, case, mesh, specs, state)
+        elif case["update"] != "eager":
             step = jax.jit(step)
-        if case["update"] == "ahead of time" and stays(case):
+        if case["update"] == "ahead of time" and stays:
             step = step.lower(gradients[0], state, params, stats).compile()
-        found = walk(tx, step, state, params, gradients, stats)
-    if case["update"] != "eager" and stays(case):
-        first, *later = found[1]
-        for state in later:
-            assert_sharded_alike(first, state)
-    assert_alike(found, expected, case["mu_dtype"])
+        found = walk(step, state, params, gradients, stats, stays)
+    if stays:
+        for state in found[1][1:]:
+            assert_stayed(found[1][0], state)
+    assert_alike(found, expected, case)
 
 
-def stays(case):
-    """Whether a step returns the state sharded as it was.
-
-    One that was made elsewhere moves in the first step, and so does what is empty,
-    which JAX shards as it likes.
-    """
-    is_empty = any(0 in shape for shape, _ in case["leaves"].values())
-    return case["init"] != "elsewhere" and not is_empty
-
-
-def assert_sharded_alike(state, other):
+def assert_stayed(state, other):
     for (path, x), y in zip(
         jax.tree.leaves_with_path(state), jax.tree.leaves(other), strict=True
     ):
         name = jax.tree_util.keystr(path)
+        assert type_of(x) == type_of(y), f"{name}: {type_of(x)} became {type_of(y)}"
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (
             f"{name}: {x.sharding} became {y.sharding}"
         )
 
 
-def assert_alike(found, expected, dtype):
+def type_of(x):
+    """As `jit` and `scan` compare them."""
+    kind = jax.typeof(x)
+    return kind.shape, kind.dtype, kind.weak_type, kind.sharding.spec
+
+
+def assert_alike(found, expected, case):
     (updates, states), (desired, desired_states) = found, expected
+    dtype = case["options"]["mu_dtype"] or case["dtype"]
+    rounding = max(ROUNDINGS[dtype], ROUNDINGS[case["dtype"]])
+    bound = max(BOUNDS[dtype], BOUNDS[case["dtype"]])
     # Momentum was nothing yet.
-    first = BOUND if dtype == "int8" else BOUNDS[dtype]
-    floor = 0.2 * ROUNDINGS[dtype]
-    for i, bound in enumerate([first] + [BOUNDS[dtype]] * (STEPS - 1)):
-        assert_close(updates[i], desired[i], bound, floor, f"update {i}")
+    first = BOUNDS[case["dtype"]] if dtype == "int8" else bound
+    for i, share in enumerate([first] + [bound] * (STEPS - 1)):
+        assert_close(updates[i], desired[i], share, 0.2 * rounding, f"update {i}")
     if dtype != "int8":  # codes on scales that differ by a bit
-        floor = 4 * ROUNDINGS[dtype]
-        assert_close(states[-1], desired_states[-1], BOUNDS[dtype], floor, "state")
+        assert_close(states[-1], desired_states[-1], bound, 4 * rounding, "state")
 
 
 def assert_close(found, expected, bound, floor, name):
@@ -304,10 +250,11 @@ def assert_close(found, expected, bound, floor, name):
         if not y.size:
             continue
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        # A maximum over replicas says infinite of a logit that is not a number.
+        x, y = (np.where(np.isnan(z), np.inf, z) for z in (x, y))
         largest = np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max()
         atol = bound * largest + floor
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name + str(path))
 
 
-# A block is 14 seconds of compiling.
-test_meshes = pytest.mark.more(family(check, 200, quick=40))
+test_meshes = family(check, 600, quick=600, always=40)
