@@ -23,6 +23,7 @@ from ._parameters import paths
 from ._parameters.dimension_numbers import (
     DimensionNumbers,
     FROZEN,
+    optimizers_of,
     resolve_verdicts,
     views_of,
 )
@@ -101,10 +102,7 @@ def describe(
     settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of(verdicts, tree)
-    optimizers = [
-        "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
-        for view, verdict in zip(views, verdicts, strict=True)
-    ]
+    optimizers = optimizers_of(verdicts, views)
     read = model if attention is None else None
     layers = attention if read is None else LayersRead(read)
     roles, refusal = _roles_or_refusal(layers, tree)

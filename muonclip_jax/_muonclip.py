@@ -15,7 +15,7 @@ from ._muon.momentum import RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
 from ._newton_schulz.newton_schulz import Orthogonalizer
-from ._options import foreign_state
+from ._options import check_state
 from ._parameters.dimension_numbers import DimensionNumbers
 from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
@@ -156,8 +156,7 @@ def muonclip(
     )
 
     def update(updates, state, params=None, **extra_args):
-        if not isinstance(state, tuple | list) or len(state) != 2:
-            raise foreign_state("muonclip")
+        check_state("muonclip", isinstance(state, tuple | list) and len(state) == 2)
         return tx.update(updates, state, params, **extra_args)
 
     # So that `multi_steps` finds the axis: a chain is two functions, which hide it.

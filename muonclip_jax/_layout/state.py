@@ -53,15 +53,19 @@ def zero_parts(
         return results
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
     # another shape, and what a tracer made, have to be put where they belong.
-    specs = [_whole_along(mesh_specs.specs[i], part.sizes) for i, part in parts]
+    specs: Any = [_whole_along(mesh_specs.specs[i], x.sizes) for i, x in parts]
     moved = [
         i
         for i, (x, spec) in enumerate(zip(results, specs, strict=True))
         if spec is not None and not is_sharded_as(x, mesh_specs.mesh, spec)
     ]
     if moved:
+        mesh, own = mesh_specs.mesh, tuple(specs[i] for i in moved)
         arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
-        sharded = _zeros(mesh_specs.mesh, tuple(specs[i] for i in moved), arrays)
+        sharded = _zeros(mesh, own, arrays)
+        if isinstance(mesh, Mesh) and not isinstance(sharded[0], Tracer):
+            # The results of a program do not name axes of one device, which params do.
+            sharded = jax.device_put(sharded, [NamedSharding(mesh, x) for x in own])
         for i, x in zip(moved, sharded, strict=True):
             results[i] = x
     if AxisType.Auto in mesh_specs.mesh.axis_types:

@@ -19,7 +19,7 @@ from .._layout.state import zeros_like
 from .._model.per_head import heads_apart
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
-from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
+from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, optimizers_of
 from .._parameters.given import Model
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits, RISING_BETA
@@ -158,10 +158,7 @@ def muon(
             # Always, so that a state has the same structure whatever is frozen.
             FROZEN: optax.set_to_zero(),
         }
-        labels = [
-            "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
-            for view, verdict in zip(leaves.views, leaves.verdicts, strict=True)
-        ]
+        labels = optimizers_of(leaves.verdicts, leaves.views)
         # As a function, since a tree that is given to `partition` may not have other
         # containers than the params, which boxes and NNX's states are.
         return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))

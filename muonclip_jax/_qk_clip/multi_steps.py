@@ -17,8 +17,8 @@ from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of
 from .._options import (
+    check_state,
     flag,
-    foreign_state,
     function_or_none,
     transformation,
     whole_number,
@@ -78,6 +78,7 @@ def multi_steps(
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    **options: Any,
 ) -> MultiSteps:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
@@ -97,6 +98,8 @@ def multi_steps(
         [`muon`][] and [`qk_clip`][] need not be repeated unless they are in a chain.
         Gradients are averaged over the replicas before they are accumulated, so that
         all replicas keep the same.
+    - `options`: whatever else the installed `optax.MultiSteps` has, such as its
+        `accumulator_dtype`.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` with optax's
     `has_updated(state)`. State: [`MultiStepsState`][].
@@ -130,6 +133,7 @@ def multi_steps(
         every_k_schedule,
         use_grad_mean=flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
+        **options,
     )
     # Optax makes the branches of its condition anew in each call, which an eager call
     # would compile each time.
@@ -158,8 +162,7 @@ def multi_steps(
         )
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
-        if not isinstance(state, MultiStepsState):
-            raise foreign_state("multi_steps")
+        check_state("multi_steps", isinstance(state, MultiStepsState))
         *rest, running = state
         before = optax.MultiStepsState(*rest)
         is_clipped = states_in(before.inner_opt_state, QKClipState)

@@ -23,7 +23,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import begins, foreign_state, number, POSITIVE, SHARE
+from .._options import begins, check_state, number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads
@@ -179,8 +179,7 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        if not isinstance(state, QKClipState):
-            raise foreign_state("qk_clip")
+        check_state("qk_clip", isinstance(state, QKClipState))
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, layers)
