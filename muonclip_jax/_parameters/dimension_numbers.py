@@ -56,7 +56,7 @@ def flax_dimension_numbers(
         `(heads, head_dim -> out)`, under the names in use (`query`, `q_proj`, `wq`,
         Gemma's `q_einsum`), if the shapes fit together;
     - `Conv` is `(*window, in -> out)`; a depthwise one is no matrix;
-    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
+    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias shows.
 
     A stack of layers is an axis that all leaves of a module share, its norms among
     them, in front, after the first axis or last, or that the params name `layers`
@@ -224,10 +224,10 @@ def resolve_verdicts(
     """The verdict on each leaf, whichever way its numbers were given.
 
     What patterns leave to be found is found by `reading`, else by the model's, else by
-    names: with `per_head`, or where it is `None`, those of stock heads tell heads.
+    names: with `per_head`, or where it is `None`, those of stock heads show heads.
     Leaves that are `described` otherwise may be left open.
 
-    **Raises:** `ValueError` that lists the leaves of which nothing tells.
+    **Raises:** `ValueError` that lists the leaves that nothing determines.
     """
     if not tree.paths:
         # Of no params, or of what stands for any, as `optax.tree.map_params` gives.
@@ -243,7 +243,7 @@ def resolve_verdicts(
         check_no_number("dimension_numbers", given, tree)
         if per_head:
             raise ValueError(
-                "per_head=True has no effect next to dimension_numbers for all leaves: "
+                "per_head=True has no effect with dimension_numbers for all leaves: "
                 "give patterns, or mc.flax_dimension_numbers(params, per_head=True)"
             )
         entries = broadcast(
@@ -276,7 +276,7 @@ def _question(
     found: Mapping[paths.Path, Verdict],
     described: Collection[paths.Path],
 ) -> str:
-    """Lists the leaves of which nothing tells, with a guess to paste."""
+    """Lists the leaves that nothing determines, with a guess to paste."""
     guesses = {
         path: x.numbers
         for path, x in found.items()
@@ -287,14 +287,14 @@ def _question(
     why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
     is_read = any(found[path].line for path in guesses)
     read_it = (
-        "The model's own function tells: model=mc.read_model(loss, params, *batch)."
+        "The model's own function says it: model=mc.read_model(loss, params, *batch)."
     )
     mask = (
-        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
-        "Or say it here:"
+        "A mask hides leaves that may decide this. Decide on all params: "
+        f"{BEFORE_THE_MASK}. Or say it here:"
     )
     message = [
-        "cannot tell which axes of these leaves form matrices:",
+        "cannot decide which axes of these leaves form matrices:",
         *(f"  {lines[path]}{why[path]}" for path in guesses),
         *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
         *([] if is_read else [read_it]),

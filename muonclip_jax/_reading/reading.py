@@ -44,7 +44,7 @@ class ModelReading:
     - `labels`: a tree like the params of `"matrix"`, `"embedding"`, `"head"`,
         `"router"`, `"vector"` or `"frozen"`, as of [`param_labels`][].
     - `attention`: the layers that QK-Clip can scale.
-    - `unknown`: paths of the leaves of which the function tells nothing: it does not
+    - `unknown`: paths of the leaves whose use the function does not show: it does not
         use them, or an operation hides what it does with them.
     """
 
