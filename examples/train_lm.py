@@ -29,7 +29,7 @@ from corpus import Corpus, existing_file, VOCABULARY
 from flax import nnx
 from model import Transformer
 from tqdm import tqdm
-from train_lm_report import draw, groups, History, NAMES, summary, table
+from train_lm_report import draw, groups, History, in_terminal, NAMES, summary, table
 
 import muonclip_jax as mc
 
@@ -88,7 +88,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adam-learning-rate", type=float, default=6e-3)
     add("--schedule", choices=("linear", "constant"), default="linear")
     add("--weight-decay", type=float, default=0.5)
-    add("--threshold", type=float, default=8.0)
+    add("--threshold", type=float, default=6.0)
     add("--alpha", type=float, default=0.5)
     add("--seed", type=int, default=0)
 
@@ -132,7 +132,8 @@ def compare(args: argparse.Namespace) -> None:
     draw(results, picture, threshold=args.threshold, rates=rates)
     numbers.write_text(json.dumps(results))
     print(f"\n{groups(mc.param_labels(make_model(args), model=read(args)))}\n")
-    print(table(results), summary(results, threshold=args.threshold), sep="\n")
+    said = summary(results, threshold=args.threshold)
+    print(table(results), *map(in_terminal, said.splitlines()), sep="\n")
     print(f"picture: {picture}")
 
 

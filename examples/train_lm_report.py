@@ -128,20 +128,20 @@ def draw(
 
 
 def groups(labels: Any) -> str:
-    """The parameters that Muon updates, and those of AdamW, in as many columns as fit.
-
-    A star stands for the numbers of blocks.
-    """
+    """The parameters of Muon and of AdamW; a star stands for the number of a block."""
     found: dict[str, dict[str, None]] = {"Muon": {}, "AdamW": {}}
     for path, label in jax.tree.leaves_with_path(labels):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         name = re.sub(r"/\d+/", "/*/", name.removesuffix("/value"))
         found["Muon" if label == "matrix" else "AdamW"][name] = None
-    width = shutil.get_terminal_size().columns
     return "\n".join(
-        textwrap.fill(f"{name} updates {', '.join(own)}", width, subsequent_indent="  ")
-        for name, own in found.items()
+        in_terminal(f"{name} updates {', '.join(own)}") for name, own in found.items()
     )
+
+
+def in_terminal(line: str) -> str:
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent="  ")
 
 
 def _row(name: str, results: dict[str, History]) -> str:
