@@ -88,8 +88,6 @@ LONG = {
 }
 
 
-# Which shows what happens without `nnx.capture`.
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("page", few(PAGES, *set(PAGES) - LONG), ids=name_of)
 def test_python_runs_and_prints_what_the_page_says(page):
     namespace = {"__name__": "__main__"}
