@@ -1,5 +1,7 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import functools
 import math
 from typing import Any, NamedTuple
@@ -68,7 +70,9 @@ def normalize_neurons(
 
     - `b2`: decay of the mean square.
     - `eps`: the least mean square.
-    - `model`, `dimension_numbers`, `per_head`: as for [`scale_by_muon`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
+    - `per_head`: as for [`scale_by_muon`][].
     - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
