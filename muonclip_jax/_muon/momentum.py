@@ -216,7 +216,8 @@ def _accumulate(
         gradient = gradient / FLOAT16_UNIT
     # The gradient is added to what is kept, as it was rounded: the update then depends
     # on the state alone, and a run that is resumed goes on as if it had not stopped.
-    kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
+    kept = beta * momentum.astype(wide) + gradient
+    kept = kept if wide == dtype else _as_kept(kept, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)
 
