@@ -1,7 +1,5 @@
 """Attention that records its largest logits, for Linen and NNX."""
 
-from __future__ import annotations  # help() shows aliases by name
-
 from collections.abc import Callable
 from typing import Any
 
