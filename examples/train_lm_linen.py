@@ -50,7 +50,7 @@ class Transformer(nn.Module):
 
 
 def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-    logits = Transformer().apply({"params": params}, tokens[:, :-1])
+    logits: Any = Transformer().apply({"params": params}, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 

@@ -1,5 +1,7 @@
 """A run in numbers, to log."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import itertools
 import warnings
 from typing import Any
@@ -23,7 +25,7 @@ from ._qk_clip.qk_clip import QKClipState, states_in
 
 def scalars(
     opt_state: Any,
-    params: optax.Params,
+    params: Any,
     *,
     updates: optax.Updates | None = None,
     model: Model | None = None,
@@ -65,9 +67,11 @@ def scalars(
 
     - `opt_state`: of any optimizer, however deeply wrapped; what it has no state for is
         left out.
-    - `params`, `model`, `attention`, `dimension_numbers`: as the optimizer has them.
-        `params` may be a module of NNX or Equinox.
+    - `params`: as the optimizer has them, or a module of NNX or Equinox.
     - `updates`: of the last step.
+    - `model`: as the optimizer has it.
+    - `attention`: as the optimizer has it.
+    - `dimension_numbers`: as the optimizer has them.
     - `heads`: whether to add the numbers of each head.
 
     **Returns:** a flat dict of Python numbers; under `jit` of arrays.

@@ -1,5 +1,6 @@
 """Gradients to momentum: what is kept of them, and what is orthogonalized."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -67,10 +68,26 @@ class Momentum(NamedTuple):
 #: A number, or a function from the count of steps to one.
 Beta = ArrayLike | Callable[[Any], Any]
 
+
+@dataclasses.dataclass(frozen=True)
+class Rise:
+    """`optax.linear_schedule` as a value, which signatures show without an address."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, count: Any) -> Any:
+        return optax.linear_schedule(self.start, self.end, self.steps)(count)
+
+    def __repr__(self) -> str:
+        return f"rising from {self.start} to {self.end} over {self.steps} steps"
+
+
 #: The default, as in modded-nanogpt: a long memory holds back the first steps, whose
 #: gradients turn fast, and pays once they no longer do. What it gains over 0.95:
 #: benchmarks/evidence/experiments.md, "Defaults" and "Momentum by length".
-RISING_BETA = optax.linear_schedule(0.85, 0.95, 300)
+RISING_BETA = Rise(0.85, 0.95, 300)
 
 
 def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum:
@@ -199,7 +216,8 @@ def _accumulate(
         gradient = gradient / FLOAT16_UNIT
     # The gradient is added to what is kept, as it was rounded: the update then depends
     # on the state alone, and a run that is resumed goes on as if it had not stopped.
-    kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
+    kept = beta * momentum.astype(wide) + gradient
+    kept = kept if wide == dtype else _as_kept(kept, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)
 

@@ -68,7 +68,9 @@ def normalize_neurons(
 
     - `b2`: decay of the mean square.
     - `eps`: the least mean square.
-    - `model`, `dimension_numbers`, `per_head`: as for [`scale_by_muon`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
+    - `per_head`: as for [`scale_by_muon`][].
     - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;

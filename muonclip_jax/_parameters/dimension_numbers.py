@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optax
-
 from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
@@ -40,7 +38,7 @@ DimensionNumbers = Any | Callable[[Any], Any]
 
 
 def flax_dimension_numbers(
-    params: optax.Params,
+    params: Any,
     *,
     per_head: bool = False,
     stack_axes: StackAxes = IN_FRONT,
@@ -115,7 +113,7 @@ def flax_dimension_numbers(
 
 
 def matrix_mask(
-    params: optax.Params,
+    params: Any,
     *,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
@@ -124,7 +122,9 @@ def matrix_mask(
 
     **Arguments:**
 
-    - `params`, `model`, `dimension_numbers`: as for [`param_labels`][].
+    - `params`: as for [`param_labels`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
 
     **Returns:** a tree like `params` of bools, for `optax.masked`.
 
@@ -143,7 +143,7 @@ def matrix_mask(
 
 
 def param_labels(
-    params: optax.Params,
+    params: Any,
     *,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
@@ -164,7 +164,8 @@ def param_labels(
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][], or a module of NNX or Equinox.
-    - `model`, `dimension_numbers`: as for [`scale_by_muon`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
 
     **Returns:** a tree like `params` of strings; hidden leaves stay hidden. Of a module
     it is a tree like what its optimizer is given: `nnx.state(module, nnx.Param)`, or

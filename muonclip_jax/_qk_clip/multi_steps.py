@@ -5,6 +5,8 @@ The paper's S is the largest logit of the batch of a step (arXiv:2507.20534, sec
 make gamma too small by their number, or miss a head that grew in one of them.
 """
 
+from __future__ import annotations  # help() shows aliases by name
+
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -91,13 +93,17 @@ def multi_steps(
 
     **Arguments:**
 
-    - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
-        `optax.MultiSteps`.
-    - `model`, `attention`: as given to `opt`.
-    - `shardings`, `axis_name`: as given to `opt`; the `axis_name` of [`muonclip`][],
-        [`muon`][] and [`qk_clip`][] need not be repeated unless they are in a chain.
-        Gradients are averaged over the replicas before they are accumulated, so that
-        all replicas keep the same.
+    - `opt`: an optimizer.
+    - `every_k_schedule`: as for `optax.MultiSteps`.
+    - `use_grad_mean`: as for `optax.MultiSteps`.
+    - `should_skip_update_fn`: as for `optax.MultiSteps`.
+    - `model`: as given to `opt`.
+    - `attention`: as given to `opt`.
+    - `shardings`: as given to `opt`.
+    - `axis_name`: as given to `opt`; that of [`muonclip`][], [`muon`][] and
+        [`qk_clip`][] need not be repeated unless they are in a chain. Gradients are
+        averaged over the replicas before they are accumulated, so that all replicas
+        keep the same.
     - `options`: whatever else the installed `optax.MultiSteps` has, such as its
         `accumulator_dtype`.
 

@@ -8,6 +8,8 @@ paper leaves the shared rotary key, and the query gets the whole gamma (`shares`
 head without a finite statistic is left alone.
 """
 
+from __future__ import annotations  # help() shows aliases by name
+
 import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -226,8 +228,12 @@ def clip_qk(
 
     - `params`: after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
-    - `threshold`, `alpha`: as for [`qk_clip`][], but numbers and no schedules.
-    - `model`, `attention`, `shardings`, `axis_name`: as for [`qk_clip`][].
+    - `threshold`: as for [`qk_clip`][], but a number and no schedule.
+    - `alpha`: as for [`qk_clip`][], but a number and no schedule.
+    - `model`: as for [`qk_clip`][].
+    - `attention`: as for [`qk_clip`][].
+    - `shardings`: as for [`qk_clip`][].
+    - `axis_name`: as for [`qk_clip`][].
 
     **Returns:** params of the same structure, shapes and dtypes. Leaves of heads at or
     under the threshold keep their values bit for bit.

@@ -37,8 +37,8 @@ def record_attention(
 
 
 def record_attention(
-    fun: Callable[..., Any], has_aux: bool = False, *, strict: bool = True
-) -> Callable[..., Any]:
+    fun: Callable[P, Any], has_aux: bool = False, *, strict: bool = True
+) -> Callable[P, tuple[Any, Any]]:
     """Makes a function that returns the largest logit of every head, too.
 
     It runs the operations of `fun` again, one by one, with a maximum at every
