@@ -186,7 +186,7 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
     if strays := leaves.where(lambda _, view: view is None):
         # The mask has to go by what this went by.
         whys = [verdict.why for verdict in leaves.verdicts]
-        is_read = any(why.startswith(("read", "not read")) for why in whys)
+        is_read = any(why.startswith(("traced", "not traced")) for why in whys)
         by = ["model=reading"] * is_read + ["dimension_numbers=n"] * (GIVEN in whys)
         by = ", ".join(by)
         mask = f"functools.partial(mc.matrix_mask, {by})" if by else "mc.matrix_mask"

@@ -332,11 +332,11 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     ]
     named = ByNames(tree).verdicts() if doubtful else {}
     for path in in_sight:
-        found[path] = read[path]._replace(why="read")
+        found[path] = read[path]._replace(why="traced")
     for path in doubtful:
         said, name = read[path], named[path]
         if not said.is_known:
-            found[path] = name._replace(why=f"not read: {name.why}")
+            found[path] = name._replace(why=f"not traced: {name.why}")
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
