@@ -210,10 +210,11 @@ def rate(lab: Lab, plan: Plan) -> Answer:
     costs, kept = rate_rule.judge(cases, rate_rule.rule)
     half, twice = (_mean_at(by_multiple, multiple) for multiple in (0.5, 2.0))
     return Answer(
-        "Set twice the learning rate of your tuned AdamW, but at most 0.03, for both "
-        f"sides. In {len(cases)} settings of text, model, momentum, length and batch "
-        f"this costs {np.mean(costs):.3f} nats on average and {max(costs):.3f} at most "
-        "next to the best rate on a grid of factors of 2, and keeps at least "
+        "Set the learning rate to twice that of your tuned AdamW, at most 0.03. Muon's "
+        f"and AdamW's parameters share it. In {len(cases)} settings of text, model, "
+        "momentum, length and batch (factors of 2, so that the cap is 0.032) this "
+        f"costs {np.mean(costs):.3f} nats on average and {max(costs):.3f} at most over "
+        "the best rate, and keeps at least "
         f"{rate_rule.KEPT:.0%} of the gain over AdamW in {sum(kept)}. Half of it costs "
         f"{half} nats on average, twice it {twice}.",
         "page_rate.png",
@@ -284,9 +285,10 @@ def extras(lab: Lab, plan: Plan) -> Answer:
     pay = [n for n, of in of_name.items() if all(d.high < 0 for d in of)]
     never = [n for n, of in of_name.items() if not any(d.high < 0 for d in of)]
     return Answer(
-        f"Lower the loss beyond the interval on every text: {', '.join(pay)}. On none: "
-        f"{', '.join(never)}. A `beta` that rises and a matrix for each head are the "
-        "default; what else pays is one argument: `neuron_b2=0.95` (NorMuon) or "
+        f"On every text, beyond the interval, the loss is lower with: {'; '.join(pay)}. "
+        f"On none with: {'; '.join(never)}. A `beta` that rises and a matrix for each "
+        "head are the default; the others that pay are one argument: "
+        "`neuron_b2=0.95` (NorMuon) or "
         '`mc.NewtonSchulz(preconditioning="equilibrated")`.',
         "page_extras.png",
         "What each addition does to the loss, by text",

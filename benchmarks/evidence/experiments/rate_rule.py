@@ -23,7 +23,7 @@ from ..style import CYCLE
 
 FACTOR, MOST = 2, 0.032
 KEPT = 0.8  # of what the best rate gains over AdamW
-RULE = f"{FACTOR} times AdamW's rate, at most {MOST:g}"
+RULE = f"{FACTOR} times AdamW's rate, at most 0.03 ({MOST:g} on the grid)"
 # Settings of a model and its training, which a rate is tuned for.
 SETTING = ("corpus", "layers", "width", "batch", "steps", "schedule")
 # All that Muon may differ in: other options have rates of their own.
