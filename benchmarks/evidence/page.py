@@ -128,7 +128,7 @@ def tokens(lab: Lab, plan: Plan) -> Answer:
     goals = {ADAMW_BETA: CYCLE[1], ADAMW: CYCLE[0]}
     titles = [f"{size} parameters in matrices" for size in defaults.MODELS]
     file = plan.figures / "page_tokens.png"
-    with panels(file, titles, xlabel="tokens over AdamW's") as axes:
+    with panels(file, titles, xlabel="tokens, % of AdamW's") as axes:
         for one, size in zip(axes, defaults.MODELS, strict=True):
             of_size = {c: m for (c, s), m in found.items() if s == size}
             for i, (goal, color) in enumerate(goals.items()):
