@@ -285,8 +285,8 @@ def extras(lab: Lab, plan: Plan) -> Answer:
     pay = [n for n, of in of_name.items() if all(d.high < 0 for d in of)]
     never = [n for n, of in of_name.items() if not any(d.high < 0 for d in of)]
     return Answer(
-        f"On every text, beyond the interval, the loss is lower with: {'; '.join(pay)}. "
-        f"On none with: {'; '.join(never)}. A `beta` that rises and a matrix for each "
+        "On every text, beyond the interval, the loss is lower with: "
+        f"{'; '.join(pay)}. On none with: {'; '.join(never)}. A `beta` that rises and a matrix for each "
         "head are the default; the others that pay are one argument: "
         "`neuron_b2=0.95` (NorMuon) or "
         '`mc.NewtonSchulz(preconditioning="equilibrated")`.',

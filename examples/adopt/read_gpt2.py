@@ -8,7 +8,10 @@ Nothing runs and nothing is downloaded: the model is traced on shapes alone.
 import jax
 import jax.numpy as jnp
 import optax
-from transformers import FlaxGPT2LMHeadModel, GPT2Config
+from transformers import (  # pyright: ignore[reportMissingImports]
+    FlaxGPT2LMHeadModel,
+    GPT2Config,
+)
 
 import muonclip_jax as mc
 
