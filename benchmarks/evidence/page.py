@@ -286,8 +286,8 @@ def extras(lab: Lab, plan: Plan) -> Answer:
     never = [n for n, of in of_name.items() if not any(d.high < 0 for d in of)]
     return Answer(
         "On every text, beyond the interval, the loss is lower with: "
-        f"{'; '.join(pay)}. On none with: {'; '.join(never)}. A `beta` that rises and a matrix for each "
-        "head are the default; the others that pay are one argument: "
+        f"{'; '.join(pay)}. On none with: {'; '.join(never)}. A `beta` that rises and "
+        "a matrix for each head are the default; the others that pay are one argument: "
         "`neuron_b2=0.95` (NorMuon) or "
         '`mc.NewtonSchulz(preconditioning="equilibrated")`.',
         "page_extras.png",
