@@ -1,6 +1,6 @@
 """What a trace says of HuggingFace's GPT-2 that its names do not.
 
-    pip install 'transformers<5' flax && python examples/adopt/read_gpt2.py
+    pip install 'transformers<5' flax && python examples/read_gpt2.py
 
 Nothing runs and nothing is downloaded: the model is traced on shapes alone.
 """
