@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from .._axes import sharded_like
 from .._parameters.paths import is_masked
-from .layout import Layout
+from .layout import cut_axes, Layout
 from .shardings import is_sharded_as, MeshSpecs
 
 
@@ -63,11 +63,12 @@ def zero_parts(
         mesh, own = mesh_specs.mesh, tuple(specs[i] for i in moved)
         arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
         sharded = _zeros(mesh, own, arrays)
-        if isinstance(mesh, Mesh) and not isinstance(sharded[0], Tracer):
+        is_here = isinstance(mesh, Mesh) and not isinstance(sharded[0], Tracer)
+        for i, x, spec in zip(moved, sharded, own, strict=True):
             # The results of a program do not name axes of one device, which params do.
-            sharded = jax.device_put(sharded, [NamedSharding(mesh, x) for x in own])
-        for i, x in zip(moved, sharded, strict=True):
-            results[i] = x
+            is_lost = is_here and any(mesh.shape[name] == 1 for name in cut_axes(spec))
+            sharding = NamedSharding(mesh, spec) if is_lost else None
+            results[i] = jax.device_put(x, sharding) if is_lost else x
     if AxisType.Auto in mesh_specs.mesh.axis_types:
         # Programs replicate what has no entries, so that a step would move it.
         put = jax.jit(jnp.asarray)
