@@ -32,7 +32,7 @@ def panels(
     """
     together = -(-len(titles) // rows)
     is_turned = together > 2 == rows
-    columns = min(2, len(titles)) if rows == 1 else 2 if is_turned else together
+    columns = min(2, together)
     down = -(-len(titles) // columns)
     figure, grid = plt.subplots(
         down,

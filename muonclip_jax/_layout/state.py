@@ -66,9 +66,9 @@ def zero_parts(
         is_here = isinstance(mesh, Mesh) and not isinstance(sharded[0], Tracer)
         for i, x, spec in zip(moved, sharded, own, strict=True):
             # The results of a program do not name axes of one device, which params do.
-            is_lost = is_here and any(mesh.shape[name] == 1 for name in cut_axes(spec))
-            sharding = NamedSharding(mesh, spec) if is_lost else None
-            results[i] = jax.device_put(x, sharding) if is_lost else x
+            if is_here and any(mesh.shape[name] == 1 for name in cut_axes(spec)):
+                x = jax.device_put(x, NamedSharding(mesh, spec))
+            results[i] = x
     if AxisType.Auto in mesh_specs.mesh.axis_types:
         # Programs replicate what has no entries, so that a step would move it.
         put = jax.jit(jnp.asarray)
