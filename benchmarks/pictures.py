@@ -25,13 +25,26 @@ def picture(file: Path, **settings: Any) -> Iterator[Axes]:
 def panels(
     file: Path, titles: Sequence[str], *, rows: int = 1, **settings: Any
 ) -> Iterator[list[Axes]]:
-    """Several axes, in one or more rows; `settings` are those of each."""
-    columns = -(-len(titles) // rows)
-    size = (6 if columns == 1 else 4.6 * columns, 3.8 * rows)
+    """Several axes, two in a row at most; `settings` are those of each.
+
+    `rows` are how many belong together: two rows of three are two columns of three.
+    A page shows two of them with labels of 11 pixels or more, three with smaller ones.
+    """
+    together = -(-len(titles) // rows)
+    is_turned = together > 2 == rows
+    columns = min(2, together)
+    down = -(-len(titles) // columns)
     figure, grid = plt.subplots(
-        rows, columns, figsize=size, layout="constrained", squeeze=False
+        down,
+        columns,
+        figsize=(4.6 * columns, 3.8 * down),
+        layout="constrained",
+        squeeze=False,
     )
-    axes = list(grid.flat)
+    axes = list((grid.T if is_turned else grid).flat)
+    for unused in axes[len(titles) :]:
+        unused.remove()
+    axes = axes[: len(titles)]
     for one, title in zip(axes, titles, strict=True):
         one.set(**settings)
         one.set_title(title, loc="left", fontsize=11)

@@ -43,11 +43,10 @@ class Grid(NamedTuple):
 
 
 ADAMW = (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
-MUON = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
-# Muon's AdamW side keeps the rate that is the best of AdamW, the default.
+MUON = (3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
 GRIDS = {
     "adamw": Grid("--adam-learning-rate", ADAMW, Place(6e-3, 0.5)),
-    "muon": Grid("--learning-rate", MUON, Place(2e-2, 0.5)),
+    "muon": Grid("--learning-rate", MUON, Place(1.2e-2, 0.5)),
 }
 
 

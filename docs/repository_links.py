@@ -1,4 +1,4 @@
-"""Pages and links of the site that are elsewhere in the repository.
+"""Pages, links and pictures of the site that are elsewhere in the repository.
 
 The report, all experiments and the notebook are pages of the site. A picture joins it;
 a link to any other file outside of `docs/`, which reads well in a clone, goes to the
@@ -8,6 +8,7 @@ repository.
 import json
 import posixpath
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mkdocs.structure.pages import Page
 # What is in a block of code is no link.
 LINK = re.compile(r"^ *```.*?^ *```$|(?<=\]\()([^)\s#]+)", re.DOTALL | re.MULTILINE)
 PICTURES = (".png", ".gif", ".svg")
+WIDE = 1000  # pixels: two panels
 # Pages by the file that they are made from.
 PAGES = {
     "benchmarks/report.md": "report.md",
@@ -63,6 +65,24 @@ def on_page_markdown(
         return posixpath.relpath(target, posixpath.dirname(here) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(
+    html: str, page: Page, config: MkDocsConfig, files: Files, **_: Any
+) -> str:
+    """Marks pictures of two panels, which a phone has to scroll."""
+
+    def marked(match: re.Match[str]) -> str:
+        uri = posixpath.normpath(posixpath.join(page.file.dest_uri, "..", match[2]))
+        file = files.src_uris.get(uri)
+        if file is None or not file.abs_src_path or not uri.endswith(".png"):
+            return match[0]
+        # Width and height are the first two numbers of a PNG.
+        with open(file.abs_src_path, "rb") as picture:
+            width, _ = struct.unpack(">II", picture.read(24)[16:])
+        return f'{match[1]}class="wide" ' if width >= WIDE else match[0]
+
+    return re.sub(r'(<img )(?=[^>]*src="([^"]*)")', marked, html)
 
 
 def _as_markdown(notebook: dict[str, Any]) -> str:

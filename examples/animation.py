@@ -86,10 +86,12 @@ def train(settings: Settings, threshold: float, corpus: Corpus) -> Training:
         heads=settings.heads,
         rngs=nnx.Rngs(0),
     )
+    tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
     tx = mc.muonclip(
         warmup(settings.learning_rate, settings.steps),
         adam_learning_rate=warmup(settings.adam_learning_rate, settings.steps),
         threshold=threshold,
+        model=mc.read_model(loss_fn, model, tokens),
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     max_logits = []
@@ -109,8 +111,8 @@ def train_step(
     model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array
 ) -> jax.Array:
     """Updates the model and returns the largest logit of every head."""
-    recorded_loss = nnx.capture(loss_fn, nnx.Intermediate)
-    grads, stats = nnx.grad(recorded_loss, has_aux=True)(model, tokens)
+    gradient = nnx.grad(mc.record_attention(loss_fn), has_aux=True)
+    grads, stats = gradient(model, tokens)
     optimizer.update(model, grads, attention_stats=stats)
     # A row of the heads of all layers.
     return optax.tree.get(optimizer.opt_state, "max_logits")[...]

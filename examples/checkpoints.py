@@ -28,7 +28,7 @@ class Checkpoints:
     ):
         self._settings = settings
         if not resume:
-            _move_aside(folder)
+            move_aside(folder)
         # A run that was killed may leave an unfinished checkpoint.
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True
@@ -80,10 +80,12 @@ def _check_same(saved: dict[str, str], wanted: dict[str, str]) -> None:
         raise SystemExit("cannot resume with other settings: " + "; ".join(differing))
 
 
-def _move_aside(folder: Path) -> None:
-    if folder.exists() and jax.process_index() == 0:
+def move_aside(path: Path) -> None:
+    """Renames what an earlier run left: `run.1`, `picture.1.png`."""
+    if path.exists() and jax.process_index() == 0:
         number = 1
-        while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        name = f"{path.stem}.{{}}{path.suffix}"
+        while (target := path.with_name(name.format(number))).exists():
             number += 1
-        shutil.move(folder, target)
-    sync_global_devices(f"moved {folder}")
+        shutil.move(path, target)
+    sync_global_devices(f"moved {path}")

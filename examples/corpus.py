@@ -26,6 +26,7 @@ class Corpus:
         text = np.frombuffer(
             file.read_bytes() if file else standard_library(), np.uint8
         )
+        self.size = len(text)
         piece = min(_PIECE, -(-len(text) // 16))
         held_out = np.arange(len(text)) // max(piece, 1) % 16 == 15
         self.train, self.validation = text[~held_out], text[held_out]
@@ -44,27 +45,34 @@ class Corpus:
         Of several processes, each asks for its own `rows` of the batch.
         """
         generator = np.random.default_rng((seed, step))
-        return windows(self.train, size, context, generator, rows)
+        return self._windows(self.train, size, context, generator, rows)
 
     def validation_batches(
         self, count: int, size: int, context: int
     ) -> list[np.ndarray]:
         generator = np.random.default_rng(0)
         return [
-            windows(self.validation, size, context, generator) for _ in range(count)
+            self._windows(self.validation, size, context, generator)
+            for _ in range(count)
         ]
 
-
-def windows(
-    text: np.ndarray, size: int, context: int, generator, rows: slice = slice(None)
-) -> np.ndarray:
-    """Cuts `(size, context + 1)` bytes out of the text at random places."""
-    if len(text) < context + 2:
-        raise SystemExit(
-            f"the text has {len(text)} bytes, too few for context {context}"
-        )
-    starts = generator.integers(0, len(text) - context - 1, size)[rows]
-    return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+    def _windows(
+        self,
+        text: np.ndarray,
+        size: int,
+        context: int,
+        generator,
+        rows: slice = slice(None),
+    ) -> np.ndarray:
+        """Cuts `(size, context + 1)` bytes out of the text at random places."""
+        if len(text) < context + 2:
+            raise SystemExit(
+                f"the text has {self.size} bytes, too few for context {context}: "
+                f"{len(self.validation)} of them are held out, and both parts need "
+                f"{context + 2}"
+            )
+        starts = generator.integers(0, len(text) - context - 1, size)[rows]
+        return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
 
 def standard_library() -> bytes:

@@ -5,25 +5,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-import muonclip_jax as mc
-
 
 class Block(nnx.Module):
     """Pre-norm attention and a squared-ReLU feed-forward layer."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            heads, width, decode=False, attention_fn=mc.attention_fn, rngs=rngs
-        )
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # sow_weights=True lets mc.attention_fn record the largest logits.
-        y = self.attention_norm(x)
-        x = x + self.attention(y, is_causal=True, sow_weights=True)
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
         y = jax.nn.relu(self.up(self.mlp_norm(x)))
         return x + self.down(jnp.square(y))
 

@@ -10,9 +10,13 @@ Every optimizer sees the same initial weights and the same batches. Results go t
 """
 
 import argparse
+import contextlib
 import functools
 import json
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from checkpoints import Checkpoints
+from checkpoints import Checkpoints, move_aside
 from corpus import Corpus, existing_file, VOCABULARY
 from flax import nnx
 from model import Transformer
 from tqdm import tqdm
-from train_lm_report import draw, History, NAMES, summary, table
+from train_lm_report import draw, groups, History, in_terminal, NAMES, summary, table
 
 import muonclip_jax as mc
 
@@ -54,12 +58,12 @@ def parse_args() -> argparse.Namespace:
         help="60 steps, with the rates that are tuned for 300",
     )
     add = functools.partial(parser.add_argument, help="default: %(default)s")
-    add("--eval-every", type=int, default=10)
+    add("--eval-every", type=positive, default=10)
     add(
         "--checkpoint-every",
-        type=int,
-        default=5,
-        help="in evaluations; default: %(default)s",
+        type=positive,
+        default=50,
+        help="steps, then at the next evaluation; default: %(default)s",
     )
     add("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--resume", action="store_true", help="go on from --out")
@@ -69,25 +73,44 @@ def parse_args() -> argparse.Namespace:
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--data", type=existing_file, help="a text file; default: the standard library")
-    add("--steps", type=int, default=300)
-    add("--batch-size", type=int, default=32)
-    add("--context", type=int, default=64)
-    add("--layers", type=int, default=4)
-    add("--width", type=int, default=128)
-    add("--heads", type=int, default=4)
+    add("--steps", type=positive, default=300)
+    add("--batch-size", type=positive, default=32)
+    add("--context", type=positive, default=64)
+    add("--layers", type=positive, default=4)
+    add("--width", type=positive, default=128)
+    add("--heads", type=positive, default=4)
     add(
-        "--learning-rate", type=float, default=2e-2, help="Muon's; default: %(default)s"
+        "--learning-rate",
+        type=float,
+        default=1.2e-2,
+        help="of muon and muonclip: twice AdamW's; default: %(default)s",
     )
     add("--adam-learning-rate", type=float, default=6e-3)
     add("--schedule", choices=("linear", "constant"), default="linear")
     add("--weight-decay", type=float, default=0.5)
-    add("--threshold", type=float, default=8.0)
+    add("--threshold", type=float, default=6.0)
     add("--alpha", type=float, default=0.5)
     add("--seed", type=int, default=0)
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return int(text)
+
+
 def main() -> None:
     args = parse_args()
+    try:
+        compare(args)
+    except KeyboardInterrupt:
+        command = [word for word in sys.argv if word != "--resume"]
+        raise SystemExit(
+            f"\nstopped; to go on: python {' '.join(command)} --resume"
+        ) from None
+
+
+def compare(args: argparse.Namespace) -> None:
     print(f"reading {args.data or 'the sources of the standard library'}", flush=True)
     corpus = Corpus(args.data)
     print(
@@ -95,19 +118,22 @@ def main() -> None:
     )
     chosen = [args.optimizer] if args.optimizer else list(OPTIMIZERS)
     results = {}
+    picture, numbers = args.out / "comparison.png", args.out / "results.json"
+    if not args.resume:
+        # As `Checkpoints` does: a second run leaves the first one's files.
+        move_aside(picture)
+        move_aside(numbers)
     with tqdm(total=len(chosen) * args.steps, bar_format=BAR, smoothing=0) as bar:
         for i, name in enumerate(chosen, 1):
             bar.set_description_str(f"{NAMES[name]} ({i} of {len(chosen)})")
-            bar.set_postfix_str("compiling")
             results[name] = train(name, args, corpus, bar)
-    picture = args.out / "comparison.png"
     rates = {name: float(args.learning_rate) for name in OPTIMIZERS}
     rates["adamw"] = args.adam_learning_rate
     draw(results, picture, threshold=args.threshold, rates=rates)
-    (args.out / "results.json").write_text(json.dumps(results))
-    params = nnx.state(make_model(args), nnx.Param)
-    print(f"\nWhich parameters Muon updated:\n\n{mc.describe(params)}\n")
-    print(table(results), summary(results, threshold=args.threshold), sep="\n")
+    numbers.write_text(json.dumps(results))
+    print(f"\n{groups(mc.param_labels(make_model(args), model=read(args)))}\n")
+    said = summary(results, threshold=args.threshold)
+    print(table(results), *map(in_terminal, said.splitlines()), sep="\n")
     print(f"picture: {picture}")
 
 
@@ -116,17 +142,22 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """`options` are further arguments of `mc.muonclip`."""
     schedule = functools.partial(make_schedule, args)
-    matrices, others = schedule(args.learning_rate), schedule(args.adam_learning_rate)
     if name == "adamw":
-        adamw = optax.adamw(others, b2=0.95, weight_decay=args.weight_decay)
+        rate = schedule(args.adam_learning_rate)
+        adamw = optax.adamw(rate, b2=0.95, weight_decay=args.weight_decay)
         return optax.with_extra_args_support(adamw)
-    common: dict[str, Any] = dict(
-        adam_learning_rate=others, weight_decay=args.weight_decay
-    )
+    rate = schedule(args.learning_rate)
+    options |= dict(model=read(args), weight_decay=args.weight_decay)
     if name == "muon":
-        return mc.muon(matrices, **common)
+        return mc.muon(rate, **options)
     clip = dict(threshold=args.threshold, alpha=args.alpha)
-    return mc.muonclip(matrices, **clip, **common, **options)
+    return mc.muonclip(rate, **clip, **options)
+
+
+def read(args: argparse.Namespace) -> mc.ModelReading:
+    """What `loss_fn` does with every parameter, by its trace on shapes alone."""
+    model = nnx.eval_shape(functools.partial(make_model, args))
+    return mc.read_model(loss_fn, model, jnp.zeros((1, args.context + 1), jnp.int32))
 
 
 def make_schedule(args: argparse.Namespace, peak: float) -> optax.Schedule:
@@ -157,9 +188,7 @@ class Metrics(NamedTuple):
 def train_step(
     model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array
 ) -> Metrics:
-    # nnx.capture returns what mc.attention_fn recorded next to the loss.
-    recorded_loss = nnx.capture(loss_fn, nnx.Intermediate)
-    gradient = nnx.value_and_grad(recorded_loss, has_aux=True)
+    gradient = nnx.value_and_grad(mc.record_attention(loss_fn), has_aux=True)
     (loss, stats), grads = gradient(model, tokens)
     optimizer.update(model, grads, attention_stats=stats)
     max_logit = functools.reduce(jnp.maximum, map(jnp.max, jax.tree.leaves(stats)))
@@ -171,8 +200,7 @@ def train_step(
 
 @nnx.jit
 def evaluate(model: Transformer, tokens: jax.Array) -> jax.Array:
-    loss, _ = nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
-    return loss
+    return loss_fn(model, tokens)
 
 
 def train(name: str, args: argparse.Namespace, corpus: Corpus, bar: tqdm) -> History:
@@ -184,12 +212,13 @@ def train(name: str, args: argparse.Namespace, corpus: Corpus, bar: tqdm) -> His
     with Checkpoints(folder, settings(args), resume=args.resume) as checkpoints:
         first, history = restore(checkpoints, model, optimizer)
         bar.total -= first  # what a resumed run has done already takes no time
-        pending, started = [], time.perf_counter()
+        pending, started, saved = [], time.perf_counter(), first
         for step in range(first, args.steps):
             tokens = corpus.batch(
                 args.batch_size, args.context, seed=args.seed, step=step
             )
-            pending.append(train_step(model, optimizer, jnp.asarray(tokens)))
+            with compiling(bar) if step == first else contextlib.nullcontext():
+                pending.append(train_step(model, optimizer, jnp.asarray(tokens)))
             bar.update()
             last = step + 1 == args.steps
             if last or (step + 1) % args.eval_every == 0:
@@ -200,10 +229,32 @@ def train(name: str, args: argparse.Namespace, corpus: Corpus, bar: tqdm) -> His
                 }
                 history.append(record)
                 bar.set_postfix_str(progress(record), refresh=False)
-                if last or len(history) % args.checkpoint_every == 0:
+                if last or step + 1 - saved >= args.checkpoint_every:
                     checkpoints.save(step + 1, pure(model, optimizer), history)
+                    saved = step + 1
                 pending, started = [], time.perf_counter()
     return history
+
+
+@contextlib.contextmanager
+def compiling(bar: tqdm) -> Iterator[None]:
+    """Counts the seconds of the first step, which the time left leaves out."""
+    is_done, started = threading.Event(), time.perf_counter()
+
+    def show() -> None:
+        while not is_done.wait(0.5):
+            seconds = time.perf_counter() - started
+            bar.set_postfix_str(f"compiling, {seconds:.0f} s")
+
+    clock = threading.Thread(target=show, daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        clock.join()
+        bar.set_postfix_str("", refresh=False)
+        bar.unpause()
 
 
 def restore(

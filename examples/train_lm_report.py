@@ -1,8 +1,12 @@
 """The table, the sentence and the picture at the end of a comparison."""
 
+import re
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
 import matplotlib
 import numpy as np
 
@@ -54,10 +58,14 @@ def summary(results: dict[str, History], *, threshold: float) -> str:
             f"steps ({reached / steps:.0%}) and ended {gain:.2f} nats lower."
         )
     if {"muon", "muonclip"} <= results.keys():
-        muon, clipped = _largest(results["muon"]), _largest(results["muonclip"])
+        count = sum(record["clipped"] for record in results["muonclip"])
+        with_clip, without = (ends[x]["max_logit"] for x in ("muonclip", "muon"))
         sentences.append(
-            f"With QK-Clip at {threshold:g} the largest attention logit was "
-            f"{clipped:.1f}, without it {muon:.1f}."
+            f"QK-Clip at {threshold:g} scaled heads {count:,} times: at the end the "
+            f"largest attention logit was {with_clip:.1f}, without the clip "
+            f"{without:.1f}."
+            if count
+            else f"No attention logit exceeded {threshold:g}: QK-Clip changed nothing."
         )
     return "\n".join(sentences)
 
@@ -94,7 +102,12 @@ def draw(
                 arrowprops={"arrowstyle": "->"},
             )
     if "muonclip" in results:
-        titles[1] = f"MuonClip holds the logits near {threshold:g}"
+        largest = results["muonclip"][-1]["max_logit"]
+        titles[1] = f"MuonClip ends with a largest logit of {largest:.1f}"
+        if not any(record["clipped"] for record in results["muonclip"]):
+            titles[1] = f"No logit exceeded {threshold:g}: nothing was clipped"
+        elif largest < 1.2 * threshold:
+            titles[1] = f"MuonClip holds the logits near {threshold:g}"
         right.axhline(threshold, color="black", linewidth=0.8, linestyle=":")
         place = right.get_yaxis_transform()  # share of the width, logit
         label = f"threshold {threshold:g}"
@@ -112,6 +125,23 @@ def draw(
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def groups(labels: Any) -> str:
+    """The parameters of Muon and of AdamW; a star stands for the number of a block."""
+    found: dict[str, dict[str, None]] = {"Muon": {}, "AdamW": {}}
+    for path, label in jax.tree.leaves_with_path(labels):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = re.sub(r"/\d+/", "/*/", name.removesuffix("/value"))
+        found["Muon" if label == "matrix" else "AdamW"][name] = None
+    return "\n".join(
+        in_terminal(f"{name} updates {', '.join(own)}") for name, own in found.items()
+    )
+
+
+def in_terminal(line: str) -> str:
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent="  ")
 
 
 def _row(name: str, results: dict[str, History]) -> str:

@@ -22,6 +22,8 @@ from flax import nnx
 from tqdm import trange
 from train_lm import add_training_arguments, loss_fn, make_model, make_optimizer
 
+import muonclip_jax as mc
+
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -74,11 +76,10 @@ def create_state(
 
 
 def train_step(graphdef, tx, params, opt_state, tokens):
-    def recorded_loss(params):
-        model = nnx.merge(graphdef, params)
-        return nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
+    def loss_of(params):
+        return loss_fn(nnx.merge(graphdef, params), tokens)
 
-    gradient = jax.value_and_grad(recorded_loss, has_aux=True)
+    gradient = jax.value_and_grad(mc.record_attention(loss_of), has_aux=True)
     (loss, stats), grads = gradient(params)
     loss = jax.lax.pmean(loss, "devices")
     updates, opt_state = tx.update(grads, opt_state, params, attention_stats=stats)

@@ -43,7 +43,10 @@ from train_lm import (
     make_model,
     make_optimizer,
     Metrics,
+    positive,
 )
+
+import muonclip_jax as mc
 
 
 # What a resumed run need not have in common with the one it continues.
@@ -75,12 +78,6 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--distributed", action="store_true", help="this is one of several hosts"
     )
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return int(text)
 
 
 def main() -> None:
@@ -176,11 +173,10 @@ def train_step(
     state: State,
     tokens: jax.Array,
 ) -> tuple[State, Metrics]:
-    def recorded_loss(params):
-        model = nnx.merge(graphdef, params)
-        return nnx.capture(loss_fn, nnx.Intermediate)(model, tokens)
+    def loss_of(params):
+        return loss_fn(nnx.merge(graphdef, params), tokens)
 
-    gradient = jax.value_and_grad(recorded_loss, has_aux=True)
+    gradient = jax.value_and_grad(mc.record_attention(loss_of), has_aux=True)
     (loss, stats), grads = gradient(state.params)
     updates, opt_state = tx.update(
         grads, state.opt_state, state.params, attention_stats=stats

@@ -142,7 +142,7 @@ def keep_sharding(x: jax.Array) -> jax.Array:
     momentum would be sharded as what is iterated, and state would move in the first
     step. JAX has no name for Shardy's barrier against that; its GSPMD has none.
     """
-    return _barrier.bind(x, passes="FORWARD")
+    return _barrier.bind(x, passes=_FORWARD)
 
 
 def impose_no_sharding(x: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def impose_no_sharding(x: jax.Array) -> jax.Array:
     # Only of automatic axes the compiler chooses, and outside of `shard_map`.
     kinds = set(mesh.axis_types) if isinstance(x, Tracer) else set()
     is_open = AxisType.Auto in kinds and AxisType.Manual not in kinds
-    return _barrier.bind(x, passes="BACKWARD") if is_open else x
+    return _barrier.bind(x, passes=_BACKWARD) if is_open else x
 
 
 def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -170,21 +170,19 @@ def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.where(never, keep_sharding(like.astype(x.dtype)), x)
 
 
+_FORWARD, _BACKWARD = 1, 2  # sdy.PropagationDirection
 _barrier = Primitive("sharding_barrier")
 _barrier.def_impl(lambda x, passes: x)
 _barrier.def_abstract_eval(lambda x, passes: x)
 batching.defvectorized(_barrier)
 ad.deflinear(_barrier, lambda cotangent, passes: [cotangent])
 
-_DIRECTIONS = {"FORWARD": 1, "BACKWARD": 2}  # sdy.PropagationDirection
 
-
-def _lower_barrier(context: Any, x: Any, passes: str) -> list[Any]:
+def _lower_barrier(context: Any, x: Any, passes: int) -> list[Any]:
     if not jax.config.jax_use_shardy_partitioner:
         return [x]
     kind = ir.IntegerType.get_signless(32)
-    direction = ir.IntegerAttr.get(kind, _DIRECTIONS[passes])
-    return [sdy.PropagationBarrierOp(x, direction).result]
+    return [sdy.PropagationBarrierOp(x, ir.IntegerAttr.get(kind, passes)).result]
 
 
 mlir.register_lowering(_barrier, _lower_barrier)

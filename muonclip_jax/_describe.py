@@ -1,5 +1,7 @@
 """A table of a model's leaves: their matrices, optimizer and role in attention."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import inspect
 import math
 from typing import Any
@@ -23,6 +25,7 @@ from ._parameters import paths
 from ._parameters.dimension_numbers import (
     DimensionNumbers,
     FROZEN,
+    optimizers_of,
     resolve_verdicts,
     views_of,
 )
@@ -36,7 +39,7 @@ _DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 
 
 def describe(
-    params: optax.Params,
+    params: Any,
     *,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
@@ -62,9 +65,14 @@ def describe(
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][], or a module of NNX or Equinox.
-    - `model`, `dimension_numbers`, `attention`, `per_head`: as for [`muonclip`][].
-    - `weight_decay`, `weight_decay_mask`, `adam_weight_decay`: as for [`muonclip`][];
-        with any of them the column "decay" says what decays each leaf.
+    - `model`: as for [`muon`][].
+    - `dimension_numbers`: as for [`muon`][].
+    - `attention`: as for [`muonclip`][].
+    - `per_head`: as for [`muon`][].
+    - `weight_decay`: as for [`muon`][]. With this or one of the next two the column
+        "decay" says what decays each leaf.
+    - `weight_decay_mask`: as for [`muon`][].
+    - `adam_weight_decay`: as for [`muon`][].
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes
         together, as count x short side x long side and the dtype of the params.
     - `collapse`: whether repeated layers share a row; `False` lists every leaf.
@@ -101,10 +109,7 @@ def describe(
     settings = heads_apart(per_head, model, dimension_numbers, attention)
     verdicts = resolve_verdicts(tree=tree, **settings)
     views = views_of(verdicts, tree)
-    optimizers = [
-        "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
-        for view, verdict in zip(views, verdicts, strict=True)
-    ]
+    optimizers = optimizers_of(verdicts, views)
     read = model if attention is None else None
     layers = attention if read is None else LayersRead(read)
     roles, refusal = _roles_or_refusal(layers, tree)

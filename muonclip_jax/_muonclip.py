@@ -1,7 +1,8 @@
 """MuonClip: Muon, then QK-Clip."""
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from __future__ import annotations  # help() shows aliases by name
+
+from collections.abc import Hashable
 
 import jax
 import optax
@@ -14,8 +15,9 @@ from ._model.per_head import heads_apart
 from ._muon.momentum import RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
+from ._muon.weight_decay import Mask
 from ._newton_schulz.newton_schulz import Orthogonalizer
-from ._options import foreign_state
+from ._options import check_state
 from ._parameters.dimension_numbers import DimensionNumbers
 from ._parameters.given import Model
 from ._qk_clip.qk_clip import qk_clip
@@ -28,12 +30,12 @@ def muonclip(
     alpha: optax.ScalarOrSchedule = 0.5,
     model: Model | None = None,
     attention: Attention | None = None,
-    beta: float | jax.Array | optax.Schedule = RISING_BETA,
+    beta: optax.ScalarOrSchedule = RISING_BETA,
     nesterov: bool = True,
     orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
-    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    weight_decay_mask: Mask = None,
     mu_dtype: DTypeLike | None = None,
     dimension_numbers: DimensionNumbers | None = None,
     per_head: bool | None = None,
@@ -47,46 +49,20 @@ def muonclip(
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of Kimi K2: [`muon`][], then [`qk_clip`][].
+    """The optimizer of Kimi K2 (arXiv:2507.20534): [`muon`][], then [`qk_clip`][].
 
     Nothing may come after it in a chain: what changes its updates undoes the clip. Put
     `optax.clip_by_global_norm` before it, a factor in the learning rate, and use
     [`multi_steps`][] in place of `optax.apply_every`.
 
-    **Arguments:** in four groups. The model and where it is:
+    **Arguments:**
 
-    - `model`: what [`read_model`][] returns. Without it names and shapes tell.
-    - `dimension_numbers`: axes of matrices, or patterns of paths to them, to `None`
-        (AdamW) or to `"auto"`; they override the model.
-    - `per_head`: whether every head is a matrix of its own: by default where heads are
-        known, by `model`, by `attention` or by the names of stock layers.
-    - `attention`: the layers that are clipped, where `model` does not tell.
-    - `shardings`, `axis_name`: how a mesh shards the params, and the mapped axes that
-        divide the batch; see the manual's pages on devices.
-
-    The clip, as [`qk_clip`][] has it:
-
+    - `learning_rate`: twice that of your tuned AdamW, at most 0.03; or a schedule.
     - `threshold`: the largest logit that is left alone, or a schedule of it.
     - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
-
-    The rates, for both sides unless one is given for AdamW's, as [`muon`][] has them:
-
-    - `learning_rate`: a float or a schedule. Set twice the learning rate of your tuned
-        AdamW, but at most 0.03.
-    - `weight_decay`, `weight_decay_mask`, `cautious_weight_decay`: decoupled decay, the
-        leaves that have it, and whether only where the step makes a weight smaller.
-    - `adam_learning_rate`, `adam_weight_decay`: Muon's if `None`.
-    - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`.
-
-    The update of a matrix, as [`scale_by_muon`][] has it:
-
-    - `beta`, `nesterov`, `mu_dtype`: decay of the momentum, a number or a schedule (by
-        default it rises from 0.85 to 0.95 over 300 steps), whether to look one step
-        ahead, and the dtype in which momentum is kept.
-    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or a function
-        of your own.
-    - `consistent_rms`: the root mean square of the update, `"mup"` or `None`.
-    - `neuron_b2`: decay of NorMuon's mean squares; `None` leaves them out.
+    - `model`: what [`read_model`][] returns. Without it, names and shapes decide.
+    - `attention`: the layers to clip, if not those of `model`; as for [`qk_clip`][].
+    - all others: as for [`muon`][], which has a line for each.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose update is
     `tx.update(grads, state, params, attention_stats=stats)`.
@@ -95,22 +71,14 @@ def muonclip(
 
     !!! example
 
-        >>> import jax.numpy as jnp, optax
-        >>> import muonclip_jax as mc
-        >>> kernel = jnp.ones((8, 2, 4))
+        >>> import jax.numpy as jnp, muonclip_jax as mc
+        >>> kernel = jnp.ones((8, 2, 4))  # two heads
         >>> params = {"attn": {"query": {"kernel": kernel}, "key": {"kernel": kernel}}}
+        >>> stats = {"attn": {"max_logits": jnp.array([90.0, 400.0])}}
         >>> tx = mc.muonclip(1e-3)
-        >>> updates, state = tx.update(
-        ...     params, tx.init(params), params,
-        ...     attention_stats={"attn": {"max_logits": jnp.array([90.0, 400.0])}},
-        ... )
-        >>> float(optax.tree.get(state, "max_logit"))
-        400.0
-
-    ??? cite "References"
-
-        Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, Algorithm 1
-        (which has `nesterov=False, per_head=False, beta=0.95`).
+        >>> _, state = tx.update(params, tx.init(params), params, attention_stats=stats)
+        >>> int(mc.scalars(state, params)["num_clipped"])
+        1
     """
     # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
     # algorithm 1): it has to see the update with learning rate and weight decay in it.
@@ -156,8 +124,7 @@ def muonclip(
     )
 
     def update(updates, state, params=None, **extra_args):
-        if not isinstance(state, tuple | list) or len(state) != 2:
-            raise foreign_state("muonclip")
+        check_state("muonclip", isinstance(state, tuple | list) and len(state) == 2)
         return tx.update(updates, state, params, **extra_args)
 
     # So that `multi_steps` finds the axis: a chain is two functions, which hide it.

@@ -155,13 +155,14 @@ def transformation(name: str, value: Any) -> None:
         )
 
 
-def foreign_state(name: str) -> ValueError:
-    """The error of a state of another set-up, and of arguments in another order."""
-    return ValueError(
-        f"the state is not one that init of {name} made: tx.update(grads, state, "
-        "params), with the state of the last update, or a checkpoint loaded into "
-        "tx.init(params), and not that of another set-up of the optimizer"
-    )
+def check_state(name: str, is_own: bool) -> None:
+    """Raises for a state of another set-up, and for arguments in another order."""
+    if not is_own:
+        raise ValueError(
+            f"the state is not one that init of {name} made: tx.update(grads, state, "
+            "params), with the state of the last update, or a checkpoint loaded into "
+            "tx.init(params), and not that of another set-up of the optimizer"
+        )
 
 
 def shown(value: Any) -> str:

@@ -1,8 +1,9 @@
 """A run in numbers, to log."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from ._qk_clip.qk_clip import QKClipState, states_in
 
 def scalars(
     opt_state: Any,
-    params: optax.Params,
+    params: Any,
     *,
     updates: optax.Updates | None = None,
     model: Model | None = None,
@@ -66,9 +67,11 @@ def scalars(
 
     - `opt_state`: of any optimizer, however deeply wrapped; what it has no state for is
         left out.
-    - `params`, `model`, `attention`, `dimension_numbers`: as the optimizer has them.
-        `params` may be a module of NNX or Equinox.
+    - `params`: as the optimizer has them, or a module of NNX or Equinox.
     - `updates`: of the last step.
+    - `model`: as the optimizer has it.
+    - `attention`: as the optimizer has it.
+    - `dimension_numbers`: as the optimizer has them.
     - `heads`: whether to add the numbers of each head.
 
     **Returns:** a flat dict of Python numbers; under `jit` of arrays.
@@ -117,9 +120,10 @@ def scalars(
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
     numbers = {
-        k: x if _is_traced(x) else np.asarray(x).item() for k, x in found.items()
+        k: x if isinstance(x, Tracer) else np.asarray(x).item()
+        for k, x in found.items()
     }
-    return {k: x for k, x in numbers.items() if _is_traced(x) or np.isfinite(x)}
+    return {k: x for k, x in numbers.items() if isinstance(x, Tracer) or np.isfinite(x)}
 
 
 def _of_heads(
@@ -151,7 +155,7 @@ def _of_heads(
                 finite = jnp.isfinite(x)
                 found[name] = jnp.max(x, initial=-jnp.inf, where=finite)
             # At once, or every number would be fetched from the device by itself.
-            x = x if _is_traced(x) else np.asarray(x)
+            x = x if isinstance(x, Tracer) else np.asarray(x)
             for *layer, head in np.ndindex(x.shape) if each else ():
                 at = "/".join([name, *map(str, layer), f"head_{head}"])
                 found[at] = x[(*layer, head)]
@@ -175,48 +179,37 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
             "jax.tree.map(jnp.maximum, a, b). mc.multi_steps does it for you",
             stacklevel=3,
         )
-    # An `nnx.Optimizer` holds variables in place of arrays, which are no tuples.
-    return jax.tree.map(
-        jnp.asarray, found[0], is_leaf=lambda x: not isinstance(x, tuple)
-    )
+    # An `nnx.Optimizer` holds variables in place of arrays.
+    return QKClipState(*map(jnp.asarray, found[0]))
 
 
 def _hyperparams(opt_state: Any) -> dict[str, Any]:
     """The numbers of every `optax.inject_hyperparams`, each under a name of its own."""
-    found = list(_injected(opt_state, ()))
+    found = [
+        (at[:-1], numbers)
+        for at, numbers in optax.tree_utils.tree_get_all_with_path(
+            opt_state, "hyperparams", lambda at, _: "Inject" in str(at[-1])
+        )
+    ]
     # Keys and places alone, as a reader knows them from the optimizer, unless two
     # states differ in a field of some state; and from where the ways part.
-    known = [tuple(name for name, is_field in at if not is_field) for at, _ in found]
+    known = [tuple(_name(k) for k in at if not _is_field(k)) for at, _ in found]
     if len(set(known)) < len(found):
-        known = [tuple(name for name, _ in at) for at, _ in found]
+        known = [tuple(map(_name, at)) for at, _ in found]
     levels = zip(*known, strict=False)
     alike = len([*itertools.takewhile(lambda x: len(set(x)) == 1, levels)])
     # An `nnx.Optimizer` holds variables in place of arrays.
     return {
         "/".join(["hyperparams", *at[alike:], name]): jnp.asarray(value)
-        for at, (_, state) in zip(known, found, strict=True)
-        for name, value in state.hyperparams.items()
+        for at, (_, numbers) in zip(known, found, strict=True)
+        for name, value in numbers.items()
         if np.ndim(value) == 0
     }
 
 
-_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+def _name(key: Any) -> str:
+    return key.name if _is_field(key) else jax.tree_util.keystr((key,), simple=True)
 
 
-def _injected(tree: Any, at: tuple) -> Iterator[tuple[tuple, Any]]:
-    """The states in a state, one inside another too, each with the way to it.
-
-    Of each step the name, and whether it is that of a field.
-    """
-    flat = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, _INJECTED))
-    for keys, x in flat:
-        if isinstance(x, _INJECTED):
-            field = jax.tree_util.GetAttrKey
-            way = [(jax.tree_util.keystr((k,), simple=True), k) for k in keys]
-            here = (*at, *((name, isinstance(k, field)) for name, k in way))
-            yield here, x
-            yield from _injected(x.inner_state, (*here, ("inner_state", True)))
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)
+def _is_field(key: Any) -> bool:
+    return isinstance(key, optax.tree_utils.NamedTupleKey)

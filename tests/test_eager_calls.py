@@ -115,7 +115,7 @@ def test_memory_stays_over_200_calls():
 
 
 def resident() -> int:
-    """Bytes of memory in use, where Linux tells, or else the most so far."""
+    """Bytes of memory in use, where Linux says it, or else the most so far."""
     statm = pathlib.Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()

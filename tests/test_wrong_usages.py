@@ -243,8 +243,7 @@ FLAX = set(inspect.signature(mc.attention_fn).parameters) - {"kernel"}
 
 
 def test_every_argument_of_every_public_function_is_here():
-    functions = {name: x for name, x in vars(mc).items() if inspect.isfunction(x)}
-    for name, function in functions.items():
+    for name, function in inspect.getmembers(mc, inspect.isfunction):
         arguments = set(inspect.signature(function).parameters)
         arguments -= ELSEWHERE | (FLAX if name == "attention_fn" else set())
         _, listed = ARGUMENTS.get(name, (None, {}))

@@ -132,7 +132,7 @@ def tokens(lab: Lab, plan: Plan) -> Answer:
     goals = {ADAMW_BETA: CYCLE[1], ADAMW: CYCLE[0]}
     titles = [f"{size} parameters in matrices" for size in defaults.MODELS]
     file = plan.figures / "page_tokens.png"
-    with panels(file, titles, xlabel="tokens over AdamW's") as axes:
+    with panels(file, titles, xlabel="tokens, % of AdamW's") as axes:
         for one, size in zip(axes, defaults.MODELS, strict=True):
             of_size = {c: m for (c, s), m in found.items() if s == size}
             for i, (goal, color) in enumerate(goals.items()):
@@ -289,9 +289,9 @@ def extras(lab: Lab, plan: Plan) -> Answer:
     pay = [n for n, of in of_name.items() if all(d.high < 0 for d in of)]
     never = [n for n, of in of_name.items() if not any(d.high < 0 for d in of)]
     return Answer(
-        f"On every text, beyond the interval, the loss is lower with: {'; '.join(pay)}. "
-        f"On none with: {'; '.join(never)}. A `beta` that rises and a matrix for each "
-        "head are the default; the others that pay are one argument: "
+        "On every text, beyond the interval, the loss is lower with: "
+        f"{'; '.join(pay)}. On none with: {'; '.join(never)}. A `beta` that rises and "
+        "a matrix for each head are the default; the others that pay are one argument: "
         "`neuron_b2=0.95` (NorMuon) or "
         '`mc.NewtonSchulz(preconditioning="equilibrated")`.',
         "page_extras.png",

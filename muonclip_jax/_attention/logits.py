@@ -233,7 +233,7 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
     if query_ids is None and key_ids is None:
         return None, None
     if query_ids is None:
-        raise ValueError("key_segment_ids need query_segment_ids next to them")
+        raise ValueError("key_segment_ids need query_segment_ids with them")
     whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
     key_ids = query_ids if key_ids is None else key_ids
     *batch, _, length, key_length = shape

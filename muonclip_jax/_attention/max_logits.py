@@ -44,15 +44,15 @@ def max_logits(
         axes of query and key broadcast, as in NumPy.
     - `key`: `(batch..., key_length, key_heads, head_dim)`, where `key_heads` divides
         `heads`.
-    - `bias`, `mask`: broadcast to `(batch..., heads, length, key_length)`; the mask is
-        true (or nonzero) where a query sees a key.
+    - `bias`: broadcasts to `(batch..., heads, length, key_length)`.
+    - `mask`: broadcasts as `bias`; true (or nonzero) where a query sees a key.
     - `is_causal`: whether a query sees no later key.
     - `scale`: one number, traced or not; `1/sqrt(head_dim)` by default.
     - `local_window_size`: how many keys before and after itself a query sees, as in
         `jax.nn.dot_product_attention`.
-    - `query_segment_ids`, `key_segment_ids`: integers that broadcast to
-        `(batch..., length)`; a query sees keys of its own segment. Left out, those of
-        the keys are the query's.
+    - `query_segment_ids`: integers that broadcast to `(batch..., length)`; a query sees
+        keys of its own segment.
+    - `key_segment_ids`: those of the keys; the query's if left out.
 
     **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees
     nothing, NaN if one of the values is.

@@ -211,11 +211,9 @@ def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None
 def _same(mesh: Any, other: Any) -> bool:
     # Two meshes of the same devices in the same order are one, whatever their axes are
     # (automatic, explicit): `jax.set_mesh` and `NamedSharding` often have their own.
-    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
-        return mesh.shape_tuple == other.shape_tuple and mesh.devices.tolist() == (
-            other.devices.tolist()
-        )
-    return mesh.shape_tuple == other.shape_tuple
+    devices = [x.devices.tolist() for x in (mesh, other) if isinstance(x, Mesh)]
+    is_one = len(devices) < 2 or devices[0] == devices[1]
+    return is_one and mesh.shape_tuple == other.shape_tuple
 
 
 def _cuts(spec: PartitionSpec, hidden: Collection[str] = ()) -> list[tuple]:

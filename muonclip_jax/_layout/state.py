@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from .._axes import sharded_like
 from .._parameters.paths import is_masked
-from .layout import Layout
+from .layout import cut_axes, Layout
 from .shardings import is_sharded_as, MeshSpecs
 
 
@@ -53,16 +53,21 @@ def zero_parts(
         return results
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
     # another shape, and what a tracer made, have to be put where they belong.
-    specs = [_whole_along(mesh_specs.specs[i], part.sizes) for i, part in parts]
+    specs: Any = [_whole_along(mesh_specs.specs[i], x.sizes) for i, x in parts]
     moved = [
         i
         for i, (x, spec) in enumerate(zip(results, specs, strict=True))
         if spec is not None and not is_sharded_as(x, mesh_specs.mesh, spec)
     ]
     if moved:
+        mesh, own = mesh_specs.mesh, tuple(specs[i] for i in moved)
         arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
-        sharded = _zeros(mesh_specs.mesh, tuple(specs[i] for i in moved), arrays)
-        for i, x in zip(moved, sharded, strict=True):
+        sharded = _zeros(mesh, own, arrays)
+        is_here = isinstance(mesh, Mesh) and not isinstance(sharded[0], Tracer)
+        for i, x, spec in zip(moved, sharded, own, strict=True):
+            # The results of a program do not name axes of one device, which params do.
+            if is_here and any(mesh.shape[name] == 1 for name in cut_axes(spec)):
+                x = jax.device_put(x, NamedSharding(mesh, spec))
             results[i] = x
     if AxisType.Auto in mesh_specs.mesh.axis_types:
         # Programs replicate what has no entries, so that a step would move it.

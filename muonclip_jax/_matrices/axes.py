@@ -11,7 +11,7 @@ from .._options import whole_number
 
 @dataclasses.dataclass(frozen=True)
 class MatrixAxes:
-    r"""The axes of a leaf that is several matrices next to one another.
+    r"""The axes of a leaf that is several matrices side by side.
 
     As `optax.contrib.MuonDimensionNumbers`, which has the two axes alone; all axes that
     neither names are a stack. The outputs, in the order of `output_axis`, are
@@ -24,7 +24,7 @@ class MatrixAxes:
     **Arguments:**
 
     - `reduction_axis`, `output_axis`: an axis each, or a tuple of axes: inputs and
-        outputs. Outputs that are cut are axes next to one another.
+        outputs. Outputs that are cut are adjacent axes.
     - `parts`: sizes into which the outputs are cut: query, key and value of a fused
         kernel, gate and up. `None` is one part.
     - `head_dim`: the size of a head in all parts, or one for each part; `None` for a
@@ -101,5 +101,5 @@ Axes = MuonDimensionNumbers | MatrixAxes
 
 
 def is_axes(x: Any) -> bool:
-    """Tells an entry of `dimension_numbers` from a tree of them."""
+    """Distinguishes an entry of `dimension_numbers` from a tree of them."""
     return isinstance(x, Axes)

@@ -1,4 +1,4 @@
-"""Leaves of several matrices next to one another, cut into pieces and put together.
+"""Leaves of several matrices side by side, cut into pieces and put together.
 
     leaf (..., outputs, ...) -> (..., groups, parts, rest, ...) -> a piece for each
     part, whose groups and heads are axes of a stack

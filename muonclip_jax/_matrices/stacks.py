@@ -21,7 +21,7 @@ MOST_LEAVES = 256
 
 
 class Division(NamedTuple):
-    """How the outputs are matrices next to one another: groups of the same parts.
+    """How the outputs are matrices side by side: groups of the same parts.
 
     A part with a `head_dim` is one matrix for each head of each group; one without is
     one matrix of all groups.
@@ -123,7 +123,7 @@ def _division(view: MatrixView, axes: MatrixAxes) -> Division | None:
     if any(j != i + 1 for i, j in itertools.pairwise(view.output)):
         raise ValueError(
             f"the outputs {axes.output_axis} are cut into parts, so they have to be "
-            "axes next to one another, in their order"
+            "adjacent axes, in their order"
         )
     head_dims = axes.head_dim
     if not isinstance(head_dims, tuple):

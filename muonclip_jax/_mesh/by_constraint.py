@@ -76,7 +76,9 @@ def stacks_of(
     of many has a stack of its own: it may be cut along them. XLA copies arrays that are
     sharded differently to all devices before it concatenates them.
     """
-    ordered = [_last_stack_first(view) for view in views]
+    # Experts, which a mesh may cut, before layers, which it seldom does: a cut axis in
+    # front stays cut when both become one.
+    ordered = [dataclasses.replace(view, batch=view.batch[::-1]) for view in views]
     many = [i for i, view in enumerate(ordered) if view.count >= MANY * devices]
     few = [i for i in range(len(views)) if i not in many]
 
@@ -96,14 +98,6 @@ def divide_stacks(
         devices,
     )
     return list(zip(stacks, shares, strict=True))
-
-
-def _last_stack_first(view: MatrixView) -> MatrixView:
-    """Experts, which a mesh may cut, in front of layers, which it seldom does.
-
-    A cut axis in front stays cut when both become one.
-    """
-    return dataclasses.replace(view, batch=view.batch[::-1])
 
 
 def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:

@@ -93,7 +93,7 @@ class LayersRead(NamedTuple):
 #: However layers were given, and those of a reading.
 Layers = Attention | LayersRead
 
-#: What to say where names do not tell.
+#: What to say where names do not decide.
 READ_IT = "model=mc.read_model(loss, params, *batch)"
 
 
@@ -215,9 +215,9 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
             strays.setdefault(layer, []).append(path) if layer else None
     for layer, others in strays.items():
         # A gain, a mask or an adapter may undo the scaling or need the same, and the
-        # logits would tell nobody.
+        # logits would not show it.
         raise ValueError(
-            f"QK-Clip cannot act on '{show_layer(layer)}' by names: they do not tell "
+            f"QK-Clip cannot act on '{show_layer(layer)}' by names: they do not say "
             f"what {paths.show_all(others)} do to the logits, so scaling the kernels "
             f"may not be enough. Use {READ_IT}; or name all leaves that scale query "
             "and key by mc.HeadLeaf in an mc.AttentionLayer"

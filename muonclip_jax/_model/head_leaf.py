@@ -78,8 +78,8 @@ class HeadLeaf(NamedTuple):
         rank, stop = len(view), len(view) + self.split_axis + 1
         split = range(stop - len(self.split), stop if self.split else 0)
         # In full where heads differ, and along factors, which are one axis again below.
-        told = {i % rank for i in (*self.head_axes, *self.parts)} | {*split}
-        owners = np.full([n if i in told else 1 for i, n in enumerate(view)], -1)
+        named = {i % rank for i in (*self.head_axes, *self.parts)} | {*split}
+        owners = np.full([n if i in named else 1 for i, n in enumerate(view)], -1)
         meant = tuple(self.parts.get(i - rank, slice(None)) for i in range(rank))
         # Heads are counted by the axes in the order given, which need not be theirs.
         counts = [owners[meant].shape[i] for i in self.head_axes]

@@ -31,7 +31,7 @@ def heads_apart(
     """`dimension_numbers` and `per_head` for Muon's leaves, of what the user gave.
 
     Heads are those of `attention`, else of `model`. Without either, `per_head` stays:
-    names tell which axes are heads in stock layers. `None` cuts what can be cut.
+    names show which axes are heads in stock layers. `None` cuts what can be cut.
     """
     # What was made before, as by `muonclip` for `muon`, is all there is.
     if isinstance(dimension_numbers, OfTree):
@@ -84,7 +84,7 @@ def _verdicts(
         if described.get(path):
             shape = tuple(leaf_at[path].shape)
             axes: Any = _of_heads(path, shape, given, described[path], must)
-            # What names leave open, the description of the heads tells.
+            # What names leave open, the description of the heads decides.
             why = verdict.why if verdict.is_known else "heads"
             found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
     return found
@@ -107,8 +107,8 @@ def _of_heads(
     cut = {i for i in axes if leaf.mask.shape[i] > 1 and along[i][1] == 1}
     heads = {i for i in axes if along[i][1] > 1}
     if len(axes) > 2 and all(along[i][0] == along[i][1] for i in heads):
-        # Heads have axes of their own: these are a stack. So is the axis that tells key
-        # from value in Gemma's kernel of both. An axis of one head is not seen as one.
+        # Heads have axes of their own: these are a stack. So is the axis that has key
+        # and value in Gemma's kernel of both. An axis of one head is not seen as one.
         rest = [i for i in axes if i not in heads and shape[i] > 1]
         if len(rest) == 3 and len(cut) == 1:
             rest.remove(*cut)

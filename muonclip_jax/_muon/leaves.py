@@ -19,7 +19,7 @@ from .._layout.layout import (
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated
 from .._matrices.stacks import MatrixView
-from .._options import foreign_state
+from .._options import check_state
 from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
@@ -29,14 +29,6 @@ from .._parameters.dimension_numbers import (
     views_of,
 )
 from .._parameters.verdict import Verdict
-
-
-class DoesNotFit(ValueError):
-    """Params or a state that are not of these gradients, or of these settings.
-
-    A kind of its own, so that `for_leaves` does not look for another reason; users see
-    a `ValueError`.
-    """
 
 
 class Leaves(NamedTuple):
@@ -49,6 +41,13 @@ class Leaves(NamedTuple):
     @property
     def tree(self) -> paths.PathedTree:
         return self.layout.tree
+
+    def where(self, holds: Callable[[Any, MatrixView | None], Any]) -> list[paths.Path]:
+        """The paths of the leaves in sight of which something holds."""
+        entries = zip(*self.tree[:2], self.views, strict=True)
+        return [
+            p for p, x, view in entries if not paths.is_masked(x) and holds(x, view)
+        ]
 
     def by_path(self, state: dict[str, Any]) -> Any:
         """State that is not like the params, by their paths.
@@ -71,7 +70,7 @@ class Leaves(NamedTuple):
                 for name, x in {"gradients": its - own, "params": own - its}.items()
                 if x
             ]
-            raise DoesNotFit(
+            raise ValueError(
                 "gradients and params have different structures: "
                 + ("; ".join(which) or "their containers differ")
             ) from None
@@ -79,7 +78,7 @@ class Leaves(NamedTuple):
             if paths.is_masked(own) or paths.is_masked(leaf):
                 continue
             if np.shape(own) != np.shape(leaf):
-                raise DoesNotFit(
+                raise ValueError(
                     f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
                     f"but in the params it is {np.shape(leaf)}"
                 )
@@ -130,18 +129,15 @@ def for_leaves(
         return counts_replicated(build(leaves).init(params), mesh_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
-        if not isinstance(state, state_type):
-            raise foreign_state(name)
+        check_state(name, isinstance(state, state_type))
         leaves = read(updates)
         gradients = leaves.layout.averaged(updates, extra_args.get("attention_stats"))
+        leaves.check_params(params)
         tx = build(leaves)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             try:
-                leaves.check_params(params)
                 results, after = tx.update(gradients, state, params, **extra_args)
-            except DoesNotFit as error:
-                raise ValueError(str(error)) from None
             except Exception:
                 _check_made_so(name, state, tx, updates)
                 raise
@@ -180,22 +176,17 @@ def _check_made_so(
             f"the state was made by a {name} with other settings"
             f"{': ' if differ else ''}{' and '.join(differ)}. Other leaves may have "
             "gone to Muon then, a number may have been a schedule, or an option such "
-            "as neuron_b2 was added. Give the settings that it was made with, or call "
-            "init again"
+            "as neuron_b2 or mu_dtype='int8' was added. Give the settings that it was "
+            "made with, or call init again"
         )
 
 
 def check_matrices_only(leaves: Leaves, name: str) -> None:
     """Raises for leaves in sight that hold no matrix."""
-    strays = [
-        path
-        for path, leaf, view in zip(*leaves.tree[:2], leaves.views, strict=True)
-        if view is None and not paths.is_masked(leaf)
-    ]
-    if strays:
+    if strays := leaves.where(lambda _, view: view is None):
         # The mask has to go by what this went by.
         whys = [verdict.why for verdict in leaves.verdicts]
-        is_read = any(why.startswith(("read", "not read")) for why in whys)
+        is_read = any(why.startswith(("traced", "not traced")) for why in whys)
         by = ["model=reading"] * is_read + ["dimension_numbers=n"] * (GIVEN in whys)
         by = ", ".join(by)
         mask = f"functools.partial(mc.matrix_mask, {by})" if by else "mc.matrix_mask"
@@ -210,12 +201,7 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
 
 def check_directed(leaves: Leaves) -> None:
     """Raises for matrices of which it is not known which side is the input."""
-    strays = [
-        path
-        for path, view in zip(leaves.tree.paths, leaves.views, strict=True)
-        if view and not view.is_directed
-    ]
-    if strays:
+    if strays := leaves.where(lambda _, view: view and not view.is_directed):
         raise ValueError(
             "the mask hides the biases that show which side is the input of "
             f"{paths.show_all(strays, at_most=3)}, and this consistent_rms scales by "

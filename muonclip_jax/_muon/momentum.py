@@ -1,5 +1,6 @@
 """Gradients to momentum: what is kept of them, and what is orthogonalized."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from .._matrices.stacks import MatrixView
 from .._options import begins, flag, float_dtype, is_float, number, SHARE
 from .._parameters import paths
 from . import eight_bits
-from .leaves import DoesNotFit, Leaves
+from .leaves import Leaves
 
 
 class ScaleByMuonState(NamedTuple):
@@ -67,10 +68,26 @@ class Momentum(NamedTuple):
 #: A number, or a function from the count of steps to one.
 Beta = ArrayLike | Callable[[Any], Any]
 
+
+@dataclasses.dataclass(frozen=True)
+class Rise:
+    """`optax.linear_schedule` as a value, which signatures show without an address."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, count: Any) -> Any:
+        return optax.linear_schedule(self.start, self.end, self.steps)(count)
+
+    def __repr__(self) -> str:
+        return f"rising from {self.start} to {self.end} over {self.steps} steps"
+
+
 #: The default, as in modded-nanogpt: a long memory holds back the first steps, whose
 #: gradients turn fast, and pays once they no longer do. What it gains over 0.95:
 #: benchmarks/evidence/experiments.md, "Defaults" and "Momentum by length".
-RISING_BETA = optax.linear_schedule(0.85, 0.95, 300)
+RISING_BETA = Rise(0.85, 0.95, 300)
 
 
 def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum:
@@ -81,8 +98,8 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
     """
     number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
-    is_coded = is_8_bits(float_dtype("mu_dtype", dtype, also="int8"))
-    kept = _in_8_bits(nesterov) if is_coded else _in_floats(dtype, nesterov)
+    dtype = float_dtype("mu_dtype", dtype, also="int8")
+    kept = _in_8_bits(nesterov) if is_8_bits(dtype) else _in_floats(dtype, nesterov)
 
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         if callable(beta):
@@ -91,12 +108,6 @@ def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum
         return kept.init(params, leaves)._replace(count=jnp.zeros((), jnp.int32))
 
     def update(state: ScaleByMuonState, *arguments):
-        if (state.scales is not None) != is_coded:
-            was, now = ("'int8'", "a float")[:: -1 if is_coded else 1]
-            raise DoesNotFit(
-                f"the state was made with {was} as mu_dtype, but mu_dtype is {now}. "
-                "Give the mu_dtype that the state was made with, or call init again"
-            )
         now: Any = beta(state.count) if callable(beta) else beta
         if not isinstance(beta, float | int):
             # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
@@ -114,7 +125,7 @@ def is_8_bits(dtype: DTypeLike | None) -> bool:
 def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
         if dtype is None:
-            _check_each(is_float, params, leaves, _NO_FLOATS)
+            _refuse(leaves, lambda x: not is_float(x.dtype), _NO_FLOATS)
         mu = zeros_like(params, leaves.layout, dtype)
         return ScaleByMuonState(mu)
 
@@ -133,7 +144,7 @@ def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
 
 def _in_8_bits(nesterov: bool) -> Momentum:
     def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        _check_each(_is_real, params, leaves, _COMPLEX)
+        _refuse(leaves, jnp.iscomplexobj, _COMPLEX)
         _check_whole(leaves)
         mu = zeros_like(params, leaves.layout, jnp.int8)
         return ScaleByMuonState(mu, _zero_scales(params, leaves))
@@ -173,22 +184,9 @@ def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.S
     )
 
 
-def _is_real(dtype: Any) -> bool:
-    return not jnp.issubdtype(dtype, jnp.complexfloating)
-
-
-def _check_each(
-    fits: Callable[[Any], bool], params: optax.Params, leaves: Leaves, problem: str
-) -> None:
+def _refuse(leaves: Leaves, is_of: Callable[[Any], bool], problem: str) -> None:
     """Raises for matrices of a dtype in which momentum cannot be kept."""
-    found = [
-        path
-        for path, leaf, view in zip(
-            leaves.tree.paths, leaves.tree.of(params), leaves.views, strict=True
-        )
-        if view and not fits(leaf.dtype)
-    ]
-    if found:
+    if found := leaves.where(lambda x, view: view and is_of(x)):
         raise ValueError(problem.format(paths.show_all(found)))
 
 
@@ -218,7 +216,8 @@ def _accumulate(
         gradient = gradient / FLOAT16_UNIT
     # The gradient is added to what is kept, as it was rounded: the update then depends
     # on the state alone, and a run that is resumed goes on as if it had not stopped.
-    kept = _as_kept(beta * momentum.astype(wide) + gradient, dtype)
+    kept = beta * momentum.astype(wide) + gradient
+    kept = kept if wide == dtype else _as_kept(kept, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)
 

@@ -5,9 +5,10 @@ normalized, if asked for -> weight decay -> learning rate. `Direction` is the fi
 arrows.
 """
 
+from __future__ import annotations  # help() shows aliases by name
+
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +20,24 @@ from .._layout.state import zeros_like
 from .._model.per_head import heads_apart
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
-from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
+from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, optimizers_of
 from .._parameters.given import Model
 from .leaves import for_leaves, Leaves
 from .momentum import is_8_bits, RISING_BETA
 from .normalize_neurons import neuron_normalization
 from .scale_by_muon import make_direction, ShapeScale
-from .weight_decay import check_rates, decay_mask, decayed_weights
+from .weight_decay import check_rates, decay_mask, decayed_weights, Mask
 
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    beta: float | jax.Array | optax.Schedule = RISING_BETA,
+    beta: optax.ScalarOrSchedule = RISING_BETA,
     nesterov: bool = True,
     orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
     weight_decay: optax.ScalarOrSchedule = 0.1,
-    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    weight_decay_mask: Mask = None,
     mu_dtype: DTypeLike | None = None,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
@@ -61,21 +62,36 @@ def muon(
 
     **Arguments:**
 
-    - `learning_rate`: a float or a schedule. Set twice the learning rate of your tuned
-        AdamW, but at most 0.03, for both sides; its weight decay carries over.
-    - `beta`, `nesterov`, `orthogonalizer`, `consistent_rms`, `mu_dtype`, `model`,
-        `dimension_numbers`, `per_head`, `shardings`, `axis_name`: as for
-        [`scale_by_muon`][]; `None` in `dimension_numbers` sends a leaf to AdamW.
+    - `learning_rate`: a float or a schedule, also for AdamW's parameters. Set it to
+        twice that of your tuned AdamW, at most 0.03, and keep its weight decay.
+    - `beta`: decay of the momentum: a number, or a schedule such as the default.
+    - `nesterov`: whether to look one step ahead.
+    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or a function
+        of your own.
+    - `consistent_rms`: the root mean square of the update, `"mup"` or `None`.
     - `weight_decay`: decoupled, multiplied by the learning rate.
-    - `weight_decay_mask`: a tree of bools, a prefix of one, or a function of the
-        params, for both.
-    - `adam_learning_rate`, `adam_weight_decay`: those of Muon if `None`.
-    - `adam_b1`, `adam_b2`, `adam_eps`: as for `optax.adamw`, whose momentum has
-        `mu_dtype` too, or with `"int8"` the params' dtype.
-    - `cautious_weight_decay`: whether to decay only what the step makes smaller, for
-        both, as [`add_cautious_decayed_weights`][] does.
+    - `weight_decay_mask`: the leaves that decay: a tree of bools, a prefix of one, or a
+        function of the params.
+    - `mu_dtype`: dtype of the momentum, the params' if `None`. With `"int8"` AdamW's
+        has the params'.
+    - `model`: what [`read_model`][] returns. Without it, names and shapes decide.
+    - `dimension_numbers`: axes of matrices, or patterns of paths to them; `None` in
+        their place sends a leaf to AdamW. They override `model`.
+    - `per_head`: whether every head is a matrix of its own, by default where heads are
+        known.
+    - `adam_learning_rate`: that of AdamW's parameters, `learning_rate` if `None`.
+    - `adam_b1`: as for `optax.adamw`.
+    - `adam_b2`: as for `optax.adamw`.
+    - `adam_eps`: as for `optax.adamw`.
+    - `adam_weight_decay`: that of AdamW's parameters, `weight_decay` if `None`.
+    - `cautious_weight_decay`: whether to decay only what the step makes smaller, as
+        [`add_cautious_decayed_weights`][] does.
     - `neuron_b2`: decay of the mean squares by which [`normalize_neurons`][] divides
         (NorMuon); `None` leaves that out.
+    - `shardings`: how a mesh shards the params.
+    - `axis_name`: the mapped axis, or axes, that divide the batch.
+
+    [`scale_by_muon`][] says more of those that the two share.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
@@ -158,10 +174,7 @@ def muon(
             # Always, so that a state has the same structure whatever is frozen.
             FROZEN: optax.set_to_zero(),
         }
-        labels = [
-            "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
-            for view, verdict in zip(leaves.views, leaves.verdicts, strict=True)
-        ]
+        labels = optimizers_of(leaves.verdicts, leaves.views)
         # As a function, since a tree that is given to `partition` may not have other
         # containers than the params, which boxes and NNX's states are.
         return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))

@@ -17,7 +17,7 @@ from .._layout.state import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
-from .._options import foreign_state, NOT_NEGATIVE, number, SHARE
+from .._options import check_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
@@ -68,7 +68,9 @@ def normalize_neurons(
 
     - `b2`: decay of the mean square.
     - `eps`: the least mean square.
-    - `model`, `dimension_numbers`, `per_head`: as for [`scale_by_muon`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
+    - `per_head`: as for [`scale_by_muon`][].
     - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
@@ -107,8 +109,7 @@ def normalize_neurons(
         return of(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        if not isinstance(state, NormalizeNeuronsState):
-            raise foreign_state("normalize_neurons")
+        check_state("normalize_neurons", isinstance(state, NormalizeNeuronsState))
         return of(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -138,8 +139,7 @@ def neuron_normalization(
         for i, (path, view, cut) in enumerate(of_leaves):
             if names := list(_state_of(paths.show(path), view)):
                 assert view is not None
-                if not all(name in state.v for name in names):
-                    raise foreign_state("normalize_neurons")
+                check_state("normalize_neurons", {*names} <= {*state.v})
                 results[i], *v = _normalize_leaf(
                     results[i], [state.v[name] for name in names], view, cut, b2, eps
                 )

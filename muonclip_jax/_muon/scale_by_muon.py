@@ -1,5 +1,7 @@
 """Muon's direction: gradients to momentum, that orthogonalized, and scaled by shape."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 import math
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
@@ -30,7 +32,7 @@ ShapeScale = float | jax.Array | Literal["mup"] | None
 
 def scale_by_muon(
     *,
-    beta: float | jax.Array | optax.Schedule = RISING_BETA,
+    beta: optax.ScalarOrSchedule = RISING_BETA,
     nesterov: bool = True,
     orthogonalizer: Orthogonalizer = "keller",
     consistent_rms: ShapeScale = 0.2,
@@ -170,12 +172,12 @@ def scale_by_muon(
 
 def make_direction(
     *,
-    beta: float | jax.Array | optax.Schedule,
+    beta: optax.ScalarOrSchedule,
     nesterov: bool,
     orthogonalizer: Orthogonalizer,
     consistent_rms: ShapeScale,
     mu_dtype: DTypeLike | None,
-) -> "Direction":
+) -> Direction:
     """Muon's direction of the options that `scale_by_muon` and `muon` share.
 
     **Raises:** `ValueError` for what cannot work, naming the argument.

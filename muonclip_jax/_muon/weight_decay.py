@@ -1,5 +1,7 @@
 """Decoupled weight decay, on all entries or where it does not fight the update."""
 
+from __future__ import annotations  # help() shows aliases by name
+
 from collections.abc import Callable
 from typing import Any
 

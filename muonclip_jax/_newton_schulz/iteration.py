@@ -119,7 +119,7 @@ def _almost_orthogonal(x: jax.Array) -> jax.Array:
 
     No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
     """
-    sums = jnp.sum(jnp.abs(x @ adjoint(x)), axis=-1, keepdims=True)
+    sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
 
 
@@ -181,12 +181,12 @@ class Products(NamedTuple):
     def gram(self, x: jax.Array) -> jax.Array:
         """`X X^H`."""
         if x.shape[-2] < 2 * self.block_rows:
-            return round_to(self.matmul(x, adjoint(x)), self.dtype)
+            return round_to(self.matmul(x, x.mT.conj()), self.dtype)
         # No slice is transposed: a copy of X costs a CPU as much as the arithmetic.
         top, bottom = _halves(x)
-        left, right = (self.matmul(bottom, adjoint(z)) for z in (top, bottom))
+        left, right = (self.matmul(bottom, z.mT.conj()) for z in (top, bottom))
         rows = jnp.concatenate([left, right], axis=-1)
-        return round_to(_mirrored(self.matmul(top, adjoint(top)), rows), self.dtype)
+        return round_to(_mirrored(self.matmul(top, top.mT.conj()), rows), self.dtype)
 
     def commuting(self, p: jax.Array, q: jax.Array) -> jax.Array:
         """`P Q`, which is Hermitian where both are and commute; not rounded."""
@@ -202,7 +202,7 @@ def iterate(x: jax.Array, passes: Passes, products: Products) -> jax.Array:
     is_tall = x.shape[-2] > x.shape[-1]
     for steps in passes:
         x = round_to(x, products.dtype)
-        q, keep = _factor(products.gram(adjoint(x) if is_tall else x), steps, products)
+        q, keep = _factor(products.gram(x.mT.conj() if is_tall else x), steps, products)
         # From the right: to turn a tall matrix would be a copy of it in float32.
         y = products.matmul(x, q) if is_tall else products.matmul(q, x)
         x = y + keep * x.astype(y.dtype)
@@ -251,10 +251,6 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return x if x.dtype == dtype else jax.lax.optimization_barrier(x.astype(dtype))
 
 
-def adjoint(x: jax.Array) -> jax.Array:
-    return x.mT.conj() if jnp.iscomplexobj(x) else x.mT
-
-
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     half = x.shape[-2] // 2
     return x[..., :half, :], x[..., half:, :]
@@ -262,6 +258,6 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _mirrored(corner: jax.Array, below: jax.Array) -> jax.Array:
     """A Hermitian matrix of its first block and the rows below that."""
-    mirror = adjoint(below[..., : corner.shape[-1]])
+    mirror = below[..., : corner.shape[-1]].mT.conj()
     above = jnp.concatenate([corner, mirror], axis=-1)
     return jnp.concatenate([above, below], axis=-2)

@@ -1,4 +1,4 @@
-"""Every leaf read by its name, its shape and what is next to it: a matrix or not.
+"""Every leaf read by its name, its shape and what is in its module: a matrix or not.
 
 Leaves are first written as Flax would have them, one layer of each stack: Haiku calls a
 kernel `w`, Equinox and Haliax `weight` and keep it as `(out, in)`, others call the
@@ -26,12 +26,12 @@ _PATCH = 16  # of any convolution, at most
 _COLORS = 4  # at most, with transparency
 
 
-#: Why a leaf is asked about: nothing tells its axes.
+#: Why a leaf is asked about: nothing says what its axes are.
 OPEN = "open"
 
 
 class EitherWay(MuonDimensionNumbers):
-    """Dimension numbers of either direction: a mask hides the bias that would tell."""
+    """Dimension numbers of either direction: a mask hides the bias that decides."""
 
 
 class ByNames:
@@ -51,7 +51,7 @@ class ByNames:
         self.leaves = leaves_of(self._shape, axes)
         self.shapes = {leaf.path: leaf.shape for leaf in self.leaves.values()}
         self.own = {leaf.path: own for own, leaf in self.leaves.items()}
-        # A mask of matrices hides vectors, and heads next to them.
+        # A mask of matrices hides vectors, and heads with them.
         hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
         self._is_whole = not any(names.kind(p) in ("bias", "norm") for p in hidden)
         self._widths = {
@@ -193,7 +193,7 @@ class ByNames:
             # The number of a layer says nothing, and a gain over two axes may be one.
             is_sure = is_kernel and (has_bias or bool(module and not module.isdigit()))
             numbers = leaf.numbers((-2,), (-1,))
-            # Biases tell which way round weights are, those of others, too.
+            # Biases show which way round weights are, those of others, too.
             hides = own[-1:] == ("weight",) or (has_bias and not bias)
             if hides and not self._is_whole:
                 numbers = EitherWay(*numbers)
@@ -201,7 +201,7 @@ class ByNames:
         if not self._is_whole and own[-1:] == ("weight",):
             return self._asked(leaf)
 
-        # Kernels of attention, of pairs, of experts: their shapes together tell.
+        # Kernels of attention, of pairs, of experts: their shapes together decide.
         role, letters = self._layouts.get(path, ("", []))
         has_heads = role in names.WITH_HEADS
         # Norms, which the mask hides, would show a stack.
@@ -239,7 +239,7 @@ class ByNames:
         if is_row and set(window) != {1}:  # Keras' depthwise: one for each input
             return adamw("one output")
 
-        # A bias has one entry per output, which tells input axes from output axes.
+        # A bias has one entry per output, which separates input axes from output axes.
         bias = without_ones(bias)
         fitting = [
             leaf.numbers(range(len(bias) - n - rank, -n), range(-n, 0))
@@ -249,7 +249,7 @@ class ByNames:
         # Both ends may be the outputs: NetKet keeps them in front. Conv does not.
         is_either = bias == shape[: len(bias)] and not is_conv and not leaf.is_turned
         if len(fitting) == 1 and not is_either:
-            return Verdict("matrix", fitting[0], "bias tells")
+            return Verdict("matrix", fitting[0], "bias shape")
         if bias:
             return self._asked(leaf)
         # A hidden bias would distinguish scanned convolutions from those of more axes.

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optax
-
 from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
@@ -40,7 +38,7 @@ DimensionNumbers = Any | Callable[[Any], Any]
 
 
 def flax_dimension_numbers(
-    params: optax.Params,
+    params: Any,
     *,
     per_head: bool = False,
     stack_axes: StackAxes = IN_FRONT,
@@ -56,7 +54,7 @@ def flax_dimension_numbers(
         `(heads, head_dim -> out)`, under the names in use (`query`, `q_proj`, `wq`,
         Gemma's `q_einsum`), if the shapes fit together;
     - `Conv` is `(*window, in -> out)`; a depthwise one is no matrix;
-    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias tells.
+    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias shows.
 
     A stack of layers is an axis that all leaves of a module share, its norms among
     them, in front, after the first axis or last, or that the params name `layers`
@@ -115,7 +113,7 @@ def flax_dimension_numbers(
 
 
 def matrix_mask(
-    params: optax.Params,
+    params: Any,
     *,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
@@ -124,7 +122,9 @@ def matrix_mask(
 
     **Arguments:**
 
-    - `params`, `model`, `dimension_numbers`: as for [`param_labels`][].
+    - `params`: as for [`param_labels`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
 
     **Returns:** a tree like `params` of bools, for `optax.masked`.
 
@@ -143,7 +143,7 @@ def matrix_mask(
 
 
 def param_labels(
-    params: optax.Params,
+    params: Any,
     *,
     model: Model | None = None,
     dimension_numbers: DimensionNumbers | None = None,
@@ -164,7 +164,8 @@ def param_labels(
     **Arguments:**
 
     - `params`: as for [`flax_dimension_numbers`][], or a module of NNX or Equinox.
-    - `model`, `dimension_numbers`: as for [`scale_by_muon`][].
+    - `model`: as for [`scale_by_muon`][].
+    - `dimension_numbers`: as for [`scale_by_muon`][].
 
     **Returns:** a tree like `params` of strings; hidden leaves stay hidden. Of a module
     it is a tree like what its optimizer is given: `nnx.state(module, nnx.Param)`, or
@@ -224,10 +225,10 @@ def resolve_verdicts(
     """The verdict on each leaf, whichever way its numbers were given.
 
     What patterns leave to be found is found by `reading`, else by the model's, else by
-    names: with `per_head`, or where it is `None`, those of stock heads tell heads.
+    names: with `per_head`, or where it is `None`, those of stock heads show heads.
     Leaves that are `described` otherwise may be left open.
 
-    **Raises:** `ValueError` that lists the leaves of which nothing tells.
+    **Raises:** `ValueError` that lists the leaves that nothing determines.
     """
     if not tree.paths:
         # Of no params, or of what stands for any, as `optax.tree.map_params` gives.
@@ -243,7 +244,7 @@ def resolve_verdicts(
         check_no_number("dimension_numbers", given, tree)
         if per_head:
             raise ValueError(
-                "per_head=True has no effect next to dimension_numbers for all leaves: "
+                "per_head=True has no effect with dimension_numbers for all leaves: "
                 "give patterns, or mc.flax_dimension_numbers(params, per_head=True)"
             )
         entries = broadcast(
@@ -276,7 +277,7 @@ def _question(
     found: Mapping[paths.Path, Verdict],
     described: Collection[paths.Path],
 ) -> str:
-    """Lists the leaves of which nothing tells, with a guess to paste."""
+    """Lists the leaves that nothing determines, with a guess to paste."""
     guesses = {
         path: x.numbers
         for path, x in found.items()
@@ -287,14 +288,14 @@ def _question(
     why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
     is_read = any(found[path].line for path in guesses)
     read_it = (
-        "The model's own function tells: model=mc.read_model(loss, params, *batch)."
+        "The model's own function says it: model=mc.read_model(loss, params, *batch)."
     )
     mask = (
-        f"A mask hides leaves that may tell. Decide on all params: {BEFORE_THE_MASK}. "
-        "Or say it here:"
+        "A mask hides leaves that may decide this. Decide on all params: "
+        f"{BEFORE_THE_MASK}. Or say it here:"
     )
     message = [
-        "cannot tell which axes of these leaves form matrices:",
+        "cannot decide which axes of these leaves form matrices:",
         *(f"  {lines[path]}{why[path]}" for path in guesses),
         *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
         *([] if is_read else [read_it]),
@@ -331,11 +332,11 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     ]
     named = ByNames(tree).verdicts() if doubtful else {}
     for path in in_sight:
-        found[path] = read[path]._replace(why="read")
+        found[path] = read[path]._replace(why="traced")
     for path in doubtful:
         said, name = read[path], named[path]
         if not said.is_known:
-            found[path] = name._replace(why=f"not read: {name.why}")
+            found[path] = name._replace(why=f"not traced: {name.why}")
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
@@ -343,6 +344,16 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
             why = f"a kernel by its name, but multiplied entry by entry at {said.line}"
             found[path] = name._replace(why=why, line=said.line, is_known=False)
     return found
+
+
+def optimizers_of(
+    verdicts: Sequence[Verdict], views: Sequence[MatrixView | None]
+) -> list[str]:
+    """Returns for each leaf the group of [`muon`][] that updates it."""
+    return [
+        "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
+        for verdict, view in zip(verdicts, views, strict=True)
+    ]
 
 
 def views_of(

@@ -74,9 +74,8 @@ def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> No
 
 def is_patterns(entries: Any, tree: PathedTree) -> bool:
     """Distinguishes patterns from a tree, or a prefix of one, with params' keys."""
-    if not isinstance(entries, Mapping) or not entries:
-        return False
-    if not all(isinstance(key, str) for key in entries):
+    is_named = isinstance(entries, Mapping) and all(isinstance(x, str) for x in entries)
+    if not is_named or not entries:
         return False
     params = tree.rebuilt()
     keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}

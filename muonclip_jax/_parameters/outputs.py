@@ -25,7 +25,7 @@ from .verdict import Verdict
 
 
 _COLORS = 4  # at most, with transparency
-_WINDOWS = {"bias tells", "convolution"}
+_WINDOWS = {"bias shape", "convolution"}
 
 _HEAD = Verdict("head", None, "output head: nothing takes its outputs?")
 _OF_VOCABULARY = Verdict("head", None, "output head: as large as the vocabulary?")
@@ -141,7 +141,7 @@ class Outputs:
     def _of_vocabulary(self) -> dict[Path, Verdict]:
         """The kernels with as many outputs as there are tokens.
 
-        The last layer next to the table, or at the root, else what no layer takes.
+        The last layer in the table's module, or at the root, else what no layer takes.
         """
         if self.heads:
             return {}

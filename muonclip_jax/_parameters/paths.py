@@ -46,7 +46,7 @@ class LeafAt(dict[Path, Any]):
 
 
 class PathedTree(NamedTuple):
-    """The leaves of a pytree next to their paths, and the way back."""
+    """The leaves of a pytree with their paths, and the way back."""
 
     paths: tuple[Path, ...]
     leaves: tuple[Any, ...]

@@ -107,7 +107,7 @@ class BoundLayer:
         """The statistic of the heads as they can be scaled, and how it is cut.
 
         Inside `jax.shard_map` it may be of all heads, or of those of this device. The
-        shape tells which: it is that of the whole layer, or what the spec of the query
+        shape says which: it is that of the whole layer, or what the spec of the query
         makes of it.
         """
         name, expected = show((*self.path, STATISTIC)), self.shape

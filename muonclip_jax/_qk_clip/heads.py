@@ -43,7 +43,7 @@ from .shares import clipped_together, scaled_leaves
 
 
 _HOW_TO_RECORD = (
-    "mc.record_attention(loss) returns them next to the loss of any model, with the "
+    "mc.record_attention(loss) returns them with the loss of any model, given the "
     f"optimizer's {READ_IT}. In stock Flax attention_fn=mc.attention_fn sows them: "
     "call the layer with sow_weights=True and read the intermediates back "
     "(mutable=['intermediates'] in Linen, under nn.scan with "
@@ -263,7 +263,7 @@ def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
     """
     threshold = jnp.asarray(threshold, jnp.float32)
     # An infinite S would make gamma 0, and the head would be dead for good; a NaN would
-    # spread to all its weights. Both tell of a forward pass that overflowed and not of
+    # spread to all its weights. Both come of a forward pass that overflowed and not of
     # how large the weights are, so such heads are counted and left alone.
     over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
     # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need

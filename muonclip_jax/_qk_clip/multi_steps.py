@@ -5,6 +5,8 @@ The paper's S is the largest logit of the batch of a step (arXiv:2507.20534, sec
 make gamma too small by their number, or miss a head that grew in one of them.
 """
 
+from __future__ import annotations  # help() shows aliases by name
+
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -17,8 +19,8 @@ from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated, replicated, StatePart, zero_parts
 from .._model.attention_layers import Attention, attention_of
 from .._options import (
+    check_state,
     flag,
-    foreign_state,
     function_or_none,
     transformation,
     whole_number,
@@ -78,6 +80,7 @@ def multi_steps(
     attention: Attention | None = None,
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
+    **options: Any,
 ) -> MultiSteps:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
@@ -90,13 +93,19 @@ def multi_steps(
 
     **Arguments:**
 
-    - `opt`, `every_k_schedule`, `use_grad_mean`, `should_skip_update_fn`: as for
-        `optax.MultiSteps`.
-    - `model`, `attention`: as given to `opt`.
-    - `shardings`, `axis_name`: as given to `opt`; the `axis_name` of [`muonclip`][],
-        [`muon`][] and [`qk_clip`][] need not be repeated unless they are in a chain.
-        Gradients are averaged over the replicas before they are accumulated, so that
-        all replicas keep the same.
+    - `opt`: an optimizer.
+    - `every_k_schedule`: as for `optax.MultiSteps`.
+    - `use_grad_mean`: as for `optax.MultiSteps`.
+    - `should_skip_update_fn`: as for `optax.MultiSteps`.
+    - `model`: as given to `opt`.
+    - `attention`: as given to `opt`.
+    - `shardings`: as given to `opt`.
+    - `axis_name`: as given to `opt`; that of [`muonclip`][], [`muon`][] and
+        [`qk_clip`][] need not be repeated unless they are in a chain. Gradients are
+        averaged over the replicas before they are accumulated, so that all replicas
+        keep the same.
+    - `options`: whatever else the installed `optax.MultiSteps` has, such as its
+        `accumulator_dtype`.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` with optax's
     `has_updated(state)`. State: [`MultiStepsState`][].
@@ -130,6 +139,7 @@ def multi_steps(
         every_k_schedule,
         use_grad_mean=flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
+        **options,
     )
     # Optax makes the branches of its condition anew in each call, which an eager call
     # would compile each time.
@@ -158,8 +168,7 @@ def multi_steps(
         )
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
-        if not isinstance(state, MultiStepsState):
-            raise foreign_state("multi_steps")
+        check_state("multi_steps", isinstance(state, MultiStepsState))
         *rest, running = state
         before = optax.MultiStepsState(*rest)
         is_clipped = states_in(before.inner_opt_state, QKClipState)

@@ -8,6 +8,8 @@ paper leaves the shared rotary key, and the query gets the whole gamma (`shares`
 head without a finite statistic is left alone.
 """
 
+from __future__ import annotations  # help() shows aliases by name
+
 import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import begins, foreign_state, number, POSITIVE, SHARE
+from .._options import begins, check_state, number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads
@@ -179,8 +181,7 @@ def qk_clip(
             raise ValueError(
                 "qk_clip needs the params: tx.update(grads, state, params, ...)"
             )
-        if not isinstance(state, QKClipState):
-            raise foreign_state("qk_clip")
+        check_state("qk_clip", isinstance(state, QKClipState))
         layout = read_layout(params, shardings, axis_name)
         check_replicas(layout.replicas, attention_stats)
         heads = Heads(layout, layers)
@@ -227,8 +228,12 @@ def clip_qk(
 
     - `params`: after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
-    - `threshold`, `alpha`: as for [`qk_clip`][], but numbers and no schedules.
-    - `model`, `attention`, `shardings`, `axis_name`: as for [`qk_clip`][].
+    - `threshold`: as for [`qk_clip`][], but a number and no schedule.
+    - `alpha`: as for [`qk_clip`][], but a number and no schedule.
+    - `model`: as for [`qk_clip`][].
+    - `attention`: as for [`qk_clip`][].
+    - `shardings`: as for [`qk_clip`][].
+    - `axis_name`: as for [`qk_clip`][].
 
     **Returns:** params of the same structure, shapes and dtypes. Leaves of heads at or
     under the threshold keep their values bit for bit.

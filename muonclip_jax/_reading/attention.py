@@ -30,7 +30,7 @@ class Part:
     parameter: int
     # The head of each entry of one layer, -1 for none; it broadcasts to the layer.
     owners: np.ndarray
-    heads: int  # how many it tells apart
+    heads: int  # how many it distinguishes
     stack: tuple[int, ...]  # axes of layers that a loop runs
     why: str = ""  # it is not known which layer an entry is of
 
@@ -121,7 +121,7 @@ class LayerReader:
             if order is None:
                 # The product of a parameter and what is no query is a bias.
                 if facts.weight_of(product.at) is None:
-                    self.refusals.append("query and key could not be told apart")
+                    self.refusals.append("query and key could not be distinguished")
                 continue
             try:
                 heads = heads_of(self.softmaxes.scaling, product, order)

@@ -45,9 +45,9 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     Along them a side's entries are of other parameters. Devices are one, if each has
     some of the heads, and the trips of a loop. What a kernel makes has its outputs; all
     summands, such as biases, adapters and a second stream of tokens, agree in what is a
-    head. A table of positions, before the kernel or added to what it makes, tells
-    positions apart, and so do learned tokens alone, which have positions where the
-    other side has none.
+    head. A table of positions, before the kernel or added to what it makes,
+    distinguishes positions, and so do learned tokens alone, which have positions where
+    the other side has none.
     """
     lead, rank = product.lead, product.rank
     over = {a for a, _ in product.over} if product.at.name == "mul" else set()
@@ -91,8 +91,8 @@ def _axes_of(
                 elif s.factors:
                     free = {product.lead + d for d in product.free[i]}
                     of_others.append(_along(sizes, loops, s.factors[0].labels) - free)
-            told = of_kernels or of_others
-            chosen |= set.intersection(*told) if told else set()
+            known = of_kernels or of_others
+            chosen |= set.intersection(*known) if known else set()
     return sorted(chosen)
 
 
@@ -154,7 +154,7 @@ def _is_shared_out(label: Label) -> bool:
 
 
 def shows_all(kernel: Labels, other: Labels) -> bool:
-    """Whether what a kernel is applied to tells no more heads apart than itself."""
+    """Whether what a kernel is applied to distinguishes no more heads than itself."""
     found = distinct(kernel[0])
     is_apart = all(m.bit_count() == 1 for m in found) and len(found) > 1
     return is_apart or not is_varied(other[0])

@@ -1,7 +1,7 @@
 """What the format of a jaxpr says, for all versions of JAX that are supported.
 
 No other module of this wing knows where an equation keeps the jaxprs that it runs, what
-the parameters of a loop are called, or how it tells the line of code it comes from.
+the parameters of a loop are called, or where it has the line of code it comes from.
 """
 
 import contextlib
@@ -243,7 +243,7 @@ def call_again(eqn: Any, fun: Any) -> Any:
     """A function of arrays that is run as an equation runs the jaxpr in it.
 
     It returns a pair of the list of outputs that the equation has, and more. `None` for
-    a call that cannot have more outputs, since a rule of its own tells its derivatives.
+    a call that cannot have more outputs, since a rule of its own gives its derivatives.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):

@@ -54,7 +54,7 @@ class Makers:
                 yield f.parameter, f.labels
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
-        """The dimensions that tell the outputs of each kernel apart, in its order."""
+        """The dimensions that distinguish the outputs of each kernel, in its order."""
         found: dict[int, dict[int, tuple[int, int]]] = {}
         for kernel in self.kernels(atom, atom.each()):
             for number, labels in self.leaves(kernel):

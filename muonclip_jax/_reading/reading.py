@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class ModelReading:
     - `labels`: a tree like the params of `"matrix"`, `"embedding"`, `"head"`,
         `"router"`, `"vector"` or `"frozen"`, as of [`param_labels`][].
     - `attention`: the layers that QK-Clip can scale.
-    - `unknown`: paths of the leaves of which the function tells nothing: it does not
+    - `unknown`: paths of the leaves whose use the function does not show: it does not
         use them, or an operation hides what it does with them.
     """
 
@@ -158,18 +158,11 @@ def read_model(
         MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
     with call_of(fun, params, *args, **kwargs) as call:
-        return read_call(call).reading
+        return read_call(call)[0]
 
 
-class Found(NamedTuple):
-    """What a function was found to do, for a reading and for the recorder."""
-
-    reading: ModelReading
-    layers: list[NamedLayer]
-    hidden: list[str]  # operations that may be attention
-
-
-def read_call(call: Call) -> Found:
+def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
+    """The reading; for the recorder all layers, and operations that may hide some."""
     tree = call.tree
     own = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
     shown = tree._replace(
@@ -208,7 +201,7 @@ def read_call(call: Call) -> Found:
         tuple(named),
         tuple(hidden),
     )
-    return Found(reading, named, hidden)
+    return reading, named, hidden
 
 
 # The table.

@@ -37,11 +37,11 @@ def record_attention(
 
 
 def record_attention(
-    fun: Callable[..., Any], has_aux: bool = False, *, strict: bool = True
-) -> Callable[..., Any]:
+    fun: Callable[P, Any], has_aux: bool = False, *, strict: bool = True
+) -> Callable[P, tuple[Any, Any]]:
     """Makes a function that returns the largest logit of every head, too.
 
-    It runs the operations of `fun` again, one by one, with a maximum next to every
+    It runs the operations of `fun` again, one by one, with a maximum at every
     softmax of attention: values and gradients stay what they are. It composes with
     `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`.
     Call it under `jax.jit`, as any training step: it traces `fun` in every call. What
@@ -191,8 +191,8 @@ class _Recorder:
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, at)):
             with jaxprs.written_as(eqn):
                 return call(*inputs[own])
-        # Its rules tell derivatives of its outputs alone: the logits are formed once
-        # more next to it, without any. XLA sees that both are the same and keeps one.
+        # Its rules are for derivatives of its outputs alone: the logits are formed once
+        # more alongside it, without any. XLA sees that both are the same and keeps one.
         stopped = jax.lax.stop_gradient(inputs[own])
         return jaxprs.bound(eqn, inputs), self.run(body, stopped, at)[1]
 

@@ -181,7 +181,7 @@ def _count(
     sizes = [atom.shape[d] for d in site.dims]
     count = math.prod(sizes)
     cannot = (
-        "enter the softmax in an order in which heads cannot be told apart: keep an "
+        "enter the softmax in an order in which heads cannot be distinguished: keep an "
         "axis for them"
     )
     if count > 1 << 14:

@@ -94,7 +94,7 @@ def _axes(
         if shape[i] > 1 and (vote["input"] or vote["output"])
     }
     # Applied both ways as often, as the weight of a tied autoencoder is: the first use
-    # tells which side is the input.
+    # says which side is the input.
     if "input" not in roles.values() and any(vote["input"] for vote in votes):
         sides = ("input", "output")
         roles = {i: x for i, x in uses[0].roles if x in sides and shape[i] > 1}

@@ -12,7 +12,7 @@ from accuracy import Case, FORM_NAMES
 from evidence.texts import Text
 from flax import nnx
 from helpers import matrix_of
-from spectra import MODEL, momentum, synthetic
+from spectra import MODEL, momentum, schedule, synthetic
 
 import muonclip_jax as mc
 
@@ -70,13 +70,14 @@ def test_momentum_is_that_of_the_example(monkeypatch, tmp_path):
 
 
 def momentum_of_example(monkeypatch, file, *options, steps=2):
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--layers=1", *options])
+    # The benchmark's rates are those of the example when it was first run.
+    options = "--layers=1", "--learning-rate=0.02", *options
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options])
     args, corpus = train_lm.parse_args(), train_lm.Corpus(file)
     model = train_lm.make_model(args)
     # The benchmark's momentum has one beta, whatever the default is.
-    monkeypatch.setattr(
-        train_lm.mc, "muon", functools.partial(mc.muon, beta=0.95, per_head=False)
-    )
+    settings = dict(beta=0.95, per_head=False, adam_learning_rate=schedule(6e-3))
+    monkeypatch.setattr(train_lm.mc, "muon", functools.partial(mc.muon, **settings))
     tx = train_lm.make_optimizer("muon", args)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     for step in range(steps):

@@ -162,8 +162,8 @@ def test_every_leaf_is_a_matrix_or_not_as_it_should():
     lines = table.split("\n\n")[0].splitlines()
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     expected = {
-        "attention/wq_b/kernel": "4 x 12 x 12 muon read query, 4 heads + rotary",
-        "attention/wkv_b/kernel": "8 x 8 x 8 muon read key, 4 heads",
+        "attention/wq_b/kernel": "4 x 12 x 12 muon traced query, 4 heads + rotary",
+        "attention/wkv_b/kernel": "8 x 8 x 8 muon traced key, 4 heads",
         "attention/out/kernel": "1 x 32 x 16 muon",
         "mlp/experts/gate/kernel": "8 x 16 x 8 muon",
         "mlp/experts/up/kernel": "8 x 16 x 8 muon",

@@ -28,7 +28,7 @@ def start(arguments, **environment):
 
 
 def hosts():
-    """The environments of two hosts, as Slurm tells JAX about them."""
+    """The environments of two hosts, as Slurm describes them to JAX."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"

@@ -45,10 +45,12 @@ def test_comparison_prints_a_table_and_draws(comparison):
         "tokens/s",
     ):
         assert word in result.stdout
-    for word in ("Muon (1 of 3)", "MuonClip (2 of 3)", "AdamW (3 of 3)", "left,"):
+    words = "Muon (1 of 3)", "MuonClip (2 of 3)", "AdamW (3 of 3)", "left,", "compiling"
+    for word in words:
         assert word in result.stderr
     assert "validation loss" in result.stderr and "largest logit" in result.stderr
-    assert "blocks/0/attention/key/kernel" in result.stdout  # which Muon updated
+    assert "Muon updates blocks/*/attention/key/kernel" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80  # of a terminal
     assert result.stdout.startswith("reading ")
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
@@ -138,9 +140,10 @@ def test_a_new_run_keeps_the_old_one(text, tmp_path):
     ]
     for _ in range(2):
         run("train_lm.py", *arguments)
-    assert (tmp_path / "run" / "adamw").is_dir() and (
-        tmp_path / "run" / "adamw.1"
-    ).is_dir()
+    for name in ("adamw", "adamw.1"):
+        assert (tmp_path / "run" / name).is_dir()
+    for name in ("comparison.png", "comparison.1.png", "results.1.json"):
+        assert (tmp_path / "run" / name).is_file()
 
 
 @pytest.mark.more
@@ -148,7 +151,7 @@ def test_a_new_run_keeps_the_old_one(text, tmp_path):
     "content, options, message",
     [
         more(None, [], "no such file"),
-        ("short", [], "too few for context 16"),
+        ("short", [], "has 5 bytes, too few for context 16"),
     ],
 )
 def test_unusable_text_is_refused(tmp_path, content, options, message):
@@ -160,6 +163,31 @@ def test_unusable_text_is_refused(tmp_path, content, options, message):
     )
     assert result.returncode and message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.more
+def test_unusable_numbers_are_refused():
+    for option in ("--steps=0", "--eval-every=0", "--heads=-1"):
+        result = run("train_lm.py", option, check=False)
+        assert result.returncode == 2 and "must be positive" in result.stderr
+
+
+@pytest.mark.more
+def test_an_interruption_names_the_way_on(text, tmp_path):
+    arguments = [*SMALL, "--data", text, "--out", tmp_path / "run"]
+    script = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import corpus, train_lm
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+corpus.Corpus.batch = interrupted
+sys.argv = {["train_lm.py", *map(str, arguments)]!r}
+train_lm.main()
+"""
+    result = run_script("-c", script, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert f"--out {tmp_path / 'run'} --resume" in result.stderr
 
 
 @pytest.mark.more
@@ -192,7 +220,11 @@ def test_the_sentence_says_what_was_won():
     }
     said = summary(results, threshold=8.0)
     assert "final loss after 25 of 30 steps (83%) and ended 0.50 nats lower" in said
-    assert "QK-Clip at 8 the largest attention logit was 9.0, without it 14.0" in said
+    assert "No attention logit exceeded 8: QK-Clip changed nothing." in said
+    results["muonclip"][1]["clipped"] = 4
+    said = summary(results, threshold=8.0)
+    assert "QK-Clip at 8 scaled heads 4 times" in said
+    assert "the largest attention logit was 9.0, without the clip 14.0" in said
     slower = results | {"muon": curve(3.0, 2.9, 2.8)}
     assert "did not reach AdamW's final loss in 30" in summary(slower, threshold=8.0)
     assert summary({"muon": results["muon"]}, threshold=8.0) == ""

@@ -552,3 +552,21 @@ def test_one_leaf_that_an_axis_of_one_device_cuts(sizes):
     found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))
     # Two steps multiply an error by at most 3.4445 each.
     chex.assert_trees_all_close(found(params), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [dict(a=2, b=1), dict(a=1, b=2)])
+def test_the_state_of_neurons_names_axes_of_one_device(sizes):
+    """Specs that are taken from the state are those of the params, as for momentum."""
+    mesh, spec = mesh_of(**sizes), P("a", "b")
+    gradients = {"w": normal(0, 8, 16)}
+    params = jax.device_put(gradients, NamedSharding(mesh, spec))
+    alone = mc.muon(0.1, neuron_b2=0.9)
+    expected, _ = alone.update(gradients, alone.init(gradients), gradients)
+    tx = mc.muon(0.1, neuron_b2=0.9, shardings={"w": spec})
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+        specs = jax.tree.map(lambda x: x.sharding.spec, state)
+        step = mapped(tx.update, mesh, (spec, specs, spec), (spec, specs), True)
+        found, after = step(params, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    np.testing.assert_allclose(found["w"], expected["w"], atol=1e-6)

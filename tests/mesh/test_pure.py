@@ -118,7 +118,7 @@ STEPS = [
     )
     for is_told, init in ((False, "eager"), (True, "jit"))
 ]
-# Nothing tells `init` how, but how the compiler shards the params.
+# Nothing shows `init` how, but how the compiler shards the params.
 STEPS += [("FSDP x tensor", name, False, "jit") for name in OPTIMIZERS]
 
 

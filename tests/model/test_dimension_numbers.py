@@ -370,7 +370,7 @@ def test_a_general_kernel_without_bias_is_no_stack_by_its_name(module):
         module,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    with pytest.raises(ValueError, match="cannot tell which axes"):
+    with pytest.raises(ValueError, match="cannot decide which axes"):
         mc.matrix_mask({"block": params})
 
 

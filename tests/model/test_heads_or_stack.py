@@ -125,7 +125,7 @@ def test_a_kernel_at_the_root_goes_by_its_rank(siblings):
 
 @pytest.mark.parametrize("name", ["output_layer", "output", "OutputDense_0"])
 def test_the_output_of_the_model_where_sizes_coincide(name):
-    """As many bytes as the MLP is wide: nothing but the name tells the head."""
+    """As many bytes as the MLP is wide: nothing but the name shows the head."""
     kernel, norm = jnp.ones, {"scale": jnp.ones(64)}
     block = {
         "linear1": {"kernel": kernel((64, 256)), "bias": jnp.ones(256)},

@@ -367,7 +367,7 @@ def test_a_known_layer_that_a_reading_takes_for_a_vector_is_asked_about():
         "up": {"kernel": jnp.ones((16, 4))},
     }
     reading = mc.read_model(by_entries, params, jnp.ones((8, 16)))
-    with pytest.raises(ValueError, match="cannot tell") as error:
+    with pytest.raises(ValueError, match="cannot decide") as error:
         mc.muon(1e-3, model=reading).init(params)
     message = str(error.value)
     assert "Dense_0/kernel (8, 16): a kernel by its name" in message

@@ -93,7 +93,7 @@ def test_a_depthwise_convolution_over_time_is_no_matrix():
 def test_numbers_of_heads_are_asked_about(name):
     """Labs differ on them; with as many outputs as something takes it is a layer."""
     shapes = {name: {"kernel": (64, 4)}, "o_proj": {"kernel": (48, 64)}}
-    with pytest.raises(ValueError, match="cannot tell") as error:
+    with pytest.raises(ValueError, match="cannot decide") as error:
         mc.matrix_mask(abstract({"attn": shapes}))
     assert f"attn/{name}" in str(error.value) and "o_proj" not in str(error.value)
     shapes[name] = {"kernel": (64, 48)}
@@ -293,7 +293,7 @@ def test_windows_of_pytorch_layouts_are_read_whole(window, name):
 )
 def test_the_guess_to_paste_takes_a_window_whole(leaf, shape, numbers):
     params = abstract({"stem": {leaf: shape}})
-    with pytest.raises(ValueError, match="cannot tell which axes") as error:
+    with pytest.raises(ValueError, match="cannot decide which axes") as error:
         mc.flax_dimension_numbers(params)
     assert f'"stem/{leaf}": MuonDimensionNumbers{numbers}' in str(error.value)
 

@@ -146,7 +146,7 @@ def test_as_muon_does_or_an_error_whose_advice_works(name, rms):
 
 @pytest.mark.parametrize("name", ["turned kernels", "kernels of Flax"])
 def test_which_side_is_the_input_matters_to_two_scales_alone(name):
-    """Nothing in sight tells the two models apart, whose updates differ."""
+    """Nothing in sight distinguishes the two models, whose updates differ."""
     mask = optax.masked(mc.scale_by_muon(), mc.matrix_mask)
     mask.init(PARAMS[name])
     for rms in (None, "mup"):

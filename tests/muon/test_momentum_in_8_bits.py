@@ -308,7 +308,7 @@ def test_refusals():
         mc.scale_by_muon(mu_dtype="int8").init(params)
     floats, codes = mc.scale_by_muon(), mc.scale_by_muon(mu_dtype=jnp.int8)
     real = {"w": jnp.ones((4, 8))}
-    with pytest.raises(ValueError, match="with 'int8' as mu_dtype, but mu_dtype is"):
+    with pytest.raises(ValueError, match="it has .scales.*mu_dtype='int8'"):
         floats.update(real, codes.init(real))
-    with pytest.raises(ValueError, match="with a float as mu_dtype, but mu_dtype is"):
+    with pytest.raises(ValueError, match="it lacks .scales.*mu_dtype='int8'"):
         codes.update(real, floats.init(real))

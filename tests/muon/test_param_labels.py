@@ -86,7 +86,7 @@ def test_hidden_leaves_stay_hidden():
 
 
 def test_leaves_of_which_nothing_tells():
-    with pytest.raises(ValueError, match="cannot tell .*\n +w "):
+    with pytest.raises(ValueError, match="cannot decide .*\n +w "):
         mc.param_labels({"w": jnp.ones((3, 4, 5))})
 
 

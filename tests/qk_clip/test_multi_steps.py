@@ -1,6 +1,7 @@
 """Micro-batches: one clip per real step, by the maximum of their statistics."""
 
 import functools
+import inspect
 import warnings
 
 import chex
@@ -50,6 +51,20 @@ def run(tx, micro_batches, grads=ZEROS):
         params, state = optax.apply_updates(params, updates), new_state
         seen.append(params)
     return seen, state
+
+
+def test_arguments_that_the_installed_optax_has():
+    own = inspect.signature(optax.MultiSteps.__init__).parameters
+    if "accumulator_dtype" not in own:
+        pytest.skip("optax before 0.2.8 accumulates in the dtype of the gradients")
+    options = {"accumulator_dtype": jnp.bfloat16}
+    tx = mc.multi_steps(mc.muonclip(0.1), 3, **options)
+    kept = optax.MultiSteps(optax.sgd(0.1), 3, **options).init(PARAMS).acc_grads
+    chex.assert_trees_all_equal_dtypes(tx.init(PARAMS).acc_grads, kept)
+    _, state = run(tx, MICRO[:2], jax.tree.map(jnp.ones_like, PARAMS))
+    chex.assert_trees_all_equal_dtypes(state.acc_grads, kept)
+    with pytest.raises(TypeError, match="accumulate_in"):
+        mc.multi_steps(mc.muonclip(0.1), 3, accumulate_in=jnp.bfloat16)
 
 
 def test_clips_once_per_real_step_by_the_maximum():

@@ -73,7 +73,7 @@ def _squeezed_and_excited(p, x):
 
 
 def _adaptive_norm(p, x):
-    """Positions are told apart by a table, and the modulation tells none apart."""
+    """A table distinguishes positions, and the modulation distinguishes none."""
     x = jnp.tanh(x @ p["v"]) + p["positions"]
     return cut(normed(x) * (1 + jnp.tanh(x.mean(1)) @ p["w"])[:, None])
 

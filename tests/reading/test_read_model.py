@@ -276,7 +276,7 @@ def test_masked_rows_are_a_lookup(lookup):
 
 def test_every_other_output_of_a_kernel():
     def loss(p, x):
-        # JAX 0.8 makes a lookup of p["w"][:, i::2], which tells no weight from a table.
+        # JAX 0.8 makes a lookup of p["w"][:, i::2], which shows no weight from a table.
         parts = (jax.lax.slice_in_dim(p["w"], i, None, 2, axis=1) for i in range(2))
         gate, up = (x @ part for part in parts)
         return cross_entropy(jax.nn.silu(gate) * up @ p["down"] @ p["out"])
