@@ -108,7 +108,7 @@ class Lab:
         found = self._results.get(run.key)
         # A task of reinforcement learning reads no text.
         return found is not None and bool(
-            run.task or found["text"] == text(run.corpus).digest
+            run.task or text(run.corpus).was_read(found["text"])
         )
 
     def _train(self, runs: Sequence[Run], file: str) -> None:

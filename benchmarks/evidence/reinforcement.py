@@ -1,4 +1,4 @@
-"""Reinforcement learning in small: PPO on two environments, GRPO on brackets.
+"""Reinforcement learning in small: PPO on environments of gymnax, GRPO on brackets.
 
 `play` takes a `Run` whose `task` is one of `TASKS`; its steps are updates. Its
 losses are rewards with the sign turned, so that rates are tuned as elsewhere.
@@ -21,85 +21,35 @@ from .optimizers import hyperparameters, make_optimizer
 from .run import Run
 
 
-class Environment(NamedTuple):
-    """What is observed is the state."""
-
-    reset: Callable[[jax.Array], jax.Array]  # key
-    step: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-    actions: int
-    size: int  # of the state
-    limit: int  # steps of an episode
-
-
-def cart_pole() -> Environment:
-    """Barto, Sutton and Anderson's, with Gym's constants: a reward for each step."""
-
-    def step(state: jax.Array, action: jax.Array):
-        _, speed, angle, turning = state
-        force = jnp.where(action == 1, 10.0, -10.0)
-        sin, cos = jnp.sin(angle), jnp.cos(angle)
-        push = (force + 0.05 * turning**2 * sin) / 1.1
-        turn = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
-        move = push - 0.05 * turn * cos / 1.1
-        change = jnp.array([speed, move, turning, turn])
-        state = state + 0.02 * change
-        fell = (jnp.abs(state[0]) > 2.4) | (jnp.abs(state[2]) > 0.2095)
-        return state, jnp.float32(1.0), fell
-
-    def reset(key: jax.Array) -> jax.Array:
-        return jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
-
-    return Environment(reset, step, 2, 4, 500)
-
-
-def pendulum() -> Environment:
-    """Gym's pendulum to swing up, with torques of -2, 0 and 2; at most 0 for a step."""
-
-    def step(state: jax.Array, action: jax.Array):
-        cos, sin, speed = state[0], state[1], 8 * state[2]
-        angle, torque = jnp.arctan2(sin, cos), 2.0 * action - 2.0
-        reward = -(angle**2 + 0.1 * speed**2 + 1e-3 * torque**2) / 16.3
-        speed = jnp.clip(speed + 0.05 * (15.0 * sin + 3.0 * torque), -8.0, 8.0)
-        angle = angle + 0.05 * speed
-        state = jnp.array([jnp.cos(angle), jnp.sin(angle), speed / 8])
-        return state, reward, jnp.bool_(False)
-
-    def reset(key: jax.Array) -> jax.Array:
-        angle, speed = jax.random.uniform(key, (2,), minval=-1.0, maxval=1.0)
-        return jnp.array([jnp.cos(jnp.pi * angle), jnp.sin(jnp.pi * angle), speed / 8])
-
-    return Environment(reset, step, 3, 3, 200)
-
-
-ENVIRONMENTS = {"cart-pole": cart_pole, "pendulum": pendulum}
-MEMORY = 4  # states that the network sees
+ENVIRONMENTS = ("CartPole-v1", "Acrobot-v1")  # of gymnax
+MEMORY = 4  # observations that the network sees
 COPIES, STEPS, EPOCHS, PARTS = 16, 64, 4, 4  # of one update
 DISCOUNT, TRACE, CLIP, ENTROPY = 0.99, 0.95, 0.2, 0.01
 
 
 class Policy(nnx.Module):
-    """Logits of the actions and a value, from the last states.
+    """Logits of the actions and a value, from the last observations.
 
-    Two hidden matrices, or with `model="attention"` the lab's block over the states.
+    Two hidden matrices, or with `model="attention"` the lab's block over them.
     """
 
-    def __init__(self, run: Run, environment: Environment, rngs: nnx.Rngs):
+    def __init__(self, run: Run, size: int, actions: int, rngs: nnx.Rngs):
         width, self.attends = run.width, run.model == "attention"
-        inputs = environment.size * (1 if self.attends else MEMORY)
+        inputs = size * (1 if self.attends else MEMORY)
         self.first = linear(inputs, width, rngs)
         if self.attends:
             self.block = Block(run, rngs)
         else:
             self.up, self.down = (linear(width, width, rngs) for _ in range(2))
-        self.head = linear(width, environment.actions + 1, rngs)
+        self.head = linear(width, actions + 1, rngs)
 
-    def __call__(self, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(..., memory, size)` to `(..., actions)` and `(...)`."""
         if self.attends:
-            flat = states.reshape(-1, *states.shape[-2:])
-            x = self.block(self.first(flat))[:, -1].reshape(*states.shape[:-2], -1)
+            flat = seen.reshape(-1, *seen.shape[-2:])
+            x = self.block(self.first(flat))[:, -1].reshape(*seen.shape[:-2], -1)
         else:
-            x = jnp.tanh(self.first(states.reshape(*states.shape[:-2], -1)))
+            x = jnp.tanh(self.first(seen.reshape(*seen.shape[:-2], -1)))
             x = jnp.tanh(self.down(jnp.tanh(self.up(x))))
         out = self.head(x)
         return 0.1 * out[..., :-1], out[..., -1]
@@ -108,7 +58,7 @@ class Policy(nnx.Module):
 class Played(NamedTuple):
     """What the copies of an environment saw and did, `(steps, copies, ...)`."""
 
-    states: jax.Array
+    memory: jax.Array
     actions: jax.Array
     logs: jax.Array
     values: jax.Array
@@ -132,7 +82,11 @@ def play(run: Run) -> dict[str, Any]:
     for i, at in enumerate(hyperparameters(run)):
         carry, reward = update(carry, at, jax.random.fold_in(key, i))
         rewards.append(reward)
-    parts = np.array_split(np.asarray(jax.device_get(rewards), np.float64), 10)
+    of = np.asarray(jax.device_get(rewards), np.float64)
+    # Before an episode has ended, the first that does.
+    known = of[np.isfinite(of)]
+    of = np.where(np.isfinite(of), of, known[0] if len(known) else 0.0)
+    parts = np.array_split(of, 10)
     ends = np.cumsum([len(part) for part in parts])
     curve = [
         [int(end), -part.mean(), -part.mean()]
@@ -147,41 +101,54 @@ def play(run: Run) -> dict[str, Any]:
 @functools.lru_cache(maxsize=16)
 def ppo(run: Run) -> Algorithm:
     """PPO (arXiv:1707.06347), for all runs of one program."""
-    environment = ENVIRONMENTS[run.task]()
-    graph = nnx.split(nnx.eval_shape(lambda: Policy(run, environment, nnx.Rngs(0))))[0]
+    import gymnax  # here, for its releases want a JAX below 0.12, and the rest does not
+
+    return ppo_in(run, *gymnax.make(run.task))
+
+
+def ppo_in(run: Run, environment: Any, constants: Any) -> Algorithm:
+    """`environment` has gymnax's `reset`, and its `step`, which begins anew itself."""
+    reset = jax.vmap(lambda key: environment.reset(key, constants))
+    move = jax.vmap(lambda *at: environment.step(*at, constants))
+    size = jax.eval_shape(reset, jax.random.split(jax.random.key(0), 1))[0].size
+    actions = environment.num_actions
+    policy = functools.partial(Policy, run, size, actions)
+    graph = nnx.split(nnx.eval_shape(lambda: policy(nnx.Rngs(0))))[0]
+
+    def keys(key: jax.Array) -> jax.Array:
+        return jax.random.split(key, COPIES)
 
     @jax.jit
     def begin(key: jax.Array):
-        params = nnx.split(Policy(run, environment, nnx.Rngs(key)))[1]
-        states = jax.vmap(environment.reset)(jax.random.split(key, COPIES))
-        memory = jnp.repeat(states[:, None], MEMORY, axis=1)
-        world = memory, jnp.zeros(COPIES, jnp.int32), jnp.zeros(COPIES)
+        params = nnx.split(policy(nnx.Rngs(key)))[1]
+        seen, states = reset(keys(key))
+        memory = jnp.repeat(seen.reshape(COPIES, 1, -1), MEMORY, axis=1)
+        world = memory, states, jnp.zeros(COPIES)
         start = make_optimizer(run, hyperparameters(run)[0]).init(params)
         # At last the mean return of the episodes that ended.
-        return params, start, world, jnp.float32(0.0)
+        return params, start, world, jnp.float32(jnp.nan)
 
-    def of_policy(params: Any, states: jax.Array):
-        return nnx.merge(graph, params)(states)
+    def of_policy(params: Any, memory: jax.Array):
+        return nnx.merge(graph, params)(memory)
 
     def one_step(params: Any, carry: Any, key: jax.Array):
-        memory, ages, returns = carry
-        choose, renew = jax.random.split(key)
+        memory, states, returns = carry
+        choose, go = jax.random.split(key)
         logits, values = of_policy(params, memory)
         actions = jax.random.categorical(choose, logits)
+        new, states, rewards, *ends, _ = move(keys(go), states, actions)
+        # Fell or was cut off: what comes after is counted as nothing, in both.
+        ended, returns = ends[0] | ends[1], returns + rewards
+        new = new.reshape(COPIES, 1, -1)
+        moved = jnp.concatenate([memory[:, 1:], new], axis=1)
+        again = jnp.repeat(new, MEMORY, axis=1)
         logs = _log(logits, actions)
-        states, rewards, fell = jax.vmap(environment.step)(memory[:, -1], actions)
-        ages, returns = ages + 1, returns + rewards
-        ends = fell | (ages >= environment.limit)
-        fresh = jax.vmap(environment.reset)(jax.random.split(renew, COPIES))
-        moved = jnp.concatenate([memory[:, 1:], states[:, None]], axis=1)
-        again = jnp.repeat(fresh[:, None], MEMORY, axis=1)
-        seen = Played(memory, actions, logs, values, rewards, ends)
-        memory = jnp.where(ends[:, None, None], again, moved)
-        after = memory, jnp.where(ends, 0, ages), jnp.where(ends, 0, returns)
-        return after, (seen, returns)
+        played = Played(memory, actions, logs, values, rewards, ended)
+        memory = jnp.where(ended[:, None, None], again, moved)
+        return (memory, states, jnp.where(ended, 0, returns)), (played, returns)
 
     def loss_fn(params: Any, seen: Played, gains: jax.Array):
-        logits, values = of_policy(params, seen.states)
+        logits, values = of_policy(params, seen.memory)
         ratio = jnp.exp(_log(logits, seen.actions) - seen.logs)
         scaled = (gains - gains.mean()) / (gains.std() + 1e-8)
         clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)

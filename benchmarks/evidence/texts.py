@@ -3,9 +3,7 @@
 import functools
 import hashlib
 import lzma
-import sysconfig
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 
@@ -15,7 +13,15 @@ CORPORA = {"code": "Python's standard library", "prose": "six novels by Jane Aus
 # A check of what the others decided: nothing was chosen by its losses.
 CHECK = {"drama": "plays by Shakespeare"}
 HELD_OUT = dict(tune=7, report=15)
-_FILES = {"prose": "austen.txt.xz", "drama": "shakespeare.txt.xz"}  # public domain
+# Files, so that any machine and Python reads what the kept runs read.
+_FILES = {
+    "code": "python.txt.xz",
+    "prose": "austen.txt.xz",
+    "drama": "shakespeare.txt.xz",
+}
+# Runs until November 2026 read the library where it was installed, with the paths of
+# that place: in 88 places, where there are others as long now (of 11.5 million bytes).
+_AS_INSTALLED = {"2b98afeb4afa": "296700fcd4db"}
 _PIECE = 1 << 16  # of 16 pieces of 64 KiB, or less of a short text
 
 
@@ -33,6 +39,10 @@ class Text:
         place = np.arange(len(text)) // piece % 16
         self.parts = {name: text[place == i] for name, i in held_out.items()}
         self.train = text[~np.isin(place, list(held_out.values()))]
+
+    def was_read(self, digest: str) -> bool:
+        """Whether a run with this digest has read the same text."""
+        return _AS_INSTALLED.get(digest, digest) == self.digest
 
     def batch(self, size: int, context: int, seed: int, step: int) -> np.ndarray:
         """Returns `(size, context + 1)` bytes; the same for the same seed and step."""
@@ -61,21 +71,6 @@ def windows(
 
 
 def _read(corpus: str) -> bytes:
-    if corpus == "code":
-        return _standard_library()
     if corpus in _FILES:
         return lzma.decompress((Path(__file__).parent / _FILES[corpus]).read_bytes())
     return Path(corpus).read_bytes()
-
-
-def _standard_library() -> bytes:
-    """The library's sources and the language reference, in a fixed order."""
-    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3"}
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = (
-        file
-        for file in sorted(root.rglob("*.py"))
-        if skipped.isdisjoint(file.relative_to(root).parts)
-    )
-    reference = (topics[name].encode() for name in sorted(topics))
-    return b"\n".join([*(file.read_bytes() for file in files), *reference])

@@ -33,12 +33,13 @@ ARMS: dict[str, dict[str, Any]] = {
         learning_rate=4e-3, adam_learning_rate=4e-3, beta=0.95, candidate="high-pass"
     ),
 }
-PLAIN, ATTENDS = dict(model="mlp", width=64), dict(model="attention", width=64)
+PLAIN = dict(model="mlp", width=64, steps=300)
+ATTENDS = dict(model="attention", width=32, heads=2, steps=150)
 TASKS: dict[str, dict[str, Any]] = {
-    "cart-pole, two hidden matrices": PLAIN | dict(task="cart-pole", steps=150),
-    "cart-pole, attention": ATTENDS | dict(task="cart-pole", steps=150),
-    "pendulum, two hidden matrices": PLAIN | dict(task="pendulum", steps=150),
-    "pendulum, attention": ATTENDS | dict(task="pendulum", steps=150),
+    "cart-pole, two hidden matrices": PLAIN | dict(task="CartPole-v1"),
+    "cart-pole, attention": ATTENDS | dict(task="CartPole-v1"),
+    "acrobot, two hidden matrices": PLAIN | dict(task="Acrobot-v1"),
+    "acrobot, attention": ATTENDS | dict(task="Acrobot-v1"),
     "brackets, GRPO": dict(task="brackets", steps=150, layers=2, width=32, heads=2),
 }
 BASES = (ADAMW, MUON, RULED, HIGH)
@@ -76,9 +77,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "can be verified Muon collapses where AdamW does not, since noise is made as "
         "large as signal; a polynomial that sends small singular values to 0 repairs "
         "it.",
-        setting="PPO on cart-pole and on the pendulum to swing up, from the last four "
-        "states, by a network of two hidden matrices of width 64 or with a block of "
-        "attention: 150 updates of 1,024 steps, 4 epochs of 4 batches. GRPO on "
+        setting="PPO on gymnax's `CartPole-v1` and `Acrobot-v1`, from the last four "
+        "observations, by a network of two hidden matrices of width 64 (300 updates) "
+        "or with a block of attention of width 32 (150 updates): 1,024 steps an "
+        "update, 4 epochs of 4 batches. GRPO on "
         "brackets of two kinds: four are open, eight tokens are to close all in "
         "order, 16 prompts with 16 answers, 150 updates, from drawn weights. Nothing "
         "decays, rates fall to 0. AdamW (b2 0.999), Muon and Muon by the high-pass "
