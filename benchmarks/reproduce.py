@@ -33,16 +33,11 @@ EXPERIMENTS = (
     "token_efficiency",
     "token_conditions",
     "explosion",
-    "rise_and_decay",
     "no_harm",
-    "sharing",
     "width_transfer",
-    "carry_over",
     "choices",
     "recipes",
-    "momentum_by_length",
     "warm_up",
-    "recipe_at_scale",
     "defaults",
     "candidates",
     "cheaper_iterations",
@@ -51,7 +46,6 @@ EXPERIMENTS = (
     "rate_rule",
     "stress",
     "overhead",
-    "adam_clip",
 )
 
 

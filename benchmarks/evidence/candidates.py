@@ -70,8 +70,7 @@ def sinkhorn(**arguments: Any) -> optax.GradientTransformationExtraArgs:
     entry as Adam's step.
     """
     learning_rate = arguments["adam_learning_rate"]
-    decay = arguments["adam_weight_decay"]
-    decay = arguments["weight_decay"] if decay is None else decay
+    decay = arguments["weight_decay"]
 
     def balanced(axis: int) -> optax.GradientTransformation:
         return optax.chain(
@@ -164,7 +163,6 @@ def _with_adamw(
     learning_rate: Any,
     weight_decay: Any,
     adam_learning_rate: Any,
-    adam_weight_decay: Any = None,
     has_rate: bool = False,
     **direction: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -174,8 +172,7 @@ def _with_adamw(
         decay = optax.add_decayed_weights(weight_decay)
         rate = optax.scale_by_learning_rate(learning_rate)
         matrices = optax.chain(matrices, decay, rate)
-    decay = weight_decay if adam_weight_decay is None else adam_weight_decay
-    adamw = optax.adamw(adam_learning_rate, 0.9, 0.95, weight_decay=decay)
+    adamw = optax.adamw(adam_learning_rate, 0.9, 0.95, weight_decay=weight_decay)
 
     def labels(params: Any) -> Any:
         mask = mc.matrix_mask(params)

@@ -70,24 +70,21 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal attention with rotary embedding; a key may serve several queries."""
+    """Causal attention with rotary embedding."""
 
     def __init__(self, run: Run, rngs: nnx.Rngs):
-        self.heads = (run.heads, run.key_heads or run.heads)
-        self.features = features = run.width // run.heads
+        self.shape = (run.heads, run.width // run.heads)
         if run.fused:
             self.query_key_value = linear(run.width, 3 * run.width, rngs)
         else:
-            query, key = self.heads
-            self.query = to_heads(run.width, query, features, rngs)
-            self.key = to_heads(run.width, key, features, rngs)
-            self.value = to_heads(run.width, key, features, rngs)
+            of_heads = (to_heads(run.width, *self.shape, rngs) for _ in range(3))
+            self.query, self.key, self.value = of_heads
         if run.normalized:
-            self.query_norm = nnx.RMSNorm(features, rngs=rngs)
-            self.key_norm = nnx.RMSNorm(features, rngs=rngs)
+            self.query_norm = nnx.RMSNorm(self.shape[1], rngs=rngs)
+            self.key_norm = nnx.RMSNorm(self.shape[1], rngs=rngs)
         self.fused, self.normalized = run.fused, run.normalized
         self.statistics = run.statistics
-        self.out = from_heads(run.heads, features, run.width, rngs)
+        self.out = from_heads(*self.shape, run.width, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         query, key, value = self.project(x)
@@ -104,7 +101,7 @@ class Attention(nnx.Module):
         if not self.fused:
             return self.query(x), self.key(x), self.value(x)
         together = self.query_key_value(x)
-        shape = (*x.shape[:-1], 3, self.heads[0], self.features)
+        shape = (*x.shape[:-1], 3, *self.shape)
         query, key, value = jnp.moveaxis(together.reshape(shape), -3, 0)
         return query, key, value
 

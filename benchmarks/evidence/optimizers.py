@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
@@ -11,7 +10,6 @@ from optax.contrib import MuonDimensionNumbers
 import muonclip_jax as mc
 
 from .adapters import only_b
-from .balanced_clip import balanced_clip
 from .candidates import CANDIDATES, decay_share
 from .run import Run
 
@@ -26,22 +24,18 @@ class Hyperparameters(NamedTuple):
     adam_learning_rate: Any
     weight_decay: Any
     threshold: Any
-    head_learning_rate: Any = None  # that of the AdamW side
-    adam_weight_decay: Any = None  # that of Muon
     beta: Any = None  # if it changes
 
 
 def hyperparameters(run: Run) -> list[Hyperparameters]:
     """Returns the hyperparameters of every step."""
-    head, decay, beta = run.head_learning_rate, run.adam_weight_decay, rising_beta(run)
+    beta = rising_beta(run)
     return [
         Hyperparameters(
             np.float32(run.learning_rate * factor),
             np.float32(run.adam_learning_rate * factor),
             np.float32(run.weight_decay * decay_share(run, factor)),
             np.float32(run.threshold),
-            None if head is None else np.float32(head * factor),
-            None if decay is None else np.float32(decay),
             None if beta is None else beta[i],
         )
         for i, factor in enumerate(schedule(run))
@@ -65,7 +59,6 @@ def schedule(run: Run) -> np.ndarray:
         "constant": np.ones(run.steps),
         "cosine": (1 - np.cos(np.pi * left)) / 2,
         "linear": left,
-        "decay": np.minimum(1, 5 * left),
     }
     return np.where(step < warmup, step / max(1, warmup), shapes[run.schedule])
 
@@ -79,27 +72,17 @@ def make_optimizer(
         b2 = 0.95 if run.b2 is None else run.b2
         adamw = optax.adamw(at.learning_rate, b1, b2, weight_decay=at.weight_decay)
         return optax.with_extra_args_support(adamw)
-    rates = dict(
-        learning_rate=at.learning_rate,
-        weight_decay=at.weight_decay,
-        adam_learning_rate=at.adam_learning_rate,
-        adam_weight_decay=at.adam_weight_decay,
-    )
-    head = at.head_learning_rate
-    if run.tuned_at is not None:
-        ratio = run.tuned_at / run.width
-        head = (head or at.adam_learning_rate or at.learning_rate) * ratio
-        rates = _for_width(rates, ratio)
     beta = 0.95 if run.beta is None else run.beta
     # Heads are as `matrices` says, not as by default.
     others: dict[str, Any] = {"per_head": False, **_in_one_value(dict(run.muon))}
-    muon = CANDIDATES[run.candidate](
-        **rates,
+    return CANDIDATES[run.candidate](
+        learning_rate=at.learning_rate,
+        weight_decay=at.weight_decay,
+        adam_learning_rate=at.adam_learning_rate,
         beta=beta if at.beta is None else at.beta,
         dimension_numbers=MATRICES[run.matrices],
         **others,
     )
-    return muon if head is None else _with_head_apart(muon, head, at)
 
 
 def _in_one_value(options: dict[str, Any]) -> dict[str, Any]:
@@ -112,40 +95,10 @@ def _in_one_value(options: dict[str, Any]) -> dict[str, Any]:
     return rest | ({"orthogonalizer": mc.NewtonSchulz(**own)} if own else {})
 
 
-def _with_head_apart(
-    muon: optax.GradientTransformationExtraArgs, rate: Any, at: Hyperparameters
-) -> optax.GradientTransformationExtraArgs:
-    """The recipe of docs/tuning.md."""
-    decay = at.weight_decay if at.adam_weight_decay is None else at.adam_weight_decay
-    adamw = optax.adamw(rate, 0.9, 0.95, weight_decay=decay)
-
-    def labels(params: Any) -> Any:
-        return jax.tree.map(
-            lambda label: "head" if label == "head" else "rest",
-            mc.param_labels(params),
-        )
-
-    return optax.partition({"rest": muon, "head": adamw}, labels)
-
-
-def _for_width(rates: dict[str, Any], ratio: float) -> dict[str, Any]:
-    """The recipe of docs/tuning.md for a model that is `1 / ratio` times as wide."""
-    adam = rates["adam_learning_rate"] or rates["learning_rate"]
-    return rates | dict(
-        learning_rate=rates["learning_rate"] * ratio ** (1 / 3),
-        consistent_rms="mup",
-        adam_learning_rate=adam * ratio ** (1 / 2),
-    )
-
-
 def clip(run: Run, params: Any, stats: Any, at: Hyperparameters) -> Any:
     """QK-Clip after the step, if the run clips."""
     if not run.clips:
         return params
-    if run.sharing == "balanced":
-        return balanced_clip(params, stats, at.threshold)
-    if run.sharing == "layer":
-        stats = jax.tree.map(lambda s: jnp.full_like(s, s.max()), stats)
     return mc.clip_qk(params, stats, at.threshold)
 
 

@@ -23,7 +23,6 @@ class Run:
     layers: int = 3
     width: int = 64
     heads: int = 4
-    key_heads: int | None = None  # fewer than heads: grouped queries
     normalized: bool = False  # QK-norm
     fused: bool = False  # query, key and value in one kernel
     statistics: bool = True  # whether attention records its largest logits
@@ -31,17 +30,13 @@ class Run:
     optimizer: str = "muon"  # or "adamw"
     learning_rate: float = 1e-2  # that of the hidden matrices, or of all with AdamW
     adam_learning_rate: float = 1e-2  # that of the rest with Muon
-    head_learning_rate: float | None = None  # that of the output head, if apart
     weight_decay: float = 0.1
-    adam_weight_decay: float | None = None  # that of the rest with Muon, if apart
-    tuned_at: int | None = None  # the width at which these five were tuned
     beta: float | None = None  # momentum's; by default 0.95, and AdamW's 0.9
     b2: float | None = None  # AdamW's where it is alone, by default 0.95
     beta_from: float | None = None  # where it begins, if it rises over 300 steps
-    schedule: str = "cosine"  # "linear", "constant", or "decay" over the last fifth
+    schedule: str = "cosine"  # or "linear", or "constant"
     warm_up: float = 0.05  # share of the steps over which the rate rises
     threshold: float = math.inf  # of QK-Clip
-    sharing: str = "head"  # or "layer", or "balanced" for grouped queries
     matrices: str = "default"  # or another of `MATRICES` of optimizers.py
     muon: tuple[tuple[str, Any], ...] = ()  # further arguments of mc.muon
     candidate: str = ""  # in place of mc.muon, one of `CANDIDATES`
@@ -91,8 +86,6 @@ class Run:
         changes = {name: defaults[name] for name in names}
         return self.but(
             **changes,
-            head_learning_rate=_if_given(self.head_learning_rate),
-            adam_weight_decay=_if_given(self.adam_weight_decay),
             beta_from=_if_given(self.beta_from),
             threshold=1.0 if self.clips else math.inf,
         )

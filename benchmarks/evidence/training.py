@@ -95,14 +95,12 @@ def result_of(run: Run, history: History) -> dict[str, Any]:
         "curve": [[step, *map(rounded, ends)] for step, *ends in history.curve],
         "peak": rounded(np.nanmax(logits)),
         "fired": int((logits > run.threshold).sum()),
-        "scaled": scaled(logits, run),
     }
     if history.forgotten:
         result["forgotten"] = [rounded(x) for x in history.forgotten]
     if run.probe == "steps":
         result["losses"] = [rounded(x) for x in jax.device_get(history.losses)]
         result["logits"] = [rounded(x) for x in logits.max(axis=(1, 2))]
-        result["last_fired"] = last_fired(logits, run.threshold)
     if run.probe == "losses":  # a thousandth is a hundredth of what is a spike
         result["losses"] = [round(float(x), 3) for x in jax.device_get(history.losses)]
     return result
@@ -118,21 +116,6 @@ def batches(source: Text, part: str, run: Run) -> jax.Array:
     count = max(1, HELD_OUT // (run.batch * run.context))
     windows = source.held_out(part, count * run.batch, run.context)
     return jnp.asarray(windows.reshape(count, run.batch, -1))
-
-
-def scaled(logits: np.ndarray, run: Run) -> int:
-    """How often a query head was scaled; with some ways of sharing it is not alone."""
-    sizes = {"layer": run.heads, "balanced": run.heads // (run.key_heads or run.heads)}
-    size = sizes.get(run.sharing, 1)
-    over = (logits > run.threshold).reshape(-1, logits.shape[-1] // size, size)
-    return size * int(over.any(axis=-1).sum())
-
-
-def last_fired(logits: np.ndarray, threshold: float) -> list[list[int]]:
-    """The last step, from 1, in which a head exceeded the threshold; 0 for never."""
-    over = logits > threshold
-    last = len(over) - np.argmax(over[::-1], axis=0)
-    return np.where(over.any(axis=0), last, 0).tolist()
 
 
 @functools.lru_cache(maxsize=16)

@@ -54,7 +54,7 @@ def scale_by_muon(
     $\rho = \sqrt{\max(1, \mathrm{fan_{out}} / \mathrm{fan_{in}})}$
     (`consistent_rms=None`), or $\rho = \sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$
     (`consistent_rms="mup"`). With `None` the best rate stays where it is as widths
-    grow; how rates change with `"mup"` is a recipe of the manual ("Width").
+    grow (the manual's "Width").
 
     Three deviations between the sources, all of which this function spans:
     Keller Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's

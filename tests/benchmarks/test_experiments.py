@@ -63,15 +63,12 @@ class World:
         ends = range(run.steps // run.evaluations, run.steps + 1)[
             :: max(1, run.steps // run.evaluations)
         ]
-        fired = int((logits > run.threshold).sum())
         return {
             "curve": [[step, losses[step - 1], losses[step - 1]] for step in ends],
             "losses": losses.tolist(),
             "logits": logits.tolist(),
             "peak": float(logits.max()),
-            "fired": fired,
-            "scaled": fired * (4 if self.good else 1),
-            "last_fired": self.last_fired(run),
+            "fired": int((logits > run.threshold).sum()),
             "forgotten": [2.0, 2.1],
         }
 
@@ -114,7 +111,7 @@ class World:
 
     def cost(self, run):
         """Of a choice, or of clipping."""
-        worse = run.fused or run.matrices == "adam_experts" or run.sharing == "layer"
+        worse = run.fused or run.matrices == "adam_experts"
         worse = worse or dict(run.muon).get("nesterov") is False
         harm = run.clips or run.muon or run.matrices == "per_head"
         if not self.good and dict(run.muon).get("ns_steps", 0) > 5:
@@ -145,12 +142,7 @@ class World:
             return grown if not run.clips else grown + 50 * run.threshold
         if run.normalized or (run.weight_decay and run.schedule == "constant"):
             free = free / 300
-        if run.schedule == "decay":
-            free = np.where(share > 0.3, 10.0, free)
         return np.minimum(free, 1.05 * run.threshold)
-
-    def last_fired(self, run):
-        return [[0, 0, 0, round(0.3 * run.steps)]] if self.good else [[run.steps] * 4]
 
 
 @pytest.mark.parametrize("good", [True, False])

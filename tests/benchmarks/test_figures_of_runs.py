@@ -8,9 +8,7 @@ from evidence import intervals, tokens
 from evidence.experiments import token_conditions, width_transfer
 from evidence.lab import losses
 from evidence.plan import Plan
-from evidence.run import Run
 from evidence.spikes import spikes, stress_spikes, stress_steps
-from evidence.training import last_fired, scaled
 
 
 def test_spikes_by_the_stated_rule():
@@ -54,17 +52,6 @@ def test_intervals_cover_as_often_as_they_say():
     found = [intervals.interval(x) for x in generator.standard_normal((4000, 5))]
     inside = np.mean([of.low < 0 < of.high for of in found])
     assert inside == pytest.approx(0.95, abs=0.015)
-
-
-def test_what_is_counted_of_the_clip():
-    logits = np.array(
-        [[[1.0, 3.0], [1.0, 1.0]], [[1.0, 1.0], [4.0, 1.0]], [[1.0] * 2] * 2]
-    )
-    run = Run(heads=2, threshold=2.0)
-    assert scaled(logits, run) == 2
-    assert scaled(logits, run.but(sharing="layer")) == 4
-    assert scaled(logits, run.but(sharing="balanced", key_heads=1)) == 4
-    assert last_fired(logits, 2.0) == [[0, 1], [2, 0]]
 
 
 def test_a_run_that_diverged_is_the_worst():

@@ -21,20 +21,19 @@ RESULTS = sorted((BENCHMARKS / "evidence" / "results").glob("*.jsonl"))
 
 
 def test_schedules():
-    for name in ("cosine", "constant", "decay"):
+    for name in ("cosine", "constant", "linear"):
         factors = schedule(Run(steps=200, schedule=name))
         np.testing.assert_allclose(factors[:10], np.arange(1, 11) / 10)
         assert factors.shape == (200,) and factors.min() > 0 and factors.max() == 1
     assert (schedule(Run(steps=200, schedule="constant"))[10:] == 1).all()
-    decay = schedule(Run(steps=200, schedule="decay"))
-    assert (decay[10:162] == 1).all() and decay[163] < 1
-    assert decay[-1] < 0.03
+    linear = schedule(Run(steps=200, schedule="linear"))
+    np.testing.assert_allclose(np.diff(linear[10:]), -1 / 191)
     cosine = schedule(Run(steps=200))
     assert (np.diff(cosine[10:]) < 0).all()
     assert cosine[105] == pytest.approx(0.5, abs=0.01)
     at = hyperparameters(Run(steps=200, learning_rate=0.5, adam_learning_rate=0.1))
     rates = np.float32([0.5, 0.1, 0.1])
-    assert at[9] == (*rates, math.inf, None, None, None)
+    assert at[9] == (*rates, math.inf, None)
 
 
 def test_beta_rises_over_300_steps():
@@ -42,11 +41,6 @@ def test_beta_rises_over_300_steps():
     betas = [rising[i].beta for i in (0, 150, 300, 399)]
     np.testing.assert_allclose(betas, [0.85, 0.9, 0.95, 0.95], rtol=1e-6)
     assert {at.beta for at in hyperparameters(Run(beta=0.8))} == {None}
-
-
-def test_the_head_may_have_a_rate_of_its_own():
-    apart = hyperparameters(Run(steps=200, head_learning_rate=0.25))
-    assert [apart[i].head_learning_rate for i in (4, 9)] == [0.125, 0.25]
 
 
 @pytest.mark.parametrize("share, steps", [(0.0, 0), (0.001, 1), (0.01, 4), (0.2, 80)])
@@ -145,8 +139,8 @@ def test_every_field_is_part_of_the_key():
 def test_one_program_serves_all_rates_and_corpora():
     run = Run().but(learning_rate=0.3, weight_decay=1.0, seed=7, corpus="prose")
     assert run.program == run.but(warm_up=0.0).program == Run().program
-    heads = [run.but(head_learning_rate=rate).program for rate in (0.1, 0.2)]
-    assert heads[0] == heads[1] != run.program
+    rising = [run.but(beta=0.95, beta_from=at).program for at in (0.5, 0.85)]
+    assert rising[0] == rising[1] != run.program
     assert run.but(threshold=30.0).program == run.but(threshold=10.0).program
     assert run.but(threshold=30.0).program != run.program
     assert run.but(muon=(("nesterov", False),)).program != run.program

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from evidence.experiments import adam_clip
+from evidence.experiments import no_harm
 from evidence.lab import Lab
 from evidence.plan import Plan
 from helpers import run_script, script_environment
@@ -22,7 +22,7 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "reproduce.py"
 def killed(tmp_path_factory):
     """The folder of a quick experiment that was killed after its first results."""
     out = tmp_path_factory.mktemp("reproduce") / "out"
-    command = [sys.executable, SCRIPT, "--quick", "adam_clip", "--out", out]
+    command = [sys.executable, SCRIPT, "--quick", "no_harm", "--out", out]
     process = subprocess.Popen(
         command,
         start_new_session=True,
@@ -50,7 +50,7 @@ def lines(out):
 @pytest.fixture(scope="module")
 def finished(killed):
     before = lines(killed)
-    result = run_script(SCRIPT, "--quick", "adam_clip", "--out", killed)
+    result = run_script(SCRIPT, "--quick", "no_harm", "--out", killed)
     return killed, before, result
 
 
@@ -71,18 +71,18 @@ def test_report_says_what_came_out_and_what_is_missing(finished):
     out, _, result = finished
     report = (out / "experiments.md").read_text()
     assert "Not finished: " in (out / "report.md").read_text()
-    assert "## AdamClip" in report and "**Verdict: " in report
+    assert "## No harm" in report and "**Verdict: " in report
     assert "| explosion | not finished: " in report
-    assert "(./adam_clip.png)" in report  # next to the page
-    assert (out / "adam_clip.png").read_bytes().startswith(b"\x89PNG")
-    assert "adam_clip: " in result.stdout and "run" in result.stderr
+    assert "(./no_harm.png)" in report  # next to the page
+    assert (out / "no_harm.png").read_bytes().startswith(b"\x89PNG")
+    assert "no_harm: " in result.stdout and "run" in result.stderr
 
 
 @pytest.mark.more
 def test_finished_runs_are_not_trained_again(finished):
     out, _, _ = finished
     lab = Lab(out, trains=False)
-    section = adam_clip.experiment(lab, Plan(["code"], out, quick=True))
+    section = no_harm.experiment(lab, Plan(["code"], out, quick=True))
     assert f"**Verdict: {section.verdict}" in (out / "experiments.md").read_text()
 
 

@@ -8,7 +8,6 @@ import kimi_k2_model
 import numpy as np
 import optax
 import pytest
-from evidence.balanced_clip import balanced_clip
 from evidence.experts import balance
 from evidence.model import largest_logits, Transformer
 from evidence.optimizers import (
@@ -21,7 +20,7 @@ from evidence.optimizers import (
 from evidence.run import Run
 from evidence.training import BALANCE_RATE, Carry, mean_loss, program
 from flax import nnx
-from helpers import head_apart, more, randomize
+from helpers import more, randomize
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -46,10 +45,8 @@ def drawn_by(run):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("keys", [1, 2, 4])
-@pytest.mark.parametrize("sharing", ["head", "balanced"])
-def test_both_ways_to_share_bring_every_head_to_the_threshold(keys, sharing):
-    run = SMALL.but(key_heads=keys, sharing=sharing, threshold=1.0)
+def test_the_clip_brings_every_head_to_the_threshold():
+    run = SMALL.but(threshold=1.0)
     graph, params, others = drawn_by(run)
 
     @jax.jit
@@ -66,26 +63,6 @@ def test_both_ways_to_share_bring_every_head_to_the_threshold(keys, sharing):
     np.testing.assert_allclose(largest_logits(after)[0], expected, rtol=1e-4)
 
 
-def test_balanced_clip_shrinks_a_key_by_the_root_of_the_least_gamma():
-    kernel = jnp.ones((8, 4, 2))
-    attention = {"query": {"kernel": kernel}, "key": {"kernel": kernel[:, :2]}}
-    stats = {"attention": {"max_logits": jnp.array([40.0, 5.0, 5.0, 5.0])}}
-    params, stats = ({"blocks": {0: x}} for x in ({"attention": attention}, stats))
-    layer = balanced_clip(params, stats, jnp.asarray(10.0))["blocks"][0]["attention"]
-    np.testing.assert_allclose(layer["key"]["kernel"][0, :, 0], [0.5, 1.0])
-    np.testing.assert_allclose(layer["query"]["kernel"][0, :, 0], [0.5, 2.0, 1.0, 1.0])
-
-
-def test_clipping_by_layer_scales_all_heads_by_the_largest():
-    run = SMALL.but(sharing="layer", threshold=1.0)
-    params = {
-        "attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}
-    }
-    stats = {"attention": {"max_logits": jnp.array([1.0, 4.0])}}
-    after = clip(run, params, stats, STILL)
-    np.testing.assert_allclose(after["attention"]["key"]["kernel"], 0.5)
-
-
 @pytest.fixture(scope="module")
 def differentiated(fast_compilation):
     """A drawn model with its loss, statistics and gradient."""
@@ -100,29 +77,25 @@ def differentiated(fast_compilation):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("optimizer", [more("adamw"), more("muon"), "muon, head apart"])
+@pytest.mark.parametrize("optimizer", [more("adamw"), "muon"])
 @pytest.mark.parametrize("threshold", [more(math.inf), 0.01])
 def test_training_step_is_that_of_the_public_optimizer(
     optimizer, threshold, differentiated
 ):
     """The program's step against the package's transformation, put together by hand."""
     params, others, loss, stats, grads = differentiated
-    head = np.float32(0.004) if "head" in optimizer else None
     if optimizer == "adamw":
         tx = optax.adamw(0.1, b2=0.95, weight_decay=0.3)
     else:
         options = dict(beta=0.95, per_head=False)
         tx = mc.muon(0.1, adam_learning_rate=0.02, weight_decay=0.3, **options)
-        if head is not None:
-            tx = head_apart(tx, head, 0.3)
     tx = optax.chain(tx, mc.qk_clip(threshold))
     update = jax.jit(tx.update)
     updates, _ = update(grads, tx.init(params), params, attention_stats=stats)
     expected = optax.apply_updates(params, updates)
 
-    run = SMALL.but(optimizer=optimizer.split(",")[0], threshold=threshold)
-    run = run.but(head_learning_rate=head)
-    at = Hyperparameters(*np.float32([0.1, 0.02, 0.3, threshold]), head)
+    run = SMALL.but(optimizer=optimizer, threshold=threshold)
+    at = Hyperparameters(*np.float32([0.1, 0.02, 0.3, threshold]))
     carry = Carry(params, make_optimizer(run, at).init(params), others)
     carry = jax.tree.map(jnp.copy, carry)  # since the step takes it
     after, seen, largest = program(run.program).step(carry, TOKENS, at)

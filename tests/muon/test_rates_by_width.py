@@ -52,7 +52,7 @@ def test_what_a_step_does_to_features_does_not_depend_on_the_width(width):
 
 
 def test_steps_fall_with_the_width():
-    """The recipe of docs/tuning_rates.md, tuned at a width of 4."""
+    """A rate for every kind of leaf, tuned at a width of 4."""
     params = {
         "embed": {"embedding": jnp.ones((16, 4))},
         "block_0": {

@@ -64,8 +64,7 @@ class Model(NamedTuple):
     tunes_b2: bool = False
 
 
-# Each begins where the one before ended. The largest is that of the experiment on the
-# recipe in a larger model, whose runs of AdamW are read again.
+# Each begins where the one before ended.
 MODELS = {
     "24,576": Model(dict(layers=2, width=32, heads=2), tunes_b2=True),
     "147,456": Model(

@@ -25,7 +25,7 @@ FACTOR, MOST = 2, 0.032
 KEPT = 0.8  # of what the best rate gains over AdamW
 RULE = f"{FACTOR} times AdamW's rate, at most 0.03 ({MOST:g} on the grid)"
 # Settings of a model and its training, which a rate is tuned for.
-SETTING = ("corpus", "layers", "width", "batch", "steps", "schedule")
+SETTING = ("corpus", "layers", "width", "batch", "steps", "schedule", "start", "rank")
 # All that Muon may differ in: other options have rates of their own.
 FREE = {
     *SETTING,
@@ -35,6 +35,7 @@ FREE = {
     "matrices",
     "beta",
     "beta_from",
+    "b2",
     "evaluations",
 }
 FREE |= {"learning_rate", "adam_learning_rate", "weight_decay", "seed"}
@@ -43,6 +44,8 @@ ARMS = {
     (0.95, None, "per_head"): "0.95, heads",
     (0.95, 0.85, "default"): "rising",
     (0.95, 0.85, "per_head"): "rising, heads",
+    (0.9, None, "default"): "0.9, adapters",
+    (0.9, None, "lora_b"): "0.9, b of adapters",
 }
 
 
@@ -54,7 +57,8 @@ def rule(adamw: float) -> float:
 class Case(NamedTuple):
     """The rates that were tried under one setting; losses on the text to tune on."""
 
-    setting: tuple[Any, ...]
+    setting: dict[str, Any]
+    goal: str  # what of AdamW was tuned
     arm: str
     one_rate: bool  # for both sides, else AdamW's stays on its own
     adamw: float
@@ -86,10 +90,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         title="The rate to set",
         claim="Moonlight (arXiv:2502.16982): with updates of AdamW's root mean square, "
         f"AdamW's rate carries over. This report: {RULE}.",
-        setting="Every setting under which AdamW's learning rate and weight decay were "
-        "tuned, and at least three rates of a Muon with weight decay 0.1, for both "
-        "sides or next to AdamW's rate for its side. Losses are those of the walks: "
-        "one seed, on the text to tune on, factors of 2. Nothing is trained here.",
+        setting="Every setting under which AdamW's learning rate was tuned, with its "
+        "weight decay but in fine-tuning, and at least three rates of a Muon with "
+        "weight decay 0.1 (adapters: none), for both sides or alongside AdamW's rate "
+        "for its side. Losses are those of the walks: one seed, on the text to tune "
+        "on, factors of 2. Nothing is trained here. Where Muon gains nothing at its "
+        "best rate, there is nothing to keep.",
         tables=[summary(cases), case_table(cases)],
         parts={
             "the rule keeps 80% of the gain": by_rule.kept,
@@ -117,7 +123,8 @@ def judge(cases: list[Case], choose: Callable[[float], float]) -> Judged:
     rates = [(case, choose(case.adamw)) for case in cases]
     tried = [(case, rate) for case, rate in rates if rate in case.tried]
     costs = [case.cost(rate) for case, rate in tried]
-    return Judged(costs, [case.kept(rate) >= KEPT for case, rate in tried])
+    kept = [case.kept(rate) for case, rate in tried]
+    return Judged(costs, [share >= KEPT for share in kept if not math.isnan(share)])
 
 
 def power(cases: list[Case]) -> str:
@@ -132,37 +139,40 @@ def power(cases: list[Case]) -> str:
 
 def cases_of(lab: Lab, plan: Plan) -> list[Case]:
     defaults = {f.name: f.default for f in dataclasses.fields(Run)}
-    adamw: dict[tuple[Any, ...], dict[tuple[float, float], float]] = {}
+    adamw: dict[tuple[Any, ...], dict[str, dict[tuple[float, float], float]]] = {}
     muon: dict[tuple[Any, ...], dict[tuple[float, float], float]] = {}
     for changes, result in lab.tried():
         run: dict[str, Any] = defaults | dict(changes)
         if not changes.keys() <= FREE or run["seed"] or run["weight_decay"] is None:
             continue
-        setting, loss = tuple(run[name] for name in SETTING), final(result)
+        setting, loss = tuple(str(run[name]) for name in SETTING), final(result)
         if run["corpus"] not in plan.all_corpora or not math.isfinite(loss):
             continue
-        rates = run["learning_rate"], run["adam_learning_rate"]
         if run["optimizer"] == "adamw":
-            if run["beta"] in (None, 0.9):
-                decays = adamw.setdefault(setting, {})
-                decays[run["learning_rate"], run["weight_decay"]] = loss
-        elif run["weight_decay"] == 0.1:
+            # Walks over b1 and b2 name b2; the others leave b1 as it is.
+            if run["b2"] is not None or run["beta"] in (None, 0.9):
+                goal = "rate and decay" if run["b2"] is None else "b1 and b2 too"
+                tried = adamw.setdefault(setting, {}).setdefault(goal, {})
+                key = run["learning_rate"], run["weight_decay"]
+                tried[key] = min(loss, tried.get(key, loss))
+        elif run["weight_decay"] == (0.0 if run["rank"] else 0.1):
             arm = ARMS.get((run["beta"] or 0.95, run["beta_from"], run["matrices"]))
             if arm:
+                rates = run["learning_rate"], run["adam_learning_rate"]
                 muon.setdefault((*setting, arm), {})[rates] = loss
     found = []
-    for (*setting, arm), tried in sorted(muon.items(), key=str):
-        if not (baseline := adamw.get(tuple(setting))):
-            continue
-        (rate, _), loss = min(baseline.items(), key=lambda item: item[1])
-        for one_rate in (True, False):
-            rates = {
-                a: loss
-                for (a, b), loss in tried.items()
-                if b == (a if one_rate else rate)
-            }
-            if len(rates) > 2:
-                found.append(Case(tuple(setting), arm, one_rate, rate, loss, rates))
+    for (*setting, arm), tried in sorted(muon.items()):
+        for goal, baseline in adamw.get(tuple(setting), {}).items():
+            (rate, _), loss = min(baseline.items(), key=lambda item: item[1])
+            for one_rate in (True, False):
+                rates = {
+                    a: loss
+                    for (a, b), loss in tried.items()
+                    if b == (a if one_rate else rate)
+                }
+                if len(rates) > 2:
+                    named = dict(zip(SETTING, setting, strict=True))
+                    found.append(Case(named, goal, arm, one_rate, rate, loss, rates))
     return found
 
 
@@ -192,20 +202,23 @@ def summary(cases: list[Case]) -> Table:
 
 
 def case_table(cases: list[Case]) -> Table:
-    columns = ["corpus", "layers, width", "sequences, steps", "schedule", "beta"]
+    columns = ["corpus", "layers, width", "sequences, steps", "schedule", "after"]
+    columns += ["tuned of AdamW", "beta"]
     columns += ["AdamW side", "AdamW's rate", "best rate", "rule's", "its cost"]
     columns += ["cost of AdamW's", "gain kept"]
     entries = []
     for case in cases:
-        corpus, layers, width, batch, steps, schedule = case.setting
+        of = case.setting
         rate = rule(case.adamw)
         cost, of_adamw = case.cost(rate), case.cost(case.adamw)
         entries.append(
             [
-                corpus,
-                f"{layers}, {width}",
-                f"{batch}, {steps:,}",
-                schedule,
+                of["corpus"],
+                f"{of['layers']}, {of['width']}",
+                f"{of['batch']}, {int(of['steps']):,}",
+                of["schedule"],
+                before(of["start"]),
+                case.goal,
                 case.arm,
                 "the same" if case.one_rate else "AdamW's",
                 f"{case.adamw:.2g}",
@@ -213,10 +226,17 @@ def case_table(cases: list[Case]) -> Table:
                 f"{rate:.2g}",
                 "-" if math.isnan(cost) else f"{cost:.3f}",
                 "-" if math.isnan(of_adamw) else f"{of_adamw:.3f}",
-                "-" if math.isnan(cost) else f"{case.kept(rate):.0%}",
+                "-" if math.isnan(case.kept(rate)) else f"{case.kept(rate):.0%}",
             ]
         )
     return Table(columns, entries, "Loss over that at the best rate, nats per byte.")
+
+
+def before(start: str) -> str:
+    """Which optimizer trained what is fine-tuned."""
+    if start == "()":
+        return "-"
+    return "AdamW" if "adamw" in start else "Muon"
 
 
 def draw(plan: Plan, cases: list[Case]) -> None:
