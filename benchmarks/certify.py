@@ -2,7 +2,7 @@
 
 The range of one step over an interval is attained at its ends or at the extrema in it,
 and so is known exactly. Intervals are pushed through step by step; many short ones
-together lose next to nothing over the range of the whole composition.
+together lose almost nothing over the range of the whole composition.
 """
 
 from collections.abc import Iterable

@@ -59,7 +59,7 @@ COLUMNS = {
     "least ms": ".1f",
     "temporaries, GB": ".2f",
     "exchanged, GB": ".2f",
-    "beside products": ".0%",
+    "alongside products": ".0%",
     "hidden": ".0%",
     "trace and compile, s": ".0f",
 }

@@ -5,13 +5,15 @@
 
 Each library is a file in `libraries/`; how to add one is said there. Results are lines
 in `libraries/results.jsonl`, and those that are there are not made again. The table of
-all that is there is printed at the end: steps to AdamW's loss, the time of an update,
-and the bytes that it keeps. Times are of the processor, so keep it to one core:
+all that is there is printed at the end: steps to AdamW's loss under a constant rate,
+the loss under a cosine schedule, the time of an update, and the bytes that it keeps and
+takes at its peak. Times are of the processor, so keep it to one core:
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/libraries.py
 """
 
 import argparse
+import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -20,6 +22,7 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from evidence.texts import text
 from evidence.training import mean_loss
 from evidence.tuning import RATES
 from flax import nnx
-from libraries import Arrays, Leaf, Start
+from libraries import Arrays, Leaf, Optimizer, Start
 from tables import Table
 from walk import neighbors, walk
 
@@ -46,6 +49,7 @@ GOAL = "adamw"
 NAMES = ("adamw", "this_package", "optax_muon", "rollfast_muon", "keras_muon")
 NAMES += ("torch_muon", "heavyball_muon")
 STEPS, WARM_UP, DECAY, EVALUATIONS, SEEDS = 400, 20, 0.1, 10, (1, 2, 3, 4, 5)
+CONSTANT, COSINE = "constant", "cosine"
 START = 1.6e-2
 MODEL = Run(corpus="prose", layers=2, width=32, heads=2, statistics=False)
 # The largest model of the experiment on defaults: 3.1 million parameters in matrices.
@@ -103,28 +107,37 @@ class Results:
 
 def measure(name: str, start: Start, results: Results, steps: int) -> None:
     """Tunes the rate with seed 0, trains with the others, and times an update."""
+    for schedule in (CONSTANT, COSINE):
+        make = functools.partial(summary, name, start, results, schedule, steps)
+        results.once(f"{name}, {kind(schedule)}summary of {steps} steps", make)
+    results.once(f"{name}, time", lambda: time_update(start))
+    results.once(f"{name}, memory", lambda: peak_of_update(start))
 
+
+def kind(schedule: str) -> str:
+    """What results under a schedule are called; those of a constant rate came first."""
+    return "" if schedule == CONSTANT else f"{schedule}, "
+
+
+def summary(
+    name: str, start: Start, results: Results, schedule: str, steps: int
+) -> dict[str, Any]:
     def run(rate: float, seed: int) -> dict[str, Any]:
-        of = f"{name}, rate {rate:g}, seed {seed}, {steps} steps"
-        return results.once(of, lambda: train(start, rate, seed, steps))
+        of = f"{name}, {kind(schedule)}rate {rate:g}, seed {seed}, {steps} steps"
+        return results.once(of, lambda: train(start, rate, seed, steps, schedule))
 
     near = functools.partial(neighbors, RATES)
     best = walk(START, near, lambda rates: [run(r, 0)["tune"] for r in rates])
     of_seeds = [run(best, seed) for seed in SEEDS]
-    timed = results.once(f"{name}, time", lambda: time_update(start))
     package = getattr(start, "package", name)
-    results.once(
-        f"{name}, summary of {steps} steps",
-        lambda: {
-            "library": name,
-            "version": f"{package} {version(package)}",
-            "rate": best,
-            "curves": [r["curve"] for r in of_seeds],
-            "weights": [r["weights"] for r in of_seeds],
-            "ms": timed["ms"],
-            "state": timed["state"],
-        },
-    )
+    return {
+        "library": name,
+        "version": f"{package} {version(package)}",
+        "schedule": schedule,
+        "rate": best,
+        "curves": [r["curve"] for r in of_seeds],
+        "weights": [r["weights"] for r in of_seeds],
+    }
 
 
 def version(package: str) -> str:
@@ -188,7 +201,9 @@ def task_of(run: Run) -> Task:
     return Task(run)
 
 
-def train(start: Start, rate: float, seed: int, steps: int) -> dict[str, Any]:
+def train(
+    start: Start, rate: float, seed: int, steps: int, schedule: str = CONSTANT
+) -> dict[str, Any]:
     """The loss on the text to report on along the run, and at its end that to tune."""
     task, source, run = task_of(MODEL), text(MODEL.corpus), MODEL
     held_out = {
@@ -202,7 +217,7 @@ def train(start: Start, rate: float, seed: int, steps: int) -> dict[str, Any]:
         tokens = source.batch(run.batch, run.context, seed, i)
         _, gradients = task.gradient(params, tokens)
         gradients = {path: np.asarray(x) for path, x in gradients.items()}
-        params = optimizer.step(gradients, rate * min(1.0, (i + 1) / WARM_UP))
+        params = optimizer.step(gradients, rate * share(schedule, i + 1, steps))
         if (i + 1) * EVALUATIONS % steps < EVALUATIONS:
             loss = float(task.loss(params, held_out["report"]).mean())
             curve.append((i + 1, round(loss, 5)))
@@ -211,11 +226,30 @@ def train(start: Start, rate: float, seed: int, steps: int) -> dict[str, Any]:
     return {"curve": curve, "tune": tune, "weights": round(weights, 3)}
 
 
+def share(schedule: str, step: int, steps: int) -> float:
+    """Of the rate: it rises in a straight line, and then stays or falls to zero."""
+    if step < WARM_UP or schedule == CONSTANT:
+        return min(1.0, step / WARM_UP)
+    return (1 + np.cos(np.pi * (step - WARM_UP) / (steps + 1 - WARM_UP))) / 2
+
+
 def time_update(start: Start) -> dict[str, Any]:
     """The processor's time, the least of several: other load counts little then.
 
     Run it on one core, since the work of several adds up.
     """
+    step, optimizer, count = an_update(start)
+    seconds = []
+    for _ in range(REPEATS + 1):
+        begin = time.process_time()
+        step()
+        seconds.append(time.process_time() - begin)
+    state = optimizer.state_bytes() / count
+    return {"ms": round(1e3 * min(seconds[1:]), 1), "state": round(state, 2)}
+
+
+def an_update(start: Start) -> tuple[Callable[[], Any], Optimizer, int]:
+    """Of the larger model, with drawn gradients; the optimizer; the count of params."""
     task, generator = task_of(TIMED), np.random.default_rng(0)
     params = task.params(0)
     gradients = {
@@ -223,14 +257,36 @@ def time_update(start: Start) -> dict[str, Any]:
         for path, x in params.items()
     }
     optimizer = start(params, task.leaves, DECAY)
-    seconds = []
-    for _ in range(REPEATS + 1):
-        begin = time.process_time()
-        optimizer.step(gradients, 1e-3)
-        seconds.append(time.process_time() - begin)
     count = sum(x.size for x in params.values())
-    state = optimizer.state_bytes() / count
-    return {"ms": round(1e3 * min(seconds[1:]), 1), "state": round(state, 2)}
+    return lambda: optimizer.step(gradients, 1e-3), optimizer, count
+
+
+def peak_of_update(start: Start) -> dict[str, Any]:
+    """Bytes a parameter at the peak of an update, without old params and gradients.
+
+    As Linux counts the pages of this process; its C library gives back first what is
+    free. NaN where the system does not count them.
+    """
+    step, optimizer, count = an_update(start)
+    step()  # compiles, and makes what is made once
+    peaks = []
+    try:
+        for _ in range(REPEATS):
+            ctypes.CDLL(None).malloc_trim(0)
+            before = _pages("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+            step()
+            peaks.append(_pages("VmHWM") - before)
+    except (OSError, AttributeError):
+        return {"peak": float("nan")}
+    of_step = float(np.median(peaks)) / count
+    return {"peak": round(of_step + optimizer.state_bytes() / count, 2)}
+
+
+def _pages(name: str) -> int:
+    """Bytes, from a line such as `VmRSS:   1234 kB`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(name))
 
 
 def steps_to(curve: list[list[float]], goal: float) -> float:
@@ -250,37 +306,60 @@ def steps_to(curve: list[list[float]], goal: float) -> float:
 def table(results: Results) -> Table:
     """Of all libraries that are finished, in the order of the steps they need."""
     found = {
-        line["library"]: line for line in results.lines.values() if "library" in line
+        (line["library"], line.get("schedule", CONSTANT)): line
+        for line in results.lines.values()
+        if "library" in line
     }
     columns = ["", "version", "rate", "loss", "steps to AdamW's loss", "of AdamW's"]
-    columns += ["update, ms of a core", "state, bytes a parameter"]
-    if GOAL not in found:
+    columns += ["cosine: rate", "cosine: loss", "update, ms of a core"]
+    columns += ["state, bytes a parameter", "peak, bytes a parameter"]
+    if (GOAL, CONSTANT) not in found:
         return Table(columns)
-    goals = [curve[-1][1] for curve in found[GOAL]["curves"]]
+    goals = [curve[-1][1] for curve in found[GOAL, CONSTANT]["curves"]]
+    names = [name for name, schedule in found if schedule == CONSTANT]
     steps = {
         name: interval(
-            [steps_to(c, g) for c, g in zip(line["curves"], goals, strict=True)]
+            [
+                steps_to(c, g)
+                for c, g in zip(found[name, CONSTANT]["curves"], goals, strict=True)
+            ]
         )
-        for name, line in found.items()
+        for name in names
     }
-    for name, line in found.items():
-        if line["weights"] != found[GOAL]["weights"]:
+    for (name, _), line in found.items():
+        if line["weights"] != found[GOAL, CONSTANT]["weights"]:
             warnings.warn(f"{name} began with other weights", stacklevel=2)
-    last = found[GOAL]["curves"][0][-1][0]
-    rows = [
-        [
-            name,
-            found[name]["version"],
-            f"{found[name]['rate']:g}",
-            interval([curve[-1][1] for curve in found[name]["curves"]]).show(),
-            steps[name].show(".0f"),
-            Interval(steps[name].mean / last, steps[name].half / last).show(".0%"),
-            f"{found[name]['ms']:.0f}",
-            f"{found[name]['state']:.1f}",
-        ]
-        for name in sorted(found, key=lambda name: steps[name].mean)
-    ]
+    last = found[GOAL, CONSTANT]["curves"][0][-1][0]
+    rows = []
+    for name in sorted(names, key=lambda name: steps[name].mean):
+        line, cosine = found[name, CONSTANT], found.get((name, COSINE))
+        of_adamw = Interval(steps[name].mean / last, steps[name].half / last)
+        rows.append(
+            [
+                name,
+                line["version"],
+                f"{line['rate']:g}",
+                at_the_end(line),
+                steps[name].show(".0f"),
+                of_adamw.show(".0%"),
+                *([f"{cosine['rate']:g}", at_the_end(cosine)] if cosine else "--"),
+                *of_an_update(results, name),
+            ]
+        )
     return Table(columns, rows)
+
+
+def at_the_end(line: dict[str, Any]) -> str:
+    return interval([curve[-1][1] for curve in line["curves"]]).show()
+
+
+def of_an_update(results: Results, name: str) -> list[str]:
+    timed, memory = (results.lines.get(f"{name}, {x}", {}) for x in ("time", "memory"))
+    shown = {"ms": ".0f", "state": ".1f", "peak": ".1f"}
+    return [
+        f"{(timed | memory)[key]:{form}}" if key in timed | memory else "-"
+        for key, form in shown.items()
+    ]
 
 
 if __name__ == "__main__":

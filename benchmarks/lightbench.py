@@ -1,4 +1,4 @@
-"""LightBench's tasks and rules in JAX: AdamW and Muon next to the published results.
+"""LightBench's tasks and rules in JAX: AdamW and Muon against the published results.
 
     python benchmarks/lightbench.py                       # all tasks
     python benchmarks/lightbench.py --tasks beale xor_digit

@@ -185,10 +185,10 @@ def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def up_projection(
-    sizes: Sizes, rank: int, beside_nope: int, rngs: nnx.Rngs
+    sizes: Sizes, rank: int, past_nope: int, rngs: nnx.Rngs
 ) -> nnx.LinearGeneral:
-    """From a low rank to `(heads, nope + beside_nope)`."""
-    shape = (sizes.heads, sizes.nope_head_dim + beside_nope)
+    """From a low rank to `(heads, nope + past_nope)`."""
+    shape = (sizes.heads, sizes.nope_head_dim + past_nope)
     return nnx.LinearGeneral(rank, shape, use_bias=False, rngs=rngs)
 
 

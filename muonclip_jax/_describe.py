@@ -119,7 +119,7 @@ def describe(
     rates = (weight_decay, adam_weight_decay)
     if any(x is not None for x in (*rates, weight_decay_mask)):
         decays = ["decay", *_decays(tree, optimizers, *rates, weight_decay_mask)]
-        # Next to the optimizer, which it is an argument of.
+        # Alongside the optimizer, which it is an argument of.
         columns = [
             (*row[:4], decay, *row[4:])
             for row, decay in zip(columns, decays, strict=True)
@@ -140,7 +140,7 @@ def describe(
 
 
 def _totals(tree: paths.PathedTree, optimizers: list[str]) -> list[str]:
-    """What each optimizer has: momentum for Muon, two moments for AdamW."""
+    """The state of each optimizer: momentum for Muon, two moments for AdamW."""
     own, copies = [], {"muon": 1, "adamw": 2, FROZEN: 0}
     for leaf, name in zip(tree.leaves, optimizers, strict=True):
         if not paths.is_masked(leaf):
@@ -166,7 +166,7 @@ def _decays(
     of_adam: optax.ScalarOrSchedule | None,
     mask: Mask,
 ) -> list[str]:
-    """What decays each leaf: a number, a schedule, or nothing."""
+    """The decay of each leaf: a number, a schedule, or nothing."""
     if of_muon is None:
         of_muon = _DEFAULT_DECAY
     if of_adam is None:

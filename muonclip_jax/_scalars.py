@@ -129,7 +129,7 @@ def scalars(
 def _of_heads(
     state: QKClipState, params: Any, attention: Layers | None, each: bool
 ) -> dict[str, Any]:
-    """What QK-Clip saw and did: in all, by layer, and of each head."""
+    """Scalars of what QK-Clip saw and did: in all, by layer, and of each head."""
     heads = Heads(read_layout(params), attention)
     if heads.count != state.gamma.size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Leaves of several matrices next to one another, and their matrices cut by hand."""
+"""Leaves of several matrices side by side, and their matrices cut by hand."""
 
 import math
 from typing import NamedTuple

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 class NNXMixed(nnx.Module):
-    """State of its own next to the parameters: statistics, a key, a counter."""
+    """State of its own alongside the parameters: statistics, a key, a counter."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(24, 8, rngs=rngs)

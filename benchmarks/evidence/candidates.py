@@ -149,7 +149,7 @@ def periodic(
 
 
 def decay_share(run: Run, rate_share: float) -> float:
-    """What the weight decay of a step is multiplied with, next to its rate.
+    """What the weight decay of a step is multiplied with, in addition to its rate.
 
     The rate over its peak (arXiv:2607.23777, as arXiv:2506.02285 before it), so that
     decay goes as the square of the schedule.

@@ -23,7 +23,7 @@ class Plan:
 
     @property
     def all_corpora(self) -> Sequence[str]:
-        """Those of the experiments; next to the usual ones that of the check."""
+        """Those of the experiments; alongside the usual ones that of the check."""
         usual = list(self.corpora) == list(CORPORA)
         return [*self.corpora, *(CHECK if usual else ())]
 

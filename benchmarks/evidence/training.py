@@ -27,7 +27,7 @@ BALANCE_RATE = 1e-2
 class Carry(NamedTuple):
     params: Any
     optimizer: Any
-    others: Any  # what the model keeps next to its params
+    others: Any  # what the model keeps alongside its params
 
 
 Weights = tuple[Any, Any]  # params, and the rest of the model

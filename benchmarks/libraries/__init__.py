@@ -4,7 +4,7 @@ To add one, write `libraries/NAME.py` with a class as below, and run
 
     python benchmarks/libraries.py NAME
 
-in an environment that has it next to this package. Nothing else has to change.
+in an environment that has it alongside this package. Nothing else has to change.
 """
 
 from collections.abc import Callable, Mapping

@@ -20,7 +20,7 @@ HEADS |= {"*/out/kernel": "iio"}
 
 
 def of_linen(net: nn.Module, *args: Any) -> Built:
-    """State next to the params, as batch statistics, is data."""
+    """State alongside the params, as batch statistics, is data."""
     variables = jax.eval_shape(net.init, KEY, *args)
     state = {k: v for k, v in variables.items() if k != "params"}
     state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)

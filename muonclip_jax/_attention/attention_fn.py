@@ -38,7 +38,7 @@ def attention_fn(
     is_causal: bool = False,
     kernel: AttentionKernel | None = None,
 ) -> jax.Array:
-    """Flax attention that also sows `max_logits` next to its `query` and `key`.
+    """Flax attention that also sows `max_logits` alongside its `query` and `key`.
 
     Give it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
     `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which is

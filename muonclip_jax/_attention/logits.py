@@ -65,7 +65,7 @@ class Logits:
         return _block_of(x, j * self.size, self.lengths[1], self.size, axis)
 
     def block(self, i: jax.Array, j: jax.Array) -> "Logits":
-        """Those of block `i` of the queries and `j` of the keys."""
+        """The logits of block `i` of the queries and `j` of the keys."""
         return dataclasses.replace(
             self,
             query=self.rows(self.query, i, axis=-3),

@@ -149,7 +149,7 @@ def to_owners(blocks: jax.Array, cut: Cut, share: Share) -> jax.Array:
         copy = jax.lax.axis_index(cut.replicated)
         x = jax.lax.dynamic_index_in_dim(x, copy, keepdims=False)
     x = _all_to_all(x, cut)
-    # From (device along each factor, slots, block of each factor): next to each other
+    # From (device along each factor, slots, block of each factor): side by side
     # the devices along a factor and its blocks are it again.
     devices, blocks_of = _sizes(cut)
     x = x.reshape(*devices, share.slots, *blocks_of)

@@ -123,7 +123,7 @@ def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> ja
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     if not explicit:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    # Next to explicit axes, automatic ones follow from what the array is used for.
+    # Alongside explicit axes, automatic ones follow from what the array is used for.
     return resharded(x, along(explicit, spec))
 
 
@@ -240,7 +240,7 @@ def iterate_share(
     stacks: Sequence[jax.Array],
     counts: Sequence[jax.Array | None],
 ) -> list[jax.Array]:
-    """What one device iterates of each stack: the first `count` matrices, or all.
+    """The matrices of each stack that one device iterates: the first `count`, or all.
 
     Where devices have different numbers of matrices, iteration starts once all stacks
     have arrived, and returns start once all are done. Work is balanced over all stacks

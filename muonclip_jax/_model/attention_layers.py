@@ -168,7 +168,7 @@ def _by_names(
     reading, modules = ByNames(tree, stack_axes), {}
     leaf_at = reading.leaf_at
     for path in leaf_at:
-        # A mask may hide a projection as one, of which the name stays in sight. Next to
+        # A mask may hide a projection as one, of which the name stays in sight. With
         # a key that it shows, what it hides need not be a projection.
         is_one = path[-1:] == ("query",) and path in leaf_at.hidden
         module = path[:-1] if is_one else path[:-2]
@@ -207,7 +207,7 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
     strays: dict[AttentionLayer, list[paths.Path]] = {}
     for path in leaf_at:
         found = [owner_of.get(path[:n]) for n in range(1, len(path))]
-        # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` next to `query`:
+        # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` alongside `query`:
         # the path of the kernel, after one more module somewhere on the way.
         n = path.index("kernel") + 1 if "kernel" in path[:-1] else 0
         found += [owner.get(path[:i] + path[i + 1 : n]) for i in range(n - 2)]
@@ -302,7 +302,7 @@ _OF_LATENT_KEY = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv
 def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
-    """Raises for norms next to the projections of a layer that are not its leaves."""
+    """Raises for norms alongside the projections of a layer that are not its leaves."""
     letters = {name: re.sub(r"[^a-z]", "", name.lower()) for x in leaf_at for name in x}
     norms: dict[paths.Path, dict[str, str]] = {}
     for path in leaf_at:
@@ -352,7 +352,7 @@ def check_none_overlooked(
     known = {paths.split(layer.path) for layer in layers}
     overlooked = []
     for path, own in reading.own.items():
-        # A model for search has a query, too. A key next to it makes it attention.
+        # A model for search has a query, too. A key alongside it makes it attention.
         is_query = path[-2:] == ("query", "kernel")
         is_query &= (*path[:-2], "key", "kernel") in reading.own
         # Gemma's, in DeepMind's library and its ports: one einsum for key and value, or

@@ -1,4 +1,4 @@
-"""What orthogonalizes stacks on one device: a user's function, or Newton-Schulz.
+"""The solver of stacks on one device: a user's function, or Newton-Schulz.
 
 A `Solver` is what was chosen and the platform that it runs on, once that is known: how
 many matrices are iterated at once, what they cost and in which dtype they are sent.

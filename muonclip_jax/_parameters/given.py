@@ -18,7 +18,7 @@ AUTOMATIC = "auto"
 
 
 class Model(Protocol):
-    """What is known of a model by its trace: [`ModelReading`][] is one."""
+    """Knowledge of a model from its trace: [`ModelReading`][] is one."""
 
     @property
     def dimension_numbers(self) -> Any: ...

@@ -253,7 +253,7 @@ class Leaf(NamedTuple):
     path: Path
     shape: Shape
     axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
-    bias: Shape | None  # next to it; of no axes where a mask hides it
+    bias: Shape | None  # alongside it; of no axes where a mask hides it
     module: str
     is_kernel: bool
     is_conv: bool

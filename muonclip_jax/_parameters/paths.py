@@ -99,7 +99,7 @@ def is_function(x: Any) -> bool:
 
 
 def params_of(params: Any) -> Any:
-    """What an optimizer is given of a module: the state of `nnx.Param`, or floats.
+    """The part of a module for an optimizer: the state of `nnx.Param`, or floats.
 
     That is `wrt=nnx.Param` of NNX, and `eqx.is_inexact_array` of Equinox, whose modules
     may be anywhere in the tree. All else stays as it is.

@@ -107,7 +107,7 @@ def _shared(inside: list[Path], shapes: Mapping[Path, Shape]) -> dict[Path, Stac
     depth = min(map(len, vectors), default=0) - 1
     if depth < 1 or not (kernels or any(len(shapes[p]) > depth + 1 for p in inside)):
         return {}
-    # A gain for each output of the one kernel next to it, as of each head, is no stack.
+    # A gain for each output of the one kernel there, as of each head, is no stack.
     if len(kernels) == 1 and all(x == shapes[kernels[0]][-len(x) :] for x in vectors):
         return {}
     for axis in places:

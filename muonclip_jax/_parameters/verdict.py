@@ -1,10 +1,10 @@
-"""What one parameter is, whoever says so: its name and shape, a reading, the user."""
+"""The verdict on one parameter, by its name and shape, a reading, or the user."""
 
 from typing import Any, NamedTuple
 
 
 class Verdict(NamedTuple):
-    """What one parameter is.
+    """The verdict on one parameter.
 
     A verdict that is not known is a guess, which the user is asked about.
     """

@@ -43,7 +43,7 @@ class Use(NamedTuple):
         return np.broadcast_to(heads[axes], shape)
 
     def row_of(self, row: jax.Array) -> jax.Array:
-        """What the first of the heads that share entries have, of `(*stack, heads)`."""
+        """The values of the first of heads that share entries, `(*stack, heads)`."""
         if self.is_whole:
             return row
         at = np.unique(self.first_heads()) - self.layer.start

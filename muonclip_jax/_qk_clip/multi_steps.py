@@ -56,7 +56,7 @@ class MultiStepsState(NamedTuple):
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):
-    """What [`multi_steps`][] returns."""
+    """The result of [`multi_steps`][]."""
 
     @staticmethod
     def has_updated(state: Any) -> jax.Array:

@@ -41,7 +41,7 @@ Scaled = tuple[Use, Share]
 
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
-    """What is scaled of all layers, by the rule above."""
+    """The scales of all layers, by the rule above."""
     contested: set[int] = set()  # uses of entries that other layers have, too
     numbers_of = []
     for uses in _meeting(use for layer in layers for use in layer.uses):
@@ -69,7 +69,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
 def _scaled_in(
     layers: Sequence[BoundLayer], contested: Collection[int]
 ) -> list[Scaled]:
-    """What is scaled of layers as of one, of which some entries are best left alone."""
+    """The scales of layers as of one, of which some entries are best left alone."""
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
 
@@ -121,7 +121,7 @@ def clipped_together(
 
 
 def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
-    """Those of one leaf, if some of its entries have several."""
+    """The uses of one leaf, leaf by leaf, where some of its entries have several."""
     by_path: dict[Path, list[Use]] = {}
     for use in uses:
         by_path.setdefault(use.path, []).append(use)

@@ -78,7 +78,7 @@ class Layer:
 
 
 class _Pair(NamedTuple):
-    """What scales the query and the key of a product; `None` where nothing does."""
+    """The scales of the query and the key of a product; `None` where there are none."""
 
     query: list[Part] | None
     key: list[Part] | None
@@ -220,7 +220,7 @@ class LayerReader:
         return (0, 1) if is_key[1] else (1, 0)
 
     def _factors(self, product: Product, i: int) -> Iterator[Factor]:
-        """Those of an operand, marked along what the product sums over."""
+        """The factors of an operand, marked along what the product sums over."""
         atom = product.operand(i)
         labels = product.over_of(i) or atom.whole
         return (f for s in self.softmaxes.scaling.of(atom, labels) for f in s.factors)

@@ -1,4 +1,4 @@
-"""What each variable of a graph is made of: found once, forward, a few bits each.
+"""Facts on what each variable is made of: found once, forward, a few bits each.
 
 These say where to look: labels are followed back from there.
 """
@@ -17,7 +17,7 @@ from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS
 
 
 class Fact(NamedTuple):
-    """What a variable is made of; of sets, a bit for each member.
+    """The makings of a variable; of sets, a bit for each member.
 
     An event is an equation in which parameters meet activations: it stands for what
     comes of it, where the same parameters may be used again elsewhere.
@@ -328,7 +328,7 @@ class Facts:
         return self._bits[at.key()]
 
     def _mixed(self, at: Eqn, inputs: list[Fact]) -> Fact:
-        """What comes of several values, entry by entry."""
+        """The facts of several values that are combined entry by entry."""
         out = _union(inputs)
         if not out.leaves:
             return out

@@ -38,7 +38,7 @@ class Lead(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """What an input of a frame is outside of it."""
+    """The variable outside of a frame that an input of it is."""
 
     atom: Any
     # "same" in all trips, "carry" from one to the next, or a "slice" for each.
@@ -111,7 +111,7 @@ class Atom(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """That of its labels."""
+        """The length of its labels."""
         return self.lead + len(self.shape)
 
     @property
@@ -184,7 +184,7 @@ class Frame:
                 yield from frame.equations()
 
     def number(self, atom: Any) -> Any:
-        """What all entries are known to be: a number, trips of a loop, or `None`."""
+        """The value that all entries have: a number, trips of a loop, or `None`."""
         return _number(self, atom)
 
 
@@ -243,7 +243,7 @@ def _most_trips(body: jaxprs.Inner, consts: int) -> int:
 
 
 class Origin(NamedTuple):
-    """What a variable is: an equation's result, a parameter, or else data."""
+    """The origin of a variable: an equation's result, a parameter, or else data."""
 
     labels: Labels
     at: Eqn | None = None
@@ -267,7 +267,7 @@ class Graph:
     def origins(
         self, atom: Atom, labels: Labels, seen: frozenset[Any] = frozenset()
     ) -> Iterator[tuple[Origin, frozenset[Any]]]:
-        """What a variable is, after frames are entered and left."""
+        """The origin of a variable, after frames are entered and left."""
         frame, var = atom
         if any((x == nothing(x)).all() for x in labels):
             return

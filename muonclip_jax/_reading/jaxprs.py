@@ -1,4 +1,4 @@
-"""What the format of a jaxpr says, for all versions of JAX that are supported.
+"""The format of a jaxpr, read here alone, for all versions of JAX that are supported.
 
 No other module of this wing knows where an equation keeps the jaxprs that it runs, what
 the parameters of a loop are called, or where it has the line of code it comes from.
@@ -222,7 +222,7 @@ def line(eqns: Eqns) -> str:
 
 @contextlib.contextmanager
 def written_as(eqn: Any) -> Iterator[None]:
-    """What is bound inside has the names and the line of an equation."""
+    """Gives what is bound inside the names and the line of an equation."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:

@@ -19,7 +19,7 @@ from . import jaxprs
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRule:
-    """What calls of a kernel stand for: the result of [`attention_rule`][]."""
+    """The attention that a kernel's calls are: the result of [`attention_rule`][]."""
 
     fun: Callable[..., Any]
     maxima: Callable[..., Any] | int | None

@@ -48,7 +48,7 @@ def either(a: Label, b: Label) -> Label:
 
 
 def key_of(label: Label) -> Any:
-    """What is the same for equal labels."""
+    """A key that is the same for equal labels."""
     is_exact = label.dtype.kind == "O"
     return label.shape, tuple(label.ravel().tolist()) if is_exact else label.tobytes()
 

@@ -29,7 +29,7 @@ from .verdicts import verdicts
 
 @dataclasses.dataclass(frozen=True)
 class ModelReading:
-    """What a function does with every parameter: the result of [`read_model`][].
+    """The uses of every parameter by a function: the result of [`read_model`][].
 
     Printed, it is a table with the file and line where each leaf is used, and what
     names would say of it where that is something else. Below are the attention layers:
@@ -61,7 +61,7 @@ class ModelReading:
 
     @property
     def verdicts(self) -> Mapping[paths.Path, Verdict]:
-        """What was found of each parameter, by its path."""
+        """The verdict on each parameter, by its path."""
         return dict(zip(self._tree.paths, self._verdicts, strict=True))
 
     @property
@@ -208,7 +208,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
 
 
 def _entries(layer: AttentionLayer, leaf: Any) -> Any:
-    """What is the same for leaves that have the same entries."""
+    """A key that is the same for leaves that have the same entries."""
     return layer.path_of(leaf), leaf.stack, leaf.owners.shape, leaf.owners.tobytes()
 
 

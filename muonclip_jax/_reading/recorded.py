@@ -97,7 +97,7 @@ Stats = dict[int, jax.Array]
 
 
 def _run(call: Call, strict: bool) -> tuple[Any, Any]:
-    """What a function returns, and the statistics."""
+    """A function's result, and the statistics."""
     _, layers, hidden = read_call(call)
     if strict and hidden:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What scales an array: for each of its summands, the parameters that it is linear in.
+"""The scales of an array: for each summand, the parameters that it is linear in.
 
 To double an array, one factor of every summand has to double. QK-Clip needs no more, so
 this is followed back no further than to the factor that a clip would choose: of
@@ -264,7 +264,7 @@ def _apart(summand: Summand, other: Fact) -> Summand:
 
 
 def unscaled(summands: Iterable[Summand], why: str) -> Summand:
-    """What remains of summands where nothing scales them: where their axes are."""
+    """The rest of summands where nothing scales them: where their axes are."""
     summands = list(summands)
     found: dict[Any, Factor] = {}
     for s in summands:

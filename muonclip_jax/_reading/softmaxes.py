@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """That of its labels."""
+        """The length of its labels."""
         return self.at.output().rank
 
     @property
@@ -66,7 +66,7 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass
 class Path:
-    """What is between a product and what was made of it."""
+    """The path between a product and what was made of it."""
 
     caps: list[tuple[Eqn, float]] = dataclasses.field(default_factory=list)
     # What it was multiplied with or divided by: which operand, and the result's labels.
@@ -321,7 +321,7 @@ class Softmaxes:
         return [d if d not in same and n == m else None for d, (n, m) in pairs]
 
     def products(self, softmax: Softmax) -> list[Product]:
-        """Those that are of query and key; none where a softmax is no attention's."""
+        """The products of query and key; none where a softmax is no attention's."""
         bits, products = softmax.bits, self.facts.products.items()
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]

@@ -1,4 +1,4 @@
-"""What is done with every parameter, noted wherever it meets activations."""
+"""The uses of every parameter, noted wherever it meets activations."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -170,7 +170,7 @@ class Uses:
             self.hidden.append(at)
 
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
-        """Whatever decides an order may decide where activations go.
+        """Notes that what decides an order may decide where activations go.
 
         So the outputs of a router do, which are seen in the array. Distances to the
         codes of a vector quantizer are sums over outputs: no kernel before them is a

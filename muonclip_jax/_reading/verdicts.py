@@ -1,4 +1,4 @@
-"""What each parameter is, by the uses that were noted."""
+"""The verdict on each parameter, by the uses that were noted."""
 
 from collections import Counter
 from collections.abc import Sequence, Set

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import jax
 import numpy as np
@@ -62,17 +63,59 @@ def test_a_stranger_is_tuned_trained_timed_and_goes_on_where_it_stopped(
     file = tmp_path / "results.jsonl"
     script.measure("stranger", Stranger, script.Results(file), 10)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    tuned = {x["of"]: x["tune"] for x in lines if "seed 0" in x["of"]}
-    summary = lines[-1]
-    best = min(tuned, key=tuned.get)
-    assert f"rate {summary['rate']:g}," in best and len(tuned) > 2
-    assert [c[-1][0] for c in summary["curves"]] == [10, 10]
-    assert summary["state"] == 0 and summary["version"].startswith("stranger")
+    summaries = {x["schedule"]: x for x in lines if "library" in x}
+    assert list(summaries) == ["constant", "cosine"]
+    for schedule, summary in summaries.items():
+        tuned = {
+            x["of"]: x["tune"]
+            for x in lines
+            if "seed 0" in x["of"] and ("cosine" in x["of"]) == (schedule == "cosine")
+        }
+        best = min(tuned, key=tuned.get)
+        assert f"rate {summary['rate']:g}," in best and len(tuned) > 2
+        assert [c[-1][0] for c in summary["curves"]] == [10, 10]
+        assert summary["version"].startswith("stranger")
+    timed, memory = lines[-2:]
+    assert timed["state"] == 0 < timed["ms"] and memory["peak"] >= 0
     before = file.read_text()
     script.measure("stranger", Stranger, script.Results(file), 10)
     assert file.read_text() == before
     # AdamW's row is the goal: a table without it is empty.
     assert not script.table(script.Results(file)).rows
+
+
+def test_a_cosine_rises_like_the_constant_rate_and_falls_to_nothing(script):
+    constant, cosine = (
+        np.array([script.share(schedule, i, 400) for i in range(1, 401)])
+        for schedule in (script.CONSTANT, script.COSINE)
+    )
+    np.testing.assert_allclose(constant[:20], np.arange(1, 21) / 20)
+    np.testing.assert_array_equal(constant[20:], 1)
+    np.testing.assert_allclose(cosine[:20], constant[:20])
+    assert (np.diff(cosine[19:]) < 0).all() and 0 < cosine[-1] < 1e-4
+    # Symmetric about a half, which it passes in the middle of what is left.
+    np.testing.assert_allclose(cosine[19:] + cosine[19:][::-1], 1, atol=0.01)
+
+
+class Copies:
+    """An update that holds, at its peak, ten times the bytes of its params."""
+
+    def __init__(self, params, leaves, decay):
+        self.params = params
+        self.entries = sum(x.size for x in params.values())
+
+    def step(self, gradients, rate):
+        return np.full(10 * self.entries, rate, np.float32).sum()
+
+    def state_bytes(self):
+        return 8 * self.entries
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the pages")
+def test_the_peak_of_an_update_is_what_it_holds_at_once(script, monkeypatch):
+    monkeypatch.setattr(script, "REPEATS", 3)
+    # 40 bytes a parameter in one array, and 8 of the state; pages are rounded.
+    assert script.peak_of_update(Copies)["peak"] == pytest.approx(48, abs=1)
 
 
 def test_leaves_are_those_of_the_model(script):

@@ -73,7 +73,7 @@ def test_report_says_what_came_out_and_what_is_missing(finished):
     assert "Not finished: " in (out / "report.md").read_text()
     assert "## No harm" in report and "**Verdict: " in report
     assert "| explosion | not finished: " in report
-    assert "(./no_harm.png)" in report  # next to the page
+    assert "(./no_harm.png)" in report  # alongside the page
     assert (out / "no_harm.png").read_bytes().startswith(b"\x89PNG")
     assert "no_harm: " in result.stdout and "run" in result.stderr
 

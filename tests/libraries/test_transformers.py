@@ -77,7 +77,7 @@ def test_gpt2():
 
 
 def test_bloom():
-    """One kernel with query, key and value of each head next to each other.
+    """One kernel with query, key and value of each head side by side.
 
     Its ALiBi only lowers logits, by nothing where a query meets its own token; the
     largest logit of a head that a clip scales need not be there, so that Bloom has no

@@ -1,4 +1,4 @@
-"""Blocks of leaves inside `jax.shard_map`: `shardings` next to `axis_name`."""
+"""Blocks of leaves inside `jax.shard_map`: `shardings` alongside `axis_name`."""
 
 import functools
 import math

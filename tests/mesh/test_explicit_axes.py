@@ -1,4 +1,4 @@
-"""Explicit axes: next to automatic ones, under `vmap`, and without an optimizer."""
+"""Explicit axes: alongside automatic ones, under `vmap`, and without an optimizer."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Leaves of size zero pass through, on a mesh and next to others."""
+"""Leaves of size zero pass through, on a mesh and alongside others."""
 
 import chex
 import jax

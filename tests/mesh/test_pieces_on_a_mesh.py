@@ -135,6 +135,6 @@ def test_heads_that_tensor_parallelism_cuts_are_not_exchanged():
     assert sent(apart, flat, P("fsdp", "tensor"), both) == of_axis
     # There and back: a device's block of 8 x 32 numbers.
     assert 0 < of_axis <= 2 * 4 * 8 * 32
-    # An interleaved kernel has query, key and value of a head next to one another.
+    # An interleaved kernel has query, key and value of a head side by side.
     fused = mc.MatrixAxes(0, 1, parts=(4, 4, 4), head_dim=4, groups=8)
     assert sent(fused, (32, 96), P(None, "tensor"), tensor) == 0

@@ -86,7 +86,7 @@ def test_heads_are_known_whatever_the_output_is_called(module, expected):
         three(12, 32, 32),
         three(16, 16, 16) | {"proj": kernel(16, 16, 16)},  # 16 layers of width 16
         {name: kernel(4, 16, 16) for name in ("query", "key")},
-        # Kernels next to attention may have an axis of their own.
+        # Kernels alongside attention may have an axis of their own.
         three(12, 8, 16) | {"mlp_up": kernel(12, 16, 8)},
         three(2, 3, 8, 16) | {"out": kernel(2, 3, 16, 8)},
         three(16, 3, 4, 8) | {"out": kernel(4, 3, 8, 16)},  # layers at axis 1

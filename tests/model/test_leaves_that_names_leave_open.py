@@ -65,7 +65,7 @@ OUTPUTS = {
         run("Dense_", 64, 128, 128, 128),
         "Dense_2/kernel",
     ),
-    "one layer next to blocks": (
+    "one layer alongside blocks": (
         {
             "block": {"up": dense(64, 256), "down": dense(256, 64)},
             "Dense_0": dense(64, 64),
@@ -323,7 +323,7 @@ def test_a_gate_of_few_outputs_is_asked_about_unless_experts_are_next_to_it():
     attention = {x: dense(64, 64) for x in ("q_proj", "k_proj", "v_proj", "o_proj")}
     gated = attention | {"gate": dense(64, 4)}
     assert asked({"attn": gated}) == {"attn/gate/kernel"}
-    # As wide as what it gates, it is a matrix, also next to heads that are as many.
+    # As wide as what it gates, it is a matrix, also alongside heads that are as many.
     heads = {x: {"kernel": jnp.ones((64, 4, 16))} for x in ("query", "key", "value")}
     heads |= {"out": {"kernel": jnp.ones((4, 16, 64))}, "gate": dense(64, 64)}
     assert mc.param_labels({"attn": heads})["attn"]["gate"]["kernel"] == "matrix"

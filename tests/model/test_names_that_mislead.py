@@ -318,7 +318,7 @@ def test_gains_over_two_axes_with_their_shifts_are_no_matrices():
     ],
 )
 def test_tables_as_arrays_and_in_modules(path):
-    """Next to a bias that is not theirs, too."""
+    """Alongside a bias that is not theirs, too."""
     shapes = nested(f"net/{path}", (999, 24)) | {"up": {"w": (24, 96)}}
     shapes["net"] |= {"bias": (5,)}
     assert told(abstract(shapes), path) == {f"net/{path}": None}

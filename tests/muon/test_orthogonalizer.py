@@ -64,7 +64,7 @@ PARAMS = {
     "stack": normal(2, 3, 8, 16),
     "fused": normal(3, 8, 24),
 }
-#: Three matrices next to one another, and four heads in the first two of them.
+#: Three matrices side by side, and four heads in the first two of them.
 FUSED = mc.MatrixAxes(0, 1, parts=(8, 8, 8), head_dim=(4, 4, None))
 NUMBERS = {"fused": FUSED, "*": mc.MuonDimensionNumbers(-2, -1)}
 SPECS = {

@@ -1,4 +1,4 @@
-"""The largest logits next to a function's result, in which nothing changes."""
+"""The largest logits alongside a function's result, in which nothing changes."""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
 """How an architecture is written down for the tests, and the layers that many share.
 
 Each is written from its paper, small, with the real structure and the leaf names of the
-public implementation. Next to every shape is what the leaf is in the field:
+public implementation. Alongside every shape is what the leaf is in the field:
 projections are matrices; routers, depthwise windows, decays and steps, what
 hyper-connections have, and projections to one number for each head go to AdamW
 (Qwen3.8-Flash-Next's report; MaxText's `muon_include_routers`).

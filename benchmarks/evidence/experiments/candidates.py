@@ -1,4 +1,4 @@
-"""Candidates of the field, each next to the default alone: which of them pay."""
+"""Candidates of the field, each against the default alone: which of them pay."""
 
 from typing import Any, NamedTuple
 
@@ -66,12 +66,12 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "(arXiv:2608.25990): 13 to 24 % fewer tokens if the step along the momentum's "
         "first singular direction is held back, by `g` from 1.2 to 2. DeepSeek V4.1: a "
         "step of even rows and columns (Sinkhorn) for embedding and head. Decay that "
-        "falls as the rate does, next to the rate (arXiv:2607.23777). Hyperball "
+        "falls as the rate does, in addition to the rate (arXiv:2607.23777). Hyperball "
         "(arXiv:2606.16899): matrices of a fixed norm save 20 to 30 % of the tokens; "
         "schedules explain much of that (arXiv:2607.22444).",
         setting="24,576 matrix parameters, 400 steps of 1,024 bytes, cosine schedule "
         "but for two arms. The default, `mc.muonclip(learning_rate)`, and one "
-        "candidate next to it. Of every arm the one learning rate of both sides is "
+        "candidate with it. Of every arm the one learning rate of both sides is "
         f"tuned, and SAMuon-lite's `g` in {', '.join(gain(x) for x in GAINS)}. "
         f"{SEEDS} seeds.",
         tables=[gain_table(found), loss_table(found)],

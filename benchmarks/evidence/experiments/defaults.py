@@ -48,7 +48,7 @@ ARMS: dict[str, dict[str, Any]] = {
 PARTS = {
     "rising beta": ("rising beta", OLD),
     "heads": (NEW, "rising beta"),
-    "evenness next to them": (EVENLY, NEW),
+    "evenness with them": (EVENLY, NEW),
 }
 
 

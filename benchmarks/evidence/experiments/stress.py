@@ -183,7 +183,7 @@ def draw_by_rate(axes: Axes, found: Found, what: str) -> None:
     """Means and intervals of one field of every arm."""
     for i, (name, color) in enumerate(zip(ARMS, CYCLE, strict=False)):
         of = [interval(getattr(found[name, factor], what)) for factor in FACTORS]
-        # Next to each other, so that intervals do not cover one another.
+        # Side by side, so that intervals do not cover one another.
         x = [j + 0.12 * (i - len(ARMS) // 2) for j in range(len(FACTORS))]
         means, halves = [one.mean for one in of], [one.half for one in of]
         axes.errorbar(x, means, yerr=halves, fmt="o", color=color, label=name)

@@ -171,7 +171,7 @@ def draw(plan: Plan, outcomes: Outcomes, largest, fits) -> None:
 
 
 def draw_tokens(axes: Axes, outcome: Outcome) -> None:
-    """Muon's loss by its tokens, next to AdamW's at the end."""
+    """Muon's loss by its tokens, alongside AdamW's at the end."""
     goal = interval(outcome.adamw)
     axes.axhspan(goal.low, goal.high, color=COLORS["adamw"], alpha=0.3, linewidth=0)
     axes.axhline(goal.mean, color=COLORS["adamw"], label=NAMES["adamw"])
