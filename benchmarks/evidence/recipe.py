@@ -183,7 +183,7 @@ def show_difference(measured: Measured, arm: str) -> str:
 
 def rate_table(found: Mapping[Key, Measured]) -> Table:
     columns = ["corpus", "matrix parameters", "", "rate", "decay", "momentum"]
-    columns.append("rate of the AdamW side")
+    columns.append("rate of AdamW's parameters")
     entries = [
         [
             corpus,

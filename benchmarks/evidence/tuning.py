@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def tuned_pair(lab: Lab, plan: Plan, corpus: str, **settings: Any) -> Pair:
-    """Muon's AdamW side keeps AdamW's best rate."""
+    """AdamW's parameters under Muon keep AdamW's best rate."""
     adamw = plan.run(corpus, optimizer="adamw", learning_rate=8e-3, **settings)
     adamw = tuned(lab, adamw)
     muon = plan.run(corpus, learning_rate=1.6e-2, **settings)
@@ -50,7 +50,7 @@ def tuned(
 ) -> Run:
     """The best of the grid by the loss on the part to tune on, from the run's place.
 
-    With `one_rate` Muon's AdamW side has Muon's learning rate. With `seeds` the mean
+    With `one_rate` AdamW's parameters have Muon's learning rate. With `seeds` the mean
     loss over these decides, else that of the run's own seed.
     """
     seeds = [run.seed] if seeds is None else seeds

@@ -67,7 +67,7 @@ TINY = Sizes(
     kernel_entries=2**13,
     repeats=2,
 )
-#: Gradients, momentum and updates of both sides, params, and temporaries.
+#: Gradients, momentum and updates of both optimizers, params, and temporaries.
 COPIES = 8
 
 
@@ -151,7 +151,7 @@ def failure(run: Callable[[], Any]) -> str | None:
 
 
 def that_fits(stage: Stage) -> Stage:
-    """With as many of its matrices as leave room for both sides."""
+    """With as many of its matrices as leave room for both optimizers."""
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
     most = memory / (COPIES * 4 * math.prod(stage.shape))
     return stage._replace(matrices=max(1, int(min(most, stage.matrices))))

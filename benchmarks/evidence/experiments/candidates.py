@@ -71,7 +71,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "schedules explain much of that (arXiv:2607.22444).",
         setting="24,576 matrix parameters, 400 steps of 1,024 bytes, cosine schedule "
         "but for two arms. The default, `mc.muonclip(learning_rate)`, and one "
-        "candidate with it. Of every arm the one learning rate of both sides is "
+        "candidate with it. Of every arm the one learning rate is "
         f"tuned, and SAMuon-lite's `g` in {', '.join(gain(x) for x in GAINS)}. "
         f"{SEEDS} seeds.",
         tables=[gain_table(found), loss_table(found)],

@@ -104,7 +104,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "even after Newton-Schulz lower the loss from 60 M to 7 B parameters.",
         setting="147,456 matrix parameters, 400 steps of 1,024 bytes, cosine schedule. "
         "The default, `mc.muonclip(learning_rate)`, and one change. Of every arm the "
-        "one learning rate of both sides is tuned. Work is arithmetic as written, of "
+        "one learning rate is tuned. Work is arithmetic as written, of "
         "the model and of Newton-Schulz without use of symmetry; the default is also "
         f"trained for {LENGTHS[0]:.0%} and {LENGTHS[-1]:.0%} of the steps, and its "
         "loss after an arm's work is interpolated in the logarithm. In every second or "

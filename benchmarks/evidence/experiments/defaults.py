@@ -106,7 +106,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "(arXiv:2607.24653), GLM-5 and Qwen: a matrix for each head. MuonEq "
         "(arXiv:2603.28254): rows and columns of the momentum made even.",
         setting="400 steps of 1,024 bytes, cosine schedule. As one calls "
-        "`mc.muonclip(learning_rate)`: one learning rate for both sides, which is all "
+        "`mc.muonclip(learning_rate)`: one learning rate for all parameters, all "
         "that is tuned, weight decay 0.1. AdamW's learning rate and weight decay are "
         "tuned, in one arm its b1 too, and in the smallest model its b2. Nothing was "
         f"chosen by the losses on the third text ({check}). The rule's rate is {RULE}, "

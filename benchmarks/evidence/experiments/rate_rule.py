@@ -60,7 +60,7 @@ class Case(NamedTuple):
     setting: dict[str, Any]
     goal: str  # what of AdamW was tuned
     arm: str
-    one_rate: bool  # for both sides, else AdamW's stays on its own
+    one_rate: bool  # for all parameters, else AdamW's keep its own
     adamw: float
     adamw_loss: float
     tried: dict[float, float]
@@ -92,10 +92,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"AdamW's rate carries over. This report: {RULE}.",
         setting="Every setting under which AdamW's learning rate was tuned, with its "
         "weight decay but in fine-tuning, and at least three rates of a Muon with "
-        "weight decay 0.1 (adapters: none), for both sides or alongside AdamW's rate "
-        "for its side. Losses are those of the walks: one seed, on the text to tune "
-        "on, factors of 2. Nothing is trained here. Where Muon gains nothing at its "
-        "best rate, there is nothing to keep.",
+        "weight decay 0.1 (adapters: none), for all parameters or alongside AdamW's "
+        "rate for its own. Losses are those of the walks: one seed, on the text to "
+        "tune on, factors of 2. Nothing is trained here. Where Muon gains nothing at "
+        "its best rate, there is nothing to keep.",
         tables=[summary(cases), case_table(cases)],
         parts={
             "the rule keeps 80% of the gain": by_rule.kept,
@@ -181,11 +181,11 @@ def final(result: Result) -> float:
 
 
 def summary(cases: list[Case]) -> Table:
-    """Of both ways to set the AdamW side, and of the default alone."""
+    """Of both ways to set the rate of AdamW's parameters, and of the default alone."""
     kinds: Mapping[str, list[Case]] = {
         "all": cases,
-        "one rate for both sides": [c for c in cases if c.one_rate],
-        "AdamW's rate for its side": [c for c in cases if not c.one_rate],
+        "one rate": [c for c in cases if c.one_rate],
+        "AdamW's rate for its parameters": [c for c in cases if not c.one_rate],
         "the default: one rate, rising, heads": [
             c for c in cases if c.one_rate and c.arm == "rising, heads"
         ],
@@ -204,7 +204,7 @@ def summary(cases: list[Case]) -> Table:
 def case_table(cases: list[Case]) -> Table:
     columns = ["corpus", "layers, width", "sequences, steps", "schedule", "after"]
     columns += ["tuned of AdamW", "beta"]
-    columns += ["AdamW side", "AdamW's rate", "best rate", "rule's", "its cost"]
+    columns += ["AdamW's parameters", "AdamW's rate", "best rate", "rule's", "its cost"]
     columns += ["cost of AdamW's", "gain kept"]
     entries = []
     for case in cases:
@@ -241,7 +241,7 @@ def before(start: str) -> str:
 
 def draw(plan: Plan, cases: list[Case]) -> None:
     file = plan.figures / "rate_rule.png"
-    titles = ["one rate for both sides", "AdamW's rate for its side"]
+    titles = ["one rate for all parameters", "AdamW's rate for its own"]
     with panels(file, titles, xlabel="AdamW's best learning rate") as axes:
         for one, one_rate in zip(axes, (True, False), strict=True):
             of_kind = [case for case in cases if case.one_rate == one_rate]

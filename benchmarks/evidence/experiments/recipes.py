@@ -38,15 +38,15 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         claim="NorMuon (arXiv:2510.05491): 21.7 % fewer steps than AdamW and 11.3 % "
         "fewer than Muon at 1.1 B parameters. Cautious weight decay "
         "(arXiv:2510.12402): a lower loss at no cost. Kimi K3 (arXiv:2607.24653): a "
-        "matrix for each head. modded-nanogpt: tuning Muon's AdamW side is worth as "
+        "matrix for each head. modded-nanogpt: tuning AdamW's parameters is worth as "
         "much as NorMuon.",
         setting="400 steps of 1,024 bytes, cosine schedule. Every arm is tuned by "
         "the same walk as in the experiment on token efficiency, on all axes that it "
         "has: learning rate, weight decay, decay of the momentum (b1 of AdamW, beta of "
-        "Muon) and the learning rate of Muon's AdamW side. AdamW's b1 is 0.9 in one "
+        "Muon) and the rate of AdamW's parameters. AdamW's b1 is 0.9 in one "
         "arm, as everywhere else in this report, and tuned in another. The baseline "
         "is a Muon that is tuned in full. The last arm has one matrix per head, beta "
-        "0.95 and one learning rate for both sides, which is all that is tuned: the "
+        "0.95 and one learning rate, which is all that is tuned: the "
         f"experiment on defaults goes on from it. {SEEDS} seeds.",
         tables=[share_table(found), part_table(found), rate_table(found)],
         parts=parts_of_claim(found),

@@ -24,10 +24,10 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     LARGE_BATCH: dict(batch=64),
     LONG: dict(steps=1600),
 }
-LENGTHS, SIDE = "rates tuned for every length", "AdamW side tuned too"
+LENGTHS, SIDE = "rates tuned for every length", "AdamW's parameters tuned too"
 PER_HEAD, UNTUNED = "one matrix per head", "AdamW at 1/4 of its rate"
 LARGEST = "one matrix per head, largest model"
-BOTH = "and AdamW side tuned, largest model"
+BOTH = "and AdamW's parameters, largest model"
 FEWER = 0.9  # of AdamW's tokens
 
 Outcomes = dict[str, Outcome]  # by condition
@@ -43,10 +43,11 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         setting="The smallest model of the experiment on token efficiency (2 layers of "
         f"width 32, cosine schedule; {BASE} of 64 bytes there), both optimizers tuned "
         "anew for every batch and number of steps. Then three things that were kept "
-        "there: Muon's rates are tuned for every length of its runs; the rate of its "
-        "AdamW side is tuned along with the two others; every head is a matrix of its "
-        "own. The last also in the largest model of that experiment, there with the "
-        "AdamW side tuned as well. In the last row the goal is the loss of an AdamW "
+        "there: Muon's rates are tuned for every length of its runs; the rate of "
+        "AdamW's parameters is tuned along with the two others; every head is a matrix "
+        "of its own. The last also in the largest model of that experiment, there with "
+        "AdamW's parameters tuned as well. In the last row the goal is the loss of an "
+        "AdamW "
         f"that was not tuned: at a quarter of its best rate. {SEEDS} seeds, of the "
         f"largest model {SEEDS_OF_LARGEST}.",
         tables=[table(outcomes)],
@@ -139,7 +140,8 @@ def least(outcomes: dict[str, Outcomes]) -> str:
 
 
 def table(outcomes: dict[str, Outcomes]) -> Table:
-    columns = ["corpus", "", "AdamW: rate, decay", "Muon: rate, decay, AdamW side"]
+    columns = ["corpus", "", "AdamW: rate, decay"]
+    columns.append("Muon: rate, decay, rate of AdamW's parameters")
     entries = [
         [corpus, condition, *rates(outcome.pair), *outcome.row()]
         for corpus, of in outcomes.items()

@@ -58,8 +58,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         claim="Kimi K2 (arXiv:2507.20534) warms up over 500 steps, far fewer than a "
         "twentieth; all other experiments here take a twentieth.",
         setting="Models of the experiments on tokens, 400 steps, where weight decay "
-        "and the rate of the AdamW side are those found there. The rate rises from "
-        "zero in a straight line over a share of the steps, on both sides, and the "
+        "and the rate of AdamW's parameters are those found there. The rate rises from "
+        "zero in a straight line over a share of the steps, for all, and the "
         "cosine begins after it. The learning rate is tuned anew for each share, by "
         f"the mean of {len(TUNING_SEEDS)} seeds. {SEEDS} seeds.",
         tables=[rate_table(found), loss_table(found)],
