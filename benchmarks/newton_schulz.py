@@ -75,7 +75,7 @@ def figures(times: Times) -> list[float]:
 
 def draw(table: Table, file: Path) -> None:
     aspect_ratios, _, _, _, _, *speed_ups = zip(*table.rows, strict=True)
-    labels = dict(xlabel="aspect ratio", ylabel="times less time than optax")
+    labels = dict(xlabel="aspect ratio", ylabel="CPU time of optax over ours")
     with picture(file, xscale="log", **labels) as axes:
         for method, speed_up in zip(METHODS, speed_ups, strict=True):
             style = "--" if method == "auto" else "-"

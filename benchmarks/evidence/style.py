@@ -36,7 +36,7 @@ def rows(
         axes.plot(single, [y] * len(single), ".", color=color, alpha=0.4)
         named = dict(label=label) if label and not i else {}
         axes.errorbar(of.mean, y, xerr=of.half, fmt="o", color=color, **named)
-    axes.set_yticks([-i for i in range(len(means))], list(means), fontsize=9)
+    axes.set_yticks([-i for i in range(len(means))], list(means), fontsize=9.5)
 
 
 def losses_over(
