@@ -45,12 +45,12 @@ class Answer(NamedTuple):
 
 HEAD = """# Muon and MuonClip, measured
 
-Nine questions, each with an answer, a figure, and what the answer does not show. Every
-claim, setting, table and verdict is in [all experiments]({details}). Small
-transformers on bytes of source code, prose (six novels) and drama (Shakespeare), on two
-CPU cores; AdamW is tuned at least as carefully as Muon. `±` and the bars are 95 %
-intervals over seeds, by Student's t, paired by seed where two losses are compared.
-Losses are in nats per byte of text that neither training nor tuning saw. Written by
+To each question an answer, a figure, and what the answer does not show. Every claim,
+setting, table and verdict is in [all experiments]({details}). Small transformers on
+bytes of source code, prose (six novels) and drama (Shakespeare), on two CPU cores;
+AdamW is tuned at least as carefully as Muon. `±` and the bars are 95 % intervals over
+seeds, by Student's t, paired by seed where two losses are compared. Losses are in nats
+per byte of text that neither training nor tuning saw. Written by
 `python benchmarks/reproduce.py` from the runs in `{results}`."""
 
 BEYOND = """## What none of this shows
