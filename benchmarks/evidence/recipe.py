@@ -51,7 +51,6 @@ ARMS = {
     ALL: Arm(HEADS | dict(muon=(CAUTIOUS, NEURONS)), MUON_AXES),
     DEFAULT: Arm(HEADS | dict(beta=0.95), ("learning_rate",), one_rate=True),
 }
-LIMITS = {ALL: 0.52, DEFAULT: 0.60}  # of a tuned AdamW's tokens
 # Of AdamW's steps, each with a schedule of its own.
 SHARES = {
     MUON: (0.35, 0.5, 0.7, 1.0),
@@ -198,24 +197,6 @@ def rate_table(found: Mapping[Key, Measured]) -> Table:
         for arm, run in measured.best.items()
     ]
     return Table(columns, entries, "What the walks found.")
-
-
-def bounds() -> str:
-    """What `reached` asks, for a remark."""
-    return (
-        f"{ALL} need at most {LIMITS[ALL]:.0%} of AdamW's tokens and {DEFAULT} at "
-        f"most {LIMITS[DEFAULT]:.0%}. The bounds are this project's own."
-    )
-
-
-def reached(found: Sequence[Measured]) -> dict[str, list[bool]]:
-    """Whether the shares of tokens are as small as this project wants them."""
-    return {
-        f"{arm}: at most {limit:.0%} of AdamW's tokens": [
-            measured.outcomes[arm, ADAMW].share.mean <= limit for measured in found
-        ]
-        for arm, limit in LIMITS.items()
-    }
 
 
 def draw(file: Path, corpora: int, found: Mapping[Key, Measured]) -> None:
