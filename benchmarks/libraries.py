@@ -47,7 +47,7 @@ from walk import neighbors, walk
 HERE = Path(__file__).parent
 GOAL = "adamw"
 NAMES = ("adamw", "this_package", "optax_muon", "rollfast_muon", "keras_muon")
-NAMES += ("torch_muon", "heavyball_muon")
+NAMES += ("torch_muon", "heavyball_muon", "optax_muon_of_main")
 STEPS, WARM_UP, DECAY, EVALUATIONS, SEEDS = 400, 20, 0.1, 10, (1, 2, 3, 4, 5)
 CONSTANT, COSINE = "constant", "cosine"
 START = 1.6e-2
