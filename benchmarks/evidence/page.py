@@ -219,8 +219,9 @@ def rate(lab: Lab, plan: Plan) -> Answer:
         "momentum, length and batch (factors of 2, so that the cap is 0.032) this "
         f"costs {np.mean(costs):.3f} nats on average and {max(costs):.3f} at most over "
         "the best rate, and keeps at least "
-        f"{rate_rule.KEPT:.0%} of the gain over AdamW in {sum(kept)}. Half of it costs "
-        f"{half} nats on average, twice it {twice}.",
+        f"{rate_rule.KEPT:.0%} of the gain over AdamW in {sum(kept)} of {len(kept)} "
+        f"where there is one. Half of it costs {half} nats on average, twice it "
+        f"{twice}.",
         "page_rate.png",
         "Loss by the learning rate over the rule's: lowest at the rule's",
         "Rates of models above 3 million parameters; schedules other than cosine and "
