@@ -70,6 +70,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     after: dict[str, dict[str, Interval]] = {first: {} for first in TRAINED}
     for (corpus, first), m in found.items():
         after[first][corpus] = m.gained(MUON)
+    forgotten = [m.forgotten(arm).mean for m in found.values() for arm in TUNED]
     return Section(
         title="Fine-tuning",
         claim="Moonlight (arXiv:2502.16982): fine-tuned by Muon, a model that Muon "
@@ -93,23 +94,29 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         },
         figure="fine_tuning.png",
         remarks="By the interval of the difference, paired by seed.",
-        answer=f"Fine-tuned on {NEW}, a model that MuonClip trained ends "
-        f"{said(after[MUON])} nats by MuonClip over AdamW, one that AdamW trained "
-        f"{said(after[ADAMW])}. Adapters on both factors by Muon over AdamW: "
+        answer=f"After {' and '.join(texts(plan))}, fine-tuned on {NEW} with rates "
+        f"tuned, MuonClip ends over AdamW by {said(after[ADAMW])} nats where AdamW "
+        f"had trained the model, and by {said(after[MUON])} where MuonClip had. "
+        "Adapters on both factors by Muon instead of AdamW: "
         f"{said(gains(found, list(ADAPTED)[1]))}; on `b` alone "
-        f"{said(gains(found, list(ADAPTED)[2]))}.",
-        limits="Instruction data, models of billions of parameters, long fine-tuning; "
-        "rates that nobody tunes.",
+        f"{said(gains(found, list(ADAPTED)[2]))}. Of the old text the four forget "
+        f"{min(forgotten):.1f} to {max(forgotten):.1f} nats, adapters less.",
+        limits="Texts that share more than these: here fine-tuning is nearly training "
+        "anew; instruction data, billions of parameters, rates that nobody tunes.",
     )
 
 
 def gains(found: Mapping[Key, Measured], arm: str) -> dict[str, Interval]:
-    return {f"{c} by {first}": m.gained(arm) for (c, first), m in found.items()}
+    """Of the models that each optimizer trained; of one text, see `texts`."""
+    return {f"{first}'s model": m.gained(arm) for (_, first), m in found.items()}
 
 
 def said(differences: Mapping[str, Interval]) -> str:
-    """`-0.01 ± 0.02 (code)`, for each."""
-    return ", ".join(f"{d.show('+.3f')} ({of})" for of, d in differences.items())
+    """`-0.01 ± 0.02`, and of what where there are several."""
+    several = len(differences) > 1
+    return ", ".join(
+        d.show("+.3f") + f" ({of})" * several for of, d in differences.items()
+    )
 
 
 def texts(plan: Plan) -> Sequence[str]:
