@@ -189,6 +189,17 @@ def positions():
         mc.muon(1.0, (3.0, -3.2, 1.2))
 
 
+def routers():
+    experts = {"up": jnp.ones((3, 8, 16)), "down": jnp.ones((3, 16, 8))}
+    params = {"router": {"kernel": jnp.ones((8, 3))}, "experts": experts}
+    state = optax.contrib.muon(1.0).init(params).inner_states["muon"].inner_state[0]
+    assert isinstance(state.mu["router"]["kernel"], jax.Array)
+    assert mc.param_labels(params)["router"] == {"kernel": "router"}
+    assert not mc.matrix_mask(params)["router"]["kernel"]
+    theirs = {"*router/kernel": mc.MatrixAxes(0, 1)}
+    assert mc.matrix_mask(params, dimension_numbers=theirs)["router"]["kernel"]
+
+
 def state():
     theirs = optax.contrib.muon(1.0).init(MATRIX)
     assert optax.tree.get(theirs, "ns_coeffs").size == 3
@@ -206,6 +217,7 @@ LINES = {
     '`preconditioning="aol"': aol,
     "iterates in the dtype": dtype_of_the_iteration,
     "heads of a kernel": heads,
+    "routers use Muon": routers,
     "`muon_weight_dimension_numbers": dimension_numbers,
     "`eps`": eps,
     "`beta=0.95`": rising_beta,
