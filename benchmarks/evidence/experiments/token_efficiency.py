@@ -1,6 +1,6 @@
 """How many of AdamW's tokens Muon needs for the same loss."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..run import Run
 from ..section import Section
 from ..style import band, COLORS, NAMES
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, reported, SHARES
-from ..tuning import Pair, tuned_pair
+from ..tuning import tuned_pair
 
 
 SIZES: tuple[dict[str, Any], ...] = (
@@ -28,15 +28,13 @@ SEEDS = 3
 CLAIMED = {"Moonlight": 0.52, "Keller Jordan": 0.74, "Wen et al.": 0.71}
 
 Outcomes = dict[tuple[str, str, int], Outcome]  # by corpus, schedule and size
-Law = tuple[float, Interval]  # a and b of loss = a C^-b
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     outcomes = measure_all(lab, plan)
-    fits = {corpus: fitted(outcomes, corpus) for corpus in plan.corpora}
     largest = {corpus: of_largest(outcomes, corpus) for corpus in plan.corpora}
     shares = [outcome.share for outcome in largest.values()]
-    draw(plan, outcomes, largest, fits)
+    draw(plan, largest)
     return Section(
         title="Token efficiency",
         claim="Moonlight (arXiv:2502.16982): AdamW's loss at 52 % of its compute. "
@@ -52,7 +50,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "with a whole schedule and the rates tuned for the full length; tokens are "
         "interpolated in their logarithm. Under the constant rate they are read off "
         "the curve.",
-        tables=[table(outcomes), fit_table(fits)],
+        tables=[table(outcomes)],
         parts={
             f"{of}'s {claimed:.0%}": [reaches(share, claimed) for share in shares]
             for of, claimed in CLAIMED.items()
@@ -60,9 +58,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         figure="token_efficiency.png",
         remarks="A claim counts as reproduced unless the interval of the largest "
         "size under the cosine schedule is above its figure on some corpus: "
-        f"{said(shares)}. All sizes saw the same tokens, so that the fitted laws are "
-        "not those of compute-optimal training. What the share depends on, the next "
-        "section asks.",
+        f"{said(shares)}. What the share depends on, the next section asks.",
     )
 
 
@@ -100,33 +96,9 @@ def measure_all(lab: Lab, plan: Plan) -> Outcomes:
     }
 
 
-def of_cosine(outcomes: Outcomes, corpus: str) -> Iterable[Outcome]:
-    """The outcomes under the cosine schedule, by size."""
-    return (o for key, o in outcomes.items() if key[:2] == (corpus, "cosine"))
-
-
 def of_largest(outcomes: Outcomes, corpus: str) -> Outcome:
-    return list(of_cosine(outcomes, corpus))[-1]
-
-
-def fitted(outcomes: Outcomes, corpus: str) -> dict[str, Law]:
-    """Fits a law for each optimizer over the sizes, seed by seed."""
-    laws = {}
-    for side in Pair._fields:
-        logs = np.log(compute_and_losses(outcomes, corpus, side))
-        slopes, levels = np.polyfit(logs[:, 0], logs[:, 1:], 1)
-        laws[side] = (float(np.exp(levels.mean())), interval(-slopes))
-    return laws
-
-
-def compute_and_losses(outcomes: Outcomes, corpus: str, side: str) -> np.ndarray:
-    """FLOP and the losses of all seeds by size, `(sizes, 1 + seeds)`."""
-    return np.array(
-        [
-            [6.0 * parameters(o.pair.muon) * o.pair.muon.tokens, *o.ends[side]]
-            for o in of_cosine(outcomes, corpus)
-        ]
-    )
+    """Under the cosine schedule."""
+    return [o for key, o in outcomes.items() if key[:2] == (corpus, "cosine")][-1]
 
 
 def parameters(run: Run) -> int:
@@ -149,25 +121,11 @@ def table(outcomes: Outcomes) -> Table:
     return Table([*columns, "Muon: rate, decay", *COLUMNS], rows, CAPTION)
 
 
-def fit_table(fits: dict[str, dict[str, Law]]) -> Table:
-    rows = [
-        [corpus, *(f"{a:.3g} C^-b, b = {b.show('.4f')}" for a, b in laws.values())]
-        for corpus, laws in fits.items()
-    ]
-    caption = "Fitted loss against compute C = 6 N D in FLOP, cosine schedule; N counts"
-    caption += " the hidden matrices alone."
-    return Table(["corpus", "AdamW", "Muon"], rows, caption)
-
-
-def draw(plan: Plan, outcomes: Outcomes, largest, fits) -> None:
+def draw(plan: Plan, largest: Mapping[str, Outcome]) -> None:
     file = plan.figures / "token_efficiency.png"
-    titles = [f"{c}: {what}" for c in plan.corpora for what in ("tokens", "compute")]
-    with panels(file, titles, rows=len(plan.corpora)) as axes:
-        for i, corpus in enumerate(plan.corpora):
-            draw_tokens(axes[2 * i], largest[corpus])
-            for side, law in fits[corpus].items():
-                points = compute_and_losses(outcomes, corpus, side)
-                draw_law(axes[2 * i + 1], side, points, law)
+    with panels(file, plan.corpora) as axes:
+        for one, outcome in zip(axes, largest.values(), strict=True):
+            draw_tokens(one, outcome)
 
 
 def draw_tokens(axes: Axes, outcome: Outcome) -> None:
@@ -181,15 +139,3 @@ def draw_tokens(axes: Axes, outcome: Outcome) -> None:
     axes.set(xlabel="tokens of Muon", ylabel="loss, nats per byte")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="x", nbins=6)
-
-
-def draw_law(axes: Axes, side: str, points: np.ndarray, law: Law) -> None:
-    """The line of the fit, and every size's mean with its interval."""
-    compute, (a, b) = points[:, 0], law
-    means = [interval(losses) for losses in points[:, 1:]]
-    losses, halves = [m.mean for m in means], [m.half for m in means]
-    axes.errorbar(compute, losses, halves, fmt="o", color=COLORS[side])
-    fit = a * compute**-b.mean
-    axes.loglog(compute, fit, color=COLORS[side], label=NAMES[side])
-    axes.set(xlabel="compute 6 N D, FLOP", ylabel="loss, nats per byte")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
