@@ -101,7 +101,8 @@ def play(run: Run) -> dict[str, Any]:
 @functools.lru_cache(maxsize=16)
 def ppo(run: Run) -> Algorithm:
     """PPO (arXiv:1707.06347), for all runs of one program."""
-    import gymnax  # here, for its releases want a JAX below 0.12, and the rest does not
+    # Here, since its releases want a JAX below 0.12, and the rest does not.
+    import gymnax  # pyright: ignore[reportMissingImports]
 
     return ppo_in(run, *gymnax.make(run.task))
 

@@ -171,7 +171,7 @@ def cases_of(lab: Lab, plan: Plan) -> list[Case]:
                     if b == (a if one_rate else rate)
                 }
                 if len(rates) > 2:
-                    named = dict(zip(SETTING, setting, strict=True))
+                    named: dict[str, Any] = dict(zip(SETTING, setting, strict=True))
                     found.append(Case(named, goal, arm, one_rate, rate, loss, rates))
     return found
 

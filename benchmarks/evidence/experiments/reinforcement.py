@@ -62,7 +62,8 @@ class Measured(NamedTuple):
     def collapsed(self, arm: str) -> int:
         """In how many seeds the end is less than halfway up from start to summit."""
         curves = [-np.array(r["curve"])[:, 2] for r in self.results[arm]]
-        return sum(c[-1] < (c[0] + c.max()) / 2 and c.argmax() > 0 for c in curves)
+        ends = (c[-1] < (c[0] + c.max()) / 2 and c.argmax() > 0 for c in curves)
+        return sum(map(bool, ends))
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
