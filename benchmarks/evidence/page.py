@@ -4,6 +4,7 @@ import math
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,7 +209,7 @@ def rate(lab: Lab, plan: Plan) -> Answer:
         means = [float(np.mean(by_multiple[m])) for m in shared]
         one.plot(shared, means, "o-", color=CYCLE[0], label="mean")
         one.set_xscale("log", base=2)
-        one.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
+        one.xaxis.set_major_formatter(lambda x, _: f"{Fraction(x)} x")
         one.set_ylim(bottom=0)
     costs, kept = rate_rule.judge(cases, rate_rule.rule)
     half, twice = (_mean_at(by_multiple, multiple) for multiple in (0.5, 2.0))

@@ -130,10 +130,9 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{said(cubic)} on {', '.join(found)}). Worse, beyond the interval: "
         f"{'; '.join(loses) or 'nothing'}. Better: "
         + ("; ".join(f"{a} ({said(of)})" for a, of in gains.items()) or "nothing")
-        + f". At equal arithmetic, with {share:.0%} of the model's in Newton-Schulz, "
-        f"better on every text: {', '.join(pays) or 'nothing'}. Muon+ makes rows and "
-        "columns even after the iteration, as "
-        '`mc.NewtonSchulz(preconditioning="equilibrated")` does before.',
+        + f"; at equal arithmetic, {share:.0%} of it in Newton-Schulz, "
+        f"{', '.join(pays) or 'nothing'}. Muon+ makes rows and columns even after the "
+        'iteration, `mc.NewtonSchulz(preconditioning="equilibrated")` before.',
         limits="Longer runs; wide matrices, whose spectra need more steps; time on "
         "accelerators; iterations that a mesh makes cheaper.",
     )
