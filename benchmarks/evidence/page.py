@@ -363,7 +363,6 @@ def harm(lab: Lab, plan: Plan) -> Answer:
 
 HARMFUL = (
     "without Nesterov",
-    "3 steps",
     "query, key and value fused",
     "experts in one matrix",
     "experts by AdamW",

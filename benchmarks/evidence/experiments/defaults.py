@@ -48,7 +48,7 @@ ARMS: dict[str, dict[str, Any]] = {
 PARTS = {
     "rising beta": ("rising beta", OLD),
     "heads": (NEW, "rising beta"),
-    "evenness with them": (EVENLY, NEW),
+    "evenness": (EVENLY, NEW),
 }
 
 
