@@ -117,7 +117,7 @@ def test_shares_of_the_tokens_by_condition():
     outcomes = token_conditions.measure_all(Known(loss), Plan(), "code")
     shares = {name: outcome.shares for name, outcome in outcomes.items()}
     others = ("rates tuned for every length", "AdamW's parameters tuned too")
-    for name in ("one matrix per head", "and AdamW's parameters"):
+    for name in ("one matrix per head", "and AdamW's"):
         assert len(shares.pop(f"{name}, largest model")) == 3
     assert {len(of_seed) for of_seed in shares.values()} == {token_conditions.SEEDS}
     assert shares["64 sequences"] == pytest.approx([0.5] * 6)

@@ -27,7 +27,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 LENGTHS, SIDE = "rates tuned for every length", "AdamW's parameters tuned too"
 PER_HEAD, UNTUNED = "one matrix per head", "AdamW at 1/4 of its rate"
 LARGEST = "one matrix per head, largest model"
-BOTH = "and AdamW's parameters, largest model"
+BOTH = "and AdamW's, largest model"
 FEWER = 0.9  # of AdamW's tokens
 
 Outcomes = dict[str, Outcome]  # by condition
@@ -156,7 +156,7 @@ def rates(pair: Pair) -> list[str]:
 
 
 def draw(plan: Plan, outcomes: dict[str, Outcomes]) -> None:
-    file, label = plan.figures / "token_conditions.png", "Muon's tokens over AdamW's"
+    file, label = plan.figures / "token_conditions.png", "tokens, % of AdamW's"
     with panels(file, plan.corpora, xlabel=label) as axes:
         for one, of in zip(axes, outcomes.values(), strict=True):
             shares = {condition: outcome.shares for condition, outcome in of.items()}
