@@ -98,8 +98,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "its best rate, there is nothing to keep.",
         tables=[summary(cases), case_table(cases)],
         parts={
-            "the rule keeps 80% of the gain": by_rule.kept,
-            "AdamW's rate keeps 80% of the gain": by_adamw.kept,
+            "the rule keeps 80% of the gain": by_rule.kept or [False],
+            "AdamW's rate keeps 80% of the gain": by_adamw.kept or [False],
         },
         figure="rate_rule.png",
         remarks=f"Over {len(cases)} cases the best rate is {2**factor.mean:.1f} times "
