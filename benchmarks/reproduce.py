@@ -29,6 +29,7 @@ from evidence.texts import CORPORA
 HERE = Path(__file__).parent
 LABORATORY = HERE / "evidence"
 EXPERIMENTS = (
+    "tokens_per_parameter",
     "token_efficiency",
     "token_conditions",
     "explosion",

@@ -24,6 +24,7 @@ from .experiments import (
     reinforcement,
     stress,
     token_conditions,
+    tokens_per_parameter,
 )
 from .intervals import Interval, interval
 from .lab import Lab, Unfinished
@@ -388,6 +389,7 @@ def _of(experiment: Any) -> Callable[[Lab, Plan], Answer]:
 
 
 QUESTIONS: Mapping[str, Callable[[Lab, Plan], Answer]] = {
+    "Does the saving last?": _of(tokens_per_parameter),
     "How many tokens does it save?": tokens,
     "Which learning rate do I set?": rate,
     "How stable is it?": stability,

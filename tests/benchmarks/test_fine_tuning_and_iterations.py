@@ -1,4 +1,4 @@
-"""Weights of a run before, adapters, orthogonalizers and their arithmetic."""
+"""Weights of a run before, adapters, orthogonalizers, and the fit over lengths."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from evidence.adapters import adapted, draw_adapters, only_b
-from evidence.experiments import cheaper_iterations
+from evidence.experiments import cheaper_iterations, tokens_per_parameter
 from evidence.iterations import (
     as_long,
     BLOCKS,
@@ -20,8 +20,11 @@ from evidence.iterations import (
     step_flop,
 )
 from evidence.lab import losses
+from evidence.plan import Plan
 from evidence.run import Run
+from evidence.tokens import Outcome
 from evidence.training import train
+from evidence.tuning import Pair
 from helpers import assert_close, matrix_of, of_newton_schulz, tolerance
 
 import muonclip_jax as mc
@@ -174,3 +177,32 @@ def test_loss_at_equal_work_is_that_of_a_shorter_default():
     work = [step_flop(run) + steps * iteration_flop(run) for steps in (3, 5)]
     expected = 0.01 + 0.3 * math.log(work[0] / work[1])
     assert measured.at_equal_work("3 steps").mean == pytest.approx(expected)
+
+
+def test_the_fit_finds_the_powers_of_length_and_size():
+    found = {}
+    for width in (32, 64):
+        for steps in (30, 120, 480):
+            run = Run(layers=2, width=width, steps=steps)
+            count = tokens_per_parameter.parameters(run)
+            share = 0.3 * (run.tokens / count) ** 0.05 * count**0.03
+            path = [(0.1, 2.0), (1.0, 1.0)]
+            goal = 2.0 - math.log(share / 0.1) / math.log(10)
+            outcome = Outcome(Pair(run, run), [goal] * 3, [path] * 3)
+            of = dict.fromkeys(("the rule's rate", "rate tuned"), outcome)
+            found["code", str(width), steps] = tokens_per_parameter.Measured(of, 9.0)
+    law = tokens_per_parameter.fitted(found)
+    assert law.length.mean == pytest.approx(0.05) and law.length.half < 1e-9
+    assert law.size.mean == pytest.approx(0.03)
+    at = law.at(20, 1e6).mean
+    assert math.exp(at) == pytest.approx(0.3 * 20**0.05 * 1e6**0.03)
+
+
+def test_lengths_of_muon_are_one_anothers_shares():
+    """No length without runs below it, and each goal within what was run."""
+    for size in tokens_per_parameter.SIZES.values():
+        first, *rest = size.lengths
+        assert min(size.lengths[first]) < 0.5
+        assert all(b / a in (2, 4) for a, b in zip([first, *rest], rest, strict=False))
+    runs = Plan().run("code", steps=480, layers=2, width=32)
+    assert runs.tokens / tokens_per_parameter.parameters(runs) == 20
