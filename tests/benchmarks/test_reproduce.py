@@ -1,5 +1,6 @@
 """The script that reproduces, run as a user runs it but small."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -85,6 +86,19 @@ def test_finished_runs_are_not_trained_again(finished):
     lab = Lab(out, trains=False)
     section = no_harm.experiment(lab, Plan(["code"], out, quick=True))
     assert f"**Verdict: {section.verdict}" in (out / "experiments.md").read_text()
+
+
+@pytest.mark.more
+@pytest.mark.skipif(
+    importlib.util.find_spec("gymnax") is not None, reason="gymnax is installed"
+)
+def test_an_experiment_whose_library_is_missing_does_not_take_the_others_along(
+    tmp_path,
+):
+    names = ["reinforcement", "explosion"]
+    result = run_script(SCRIPT, "--quick", *names, "--out", tmp_path / "out")
+    assert "reinforcement: not finished: No module named 'gymnax'" in result.stdout
+    assert "explosion: " in result.stdout.replace("explosion: not finished", "")
 
 
 @pytest.mark.parametrize(
