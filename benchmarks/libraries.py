@@ -270,22 +270,30 @@ def peak_of_update(start: Start) -> dict[str, Any]:
     step, optimizer, count = an_update(start)
     step()  # compiles, and makes what is made once
     peaks = []
-    try:
-        for _ in range(REPEATS):
-            ctypes.CDLL(None).malloc_trim(0)
-            before = _pages("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-            step()
-            peaks.append(_pages("VmHWM") - before)
-    except (OSError, AttributeError):
-        return {"peak": float("nan")}
+    for _ in range(REPEATS):
+        before = _begin_peak()
+        step()
+        peaks.append(_pages("VmHWM") - before)
     of_step = float(np.median(peaks)) / count
     return {"peak": round(of_step + optimizer.state_bytes() / count, 2)}
 
 
-def _pages(name: str) -> int:
-    """Bytes, from a line such as `VmRSS:   1234 kB`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _begin_peak() -> float:
+    """Bytes of this process, from which its peak rises now."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):  # of the system alone, not of an update
+        return float("nan")
+    return _pages("VmRSS")
+
+
+def _pages(name: str) -> float:
+    """Bytes, from a line such as `VmRSS:   1234 kB`; NaN where there are none."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return float("nan")
+    lines = status.read_text().splitlines()
     return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(name))
 
 
