@@ -30,7 +30,6 @@ HERE = Path(__file__).parent
 LABORATORY = HERE / "evidence"
 EXPERIMENTS = (
     "tokens_per_parameter",
-    "token_efficiency",
     "token_conditions",
     "explosion",
     "no_harm",

@@ -29,7 +29,6 @@ from .experiments import (
 from .intervals import Interval, interval
 from .lab import Lab, Unfinished
 from .plan import Plan
-from .recipe import ADAMW, ADAMW_BETA
 from .section import Section
 from .style import CYCLE, losses_over, rows
 
@@ -126,62 +125,6 @@ def _nulls(sections: Mapping[str, Section | str], details: str) -> str:
             if never:
                 lines.append(f"- {_link(content, details)}: {'; '.join(never)}.")
     return "\n".join(["## What did not reproduce, or did not pay", "", *lines])
-
-
-def tokens(lab: Lab, plan: Plan) -> Answer:
-    found = defaults.measured(lab, plan)
-    goals = {ADAMW_BETA: CYCLE[1], ADAMW: CYCLE[0]}
-    titles = [f"{size} parameters in matrices" for size in defaults.MODELS]
-    file = plan.figures / "page_tokens.png"
-    with panels(file, titles, xlabel="tokens, % of AdamW's") as axes:
-        for one, size in zip(axes, defaults.MODELS, strict=True):
-            of_size = {c: m for (c, s), m in found.items() if s == size}
-            for i, (goal, color) in enumerate(goals.items()):
-                # A share that some seed does not reach has no interval to draw.
-                means = {
-                    corpus: measured.outcomes[goal].share
-                    for corpus, measured in of_size.items()
-                    if goal in measured.outcomes
-                }
-                name = "AdamW with b1 = 0.9" if goal == ADAMW else goal
-                rows(one, {}, means, color=color, label=f"over {name}", shift=-0.2 * i)
-            one.axvline(1, color="black", linewidth=0.8)
-            one.set_xlim(0.3, 1.03)
-            one.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    largest = list(defaults.MODELS)[-1]
-    of_largest = {c: m for (c, size), m in found.items() if size == largest}
-    shares = {
-        goal: _listed(
-            {
-                corpus: measured.outcomes[goal].show_share()
-                for corpus, measured in of_largest.items()
-                if goal in measured.outcomes
-            }
-        )
-        for goal in goals
-    }
-    at_best = _listed({c: m.at_best.show_share() for c, m in of_largest.items()})
-    smallest = next(iter(defaults.MODELS))
-    b2 = _listed(
-        {
-            corpus: f"{measured.best[defaults.ADAMW_BOTH].b2:g}"
-            for (corpus, size), measured in found.items()
-            if size == smallest
-        }
-    )
-    return Answer(
-        "Against an AdamW whose rate, decay and b1 are tuned, `mc.muonclip(rate)` with "
-        "the rate of the rule below and nothing tuned reaches the same loss with "
-        f"{shares[ADAMW_BETA]} of its tokens, in a model with {largest} parameters in "
-        "matrices. Against AdamW with b1 = 0.9, as most people have it, it is "
-        f"{shares[ADAMW]}; with Muon's rate tuned too, {at_best}. In the smallest "
-        f"model AdamW's b2 was tuned as well, and came to {b2}.",
-        "page_tokens.png",
-        "Share of a tuned AdamW's tokens, by text and size of the model",
-        "Shares at larger scale, where they have been found nearer to one; runs longer "
-        "than 400 steps; tiny batches, which take most of the gain away (last figure).",
-        ("defaults",),
-    )
 
 
 def rate(lab: Lab, plan: Plan) -> Answer:
@@ -389,8 +332,7 @@ def _of(experiment: Any) -> Callable[[Lab, Plan], Answer]:
 
 
 QUESTIONS: Mapping[str, Callable[[Lab, Plan], Answer]] = {
-    "Does the saving last?": _of(tokens_per_parameter),
-    "How many tokens does it save?": tokens,
+    "How many tokens does it save, and does it last?": _of(tokens_per_parameter),
     "Which learning rate do I set?": rate,
     "How stable is it?": stability,
     "Which extras pay?": extras,

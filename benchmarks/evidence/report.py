@@ -22,8 +22,7 @@ Student's t; differences are paired by seed: the same initial weights and batche
 Losses are in nats per byte, of text that neither training nor tuning saw. All models
 are small and trained for minutes: what holds here need not hold at scale, and the other
 way round. Intervals are those over seeds: the tuned rates and the texts stay the same.
-The rules for the verdicts on token efficiency and explosion were changed after their
-results were known.
+The rule for the verdict on explosion was changed after its results were known.
 """
 
 

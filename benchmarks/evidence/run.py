@@ -57,6 +57,11 @@ class Run:
         return self.steps * self.batch * self.context
 
     @property
+    def matrix_parameters(self) -> int:
+        """Entries of the hidden matrices, in layers without experts."""
+        return 12 * self.layers * self.width**2
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What differs from the defaults."""
         fields = dataclasses.fields(self)

@@ -37,6 +37,8 @@ class OwnedLeaf:
     is_of_all: bool = False
 
     def __post_init__(self):
+        # Two rules may describe one leaf by owners of different shapes, and layers are
+        # found again by their leaves: as small as they can be, these compare by bytes.
         owners = np.asarray(self.owners, np.int32)
         for axis in range(owners.ndim):
             first = owners.take([0], axis) if owners.shape[axis] else owners
@@ -79,10 +81,12 @@ class OwnedLeaf:
         It broadcasts to the whole leaf: factors multiply it. Numbers of NumPy stay
         NumPy's.
         """
+        # Entries without an owner read the first head's, which `where` then replaces.
         at, xp = np.maximum(self.owners, 0), jnp
         if isinstance(of_heads, np.ndarray):
             found, xp = of_heads[..., at], np
         else:
+            # Without the promise XLA clamps the indices, or fills, on every update.
             found = of_heads.at[..., at].get(mode="promise_in_bounds")
         found = xp.where(self.owners < 0, rest, found)
         return xp.moveaxis(found, range(len(self.stack)), self.stack)
@@ -93,6 +97,8 @@ class OwnedLeaf:
         An axis of heads has as many of one as of the other, and one on which the head
         does not depend has 1 owner. In between, heads are a part of the axis.
         """
+        # Sorted, every head begins where its number first appears: -1, for nobody, is
+        # what comes before the line, so that it begins nothing.
         ordered = np.sort(self.owners, axis)
         owned = (ordered >= 0).sum(axis)
         own = (np.diff(ordered, axis=axis, prepend=-1) > 0).sum(axis)
@@ -113,7 +119,9 @@ class OwnedLeaf:
         for axis, at in enumerate(rest):
             entry = entries.get(at)
             if entry is None or self.along(axis)[1] < 2:
-                continue
+                continue  # whole, or cut where the head does not depend on it
+            # Block i of the leaf has to hold the i-th of as many equal runs of heads:
+            # that is what a row cut by the same entry has on the same device.
             blocks = np.array_split(self.owners, counts[at], axis)
             runs = np.array_split(np.arange(self.heads), counts[at])
             pairs = zip(blocks, runs, strict=True)
@@ -126,6 +134,8 @@ class OwnedLeaf:
 
 def joined(count: int, one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """For each number the smallest that a chain of pairs connects it with."""
+    # Pairs are few, of layers or heads that share a leaf, so that every union may pass
+    # over all numbers: no tree of parents is needed.
     found = np.arange(count)
     differ = one != other
     for a, b in {*zip(one[differ].tolist(), other[differ].tolist(), strict=True)}:

@@ -77,6 +77,9 @@ def is_patterns(entries: Any, tree: PathedTree) -> bool:
     is_named = isinstance(entries, Mapping) and all(isinstance(x, str) for x in entries)
     if not is_named or not entries:
         return False
+    # A mapping of names is either: patterns of paths, or a tree whose first keys are
+    # modules. Some key that is no module's, written as a pattern, decides; or all of
+    # them, which then are names that `by_pattern` refuses better than a tree does.
     params = tree.rebuilt()
     keys = {*params} if isinstance(params, Mapping) else {p[0] for p in tree.paths if p}
     others = [key for key in entries if key not in keys]
@@ -105,6 +108,9 @@ def by_pattern(
     found: dict[Path, Any] = {}
     unused = dict.fromkeys(patterns)
     for path in tree_paths:
+        # The whole path and every module around it: a pattern of a module is of all of
+        # its leaves. `fnmatch` reads brackets as sets of letters, and names of modules
+        # have some, as `layers[0]`: hence equality first.
         starts = ["/".join(path[:n]) for n in range(len(path), 0, -1)]
         hits = [
             pattern
@@ -131,6 +137,7 @@ def write_patterns(
 
     A star stands for the number of a module, where all that it matches are alike.
     """
+    # A set of one letter is how `fnmatch` escapes what it would read as a pattern.
     own = {x: re.sub(r"([*?\[])", r"[\1]", "/".join(x)) for x in guesses}
     starred = {x: re.sub(r"\d+(?=/)", "*", name) for x, name in own.items()}
     others = ["/".join(path) for path in tree_paths if path not in guesses]

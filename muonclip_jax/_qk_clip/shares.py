@@ -42,6 +42,8 @@ Scaled = tuple[Use, Share]
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     """The scales of all layers, by the rule above."""
+    # By `id`, since equal leaves of two layers are two uses. All of them are alive in
+    # `layers` as long as the set is.
     contested: set[int] = set()  # uses of entries that other layers have, too
     numbers_of = []
     for uses in _meeting(use for layer in layers for use in layer.uses):
@@ -59,6 +61,8 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
         groups.setdefault(int(first_of[layer.index]), []).append(layer)
     scaled: list[Scaled] = []
     for group in groups.values():
+        # Each layer by itself as long as that leaves alone what others have, too: then
+        # no layer is scaled for another's logits. Only where it cannot be are all one.
         found = [x for layer in group for x in _scaled_in([layer], contested)]
         if any(id(use) in contested for use, _ in found):
             found = _scaled_in(group, set())
@@ -108,6 +112,8 @@ def clipped_together(
 ) -> np.ndarray:
     """For every head of the row of all layers the first that it is clipped with."""
     numbers_of = []
+    # Heads meet in two ways: by one leaf that several of them own at once, as a gain or
+    # a key of grouped queries, and by entries that several layers use.
     for use in (use for use, _ in scaled if not use.is_whole):
         first = use.first_heads()
         every = np.arange(first.size).reshape(first.shape) + use.layer.start

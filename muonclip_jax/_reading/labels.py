@@ -71,7 +71,7 @@ def distinct(label: Label) -> set[int]:
 
 def is_varied(label: Label) -> bool:
     """Whether entries have different marks, those without any aside."""
-    if label.dtype.kind == "O":
+    if label.dtype.kind == "O":  # integers of any length, which NumPy has no `any` of
         return label.size > 1 and len(distinct(label)) > 1
     marked = label[label != 0]
     return marked.size > 1 and bool((marked != marked[0]).any())
@@ -159,6 +159,9 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
     for d, n in enumerate(old):  # no more than it has: see `dimensions`
         if n == 1:
             label = joined(label, [lead + d])
+    # A reshape keeps the order of all entries, so that two runs of dimensions with one
+    # product, after runs with one product, hold the same entries: (6, 4) as (2, 3, 4)
+    # is 6 as (2, 3), and 4 as 4. Within such a run only the order of all says which.
     runs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         i2, j2 = min(i + 1, len(old)), min(j + 1, len(new))

@@ -178,7 +178,7 @@ def test_the_page_answers_every_question_in_five_minutes(tmp_path):
     plan = Plan(["code", "prose"], tmp_path / "results")
     write_report(file, details, EXPERIMENTS, World(True), plan)
     page, headings = file.read_text(), details.read_text()
-    assert page.count("**What this does not show.**") == len(QUESTIONS) == 9
+    assert page.count("**What this does not show.**") == len(QUESTIONS) == 8
     assert len(page.split()) < 1300
     assert not re.search(r"\bnan\b|not finished", page, re.IGNORECASE)
     for figure in re.findall(r"!\[[^]]+\]\((results/[^)]+)\)", page):

@@ -118,7 +118,7 @@ def test_shares_of_the_tokens_by_condition():
     shares = {name: outcome.shares for name, outcome in outcomes.items()}
     others = ("rates tuned for every length", "AdamW's parameters tuned too")
     for name in ("one matrix per head", "and AdamW's"):
-        assert len(shares.pop(f"{name}, largest model")) == 3
+        assert len(shares.pop(f"{name}, width 96")) == 3
     assert {len(of_seed) for of_seed in shares.values()} == {token_conditions.SEEDS}
     assert shares["64 sequences"] == pytest.approx([0.5] * 6)
     for name in ("16 sequences, 400 steps", "1,600 steps", *others):

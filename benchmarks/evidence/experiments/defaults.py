@@ -1,6 +1,5 @@
 """What `mc.muonclip(learning_rate)` should do by itself, on a third text as well."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +23,8 @@ from ..run import Run
 from ..section import Section
 from ..style import losses_over
 from ..texts import CHECK
-from ..tokens import lengths, Outcome, reported
-from ..tokens import measure as measure_share
-from ..tuning import AXES, Pair, tuned
-from .rate_rule import RULE, rule
+from ..tuning import AXES, tuned
+from .rate_rule import rule
 
 
 SEEDS = 5
@@ -35,8 +32,6 @@ RISING: dict[str, Any] = dict(beta=0.95, beta_from=0.85)
 OLD, NEW = "beta 0.95", "rising beta, heads"
 EVENLY = "rising beta, heads, evenness"
 ADAMW_BOTH = "AdamW, b1 and b2 tuned"
-GOALS = (ADAMW, ADAMW_BETA, ADAMW_BOTH)  # to reach, where they were tuned
-SHARES = (0.4, 0.55, 1.0)  # of AdamW's steps, each with a schedule of its own
 ARMS: dict[str, dict[str, Any]] = {
     OLD: dict(beta=0.95),
     "beta 0.95, heads": HEADS | dict(beta=0.95),
@@ -53,32 +48,17 @@ PARTS = {
 
 
 class Model(NamedTuple):
-    """A size, the arms that are trained there, and how much is spent on it."""
+    """A size, and the arms that are trained there."""
 
     settings: dict[str, Any]
     arms: Sequence[str] = tuple(ARMS)
-    axes: Sequence[str] | None = None  # of AdamW's walk: all, or only these
-    seeds: int = SEEDS
-    shares: Sequence[float] = SHARES
-    check_goals: Sequence[str] = (ADAMW, ADAMW_BETA)  # to reach on the third text
     tunes_b2: bool = False
 
 
 # Each begins where the one before ended.
 MODELS = {
     "24,576": Model(dict(layers=2, width=32, heads=2), tunes_b2=True),
-    "147,456": Model(
-        dict(layers=3, width=64, heads=4),
-        arms=("rising beta", NEW),
-    ),
-    "3,145,728": Model(
-        dict(layers=4, width=256, heads=4),
-        arms=(NEW,),
-        axes=("learning_rate",),
-        seeds=3,
-        shares=(0.4, 0.55, 0.7),  # the whole run with the seed of the walk alone
-        check_goals=(ADAMW,),
-    ),
+    "147,456": Model(dict(layers=3, width=64, heads=4), arms=("rising beta", NEW)),
 }
 
 
@@ -87,10 +67,6 @@ class Measured(NamedTuple):
 
     best: dict[str, Run]  # of AdamW and of each arm
     losses: dict[str, list[float]]  # after all steps, seed by seed
-    outcomes: dict[str, Outcome]  # at the rule's rate, by the AdamW that is to reach
-    at_best: Outcome  # at the tuned rate, to reach the AdamW with b1 = 0.9
-    rule_cost: float  # of the rule's rate over the best one, in the walk
-    kept: float  # the share of the best rate's gain over AdamW that the rule's has
 
 
 Key = tuple[str, str]  # corpus, size
@@ -109,16 +85,13 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "`mc.muonclip(learning_rate)`: one learning rate for all parameters, all "
         "that is tuned, weight decay 0.1. AdamW's learning rate and weight decay are "
         "tuned, in one arm its b1 too, and in the smallest model its b2. Nothing was "
-        f"chosen by the losses on the third text ({check}). The rule's rate is {RULE}, "
-        "not tuned, and what it costs is that of the walk. "
-        f"{SEEDS} seeds, {MODELS['3,145,728'].seeds} of the largest model.",
-        tables=[part_table(found), share_table(found), loss_table(found)],
+        f"chosen by the losses on the third text ({check}). {SEEDS} seeds.",
+        tables=[part_table(found), loss_table(found)],
         parts=parts_of_claim(found),
         figure="defaults.png",
         remarks="A part counts as reproduced if it lowers the loss beyond its interval "
-        "on every text and in both models where it was tried; the rule if it keeps 80 "
-        "% of what the tuned rate gains over AdamW. Heads have more comparisons in "
-        "the experiment on recipes.",
+        "on every text and in every model where it was tried. Heads have more "
+        "comparisons in the experiment on recipes.",
     )
 
 
@@ -128,7 +101,9 @@ def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
     for size, model in MODELS.items():
         for corpus in plan.all_corpora:
             best = walk(lab, plan, corpus, model, before.get(corpus, {}))
-            found[corpus, size] = measure(lab, plan, model, best)
+            runs = {n: plan.over_seeds(run, SEEDS) for n, run in best.items()}
+            ends = {n: losses(of) for n, of in lab.gather(runs).items()}
+            found[corpus, size] = Measured(best, ends)
             before[corpus] = best
     return found
 
@@ -137,8 +112,7 @@ def walk(
     lab: Lab, plan: Plan, corpus: str, model: Model, before: dict[str, Run]
 ) -> dict[str, Run]:
     """AdamW as in the experiments on recipes; of each arm the learning rate alone."""
-    axes = None if model.axes is None else tuple(model.axes)
-    baselines = Size(model.settings, axes, arms=goals(corpus, model))
+    baselines = Size(model.settings, arms=(ADAMW, ADAMW_BETA))
     best = find_best(lab, plan, corpus, baselines, before)
     if model.tunes_b2:
         start = best[ADAMW_BETA].but(b2=0.95)  # which it had
@@ -153,48 +127,9 @@ def walk(
     return best
 
 
-def goals(corpus: str, model: Model) -> Sequence[str]:
-    return model.check_goals if corpus in CHECK else (ADAMW, ADAMW_BETA)
-
-
-def measure(lab: Lab, plan: Plan, model: Model, best: dict[str, Run]) -> Measured:
-    rate = rule(best[ADAMW].learning_rate)
-    by_rule = best[NEW].but(learning_rate=rate, adam_learning_rate=rate)
-    by_length = lengths(by_rule, model.shares)
-    best_by_length = lengths(best[NEW], model.shares)
-    whole = best if 1.0 in model.shares else {n: best[n] for n in GOALS if n in best}
-    runs = {name: reported(plan, run, model.seeds) for name, run in whole.items()}
-    shorter = [
-        reported(plan, run, model.seeds) for run in (*by_length, *best_by_length)
-    ]
-    lab.gather({**runs, **dict(enumerate(shorter))})
-    # As in the experiment on the rule: one seed, on the text to tune on.
-    adamw, at_rule, at_best = (
-        losses(lab.results([run], kept_in="tuning"), part="tune")[0]
-        for run in (best[ADAMW], by_rule, best[NEW])
-    )
-    return Measured(
-        best,
-        {name: losses(lab.results(of_name)) for name, of_name in runs.items()},
-        {
-            goal: measure_share(
-                lab, plan, Pair(best[goal], by_rule), by_length, model.seeds
-            )
-            for goal in GOALS
-            if goal in best
-        },
-        measure_share(
-            lab, plan, Pair(best[ADAMW], best[NEW]), best_by_length, model.seeds
-        ),
-        at_rule - at_best,
-        (adamw - at_rule) / (adamw - at_best) if adamw > at_best else math.nan,
-    )
-
-
 def gained(measured: Measured, part: str) -> Interval | None:
     """What a part adds to the loss, where both arms were trained."""
-    ends = [measured.losses.get(arm) for arm in PARTS[part]]
-    with_it, without = ends
+    with_it, without = (measured.losses.get(arm) for arm in PARTS[part])
     return None if with_it is None or without is None else paired(with_it, without)
 
 
@@ -205,7 +140,7 @@ def parts_of_claim(found: dict[Key, Measured]) -> dict[str, list[bool]]:
     return {
         f"{part}: a lower loss": [one.high < 0 for one in of_part if one is not None]
         for part, of_part in differences.items()
-    } | {"the rule's rate": [measured.kept >= 0.8 for measured in found.values()]}
+    }
 
 
 def part_table(found: dict[Key, Measured]) -> Table:
@@ -223,30 +158,6 @@ def shown(difference: Interval | None) -> str:
     return "-" if difference is None else difference.difference()
 
 
-def share_table(found: dict[Key, Measured]) -> Table:
-    columns = ["corpus", "matrix parameters", f"tokens over {ADAMW}'s"]
-    columns += [f"over those of {goal}" for goal in GOALS[1:]]
-    columns += [f"at the tuned rate, over {ADAMW}'s", "AdamW's rate", "tuned rate"]
-    columns += ["cost of the rule's rate", "gain kept"]
-    entries = [
-        [
-            corpus,
-            size,
-            *(
-                m.outcomes[goal].show_share() if goal in m.outcomes else "-"
-                for goal in GOALS
-            ),
-            m.at_best.show_share(),
-            f"{m.best[ADAMW].learning_rate:.2g}",
-            f"{m.best[NEW].learning_rate:.2g}",
-            f"{m.rule_cost:.3f}",
-            f"{m.kept:.0%}",
-        ]
-        for (corpus, size), m in found.items()
-    ]
-    return Table(columns, entries, f"With {NEW}, at the rule's rate.")
-
-
 def loss_table(found: dict[Key, Measured]) -> Table:
     columns = ["corpus", "matrix parameters", "", "loss", "rate", "decay"]
     entries = [
@@ -254,7 +165,7 @@ def loss_table(found: dict[Key, Measured]) -> Table:
             corpus,
             size,
             arm,
-            interval(m.losses[arm]).show() if arm in m.losses else "-",
+            interval(m.losses[arm]).show(),
             f"{run.learning_rate:.2g}",
             f"{run.weight_decay:g}",
         ]

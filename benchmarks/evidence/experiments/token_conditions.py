@@ -13,21 +13,24 @@ from ..section import Section
 from ..style import CYCLE, rows
 from ..tokens import CAPTION, COLUMNS, lengths, measure, Outcome, SHARES
 from ..tuning import AXES, Pair, tuned, tuned_pair
-from .token_efficiency import SIZES
 
 
-SEEDS, SEEDS_OF_LARGEST = 6, 3
+SMALL: dict[str, Any] = dict(layers=2, width=32, heads=2)
+LARGE: dict[str, Any] = dict(layers=4, width=96, heads=6)
+SEEDS, SEEDS_OF_LARGE = 6, 3
 BASE, LARGE_BATCH, LONG = "16 sequences, 400 steps", "64 sequences", "1,600 steps"
+CONSTANT = "a constant rate"
 CONDITIONS: dict[str, dict[str, Any]] = {
     "4 sequences": dict(batch=4),
     BASE: {},
     LARGE_BATCH: dict(batch=64),
     LONG: dict(steps=1600),
+    CONSTANT: dict(schedule="constant"),
 }
 LENGTHS, SIDE = "rates tuned for every length", "AdamW's parameters tuned too"
 PER_HEAD, UNTUNED = "one matrix per head", "AdamW at 1/4 of its rate"
-LARGEST = "one matrix per head, largest model"
-BOTH = "and AdamW's, largest model"
+HEADS_OF_LARGE = f"one matrix per head, width {LARGE['width']}"
+BOTH = f"and AdamW's, width {LARGE['width']}"
 FEWER = 0.9  # of AdamW's tokens
 
 Outcomes = dict[str, Outcome]  # by condition
@@ -40,16 +43,20 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         title="What token efficiency depends on",
         claim="Essential AI (arXiv:2505.02222): Muon needs 10 to 15 % fewer tokens and "
         "keeps its advantage as batches grow, where AdamW loses efficiency.",
-        setting="The smallest model of the experiment on token efficiency (2 layers of "
-        f"width 32, cosine schedule; {BASE} of 64 bytes there), both optimizers tuned "
-        "anew for every batch and number of steps. Then three things that were kept "
-        "there: Muon's rates are tuned for every length of its runs; the rate of "
-        "AdamW's parameters is tuned along with the two others; every head is a matrix "
-        "of its own. The last also in the largest model of that experiment, there with "
-        "AdamW's parameters tuned as well. In the last row the goal is the loss of an "
-        "AdamW "
-        f"that was not tuned: at a quarter of its best rate. {SEEDS} seeds, of the "
-        f"largest model {SEEDS_OF_LARGEST}.",
+        setting=f"2 layers of width {SMALL['width']}, sequences of 64 bytes, cosine "
+        f"schedule unless the row says otherwise; {BASE} where it says nothing. Both "
+        "optimizers have learning rate and weight decay tuned anew for every batch, "
+        "number of steps and schedule, by a walk with one seed and another part of the "
+        "text; AdamW's parameters keep AdamW's best rate. Muon is also trained for "
+        f"{', '.join(f'{s:.0%}' for s in SHARES[:-1])} of the steps, each with a "
+        "schedule of its own; tokens are interpolated in their logarithm. Under the "
+        "constant rate they are read off the curve. Then three things change in turn: "
+        "Muon's rates are tuned for every length of its runs; the rate of AdamW's "
+        "parameters is tuned along with the two others; every head is a matrix of its "
+        f"own, there and in {LARGE['layers']} layers of width {LARGE['width']}, where "
+        "AdamW's parameters are tuned too. In the last row the goal is the loss of an "
+        f"AdamW at a quarter of its best rate. {SEEDS} seeds, of the wide model "
+        f"{SEEDS_OF_LARGE}.",
         tables=[table(outcomes)],
         parts={
             f"at most {FEWER:.0%} of the tokens with a large batch": [
@@ -66,13 +73,14 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"interval with the large batch ends below {FEWER:.0%} and the share is not "
         f"larger there than in the long run beyond the interval. {least(outcomes)} "
         f"The shortest run is {min(SHARES):.0%}: a smaller share is shown as that. "
-        "The last four rows were added when the others were known.",
+        "The row of the constant rate and the last four were added when the others "
+        "were known.",
     )
 
 
 def measure_all(lab: Lab, plan: Plan, corpus: str) -> Outcomes:
     pairs = {
-        condition: tuned_pair(lab, plan, corpus, **SIZES[0], **changes)
+        condition: tuned_pair(lab, plan, corpus, **SMALL, **changes)
         for condition, changes in CONDITIONS.items()
     }
     outcomes = {
@@ -81,12 +89,12 @@ def measure_all(lab: Lab, plan: Plan, corpus: str) -> Outcomes:
     }
     anew = [tuned(lab, run) for run in lengths(pairs[BASE].muon)]
     outcomes[LENGTHS] = measure(lab, plan, pairs[BASE], anew, SEEDS)
-    large = per_head(lab, tuned_pair(lab, plan, corpus, **SIZES[-1]))
+    large = per_head(lab, tuned_pair(lab, plan, corpus, **LARGE))
     for condition, pair, seeds in (
         (SIDE, side_tuned(lab, pairs[BASE]), SEEDS),
         (PER_HEAD, per_head(lab, pairs[BASE]), SEEDS),
-        (LARGEST, large, SEEDS_OF_LARGEST),
-        (BOTH, side_tuned(lab, large), SEEDS_OF_LARGEST),
+        (HEADS_OF_LARGE, large, SEEDS_OF_LARGE),
+        (BOTH, side_tuned(lab, large), SEEDS_OF_LARGE),
         (UNTUNED, untuned(pairs[BASE]), SEEDS),
     ):
         outcomes[condition] = measure(lab, plan, pair, lengths(pair.muon), seeds)
@@ -134,7 +142,7 @@ def least(outcomes: dict[str, Outcomes]) -> str:
         )
         found.append(
             f"{shares[condition]:.0%} ({corpus}, {condition}; against the untuned "
-            f"AdamW, smallest model, {of_untuned:.0%})"
+            f"AdamW {of_untuned:.0%})"
         )
     return f"The smallest shares are {' and '.join(found)}."
 

@@ -20,7 +20,6 @@ from ..tokens import measure, Outcome, reported
 from ..tuning import AXES, Pair, tuned
 from .defaults import RISING
 from .rate_rule import RULE, rule
-from .token_efficiency import parameters
 
 
 SEEDS = 3
@@ -74,7 +73,7 @@ class Measured(NamedTuple):
     @property
     def tokens(self) -> float:
         """For each parameter in matrices."""
-        return self.adamw.tokens / parameters(self.adamw)
+        return self.adamw.tokens / self.adamw.matrix_parameters
 
     @property
     def shares(self) -> list[float]:
@@ -222,7 +221,7 @@ def path(
 def fitted(found: Mapping[Key, Measured]) -> Law:
     logs: dict[tuple[str, int], list[list[float]]] = {}
     for (corpus, _, _), m in found.items():
-        known = [1.0, math.log(m.tokens), math.log(parameters(m.adamw))]
+        known = [1.0, math.log(m.tokens), math.log(m.adamw.matrix_parameters)]
         for seed, share in enumerate(m.shares):
             logs.setdefault((corpus, seed), []).append([*known, math.log(share)])
     points = (np.array(of_seed) for of_seed in logs.values())
@@ -275,7 +274,7 @@ def draw_size(
     axes: Axes, of: Sequence[Measured], law: Law, color: str, label: str
 ) -> None:
     """Shares with the rate tuned and their intervals, the rule's, and the fit."""
-    tokens, count = [m.tokens for m in of], parameters(of[0].adamw)
+    tokens, count = [m.tokens for m in of], of[0].adamw.matrix_parameters
     means = [interval(m.shares) for m in of]
     axes.errorbar(
         tokens,

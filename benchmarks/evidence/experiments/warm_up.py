@@ -14,17 +14,17 @@ from ..run import Run
 from ..section import Section
 from ..style import CYCLE
 from ..tuning import tuned, tuned_pair
-from .token_efficiency import SIZES
+from .token_conditions import LARGE, SMALL
 
 
 SEEDS, TUNING_SEEDS = 5, (0, 1001, 1002)
 USUAL, HARM = 0.05, 0.02  # of the steps, as in all experiments; in nats
 SHARES = (0.0, 0.01, USUAL, 0.2)
 CONDITIONS: dict[str, dict[str, Any]] = {
-    "width 32, 4 sequences": SIZES[0] | dict(batch=4),
-    "width 32, 16 sequences": SIZES[0],
-    "width 32, 64 sequences": SIZES[0] | dict(batch=64),
-    "width 96, 16 sequences": SIZES[-1],
+    "width 32, 4 sequences": SMALL | dict(batch=4),
+    "width 32, 16 sequences": SMALL,
+    "width 32, 64 sequences": SMALL | dict(batch=64),
+    "width 96, 16 sequences": LARGE,
 }
 
 Key = tuple[str, str]  # corpus, condition
