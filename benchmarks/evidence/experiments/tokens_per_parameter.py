@@ -16,13 +16,13 @@ from ..recipe import ADAMW_BETA, HEADS, START
 from ..run import Run
 from ..section import Section
 from ..style import CYCLE
-from ..tokens import measure, Outcome, reported
+from ..tokens import measure, Outcome
 from ..tuning import AXES, Pair, tuned
 from .defaults import RISING
 from .rate_rule import RULE, rule
 
 
-SEEDS = 3
+SEEDS = 3  # of every size, which the fit is over
 WHOLE, BELOW = (1.0,), (0.35, 0.5, 0.7, 1.0)
 
 
@@ -34,37 +34,35 @@ class Size(NamedTuple):
 
     settings: dict[str, Any]
     lengths: Mapping[int, Sequence[float]]
+    seeds: int = SEEDS
 
 
-# The 400 steps of the largest are those of the experiment on defaults.
 SIZES = {
     "24,576": Size(
         dict(layers=2, width=32, heads=2),
         {30: BELOW} | dict.fromkeys((60, 120, 240, 480, 960, 1920), WHOLE),
+        seeds=5,
     ),
     "147,456": Size(
         dict(layers=3, width=64, heads=4),
-        {45: BELOW} | dict.fromkeys((90, 180, 360, 720, 1440, 2880), WHOLE),
+        {45: BELOW} | dict.fromkeys((90, 180, 360, 720), WHOLE),
+        seeds=5,
     ),
     "3,145,728": Size(
         dict(layers=4, width=256, heads=4),
-        {100: (0.4, 0.55, 0.7), 400: (0.4, 0.55, 0.7)},
+        {100: (0.55, 0.75, 1.0), 400: (0.4, 0.55, 0.7)},
     ),
 }
 ADAMW = START[ADAMW_BETA] | dict(optimizer="adamw", b2=0.95)  # where its walks begin
 GOAL, RULED, TUNED = "AdamW", "the rule's rate", "rate tuned"
 MOONLIGHT, WEN = 0.52, {"0.1 B": 1 / 1.4, "1.2 B": 1 / 1.1}
 CHINCHILLA = 20  # tokens for each parameter
-EXAMPLE = 1.2e9  # parameters, of the largest model of Wen et al.
-
-Key = tuple[str, str, int]  # corpus, size, steps
 
 
 class Measured(NamedTuple):
     """One model on one text for one length."""
 
     outcomes: dict[str, Outcome]  # by how Muon's rate was chosen
-    peak: float  # the largest attention logit of Muon's runs
 
     @property
     def adamw(self) -> Run:
@@ -83,6 +81,9 @@ class Measured(NamedTuple):
         return [longest if math.isnan(x) else x for x in outcome.shares]
 
 
+Found = dict[str, dict[str, list[Measured]]]  # by size and corpus, the shortest first
+
+
 class Law(NamedTuple):
     """Share = `level` * tokens for each parameter ^ `length` * parameters ^ `size`.
 
@@ -99,26 +100,19 @@ class Law(NamedTuple):
     def size(self) -> Interval:
         return interval(self.fits[:, 2])
 
-    def at(self, tokens: float, size: float) -> Interval:
-        """The logarithm of a share."""
-        return interval(self.fits @ [1, math.log(tokens), math.log(size)])
-
-    def show(self, tokens: float, size: float) -> str:
-        of = self.at(tokens, size)
-        ends = (math.exp(x) for x in (of.mean, of.low, of.high))
-        return "{:.0%} ({:.0%} to {:.0%})".format(*ends)
+    def at(self, tokens: float, size: float) -> float:
+        """A share, the geometric mean over the fits."""
+        return math.exp((self.fits @ [1, math.log(tokens), math.log(size)]).mean())
 
 
 def experiment(lab: Lab, plan: Plan) -> Section:
     found = measured(lab, plan)
-    law = fitted(found)
+    (smallest, of_smallest), *_, (largest, of_largest) = found.items()
+    first, *_, last = next(iter(of_smallest.values()))
+    _, *_, end = next(iter(of_largest.values()))
+    every = [one for of_size in found.values() for of in of_size.values() for one in of]
+    law = fitted(every)
     draw(plan, found, law)
-    near = [m for m in found.values() if 10 < m.tokens < 2 * CHINCHILLA]
-    nearest = [m for m in near if abs(m.tokens - CHINCHILLA) < CHINCHILLA / 10]
-    sizes = f"from {law.show(CHINCHILLA, 24_576)} with 24,576 parameters in matrices "
-    sizes += f"to {law.show(CHINCHILLA, 147_456)} with 147,456"
-    lengths = f"from {law.show(1.25, 147_456)} at 1.25 tokens a parameter to "
-    lengths += f"{law.show(80, 147_456)} at 80"
     return Section(
         title="Tokens for each parameter",
         claim="Moonlight (arXiv:2502.16982): AdamW's loss with 52 % of its compute, at "
@@ -128,73 +122,92 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "its fit a tie at 1e21.",
         setting="Steps of 1,024 bytes, cosine schedule, three sizes. At every length "
         "AdamW's rate, decay, b1 and b2 are tuned by a walk that begins where the "
-        "length before ended. `mc.muonclip(learning_rate)` has one rate for both "
-        f"sides: {RULE}, or the best of a walk; nothing else of it is tuned. Muon's "
-        "shares of a length are its other lengths, each with a schedule and a rate of "
-        f"its own, interpolated in the logarithm. {SEEDS} seeds.",
-        tables=[table(found)],
+        "length before ended. `mc.muonclip(learning_rate)`, without a clip, has one "
+        f"rate for all parameters: {RULE}, or the best of a walk; nothing else of it "
+        "is tuned. Muon's shares of a length are its other lengths, each with a "
+        "schedule and a rate of its own, interpolated in the logarithm. Seeds: "
+        f"{', '.join(str(size.seeds) for size in SIZES.values())}.",
+        tables=[table(every)],
         parts={
             f"Moonlight's {MOONLIGHT:.0%} at {CHINCHILLA} tokens a parameter": [
-                interval(m.shares).low <= MOONLIGHT for m in nearest
+                interval(one.shares).low <= MOONLIGHT
+                for one in every
+                if round(one.tokens) == CHINCHILLA
             ],
             "Wen et al.: larger models save less": [law.size.low > 0],
             "Wen et al.: longer training saves less": [law.length.low > 0],
         },
         figure="tokens_per_parameter.png",
-        remarks="With the rate tuned. The first part counts as reproduced if the "
-        "interval reaches down to the claim; the others if the share grows with the "
-        f"size or the length beyond the interval of the fit, a power {law.size.show()} "
-        f"of the parameters and {law.length.show()} of the tokens for each. It says "
-        f"{law.show(CHINCHILLA, EXAMPLE)} at {EXAMPLE:.1g} parameters, five hundred "
-        "times beyond what it was fitted to. A share that no run was long enough for "
-        "counts as the longest. Between lengths a factor of 2 apart the interpolation "
-        "makes shares up to 2 % larger. Muon's largest logit was "
-        f"{max(m.peak for m in found.values()):.0f}: these ran without a clip.",
-        answer=f"At {CHINCHILLA} tokens a parameter the fitted share of a tuned "
-        f"AdamW's tokens goes {sizes}; with the length it goes {lengths}. "
-        f"It {'grows' if law.length.low > 0 else 'does not grow'} with the length "
-        f"and {'grows' if law.size.low > 0 else 'does not grow'} with the size beyond "
-        "the interval.",
-        limits="Models beyond 3 million parameters in matrices, and the largest beyond "
-        "0.13 tokens a parameter: what the fit says there is a guess.",
+        remarks="All by the rate that is tuned. The first part counts as reproduced "
+        "if the interval reaches down to the claim; the others if the share grows with "
+        "the size or the length beyond the interval of the fit, a power "
+        f"{law.size.show()} of the parameters and {law.length.show()} of the tokens "
+        "for each. A share that no run was long enough for counts as the longest. "
+        "Between lengths a factor of 2 apart the interpolation makes shares up to 2 % "
+        "larger.",
+        answer="With the rate of the rule below and nothing tuned, "
+        "`mc.muonclip(rate)` reaches the loss of an AdamW whose rate, decay, b1 and b2 "
+        f"are tuned with {said(of_largest, -1)} of its tokens, in a model of {largest} "
+        f"parameters in matrices after {end.adamw.steps:,} steps. "
+        f"{'It saves less' if law.length.low > 0 else 'That lasts'} as training gets "
+        f"longer: with {smallest} parameters the share is {said(of_smallest, 0)} at "
+        f"{first.tokens:g} tokens for each, and {said(of_smallest, -1)} at "
+        f"{last.tokens:g}. Over all it {trend(law.length)} with the tokens for each "
+        f"parameter and {trend(law.size)} with the size.",
+        limits="Larger models, where others have found the share nearer to one: 91 % "
+        "at 1.2 B parameters (Wen et al.). The largest here saw "
+        f"{end.tokens:.2g} tokens for each parameter. Tiny batches take most of the "
+        "saving away (below).",
     )
 
 
-def measured(lab: Lab, plan: Plan) -> dict[Key, Measured]:
-    ends: dict[Key, dict[str, Run]] = {}
+def said(of_text: Mapping[str, Sequence[Measured]], place: int) -> str:
+    """The shares by the rule's rate at one of the lengths, text by text."""
+    shares = {c: of[place].outcomes[RULED].show_share() for c, of in of_text.items()}
+    return " and ".join(f"{share} ({corpus})" for corpus, share in shares.items())
+
+
+def trend(power: Interval) -> str:
+    if power.low <= 0 <= power.high:
+        return "does not change beyond the interval"
+    return "grows" if power.low > 0 else "falls"
+
+
+def measured(lab: Lab, plan: Plan) -> Found:
+    found: Found = {}
     for size in list(SIZES)[: 2 if plan.quick else None]:
         for corpus in plan.corpora:
-            adamw = plan.run(corpus, **ADAMW | SIZES[size].settings)
-            if adamw.width > 64:  # where the best rates are far lower
-                adamw = adamw.but(learning_rate=2e-3)
-            for steps in plan.some(list(SIZES[size].lengths)):
-                adamw = adamw.but(steps=plan.run(corpus, steps=steps).steps)
-                adamw = tuned(lab, adamw, plan.axes((*AXES, "beta", "b2")))
-                ends[corpus, size, steps] = {GOAL: adamw} | by_rates(lab, adamw)
-    paths = {
-        (corpus, size, how): path(ends, corpus, size, how)
-        for corpus, size, _ in ends
-        for how in (RULED, TUNED)
-    }
-    goals = (of[GOAL] for of in ends.values())
-    everything = (*goals, *(run for of_path in paths.values() for run in of_path))
-    lab.results(run for end in everything for run in reported(plan, end, SEEDS))
-    return {
-        (corpus, size, steps): Measured(
-            {
-                how: measure(
-                    lab, plan, Pair(of[GOAL], of[how]), paths[corpus, size, how], SEEDS
+            ends = walks(lab, plan, corpus, size)
+            runs = {how: path(size, ends, how) for how in (RULED, TUNED)}
+            found.setdefault(size, {})[corpus] = [
+                Measured(
+                    {
+                        how: measure(
+                            lab,
+                            plan,
+                            Pair(of[GOAL], of[how]),
+                            of_how,
+                            SIZES[size].seeds,
+                        )
+                        for how, of_how in runs.items()
+                    }
                 )
-                for how in (RULED, TUNED)
-            },
-            max(
-                result["peak"]
-                for run in paths[corpus, size, TUNED]
-                for result in lab.results(reported(plan, run, SEEDS))
-            ),
-        )
-        for (corpus, size, steps), of in ends.items()
-    }
+                for of in ends.values()
+            ]
+    return found
+
+
+def walks(lab: Lab, plan: Plan, corpus: str, size: str) -> dict[int, dict[str, Run]]:
+    """For every number of steps AdamW, and Muon at both rates."""
+    ends = {}
+    adamw = plan.run(corpus, **ADAMW | SIZES[size].settings)
+    if adamw.width > 64:  # where the best rates are far lower
+        adamw = adamw.but(learning_rate=2e-3)
+    for steps in plan.some(list(SIZES[size].lengths)):
+        adamw = adamw.but(steps=plan.run(corpus, steps=steps).steps)
+        adamw = tuned(lab, adamw, plan.axes((*AXES, "beta", "b2")))
+        ends[steps] = {GOAL: adamw} | by_rates(lab, adamw)
+    return ends
 
 
 def by_rates(lab: Lab, adamw: Run) -> dict[str, Run]:
@@ -205,105 +218,79 @@ def by_rates(lab: Lab, adamw: Run) -> dict[str, Run]:
     return {RULED: ruled, TUNED: tuned(lab, ruled, ("learning_rate",), one_rate=True)}
 
 
-def path(
-    ends: Mapping[Key, Mapping[str, Run]], corpus: str, size: str, how: str
-) -> list[Run]:
+def path(size: str, ends: Mapping[int, Mapping[str, Run]], how: str) -> list[Run]:
     """Muon's runs of every length, the shortest first."""
     runs = {
-        round(share * of[how].steps): of[how].but(steps=round(share * of[how].steps))
-        for key, of in ends.items()
-        if key[:2] == (corpus, size)
-        for share in SIZES[size].lengths[key[2]]
+        round(share * of[how].steps): of[how]
+        for steps, of in ends.items()
+        for share in SIZES[size].lengths[steps]
     }
-    return [runs[steps] for steps in sorted(runs)]
+    return [runs[steps].but(steps=steps) for steps in sorted(runs)]
 
 
-def fitted(found: Mapping[Key, Measured]) -> Law:
+def fitted(every: Sequence[Measured]) -> Law:
     logs: dict[tuple[str, int], list[list[float]]] = {}
-    for (corpus, _, _), m in found.items():
-        known = [1.0, math.log(m.tokens), math.log(m.adamw.matrix_parameters)]
-        for seed, share in enumerate(m.shares):
-            logs.setdefault((corpus, seed), []).append([*known, math.log(share)])
-    points = (np.array(of_seed) for of_seed in logs.values())
+    for one in every:
+        known = [1.0, math.log(one.tokens), math.log(one.adamw.matrix_parameters)]
+        for seed, share in enumerate(one.shares[:SEEDS]):
+            of_seed = logs.setdefault((one.adamw.corpus, seed), [])
+            of_seed.append([*known, math.log(share)])
+    points = map(np.array, logs.values())
     return Law(np.array([np.linalg.lstsq(x[:, :3], x[:, 3])[0] for x in points]))
 
 
-def table(found: Mapping[Key, Measured]) -> Table:
+def table(every: Sequence[Measured]) -> Table:
     columns = ["corpus", "matrix parameters", "steps", "tokens a parameter"]
     columns += ["AdamW: rate, decay, b1, b2", "its loss", "Muon's rate", "the rule's"]
     columns += [f"tokens over AdamW's, {RULED}", TUNED]
     entries = []
-    for (corpus, size, steps), m in found.items():
-        best = m.adamw
-        rates = (best.learning_rate, best.weight_decay, best.beta, best.b2)
+    for one in every:
+        best, of = one.adamw, one.outcomes
+        tuned_of_it = (best.learning_rate, best.weight_decay, best.beta, best.b2)
+        rates = (of[how].pair.muon.learning_rate for how in (TUNED, RULED))
         entries.append(
             [
-                corpus,
-                size,
-                f"{steps:,}",
-                f"{m.tokens:.2g}",
-                ", ".join(f"{x:.2g}" for x in rates if x is not None),
-                interval(m.outcomes[TUNED].adamw).show(),
-                *(
-                    f"{m.outcomes[how].pair.muon.learning_rate:.2g}"
-                    for how in (TUNED, RULED)
-                ),
-                *(m.outcomes[how].show_share() for how in (RULED, TUNED)),
+                best.corpus,
+                f"{best.matrix_parameters:,}",
+                f"{best.steps:,}",
+                f"{one.tokens:.2g}",
+                ", ".join(f"{x:.2g}" for x in tuned_of_it if x is not None),
+                interval(of[TUNED].adamw).show(),
+                *(f"{rate:.2g}" for rate in rates),
+                *(of[how].show_share() for how in (RULED, TUNED)),
             ]
         )
     return Table(columns, entries, "Losses in nats per byte, ± the 95 % interval.")
 
 
-def draw(plan: Plan, found: Mapping[Key, Measured], law: Law) -> None:
-    file = plan.figures / "tokens_per_parameter.png"
-    with panels(
-        file,
-        plan.corpora,
-        xlabel="tokens for each parameter in matrices",
-        ylabel="tokens, % of a tuned AdamW's",
-    ) as axes:
+def draw(plan: Plan, found: Found, law: Law) -> None:
+    """Shares with the rate tuned and their intervals, the rule's, and the fit."""
+    file, y = plan.figures / "tokens_per_parameter.png", "tokens, % of a tuned AdamW's"
+    x = "tokens for each parameter in matrices"
+    with panels(file, plan.corpora, xlabel=x, ylabel=y) as axes:
         for one, corpus in zip(axes, plan.corpora, strict=True):
-            for size, color in zip(SIZES, CYCLE, strict=False):
-                of = [m for (c, s, _), m in found.items() if (c, s) == (corpus, size)]
-                if of:
-                    draw_size(one, of, law, color, f"{size} parameters")
+            for (size, of_size), color in zip(found.items(), CYCLE, strict=False):
+                of = of_size[corpus]
+                tokens, count = [m.tokens for m in of], of[0].adamw.matrix_parameters
+                means, halves = zip(*(interval(m.shares) for m in of), strict=True)
+                shares = 100 * np.array([means, np.nan_to_num(halves)])
+                style = dict(color=color, label=f"{size} parameters")
+                one.errorbar(tokens, *shares, fmt="o", **style)
+                ruled = [100 * m.outcomes[RULED].share.mean for m in of]
+                one.plot(tokens, ruled, "x", color=color)
+                fit = [100 * law.at(x, count) for x in tokens]
+                one.plot(tokens, fit, color=color, linewidth=1.0)
+            one.plot([], [], "x", color="black", label=RULED)
+            one.plot([], [], color="black", linewidth=1.0, label="the fit")
             draw_claims(one)
 
 
-def draw_size(
-    axes: Axes, of: Sequence[Measured], law: Law, color: str, label: str
-) -> None:
-    """Shares with the rate tuned and their intervals, the rule's, and the fit."""
-    tokens, count = [m.tokens for m in of], of[0].adamw.matrix_parameters
-    means = [interval(m.shares) for m in of]
-    axes.errorbar(
-        tokens,
-        [100 * x.mean for x in means],
-        [100 * x.half for x in means],
-        fmt="o",
-        color=color,
-        label=label,
-    )
-    ruled = [100 * m.outcomes[RULED].share.mean for m in of]
-    axes.plot(tokens, ruled, "x", color=color)
-    fit = [100 * math.exp(law.at(x, count).mean) for x in tokens]
-    axes.plot(tokens, fit, color=color, linewidth=1.0)
-
-
 def draw_claims(axes: Axes) -> None:
-    axes.axhline(100 * MOONLIGHT, color="black", linewidth=0.8, linestyle=":")
+    axes.axhline(100, color="black", linewidth=0.8)
     claims = {f"Wen, {size}": share for size, share in WEN.items()}
     for name, share in {"Moonlight": MOONLIGHT, **claims}.items():
         axes.axhline(100 * share, color="black", linewidth=0.8, linestyle=":")
-        axes.text(
-            0.99,
-            100 * share,
-            name,
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize=9,
-        )
-    axes.axhline(100, color="black", linewidth=0.8)
+        place = dict(transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+        axes.text(0.99, 100 * share, name, fontsize=9.5, **place)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
