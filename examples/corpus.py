@@ -68,8 +68,8 @@ class Corpus:
         if len(text) < context + 2:
             raise SystemExit(
                 f"the text has {self.size} bytes, too few for context {context}: "
-                f"{len(self.validation)} of them are held out, and both parts need "
-                f"{context + 2}"
+                f"{len(self.validation)} of them are held out, and what is trained on "
+                f"needs {context + 2}, as does what is held out"
             )
         starts = generator.integers(0, len(text) - context - 1, size)[rows]
         return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)

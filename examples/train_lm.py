@@ -119,6 +119,8 @@ def compare(args: argparse.Namespace) -> None:
     chosen = [args.optimizer] if args.optimizer else list(OPTIMIZERS)
     results = {}
     picture, numbers = args.out / "comparison.png", args.out / "results.json"
+    if args.resume and not any((args.out / name).exists() for name in chosen):
+        raise SystemExit(f"nothing to resume in {args.out}: no run has begun there")
     if not args.resume:
         # As `Checkpoints` does: a second run leaves the first one's files.
         move_aside(picture)

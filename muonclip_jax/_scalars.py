@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 
 from ._layout.layout import read_layout
-from ._model.attention_layers import Attention, attention_of, Layers
+from ._model.attention_layers import Attention, Layers, LayersRead
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
@@ -101,7 +101,9 @@ def scalars(
     """
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
-        layers = attention_of(model, attention)
+        # What a reading refuses the optimizer was made without: no matter for a logger.
+        is_read = attention is None and model is not None
+        layers = LayersRead(model) if is_read else attention
         found |= _of_heads(clip, params, layers, flag("heads", heads))
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)

@@ -241,9 +241,28 @@ def test_refused_layers_are_below_the_table_with_their_reason():
     # The rows are those of `muon`, which the refusal does not concern.
     state = mc.muon(1e-3, model=reading).init(params)
     assert "muon" in state.inner_states and "muon" in rows(table)["first/q"]
-    # The other layers alone, as the error says: nothing is left to refuse.
+    # The other layers alone, as the error says: nothing is left to refuse, and a
+    # logger has no say in it.
+    tx = mc.qk_clip(model=reading, attention=reading.attention)
+    numbers = mc.scalars(tx.init(params), params, model=reading, heads=True)
+    assert numbers["gamma/last/head_0"] == 1.0
     alone = mc.describe(params, model=reading, attention=reading.attention)
     assert "cannot scale" not in alone and rows(alone)["last/q"].endswith("heads")
+
+
+def test_the_error_advises_the_other_layers_only_if_there_are_some():
+    _, some = of_normalized()
+    params = {name: normal(i, 8, 8) for i, name in enumerate("qkv")}
+
+    def loss(params, x):
+        query, key = (unit(x @ params[name]) for name in "qk")
+        return jnp.sum(jax.nn.softmax(query @ key.mT) @ (x @ params["v"]))
+
+    none = mc.read_model(loss, params, normal(4, 5, 8))
+    with pytest.raises(ValueError, match="mc.muon, which does not clip, or for the"):
+        mc.qk_clip(model=some)
+    with pytest.raises(ValueError, match="mc.muon, which does not clip$"):
+        mc.qk_clip(model=none)
 
 
 def test_a_reading_ends_with_what_describe_says_of_its_attention():

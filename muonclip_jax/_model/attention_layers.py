@@ -114,8 +114,9 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
         raise ValueError(
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
-            + "\nFor the other layers alone give attention=reading.attention, or use "
-            "mc.muon"
+            + "\nUse mc.muon, which does not clip"
+            + ", or for the other layers alone give attention=reading.attention"
+            * bool(model.attention)
         )
     return LayersRead(model)
 

@@ -10,6 +10,7 @@ from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
+from .._parameters.by_names import ByNames
 from .._parameters.dimension_numbers import (
     DimensionNumbers,
     GIVEN,
@@ -46,22 +47,23 @@ def heads_apart(
     if model is None and not is_cut:
         return dict(dimension_numbers=dimension_numbers, per_head=per_head)
     must = bool(per_head)
-    arguments = (layers if is_cut else (), model, dimension_numbers, must)
+    arguments = (layers, is_cut, model, dimension_numbers, must)
     return dict(dimension_numbers=OfTree(_verdicts, arguments), per_head=False)
 
 
 def _verdicts(
     attention: Layers | None,
+    is_cut: bool,
     model: Model | None,
     dimension_numbers: DimensionNumbers | None,
     must: bool,
     tree: paths.PathedTree,
 ) -> list[Verdict]:
-    """The verdict on each leaf, with heads as matrices.
+    """The verdict on each leaf, with heads as matrices if it `is_cut` by them.
 
     As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
     """
-    layers, leaf_at = resolve_attention(attention, tree)
+    layers, leaf_at = resolve_attention(attention if is_cut else (), tree)
     described: dict[paths.Path, list[tuple[bool, OwnedLeaf]]] = {}
     for layer in layers:
         for leaf in layer.leaves:
@@ -73,6 +75,10 @@ def _verdicts(
                 # The parts of a query with a rotary embedding and without are one head.
                 own.append((leaf in layer.key, owned))
     found = resolve_verdicts(dimension_numbers, tree, model=model, described=described)
+    # A reading knows heads by the logits, which have none of the value's. An axis that
+    # stock layers have for these counts with a reading as it does without.
+    is_named = is_cut and model is not None
+    named = ByNames(tree).verdicts(per_head=True) if is_named else {}
     for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
         given = verdict.numbers
         # A bias goes to AdamW, whatever heads it has; what the user has cut stays, and
@@ -87,7 +93,20 @@ def _verdicts(
             # What names leave open, the description of the heads decides.
             why = verdict.why if verdict.is_known else "heads"
             found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
+        elif path in named and _cuts(named[path], given, len(leaf_at[path].shape)):
+            found[i] = verdict._replace(numbers=named[path].numbers)
     return found
+
+
+def _cuts(named: Verdict, given: Axes, rank: int) -> bool:
+    """Whether a name shows an axis of heads among a kernel's outputs."""
+    if named.numbers is None or not named.why.startswith("attention"):
+        return False
+    (inputs, outputs), (own_inputs, own_outputs) = (
+        [{int(i) % rank for i in np.atleast_1d(side)} for side in of]
+        for of in ((x.reduction_axis, x.output_axis) for x in (given, named.numbers))
+    )
+    return inputs == own_inputs and own_outputs < outputs
 
 
 def _of_heads(

@@ -92,11 +92,12 @@ class Heads:
                 self.count += math.prod(self.layers[-1].shape)
             elif len(hidden) < len(own):  # a layer may be hidden, but only whole
                 raise ValueError(
-                    f"the mask hides {show_all(hidden)} but not the rest of attention "
-                    f"layer '{show_layer(layer)}', or the params lack them; QK-Clip "
-                    "scales kernels and biases together. Where a part of what model= "
-                    "was read from is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
-                    "which does not clip"
+                    "QK-Clip scales all kernels and biases of attention layer "
+                    f"'{show_layer(layer)}' together, but the mask hides "
+                    f"{show_all(hidden)}, or the optimizer's params lack them. Where "
+                    "adapters alone are trained, as with wrt=nnx.LoRAParam, use "
+                    "mc.muon, which does not clip; to clip what is frozen, too, give "
+                    "wrt=nnx.Param, an optax.partition and mc.qk_clip after it"
                 )
         self._scaled = scaled_leaves(self.layers)
         self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
@@ -249,10 +250,15 @@ class Heads:
             if path not in self._known and not self._is_hidden(path)
         ]
         if strays:
-            known = show_all(sorted(self._known)) or "none"
+            known = show_all(sorted(self._known))
             raise ValueError(
                 f"the statistics {show_all(strays)} match no query and key in the "
-                f"params; attention layers are {known}"
+                + (
+                    f"params; attention layers are {known}"
+                    if known
+                    else "params, where no attention is known by its names: give the "
+                    f"optimizer {READ_IT}"
+                )
             )
 
 

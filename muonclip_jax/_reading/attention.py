@@ -57,6 +57,8 @@ class Layer:
     # heads share, or a side that no parameter scales.
     whole: list[Part] = dataclasses.field(default_factory=list)
     shared: list[Part] = dataclasses.field(default_factory=list)
+    # Which sides bring a whole.
+    sides: set[int] = dataclasses.field(default_factory=set)
     # All parameters that either side was made of, and of these learned queries.
     makers: set[int] = dataclasses.field(default_factory=set)
     tokens: set[int] = dataclasses.field(default_factory=set)
@@ -351,6 +353,7 @@ class LayerReader:
                     "different scales"
                 )
             elif way in (QUERY, KEY):
+                self.layer.sides.add(way)
                 _put(self.layer.whole, pair.side(way) or ())
                 _put(self.layer.shared, pair.side(1 - way) or ())
 

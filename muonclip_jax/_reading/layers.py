@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._parameters import paths
-from .attention import Layer
+from .attention import KEY, Layer
 
 
 class NamedLayer(NamedTuple):
@@ -96,8 +96,11 @@ def _roles(
     is_grouped = any(part.heads != layer.heads for part in layer.shared)
     is_own = all(part.heads == layer.heads for part in layer.whole)
     if not layer.query and is_grouped and is_own:
-        # Key heads for several queries each are a key, which QK-Clip then leaves alone.
+        # What heads share, such as a key or the gain of a normed query, is a side that
+        # QK-Clip then leaves alone.
         groups = layer.whole, layer.shared, []
+        if layer.sides == {KEY}:
+            groups = layer.shared, layer.whole, []
     roles = []
     for parts in groups:
         found = []

@@ -85,6 +85,11 @@ def record_attention(
 
     @functools.wraps(fun)
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            raise TypeError(
+                "the function of record_attention needs the params as its first "
+                "argument, without a name"
+            )
         with call_of(fun, *args, **kwargs) as call:
             out, stats = _run(call, strict)
         return (out[0], (out[1], stats)) if has_aux else (out, stats)

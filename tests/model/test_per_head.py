@@ -1,11 +1,13 @@
 """The description of the heads says which matrices each of them is."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_zoo import GEMMA, LATENT, LatentAttention
-from helpers import inputs, normal
+from helpers import inputs, normal, ScannedModel
 from internals import paths
 from layers import latent_layer
 from optax.contrib import MuonDimensionNumbers
@@ -122,6 +124,28 @@ def test_layers_next_to_a_reading():
     whole, _ = plain.update(params, plain.init(params), params, attention_stats=STATS)
     np.testing.assert_array_equal(whole["stack"], found["both"]["stack"])
     assert (whole["a"] != found["both"]["a"]).any()
+
+
+@pytest.mark.parametrize("per_head", [None, True, False])
+def test_stock_layers_are_cut_alike_with_a_reading_and_without(per_head):
+    """The value too, whose heads no logits show."""
+    model, x = ScannedModel(), inputs()
+    params = model.init(jax.random.key(0), x)["params"]
+
+    def loss(params, x):
+        return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+    def update(**options):
+        tx = mc.muon(0.1, per_head=per_head, **options)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    reading, grads = mc.read_model(loss, params, x), jax.grad(loss)(params, x)
+    jax.tree.map(np.testing.assert_array_equal, update(), update(model=reading))
+    table = mc.describe(params, model=reading, per_head=per_head)
+    (value,) = (row for row in table.splitlines() if "value/kernel" in row)
+    heads = 1 if per_head is False else 4
+    count, fan_in, fan_out = re.search(r"(\d+) x (\d+) x (\d+)", value).groups()
+    assert int(count) == 3 * heads and int(fan_out) * heads == int(fan_in)
 
 
 def test_flat_heads_are_those_of_an_axis():

@@ -294,6 +294,27 @@ def test_a_side_that_nothing_scales_leaves_the_whole_to_the_other(logits):
     np.testing.assert_allclose(after, expected, rtol=1e-4)
 
 
+def test_a_query_whose_gain_all_heads_share_stays_a_query():
+    def logits(p, x):
+        query, key = _flat(p, x)
+        return jnp.einsum("bqhd,bkhd->bhqk", normed(query) * p["gain"], key)
+
+    shapes = {"q": FLAT, "k": FLAT, "gain": (DIM,)}
+    params = {k: normal(i, *s) for i, (k, s) in enumerate(shapes.items())}
+    before, after, threshold, clipped = _checked_by_clipping(logits, params)
+    np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-4)
+    np.testing.assert_array_equal(clipped["gain"], params["gain"])
+
+    def loss(p, x):
+        return jnp.sum(_attend(logits(p, x), x @ p["v"]) ** 2)
+
+    reading = mc.read_model(loss, {**params, "v": PARAMS["v"]}, X)
+    (layer,) = reading.attention
+    assert [leaf.path for leaf in layer.query] == ["gain"]
+    assert [leaf.path for leaf in layer.key] == ["k"]
+    assert "the query stays: gain; key k" in str(reading)
+
+
 def test_data_that_is_added_to_both_sides_is_refused_with_the_reason():
     def loss(p, bias, x):
         query, key = (cut(x @ p[name] + bias) for name in "qk")

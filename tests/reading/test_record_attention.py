@@ -553,6 +553,12 @@ KINDS = {
 }
 
 
+def test_params_by_name_are_asked_for_in_words():
+    loss = mc.record_attention(lambda params, x: jnp.sum(x @ params))
+    with pytest.raises(TypeError, match="params as its first argument"):
+        loss(params=jnp.ones((2, 2)), x=jnp.ones((3, 2)))
+
+
 @pytest.mark.parametrize("logits", KINDS)
 def test_reading_and_recording_alone_cap_every_head(logits):
     shapes = {**KINDS[logits], "v": (D, D)}

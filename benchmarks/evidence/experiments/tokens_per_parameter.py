@@ -34,6 +34,7 @@ class Size(NamedTuple):
 
     settings: dict[str, Any]
     lengths: Mapping[int, Sequence[float]]
+    start: Mapping[str, Any]  # of AdamW's walk at the first of the lengths
     seeds: int = SEEDS
 
 
@@ -41,19 +42,22 @@ SIZES = {
     "24,576": Size(
         dict(layers=2, width=32, heads=2),
         {30: BELOW} | dict.fromkeys((60, 120, 240, 480, 960, 1920), WHOLE),
+        START[ADAMW_BETA] | dict(b2=0.95),
         seeds=5,
     ),
     "147,456": Size(
         dict(layers=3, width=64, heads=4),
         {45: BELOW} | dict.fromkeys((90, 180, 360, 720), WHOLE),
+        START[ADAMW_BETA] | dict(b2=0.95),
         seeds=5,
     ),
     "3,145,728": Size(
         dict(layers=4, width=256, heads=4),
-        {100: (0.55, 0.75, 1.0), 400: (0.4, 0.55, 0.7)},
+        {400: (0.4, 0.55, 0.7)},
+        # Where the shortest runs of the smaller ones ended, at a quarter of the rate.
+        dict(learning_rate=2e-3, weight_decay=0.1, beta=0.5, b2=0.9),
     ),
 }
-ADAMW = START[ADAMW_BETA] | dict(optimizer="adamw", b2=0.95)  # where its walks begin
 GOAL, RULED, TUNED = "AdamW", "the rule's rate", "rate tuned"
 MOONLIGHT, WEN = 0.52, {"0.1 B": 1 / 1.4, "1.2 B": 1 / 1.1}
 CHINCHILLA = 20  # tokens for each parameter
@@ -199,11 +203,9 @@ def measured(lab: Lab, plan: Plan) -> Found:
 
 def walks(lab: Lab, plan: Plan, corpus: str, size: str) -> dict[int, dict[str, Run]]:
     """For every number of steps AdamW, and Muon at both rates."""
-    ends = {}
-    adamw = plan.run(corpus, **ADAMW | SIZES[size].settings)
-    if adamw.width > 64:  # where the best rates are far lower
-        adamw = adamw.but(learning_rate=2e-3)
-    for steps in plan.some(list(SIZES[size].lengths)):
+    of, ends = SIZES[size], {}
+    adamw = plan.run(corpus, optimizer="adamw", **of.settings, **of.start)
+    for steps in plan.some(list(of.lengths)):
         adamw = adamw.but(steps=plan.run(corpus, steps=steps).steps)
         adamw = tuned(lab, adamw, plan.axes((*AXES, "beta", "b2")))
         ends[steps] = {GOAL: adamw} | by_rates(lab, adamw)
