@@ -504,7 +504,7 @@ WRONG = {
     ),
     "gradients have a leaf more": (
         with_grads(more=jnp.ones((2, 2))),
-        "gradients and params have different structures: the params lack 'more'",
+        "gradients and params have different structures: the params lack 'more'$",
     ),
     "the state of other params": (
         direct("muon", "grads", "small", "params"),

@@ -64,7 +64,8 @@ class Leaves(NamedTuple):
         try:
             theirs = self.tree.of(params)
         except (TypeError, ValueError):
-            own, its = set(self.tree.paths), set(paths.flatten(params).paths)
+            given = paths.flatten(params)
+            own, its = set(self.tree.paths), set(given.paths)
             which = [
                 f"the {name} lack {paths.show_all(sorted(x))}"
                 for name, x in {"gradients": its - own, "params": own - its}.items()
@@ -73,6 +74,11 @@ class Leaves(NamedTuple):
             raise ValueError(
                 "gradients and params have different structures: "
                 + ("; ".join(which) or "their containers differ")
+                + (
+                    ". Give an Equinox model as eqx.filter(model, "
+                    "eqx.is_inexact_array), like its gradients"
+                )
+                * any(not paths.is_array(x) for x in given.leaves)
             ) from None
         for path, own, leaf in zip(*self.tree[:2], theirs, strict=True):
             if paths.is_masked(own) or paths.is_masked(leaf):
