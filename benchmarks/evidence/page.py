@@ -289,7 +289,7 @@ def harm(lab: Lab, plan: Plan) -> Answer:
             one.set(xlabel="nats per byte over the default")
         for one, corpus in zip(axes[len(plan.corpora) :], plan.corpora, strict=True):
             of = {c: o.share for c, o in shares[corpus].items() if c in CONDITIONS}
-            rows(one, {}, of, color=CYCLE[1])
+            rows(one, of, color=CYCLE[1])
             one.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     small = _listed({c: of["4 sequences"].show_share() for c, of in shares.items()})
     cost = _listed({c: f"{clipped[c, 5.0].mean:+.2f} nats" for c in plan.corpora})

@@ -1,6 +1,6 @@
-"""Names and colors of what the figures compare."""
+"""Colors and marks of what the figures compare."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,8 +8,6 @@ import numpy as np
 from .intervals import Interval, interval
 
 
-COLORS = {"adamw": "#777777", "muon": "#d95f02"}
-NAMES = {"adamw": "AdamW", "muon": "Muon"}
 CYCLE = ("#d95f02", "#1b7fbd", "#1b9e77", "#7570b3", "#777777", "#e7298a", "#a6761d")
 
 
@@ -23,19 +21,16 @@ def band(axes: Any, x: Any, curves: Any, *, color: str, label: str) -> None:
 
 def rows(
     axes: Any,
-    values: Mapping[str, Sequence[float]],
     means: Mapping[str, Interval],
     *,
     color: str,
     label: str = "",
     shift: float = 0.0,
 ) -> None:
-    """Named means with their intervals, one below the other, and single values."""
-    for i, (name, of) in enumerate(means.items()):
-        single, y = values.get(name, ()), shift - i
-        axes.plot(single, [y] * len(single), ".", color=color, alpha=0.4)
+    """Named means with their intervals, one below the other."""
+    for i, of in enumerate(means.values()):
         named = dict(label=label) if label and not i else {}
-        axes.errorbar(of.mean, y, xerr=of.half, fmt="o", color=color, **named)
+        axes.errorbar(of.mean, shift - i, xerr=of.half, fmt="o", color=color, **named)
     axes.set_yticks([-i for i in range(len(means))], list(means), fontsize=9.5)
 
 
@@ -43,7 +38,7 @@ def losses_over(
     axes: Any, means: Mapping[str, Interval], most: float | None = None
 ) -> None:
     """Rows of losses over another's, and how much of it would be too much."""
-    rows(axes, {}, means, color=CYCLE[1])
+    rows(axes, means, color=CYCLE[1])
     axes.axvline(0, color="black", linewidth=0.8)
     axes.locator_params(axis="x", nbins=5)  # numbers of small losses are long
     if most is not None:

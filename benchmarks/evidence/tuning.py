@@ -47,11 +47,13 @@ def tuned(
     one_rate: bool = False,
     grid: Mapping[str, Sequence[Any]] = GRID,
     seeds: Sequence[int] | None = None,
+    rounds: int | None = None,
 ) -> Run:
     """The best of the grid by the loss on the part to tune on, from the run's place.
 
     With `one_rate` AdamW's parameters have Muon's learning rate. With `seeds` the mean
-    loss over these decides, else that of the run's own seed.
+    loss over these decides, else that of the run's own seed. The walk ends after so
+    many `rounds`, if they are given.
     """
     seeds = [run.seed] if seeds is None else seeds
 
@@ -67,4 +69,4 @@ def tuned(
         found = losses(lab.results(repeated, kept_in="tuning"), part="tune")
         return np.reshape(found, (len(runs), len(seeds))).mean(axis=1).tolist()
 
-    return walk(run, near, measured)
+    return walk(run, near, measured, rounds)

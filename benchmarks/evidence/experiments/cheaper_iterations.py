@@ -213,10 +213,8 @@ def draw(plan: Plan, found: dict[str, Measured]) -> None:
             tokens = {arm: m.at_equal_tokens(arm) for arm in arms}
             nowhere = Interval(float("nan"), float("nan"))
             work = {arm: m.at_equal_work(arm) or nowhere for arm in arms}
-            rows(one, {}, tokens, color=CYCLE[1], label="at equal tokens")
-            rows(
-                one, {}, work, color=CYCLE[0], label="at equal arithmetic", shift=-0.25
-            )
+            rows(one, tokens, color=CYCLE[1], label="at equal tokens")
+            rows(one, work, color=CYCLE[0], label="at equal arithmetic", shift=-0.25)
             one.axvline(0, color="black", linewidth=0.8)
             one.locator_params(axis="x", nbins=5)
             one.tick_params(labelleft=i % 2 == 0)  # the left one of two in a row

@@ -188,9 +188,9 @@ def draw(plan: Plan, found: Mapping[Key, Measured]) -> None:
             style: dict[str, Any] = dict(
                 color=CYCLE[i], label=f"trained by {first}", shift=-0.25 * i
             )
-            rows(axes[place], {}, {arm: m.gained(arm) for arm in BASES}, **style)
+            rows(axes[place], {arm: m.gained(arm) for arm in BASES}, **style)
             forgotten = {arm: m.forgotten(arm) for arm in m.best}
-            rows(axes[count + place], {}, forgotten, **style)
+            rows(axes[count + place], forgotten, **style)
         for one in axes:
             one.axvline(0, color="black", linewidth=0.8)
             one.locator_params(axis="x", nbins=5)

@@ -167,6 +167,5 @@ def draw(plan: Plan, outcomes: dict[str, Outcomes]) -> None:
     file, label = plan.figures / "token_conditions.png", "tokens, % of AdamW's"
     with panels(file, plan.corpora, xlabel=label) as axes:
         for one, of in zip(axes, outcomes.values(), strict=True):
-            shares = {condition: outcome.shares for condition, outcome in of.items()}
-            rows(one, shares, {c: o.share for c, o in of.items()}, color=CYCLE[1])
+            rows(one, {c: o.share for c, o in of.items()}, color=CYCLE[1])
             one.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")

@@ -36,6 +36,7 @@ class Size(NamedTuple):
     lengths: Mapping[int, Sequence[float]]
     start: Mapping[str, Any]  # of AdamW's walk at the first of the lengths
     seeds: int = SEEDS
+    rounds: int | None = None  # of AdamW's walks: to the end, or fewer
 
 
 SIZES = {
@@ -54,8 +55,9 @@ SIZES = {
     "3,145,728": Size(
         dict(layers=4, width=256, heads=4),
         {400: (0.4, 0.55, 0.7)},
-        # Where the shortest runs of the smaller ones ended, at a quarter of the rate.
-        dict(learning_rate=2e-3, weight_decay=0.1, beta=0.5, b2=0.9),
+        # As the smaller ones, but for the rate, which falls with the width.
+        dict(learning_rate=2e-3, weight_decay=0.1, beta=0.7, b2=0.95),
+        rounds=1,  # of nine runs of three minutes
     ),
 }
 GOAL, RULED, TUNED = "AdamW", "the rule's rate", "rate tuned"
@@ -126,9 +128,10 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         "its fit a tie at 1e21.",
         setting="Steps of 1,024 bytes, cosine schedule, three sizes. At every length "
         "AdamW's rate, decay, b1 and b2 are tuned by a walk that begins where the "
-        "length before ended. `mc.muonclip(learning_rate)`, without a clip, has one "
-        f"rate for all parameters: {RULE}, or the best of a walk; nothing else of it "
-        "is tuned. Muon's shares of a length are its other lengths, each with a "
+        "length before ended; of the largest model it is one round, the best of a "
+        "place and its neighbors. `mc.muonclip(learning_rate)`, without a clip, has "
+        f"one rate for all parameters: {RULE}, or the best of a walk; the rest is the "
+        "default. Muon's shares of a length are its other lengths, each with a "
         "schedule and a rate of its own, interpolated in the logarithm. Seeds: "
         f"{', '.join(str(size.seeds) for size in SIZES.values())}.",
         tables=[table(every)],
@@ -207,7 +210,8 @@ def walks(lab: Lab, plan: Plan, corpus: str, size: str) -> dict[int, dict[str, R
     adamw = plan.run(corpus, optimizer="adamw", **of.settings, **of.start)
     for steps in plan.some(list(of.lengths)):
         adamw = adamw.but(steps=plan.run(corpus, steps=steps).steps)
-        adamw = tuned(lab, adamw, plan.axes((*AXES, "beta", "b2")))
+        axes = plan.axes((*AXES, "beta", "b2"))
+        adamw = tuned(lab, adamw, axes, rounds=of.rounds)
         ends[steps] = {GOAL: adamw} | by_rates(lab, adamw)
     return ends
 
