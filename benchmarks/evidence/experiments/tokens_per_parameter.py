@@ -115,7 +115,7 @@ def experiment(lab: Lab, plan: Plan) -> Section:
     found = measured(lab, plan)
     (smallest, of_smallest), *_, (largest, of_largest) = found.items()
     first, *_, last = next(iter(of_smallest.values()))
-    _, *_, end = next(iter(of_largest.values()))
+    end = next(iter(of_largest.values()))[-1]
     every = [one for of_size in found.values() for of in of_size.values() for one in of]
     law = fitted(every)
     draw(plan, found, law)
@@ -159,8 +159,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{'It saves less' if law.length.low > 0 else 'That lasts'} as training gets "
         f"longer: with {smallest} parameters the share is {said(of_smallest, 0)} at "
         f"{first.tokens:g} tokens for each, and {said(of_smallest, -1)} at "
-        f"{last.tokens:g}. Over all it {trend(law.length)} with the tokens for each "
-        f"parameter and {trend(law.size)} with the size.",
+        f"{last.tokens:g}. Fitted over all, it {trend(law.length)} with the tokens for "
+        f"each parameter and {trend(law.size)} with the size.",
         limits="Larger models, where others have found the share nearer to one: 91 % "
         "at 1.2 B parameters (Wen et al.). The largest here saw "
         f"{end.tokens:.2g} tokens for each parameter. Tiny batches take most of the "
@@ -259,7 +259,7 @@ def table(every: Sequence[Measured]) -> Table:
                 best.corpus,
                 f"{best.matrix_parameters:,}",
                 f"{best.steps:,}",
-                f"{one.tokens:.2g}",
+                f"{one.tokens:.3g}",
                 ", ".join(f"{x:.2g}" for x in tuned_of_it if x is not None),
                 interval(of[TUNED].adamw).show(),
                 *(f"{rate:.2g}" for rate in rates),
