@@ -133,8 +133,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         + f"; at equal arithmetic, {share:.0%} of it in Newton-Schulz, "
         f"{', '.join(pays) or 'nothing'}. Muon+ makes rows and columns even after the "
         'iteration, `mc.NewtonSchulz(preconditioning="equilibrated")` before.',
-        limits="Longer runs; wide matrices, whose spectra need more steps; time on "
-        "accelerators; iterations that a mesh makes cheaper.",
+        limits="Longer runs; wide matrices, whose spectra need more steps; "
+        "iterations that a mesh makes cheaper.",
     )
 
 
