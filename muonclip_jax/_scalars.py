@@ -102,8 +102,8 @@ def scalars(
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         # What a reading refuses the optimizer was made without: no matter for a logger.
-        is_read = attention is None and model is not None
-        layers = LayersRead(model) if is_read else attention
+        read = model if attention is None else None
+        layers = attention if read is None else LayersRead(read)
         found |= _of_heads(clip, params, layers, flag("heads", heads))
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)

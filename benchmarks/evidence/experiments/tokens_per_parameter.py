@@ -296,7 +296,8 @@ def draw_claims(axes: Axes) -> None:
     claims = {f"Wen, {size}": share for size, share in WEN.items()}
     for name, share in {"Moonlight": MOONLIGHT, **claims}.items():
         axes.axhline(100 * share, color="black", linewidth=0.8, linestyle=":")
-        place = dict(transform=axes.get_yaxis_transform(), ha="right", va="bottom")
-        axes.text(0.99, 100 * share, name, fontsize=9.5, **place)
+        place = axes.get_yaxis_transform()
+        style: Any = dict(ha="right", va="bottom", fontsize=9.5)
+        axes.text(0.99, 100 * share, name, transform=place, **style)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
