@@ -504,7 +504,11 @@ WRONG = {
     ),
     "gradients have a leaf more": (
         with_grads(more=jnp.ones((2, 2))),
-        "gradients and params have different structures: the params lack 'more'$",
+        r"gradients and params have different structures: the params lack 'more'(?!\.)",
+    ),
+    "a module in place of its arrays": (
+        lambda: _step_on_a_module(),
+        r"the gradients lack 'activation'\. .*eqx.is_inexact_array",
     ),
     "the state of other params": (
         direct("muon", "grads", "small", "params"),
@@ -605,6 +609,12 @@ WRONG = {
         "block_size must be a whole number from 1 on",
     ),
 }
+
+
+def _step_on_a_module():
+    arrays, tx = {"up": jnp.ones((4, 8))}, mc.muon(1e-3)
+    module = arrays | {"activation": jax.nn.relu}
+    return tx.update(arrays, tx.init(arrays), module)
 
 
 @pytest.mark.parametrize("row", WRONG)

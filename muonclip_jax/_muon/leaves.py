@@ -66,6 +66,7 @@ class Leaves(NamedTuple):
         except (TypeError, ValueError):
             given = paths.flatten(params)
             own, its = set(self.tree.paths), set(given.paths)
+            others = [x for x in given.leaves if not paths.is_masked(x)]
             which = [
                 f"the {name} lack {paths.show_all(sorted(x))}"
                 for name, x in {"gradients": its - own, "params": own - its}.items()
@@ -78,7 +79,7 @@ class Leaves(NamedTuple):
                     ". Give an Equinox model as eqx.filter(model, "
                     "eqx.is_inexact_array), like its gradients"
                 )
-                * any(not paths.is_array(x) for x in given.leaves)
+                * (not all(map(paths.is_array, others)))
             ) from None
         for path, own, leaf in zip(*self.tree[:2], theirs, strict=True):
             if paths.is_masked(own) or paths.is_masked(leaf):

@@ -71,7 +71,7 @@ def distinct(label: Label) -> set[int]:
 
 def is_varied(label: Label) -> bool:
     """Whether entries have different marks, those without any aside."""
-    if label.dtype.kind == "O":  # integers of any length, which NumPy has no `any` of
+    if label.dtype.kind == "O":
         return label.size > 1 and len(distinct(label)) > 1
     marked = label[label != 0]
     return marked.size > 1 and bool((marked != marked[0]).any())

@@ -26,6 +26,7 @@ from evidence.tokens import Outcome
 from evidence.training import train
 from evidence.tuning import Pair
 from helpers import assert_close, matrix_of, of_newton_schulz, tolerance
+from walk import walk
 
 import muonclip_jax as mc
 
@@ -180,22 +181,21 @@ def test_loss_at_equal_work_is_that_of_a_shorter_default():
 
 
 def test_the_fit_finds_the_powers_of_length_and_size():
-    found = {}
+    found = []
     for width in (32, 64):
         for steps in (30, 120, 480):
             run = Run(layers=2, width=width, steps=steps)
-            count = tokens_per_parameter.parameters(run)
+            count = 12 * 2 * width**2
             share = 0.3 * (run.tokens / count) ** 0.05 * count**0.03
             path = [(0.1, 2.0), (1.0, 1.0)]
             goal = 2.0 - math.log(share / 0.1) / math.log(10)
             outcome = Outcome(Pair(run, run), [goal] * 3, [path] * 3)
             of = dict.fromkeys(("the rule's rate", "rate tuned"), outcome)
-            found["code", str(width), steps] = tokens_per_parameter.Measured(of, 9.0)
+            found.append(tokens_per_parameter.Measured(of))
     law = tokens_per_parameter.fitted(found)
     assert law.length.mean == pytest.approx(0.05) and law.length.half < 1e-9
     assert law.size.mean == pytest.approx(0.03)
-    at = law.at(20, 1e6).mean
-    assert math.exp(at) == pytest.approx(0.3 * 20**0.05 * 1e6**0.03)
+    assert law.at(20, 1e6) == pytest.approx(0.3 * 20**0.05 * 1e6**0.03)
 
 
 def test_lengths_of_muon_are_one_anothers_shares():
@@ -203,6 +203,21 @@ def test_lengths_of_muon_are_one_anothers_shares():
     for size in tokens_per_parameter.SIZES.values():
         first, *rest = size.lengths
         assert min(size.lengths[first]) < 0.5
-        assert all(b / a in (2, 4) for a, b in zip([first, *rest], rest, strict=False))
-    runs = Plan().run("code", steps=480, layers=2, width=32)
-    assert runs.tokens / tokens_per_parameter.parameters(runs) == 20
+        assert all(b == 2 * a for a, b in zip([first, *rest], rest, strict=False))
+    run = Plan().run("code", steps=480, layers=2, width=32)
+    assert run.tokens / run.matrix_parameters == 20
+
+
+@pytest.mark.parametrize(
+    ("rounds", "place"), [(0, 0), (1, 2), (2, 3), (3, 3), (None, 3)]
+)
+def test_a_walk_ends_where_no_neighbor_is_better_or_after_its_rounds(rounds, place):
+    losses = [5.0, 4.0, 3.0, 1.0, 2.0]
+
+    def near(i):
+        return [j for j in (i - 1, i + 1, i + 2) if 0 <= j < len(losses)]
+
+    def measured(places):
+        return [losses[i] for i in places]
+
+    assert walk(0, near, measured, rounds) == place
