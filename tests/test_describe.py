@@ -259,10 +259,11 @@ def test_the_error_advises_the_other_layers_only_if_there_are_some():
         return jnp.sum(jax.nn.softmax(query @ key.mT) @ (x @ params["v"]))
 
     none = mc.read_model(loss, params, normal(4, 5, 8))
-    with pytest.raises(ValueError, match="mc.muon, which does not clip, or for the"):
+    with pytest.raises(ValueError, match="For the other layers alone .*, or use mc"):
         mc.qk_clip(model=some)
-    with pytest.raises(ValueError, match="mc.muon, which does not clip$"):
+    with pytest.raises(ValueError, match=r"Give attention=\[\] to clip nothing, or"):
         mc.qk_clip(model=none)
+    assert not mc.qk_clip(model=none, attention=[]).init(params).gamma.size
 
 
 def test_a_reading_ends_with_what_describe_says_of_its_attention():

@@ -114,9 +114,12 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
         raise ValueError(
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
-            + "\nUse mc.muon, which does not clip"
-            + ", or for the other layers alone give attention=reading.attention"
-            * bool(model.attention)
+            + (
+                "\nFor the other layers alone give attention=reading.attention"
+                if model.attention
+                else "\nGive attention=[] to clip nothing"
+            )
+            + ", or use mc.muon"
         )
     return LayersRead(model)
 

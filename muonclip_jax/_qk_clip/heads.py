@@ -92,11 +92,11 @@ class Heads:
                 self.count += math.prod(self.layers[-1].shape)
             elif len(hidden) < len(own):  # a layer may be hidden, but only whole
                 raise ValueError(
-                    "QK-Clip scales all kernels and biases of attention layer "
-                    f"'{show_layer(layer)}' together, but the mask hides "
-                    f"{show_all(hidden)}, or the optimizer's params lack them. Where "
-                    "adapters alone are trained, as with wrt=nnx.LoRAParam, use "
-                    "mc.muon, which does not clip; to clip what is frozen, too, give "
+                    f"the mask hides {show_all(hidden)} but not the rest of attention "
+                    f"layer '{show_layer(layer)}', or the params lack them; QK-Clip "
+                    "scales kernels and biases together. Where a part of what model= "
+                    "was read from is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
+                    "which does not clip; to clip what is frozen, too, give "
                     "wrt=nnx.Param, an optax.partition and mc.qk_clip after it"
                 )
         self._scaled = scaled_leaves(self.layers)
@@ -251,14 +251,10 @@ class Heads:
         ]
         if strays:
             known = show_all(sorted(self._known))
+            none = f"none: for names of your own give the optimizer {READ_IT}"
             raise ValueError(
                 f"the statistics {show_all(strays)} match no query and key in the "
-                + (
-                    f"params; attention layers are {known}"
-                    if known
-                    else "params, where no attention is known by its names: give the "
-                    f"optimizer {READ_IT}"
-                )
+                f"params; attention layers are {known or none}"
             )
 
 

@@ -75,6 +75,11 @@ class Layer:
         return [*self.query, *self.key, *self.whole, *self.shared]
 
     @property
+    def key_alone(self) -> bool:
+        """Whether the key brings the whole, against a query that all heads share."""
+        return self.sides == {KEY} and all(part.heads == 1 for part in self.shared)
+
+    @property
     def line(self) -> str:
         return self.products[0].line
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
 from .._parameters import paths
-from .attention import KEY, Layer
+from .attention import Layer
 
 
 class NamedLayer(NamedTuple):
@@ -99,7 +99,7 @@ def _roles(
         # What heads share, such as a key or the gain of a normed query, is a side that
         # QK-Clip then leaves alone.
         groups = layer.whole, layer.shared, []
-        if layer.sides == {KEY}:
+        if layer.key_alone:
             groups = layer.shared, layer.whole, []
     roles = []
     for parts in groups:

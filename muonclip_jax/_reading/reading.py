@@ -17,7 +17,7 @@ from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
 from .._parameters.verdict import Verdict
 from .._tables import aligned, collapsed, leaf_table, Table, totals
-from .attention import attention_layers, KEY
+from .attention import attention_layers
 from .calls import Call, call_of
 from .facts import Facts
 from .graph import Graph
@@ -224,9 +224,9 @@ def _layer_row(
         for side in sides
     ]
     # What heads or layers share is query or key to QK-Clip, which leaves it alone.
-    by_key = found.sides == {KEY}
-    query = "the query stays:" if by_key or by_layers == [True, False] else "query"
-    key_stays = not (found.key or by_key) or by_layers == [False, True]
+    query_stays = found.key_alone or by_layers == [True, False]
+    query = "the query stays:" if query_stays else "query"
+    key_stays = not (found.key or found.key_alone) or by_layers == [False, True]
     roles = {
         query: layer.query,
         "the key stays:" if key_stays else "key": layer.key,
