@@ -80,6 +80,7 @@ class World:
             tokens = tokens * (1 + run.batch / 256)
         best = 3.2e-2 if self.good else 1.6e-2 * run.width / 32
         best = best / 8 if run.layers == 8 and not self.good else best
+        best = best / 8 if run.width == 256 else best  # a round from where walks begin
         scale = 2.0 if "consistent_rms" in dict(run.muon) else 1.0
         off_rate = math.log(run.learning_rate / (scale * best)) ** 2
         noise = 0.05 * np.random.default_rng(run.seed).standard_normal()
