@@ -29,9 +29,10 @@ class Checkpoints:
         self._settings = settings
         if not resume:
             move_aside(folder)
-        # A run that was killed may leave an unfinished checkpoint.
+        # A run that was killed may leave an unfinished checkpoint. A new one has none,
+        # and Orbax's thread that looks for them complains if the process ends at once.
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True
+            max_to_keep=keep, cleanup_tmp_directories=resume
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
