@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 
 from ._layout.layout import read_layout
-from ._model.attention_layers import Attention, Layers, LayersRead
+from ._model.attention_layers import Attention, Layers, layers_of
 from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
@@ -102,8 +102,7 @@ def scalars(
     params, found = paths.params_of(params), {}
     if (clip := _clip_state(opt_state)) is not None:
         # What a reading refuses the optimizer was made without: no matter for a logger.
-        read = model if attention is None else None
-        layers = attention if read is None else LayersRead(read)
+        layers = layers_of(model, attention)
         found |= _of_heads(clip, params, layers, flag("heads", heads))
     found |= _hyperparams(opt_state)
     tree = paths.flatten(params)

@@ -102,6 +102,11 @@ def show_layer(layer: AttentionLayer) -> str:
     return paths.show_module(paths.split(layer.path))
 
 
+def layers_of(model: Model | None, attention: Attention | None) -> Layers | None:
+    """The attention layers: as given, else as read, whatever the reading refuses."""
+    return attention if attention is not None or model is None else LayersRead(model)
+
+
 def attention_of(model: Model | None, attention: Attention | None) -> Layers | None:
     """The attention layers: as given, else as read.
 
@@ -121,7 +126,7 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
             )
             + ", or use mc.muon"
         )
-    return LayersRead(model)
+    return layers_of(model, attention)
 
 
 def flax_attention_layers(

@@ -19,7 +19,7 @@ from .._parameters.dimension_numbers import (
 )
 from .._parameters.given import check_model, Model
 from .._parameters.verdict import Verdict
-from .attention_layers import Attention, Layers, LayersRead, resolve_attention
+from .attention_layers import Attention, Layers, layers_of, resolve_attention
 from .owned_leaf import OwnedLeaf
 
 
@@ -38,10 +38,8 @@ def heads_apart(
     if isinstance(dimension_numbers, OfTree):
         return dict(dimension_numbers=dimension_numbers, per_head=False)
     check_model(model)
-    layers: Any = attention
-    if attention is None and model is not None:
-        # Layers that QK-Clip cannot act on have heads all the same.
-        layers = LayersRead(model)
+    # Layers that QK-Clip cannot act on have heads all the same.
+    layers = layers_of(model, attention)
     per_head = per_head if per_head is None else flag("per_head", per_head)
     is_cut = per_head is not False and layers is not None
     if model is None and not is_cut:
