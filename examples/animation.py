@@ -38,7 +38,6 @@ class Settings(NamedTuple):
     width: int = 128
     heads: int = 4
     learning_rate: float = 2.4e-2
-    adam_learning_rate: float = 6e-3
     threshold: float = 10.0
     frames: int = 80
 
@@ -89,7 +88,6 @@ def train(settings: Settings, threshold: float, corpus: Corpus) -> Training:
     tokens = jnp.zeros((1, CONTEXT + 1), jnp.int32)
     tx = mc.muonclip(
         warmup(settings.learning_rate, settings.steps),
-        adam_learning_rate=warmup(settings.adam_learning_rate, settings.steps),
         threshold=threshold,
         model=mc.read_model(loss_fn, model, tokens),
     )

@@ -48,10 +48,7 @@ def parse_args() -> argparse.Namespace:
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--experts", type=int, default=8)
-    add(
-        "--learning-rate", type=float, default=3e-2, help="Muon's; default: %(default)s"
-    )
-    add("--adam-learning-rate", type=float, default=6e-3)
+    add("--learning-rate", type=float, default=3e-2)
     add("--weight-decay", type=float, default=0.1)
     add("--threshold", type=positive, default=30.0)
     add(
@@ -121,7 +118,6 @@ def make_optimizer(
         make_schedule(args.learning_rate, args.steps),
         threshold=threshold,
         model=reading,
-        adam_learning_rate=make_schedule(args.adam_learning_rate, args.steps),
         weight_decay=args.weight_decay,
         **options,
     )
