@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
@@ -77,6 +78,8 @@ DATA = Fact(has_data=True)
 
 _BY_ITSELF = names("mul div")
 
+_ORDERS = names("sort top_k approx_top_k")
+
 _RANDOM = names(
     "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
     "threefry2x32"
@@ -140,6 +143,8 @@ class Facts:
         for i in frame.live:
             at = Eqn(frame, i)
             for var, fact in zip(at.eqn.outvars, self._outputs(at), strict=True):
+                if _is_choice(at, var):
+                    fact = fact._replace(**_NO_LOGITS)
                 self._of[id(frame), id(var)] = fact
         return [self.of(Atom(frame, var)) for var in frame.jaxpr.outvars]
 
@@ -353,6 +358,16 @@ class Facts:
         return out
 
 
+def _is_choice(at: Eqn, var: Any) -> bool:
+    """Whether a value is a mask or an index: it decides what is taken.
+
+    Integers else may be logits, as products of eight bits are.
+    """
+    dtype = var.aval.dtype
+    is_index = at.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
+    return dtype == jnp.bool_ or is_index
+
+
 def either(facts: Iterable[Fact]) -> Fact:
     """One of several, no matter which."""
     facts = list(facts)
@@ -369,6 +384,8 @@ _OF_PRODUCTS = [
     "pairs",
     "bent",
 ]
+# Logits by which a mask was made are none that it masks, as those of an indexer.
+_NO_LOGITS = {name: 0 for name in _OF_PRODUCTS if name != "bent"}
 _SETS = ["leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS]
 
 
