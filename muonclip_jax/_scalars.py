@@ -135,7 +135,7 @@ def _of_heads(
     if heads.count != state.gamma.size:
         raise ValueError(
             f"the optimizer state holds {state.gamma.size} heads, the params "
-            f"{heads.count}; pass the params and attention= of its init"
+            f"{heads.count}; pass the same params, model= and attention= as to init"
         )
     count = max(1, heads.count)
     found: dict[str, Any] = {

@@ -85,8 +85,8 @@ def attention_fn(
         einsums = qk_attn_weights_einsum or attn_weights_value_einsum
         if einsums or (dropout_rate > 0 and not deterministic):
             raise ValueError(
-                "kernel= computes attention by itself: dropout and the einsums of the "
-                "layer do not reach it. Leave them out of the layer, or kernel="
+                "kernel= computes attention by itself, without the dropout and the "
+                "einsums of the layer: leave those out, or leave out kernel="
             )
         arrays = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
         options: dict[str, Any] = {} if bias is None else dict(bias=bias)
@@ -165,8 +165,8 @@ def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
         if isinstance(getattr(module, STATISTIC, None), nnx.Variable):
             raise ValueError(
                 f"{type(module).__name__} still holds the max_logits of an earlier "
-                "call: run the model under nnx.capture(..., nnx.Intermediate), or take "
-                "them off after every step with nnx.pop(model, nnx.Intermediate)"
+                "call: run the model under nnx.capture(..., nnx.Intermediate), or "
+                "remove them after every step with nnx.pop(model, nnx.Intermediate)"
             )
         module.sow(nnx.Intermediate, STATISTIC, statistic, **fold)
     else:

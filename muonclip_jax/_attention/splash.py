@@ -77,22 +77,22 @@ def splash_attention(
     """
     if logits_soft_cap is not None:
         raise ValueError(
-            "splash_attention records the capped logits under logits_soft_cap, and no "
-            "scaling of the weights brings those to the threshold; without the cap, "
-            "QK-Clip bounds the logits by itself"
+            "splash_attention records the capped logits under logits_soft_cap, and "
+            "QK-Clip cannot scale those to the threshold; leave the cap out, since "
+            "QK-Clip already bounds the logits"
         )
     shape, arrays = fitting(query, key, value)
     query, key, value = arrays
     if any(0 in x.shape or x.dtype == jnp.float64 for x in arrays):
         given = ", ".join(f"{x.dtype} {x.shape}" for x in arrays)
         raise ValueError(
-            f"splash_attention takes no float64 and no axis of size zero: {given}; "
-            "blockwise_attention does"
+            f"splash_attention takes no float64 and no axis of size zero, got {given}; "
+            "use blockwise_attention"
         )
     if any(manual_axes(x) or jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
         raise ValueError(
-            "splash_attention is a Pallas kernel, whose results have no type that says "
-            "how a mesh shards them: call it in jax.shard_map(..., check_vma=False)"
+            "splash_attention is a Pallas kernel, and the types of its results do not "
+            "say how they are sharded: call it in jax.shard_map(..., check_vma=False)"
         )
     window = make_window(is_causal, local_window_size)
     block_size = whole_number("block_size", block_size, 1)

@@ -120,7 +120,7 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
             + (
-                "\nFor the other layers alone give attention=reading.attention"
+                "\nTo clip only the other layers, give attention=reading.attention"
                 if model.attention
                 else "\nGive attention=[] to clip nothing"
             )
@@ -165,8 +165,8 @@ def flax_attention_layers(
         # No layers would be found in it, and nothing would be clipped.
         raise ValueError(
             "flax_attention_layers needs the params, got a number, such as the step: "
-            "optax.inject_hyperparams calls all functions as schedules, unless it is "
-            'given static_args=("attention",)'
+            "optax.inject_hyperparams calls every function as a schedule, unless it "
+            'is given static_args=("attention",)'
         )
     return _by_names(paths.flatten(params), stack_axes)
 
@@ -228,8 +228,8 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
         raise ValueError(
             f"QK-Clip cannot act on '{show_layer(layer)}' by names: they do not say "
             f"what {paths.show_all(others)} do to the logits, so scaling the kernels "
-            f"may not be enough. Use {READ_IT}; or name all leaves that scale query "
-            "and key by mc.HeadLeaf in an mc.AttentionLayer"
+            f"may not be enough. Use {READ_IT}; or list all leaves that scale query "
+            "and key as mc.HeadLeaf in an mc.AttentionLayer"
         )
 
 
@@ -288,8 +288,8 @@ def resolve_attention(
     modules = [show_layer(layer) for layer in layers]
     if twice := sorted({name for name in modules if modules.count(name) > 1}):
         raise ValueError(
-            f"attention= has several layers at {', '.join(map(repr, twice))}; each has "
-            "a path and a statistic of its own"
+            f"attention= has several layers at {', '.join(map(repr, twice))}; each "
+            "needs its own path and statistic"
         )
     _check_not_normalized(layers, leaf_at)
     return layers, leaf_at
@@ -345,9 +345,9 @@ def _check_not_normalized(
         raise ValueError(
             f"QK-Clip cannot act on {', '.join(map(repr, modules))}: query and key are "
             f"normalized after the projection ({', '.join(found)}), so scaling their "
-            f"weights leaves the logits as they are. With {READ_IT} it scales the "
-            "gains of the norms, if the logits are linear in them; else use mc.muon "
-            "without QK-Clip"
+            f"weights leaves the logits as they are. With {READ_IT} QK-Clip scales "
+            "the gains of the norms, if the logits are linear in them; otherwise use "
+            "mc.muon"
         )
 
 
@@ -378,8 +378,8 @@ def check_none_overlooked(
             overlooked.append(own)
     if overlooked:
         raise ValueError(
-            "by names QK-Clip finds the modules that are called query and key, as in "
-            f"stock Flax, and would not clip {paths.show_all(overlooked, at_most=3)}. "
-            f"Use {READ_IT}, or describe this attention by mc.AttentionLayer. To leave "
-            "it unclipped, pass attention=mc.flax_attention_layers"
+            "by names QK-Clip finds only modules called query and key, as in stock "
+            f"Flax, and would not clip {paths.show_all(overlooked, at_most=3)}. "
+            f"Use {READ_IT}, or describe this attention with mc.AttentionLayer. To "
+            "leave it unclipped, pass attention=mc.flax_attention_layers"
         )

@@ -287,21 +287,19 @@ def _question(
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
     why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
     is_read = any(found[path].line for path in guesses)
-    read_it = (
-        "The model's own function says it: model=mc.read_model(loss, params, *batch)."
-    )
+    read_it = "Let the loss decide: model=mc.read_model(loss, params, *batch)."
     mask = (
         "A mask hides leaves that may decide this. Decide on all params: "
-        f"{BEFORE_THE_MASK}. Or say it here:"
+        f"{BEFORE_THE_MASK}."
     )
     message = [
         "cannot decide which axes of these leaves form matrices:",
         *(f"  {lines[path]}{why[path]}" for path in guesses),
         *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
         *([] if is_read else [read_it]),
-        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
-        "axes, then output axes; all other axes are a stack of matrices; None is "
-        "AdamW. Leaves that no pattern matches are found as before:",
+        "Or give dimension_numbers. This mapping is a guess to check: reduction axes, "
+        "then output axes; all other axes are a stack of matrices; None is AdamW. The "
+        "axes of leaves that no pattern matches are still found automatically:",
         "",
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",

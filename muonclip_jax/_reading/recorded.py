@@ -88,7 +88,7 @@ def record_attention(
         if not args:
             raise TypeError(
                 "the function of record_attention needs the params as its first "
-                "argument, without a name"
+                "argument, by position"
             )
         with call_of(fun, *args, **kwargs) as call:
             out, stats = _run(call, strict)
@@ -107,9 +107,9 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     if strict and hidden:
         raise ValueError(
             f"attention may be hidden in {', '.join(hidden)}, which cannot be "
-            "read. If it is there, use jax.nn.dot_product_attention (on a GPU with "
+            "read. If it is, use jax.nn.dot_product_attention (on a GPU with "
             'implementation="cudnn"), mc.blockwise_attention or mc.splash_attention '
-            "in its place; if it is not, give strict=False"
+            "instead; if it is not, give strict=False"
         )
     clipped = [named for named in layers if named.layer is not None]
     own = [layer for named in clipped for layer in named.found]
@@ -179,13 +179,13 @@ class _Recorder:
                 raise ValueError(
                     f"the logits of {layer.line} cannot be recorded: mask and scale "
                     f"are in the code of {rule.name}. Use mc.splash_attention or "
-                    "mc.blockwise_attention in its place, or say by maxima= of "
-                    "mc.attention_rule how its largest logits are had"
+                    "mc.blockwise_attention instead, or give mc.attention_rule its "
+                    "largest logits as maxima="
                 )
             if found.size != layer.heads:
                 raise ValueError(
-                    f"the kernel at {layer.line} has {found.size} heads, and "
-                    f"its query and key {layer.heads}: give it an axis of heads"
+                    f"the kernel at {layer.line} has {found.size} heads, but its "
+                    f"query and key have {layer.heads}: give it an axis of heads"
                 )
             return jaxprs.bound(eqn, inputs), {n: found}
         if again := getattr(self, f"_{eqn.primitive.name}", None):

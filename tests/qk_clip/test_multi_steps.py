@@ -321,5 +321,5 @@ def test_a_state_of_another_optimizer():
     bare = mc.muonclip(0.1)
     tx = mc.multi_steps(bare, 2)
     for one, other in ((tx, bare), (tx, mc.qk_clip()), (mc.qk_clip(), tx)):
-        with pytest.raises(ValueError, match="another set-up of the optimizer"):
+        with pytest.raises(ValueError, match="a checkpoint of the same optimizer"):
             one.update(ZEROS, other.init(PARAMS), PARAMS, attention_stats=COMBINED)
