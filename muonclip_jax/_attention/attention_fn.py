@@ -40,18 +40,18 @@ def attention_fn(
 ) -> jax.Array:
     """Flax attention that also sows `max_logits` alongside its `query` and `key`.
 
-    Give it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
-    `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which is
-    how Flax passes `module`; without it this is Flax's attention and nothing more. The
-    statistic, `(heads,)` float32 as from [`max_logits`][], goes to the `intermediates`
-    of Linen or to `nnx.Intermediate`; calls of a layer used twice combine by maximum.
+    Pass it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
+    `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which
+    makes Flax pass `module`; otherwise this is only Flax's attention. The statistic,
+    `(heads,)` float32 as from [`max_logits`][], is sown into `intermediates` in Linen
+    and `nnx.Intermediate` in NNX. A layer that is called twice has the maximum of both.
 
     **Arguments:**
 
-    - `kernel`: computes output and statistic itself, in place of Flax: a function of
-        query, key and value, and of the `bias`, `mask` and `is_causal` that the layer
-        is called with, which returns `(output, max_logits)`. [`blockwise_attention`][]
-        and [`splash_attention`][] are such. Bind it with
+    - `kernel`: computes output and statistic in place of Flax: a function of query, key
+        and value, and of the `bias`, `mask` and `is_causal` that the layer is given,
+        that returns `(output, max_logits)`, such as [`blockwise_attention`][] and
+        [`splash_attention`][]. Bind it with
         `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
         `precision` and `force_fp32_for_softmax` do not reach it.
     - all others: as Flax passes them; query `(batch..., length, heads, head_dim)`,
@@ -61,7 +61,7 @@ def attention_fn(
     dtype that Flax gives it.
 
     **Raises:** `ValueError` for statistics of an earlier call that are still on an NNX
-    module, and for dropout or einsums of the layer, which do not reach a `kernel`.
+    module, and for a layer with dropout or einsums together with a `kernel`.
 
     !!! example
 

@@ -40,16 +40,16 @@ def splash_attention(
 
     The statistic, as [`max_logits`][] defines it, costs nothing in training: the kernel
     forms the row maxima anyway. Needs tokamax (`pip install 'muonclip_jax[tokamax]'`).
-    Under `jit` with sharded arrays wrap the call in `jax.shard_map(...,
-    check_vma=False)`, as any Pallas kernel.
+    Under `jit` with sharded arrays wrap the call in
+    `jax.shard_map(..., check_vma=False)`, like any Pallas kernel.
 
     **Arguments:**
 
     - `query`, `key`, `value`: `(batch..., length, heads, head_dim)`; key heads divide
         the query's. Lengths are padded to a multiple of 128.
-    - `is_causal`, `scale`, `local_window_size`, `query_segment_ids`,
-        `key_segment_ids`: as for [`max_logits`][]. Arrays as masks and additive biases
-        are beyond this kernel.
+    - `is_causal`, `scale`, `local_window_size`, `query_segment_ids`, `key_segment_ids`:
+        as for [`max_logits`][]. The kernel does not support mask arrays and additive
+        biases.
     - `block_size`: largest number of queries and of keys in a block.
     - `interpret`: runs on any device, slowly, for tests.
     - `config`: further fields of tokamax's `SplashConfig`, such as
@@ -59,8 +59,8 @@ def splash_attention(
     bfloat16 the kernel rounds the scaled query, and the statistic with it, to about
     0.3 % (0.1 % with `use_base2_exp=False`).
 
-    **Raises:** `ValueError` for `logits_soft_cap`: the maxima of the kernel are those
-    of the capped logits; for arrays that do not fit, float64 and axes of size zero; and
+    **Raises:** `ValueError` for `logits_soft_cap`, since the kernel keeps the maxima of
+    the capped logits; for arrays that do not fit, float64 and axes of size zero; and
     for arrays on a mesh outside such a `shard_map`. `ImportError` without tokamax.
 
     !!! example
