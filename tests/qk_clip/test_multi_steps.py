@@ -74,7 +74,7 @@ def test_clips_once_per_real_step_by_the_maximum():
     expected = mc.clip_qk(PARAMS, COMBINED)
     for i in (2, 3, 4):
         chex.assert_trees_all_close(seen[i], expected, rtol=1e-6)
-    # The second real step starts its maximum afresh, with the same statistics.
+    # The second real step starts a new maximum, with the same statistics.
     chex.assert_trees_all_close(seen[5], mc.clip_qk(expected, COMBINED), rtol=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
