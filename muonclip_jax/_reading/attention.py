@@ -36,7 +36,7 @@ class Part:
 
 
 PICKED = (
-    "an index that is no counter of a loop picks a layer of '{}' {}: use jax.lax.scan "
+    "an index that is not a loop counter picks a layer of '{}' {}: use jax.lax.scan "
     "over the stack, or an index that counts 0, 1, ..."
 )
 PARTIAL = (
@@ -155,7 +155,7 @@ class LayerReader:
                 "query and key are subtracted, and their distance squared"
             )
         if not self.exps:
-            self.refusals.append("it is normalized by another function than a softmax")
+            self.refusals.append("it is normalized by a function other than softmax")
         path = None
         if read and self.exps:
             try:
@@ -443,7 +443,7 @@ def _merged(a: Part, b: Part) -> Part:
 
 def _why(why_q: str, why_k: str) -> str:
     if why_q == why_k == ADDED:
-        return f"{ADDED} both sides of the product, and no parameter scales these"
+        return f"{ADDED} query and key, and no parameter scales these"
     if why_q == why_k:
-        return f"{why_q} both sides of the product"
+        return f"{why_q} query and key"
     return f"{why_q} the query; {why_k} the key"
