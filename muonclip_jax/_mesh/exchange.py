@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._axes import gather_everywhere
-from .._layout.shardings import mesh_axes
+from .._layout.shardings import blocks_along, mesh_axes
 from .._matrices.stacks import MatrixView
 
 
@@ -134,8 +134,7 @@ def local_view(
     view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
 ) -> MatrixView:
     """The view of what one device holds of the leaf."""
-    counts = [math.prod(mesh[name] for name in mesh_axes(entry)) for entry in spec]
-    counts += [1] * (len(view.shape) - len(counts))
+    counts = blocks_along(spec, len(view.shape), mesh)
     shape = (size // n for size, n in zip(view.shape, counts, strict=True))
     return dataclasses.replace(view, shape=tuple(shape))
 

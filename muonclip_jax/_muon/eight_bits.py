@@ -8,6 +8,7 @@ large ones, $P Q^\top$, are coded by themselves, and only the rest is rounded en
 entry, on the scale of its row $r$ or its column $c$, whichever is smaller.
 """
 
+import functools
 import math
 import string
 from typing import Any, NamedTuple
@@ -67,10 +68,10 @@ def number_of_directions(view: MatrixView) -> int:
     return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))
 
 
-def parts_of_scales(view: MatrixView) -> Any:
+def parts_of_scales(leaf: int, view: MatrixView) -> Any:
     """Describes the scale arrays of a leaf: a tree of parts of its state."""
     rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
-    part: Any = StatePart
+    part: Any = functools.partial(StatePart, leaf)
     scales = part(jnp.bfloat16, rows), part(jnp.bfloat16, columns)
     count = number_of_directions(view)
     if not count:

@@ -135,13 +135,7 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    direction = make_direction(
-        beta=beta,
-        nesterov=nesterov,
-        orthogonalizer=orthogonalizer,
-        consistent_rms=consistent_rms,
-        mu_dtype=mu_dtype,
-    )
+    direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
     # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.

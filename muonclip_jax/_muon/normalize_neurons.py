@@ -121,15 +121,13 @@ def neuron_normalization(
     """`normalize_neurons` for leaves; those without a view pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
-        parts = [
-            (name, i, StatePart(jnp.float32, sizes))
-            for i, (path, view) in enumerate(
-                zip(leaves.tree.paths, leaves.views, strict=True)
-            )
-            for name, sizes in _state_of(paths.show(path), view).items()
-        ]
-        zeros = zero_parts(params, leaves.layout, [part[1:] for part in parts])
-        v = {name: x for (name, *_), x in zip(parts, zeros, strict=True)}
+        parts = {
+            name: StatePart(i, jnp.float32, sizes)
+            for i, view in enumerate(leaves.views)
+            for name, sizes in _state_of(paths.show(leaves.tree.paths[i]), view).items()
+        }
+        zeros = zero_parts(params, leaves.layout, [*parts.values()])
+        v = dict(zip(parts, zeros, strict=True))
         return NormalizeNeuronsState(leaves.by_path(v))
 
     def update_fn(updates, state, params=None, **extra_args):

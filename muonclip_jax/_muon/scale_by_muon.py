@@ -19,11 +19,11 @@ from .._matrices.stacks import MatrixView
 from .._model.per_head import heads_apart
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
-from .._options import NOT_NEGATIVE, number
+from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
-from .momentum import Momentum, momentum_in, RISING_BETA, ScaleByMuonState
+from .momentum import Momentum, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
 
@@ -148,13 +148,7 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
-    direction = make_direction(
-        beta=beta,
-        nesterov=nesterov,
-        orthogonalizer=orthogonalizer,
-        consistent_rms=consistent_rms,
-        mu_dtype=mu_dtype,
-    )
+    direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
 
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         check_matrices_only(leaves, "scale_by_muon")
@@ -171,7 +165,6 @@ def scale_by_muon(
 
 
 def make_direction(
-    *,
     beta: optax.ScalarOrSchedule,
     nesterov: bool,
     orthogonalizer: Orthogonalizer,
@@ -185,7 +178,10 @@ def make_direction(
     if not isinstance(consistent_rms, str) or consistent_rms != "mup":
         number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
     solver = make_solver(orthogonalizer)
-    return Direction(momentum_in(mu_dtype, beta, nesterov), solver, consistent_rms)
+    number("beta", beta, SHARE, "a schedule")
+    nesterov = flag("nesterov", nesterov)
+    momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
+    return Direction(momentum, solver, consistent_rms)
 
 
 class Direction(NamedTuple):
