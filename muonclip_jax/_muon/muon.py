@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
-from .._model.per_head import heads_apart
+from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, optimizers_of
@@ -177,7 +177,7 @@ def muon(
         "muon",
         build,
         optax.transforms.PartitionState,
-        **heads_apart(per_head, model, dimension_numbers),
+        matrix_rules(per_head, model, dimension_numbers),
         shardings=shardings,
         axis_name=axis_name,
     )

@@ -16,7 +16,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView
-from .._model.per_head import heads_apart
+from .._model.per_head import matrix_rules
 from .._options import check_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
@@ -96,12 +96,12 @@ def normalize_neurons(
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
-    axes = heads_apart(per_head, model, dimension_numbers)
+    rules = matrix_rules(per_head, model, dimension_numbers)
 
     # Not by `for_leaves`, which keeps gradients from changing the sharding of state
     # that they are added to: updates are scaled where they are, and stay sharded so.
     def of(tree: Any) -> optax.GradientTransformationExtraArgs:
-        leaves = read_leaves(tree, **axes, shardings=shardings)
+        leaves = read_leaves(tree, rules, shardings)
         check_matrices_only(leaves, "normalize_neurons")
         return neuron_normalization(leaves, b2, eps)
 

@@ -16,7 +16,7 @@ from .._layout.layout import own_block
 from .._layout.shardings import Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
-from .._model.per_head import heads_apart
+from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
 from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
@@ -158,7 +158,7 @@ def scale_by_muon(
         "scale_by_muon",
         build,
         ScaleByMuonState,
-        **heads_apart(per_head, model, dimension_numbers),
+        matrix_rules(per_head, model, dimension_numbers),
         shardings=shardings,
         axis_name=axis_name,
     )
