@@ -120,6 +120,7 @@ def scalars(
                 wide = jnp.abs(jnp.asarray(leaf)).astype(jnp.float32)
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
+    # Python's own, which loggers and JSON take; an array would stay on its device.
     numbers = {
         k: x if isinstance(x, Tracer) else np.asarray(x).item()
         for k, x in found.items()

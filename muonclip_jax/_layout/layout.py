@@ -214,6 +214,7 @@ def axis_names(axis_name: Any) -> AxisNames:
 class OverReplicas(optax.GradientTransformationExtraArgs):
     """A transformation that says over which axes it averages."""
 
+    # No field, since a named tuple is unpacked by its users: `init, update = tx`.
     axis_name: Hashable | None = None
 
 
@@ -333,4 +334,6 @@ def _manual_spec(
         return PartitionSpec()
     spec = given.spec if isinstance(given, NamedSharding) else given
     check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
+    # A spec may name automatic axes, too. Along these what is at hand is whole, and XLA
+    # sees to its blocks.
     return along(manual, spec)

@@ -83,7 +83,7 @@ def orthogonalize_on_mesh(
         mesh=mesh,
         in_specs=(PartitionSpec(), list(specs)),
         out_specs=list(specs),
-        check_vma=False,
+        check_vma=False,  # as in `orthogonalize_by_constraint`
     )(solver, list(leaves))
     return [
         x if own == spec else _sharded(x, mesh, own)

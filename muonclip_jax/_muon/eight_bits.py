@@ -121,6 +121,7 @@ def _decoded(code: jax.Array) -> jax.Array:
 
 
 def _code(share: jax.Array) -> jax.Array:
+    # s = C / (254 - |C|), solved for C: C (1 + |s|) = 254 s.
     return jnp.round(2 * LARGEST * share / (1 + jnp.abs(share))).astype(jnp.int8)
 
 
@@ -130,6 +131,7 @@ def _scale_of_entries(rows: jax.Array, columns: jax.Array) -> jax.Array:
 
 def _at_least(x: jax.Array) -> jax.Array:
     """Rounds up, so that no share of it exceeds 1."""
+    # To the nearest bfloat16 a number loses at most 2^-8 of it, half of what is added.
     return (x * (1 + 2.0**-7)).astype(jnp.bfloat16)
 
 
@@ -205,7 +207,9 @@ def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
     trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     one = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     ridged = gram + RIDGE * jnp.where(trace == 0, 1, trace) * one
-    # Columns times the inverse of Cholesky's factor of their Gram matrix.
+    # Columns times the inverse of Cholesky's factor of their Gram matrix: with
+    # Y^T Y = L L^T, the Gram matrix of Y L^-T is L^-1 (L L^T) L^-T, the identity. The
+    # ridge keeps L regular where columns depend on each other, or are zero.
     inverse = jax.scipy.linalg.solve_triangular(
         jnp.linalg.cholesky(ridged), one, lower=True
     )

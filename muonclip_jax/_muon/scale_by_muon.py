@@ -240,6 +240,7 @@ class Direction(NamedTuple):
 
         factor: Any = scale(view)
         if view.division is not None:
+            # Pieces are those of the whole leaf, of which this may be a block.
             factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
         factor = factor if is_spectral else kind * factor
         return direction * jnp.asarray(factor, direction.dtype)

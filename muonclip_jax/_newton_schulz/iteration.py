@@ -136,10 +136,6 @@ def _equilibrated(x: jax.Array) -> jax.Array:
     return x
 
 
-def one_step_each(schedule: Schedule) -> Passes:
-    return tuple((triple,) for triple in schedule)
-
-
 def collected(schedule: Schedule, dtype: str) -> Passes:
     """Collects steps into as few passes as rounding allows, from the last step back.
 

@@ -208,6 +208,7 @@ class Heads:
 
     def joint(self, gamma: jax.Array) -> jax.Array:
         """The smallest gamma of heads that can only be scaled together, for all."""
+        # In most models no head shares what is scaled: no gather and no scatter then.
         first = clipped_together(self.layers, self._scaled)
         if np.array_equal(first, np.arange(self.count)):
             return gamma
