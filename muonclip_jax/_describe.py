@@ -35,6 +35,7 @@ from ._tables import leaf_table, Row, totals
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
+# Read off, so that the table shows what `muon` does whatever the default is.
 _DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 
 

@@ -126,6 +126,7 @@ def muon(
         adam_learning_rate=adam_learning_rate,
         adam_weight_decay=adam_weight_decay,
     )
+    # Below 1, since the correction of the bias divides by 1 - b^t.
     number("adam_b1", adam_b1, BELOW_ONE)
     number("adam_b2", adam_b2, BELOW_ONE)
     number("adam_eps", adam_eps, NOT_NEGATIVE)

@@ -191,9 +191,14 @@ class Direction(NamedTuple):
     solver: Solver
     consistent_rms: ShapeScale
 
+    @property
+    def is_spectral(self) -> bool:
+        """Whether the scale is that of a norm of operators, and no root mean square."""
+        return self.consistent_rms is None or isinstance(self.consistent_rms, str)
+
     def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""
-        if self.consistent_rms is None or isinstance(self.consistent_rms, str):
+        if self.is_spectral:
             # A matrix and its transpose get two scales.
             check_directed(leaves)
 
@@ -228,19 +233,18 @@ class Direction(NamedTuple):
         # root mean square of 1 / sqrt(max(m, n)), which the first scale undoes. The
         # others are spectral: they bound what a step does to activations whose entries
         # have a root mean square of 1 (arXiv:2310.17813, condition 1).
-        kind = self.consistent_rms
-        is_spectral = kind is None or isinstance(kind, str)
+        rms: Any = self.consistent_rms
 
         def scale(view: MatrixView) -> float:
             fan_in, fan_out = view.matrix_shape
-            if not is_spectral:
+            if not self.is_spectral:
                 return math.sqrt(max(fan_in, fan_out))
-            least = 1.0 if kind is None else 0.0
+            least = 1.0 if rms is None else 0.0
             return math.sqrt(max(least, fan_out / fan_in))
 
         factor: Any = scale(view)
         if view.division is not None:
             # Pieces are those of the whole leaf, of which this may be a block.
             factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
-        factor = factor if is_spectral else kind * factor
+        factor = factor if self.is_spectral else rms * factor
         return direction * jnp.asarray(factor, direction.dtype)

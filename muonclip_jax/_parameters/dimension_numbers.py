@@ -362,6 +362,7 @@ def views_of(
         except ValueError as error:
             at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
             raise ValueError(f"{at}: {error}") from None
+        # A square matrix has one scale, whichever side is the input.
         is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
         views[i] = dataclasses.replace(view, is_directed=is_directed)
     return views

@@ -101,7 +101,8 @@ def leaves_of(
         first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
         return first if first != last and 0 < len(bias) < len(shape) else None
 
-    # What is called a weight has its outputs first in Equinox and Haliax.
+    # What is called a weight has its outputs first in Equinox and Haliax. That counts
+    # where the biases do not disagree: square kernels do not vote, nor those without.
     votes = [is_turned(own) for own in kernels & weights]
     weights_turned = votes.count(True) >= votes.count(False)
     found: dict[Path, Leaf] = {}

@@ -60,7 +60,7 @@ class Combined:
     """
 
     of_layers: dict[Path, jax.Array]
-    # The replicas of which they are the maximum.
+    # The replicas of which they are the maximum; static, since names are no arrays.
     reduced_over: AxisNames = dataclasses.field(metadata={"static": True})
 
 
