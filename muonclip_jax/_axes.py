@@ -175,6 +175,7 @@ _barrier = Primitive("sharding_barrier")
 _barrier.def_impl(lambda x, passes: x)
 _barrier.def_abstract_eval(lambda x, passes: x)
 batching.defvectorized(_barrier)
+# As the identity that it is: its transpose is one, too, and directs nothing.
 ad.deflinear(_barrier, lambda cotangent, passes: [cotangent])
 
 

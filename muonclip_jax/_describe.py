@@ -13,11 +13,12 @@ from ._matrices.stacks import MatrixView, plan_stacks
 from ._model.attention_layers import (
     Attention,
     Layers,
+    layers_of,
     LayersRead,
     resolve_attention,
     ROLES,
 )
-from ._model.per_head import heads_apart
+from ._model.per_head import matrix_rules
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
@@ -26,7 +27,6 @@ from ._parameters.dimension_numbers import (
     DimensionNumbers,
     FROZEN,
     optimizers_of,
-    resolve_verdicts,
     views_of,
 )
 from ._parameters.given import Model
@@ -35,6 +35,7 @@ from ._tables import leaf_table, Row, totals
 
 
 _COLUMNS = ("path", "shape", "matrices", "optimizer", "why", "attention")
+# Read off, so that the table shows what `muon` does whatever the default is.
 _DEFAULT_DECAY = inspect.signature(muon).parameters["weight_decay"].default
 
 
@@ -106,12 +107,11 @@ def describe(
     if params is None:
         raise ValueError("describe needs the params, got None")
     tree = paths.flatten(paths.params_of(params))
-    settings = heads_apart(per_head, model, dimension_numbers, attention)
-    verdicts = resolve_verdicts(tree=tree, **settings)
+    rules = matrix_rules(per_head, model, dimension_numbers, attention)
+    verdicts = rules.verdicts(tree)
     views = views_of(verdicts, tree)
     optimizers = optimizers_of(verdicts, views)
-    read = model if attention is None else None
-    layers = attention if read is None else LayersRead(read)
+    layers = layers_of(model, attention)
     roles, refusal = _roles_or_refusal(layers, tree)
     columns: list[Row] = [_COLUMNS]
     entries = zip(*tree[:2], views, optimizers, verdicts, strict=True)
@@ -136,6 +136,7 @@ def describe(
         stacked = [*map(str, plan)] or ["nothing"]
         blocks += [["orthogonalized together:", *stacked]]
     blocks += [[refusal]] if refusal else []
+    read = layers.model if isinstance(layers, LayersRead) else None
     return leaf_table(columns, blocks, model=read, collapse=flag("collapse", collapse))
 
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from ._layout.layout import over_replicas
 from ._layout.shardings import Shardings
 from ._model.attention_layers import Attention
-from ._model.per_head import heads_apart
+from ._model.per_head import matrix_rules
 from ._muon.momentum import RISING_BETA
 from ._muon.muon import muon
 from ._muon.scale_by_muon import ShapeScale
@@ -80,6 +80,11 @@ def muonclip(
         >>> int(mc.scalars(state, params)["num_clipped"])
         1
     """
+    # One description of the layers serves both, so that the heads that QK-Clip scales
+    # are those that Newton-Schulz sees by themselves. Without any, a model's own is
+    # `muon`'s to read.
+    if attention is not None:
+        dimension_numbers = matrix_rules(per_head, model, dimension_numbers, attention)
     # QK-Clip is last, since it scales the weights after the step (arXiv:2507.20534,
     # algorithm 1): it has to see the update with learning rate and weight decay in it.
     # Before the learning rate it would scale a direction, not a weight.
@@ -103,15 +108,8 @@ def muonclip(
             neuron_b2=neuron_b2,
             shardings=shardings,
             axis_name=axis_name,
-            # One description of the layers serves both, so that the heads that QK-Clip
-            # scales are those that Newton-Schulz sees by themselves. Without any, a
-            # model's own is `muon`'s to read.
-            **heads_apart(
-                per_head,
-                None if attention is None else model,
-                dimension_numbers,
-                attention,
-            ),
+            dimension_numbers=dimension_numbers,
+            per_head=per_head,
         ),
         qk_clip(
             threshold,

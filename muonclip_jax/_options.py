@@ -126,6 +126,7 @@ def float_dtype(name: str, value: Any, also: str | None = None) -> Any:
 
 def is_float(dtype: Any) -> bool:
     """True for a real or complex float of 16 bits or more."""
+    # The `finfo` of a complex dtype is that of its parts.
     return jnp.issubdtype(dtype, np.inexact) and jnp.finfo(dtype).dtype.name in FLOATS
 
 

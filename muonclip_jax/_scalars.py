@@ -121,6 +121,7 @@ def scalars(
                 wide = jnp.abs(jnp.asarray(leaf)).astype(jnp.float32)
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
+    # Python's own, which loggers and JSON take; an array would stay on its device.
     numbers = {
         k: x if isinstance(x, Tracer) else np.asarray(x).item()
         for k, x in found.items()
@@ -150,17 +151,17 @@ def _of_heads(
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
     rows = {"max_logit": state.max_logits, "gamma": state.gamma}
     for kind, row in (rows | {"steps_since_clip": since}).items():
-        for (path, _), x in zip(heads.shapes, heads.by_layer(row), strict=True):
-            name = f"{kind}/{paths.show_module(path)}"
+        for layer, x in zip(heads.layers, heads.by_layer(row), strict=True):
+            name = f"{kind}/{paths.show_module(layer.path)}"
             if kind == "max_logit":
                 # As of all: a head that overflowed is counted, and hides no other.
                 finite = jnp.isfinite(x)
                 found[name] = jnp.max(x, initial=-jnp.inf, where=finite)
             # At once, or every number would be fetched from the device by itself.
             x = x if isinstance(x, Tracer) else np.asarray(x)
-            for *layer, head in np.ndindex(x.shape) if each else ():
-                at = "/".join([name, *map(str, layer), f"head_{head}"])
-                found[at] = x[(*layer, head)]
+            for *stack, head in np.ndindex(x.shape) if each else ():
+                at = "/".join([name, *map(str, stack), f"head_{head}"])
+                found[at] = x[(*stack, head)]
     return found
 
 

@@ -15,6 +15,7 @@ _INDEX = re.compile(r"(|.*_)(\d+)")
 class Table(str):
     """A table, then text in blocks; a notebook shows the table as HTML."""
 
+    # A string that keeps its cells, since `print`, logs and files take it as it is.
     rows: Sequence[Row]
     below: str
 

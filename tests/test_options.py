@@ -115,7 +115,7 @@ def given_to(monkeypatch, module, make):
         direction = record(patch, module, "make_direction")
         leaves = record(patch, module, "for_leaves")
         make()
-    names = ("dimension_numbers", "per_head", "shardings", "axis_name")
+    names = ("rules", "shardings", "axis_name")
     return direction | {name: leaves[name] for name in names}
 
 
@@ -123,8 +123,6 @@ def given_to(monkeypatch, module, make):
 def test_muon_and_scale_by_muon_take_the_same_direction(monkeypatch, name):
     default = given_to(monkeypatch, muon_module, lambda: mc.muon(RATE))
     changed = {name: VALUES[name]}
-    if name == "model":
-        changed["per_head"] = False  # else its heads are a function, made for each
     by_muon = given_to(monkeypatch, muon_module, lambda: mc.muon(RATE, **changed))
     alone = given_to(monkeypatch, scale_module, lambda: mc.scale_by_muon(**changed))
     assert by_muon == alone != default

@@ -26,6 +26,7 @@ from .._parameters import paths
 from .._parameters.paths import is_masked, Path, PathedTree, show
 from .shardings import (
     along,
+    blocks_along,
     check_one_mesh,
     check_spec,
     found_sharding,
@@ -213,6 +214,7 @@ def axis_names(axis_name: Any) -> AxisNames:
 class OverReplicas(optax.GradientTransformationExtraArgs):
     """A transformation that says over which axes it averages."""
 
+    # No field, since a named tuple is unpacked by its users: `init, update = tx`.
     axis_name: Hashable | None = None
 
 
@@ -302,7 +304,9 @@ def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
 
 
 def on_whole_blocks(
-    function: Callable[[list], list], cuts: Cuts, blocks: list
+    function: Callable[[list], list],
+    cuts: Sequence[PartitionSpec],
+    blocks: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """`function(leaves)` by every device for whole leaves, cut again."""
     whole = [gather(*pair) for pair in zip(blocks, cuts, strict=True)]
@@ -312,8 +316,8 @@ def on_whole_blocks(
 
 def _whole(block: Any, cut: PartitionSpec) -> jax.ShapeDtypeStruct:
     """The leaf of which this is a block."""
-    counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in cut]
-    counts += [1] * (len(block.shape) - len(counts))
+    mesh = jax.sharding.get_abstract_mesh().shape
+    counts = blocks_along(cut, len(block.shape), mesh)
     shape = tuple(map(math.prod, zip(block.shape, counts, strict=True)))
     return jax.ShapeDtypeStruct(shape, block.dtype)
 
@@ -330,4 +334,6 @@ def _manual_spec(
         return PartitionSpec()
     spec = given.spec if isinstance(given, NamedSharding) else given
     check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
+    # A spec may name automatic axes, too. Along these what is at hand is whole, and XLA
+    # sees to its blocks.
     return along(manual, spec)

@@ -1,7 +1,7 @@
 """On which mesh leaves are, and how its axes shard them, as far as it is known."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -91,12 +91,11 @@ def along(axes: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(names or None for names in entries))
 
 
-def fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> bool:
-    """True if a spec cuts an array evenly."""
-    return all(
-        size % math.prod(mesh.shape[axis] for axis in mesh_axes(entry)) == 0
-        for size, entry in zip(shape, spec, strict=False)
-    )
+def blocks_along(spec: PartitionSpec, rank: int, mesh: Mapping[Any, int]) -> list[int]:
+    """The number of blocks along each axis of an array; `mesh` has sizes by name."""
+    # A spec may have fewer entries than the array axes, which are whole then.
+    counts = [math.prod(mesh[name] for name in mesh_axes(entry)) for entry in spec]
+    return counts + [1] * (rank - len(counts))
 
 
 def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
@@ -126,7 +125,8 @@ def found_sharding(
             "call jax.set_mesh, or give a jax.sharding.NamedSharding"
         )
     check_spec(path, leaf.shape, wanted[1], wanted[0])
-    if not fits(leaf.shape, wanted[1], wanted[0]):
+    counts = blocks_along(wanted[1], len(leaf.shape), wanted[0].shape)
+    if any(size % n for size, n in zip(leaf.shape, counts, strict=True)):
         raise ValueError(
             f"the sharding {wanted[1]} of '{show(path)}' of shape {tuple(leaf.shape)} "
             f"does not divide it evenly on {_show(wanted[0])}"

@@ -25,35 +25,39 @@ from .shardings import is_sharded_as, MeshSpecs
 class StatePart(NamedTuple):
     """A part of the state of one leaf: an array of its shape but for some sizes."""
 
+    leaf: int  # its number in the tree
     dtype: DTypeLike | None = None  # the leaf's if None
     sizes: Mapping[int, int] = {}  # by axis; along these it is not sharded
 
 
 def zeros_like(params: Any, layout: Layout, dtype: DTypeLike | None) -> Any:
     """A tree of zeros like the params."""
-    parts = [(i, StatePart(dtype)) for i in range(len(layout.tree.leaves))]
+    parts = [StatePart(i, dtype) for i in range(len(layout.tree.leaves))]
     return layout.tree.unflatten(zero_parts(params, layout, parts))
 
 
-def zero_parts(
-    params: Any, layout: Layout, parts: Sequence[tuple[int, StatePart]]
-) -> list[Any]:
-    """Zeros for parts of the leaves with these numbers, sharded as the leaves are.
+def zero_parts(params: Any, layout: Layout, tree: Any) -> Any:
+    """Zeros in place of the parts in a tree, sharded as their leaves are.
 
     Under `jit` nothing else says so to the compiler: zeros depend on no parameter.
     """
+    parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, StatePart))
+    return treedef.unflatten(_zero_parts(params, layout, parts))
+
+
+def _zero_parts(params: Any, layout: Layout, parts: Sequence[StatePart]) -> list[Any]:
     leaves = layout.tree.of(params)
     mesh_specs = layout.mesh_specs(leaves)
-    owners = [leaves[i] for i, _ in parts]
+    owners = [leaves[part.leaf] for part in parts]
     results = [
         x if is_masked(x) else _zeros_like(x, part)
-        for x, (_, part) in zip(owners, parts, strict=True)
+        for x, part in zip(owners, parts, strict=True)
     ]
     if mesh_specs is None:
         return results
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
     # another shape, and what a tracer made, have to be put where they belong.
-    specs: Any = [_whole_along(mesh_specs.specs[i], x.sizes) for i, x in parts]
+    specs: Any = [_whole_along(mesh_specs.specs[x.leaf], x.sizes) for x in parts]
     moved = [
         i
         for i, (x, spec) in enumerate(zip(results, specs, strict=True))
@@ -73,9 +77,9 @@ def zero_parts(
         # Programs replicate what has no entries, so that a step would move it.
         put = jax.jit(jnp.asarray)
         results = [x if is_masked(x) or x.size else put(x) for x in results]
-    for i, (x, (owner, part)) in enumerate(zip(owners, parts, strict=True)):
+    for i, (x, part) in enumerate(zip(owners, parts, strict=True)):
         # Of automatic axes tracers say nothing.
-        if isinstance(x, Tracer) and layout.given[owner] is None:
+        if isinstance(x, Tracer) and layout.given[part.leaf] is None:
             like = jnp.sum(x, tuple(part.sizes), keepdims=True) if part.sizes else x
             results[i] = sharded_like(results[i], like)
     # A tracer's mesh does not name its devices. A param does, but jit drops one that
@@ -140,7 +144,8 @@ def _zeros_like(x: Any, part: StatePart) -> jax.Array:
 
 
 # One call of a compiled program, where `jnp.zeros_like` makes several of operations:
-# a model of 10,000 leaves waits for seconds.
+# a model of 10,000 leaves waits for seconds. The values are not read, and without
+# `keep_unused` the argument would be dropped, and its device with it.
 @functools.partial(jax.jit, static_argnums=1, keep_unused=True)
 def _on_its_device(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     return jnp.zeros_like(x, dtype)

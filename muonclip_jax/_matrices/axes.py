@@ -81,6 +81,7 @@ class MatrixAxes:
                 raise ValueError(f"parts must be a tuple of sizes, got {parts!r}")
             for part in parts:
                 whole_number("a part", part, 1)
+            # As tuples, since with a list in it a frozen value has no hash.
             object.__setattr__(self, "parts", tuple(parts))
         if isinstance(head_dim, tuple | list):
             if parts is None or len(head_dim) != len(parts):

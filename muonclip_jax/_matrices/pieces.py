@@ -156,6 +156,7 @@ class _Slicing:
                 found = _factored(found, {head_dim})
             own.append(found)
             axes = [*before, *groups, *found, *after]
+            # Outputs alone have an `inner`, which is 1 at least.
             place = {a.of: at for at, a in enumerate(axes) if not a.inner}
             # A part that stays whole is one matrix of all its groups.
             at = range(len(before), len(before) + len(groups) + len(found))
@@ -177,8 +178,8 @@ class _Slicing:
         return cls(view.shape, before, groups, rest, after, units, own, tuple(pieces))
 
     def divide(self, block: jax.Array) -> list[jax.Array]:
-        if self.pieces[0].view.shape == self.shape:
-            return [block]
+        # A leaf of one piece, or of heads that have axes already, comes through as it
+        # is: to the shape that it has, `lax.reshape` is no operation.
         local = self._local(block.shape)
         before, after = local(self.before + self.groups), local(self.after)
         middle = [*([sum(self.units)] if self.units else []), *local(self.rest)]
@@ -207,6 +208,7 @@ class _Slicing:
 
     def _local(self, shape: tuple[int, ...]) -> Callable[[Sequence[_Axis]], list[int]]:
         """Makes a function from axes to their sizes in a block of this shape."""
+        # A mesh cuts major factors alone, so that a block has all of every other.
         counts = [n // m for n, m in zip(self.shape, shape, strict=True)]
         return lambda axes: [
             a.size if a.of is None else a.size // counts[a.of] for a in axes

@@ -43,7 +43,8 @@ class MatrixView:
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     shape: tuple[int, ...]
-    # Whether it is known which of the two is the input.
+    # Whether it is known which of the two is the input. That changes no program: views
+    # that differ in it alone are equal, so that `jit` finds the one that there is.
     is_directed: bool = dataclasses.field(default=True, compare=False)
     division: Division | None = None
 
@@ -66,6 +67,7 @@ class MatrixView:
     @property
     def wide(self) -> "MatrixView":
         """The same matrices with the short side first: tall ones are transposed."""
+        # (U S V^T)^T = V S U^T: the polar factor of the transpose is the transpose.
         if self.fan_in <= self.fan_out:
             return self
         axes = {"reduction": self.output, "output": self.reduction}

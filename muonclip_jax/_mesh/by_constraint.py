@@ -6,8 +6,8 @@ they come back. How blocks are sent there and back, XLA decides.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,24 +43,45 @@ def orthogonalize_by_constraint(
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
     given = leaves
     pieces = divide([keep_sharding(x) for x in leaves], views)
-    leaves, views = pieces.arrays, pieces.views
-    stacks = stacks_of(leaves, views, mesh.size)
+    leaves = pieces.arrays
+    plan = divide_stacks(solver, stacks_of(leaves, pieces.views, mesh.size), mesh.size)
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
-    plan = divide_stacks(solver, stacks, mesh.size)
+
+    def constrained(x: jax.Array, *spec: Any) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def halfway(slots: jax.Array) -> jax.Array:
+        # Over all axes but the last one, since XLA moves one axis well. Where all of
+        # them cut matrices it would make copies of the stack on all devices in order to
+        # move them together, and stacks that it moves before they are padded it would
+        # move again.
+        return constrained(slots, axes[:-1] or None, ANY, ANY)
+
+    def iterate_own(solver: Solver, slots: Sequence[jax.Array]) -> list[jax.Array]:
+        device = jax.lax.axis_index(axes)
+        counts = [jnp.asarray(share.counts)[device] for _, share in plan]
+        return iterate_share(solver, slots, counts)
+
+    arrived = []
+    for stack, share in plan:
+        matrices = stack.gather(leaves, solver.wire_dtype(jnp.dtype(stack.dtype)))
+        slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
+        arrived.append(constrained(halfway(slots), axes, None, None))
     by_device = PartitionSpec(axes)
     # Each device iterates what a constraint has put there. `check_vma` would have to
     # know that a loop with a count of its own differs along all axes.
     iterated = jax.shard_map(
-        functools.partial(_iterate_own, plan=plan, axes=axes),
+        iterate_own,
         mesh=mesh,
         in_specs=(PartitionSpec(), by_device),
         out_specs=by_device,
         check_vma=False,
-    )(solver, [_to_devices(solver, leaves, each, mesh, axes) for each in plan])
+    )(solver, arrived)
     results = list(leaves)
-    for each, matrices in zip(plan, iterated, strict=True):
-        returned = _from_devices(matrices, each, mesh, axes)
-        each[0].scatter(returned, results)
+    for (stack, share), slots in zip(plan, iterated, strict=True):
+        slots = constrained(halfway(slots), None, ANY, ANY)
+        stack.scatter(slots[share.first : share.first + stack.count], results)
     results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
     return [*map(sharded_like, pieces.unite(results), given)]
 
@@ -98,45 +119,3 @@ def divide_stacks(
         devices,
     )
     return list(zip(stacks, shares, strict=True))
-
-
-def _to_devices(solver, leaves, each: DividedStack, mesh, axes) -> jax.Array:
-    stack, share = each
-    wire = solver.wire_dtype(jnp.dtype(stack.dtype))
-    matrices = stack.gather(leaves, wire)
-    slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
-    return _constrained(_halfway(slots, mesh, axes), mesh, axes, None, None)
-
-
-def _from_devices(slots: jax.Array, each: DividedStack, mesh, axes) -> jax.Array:
-    (stack, share), slots = each, _halfway(slots, mesh, axes)
-    slots = _constrained(slots, mesh, None, ANY, ANY)
-    return slots[share.first : share.first + stack.count]
-
-
-def _halfway(slots: jax.Array, mesh, axes) -> jax.Array:
-    """Shards slots over all axes but the last one.
-
-    XLA moves one axis well. Where all of them cut matrices it would make copies of the
-    stack on all devices in order to move them together, and stacks that it moves before
-    they are padded it would move again.
-    """
-    return _constrained(slots, mesh, axes[:-1] or None, ANY, ANY)
-
-
-def _constrained(x: jax.Array, mesh: Mesh | AbstractMesh, *spec) -> jax.Array:
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _iterate_own(
-    solver: Solver,
-    slots: Sequence[jax.Array],
-    *,
-    plan: Sequence[DividedStack],
-    axes: tuple[str, ...],
-) -> list[jax.Array]:
-    """The work of one device, which waits for no other in between."""
-    device = jax.lax.axis_index(axes)
-    counts = [jnp.asarray(share.counts)[device] for _, share in plan]
-    return iterate_share(solver, slots, counts)

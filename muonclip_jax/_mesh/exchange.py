@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._axes import gather_everywhere
-from .._layout.shardings import mesh_axes
+from .._layout.shardings import blocks_along, mesh_axes
 from .._matrices.stacks import MatrixView
 
 
@@ -83,6 +83,7 @@ class Share(NamedTuple):
             return x
         starts = np.cumsum(self.counts) - self.counts
         if len(self.counts) > MOST_RUNS:
+            # After the last matrix there is none to put into a slot.
             found = starts[:, None] + np.arange(self.slots)
             return jnp.take(x, np.minimum(found, len(x) - 1).reshape(-1), axis=0)
         x = jnp.pad(x, [(0, self.slots), (0, 0), (0, 0)])
@@ -106,6 +107,8 @@ class Share(NamedTuple):
 def cut_of(view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]) -> Cut:
     """`mesh` maps names of axes to sizes."""
     entries = [*spec, *[None] * (len(view.shape) - len(spec))]
+    # Axes of one device cut nothing. Without them leaves that are cut alike have equal
+    # cuts, and share a stack.
     names = [tuple(n for n in mesh_axes(e) if mesh[n] > 1) for e in entries]
 
     def factors(axes: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
@@ -134,8 +137,7 @@ def local_view(
     view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
 ) -> MatrixView:
     """The view of what one device holds of the leaf."""
-    counts = [math.prod(mesh[name] for name in mesh_axes(entry)) for entry in spec]
-    counts += [1] * (len(view.shape) - len(counts))
+    counts = blocks_along(spec, len(view.shape), mesh)
     shape = (size // n for size, n in zip(view.shape, counts, strict=True))
     return dataclasses.replace(view, shape=tuple(shape))
 
@@ -261,6 +263,7 @@ def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Share:
 def groups_of(cut: Cut, mesh: Mapping[str, int]) -> np.ndarray:
     """Numbers of the devices in the mesh, as `(groups, members)`."""
     names = [name for name, size in mesh.items() if size > 1]
+    # As `axis_index` over all axes numbers them: the first axis is the major one.
     numbers = np.arange(math.prod(mesh.values())).reshape([mesh[n] for n in names])
     order = [names.index(name) for name in cut.batch + cut.members]
     return numbers.transpose(order).reshape(

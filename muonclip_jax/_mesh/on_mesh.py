@@ -4,6 +4,7 @@ Blocks of leaves -> whole matrices, each at the device that owns it -> iterated 
 blocks. Each stack needs two exchanges.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import is_checked, keep_sharding, resharded, varying
-from .._layout.layout import AxisNames, cut_axes, Cuts, gather, own_block
-from .._layout.shardings import along, mesh_axes
+from .._layout.layout import AxisNames, cut_axes, Cuts, on_whole_blocks
+from .._layout.shardings import along, blocks_along
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView, MOST_LEAVES, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
@@ -54,7 +55,8 @@ def orthogonalize_on_mesh(
     specs: Sequence[PartitionSpec],
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that `specs` shard on `mesh`, and leaves them so."""
-    given, specs = specs, _aligned(views, specs, mesh.shape)
+    given = specs
+    specs = [_aligned(*pair, mesh.shape) for pair in zip(views, specs, strict=True)]
     # Of most leaves these are the same. A fused kernel whose blocks show no piece is
     # gathered along its outputs, by XLA, and cut again.
     leaves = [
@@ -81,7 +83,7 @@ def orthogonalize_on_mesh(
         mesh=mesh,
         in_specs=(PartitionSpec(), list(specs)),
         out_specs=list(specs),
-        check_vma=False,
+        check_vma=False,  # as in `orthogonalize_by_constraint`
     )(solver, list(leaves))
     return [
         x if own == spec else _sharded(x, mesh, own)
@@ -90,32 +92,25 @@ def orthogonalize_on_mesh(
 
 
 def _aligned(
-    views: Sequence[MatrixView],
-    specs: Sequence[PartitionSpec],
-    mesh: Mapping[Any, int],
-) -> list[PartitionSpec]:
-    """The specs without what cuts through pieces, so that no block has all of one.
+    view: MatrixView, spec: PartitionSpec, mesh: Mapping[Any, int]
+) -> PartitionSpec:
+    """The spec without what cuts through pieces, so that no block has all of one.
 
     Blocks of a fused query, key and value have entries of one or two of the three, so
     the outputs have to be gathered; blocks of whole groups or heads have pieces of
     their own.
     """
-
-    def aligned(view: MatrixView, spec: PartitionSpec) -> PartitionSpec:
-        pieces, entries = pieces_of(view), []
-        for axis, entry in enumerate(spec):
-            count = math.prod(mesh[name] for name in mesh_axes(entry))
-            sizes = [
-                piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
-                for piece in pieces
-            ]
-            entries.append(None if any(size % count for size in sizes) else entry)
-        return PartitionSpec(*entries)
-
-    return [
-        aligned(view, spec) if view.division else spec
-        for view, spec in zip(views, specs, strict=True)
-    ]
+    if view.division is None:
+        return spec
+    pieces, entries = pieces_of(view), []
+    counts = blocks_along(spec, len(spec), mesh)
+    for axis, (entry, count) in enumerate(zip(spec, counts, strict=True)):
+        sizes = [
+            piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
+            for piece in pieces
+        ]
+        entries.append(None if any(size % count for size in sizes) else entry)
+    return PartitionSpec(*entries)
 
 
 def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
@@ -147,14 +142,16 @@ def orthogonalize_by_replicas(
     several = tuple(name for name in axes if sizes[name] > 1)
     if several and is_checked(several):
         leaves = [varying(x, several) for x in leaves]
-    specs = [along(several, spec) for spec in _aligned(views, cuts, sizes)]
+    aligned = (_aligned(*pair, sizes) for pair in zip(views, cuts, strict=True))
+    specs = [along(several, spec) for spec in aligned]
     apart = [
         along({*cut_axes(cut)} - {*cut_axes(spec)}, cut)
         for cut, spec in zip(cuts, specs, strict=True)
     ]
-    whole = [gather(*pair) for pair in zip(leaves, apart, strict=True)]
-    results = share_among_devices(solver, whole, views=views, mesh=sizes, specs=specs)
-    return [own_block(*pair) for pair in zip(results, apart, strict=True)]
+    share = functools.partial(
+        share_among_devices, solver, views=views, mesh=sizes, specs=specs
+    )
+    return on_whole_blocks(share, apart, leaves)
 
 
 def share_among_devices(

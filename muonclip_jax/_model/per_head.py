@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from .._parameters.by_names import ByNames
 from .._parameters.dimension_numbers import (
     DimensionNumbers,
     GIVEN,
-    OfTree,
     resolve_verdicts,
 )
 from .._parameters.given import check_model, Model
@@ -23,77 +22,78 @@ from .attention_layers import Attention, Layers, layers_of, resolve_attention
 from .owned_leaf import OwnedLeaf
 
 
-def heads_apart(
+class MatrixRules(NamedTuple):
+    """The user's word on matrices, from which the verdicts on any tree follow."""
+
+    dimension_numbers: DimensionNumbers | None
+    per_head: bool | None
+    model: Model | None
+    layers: Layers | None  # whose heads are cut apart
+
+    def verdicts(self, tree: paths.PathedTree) -> list[Verdict]:
+        """The verdict on each leaf, with heads as matrices where they are to be.
+
+        As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
+        """
+        numbers, model = self.dimension_numbers, self.model
+        is_cut = self.per_head is not False and self.layers is not None
+        if model is None and not is_cut:
+            # Names show which axes are heads in stock layers.
+            return resolve_verdicts(numbers, tree, per_head=self.per_head)
+        layers, leaf_at = resolve_attention(self.layers if is_cut else (), tree)
+        described: dict[paths.Path, list[tuple[bool, OwnedLeaf]]] = {}
+        for layer in layers:
+            for leaf in layer.leaves:
+                path = layer.path_of(leaf)
+                own = described.setdefault(path, [])
+                is_hidden = paths.is_masked(leaf_at[path])
+                # Where one does not fit, QK-Clip's `init` says why.
+                if not is_hidden and (owned := leaf.owned(tuple(leaf_at[path].shape))):
+                    # The parts of a query with a rotary embedding and without are one
+                    # head.
+                    own.append((leaf in layer.key, owned))
+        found = resolve_verdicts(numbers, tree, model=model, described=described)
+        # A reading knows heads by the logits, which have none of the value's. An axis
+        # that stock layers have for these counts with a reading as it does without.
+        is_named = is_cut and model is not None
+        named = ByNames(tree).verdicts(per_head=True) if is_named else {}
+        for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
+            given, must = verdict.numbers, bool(self.per_head)
+            # A bias goes to AdamW, whatever heads it has; what the user has cut stays,
+            # and what the user has given, unless heads were asked for.
+            if given is None or isinstance(given, MatrixAxes):
+                continue
+            if verdict.why == GIVEN and not must:
+                continue
+            if described.get(path):
+                shape = tuple(leaf_at[path].shape)
+                axes: Any = _of_heads(path, shape, given, described[path], must)
+                # What names leave open, the description of the heads decides.
+                why = verdict.why if verdict.is_known else "heads"
+                found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
+            elif path in named and _cuts(named[path], given, len(leaf_at[path].shape)):
+                found[i] = verdict._replace(numbers=named[path].numbers)
+        return found
+
+
+def matrix_rules(
     per_head: bool | None,
     model: Model | None,
     dimension_numbers: DimensionNumbers | None,
     attention: Attention | None = None,
-) -> dict[str, Any]:
-    """`dimension_numbers` and `per_head` for Muon's leaves, of what the user gave.
+) -> MatrixRules:
+    """The rules of what the user gave; heads are those of `attention`, else of `model`.
 
-    Heads are those of `attention`, else of `model`. Without either, `per_head` stays:
-    names show which axes are heads in stock layers. `None` cuts what can be cut.
+    `None` for `per_head` cuts what can be cut.
     """
     # What was made before, as by `muonclip` for `muon`, is all there is.
-    if isinstance(dimension_numbers, OfTree):
-        return dict(dimension_numbers=dimension_numbers, per_head=False)
+    if isinstance(dimension_numbers, MatrixRules):
+        return dimension_numbers
     check_model(model)
+    per_head = per_head if per_head is None else flag("per_head", per_head)
     # Layers that QK-Clip cannot act on have heads all the same.
     layers = layers_of(model, attention)
-    per_head = per_head if per_head is None else flag("per_head", per_head)
-    is_cut = per_head is not False and layers is not None
-    if model is None and not is_cut:
-        return dict(dimension_numbers=dimension_numbers, per_head=per_head)
-    must = bool(per_head)
-    arguments = (layers, is_cut, model, dimension_numbers, must)
-    return dict(dimension_numbers=OfTree(_verdicts, arguments), per_head=False)
-
-
-def _verdicts(
-    attention: Layers | None,
-    is_cut: bool,
-    model: Model | None,
-    dimension_numbers: DimensionNumbers | None,
-    must: bool,
-    tree: paths.PathedTree,
-) -> list[Verdict]:
-    """The verdict on each leaf, with heads as matrices if it `is_cut` by them.
-
-    As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
-    """
-    layers, leaf_at = resolve_attention(attention if is_cut else (), tree)
-    described: dict[paths.Path, list[tuple[bool, OwnedLeaf]]] = {}
-    for layer in layers:
-        for leaf in layer.leaves:
-            path = layer.path_of(leaf)
-            own = described.setdefault(path, [])
-            is_hidden = paths.is_masked(leaf_at[path])
-            # Where one does not fit, QK-Clip's `init` says why.
-            if not is_hidden and (owned := leaf.owned(tuple(leaf_at[path].shape))):
-                # The parts of a query with a rotary embedding and without are one head.
-                own.append((leaf in layer.key, owned))
-    found = resolve_verdicts(dimension_numbers, tree, model=model, described=described)
-    # A reading knows heads by the logits, which have none of the value's. An axis that
-    # stock layers have for these counts with a reading as it does without.
-    is_named = is_cut and model is not None
-    named = ByNames(tree).verdicts(per_head=True) if is_named else {}
-    for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
-        given = verdict.numbers
-        # A bias goes to AdamW, whatever heads it has; what the user has cut stays, and
-        # what the user has given, unless heads were asked for.
-        if given is None or isinstance(given, MatrixAxes):
-            continue
-        if verdict.why == GIVEN and not must:
-            continue
-        if described.get(path):
-            shape = tuple(leaf_at[path].shape)
-            axes: Any = _of_heads(path, shape, given, described[path], must)
-            # What names leave open, the description of the heads decides.
-            why = verdict.why if verdict.is_known else "heads"
-            found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
-        elif path in named and _cuts(named[path], given, len(leaf_at[path].shape)):
-            found[i] = verdict._replace(numbers=named[path].numbers)
-    return found
+    return MatrixRules(dimension_numbers, per_head, model, layers)
 
 
 def _cuts(named: Verdict, given: Axes, rank: int) -> bool:

@@ -8,6 +8,7 @@ large ones, $P Q^\top$, are coded by themselves, and only the rest is rounded en
 entry, on the scale of its row $r$ or its column $c$, whichever is smaller.
 """
 
+import functools
 import math
 import string
 from typing import Any, NamedTuple
@@ -67,10 +68,10 @@ def number_of_directions(view: MatrixView) -> int:
     return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))
 
 
-def parts_of_scales(view: MatrixView) -> Any:
+def parts_of_scales(leaf: int, view: MatrixView) -> Any:
     """Describes the scale arrays of a leaf: a tree of parts of its state."""
     rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
-    part: Any = StatePart
+    part: Any = functools.partial(StatePart, leaf)
     scales = part(jnp.bfloat16, rows), part(jnp.bfloat16, columns)
     count = number_of_directions(view)
     if not count:
@@ -120,6 +121,7 @@ def _decoded(code: jax.Array) -> jax.Array:
 
 
 def _code(share: jax.Array) -> jax.Array:
+    # s = C / (254 - |C|), solved for C: C (1 + |s|) = 254 s.
     return jnp.round(2 * LARGEST * share / (1 + jnp.abs(share))).astype(jnp.int8)
 
 
@@ -129,6 +131,7 @@ def _scale_of_entries(rows: jax.Array, columns: jax.Array) -> jax.Array:
 
 def _at_least(x: jax.Array) -> jax.Array:
     """Rounds up, so that no share of it exceeds 1."""
+    # To the nearest bfloat16 a number loses at most 2^-8 of it, half of what is added.
     return (x * (1 + 2.0**-7)).astype(jnp.bfloat16)
 
 
@@ -204,7 +207,9 @@ def _orthonormal(image: jax.Array, view: MatrixView) -> jax.Array:
     trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     one = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     ridged = gram + RIDGE * jnp.where(trace == 0, 1, trace) * one
-    # Columns times the inverse of Cholesky's factor of their Gram matrix.
+    # Columns times the inverse of Cholesky's factor of their Gram matrix: with
+    # Y^T Y = L L^T, the Gram matrix of Y L^-T is L^-1 (L L^T) L^-T, the identity. The
+    # ridge keeps L regular where columns depend on each other, or are zero.
     inverse = jax.scipy.linalg.solve_triangular(
         jnp.linalg.cholesky(ridged), one, lower=True
     )

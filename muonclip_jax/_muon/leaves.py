@@ -19,13 +19,12 @@ from .._layout.layout import (
 from .._layout.shardings import Shardings
 from .._layout.state import counts_replicated
 from .._matrices.stacks import MatrixView
+from .._model.per_head import MatrixRules
 from .._options import check_state
 from .._parameters import paths
 from .._parameters.dimension_numbers import (
     BEFORE_THE_MASK,
-    DimensionNumbers,
     GIVEN,
-    resolve_verdicts,
     views_of,
 )
 from .._parameters.verdict import Verdict
@@ -93,14 +92,12 @@ class Leaves(NamedTuple):
 
 def read_leaves(
     tree: Any,
-    *,
-    dimension_numbers: DimensionNumbers | None,
-    per_head: bool | None,
+    rules: MatrixRules,
     shardings: Shardings | None,
     axis_name: Hashable | None = None,
 ) -> Leaves:
     layout = read_layout(tree, shardings, axis_name)
-    verdicts = resolve_verdicts(dimension_numbers, layout.whole, per_head=per_head)
+    verdicts = rules.verdicts(layout.whole)
     return Leaves(layout, views_of(verdicts, layout.whole), verdicts)
 
 
@@ -108,9 +105,8 @@ def for_leaves(
     name: str,
     build: Callable[[Leaves], optax.GradientTransformationExtraArgs],
     state_type: type,
+    rules: MatrixRules,
     *,
-    dimension_numbers: DimensionNumbers | None,
-    per_head: bool | None,
     shardings: Shardings | None,
     axis_name: Hashable | None,
 ) -> OverReplicas:
@@ -123,11 +119,7 @@ def for_leaves(
     """
     axis_names(axis_name)  # raises at construction for what is none
     read = functools.partial(
-        read_leaves,
-        dimension_numbers=dimension_numbers,
-        per_head=per_head,
-        shardings=shardings,
-        axis_name=axis_name,
+        read_leaves, rules=rules, shardings=shardings, axis_name=axis_name
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:

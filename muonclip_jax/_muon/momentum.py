@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes
-from .._layout.state import StatePart, zero_parts, zeros_like
+from .._layout.state import zero_parts, zeros_like
 from .._matrices.stacks import MatrixView
-from .._options import begins, flag, float_dtype, is_float, number, SHARE
+from .._options import begins, is_float, SHARE
 from .._parameters import paths
 from . import eight_bits
 from .leaves import Leaves
@@ -57,14 +57,6 @@ _NO_FLOATS = (
 )
 
 
-class Momentum(NamedTuple):
-    """A way to keep momentum: an init/update pair whose update returns leaves."""
-
-    init: Callable[[optax.Params, Leaves], ScaleByMuonState]
-    # state, leaves, views, gradients -> momentum to orthogonalize, state
-    update: Callable[..., tuple[list[jax.Array], ScaleByMuonState]]
-
-
 #: A number, or a function from the count of steps to one.
 Beta = ArrayLike | Callable[[Any], Any]
 
@@ -90,98 +82,76 @@ class Rise:
 RISING_BETA = Rise(0.85, 0.95, 300)
 
 
-def momentum_in(dtype: DTypeLike | None, beta: Beta, nesterov: bool) -> Momentum:
-    """Momentum of a dtype, the params' if it is `None`.
+class Momentum(NamedTuple):
+    """How momentum is summed up and kept."""
 
-    **Raises:** `ValueError` for one that is neither a float nor int8, for a beta
-    outside [0, 1], and for a `nesterov` that is no bool.
-    """
-    number("beta", beta, SHARE, "a schedule")
-    nesterov = flag("nesterov", nesterov)
-    dtype = float_dtype("mu_dtype", dtype, also="int8")
-    kept = _in_8_bits(nesterov) if is_8_bits(dtype) else _in_floats(dtype, nesterov)
+    beta: Beta
+    nesterov: bool
+    dtype: DTypeLike | None  # that of the params if None
 
-    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        if callable(beta):
-            begins("beta", beta(np.int32(0)), SHARE)
+    def init(self, params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+        is_coded = is_8_bits(self.dtype)
+        if callable(self.beta):
+            begins("beta", self.beta(np.int32(0)), SHARE)
+        if self.dtype is None:
+            _refuse(leaves, lambda x: not is_float(x.dtype), _NO_FLOATS)
+        elif is_coded:
+            _refuse(leaves, jnp.iscomplexobj, _COMPLEX)
+            _check_whole(leaves)
+        mu = zeros_like(params, leaves.layout, self.dtype)
+        scales = _zero_scales(params, leaves) if is_coded else None
         # Counted for every beta, so that a run can go on with a schedule.
-        return kept.init(params, leaves)._replace(count=jnp.zeros((), jnp.int32))
+        return ScaleByMuonState(mu, scales, jnp.zeros((), jnp.int32))
 
-    def update(state: ScaleByMuonState, *arguments):
-        now: Any = beta(state.count) if callable(beta) else beta
-        if not isinstance(beta, float | int):
+    def update(
+        self,
+        state: ScaleByMuonState,
+        leaves: Leaves,
+        views: Sequence[MatrixView | None],
+        gradients: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], ScaleByMuonState]:
+        """The momentum to orthogonalize, where there is a view, and the state."""
+        beta: Any = self.beta(state.count) if callable(self.beta) else self.beta
+        if not isinstance(self.beta, float | int):
             # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
-            now = jnp.where(now > 0, jnp.minimum(now, 1), 0)
-        ahead, after = kept.update(now, state, *arguments)
-        return ahead, after._replace(count=optax.safe_increment(state.count))
-
-    return Momentum(init, update)
+            beta = jnp.where(beta > 0, jnp.minimum(beta, 1), 0)
+        kept, ahead = leaves.tree.of(state.mu), list(gradients)
+        # Scales are by path, since leaves without a matrix have none.
+        last: Any = state.scales
+        scales: dict[str, eight_bits.Scales] = {}
+        if is_coded := is_8_bits(self.dtype):
+            _check_whole(leaves)
+        for i, view in enumerate(views):
+            if view is None:
+                continue
+            if is_coded:
+                name = paths.show(leaves.tree.paths[i])
+                kept[i], scales[name], ahead[i] = _accumulate_in_8_bits(
+                    beta, kept[i], last[name], gradients[i], self.nesterov, view
+                )
+            else:
+                kept[i], ahead[i] = _accumulate(
+                    beta, kept[i], gradients[i], self.nesterov
+                )
+        mu = leaves.tree.unflatten(kept)
+        by_path = leaves.by_path(scales) if is_coded else None
+        count = optax.safe_increment(state.count)
+        return ahead, ScaleByMuonState(mu, by_path, count)
 
 
 def is_8_bits(dtype: DTypeLike | None) -> bool:
     return dtype is not None and jnp.dtype(dtype) == jnp.int8
 
 
-def _in_floats(dtype: DTypeLike | None, nesterov: bool) -> Momentum:
-    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        if dtype is None:
-            _refuse(leaves, lambda x: not is_float(x.dtype), _NO_FLOATS)
-        mu = zeros_like(params, leaves.layout, dtype)
-        return ScaleByMuonState(mu)
-
-    def update(beta, state, leaves, views, gradients):
-        pairs = [
-            _accumulate(beta, m, g, nesterov) if view else (m, g)
-            for m, g, view in zip(
-                leaves.tree.of(state.mu), gradients, views, strict=True
-            )
-        ]
-        mu = leaves.tree.unflatten(kept for kept, _ in pairs)
-        return [ahead for _, ahead in pairs], ScaleByMuonState(mu)
-
-    return Momentum(init, update)
-
-
-def _in_8_bits(nesterov: bool) -> Momentum:
-    def init(params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        _refuse(leaves, jnp.iscomplexobj, _COMPLEX)
-        _check_whole(leaves)
-        mu = zeros_like(params, leaves.layout, jnp.int8)
-        return ScaleByMuonState(mu, _zero_scales(params, leaves))
-
-    def update(beta, state, leaves, views, gradients):
-        _check_whole(leaves)
-        # Scales are by path, since leaves without a matrix have none.
-        codes, momentum = leaves.tree.of(state.mu), list(gradients)
-        scales: dict[str, eight_bits.Scales] = {}
-        for i, view in enumerate(views):
-            if view is None:
-                continue
-            name = paths.show(leaves.tree.paths[i])
-            coded = codes[i], state.scales[name]
-            codes[i], scales[name], momentum[i] = _accumulate_in_8_bits(
-                beta, *coded, gradients[i], nesterov, view
-            )
-        mu = leaves.tree.unflatten(codes)
-        return momentum, ScaleByMuonState(mu, leaves.by_path(scales))
-
-    return Momentum(init, update)
-
-
 def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:
-    layouts = {
-        i: eight_bits.parts_of_scales(view)
+    scales = {
+        paths.show(leaves.tree.paths[i]): eight_bits.parts_of_scales(i, view)
         for i, view in enumerate(leaves.views)
         if view and math.prod(view.shape)
     }
-    entries, treedef = jax.tree_util.tree_flatten_with_path(
-        layouts, lambda x: isinstance(x, StatePart)
-    )
-    zeros = zero_parts(params, leaves.layout, [(keys[0].key, x) for keys, x in entries])
-    scales = treedef.unflatten(zeros)
-    return leaves.by_path(
-        {paths.show(leaves.tree.paths[i]): of for i, of in scales.items()}
-    )
+    # As a list: zeros are made in the order of the leaves, which that of names is not.
+    zeros = zero_parts(params, leaves.layout, [*scales.values()])
+    return leaves.by_path(dict(zip(scales, zeros, strict=True)))
 
 
 def _refuse(leaves: Leaves, is_of: Callable[[Any], bool], problem: str) -> None:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
-from .._model.per_head import heads_apart
+from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, optimizers_of
@@ -126,6 +126,7 @@ def muon(
         adam_learning_rate=adam_learning_rate,
         adam_weight_decay=adam_weight_decay,
     )
+    # Below 1, since the correction of the bias divides by 1 - b^t.
     number("adam_b1", adam_b1, BELOW_ONE)
     number("adam_b2", adam_b2, BELOW_ONE)
     number("adam_eps", adam_eps, NOT_NEGATIVE)
@@ -135,13 +136,7 @@ def muon(
         adam_learning_rate = learning_rate
     if adam_weight_decay is None:
         adam_weight_decay = weight_decay
-    direction = make_direction(
-        beta=beta,
-        nesterov=nesterov,
-        orthogonalizer=orthogonalizer,
-        consistent_rms=consistent_rms,
-        mu_dtype=mu_dtype,
-    )
+    direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
     # int8 is a code of matrices, which Adam's leaves are not.
     adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
@@ -183,7 +178,7 @@ def muon(
         "muon",
         build,
         optax.transforms.PartitionState,
-        **heads_apart(per_head, model, dimension_numbers),
+        matrix_rules(per_head, model, dimension_numbers),
         shardings=shardings,
         axis_name=axis_name,
     )

@@ -16,7 +16,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import MatrixView
-from .._model.per_head import heads_apart
+from .._model.per_head import matrix_rules
 from .._options import check_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
@@ -96,12 +96,12 @@ def normalize_neurons(
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)
-    axes = heads_apart(per_head, model, dimension_numbers)
+    rules = matrix_rules(per_head, model, dimension_numbers)
 
     # Not by `for_leaves`, which keeps gradients from changing the sharding of state
     # that they are added to: updates are scaled where they are, and stay sharded so.
     def of(tree: Any) -> optax.GradientTransformationExtraArgs:
-        leaves = read_leaves(tree, **axes, shardings=shardings)
+        leaves = read_leaves(tree, rules, shardings)
         check_matrices_only(leaves, "normalize_neurons")
         return neuron_normalization(leaves, b2, eps)
 
@@ -121,15 +121,13 @@ def neuron_normalization(
     """`normalize_neurons` for leaves; those without a view pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
-        parts = [
-            (name, i, StatePart(jnp.float32, sizes))
-            for i, (path, view) in enumerate(
-                zip(leaves.tree.paths, leaves.views, strict=True)
-            )
-            for name, sizes in _state_of(paths.show(path), view).items()
-        ]
-        zeros = zero_parts(params, leaves.layout, [part[1:] for part in parts])
-        v = {name: x for (name, *_), x in zip(parts, zeros, strict=True)}
+        parts = {
+            name: StatePart(i, jnp.float32, sizes)
+            for i, view in enumerate(leaves.views)
+            for name, sizes in _state_of(paths.show(leaves.tree.paths[i]), view).items()
+        }
+        zeros = zero_parts(params, leaves.layout, [*parts.values()])
+        v = dict(zip(parts, zeros, strict=True))
         return NormalizeNeuronsState(leaves.by_path(v))
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -222,7 +220,8 @@ def _normalize(
     long = view.output if short == view.reduction else view.reduction
     wide = o.astype(np.promote_types(o.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(jnp.abs(wide)), short, keepdims=True)
-    # Of blocks of equal size the mean of means is the mean.
+    # Of blocks of equal size the mean of means is the mean; over no axes, where nothing
+    # is cut, a collective is no operation.
     mean = jax.lax.pmean(mean, cut_axes(cut, short))
     b2 = jnp.asarray(b2, v.dtype)
     # State stays sharded as it is: that of a piece is not, along its outputs.

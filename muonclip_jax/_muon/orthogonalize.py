@@ -53,47 +53,40 @@ def _at_one_place(
     place: Place,
 ) -> list[jax.Array]:
     """Orthogonalizes leaves of one place by the route for its kind."""
-    alone = functools.partial(_on_every_device, views=views, place=place)
+
+    def alone(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Whole leaves on every device by itself."""
+        on_device = functools.partial(on_one_device, solver, views=views)
+        # With automatic axes, or none, `on_whole_leaves` changes nothing.
+        whole = functools.partial(on_whole_leaves, on_device)
+        if place.kind == "manual":
+            return on_whole_blocks(whole, place.specs, leaves)
+        return whole(leaves)
+
+    def together(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
+        if place.kind == "mesh":
+            # Blocks are sent to the owners of matrices by a plan, in two exchanges a
+            # stack.
+            return orthogonalize_on_mesh(
+                solver, leaves, views=views, mesh=place.mesh, specs=place.specs
+            )
+        if place.kind == "unknown":
+            # Only the compiler knows where blocks are, so it has to send them.
+            return orthogonalize_by_constraint(
+                solver, leaves, views=views, mesh=place.mesh
+            )
+        # Devices of mapped axes are replicas, or hold blocks.
+        by_replicas = functools.partial(
+            orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
+        )
+        specs = [explicit_spec(x) for x in leaves]
+        return on_automatic_axes(by_replicas, solver, leaves, results=specs)
+
     if place.kind == "one device":
         return solver.on_its_platform(alone, leaves)
-    if place.kind == "mesh":
-        # Blocks are sent to the owners of matrices by a plan, in two exchanges a stack.
-        route = functools.partial(
-            orthogonalize_on_mesh, views=views, mesh=place.mesh, specs=place.specs
-        )
-    elif place.kind == "unknown":
-        # Only the compiler knows where blocks are, so it has to send them.
-        route = functools.partial(
-            orthogonalize_by_constraint, views=views, mesh=place.mesh
-        )
-    else:
-        route = functools.partial(_by_replicas, views=views, place=place)
     # Derivatives go through the plain program: exchanges and loops of a length known at
     # run time have none.
-    return solver.on_its_platform(_differentiable(route, alone), leaves)
-
-
-def _on_every_device(
-    solver: Solver, leaves: list[jax.Array], *, views, place
-) -> list[jax.Array]:
-    """Orthogonalizes whole leaves on every device by itself."""
-    # With automatic axes, or none, `on_whole_leaves` changes nothing.
-    on_device = functools.partial(on_one_device, solver, views=views)
-    alone = functools.partial(on_whole_leaves, on_device)
-    if place.kind == "manual":
-        return on_whole_blocks(alone, place.specs, leaves)
-    return alone(leaves)
-
-
-def _by_replicas(
-    solver: Solver, leaves: list[jax.Array], *, views, place
-) -> list[jax.Array]:
-    """Shares the work among devices of mapped axes: replicas, or holders of blocks."""
-    route = functools.partial(
-        orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
-    )
-    specs = [explicit_spec(x) for x in leaves]
-    return on_automatic_axes(route, solver, leaves, results=specs)
+    return solver.on_its_platform(_differentiable(together, alone), leaves)
 
 
 def on_one_device(

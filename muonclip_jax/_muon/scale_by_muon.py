@@ -16,14 +16,14 @@ from .._layout.layout import own_block
 from .._layout.shardings import Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
-from .._model.per_head import heads_apart
+from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
-from .._options import NOT_NEGATIVE, number
+from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
-from .momentum import Momentum, momentum_in, RISING_BETA, ScaleByMuonState
+from .momentum import Momentum, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
 
@@ -147,13 +147,7 @@ def scale_by_muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982, eq. 4; Kimi Team, "Kimi K2", arXiv:2507.20534, Algorithm 1.
     """
-    direction = make_direction(
-        beta=beta,
-        nesterov=nesterov,
-        orthogonalizer=orthogonalizer,
-        consistent_rms=consistent_rms,
-        mu_dtype=mu_dtype,
-    )
+    direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
 
     def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         check_matrices_only(leaves, "scale_by_muon")
@@ -163,14 +157,13 @@ def scale_by_muon(
         "scale_by_muon",
         build,
         ScaleByMuonState,
-        **heads_apart(per_head, model, dimension_numbers),
+        matrix_rules(per_head, model, dimension_numbers),
         shardings=shardings,
         axis_name=axis_name,
     )
 
 
 def make_direction(
-    *,
     beta: optax.ScalarOrSchedule,
     nesterov: bool,
     orthogonalizer: Orthogonalizer,
@@ -184,7 +177,10 @@ def make_direction(
     if not isinstance(consistent_rms, str) or consistent_rms != "mup":
         number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
     solver = make_solver(orthogonalizer)
-    return Direction(momentum_in(mu_dtype, beta, nesterov), solver, consistent_rms)
+    number("beta", beta, SHARE, "a schedule")
+    nesterov = flag("nesterov", nesterov)
+    momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
+    return Direction(momentum, solver, consistent_rms)
 
 
 class Direction(NamedTuple):
@@ -194,9 +190,14 @@ class Direction(NamedTuple):
     solver: Solver
     consistent_rms: ShapeScale
 
+    @property
+    def is_spectral(self) -> bool:
+        """Whether the scale is that of a norm of operators, and no root mean square."""
+        return self.consistent_rms is None or isinstance(self.consistent_rms, str)
+
     def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""
-        if self.consistent_rms is None or isinstance(self.consistent_rms, str):
+        if self.is_spectral:
             # A matrix and its transpose get two scales.
             check_directed(leaves)
 
@@ -231,18 +232,18 @@ class Direction(NamedTuple):
         # root mean square of 1 / sqrt(max(m, n)), which the first scale undoes. The
         # others are spectral: they bound what a step does to activations whose entries
         # have a root mean square of 1 (arXiv:2310.17813, condition 1).
-        kind = self.consistent_rms
-        is_spectral = kind is None or isinstance(kind, str)
+        rms: Any = self.consistent_rms
 
         def scale(view: MatrixView) -> float:
             fan_in, fan_out = view.matrix_shape
-            if not is_spectral:
+            if not self.is_spectral:
                 return math.sqrt(max(fan_in, fan_out))
-            least = 1.0 if kind is None else 0.0
+            least = 1.0 if rms is None else 0.0
             return math.sqrt(max(least, fan_out / fan_in))
 
         factor: Any = scale(view)
         if view.division is not None:
+            # Pieces are those of the whole leaf, of which this may be a block.
             factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
-        factor = factor if is_spectral else kind * factor
+        factor = factor if self.is_spectral else rms * factor
         return direction * jnp.asarray(factor, direction.dtype)

@@ -184,6 +184,8 @@ def check_schedule(schedule: Schedule, dtype: str) -> None:
         )
 
 
+# Cached, since a transformation may be made anew in every update, as
+# `optax.inject_hyperparams` does, and the sweep takes milliseconds.
 @functools.lru_cache(maxsize=256)
 def find_unstable(schedule: Schedule, dtype: str) -> tuple[float, float] | None:
     """A singular value that leaves (0, 2], and where it goes; None if all stay.

@@ -53,6 +53,7 @@ def precondition(parts: Sequence[jax.Array], kind: Preconditioning) -> jax.Array
         return y
     wide = y.mT if y.shape[-2] > y.shape[-1] else y
     if kind == "equilibrated":
+        # n columns of norm 1 may have a singular value of sqrt(n).
         wide = _divide_by_norm((_equilibrated(wide),))
     else:
         wide = _almost_orthogonal(wide)
@@ -120,6 +121,8 @@ def _almost_orthogonal(x: jax.Array) -> jax.Array:
     No singular value then exceeds 1 (Prach and Lampert, arXiv:2208.03160, Theorem 1).
     """
     sums = jnp.sum(jnp.abs(x @ x.mT.conj()), axis=-1, keepdims=True)
+    # The inner `where` is for derivatives, in which the outer one multiplies by 0 what
+    # at a sum of 0 would be infinite.
     return x * jnp.where(sums > 0, jax.lax.rsqrt(jnp.where(sums > 0, sums, 1)), 0)
 
 
@@ -134,10 +137,6 @@ def _equilibrated(x: jax.Array) -> jax.Array:
         squares += NOISE * jnp.mean(squares, axis=(-2, -1), keepdims=True)
         x = x * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1))
     return x
-
-
-def one_step_each(schedule: Schedule) -> Passes:
-    return tuple((triple,) for triple in schedule)
 
 
 def collected(schedule: Schedule, dtype: str) -> Passes:

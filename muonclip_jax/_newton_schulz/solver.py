@@ -20,7 +20,6 @@ from .iteration import (
     collected,
     cost,
     iterate,
-    one_step_each,
     Passes,
     precondition,
     Preconditioning,
@@ -223,4 +222,4 @@ class Polynomials(Solver):
         )
         if is_gram:
             return collected(self.schedule, dtype.name), True
-        return one_step_each(self.schedule), False
+        return tuple((triple,) for triple in self.schedule), False

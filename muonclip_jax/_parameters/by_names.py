@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
-from .layouts import layouts_of, sides_of
-from .names import Leaf, leaves_of, without_ones
+from .flax_leaves import Leaf, leaves_of, without_ones
+from .layouts import layouts_of, sides_of, WITH_HEADS
 from .outputs import Outputs
 from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import find_stacks, IN_FRONT, StackAxes
@@ -23,7 +23,6 @@ from .verdict import Verdict
 
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
-_COLORS = 4  # at most, with transparency
 
 
 #: Why a leaf is asked about: nothing says what its axes are.
@@ -62,7 +61,7 @@ class ByNames:
         # How many experts are below each module; 0 for such as have a number each.
         experts: dict[Path, set[int]] = {}
         for path, shape in self.shapes.items():
-            is_stack = len(shape) > 2 and names.WITH_HEADS.isdisjoint(path[-2:])
+            is_stack = len(shape) > 2 and WITH_HEADS.isdisjoint(path[-2:])
             for depth, name in enumerate(path):
                 if is_stack or names.words(name)[-1:] in (("expert",), ("experts",)):
                     count = shape[-3] if len(shape) > 2 else 0
@@ -203,7 +202,7 @@ class ByNames:
 
         # Kernels of attention, of pairs, of experts: their shapes together decide.
         role, letters = self._layouts.get(path, ("", []))
-        has_heads = role in names.WITH_HEADS
+        has_heads = role in WITH_HEADS
         # Norms, which the mask hides, would show a stack.
         hides = has_heads and rank > 3 and not self._is_whole
         if len(letters) == 1 and ("L" in letters[0] or not hides):
@@ -267,7 +266,7 @@ class ByNames:
         rank, shape, name = len(leaf.shape), leaf.shape, leaf.module
         inputs, outputs = tuple(range(-rank, -1)), (-1,)
         is_square = rank > 3 and len(set(shape[:-2])) == 1
-        if rank == 3 and name in names.WITH_HEADS:
+        if rank == 3 and name in WITH_HEADS:
             inputs, outputs = (-3,), (-2, -1)
         elif rank > 2 and leaf.is_turned:
             # What PyTorch calls a weight is a window, or a stack of kernels.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
@@ -206,15 +206,8 @@ def _labels(
     return labels
 
 
-class OfTree(NamedTuple):
-    """A function that, given a tree last, returns the verdict on each of its leaves."""
-
-    function: Callable[..., list[Verdict]]
-    arguments: tuple[Any, ...]
-
-
 def resolve_verdicts(
-    dimension_numbers: DimensionNumbers | OfTree | None,
+    dimension_numbers: DimensionNumbers | None,
     tree: paths.PathedTree,
     *,
     model: Model | None = None,
@@ -234,8 +227,6 @@ def resolve_verdicts(
         # Of no params, or of what stands for any, as `optax.tree.map_params` gives.
         return []
     given: Any = dimension_numbers
-    if isinstance(given, OfTree):
-        return given.function(*given.arguments, tree)
     # A function may answer None: AdamW for all of its leaves.
     is_found = given is None
     if not is_found and paths.is_function(given):
@@ -369,6 +360,7 @@ def views_of(
         except ValueError as error:
             at = f"dimension_numbers for '{paths.show(path)}' with shape {shape}"
             raise ValueError(f"{at}: {error}") from None
+        # A square matrix has one scale, whichever side is the input.
         is_directed = not isinstance(numbers, EitherWay) or view.fan_in == view.fan_out
         views[i] = dataclasses.replace(view, is_directed=is_directed)
     return views

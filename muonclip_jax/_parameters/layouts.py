@@ -3,9 +3,39 @@
 import math
 from collections.abc import Iterable
 
-from . import names
-from .names import Leaf
+from .flax_leaves import Leaf
 from .paths import Path
+
+
+#: The kernels of one attention, a letter for each axis, small for inputs; one letter
+#: is one size. D, C, R, S are features or ranks that come in (of the query, of what is
+#: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
+#: groups. L and digits stack.
+LAYOUTS: tuple[dict[str, str], ...] = (
+    # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
+    dict(query="dNH", key="cKH", value="cKV", out="nvE"),
+    dict(query="dNH", key="cKH", value="cKV", out="mE"),  # DeepSeek's flat output
+    dict(query="dNH", key="cKH", value="cKV", out="Env"),  # praxis, simply
+    dict(query="dKGH", key="dKH", value="dKV", out="kgvE"),  # penzai
+    dict(query="dKGH", key="dKH", value="dKV", out="nvE"),  # Levanter
+    # Latent attention in MaxText, with a low-rank query and without.
+    dict(wq_b="rNH", wkv_b="sNW", out="nvE"),
+    dict(wq_b="rNH", wkv_b="sNW", out="mE"),
+    dict(query="dNH", wkv_b="sNW", out="nvE"),
+    # `nn.scan` over plain kernels, and over kernels with heads.
+    dict(query="LdQ", key="LdP", value="LdU", out="LqE"),
+    dict(query="LdNH", key="LdKH", value="LdKV", out="LnvE"),
+    dict(query="LdNH", key="LdKH", value="LdKV", out="LmE"),
+    dict(wq_b="LrNH", wkv_b="LsNW", out="LmE"),
+    # Gemma's einsums.
+    dict(q_einsum="NdH", kv_einsum="2KdH", attn_vec_einsum="nhD"),
+    dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
+    dict(gating_einsum="2Fd", linear="fD"),
+)
+#: Roles whose outputs have heads, which `per_head` cuts.
+WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
+#: All roles that a layout names.
+ROLES = {role for layout in LAYOUTS for role in layout}
 
 
 def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
@@ -17,13 +47,13 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
     for leaf in leaves:
         at = len(leaf.path) - 1 - leaf.is_kernel
         name = "".join(leaf.path[at : at + 1])
-        if name in names.ROLES and leaf.shape:
+        if name in ROLES and leaf.shape:
             modules.setdefault(leaf.path[:at], {})[name] = leaf
     found: dict[Path, tuple[str, list[str]]] = {}
     for members in modules.values():
         fitting: dict[int, list[dict[str, str]]] = {}
         is_general = max(len(leaf.shape) for leaf in members.values()) > 2
-        for layout in names.LAYOUTS if is_general else ():
+        for layout in LAYOUTS if is_general else ():
             if not members.keys() <= layout.keys():
                 continue
             pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
@@ -33,6 +63,7 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
                 for role, leaf in members.items()
                 if leaf.bias and leaf.is_kernel
             ]
+            # One letter is one size, whichever kernels have it, as inputs or outputs.
             size: dict[str, int] = {}
             fits = all(len(letters) == len(shape) for letters, shape in pairs)
             fits = fits and all(

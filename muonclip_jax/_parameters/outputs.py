@@ -18,7 +18,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from . import names
-from .names import Leaf
+from .flax_leaves import Leaf
+from .layouts import WITH_HEADS
 from .paths import Path
 from .stacks import Stack
 from .verdict import Verdict
@@ -59,8 +60,7 @@ class Outputs:
             leaf
             for leaf in of_label.get("matrix", ())
             if leaf.is_kernel and leaf.path[1:] and verdicts[leaf.own].is_known
-            if leaf.path[:-2] not in self.attention
-            or leaf.module not in names.WITH_HEADS
+            if leaf.path[:-2] not in self.attention or leaf.module not in WITH_HEADS
             if len(leaf.shape) == 2 or verdicts[leaf.own].why in _WINDOWS
             if isinstance(verdicts[leaf.own].numbers.output_axis, int)
         ]

@@ -179,6 +179,8 @@ def _walk(
     if is_leaf(node):
         yield path, names
         return
+    # Level by level: JAX's paths of leaves also name what is in a box, and a box may be
+    # at any level.
     children, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from . import names
-from .names import without_ones
+from .flax_leaves import without_ones
 from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
 
 

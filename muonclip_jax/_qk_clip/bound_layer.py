@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._layout.layout import cut_axes
-from .._layout.shardings import mesh_axes
+from .._layout.shardings import blocks_along
 from .._model.attention_layers import AttentionLayer, READ_IT, ROLES
 from .._model.owned_leaf import OwnedLeaf
 from .._model.statistics import largest, STATISTIC
@@ -126,9 +126,10 @@ class BoundLayer:
             return row, PartitionSpec()
         use = max(self.uses, key=lambda use: use.is_whole)  # of the query, if it is
         cut = self._cut_at[use.path]
-        spec = use.leaf.row_spec(cut, [jax.lax.axis_size(mesh_axes(x)) for x in cut])
-        counts = [jax.lax.axis_size(mesh_axes(entry)) for entry in spec or ()]
-        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=False)]
+        mesh = jax.sharding.get_abstract_mesh().shape
+        spec = use.leaf.row_spec(cut, blocks_along(cut, len(cut), mesh))
+        counts = blocks_along(spec or PartitionSpec(), len(expected), mesh)
+        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=True)]
         # Blocks that end within a head, or have heads from several places (those of a
         # split axis), have no statistic of their own.
         if spec is None or any(rest for _, rest in parts):

@@ -60,7 +60,7 @@ class Combined:
     """
 
     of_layers: dict[Path, jax.Array]
-    # The replicas of which they are the maximum.
+    # The replicas of which they are the maximum; static, since names are no arrays.
     reduced_over: AxisNames = dataclasses.field(metadata={"static": True})
 
 
@@ -100,7 +100,6 @@ class Heads:
                     "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
                 )
         self._scaled = scaled_leaves(self.layers)
-        self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
 
     def read(self, attention_stats: Any) -> jax.Array:
         """The statistic of all heads, `(all heads,)` float32, over all replicas.
@@ -179,12 +178,12 @@ class Heads:
 
     def combined(self, row: jax.Array) -> Combined:
         """Statistics that need no collective any more, for what is inside."""
-        pairs = zip(self.shapes, self.by_layer(row), strict=True)
-        return Combined({path: x for (path, _), x in pairs}, self._replicas)
+        pairs = zip(self.layers, self.by_layer(row), strict=True)
+        return Combined({layer.path: x for layer, x in pairs}, self._replicas)
 
     def by_layer(self, row: jax.Array) -> list[jax.Array]:
         """An array `(*stack, heads)` for each layer."""
-        return _divide(row, [shape for _, shape in self.shapes])
+        return _divide(row, [layer.shape for layer in self.layers])
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
         """The threshold of each head; `at` is a schedule's value at this step.
@@ -209,6 +208,7 @@ class Heads:
 
     def joint(self, gamma: jax.Array) -> jax.Array:
         """The smallest gamma of heads that can only be scaled together, for all."""
+        # In most models no head shares what is scaled: no gather and no scatter then.
         first = clipped_together(self.layers, self._scaled)
         if np.array_equal(first, np.arange(self.count)):
             return gamma

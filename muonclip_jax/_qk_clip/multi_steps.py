@@ -158,7 +158,7 @@ def multi_steps(
         # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
         # they are sharded.
         sums = layout.tree.of(first.acc_grads)
-        parts = [(i, StatePart(getattr(x, "dtype", None))) for i, x in enumerate(sums)]
+        parts = [StatePart(i, getattr(x, "dtype", None)) for i, x in enumerate(sums)]
         first = first._replace(
             acc_grads=layout.tree.unflatten(zero_parts(params, layout, parts))
         )

@@ -116,7 +116,7 @@ def test_bytes_of_gpt2():
 
 @functools.partial(jax.jit, static_argnums=1)
 def coded(momentum, view):
-    layout = eight_bits.parts_of_scales(view)
+    layout = eight_bits.parts_of_scales(0, view)
     scales = jax.tree.map(
         lambda part: jnp.zeros(
             [part.sizes.get(i, n) for i, n in enumerate(view.shape)], part.dtype

@@ -1,0 +1,130 @@
+"""Leaves as Flax has them: in its words, in one layer, and with the inputs first."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from optax.contrib import MuonDimensionNumbers
+
+from . import names
+from .paths import Path, Shape
+
+
+# Outputs of attention in penzai and praxis: common words, so only if nothing else is.
+_OUT_IN_ATTENTION = ("output", "post", "proj")
+
+
+def without_ones(bias: Shape) -> Shape:
+    """A bias as Flax has it: `(out, 1, 1)` in Equinox, `(1, 1, 1, out)` in stax."""
+    return tuple(size for size in bias if size != 1) or bias[:1]
+
+
+def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
+    """The path of every leaf in Flax's words."""
+    written: dict[Path, Path] = {}
+    for own, shape in layers.items():
+        # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
+        *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
+        stem, _, end = last.rpartition("_")
+        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
+        if last == "b" and (*own[:-1], "w") in layers:
+            last = "bias"
+        elif last in ("w", "weight", "weights") and (
+            module or (last == "weight" and ("bias",) in layers)
+        ):
+            # A weight with more axes than its bias is a layer, whatever its name.
+            bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
+            is_norm = names.kind(own) == "norm" and not 0 < len(bias) < len(shape)
+            last = "scale" if is_norm else "kernel"
+        elif stem in ("kernel", "bias") and noisy <= layers.keys():
+            module, last = [*module, end], stem  # Dopamine's noisy layers
+        elif last in ("0", "1") and (*own[:-1], "2") not in layers:
+            # A pair of arrays whose second is a bias: stax, and lists written by hand.
+            kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
+            if len(kernel) > 1 and without_ones(bias) in (kernel[-1:], kernel[:1]):
+                last = "kernel" if last == "0" else "bias"
+        written[own] = (*module, last) if own else own
+    # The roles of what is in each module, if it has those of attention.
+    roles: dict[Path, dict[str, str]] = {}
+    for path in written.values():
+        for depth, name in enumerate(path):
+            roles.setdefault(path[:depth], {})[name] = names.projection(name)
+    for below in roles.values():
+        if {"query", "key"} <= set(below.values()) and "out" not in below.values():
+            others = [name for name in below if name in _OUT_IN_ATTENTION]
+            below |= dict.fromkeys(others[:1], "out")
+    for own, path in written.items():
+        for depth in range(max(len(path) - 2, 0), len(path)):
+            role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
+            found = Counter(roles[path[:depth]].values())
+            # No second module may be called the same; a bare array needs an output.
+            in_attention = role and found[role] == 1 and found["query"] and found["key"]
+            if in_attention and (rest or found["out"]):
+                written[own] = (*path[:depth], role, *(rest or ("kernel",)))
+                break
+    return written
+
+
+class Leaf(NamedTuple):
+    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
+
+    own: Path
+    path: Path
+    shape: Shape
+    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    bias: Shape | None  # alongside it; of no axes where a mask hides it
+    module: str
+    is_kernel: bool
+    is_conv: bool
+    is_turned: bool = False  # the leaf has its outputs first
+
+    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
+        """Dimension numbers of the leaf, from axes of the shape."""
+        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
+        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
+
+
+def leaves_of(
+    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+) -> dict[Path, Leaf]:
+    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
+    written = in_flax(layers)
+    by_path = {path: layers[own] for own, path in written.items()}
+    biases = {own: by_path.get((*x[:-1], "bias")) for own, x in written.items()}
+    kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
+    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+
+    def is_turned(own: Path) -> bool | None:
+        """Compares a kernel with its bias, which has its outputs."""
+        shape, bias = layers[own], without_ones(biases[own] or ())
+        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+        return first if first != last and 0 < len(bias) < len(shape) else None
+
+    # What is called a weight has its outputs first in Equinox and Haliax. That counts
+    # where the biases do not disagree: square kernels do not vote, nor those without.
+    votes = [is_turned(own) for own in kernels & weights]
+    weights_turned = votes.count(True) >= votes.count(False)
+    found: dict[Path, Leaf] = {}
+    for own, path in written.items():
+        shape, axes, bias = layers[own], axes_of[own], biases[own]
+        is_weight, module = own in kernels & weights, "".join(path[-2:-1])
+        in_attention = module in ("query", "key", "value", "out")
+        is_conv = bool(names.CONVOLUTION.search(module))
+        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
+        # Equinox; and the first of pairs in stax.
+        is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
+        may_turn = own in weights or own[-1:] == ("0",)
+        may_turn |= len(shape) == 2 and is_layer
+        by = 0
+        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
+            turned = is_turned(own)
+            if turned:
+                by = len(without_ones(bias or ()))
+            elif turned is None and is_weight and weights_turned:
+                by = len(shape) - 1 if in_attention and module != "out" else 1
+                by *= names.kind(own) != "embedding"
+        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+        kinds = module, own in kernels, is_conv
+        found[own] = Leaf(own, path, shape, axes, bias, *kinds, bool(by))
+    return found
