@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .facts import union
-from .graph import Eqn, Lead
+from .graph import Eqn
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
 from .labels import along, distinct, full, is_varied, joined, marks, varied
+from .numbers import Lead
 from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Site, site_of, Unclear

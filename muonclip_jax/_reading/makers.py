@@ -6,7 +6,6 @@ from typing import NamedTuple
 from .facts import Facts
 from .graph import Atom, Eqn, Graph, Labels, Origin
 from .labels import moved, small, varied
-from .primitives import contracted, PRODUCTS
 from .scaling import Scaling
 
 
@@ -31,14 +30,14 @@ class Makers:
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (at := origin.at) is None:
                 return []
-            facts = self._facts.all_of(at.inputs())
-            if at.name in PRODUCTS and not self._facts.is_entrywise(at):
+            facts = self._facts.inputs(at)
+            if at.is_product:
                 i = self._facts.weight_of(at)
                 if i is not None:
                     if facts[i].leaves and not facts[1 - i].is_onehot:
                         found.append(Kernel(at, i, origin.labels))
                     return []
-                if contracted(at.eqn) and all(f.is_deep for f in facts):
+                if at.contracted and all(f.is_deep for f in facts):
                     return []
             return [(i, None) for i, fact in enumerate(facts) if fact.is_deep]
 

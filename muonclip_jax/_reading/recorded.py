@@ -202,11 +202,11 @@ class _Recorder:
         return jaxprs.bound(eqn, inputs), self.run(body, stopped, at)[1]
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Address):
-        body, consts, carry = jaxprs.scanned(eqn)
-        end = consts + carry
+        loop: Any = jaxprs.loop(eqn)
+        consts, carry, end = loop.consts, loop.carry, loop.consts + loop.carry
 
         def trip(state: Any, slices: Any) -> Any:
-            outs, stats = self.run(body, [*inputs[:consts], *state, *slices], at)
+            outs, stats = self.run(loop.body, [*inputs[:consts], *state, *slices], at)
             return outs[:carry], (outs[carry:], stats)
 
         given = inputs[consts:end], inputs[end:]
@@ -218,17 +218,19 @@ class _Recorder:
         return [*state, *rest], stats
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):
-        condition, first, (body, consts, _) = jaxprs.repeated(eqn)
-        own, start = inputs[first : first + consts], inputs[first + consts :]
+        loop: Any = jaxprs.loop(eqn)
+        of_condition, rest = inputs[: loop.first], inputs[loop.first :]
+        own, start = rest[: loop.consts], rest[loop.consts :]
 
         def is_on(both: Any) -> Any:
-            return jaxprs.inner(condition).run([*inputs[:first], *both[0]])[0]
+            values = [*of_condition, *both[0]]
+            return self.run(loop.condition, values, at, branch=1)[0][0]
 
         def step(both: Any) -> Any:
-            state, stats = self.run(body, [*own, *both[0]], at)
+            state, stats = self.run(loop.body, [*own, *both[0]], at)
             return state, jax.tree.map(jnp.maximum, both[1], stats)
 
-        shapes = jax.eval_shape(lambda x: self.run(body, [*own, *x], at)[1], start)
+        shapes = jax.eval_shape(lambda x: self.run(loop.body, [*own, *x], at)[1], start)
         return jax.lax.while_loop(is_on, step, (start, _nothing(shapes)))
 
     def _cond(self, eqn: Any, inputs: list[Any], at: Address):

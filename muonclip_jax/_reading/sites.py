@@ -109,23 +109,23 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     """Where the maxima that a kernel returns are named as the statistic."""
     frame = product.at.frame
     while frame.kind != "kernel":
-        if frame.parent is None:
+        if frame.caller is None:
             return None
-        frame = frame.parent
-    rule = kernels.rule_of(frame.eqn)
-    assert rule is not None
+        frame = frame.caller.frame
+    call: Any = frame.caller
+    rule: Any = kernels.rule_of(call.eqn)
     for at in reader.equations if isinstance(rule.maxima, int) else ():
-        if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], frame.eqn):
+        if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], call):
             return Site(at)
     return None
 
 
-def _is_of(reader: Softmaxes, atom: Atom, eqn: Any) -> bool:
+def _is_of(reader: Softmaxes, atom: Atom, call: Eqn) -> bool:
     """Whether an array is made of what an equation returns, and of little else."""
     found: list[Eqn] = []
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        if (at := origin.at) is None or at.eqn is eqn:
+        if (at := origin.at) is None or at is call:
             found.extend([at] if at else [])
             return []
         return [(i, None) for i in range(len(at.eqn.invars))]
@@ -140,7 +140,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
     A softmax subtracts the maximum of its logits, and their log-sum-exp, or any other
     number that all logits of a query share.
     """
-    base = exp.frame.number(exp.eqn.invars[0]) if exp.name == "pow" else None
+    base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
     found = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
     atom = exp.inputs()[-1]
@@ -149,7 +149,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         if len(made) != 1 or reader.facts.product(made[0]) & bits:
             return found
         (at,), inputs = made, made[0].inputs()
-        facts = reader.facts.all_of(inputs)
+        facts = reader.facts.inputs(at)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
         if not own or not moves(at, 0):
             return found

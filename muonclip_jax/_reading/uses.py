@@ -1,5 +1,6 @@
 """The uses of every parameter, noted wherever it meets activations."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .facts import Fact, members, union
-from .graph import Atom, Eqn, Frame, Origin
+from .graph import Atom, Eqn, Origin
 from .jaxprs import names
 from .labels import along, dimensions, is_varied, marks, varied
 from .makers import Makers
-from .primitives import contracted, KNOWN, moves, PRODUCTS
+from .primitives import KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
 
@@ -79,12 +80,11 @@ class Uses:
         # Operations that activations went through and that cannot be read.
         self.hidden: list[Eqn] = []
         for at in reader.equations:
-            if frames := at.frame.inside.get(at.i):
-                self._handed(at, frames)
+            if at.inside:
+                self._handed(at)
             else:
                 self._note(at)
-        for var in self._graph.top.jaxpr.outvars:
-            atom = Atom(self._graph.top, var)
+        for atom in self._graph.top.outputs:
             self._is_feature(atom, self._facts.of(atom))
 
     def numbers_of(self, *kinds: str) -> set[int]:
@@ -102,12 +102,12 @@ class Uses:
 
     def _note(self, at: Eqn) -> None:
         inputs, name = at.inputs(), at.name
-        facts = self._facts.all_of(inputs)
+        facts = self._facts.inputs(at)
         if not any(f.leaves for f in facts):
             return
         if self._facts.event(at) & self._facts.own:
             return
-        if name in PRODUCTS and not self._facts.is_entrywise(at):
+        if at.is_product:
             self._product(at, inputs, facts)
             return
         if name not in KNOWN:
@@ -140,24 +140,16 @@ class Uses:
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(at, inputs[0], facts[0])
 
-    def _handed(self, at: Eqn, frames: list[Frame]) -> None:
+    def _handed(self, at: Eqn) -> None:
         """A parameter that is what a loop begins with, or that a branch returns."""
-        inner = frames[0]
-        for i, outer in enumerate(
-            inner.outer if inner.kind in ("scan", "while") else ()
-        ):
-            if outer.how == "carry":
-                start = self._facts.of(Atom(at.frame, outer.atom))
-                carried = self._facts.of(Atom(inner, inner.jaxpr.invars[i]))
-                if start.is_weight and not carried.is_weight:
-                    self._use("elementwise", at, start)
+        of, first = self._facts.of, at.inside[0]
+        pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]
         if at.name == "cond":
-            for k, var in enumerate(at.eqn.outvars):
-                if self._facts.of(Atom(at.frame, var)).is_deep:
-                    for one in frames:
-                        fact = self._facts.of(Atom(one, one.jaxpr.outvars[k]))
-                        if fact.is_weight:
-                            self._use("elementwise", at, fact)
+            branches = (zip(x.outputs, at.outputs(), strict=True) for x in at.inside)
+            pairs += itertools.chain(*branches)
+        for given, taken in pairs:
+            if of(given).is_weight and not of(taken).is_weight:
+                self._use("elementwise", at, of(given))
 
     def _unknown(self, at: Eqn, facts: list[Fact]) -> None:
         """A primitive without a rule: it may have done anything."""
@@ -279,7 +271,7 @@ class Uses:
                     )
 
     def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
-        if not (all(f.is_deep for f in facts[:2]) and contracted(at.eqn)):
+        if not (all(f.is_deep for f in facts[:2]) and at.contracted):
             self._scales(at, inputs, facts)
             return
         for j in (0, 1):
@@ -315,7 +307,7 @@ class Uses:
                 for axis, found in along.items():
                     if found <= dims:
                         self.experts.add((number, axis))
-        pairs = {a[1 - i]: a[i] for a in contracted(at.eqn)}
+        pairs = {a[1 - i]: a[i] for a in at.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
     def _routers(self, bits: int) -> list[tuple[int, Eqn]]:
@@ -353,9 +345,9 @@ class Uses:
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
             at = origin.at
-            if at is None or (at.name in PRODUCTS and contracted(at.eqn)):
+            if at is None or (at.name in PRODUCTS and at.contracted):
                 return
-            facts, is_product = self._facts.all_of(at.inputs()), at.name in _MULTIPLIES
+            facts, is_product = self._facts.inputs(at), at.name in _MULTIPLIES
             # What was weighed before comes of a router, too: of two operands that do,
             # the gate is the one along fewer dimensions, or of one-hot rows.
             varied = [self._varied(x) if is_product else set() for x in at.inputs()]
@@ -446,7 +438,7 @@ class Uses:
                         len(axes) == 1
                         and label.shape[axes[0]]
                         == atom.shape[d]
-                        == self._graph.shapes[number][axes[0]]
+                        == self._graph.top.inputs[number].shape[axes[0]]
                     ):
                         of = union(1 << x for x in entries)
                         self.cuts[number, axes[0]] |= of
