@@ -56,6 +56,10 @@ class Atom(NamedTuple):
         """A label for each of some dimensions, with marks along it."""
         return tuple(marks(self.rank, self.lead + d, self.shape[d]) for d in axes)
 
+    def along(self, d: int, line: np.ndarray) -> Label:
+        """A label that has these marks along one dimension."""
+        return line.reshape([-1 if a == self.lead + d else 1 for a in range(self.rank)])
+
     @property
     def whole(self) -> Labels:
         """A label with the same mark for all entries."""

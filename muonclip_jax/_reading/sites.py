@@ -16,7 +16,7 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .graph import Atom, Eqn, Origin
 from .heads import Heads
-from .labels import joined_but
+from .labels import joined_but, marks
 from .primitives import moves
 from .softmaxes import known_number, Path, Product, Softmaxes
 
@@ -43,6 +43,11 @@ class Site:
     factor: float = 1.0
     cap_at: Eqn | None = None
     cap: float = math.inf
+
+    @property
+    def atom(self) -> Atom:
+        """The logits."""
+        return self.at.inputs()[self.operand]
 
     def largest(self, x: Any, before_cap: Any) -> jax.Array:
         """The maximum of the logits of every head, `(heads,)`."""
@@ -76,21 +81,16 @@ def site_of(
     if named := _statistic(reader, product):
         return named, None
     site = _entrance(reader, exp, bits)
-    atom = site.at.inputs()[site.operand]
-    bit = reader.facts.product(product.at)
-    sizes = dict(enumerate(atom.shape))
+    atom, bit = site.atom, reader.facts.product(product.at)
     labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
     if labels is None:
         raise Unclear("could not be followed into the softmax")
-    of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
-
-    def varies(label: Any) -> bool:
-        return len({*joined_but(label, of_heads).ravel().tolist()}) > 1
-
-    site.dims = tuple(
-        d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x)
-    )
-    path.factors = _count(reader, site, product, heads, bit, of_heads).factors
+    of_heads = [a for a in heads.axes if a >= product.lead]
+    # A part of these entries may be nobody's, which `is_varied` would not see.
+    marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
+    dims = enumerate(zip(atom.shape, marked, strict=False))
+    site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
+    path.factors = _count(reader, site, product, heads).factors
     if path.joins:
         site.spans = _spans(reader, site, bit)
     if path.caps:
@@ -167,35 +167,22 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
 
-def _count(
-    reader: Softmaxes,
-    site: Site,
-    product: Product,
-    heads: Heads,
-    bit: int,
-    of_heads: Any,
-) -> Path:
+def _count(reader: Softmaxes, site: Site, product: Product, heads: Heads) -> Path:
     """Finds the rows of each head: entries along the dimensions of heads."""
-    atom = site.at.inputs()[site.operand]
-    lead, rank = atom.lead, atom.rank
-    sizes = [atom.shape[d] for d in site.dims]
-    count = math.prod(sizes)
+    atom = site.atom
+    count = math.prod(atom.shape[d] for d in site.dims)
     cannot = (
         "enter the softmax in an order in which heads cannot be distinguished: keep an "
         "axis for them"
     )
     if count > 1 << 14:
         raise Unclear(cannot)
-    numbers = np.arange(count).reshape(
-        [
-            sizes[site.dims.index(a - lead)] if a - lead in site.dims else 1
-            for a in range(rank)
-        ]
-    )
-    label = np.vectorize(lambda x: 1 << int(x), otypes=[object])(numbers)
+    own = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
+    label = marks(1, 0, count, exact=True).reshape([1] * atom.lead + own)
+    bit = reader.facts.product(product.at)
     labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
-    found = joined_but(labels[0], of_heads)
+    found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
     local = heads.label
     # On a mesh each device has its own heads, the first those of the first device.
     for lead_of in product.at.frame.lead:
@@ -220,14 +207,12 @@ def _count(
 
 def _spans(reader: Softmaxes, site: Site, bit: int) -> dict[int, tuple[int, int]]:
     """Where logits are along dimensions that have more than these."""
-    atom = site.at.inputs()[site.operand]
-    lead, rank = atom.lead, atom.rank
-    spans = {}
+    atom, spans = site.atom, {}
     for d, n in enumerate(atom.shape):
         if n == 1 or d in site.dims:
             continue
-        shape = [n if a == lead + d else 1 for a in range(rank)]
-        up = np.arange(n, dtype=float).reshape(shape)
+        # Marks that are numbers are joined by their maximum: of n and of -n.
+        up = atom.along(d, np.arange(n, dtype=float))
         low, high = math.inf, -math.inf
         labels, _ = reader.to_product(atom, (up, -up), bit)
         if labels is not None:

@@ -172,14 +172,9 @@ class Uses:
             if fact.is_weight:
                 self._use("elementwise", at, fact)
         ends = facts[0].ends
-        for kernel in self._makers.kernels(atom, atom.each()) if ends else ():
-            event = self._facts.event(kernel.at)
-            if event & ends and any(
-                is_varied(label)
-                for _, labels in self._makers.leaves(kernel)
-                for label in labels
-            ):
-                self.chosen |= event
+        for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
+            if any(map(is_varied, labels)):
+                self.chosen |= self._facts.event(maker) & ends
 
     # Products.
 
@@ -297,16 +292,12 @@ class Uses:
             dims |= weighed & gone
         if not dims:
             return set()
-        each = atom.each()
-        for kernel in self._makers.kernels(atom, each):
-            for number, labels in self._makers.leaves(kernel):
-                along: dict[int, set[int]] = {}
-                for d, label in enumerate(labels):
-                    for axis in varied(label):
-                        along.setdefault(axis, set()).add(d)
-                for axis, found in along.items():
-                    if found <= dims:
-                        self.experts.add((number, axis))
+        for _, number, labels in self._makers.of(atom, atom.each()):
+            along: dict[int, set[int]] = {}
+            for d, label in enumerate(labels):
+                for axis in varied(label):
+                    along.setdefault(axis, set()).add(d)
+            self.experts |= {(number, a) for a, of in along.items() if of <= dims}
         pairs = {a[1 - i]: a[i] for a in at.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
@@ -424,24 +415,14 @@ class Uses:
 
         `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
         """
-        if not fact.is_deep:
+        if not (fact.is_deep and (starts := _one_entry(at))):
             return
-        starts = _one_entry(at)
-        if not starts:
-            return
-        each = atom.each()
-        for kernel in self._makers.kernels(atom, tuple(each[d] for d in starts)):
-            for number, labels in self._makers.leaves(kernel):
-                for (d, entries), label in zip(starts.items(), labels, strict=True):
-                    axes = varied(label)
-                    if (
-                        len(axes) == 1
-                        and label.shape[axes[0]]
-                        == atom.shape[d]
-                        == self._graph.top.inputs[number].shape[axes[0]]
-                    ):
-                        of = union(1 << x for x in entries)
-                        self.cuts[number, axes[0]] |= of
+        for _, number, labels in self._makers.of(atom, atom.marks(starts)):
+            shape = self._graph.top.inputs[number].shape
+            for (d, entries), label in zip(starts.items(), labels, strict=True):
+                for axis in axes if len(axes := varied(label)) == 1 else ():
+                    if label.shape[axis] == atom.shape[d] == shape[axis]:
+                        self.cuts[number, axis] |= union(1 << x for x in entries)
 
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
