@@ -28,7 +28,7 @@ class Step:
     previous_key: Array
 
 
-# Tasks are told apart by what they are, not by what they hold: jit keys on them.
+# Tasks are compared by identity, not by content: jit keys on them.
 @dataclass(frozen=True, eq=False)
 class Task:
     """A function of parameters, at several difficulties, and when it counts as passed.

@@ -19,8 +19,8 @@ class Checkpoint(NamedTuple):
 class Checkpoints:
     """The newest checkpoints of one run, and the settings it was made with.
 
-    A run that is not resumed starts afresh; what was in its folder is moved aside. Of
-    several processes, all call every method.
+    A run that is not resumed starts from scratch; what was in its folder is moved
+    aside. Of several processes, all call every method.
     """
 
     def __init__(

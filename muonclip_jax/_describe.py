@@ -53,14 +53,14 @@ def describe(
 ) -> str:
     """Returns a table with a row for each leaf: its matrices and its optimizer.
 
-    Rows of repeated layers that differ in their index alone are one row, `blocks/0-11`.
+    Rows of repeated layers that differ only in their index are one row, `blocks/0-11`.
     Below are the parameters and the bytes of state of each optimizer, for momentum in
     the dtype of the params. In a notebook the table is HTML.
 
-    Matrices are given as count x fan-in x fan-out. "why" is what decided the optimizer,
-    with a question mark where the evidence is weak. "attention" is the leaf's role for
-    QK-Clip. Where QK-Clip cannot act on attention that names or a `model` show, the
-    table is the one for [`muon`][], with the reason below it.
+    Matrices are given as count x fan-in x fan-out. "why" is the reason for the
+    optimizer, with a question mark if the evidence is weak. "attention" is the leaf's
+    role for QK-Clip. If QK-Clip cannot act on attention that names or a `model` show,
+    the table is that for [`muon`][], with the reason below it.
 
     **Arguments:**
 
@@ -69,8 +69,8 @@ def describe(
     - `dimension_numbers`: as for [`muon`][].
     - `attention`: as for [`muonclip`][].
     - `per_head`: as for [`muon`][].
-    - `weight_decay`: as for [`muon`][]. With this or one of the next two the column
-        "decay" says what decays each leaf.
+    - `weight_decay`: as for [`muon`][]. With this or one of the next two arguments the
+        table has a column "decay", the weight decay of each leaf.
     - `weight_decay_mask`: as for [`muon`][].
     - `adam_weight_decay`: as for [`muon`][].
     - `stacks`: whether to list, below, the stacks of matrices that Muon orthogonalizes

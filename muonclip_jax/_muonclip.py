@@ -51,14 +51,14 @@ def muonclip(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of Kimi K2 (arXiv:2507.20534): [`muon`][], then [`qk_clip`][].
 
-    Nothing may come after it in a chain: what changes its updates undoes the clip. Put
-    `optax.clip_by_global_norm` before it, a factor in the learning rate, and use
-    [`multi_steps`][] in place of `optax.apply_every`.
+    Nothing may come after it in a chain: a step that changes its updates undoes the
+    clip. Put `optax.clip_by_global_norm` before it, factors into the learning rate, and
+    use [`multi_steps`][] in place of `optax.apply_every`.
 
     **Arguments:**
 
     - `learning_rate`: twice that of your tuned AdamW, at most 0.03; or a schedule.
-    - `threshold`: the largest logit that is left alone, or a schedule of it.
+    - `threshold`: heads with a larger logit are clipped; a number or a schedule.
     - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it.
     - `model`: what [`read_model`][] returns. Without it, names and shapes decide.
     - `attention`: the layers to clip, if not those of `model`; as for [`qk_clip`][].

@@ -46,8 +46,8 @@ def number(name: str, value: Any, within: Range, *others: str) -> None:
     # Schedules are the likely mistake where optax has them for some arguments only.
     if callable(value):
         raise ValueError(
-            f"{name} must be {kinds}, got {shown(value)}; it takes no schedule, but "
-            f"changes by optax.inject_hyperparams(...)(..., {name}=schedule)"
+            f"{name} must be {kinds}, got {shown(value)}; it takes no schedule: use "
+            f"optax.inject_hyperparams(...)(..., {name}=schedule)"
         )
     # By type: a bool is an int to Python, and a string of digits converts, but neither
     # was meant as a number.
@@ -159,9 +159,9 @@ def check_state(name: str, is_own: bool) -> None:
     """Raises for a state of another set-up, and for arguments in another order."""
     if not is_own:
         raise ValueError(
-            f"the state is not one that init of {name} made: tx.update(grads, state, "
-            "params), with the state of the last update, or a checkpoint loaded into "
-            "tx.init(params), and not that of another set-up of the optimizer"
+            f"the state is not one that init of {name} made: call tx.update(grads, "
+            "state, params) with the state that the last update returned, or with a "
+            "checkpoint of the same optimizer, restored into tx.init(params)"
         )
 
 

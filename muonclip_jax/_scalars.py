@@ -38,46 +38,47 @@ def scalars(
     | name | number |
     |---|---|
     | `max_logit` | the largest finite logit of all heads |
-    | `max_logit/<layer>` | that of one attention layer, of all of its stack |
-    | `num_clipped`, `num_nonfinite` | heads that [`qk_clip`][] scaled; left alone |
-    | `clipped_fraction`, `ever_clipped_fraction` | of all heads, in this step; ever |
-    | `hyperparams/<name>` | of `optax.inject_hyperparams`, the learning rate too |
-    | `hyperparams/<where>/<name>` | where there are several: which of them |
+    | `max_logit/<layer>` | that of an attention layer, over all of its stack |
+    | `num_clipped` | heads that [`qk_clip`][] scaled |
+    | `num_nonfinite` | heads that it left alone, with an infinite or NaN logit |
+    | `clipped_fraction` | the share of heads that were clipped in this step |
+    | `ever_clipped_fraction` | the share of heads that were ever clipped |
+    | `hyperparams/<name>` | of `optax.inject_hyperparams`, such as the learning rate |
+    | `hyperparams/<where>/<name>` | the same, if several states have the name |
     | `param_norm/<label>` | $\lVert W \rVert_F$ of all leaves of a label |
-    | `update_norm/<label>` | that of the `updates`, where they are given |
+    | `update_norm/<label>` | that of the `updates`, if they are given |
 
     Labels are those of [`param_labels`][]: `matrix`, `embedding`, `head`, ... `<where>`
-    are the labels and places that lead to the state, as `optax.partition` and
-    `optax.chain` have them. With `heads=True` there are, for each head of each layer,
+    is the path to the state: labels of `optax.partition` and positions in
+    `optax.chain`. With `heads=True` there are also, for each head of each layer,
 
     | name | number |
     |---|---|
     | `max_logit/<layer>/head_<i>` | its largest logit |
-    | `gamma/<layer>/head_<i>` | by how much it was scaled; 1 if left alone |
-    | `steps_since_clip/<layer>/head_<i>` | -1 if it never was clipped |
+    | `gamma/<layer>/head_<i>` | the factor of its logits; 1 if it was left alone |
+    | `steps_since_clip/<layer>/head_<i>` | -1 if it was never clipped |
 
     with `<layer>/<number>` in place of `<layer>` for the layers of a stack. Heads that
     share a leaf, such as the gain of a norm, count as one.
 
-    What is not known or not finite is absent, such as logits before the first step: all
-    numbers can be written as JSON. Inside `jit` there are no values to go by, so that
-    nothing is absent, and the largest logit is `-inf` before the first step.
+    Numbers that are not known or not finite, such as logits before the first step, are
+    left out, so that the dict can be written as JSON. Inside `jit` nothing is left out,
+    since there are no values yet; the largest logit is `-inf` before the first step.
 
     **Arguments:**
 
-    - `opt_state`: of any optimizer, however deeply wrapped; what it has no state for is
-        left out.
-    - `params`: as the optimizer has them, or a module of NNX or Equinox.
-    - `updates`: of the last step.
-    - `model`: as the optimizer has it.
-    - `attention`: as the optimizer has it.
-    - `dimension_numbers`: as the optimizer has them.
+    - `opt_state`: of any optimizer, however deeply wrapped; numbers for which it has no
+        state are left out.
+    - `params`: those of the optimizer, or a module of NNX or Equinox.
+    - `updates`: those of the last step.
+    - `model`: as given to the optimizer.
+    - `attention`: as given to the optimizer.
+    - `dimension_numbers`: as given to the optimizer.
     - `heads`: whether to add the numbers of each head.
 
-    **Returns:** a flat dict of Python numbers; under `jit` of arrays.
+    **Returns:** a flat dict of Python numbers, or of arrays under `jit`.
 
-    **Warns:** where `qk_clip` is inside a plain `optax.MultiSteps`, see
-    [`multi_steps`][].
+    **Warns:** if `qk_clip` is inside a plain `optax.MultiSteps`, see [`multi_steps`][].
 
     **Raises:** `ValueError` as [`param_labels`][] does, for several `qk_clip` in the
     optimizer, and for a state that was made for other params.
@@ -135,7 +136,7 @@ def _of_heads(
     if heads.count != state.gamma.size:
         raise ValueError(
             f"the optimizer state holds {state.gamma.size} heads, the params "
-            f"{heads.count}; pass the params and attention= of its init"
+            f"{heads.count}; pass the same params, model= and attention= as to init"
         )
     count = max(1, heads.count)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Each line of the table "Differences" in docs/from_optax.md, against optax."""
+"""Each line of the tables under "Differences" in docs/from_optax.md, against optax."""
 
 import inspect
 import re
@@ -226,7 +226,7 @@ LINES = {
     "`nesterov`": nadam,
     "`adam_eps_root`": absent_options,
     '`preconditioning="spectral"`': absent_norms,
-    "settings also by position": positions,
+    "settings may be positional": positions,
     "coefficients live": state,
 }
 
@@ -241,3 +241,18 @@ def test_every_line_has_its_assertion():
     told = told[: told.index("coefficients live in the optimizer state") + 1]
     assert len(told) == len(LINES)
     assert all(row.startswith(line) for row, line in zip(told, LINES, strict=True))
+
+
+def test_the_table_of_arguments_is_complete():
+    page = (ROOT / "docs/from_optax.md").read_text()
+    table = page.split("| argument of `optax.contrib.muon` |")[1].split("\n\n")[0]
+    here: dict[str, str] = {}
+    for line in table.splitlines()[2:]:
+        theirs, ours = line.strip("| ").split(" | ")
+        here |= dict.fromkeys(re.findall(r"`(\w+)`", theirs), ours)
+    assert here.keys() == THEIRS.keys()
+    settings = inspect.signature(mc.NewtonSchulz).parameters
+    for name, ours in here.items():
+        known = [name] if ours == "the same" else re.findall(r"\b(\w+)(?:=|`$)", ours)
+        assert set(known) <= OURS.keys() | settings.keys(), name
+        assert bool(known) == (ours != "none")

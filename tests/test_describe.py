@@ -259,7 +259,9 @@ def test_the_error_advises_the_other_layers_only_if_there_are_some():
         return jnp.sum(jax.nn.softmax(query @ key.mT) @ (x @ params["v"]))
 
     none = mc.read_model(loss, params, normal(4, 5, 8))
-    with pytest.raises(ValueError, match="For the other layers alone .*, or use mc"):
+    with pytest.raises(
+        ValueError, match="To clip only the other layers, .*, or use mc"
+    ):
         mc.qk_clip(model=some)
     with pytest.raises(ValueError, match=r"Give attention=\[\] to clip nothing, or"):
         mc.qk_clip(model=none)

@@ -361,7 +361,7 @@ WRONG = {
     ),
     "an orthogonalizer of another shape": (
         lambda: update(mc.muon(1e-3, orthogonalizer=lambda x: x @ x.mT)),
-        r"the orthogonalizer made an array of float32 .* of a stack of matrices",
+        r"the orthogonalizer returned an array of float32 .* for a stack of matrices",
     ),
     "an orthogonalizer that was called as a schedule": (
         lambda: update(
@@ -524,7 +524,7 @@ WRONG = {
     ),
     "arguments swapped": (
         direct("muon", "of muon", "grads", "params"),
-        r"the state is not one that init of muon made: tx.update\(grads, state, params",
+        r"not one that init of muon made: call tx.update\(grads, state, params",
     ),
     "no params": (direct("muonclip", "grads", "state"), "needs the params"),
     "statistics are a list": (

@@ -40,18 +40,18 @@ def attention_fn(
 ) -> jax.Array:
     """Flax attention that also sows `max_logits` alongside its `query` and `key`.
 
-    Give it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
-    `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which is
-    how Flax passes `module`; without it this is Flax's attention and nothing more. The
-    statistic, `(heads,)` float32 as from [`max_logits`][], goes to the `intermediates`
-    of Linen or to `nnx.Intermediate`; calls of a layer used twice combine by maximum.
+    Pass it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
+    `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which
+    makes Flax pass `module`; otherwise this is only Flax's attention. The statistic,
+    `(heads,)` float32 as from [`max_logits`][], is sown into `intermediates` in Linen
+    and `nnx.Intermediate` in NNX. A layer that is called twice has the maximum of both.
 
     **Arguments:**
 
-    - `kernel`: computes output and statistic itself, in place of Flax: a function of
-        query, key and value, and of the `bias`, `mask` and `is_causal` that the layer
-        is called with, which returns `(output, max_logits)`. [`blockwise_attention`][]
-        and [`splash_attention`][] are such. Bind it with
+    - `kernel`: computes output and statistic in place of Flax: a function of query, key
+        and value, and of the `bias`, `mask` and `is_causal` that the layer is given,
+        that returns `(output, max_logits)`, such as [`blockwise_attention`][] and
+        [`splash_attention`][]. Bind it with
         `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
         `precision` and `force_fp32_for_softmax` do not reach it.
     - all others: as Flax passes them; query `(batch..., length, heads, head_dim)`,
@@ -61,7 +61,7 @@ def attention_fn(
     dtype that Flax gives it.
 
     **Raises:** `ValueError` for statistics of an earlier call that are still on an NNX
-    module, and for dropout or einsums of the layer, which do not reach a `kernel`.
+    module, and for a layer with dropout or einsums together with a `kernel`.
 
     !!! example
 
@@ -85,8 +85,8 @@ def attention_fn(
         einsums = qk_attn_weights_einsum or attn_weights_value_einsum
         if einsums or (dropout_rate > 0 and not deterministic):
             raise ValueError(
-                "kernel= computes attention by itself: dropout and the einsums of the "
-                "layer do not reach it. Leave them out of the layer, or kernel="
+                "kernel= computes attention by itself, without the dropout and the "
+                "einsums of the layer: leave those out, or leave out kernel="
             )
         arrays = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
         options: dict[str, Any] = {} if bias is None else dict(bias=bias)
@@ -165,8 +165,8 @@ def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
         if isinstance(getattr(module, STATISTIC, None), nnx.Variable):
             raise ValueError(
                 f"{type(module).__name__} still holds the max_logits of an earlier "
-                "call: run the model under nnx.capture(..., nnx.Intermediate), or take "
-                "them off after every step with nnx.pop(model, nnx.Intermediate)"
+                "call: run the model under nnx.capture(..., nnx.Intermediate), or "
+                "remove them after every step with nnx.pop(model, nnx.Intermediate)"
             )
         module.sow(nnx.Intermediate, STATISTIC, statistic, **fold)
     else:

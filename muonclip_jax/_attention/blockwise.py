@@ -42,9 +42,10 @@ def blockwise_attention(
     $$\mathrm{softmax}(s\,QK^\top + \mathrm{bias})\,V \qquad\text{and}\qquad
       S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh} + \mathrm{bias}_{bhij}$$
 
-    equal to `jax.nn.dot_product_attention` and to [`max_logits`][], its gradient too,
-    but never with more than a block of logits in memory. A query that sees no key gets
-    zeros. Softmax and sums are in float32, and in float64 where an array has it.
+    Output, gradient and statistic equal those of `jax.nn.dot_product_attention` and
+    [`max_logits`][], but no more than a block of logits is in memory at once. The
+    output for a query that sees no key is zero. Softmax and sums are in float32, or in
+    float64 if an array is.
 
     **Arguments:**
 

@@ -233,7 +233,7 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
     if query_ids is None and key_ids is None:
         return None, None
     if query_ids is None:
-        raise ValueError("key_segment_ids need query_segment_ids with them")
+        raise ValueError("key_segment_ids also need query_segment_ids")
     whose = "key_segment_ids" if key_ids is not None else "query_segment_ids as keys'"
     key_ids = query_ids if key_ids is None else key_ids
     *batch, _, length, key_length = shape
@@ -259,7 +259,7 @@ def make_window(is_causal: bool, local: Any) -> Window:
     """A window from one number for both sides, or a pair; any integers will do."""
     pair = tuple(local) if np.iterable(local) else (local, local)
     if len(pair) != 2:
-        raise ValueError(f"local_window_size is one number or a pair, not {local}")
+        raise ValueError(f"local_window_size must be one number or a pair, got {local}")
     before, after = pair
     after = 0 if flag("is_causal", is_causal) else after
     before, after = (

@@ -35,7 +35,7 @@ def max_logits(
 
     $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh} + \mathrm{bias}_{bhij}$$
 
-    over the pairs that the mask shows. Long sequences are cut into blocks, so that
+    over the pairs that the mask allows. Long sequences are processed in blocks, so that
     memory does not grow with the square of the length.
 
     **Arguments:**
@@ -54,8 +54,8 @@ def max_logits(
         keys of its own segment.
     - `key_segment_ids`: those of the keys; the query's if left out.
 
-    **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees
-    nothing, NaN if one of the values is.
+    **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees no
+    pair, NaN if a logit is NaN.
 
     **Raises:** `ValueError` where heads or sizes of query and key do not fit, where a
     bias, a mask or segments do not broadcast, and for the segments of keys alone.

@@ -40,16 +40,16 @@ def splash_attention(
 
     The statistic, as [`max_logits`][] defines it, costs nothing in training: the kernel
     forms the row maxima anyway. Needs tokamax (`pip install 'muonclip_jax[tokamax]'`).
-    Under `jit` with sharded arrays wrap the call in `jax.shard_map(...,
-    check_vma=False)`, as any Pallas kernel.
+    Under `jit` with sharded arrays wrap the call in
+    `jax.shard_map(..., check_vma=False)`, like any Pallas kernel.
 
     **Arguments:**
 
     - `query`, `key`, `value`: `(batch..., length, heads, head_dim)`; key heads divide
         the query's. Lengths are padded to a multiple of 128.
-    - `is_causal`, `scale`, `local_window_size`, `query_segment_ids`,
-        `key_segment_ids`: as for [`max_logits`][]. Arrays as masks and additive biases
-        are beyond this kernel.
+    - `is_causal`, `scale`, `local_window_size`, `query_segment_ids`, `key_segment_ids`:
+        as for [`max_logits`][]. The kernel does not support mask arrays and additive
+        biases.
     - `block_size`: largest number of queries and of keys in a block.
     - `interpret`: runs on any device, slowly, for tests.
     - `config`: further fields of tokamax's `SplashConfig`, such as
@@ -59,8 +59,8 @@ def splash_attention(
     bfloat16 the kernel rounds the scaled query, and the statistic with it, to about
     0.3 % (0.1 % with `use_base2_exp=False`).
 
-    **Raises:** `ValueError` for `logits_soft_cap`: the maxima of the kernel are those
-    of the capped logits; for arrays that do not fit, float64 and axes of size zero; and
+    **Raises:** `ValueError` for `logits_soft_cap`, since the kernel keeps the maxima of
+    the capped logits; for arrays that do not fit, float64 and axes of size zero; and
     for arrays on a mesh outside such a `shard_map`. `ImportError` without tokamax.
 
     !!! example
@@ -77,22 +77,22 @@ def splash_attention(
     """
     if logits_soft_cap is not None:
         raise ValueError(
-            "splash_attention records the capped logits under logits_soft_cap, and no "
-            "scaling of the weights brings those to the threshold; without the cap, "
-            "QK-Clip bounds the logits by itself"
+            "splash_attention records the capped logits under logits_soft_cap, and "
+            "QK-Clip cannot scale those to the threshold; leave the cap out, since "
+            "QK-Clip already bounds the logits"
         )
     shape, arrays = fitting(query, key, value)
     query, key, value = arrays
     if any(0 in x.shape or x.dtype == jnp.float64 for x in arrays):
         given = ", ".join(f"{x.dtype} {x.shape}" for x in arrays)
         raise ValueError(
-            f"splash_attention takes no float64 and no axis of size zero: {given}; "
-            "blockwise_attention does"
+            f"splash_attention takes no float64 and no axis of size zero, got {given}; "
+            "use blockwise_attention"
         )
     if any(manual_axes(x) or jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
         raise ValueError(
-            "splash_attention is a Pallas kernel, whose results have no type that says "
-            "how a mesh shards them: call it in jax.shard_map(..., check_vma=False)"
+            "splash_attention is a Pallas kernel, and the types of its results do not "
+            "say how they are sharded: call it in jax.shard_map(..., check_vma=False)"
         )
     window = make_window(is_causal, local_window_size)
     block_size = whole_number("block_size", block_size, 1)

@@ -162,14 +162,14 @@ class Layout(NamedTuple):
             if differs := own.intersection(shared).difference(given):
                 raise ValueError(
                     f"'{show(path)}' differs along {sorted(map(str, differs))}: say in "
-                    "shardings how they cut it, or name them in axis_name, over which "
-                    "gradients are averaged"
+                    "shardings how these axes cut it, or name them in axis_name, to "
+                    "average gradients over them"
                 )
             if whole := set(given).difference(own):
                 raise ValueError(
                     f"shardings says that {sorted(whole)} cut '{show(path)}', but it "
                     "is the same on all devices along them: give jax.shard_map the "
-                    "in_specs that shardings names, or leave the axes out of shardings"
+                    "same in_specs as shardings, or leave the axes out of shardings"
                 )
 
 
@@ -206,7 +206,7 @@ def axis_names(axis_name: Any) -> AxisNames:
         return ()
     names = tuple(axis_name) if isinstance(axis_name, list | tuple) else (axis_name,)
     if not all(isinstance(name, Hashable) for name in names):
-        raise ValueError(f"axis_name must be a name or a tuple of them: {axis_name!r}")
+        raise ValueError(f"axis_name must be a name or a tuple of names: {axis_name!r}")
     return names
 
 
@@ -240,7 +240,7 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
     vmapped = [axis for axis in replicas if axis not in manual]
     if vmapped and manual and is_checked(manual):
         raise ValueError(
-            f"axis_name={vmapped} are axes of jax.vmap, over which JAX reduces nothing "
+            f"axis_name={vmapped} are axes of jax.vmap, over which JAX cannot reduce "
             "inside a jax.shard_map that checks types: give it check_vma=False"
         )
     # `multi_steps` accumulates gradients before the transformation inside it sees them.

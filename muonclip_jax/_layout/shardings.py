@@ -53,8 +53,8 @@ class _Block:
             raise AttributeError(name)
         raise ValueError(
             f"shardings is a function that reads .{name} of the params, but inside "
-            "jax.shard_map leaves are blocks, and how large the whole ones are is what "
-            "shardings has to say: call it outside, and pass the tree that it returns"
+            "jax.shard_map leaves are blocks, without the shapes of the whole arrays: "
+            "call the function outside, and pass the tree that it returns"
         )
 
 
@@ -129,7 +129,7 @@ def found_sharding(
     if not fits(leaf.shape, wanted[1], wanted[0]):
         raise ValueError(
             f"the sharding {wanted[1]} of '{show(path)}' of shape {tuple(leaf.shape)} "
-            f"does not divide it on {_show(wanted[0])}"
+            f"does not divide it evenly on {_show(wanted[0])}"
         )
     _check_agree(path, leaf, (mesh, spec), wanted)
     return wanted
@@ -182,19 +182,19 @@ def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None
     where = f"the sharding {spec} of '{show(path)}' of shape {tuple(shape)}"
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ValueError(
-            f"{where} is reduced or unreduced along an axis: params are neither; give "
-            "the entries alone"
+            f"{where} is reduced or unreduced along an axis, which params cannot be: "
+            "give only the entries"
         )
     for entry in spec:
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ValueError(
-                f"{where} leaves an axis UNCONSTRAINED: write None where it is not "
-                "sharded, or give None for the whole leaf to leave it open"
+                f"{where} leaves an axis UNCONSTRAINED: write None for an axis that is "
+                "not sharded, or None in place of the spec to leave the whole leaf open"
             )
         if not all(isinstance(name, str) for name in mesh_axes(entry)):
             raise ValueError(
-                f"{where} has the entry {entry!r}; expected are names of mesh axes, "
-                "tuples of them, and None"
+                f"{where} has the entry {entry!r}; expected names of mesh axes, tuples "
+                "of names, or None"
             )
     named = [axis for entry in spec for axis in mesh_axes(entry)]
     if absent := [axis for axis in named if axis not in mesh.shape]:
@@ -203,7 +203,7 @@ def check_spec(path: Path, shape: tuple[int, ...], spec: Any, mesh: Any) -> None
             f"{_show(mesh)}"
         )
     if twice := sorted({axis for axis in named if named.count(axis) > 1}):
-        raise ValueError(f"{where} names {twice} twice: an axis cuts a leaf once")
+        raise ValueError(f"{where} names {twice} twice: an axis can shard a leaf once")
     if len(spec) > len(shape):
         raise ValueError(f"{where} has too many entries")
 

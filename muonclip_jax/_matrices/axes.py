@@ -11,10 +11,11 @@ from .._options import whole_number
 
 @dataclasses.dataclass(frozen=True)
 class MatrixAxes:
-    r"""The axes of a leaf that is several matrices side by side.
+    r"""The axes of a leaf whose outputs are those of several matrices.
 
-    As `optax.contrib.MuonDimensionNumbers`, which has the two axes alone; all axes that
-    neither names are a stack. The outputs, in the order of `output_axis`, are
+    Like `optax.contrib.MuonDimensionNumbers`, which has only the first two arguments;
+    all axes that neither names are a stack. The outputs, in the order of `output_axis`,
+    are
 
     $$n = \mathrm{groups} \cdot \sum_i \mathrm{parts}_i .$$
 
@@ -29,12 +30,12 @@ class MatrixAxes:
         kernel, gate and up. `None` is one part.
     - `head_dim`: the size of a head in all parts, or one for each part; `None` for a
         part that stays whole.
-    - `groups`: how many times the parts come one after another. A part without
-        `head_dim` is one matrix, of all its groups.
+    - `groups`: how many times the sequence of parts repeats. A part without `head_dim`
+        is one matrix, made of all its groups.
 
-    **Raises:** `ValueError` at construction for sizes that are no positive numbers or
-    heads that do not divide a part; at `init`, naming the path, where the parts do not
-    add up to the outputs.
+    **Raises:** `ValueError` at construction for sizes that are not positive whole
+    numbers or heads that do not divide a part; at `init`, naming the path, if the parts
+    do not add up to the outputs.
 
     !!! example
 

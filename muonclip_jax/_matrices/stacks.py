@@ -123,7 +123,7 @@ def _division(view: MatrixView, axes: MatrixAxes) -> Division | None:
     if any(j != i + 1 for i, j in itertools.pairwise(view.output)):
         raise ValueError(
             f"the outputs {axes.output_axis} are cut into parts, so they have to be "
-            "adjacent axes, in their order"
+            "adjacent axes, in order"
         )
     head_dims = axes.head_dim
     if not isinstance(head_dims, tuple):

@@ -68,9 +68,9 @@ def orthogonalize_on_mesh(
             jax.lax.axis_size(tuple(mesh.axis_names))
         except NameError as error:
             raise ValueError(
-                "jax.vmap maps an axis that an explicit axis of the mesh shards, which "
-                "removes that axis from the devices that share Muon's work: map "
-                "over an axis that is not sharded, or use jax.shard_map"
+                "jax.vmap maps over an axis that an explicit axis of the mesh shards, "
+                "and devices along that axis cannot share Muon's work: map over an "
+                "axis that is not sharded, or use jax.shard_map"
             ) from error
         return share_among_devices(
             solver, leaves, views=views, mesh=mesh.shape, specs=specs

@@ -25,7 +25,7 @@ Leaf = HeadLeaf | OwnedLeaf
 
 
 class AttentionLayer(NamedTuple):
-    """One attention layer: its statistic, and the leaves that QK-Clip scales by it.
+    """An attention layer: its statistic, and the leaves that QK-Clip scales.
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
     `(*stack, heads)`; a leaf named here has the axes of `stack`, unless the layers of
@@ -37,15 +37,15 @@ class AttentionLayer(NamedTuple):
     - `path`: of the module, from the root of the params.
     - `query`, `key`: leaves that share the scaling, `gamma**alpha` and
         `gamma**(1-alpha)`. A key that several query heads or several layers share is
-        left alone, and `query` is scaled by the whole `gamma`; so too the other way
-        round. A leaf that is both takes `gamma**0.5`, for every `alpha`. Where that
-        leaves a layer nothing to scale, the layers that share its leaves are clipped
-        together, by the smallest `gamma` of them.
-    - `rotary_query`: leaves whose partner is a key that all heads share and that stays
-        as it is, such as the rotary part of multi-head latent attention: the whole
-        `gamma` scales them for every `alpha`. A query whose key no parameter scales, or
-        such a key, is one, too; the layer then has neither `query` nor `key`.
-    - `threshold`: of this layer, where it is not that of [`qk_clip`][]: a number, an
+        left alone, and `query` is scaled by the whole `gamma`; likewise for a shared
+        query. A leaf that is both is scaled by `gamma**0.5`, for every `alpha`. If
+        these rules leave nothing to scale in a layer, it is clipped together with the
+        layers that share its leaves, by the smallest `gamma` of them.
+    - `rotary_query`: leaves of a query whose key all heads share and which stays as it
+        is, such as the rotary part of multi-head latent attention. They are scaled by
+        the whole `gamma` for every `alpha`. If no parameter scales the key (or the
+        query), list the leaves of the other here, and leave `query` and `key` empty.
+    - `threshold`: of this layer, if it differs from that of [`qk_clip`][]: a number, an
         array with one for each layer of the stack, or a schedule.
 
     !!! example
@@ -120,7 +120,7 @@ def attention_of(model: Model | None, attention: Attention | None) -> Layers | N
             "QK-Clip cannot scale the logits of\n  "
             + "\n  ".join(refused)
             + (
-                "\nFor the other layers alone give attention=reading.attention"
+                "\nTo clip only the other layers, give attention=reading.attention"
                 if model.attention
                 else "\nGive attention=[] to clip nothing"
             )
@@ -134,22 +134,22 @@ def flax_attention_layers(
 ) -> list[AttentionLayer]:
     """Finds the attention layers of stock Flax: modules with `query` and `key`.
 
-    Works on Linen and NNX params, scanned layers included. All other attention:
+    Works on Linen and NNX params, including scanned layers. For all other attention use
     [`read_model`][].
 
     **Arguments:**
 
     - `params`: of the model.
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
-        `nnx.vmap` stacks elsewhere than in front, such as `{"decoder/layers": 1}` or,
-        in the last axis, -1. For `attention=`:
+        `nnx.vmap` stacks, if not the first, such as `{"decoder/layers": 1}`, or -1 for
+        the last. For `attention=` write
         `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
 
     **Returns:** a list of [`AttentionLayer`][].
 
-    **Raises:** `ValueError`, naming the layers, where query and key are normalized
-    after their projection (`normalize_qk=True`): scaling the weights does nothing
-    there. So too for projections with leaves besides kernel and bias, such as LoRA's.
+    **Raises:** `ValueError`, naming the layers, if query and key are normalized after
+    their projection (`normalize_qk=True`), where scaling the weights has no effect, and
+    if projections have leaves besides kernel and bias, such as LoRA's.
 
     !!! example
 
@@ -165,8 +165,8 @@ def flax_attention_layers(
         # No layers would be found in it, and nothing would be clipped.
         raise ValueError(
             "flax_attention_layers needs the params, got a number, such as the step: "
-            "optax.inject_hyperparams calls all functions as schedules, unless it is "
-            'given static_args=("attention",)'
+            "optax.inject_hyperparams calls every function as a schedule, unless it "
+            'is given static_args=("attention",)'
         )
     return _by_names(paths.flatten(params), stack_axes)
 
@@ -228,8 +228,8 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
         raise ValueError(
             f"QK-Clip cannot act on '{show_layer(layer)}' by names: they do not say "
             f"what {paths.show_all(others)} do to the logits, so scaling the kernels "
-            f"may not be enough. Use {READ_IT}; or name all leaves that scale query "
-            "and key by mc.HeadLeaf in an mc.AttentionLayer"
+            f"may not be enough. Use {READ_IT}; or list all leaves that scale query "
+            "and key as mc.HeadLeaf in an mc.AttentionLayer"
         )
 
 
@@ -288,8 +288,8 @@ def resolve_attention(
     modules = [show_layer(layer) for layer in layers]
     if twice := sorted({name for name in modules if modules.count(name) > 1}):
         raise ValueError(
-            f"attention= has several layers at {', '.join(map(repr, twice))}; each has "
-            "a path and a statistic of its own"
+            f"attention= has several layers at {', '.join(map(repr, twice))}; each "
+            "needs its own path and statistic"
         )
     _check_not_normalized(layers, leaf_at)
     return layers, leaf_at
@@ -345,9 +345,9 @@ def _check_not_normalized(
         raise ValueError(
             f"QK-Clip cannot act on {', '.join(map(repr, modules))}: query and key are "
             f"normalized after the projection ({', '.join(found)}), so scaling their "
-            f"weights leaves the logits as they are. With {READ_IT} it scales the "
-            "gains of the norms, if the logits are linear in them; else use mc.muon "
-            "without QK-Clip"
+            f"weights leaves the logits as they are. With {READ_IT} QK-Clip scales "
+            "the gains of the norms, if the logits are linear in them; otherwise use "
+            "mc.muon"
         )
 
 
@@ -378,8 +378,8 @@ def check_none_overlooked(
             overlooked.append(own)
     if overlooked:
         raise ValueError(
-            "by names QK-Clip finds the modules that are called query and key, as in "
-            f"stock Flax, and would not clip {paths.show_all(overlooked, at_most=3)}. "
-            f"Use {READ_IT}, or describe this attention by mc.AttentionLayer. To leave "
-            "it unclipped, pass attention=mc.flax_attention_layers"
+            "by names QK-Clip finds only modules called query and key, as in stock "
+            f"Flax, and would not clip {paths.show_all(overlooked, at_most=3)}. "
+            f"Use {READ_IT}, or describe this attention with mc.AttentionLayer. To "
+            "leave it unclipped, pass attention=mc.flax_attention_layers"
         )

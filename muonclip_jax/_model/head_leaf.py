@@ -17,20 +17,20 @@ class HeadLeaf(NamedTuple):
     - `path`: below the layer, `"query/kernel"`, or from the root of the params with a
         slash in front, `"/encoder/query"`.
     - `ndim`: how many axes the leaf has in one layer; all others are a stack of layers.
-    - `axis`: the axis of the heads, from the end, after `split`; several, in a tuple,
-        where heads are in groups, the one that counts groups first; `None` for a leaf
+    - `axis`: the axis of the heads, from the end, after `split`; if heads are in
+        groups, a tuple of axes, the one that counts groups first; `None` for a leaf
         that all heads share, such as the gain of a norm.
-    - `split`: the sizes that one axis is made of, where heads have no axis of their
-        own: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels. One of
-        them may be -1, as in a reshape.
-    - `part`: an axis from the end, after `split`, and the slice of it that is meant;
-        several such pairs, in a tuple, where several axes are cut. The rest of the leaf
+    - `split`: if heads have no axis of their own, the sizes into which an axis is
+        reshaped: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels. One
+        of them may be -1, as in a reshape.
+    - `part`: an axis from the end, after `split`, and the slice of it that belongs to
+        this layer; a tuple of such pairs if several axes are cut. The rest of the leaf
         belongs to others, such as the keys after the queries in one axis of heads.
     - `stack_axis`: where the axes of a stack begin, if not in front, or, from the end,
-        where they stop: -1 for the last; the other arguments describe the leaf as if
+        where they stop: -1 for the last. The other arguments describe the leaf as if
         they were in front.
-    - `split_axis`: the axis that `split` is of, from the end: -2 for a kernel of
-        `(heads * head_dim, features)`, as PyTorch and Equinox have it.
+    - `split_axis`: the axis that is split, from the end: -2 for a kernel of
+        `(heads * head_dim, features)`, as in PyTorch and Equinox.
 
     !!! example
 

@@ -153,7 +153,7 @@ def _of_heads(
             return given
         raise ValueError(
             f"per_head=True cannot cut '{paths.show(path)}' {shape}: the outputs of a "
-            "head do not follow one another. Leave its layer out of attention=, or "
-            "give the leaf mc.MatrixAxes in dimension_numbers"
+            "head are not consecutive. Leave its layer out of attention=, or give the "
+            "leaf mc.MatrixAxes in dimension_numbers"
         )
     return MatrixAxes(reduction, output, parts=tuple(size for _, size in runs))

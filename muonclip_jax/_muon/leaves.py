@@ -182,8 +182,8 @@ def _check_made_so(
         raise ValueError(
             f"the state was made by a {name} with other settings"
             f"{': ' if differ else ''}{' and '.join(differ)}. Other leaves may have "
-            "gone to Muon then, a number may have been a schedule, or an option such "
-            "as neuron_b2 or mu_dtype='int8' was added. Give the settings that it was "
+            "used Muon, a number may have been a schedule, or an option such as "
+            "neuron_b2 or mu_dtype='int8' may be new. Use the settings that it was "
             "made with, or call init again"
         )
 
@@ -210,7 +210,7 @@ def check_directed(leaves: Leaves) -> None:
     """Raises for matrices of which it is not known which side is the input."""
     if strays := leaves.where(lambda _, view: view and not view.is_directed):
         raise ValueError(
-            "the mask hides the biases that show which side is the input of "
-            f"{paths.show_all(strays, at_most=3)}, and this consistent_rms scales by "
-            f"it. Give {BEFORE_THE_MASK}, which is made of all params"
+            "the mask hides the biases that show which axes are the inputs of "
+            f"{paths.show_all(strays, at_most=3)}, and this consistent_rms depends on "
+            f"them. Give {BEFORE_THE_MASK}, made from all params"
         )

@@ -26,10 +26,10 @@ class ScaleByMuonState(NamedTuple):
     """State of [`scale_by_muon`][]: the momentum.
 
     - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
-        which no `beta` up to 0.96 makes overflow; in 8 bits, int8 codes.
+        which does not overflow for a `beta` up to 0.96; in 8 bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
-    - `count`: of the steps, for a `beta` that is a schedule. It is kept for every
-        `beta`, so that a run can go on with another.
+    - `count`: the number of steps, for a `beta` that is a schedule. It is kept for
+        every `beta`, so that a run can continue with another.
 
     !!! example
 

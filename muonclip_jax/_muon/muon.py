@@ -56,9 +56,9 @@ def muon(
 
     $$W_t = W_{t-1} - \eta_t\,(u_t + \lambda W_{t-1})$$
 
-    with $u_t$ from [`scale_by_muon`][] where a leaf holds matrices and from
-    `optax.scale_by_adam` elsewhere. What a `model` shows to be frozen, since its
-    gradient is stopped, stays as it is. [`describe`][] prints which leaf goes where.
+    with $u_t$ from [`scale_by_muon`][] for leaves that hold matrices and from
+    `optax.scale_by_adam` for the others. Leaves whose gradient is stopped, as a `model`
+    shows, do not change. [`describe`][] prints which leaf uses which.
 
     **Arguments:**
 
@@ -72,12 +72,12 @@ def muon(
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: the leaves that decay: a tree of bools, a prefix of one, or a
         function of the params.
-    - `mu_dtype`: dtype of the momentum, the params' if `None`. With `"int8"` AdamW's
-        has the params'.
+    - `mu_dtype`: dtype of the momentum, the params' if `None`. `"int8"` is for Muon's
+        momentum; AdamW's then has the params' dtype.
     - `model`: what [`read_model`][] returns. Without it, names and shapes decide.
-    - `dimension_numbers`: axes of matrices, or patterns of paths to them; `None` in
-        their place sends a leaf to AdamW. They override `model`.
-    - `per_head`: whether every head is a matrix of its own, by default where heads are
+    - `dimension_numbers`: a tree of the axes of matrices, or a mapping from patterns of
+        paths to axes; `None` in place of axes is AdamW. It overrides `model`.
+    - `per_head`: whether every head is a matrix of its own; by default if heads are
         known.
     - `adam_learning_rate`: that of AdamW's parameters, `learning_rate` if `None`.
     - `adam_b1`: as for `optax.adamw`.
@@ -91,13 +91,13 @@ def muon(
     - `shardings`: how a mesh shards the params.
     - `axis_name`: the mapped axis, or axes, that divide the batch.
 
-    [`scale_by_muon`][] says more of those that the two share.
+    [`scale_by_muon`][] has more about its arguments.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`.
 
     **Raises:** `ValueError` as [`scale_by_muon`][] does, for `per_head=True` with
-    `dimension_numbers` that leave nothing open, for a `neuron_b2` outside [0, 1], and
-    from an update without params.
+    `dimension_numbers` for all leaves, for a `neuron_b2` outside [0, 1], and from an
+    update without params.
 
     !!! example
 

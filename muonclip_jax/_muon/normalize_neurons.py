@@ -27,8 +27,8 @@ from .leaves import check_matrices_only, Leaves, read_leaves
 class NormalizeNeuronsState(NamedTuple):
     """State of [`normalize_neurons`][]: a mean square for each neuron.
 
-    - `v`: float32, by the path of the leaf, in its shape but 1 along the shorter side
-        of its matrices.
+    - `v`: float32, a dict by the path of the leaf; the leaf's shape, but 1 along the
+        shorter axis of its matrices.
 
     !!! example
 
@@ -58,11 +58,11 @@ def normalize_neurons(
       o' = \frac{o}{\sqrt{\max(v_t, \epsilon)}}, \qquad
       u = o' \frac{\lVert o \rVert_F}{\lVert o' \rVert_F}$$
 
-    The mean is over the shorter side, so that there is one $v$ for each entry of the
-    longer one: orthogonalization has made the others even already. Square matrices stay
-    as they are. Every matrix keeps its Frobenius norm, so that a learning rate carries
-    over. It comes after [`scale_by_muon`][], and reads the same axes; on a mesh no
-    more than a vector of each matrix is exchanged.
+    The mean is over the shorter axis, so that there is one $v$ for each entry of the
+    longer one: along the shorter axis orthogonalization has already equalized the
+    norms. Square matrices do not change. Every matrix keeps its Frobenius norm, so the
+    learning rate need not change. Put it after [`scale_by_muon`][], with the same axes.
+    On a mesh only vectors are exchanged.
 
     **Arguments:**
 
@@ -71,7 +71,7 @@ def normalize_neurons(
     - `model`: as for [`scale_by_muon`][].
     - `dimension_numbers`: as for [`scale_by_muon`][].
     - `per_head`: as for [`scale_by_muon`][].
-    - `shardings`: as for [`scale_by_muon`][], needed inside `jax.shard_map` alone.
+    - `shardings`: as for [`scale_by_muon`][], needed only inside `jax.shard_map`.
 
     **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep their dtype;
     the state `v` is float32, a vector for each matrix.
@@ -92,7 +92,7 @@ def normalize_neurons(
     ??? cite "References"
 
         Li et al., "NorMuon", arXiv:2510.05491, Algorithm 1, which always has one $v$
-        for each output; the longer side is that of modded-nanogpt and nanochat.
+        for each output; modded-nanogpt and nanochat use the longer axis.
     """
     number("b2", b2, SHARE)
     number("eps", eps, NOT_NEGATIVE)

@@ -53,81 +53,80 @@ def scale_by_muon(
     (`consistent_rms=0.2`), which gives updates the root mean square of AdamW's,
     $\rho = \sqrt{\max(1, \mathrm{fan_{out}} / \mathrm{fan_{in}})}$
     (`consistent_rms=None`), or $\rho = \sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$
-    (`consistent_rms="mup"`). With `None` the best rate stays where it is as widths
-    grow (the manual's "Width").
+    (`consistent_rms="mup"`). With `None` the best rate does not change with the
+    width (the manual's "Width").
 
-    Three deviations between the sources, all of which this function spans:
-    Keller Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's
-    Algorithm 1 does not; Kimi and Moonlight scale by the maximum, Keller Jordan by
-    the ratio; optax averages momentum with bias correction, which without
-    Nesterov is the same direction. Kimi K2's algorithm to the letter is
-    `nesterov=False, per_head=False, beta=0.95`.
+    The sources differ in three ways, and this function covers all of them: Keller
+    Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's Algorithm 1 does
+    not; Kimi and Moonlight scale by the maximum, Keller Jordan by the ratio; optax
+    averages momentum with bias correction, which without Nesterov is the same
+    direction. Exactly Kimi K2's algorithm is `nesterov=False, per_head=False,
+    beta=0.95`.
 
     **Arguments:**
 
-    - `beta`: momentum decay: a number in [0, 1], or a schedule, which is clipped to
-        that after the first step; by default it rises from 0.85 to 0.95 over 300 steps,
-        `optax.linear_schedule(0.85, 0.95, 300)`.
+    - `beta`: momentum decay: a number in [0, 1], or a schedule, whose values after the
+        first step are clipped to that range; by default it rises from 0.85 to 0.95 over
+        300 steps, `optax.linear_schedule(0.85, 0.95, 300)`.
     - `nesterov`: whether to look one step ahead.
-    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or anything
-        with `orthogonalize(x)`, or a function, from `(..., m, n)` to the same shape:
-        the matrices of a stack in float32 or wider, inputs by outputs, whole and on one
-        device wherever the params are sharded.
+    - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], a function, or
+        an object with `orthogonalize(x)`. Its argument is a stack of whole matrices
+        `(..., m, n)`, inputs by outputs, in float32 or wider, on one device however the
+        params are sharded; it returns the same shape.
     - `consistent_rms`: root mean square of the update, `"mup"` or `None`.
     - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it is stored
-        in units of 32: finite for gradients up to $2 \cdot 10^6 (1 - \beta)$, all in
-        float16 up to $\beta = 0.96$, and coarse for those below $10^{-4}$ (10 % at
-        $10^{-5}$), where a loss that is scaled up helps. `"int8"` keeps it in at most
-        1.06 bytes an entry, if a matrix is 68 x 68 or larger: a code for every entry,
-        on the scale of its row or its column, alongside up to 32 of the largest
-        directions. `benchmarks/momentum_in_8_bits.py` measures how close that stays to
-        float32.
+        in units of 32: finite for gradients up to $2 \cdot 10^6 (1 - \beta)$, which
+        covers all of float16 up to $\beta = 0.96$, and coarse for gradients below
+        $10^{-4}$ (10 % at $10^{-5}$); scale the loss up then. `"int8"` needs at most
+        1.06 bytes an entry, if a matrix is 68 x 68 or larger: up to 32 of the largest
+        directions are stored separately, and the rest as one code for each entry, on
+        the scale of its row or column. `benchmarks/momentum_in_8_bits.py` measures how
+        close that stays to float32.
     - `model`: what [`read_model`][] returns: which leaves are matrices, and along which
-        axes. Leaves of which it says nothing are found by their names.
+        axes. For leaves that it does not know, names decide.
     - `dimension_numbers`: a tree of `mc.MuonDimensionNumbers` or [`MatrixAxes`][], a
         prefix of one, a mapping from patterns of paths, or a function of the params. It
-        overrides `model`; by default [`flax_dimension_numbers`][], with heads apart.
+        overrides `model`; the default is [`flax_dimension_numbers`][] with `per_head`.
     - `per_head`: whether every head of a query and a key is a matrix of its own, as in
         Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5: as an axis, or in a flat or
-        fused kernel. With a `model` those that it shows; without, the axes that are
-        heads in stock layers, those of the value too. `None` means wherever heads are
-        known and `dimension_numbers` do not say otherwise; `True` raises where that
-        cannot be, `False` keeps them in one matrix.
+        fused kernel. With a `model` these are the heads that it shows; without, the
+        axes of heads in stock layers, also those of the value. `None` means wherever
+        heads are known and `dimension_numbers` do not say otherwise; `True` raises an
+        error if heads cannot be separated; `False` keeps them in one matrix.
     - `shardings`: how a mesh shards the params: a tree of `jax.sharding.NamedSharding`
         or (with `jax.set_mesh`) `PartitionSpec`, a prefix of one, or a function of the
-        params. Every device then gets its share of the matrices, whole, and returns
-        them orthogonalized: two exchanges for each shape, and for each way in which
-        that is cut, if there are enough matrices. Arrays outside `jit`, and
-        explicit axes, say it themselves. Under `jit` with automatic axes nothing else
-        does: left out, XLA chooses how matrices are sent to the devices that iterate
-        them, which is the same update with more traffic.
+        params. Every device then orthogonalizes its share of the whole matrices, with
+        two exchanges for each shape and each way in which that is cut, if there are
+        enough matrices. For arrays outside `jit`, and with explicit axes, the shardings
+        are known. Under `jit` with automatic axes they are not: if you leave this out,
+        XLA chooses how to send matrices to the devices that iterate them; the update is
+        the same, with more traffic.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
-        whose replicas the batch is divided. They share out the matrices and gather the
-        results, so that each iterates its part and all end with the same bits. The
-        update averages the gradients over them itself. Gradients that are
-        averaged already give the same result, for one all-reduce more. In a
-        `shard_map` that checks types (`check_vma`), `jax.grad` of a loss of the
-        device's own rows returns their sum over the devices, as one that is the same
-        everywhere, and that is what the update uses: differentiate
-        `jax.lax.pmean(loss, axis_name)` there.
+        whose replicas the batch is divided. They divide the matrices among them and
+        gather the results, so that each iterates its part and all end with the same
+        bits. The update itself averages the gradients over them; if they are already
+        averaged, the result is the same, with one more all-reduce. In a `shard_map`
+        that checks types (`check_vma`), `jax.grad` of a loss over the device's own rows
+        returns the sum of the gradients over the devices, and the update uses that sum.
+        So differentiate `jax.lax.pmean(loss, axis_name)` there.
 
     Inside `jax.shard_map` the leaves may be blocks, cut along its axes (FSDP, tensor
-    parallelism). `shardings` says how (the tree: a function sees whole shapes outside
-    alone), and the update is that of the whole matrices:
-    devices along these axes share the work too. Other leaves must be the same along
-    them. Gradients are averaged over the axes of `axis_name` that do not cut the leaf;
-    over those that do, average them yourself, as with `jax.lax.psum_scatter`.
+    parallelism). Give their `shardings`, as a tree, since a function would get the
+    shapes of blocks. The update is that of the whole matrices, and devices along these
+    axes share the work. Other leaves must be the same along them. Gradients are
+    averaged over the axes of `axis_name` that do not cut the leaf; over those that do,
+    average them yourself, as with `jax.lax.psum_scatter`.
 
-    **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype
-    they came with.
+    **Returns:** an `optax.GradientTransformationExtraArgs`. Updates keep the dtype of
+    the gradients.
 
     **Raises:** `ValueError` at construction for what [`newton_schulz`][] refuses and
     for a `mu_dtype` that is neither a float nor int8, a `beta` outside [0, 1] and a
-    negative `consistent_rms`; at `init` for a `beta` that begins so and, naming the
-    paths, for leaves that hold no matrix or whose axes are ambiguous, for shardings
-    that do not fit and for complex params with `mu_dtype="int8"`; from the update, for
-    a state that was made with the other kind of `mu_dtype`, for an `axis_name` that is
-    no axis there, and where types know that leaves differ along an axis whose devices
+    negative `consistent_rms`; at `init` for a `beta` that begins outside [0, 1] and,
+    naming the paths, for leaves that hold no matrix or whose axes are ambiguous, for
+    shardings that do not fit and for complex params with `mu_dtype="int8"`; from the
+    update, for a state of the other kind of `mu_dtype`, for an `axis_name` that is not
+    an axis there, and if types show that leaves differ along an axis whose devices
     share the work, or are the same along one that `shardings` says cuts them.
 
     !!! example

@@ -21,13 +21,13 @@ Mask = Any | Callable[[optax.Params], Any] | None
 def add_cautious_decayed_weights(
     weight_decay: optax.ScalarOrSchedule, mask: Mask = None
 ) -> optax.GradientTransformation:
-    r"""Adds decay to the entries of which the update has the sign of the weight.
+    r"""Adds decay to the entries whose update has the sign of the weight.
 
     $$u \leftarrow u + \lambda\, w \cdot [u w > 0]$$
 
-    Stands where `optax.add_decayed_weights` does, before the learning rate and its
-    minus sign: there the step makes smaller what is decayed. Decay then never pulls a
-    weight against its update.
+    Put it in the place of `optax.add_decayed_weights`, before the learning rate and its
+    minus sign: it then decays the weights that the step makes smaller, and never pulls
+    a weight against its update.
 
     **Arguments:**
 
@@ -37,7 +37,7 @@ def add_cautious_decayed_weights(
 
     **Returns:** an `optax.GradientTransformation` whose update needs the params.
     Updates and params are arrays of any shape; the result has the dtype that both
-    promote to, as in optax, and with a decay of 0 is the update itself.
+    promote to, as in optax. With a decay of 0 it is the update itself.
 
     **Raises:** `ValueError` from the update without params.
 

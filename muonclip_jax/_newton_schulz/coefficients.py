@@ -130,8 +130,8 @@ def resolve_schedule(
         schedule = schedule[:1] * (usual if steps is None else steps)
     if steps is not None and steps > len(schedule):
         raise ValueError(
-            f"steps={steps} are more than the coefficients {shown(coeffs)} have: "
-            f"{len(schedule)}; leave steps out for all of them"
+            f"steps={steps} is more than the {len(schedule)} of the coefficients "
+            f"{shown(coeffs)}; leave steps out to run all of them"
         )
     schedule = schedule[:steps]
     check_schedule(schedule, "float32")
@@ -147,7 +147,7 @@ def _named_or_given(coeffs: Any) -> Schedule:
             )
         return NS_COEFFS[coeffs]
     if isinstance(coeffs, Tracer):
-        raise ValueError("coeffs must be known when tracing; pass a tuple of floats")
+        raise ValueError("coeffs must not be traced; pass a tuple of floats")
     try:
         triples = np.asarray(coeffs, dtype=np.float64)
     except (TypeError, ValueError):

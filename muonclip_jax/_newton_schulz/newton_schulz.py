@@ -142,23 +142,24 @@ def newton_schulz(
 
     - `x`: array of shape `(..., m, n)`, any real or complex float dtype.
     - `coeffs`: a preset of [`NS_COEFFS`][], one triple `(a, b, c)` for all steps, or a
-        tuple of triples. A step with a `c` of 0 costs no square.
-    - `steps`: how many; as many as the coefficients have if `None`, of one triple 5.
-    - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller
-        $X X^T$ and multiplies `x` once or a few times: less arithmetic for matrices
-        far from square. `"auto"` is `"gram"` from an aspect ratio of 1.5 on, but
-        `"standard"` on GPU and TPU where the iteration is in float32 or wider.
+        tuple of triples. A step with a `c` of 0 needs no square.
+    - `steps`: how many; `None` means all that the coefficients have, 5 for one triple.
+    - `method`: `"standard"` iterates on `x`. `"gram"` iterates on the smaller $X X^T$
+        and multiplies `x` once or a few times: less arithmetic for matrices far from
+        square. `"auto"` is `"gram"` for aspect ratios of 1.5 or more, but `"standard"`
+        on GPU and TPU if the iteration is in float32 or wider.
     - `dtype`: dtype of the iteration. By default float32 on CPU, float16 on GPU and
-        bfloat16 on TPU, float64 for an `x` of float64, complex64 for a complex one,
-        and float32 where coefficients would be unstable in less. With
+        bfloat16 on TPU, float64 for an `x` of float64, complex64 for a complex one, and
+        float32 if coefficients would be unstable in half precision. With
         `dtype="float32"` accelerators are slower and 10 to 100 times as accurate:
-        `"standard"` then multiplies at JAX's default precision, and `"gram"`, if
-        asked for, at the highest. Norms, coefficients and sums are float32 or wider.
+        `"standard"` then multiplies at JAX's default precision, and `method="gram"` at
+        the highest. Norms, coefficients and sums are float32 or wider.
     - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
         there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. That brings singular values
-        near 1 at once, so that the four steps of `"turbo_muon"` do, but the result is
-        no longer the polar factor of `x` itself. `"equilibrated"` gives all rows one
-        norm and then all columns (MuonEq evens out rows): the polar factor of that.
+        near 1 at once, so that the four steps of `"turbo_muon"` are enough, but the
+        result is not the polar factor of `x` itself. `"equilibrated"` first gives all
+        rows one norm, then all columns (MuonEq: only rows); the result is the polar
+        factor of that matrix.
 
     **Returns:** an array of the shape and dtype of `x`.
 

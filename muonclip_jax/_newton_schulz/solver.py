@@ -116,7 +116,7 @@ class Solver:
         found = self.function(stack)
         if getattr(found, "shape", None) != stack.shape:
             raise ValueError(
-                f"the orthogonalizer made {shown(found)} of a stack of matrices "
+                f"the orthogonalizer returned {shown(found)} for a stack of matrices "
                 f"{stack.shape}: it has to return an array of the same shape"
             )
         return found.astype(stack.dtype)

@@ -48,27 +48,27 @@ def flax_dimension_numbers(
 
     Written as inputs -> outputs, a kernel of
 
-    - `Dense` or `Linear` is `(in -> out)`; `(out, in)` where the bias or the framework
-        says so: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
+    - `Dense` or `Linear` is `(in -> out)`; `(out, in)` if the bias or the framework
+        shows it: `weight` of Equinox and Haliax, GPT-2 of HuggingFace;
     - attention's query, key or value is `(in -> heads, head_dim)`, its output
         `(heads, head_dim -> out)`, under the names in use (`query`, `q_proj`, `wq`,
         Gemma's `q_einsum`), if the shapes fit together;
-    - `Conv` is `(*window, in -> out)`; a depthwise one is no matrix;
-    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split as its bias shows.
+    - `Conv` is `(*window, in -> out)`; a depthwise one is not a matrix;
+    - `DenseGeneral`, `LinearGeneral` or `Einsum` is split according to its bias.
 
-    A stack of layers is an axis that all leaves of a module share, its norms among
-    them, in front, after the first axis or last, or that the params name `layers`
-    (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax); where an update comes
-    without the names, as from `nnx.Optimizer`, pass the tree that this returns. A stack
-    of experts is known by its router. Every matrix of a stack is one by itself.
+    A stack of layers is an axis (the first, second or last) that all leaves of a module
+    share, including norms, or an axis that the params name `layers`
+    (`nn.LogicallyPartitioned`, `out_sharding` of NNX, Haliax). If an update gets params
+    without these names, as from `nnx.Optimizer`, pass the tree that this returns. A
+    stack of experts is recognized by its router. Each matrix of a stack is separate.
 
-    Embeddings, positions, norms, biases, routers and what has rank 0 or 1 in one layer
-    are `None`, for AdamW. So is the output head: a kernel named so (`head`, `lm_head`,
-    `logits`, ...), one with as many outputs as the embedding has entries, or the one
-    layer with a bias, in a model of some depth, whose outputs nothing takes. What may
-    write the output else is asked about, such as the last of two layers, and so are
-    gates of few outputs, and what is called a mask or the like. Under an unknown name,
-    a leaf of rank 2 is a matrix. [`describe`][] says why.
+    Embeddings, positions, norms, biases, routers and leaves of rank 0 or 1 in one layer
+    are `None`, for AdamW. So is the output head: a kernel with such a name (`head`,
+    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
+    in a model of some depth the one layer with a bias whose outputs no other layer
+    uses. Other kernels that may be the output head, such as the last of two layers,
+    raise an error, and so do gates with few outputs and leaves named like a mask. A
+    leaf of rank 2 with an unknown name is a matrix. [`describe`][] shows the reasons.
 
     **Arguments:**
 
@@ -76,21 +76,21 @@ def flax_dimension_numbers(
         pytree of arrays or `jax.ShapeDtypeStruct`. Leaves that `optax.masked` hides are
         left hidden.
     - `per_head`: whether every head of a query, key or value projection is a matrix of
-        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. Heads that a
-        `model=` or `attention=` shows are cut by `per_head=True` of [`muon`][].
+        its own, as in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5. For heads that
+        only `model=` or `attention=` shows, use `per_head` of [`muon`][].
     - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
-        `nnx.vmap` stacks, where the leaves do not show it, such as
-        `{"decoder/layers": 1}` or, in the last axis, -1. A leaf there is what it is in
-        one layer: a number or a vector holds no matrix.
+        `nnx.vmap` stacks, if the leaves do not show it, such as `{"decoder/layers": 1}`
+        or -1 for the last axis. Leaves in it are judged without that axis: a number or
+        a vector in one layer is not a matrix.
     - `dimension_numbers`: rules by path that override this: shell-style
         patterns, and `optax.contrib.MuonDimensionNumbers`, `None` for AdamW, or
         `"auto"`. The longest pattern that matches a path, or a module above it, wins.
 
     **Returns:** a tree like `params` of `optax.contrib.MuonDimensionNumbers` or `None`.
 
-    **Raises:** `ValueError` for leaves that names and shapes leave open, with their
-    paths and a mapping to paste as `dimension_numbers`; and for patterns that match
-    nothing and a `stack_axes` that a leaf lacks.
+    **Raises:** `ValueError` for leaves that names and shapes do not determine, with
+    their paths and a mapping to paste as `dimension_numbers`; for patterns that match
+    nothing; and for `stack_axes` that a leaf does not have.
 
     !!! example
 
@@ -154,12 +154,12 @@ def param_labels(
     |---|---|
     | `"matrix"` | holds matrices, which are Muon's in [`muon`][] |
     | `"embedding"` | is looked up |
-    | `"head"` | writes the output |
+    | `"head"` | produces the output |
     | `"router"` | picks experts |
     | `"vector"` | norms, biases, gains, positions, and all else |
-    | `"frozen"` | has no gradient on any way to the output, as a `model` shows |
+    | `"frozen"` | has no gradient on any path to the output, as a `model` shows |
 
-    [`muon`][] leaves what is frozen as it is, and sends all else to AdamW.
+    [`muon`][] does not change frozen leaves, and uses AdamW for the other ones.
 
     **Arguments:**
 
@@ -167,9 +167,9 @@ def param_labels(
     - `model`: as for [`scale_by_muon`][].
     - `dimension_numbers`: as for [`scale_by_muon`][].
 
-    **Returns:** a tree like `params` of strings; hidden leaves stay hidden. Of a module
-    it is a tree like what its optimizer is given: `nnx.state(module, nnx.Param)`, or
-    `eqx.filter(module, eqx.is_inexact_array)`.
+    **Returns:** a tree like `params` of strings; hidden leaves stay hidden. For a
+    module it is a tree like the params of its optimizer:
+    `nnx.state(module, nnx.Param)`, or `eqx.filter(module, eqx.is_inexact_array)`.
 
     **Raises:** `ValueError` as [`flax_dimension_numbers`][] does.
 
@@ -287,21 +287,19 @@ def _question(
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
     why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
     is_read = any(found[path].line for path in guesses)
-    read_it = (
-        "The model's own function says it: model=mc.read_model(loss, params, *batch)."
-    )
+    read_it = "Let the loss decide: model=mc.read_model(loss, params, *batch)."
     mask = (
         "A mask hides leaves that may decide this. Decide on all params: "
-        f"{BEFORE_THE_MASK}. Or say it here:"
+        f"{BEFORE_THE_MASK}."
     )
     message = [
         "cannot decide which axes of these leaves form matrices:",
         *(f"  {lines[path]}{why[path]}" for path in guesses),
         *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
         *([] if is_read else [read_it]),
-        "Or say it by dimension_numbers. This mapping is a guess to check: reduction "
-        "axes, then output axes; all other axes are a stack of matrices; None is "
-        "AdamW. Leaves that no pattern matches are found as before:",
+        "Or give dimension_numbers. This mapping is a guess to check: reduction axes, "
+        "then output axes; all other axes are a stack of matrices; None is AdamW. The "
+        "axes of leaves that no pattern matches are still found automatically:",
         "",
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",

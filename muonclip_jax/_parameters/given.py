@@ -55,7 +55,7 @@ def check_read(model: Model, tree: PathedTree) -> None:
     if missing := [path for path in in_sight if path not in read]:
         raise ValueError(
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
-            "Give read_model the params that the optimizer gets"
+            "Call read_model with the params that the optimizer gets"
         )
 
 
@@ -67,8 +67,8 @@ def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> No
     is_number = isinstance(given, bool | int | float) or paths.is_array(given)
     if is_number and (tree is None or tree.paths != ((),)):
         raise ValueError(
-            f"{name} is {given!r} for all leaves: optax.inject_hyperparams calls all "
-            f"functions as schedules, unless it is given static_args=({name!r},)"
+            f"{name} is {given!r} for all leaves: optax.inject_hyperparams calls every "
+            f"function as a schedule, unless it is given static_args=({name!r},)"
         )
 
 
@@ -102,7 +102,7 @@ def by_pattern(
         known = entry is None or is_axes(entry)
         if not known and not (isinstance(entry, str) and entry == AUTOMATIC):
             raise ValueError(
-                f"dimension_numbers of '{pattern}' is {entry!r}; expected is "
+                f"dimension_numbers of '{pattern}' is {entry!r}; expected "
                 "mc.MuonDimensionNumbers, mc.MatrixAxes, None for AdamW, or 'auto'"
             )
     found: dict[Path, Any] = {}
@@ -124,8 +124,8 @@ def by_pattern(
         example = show(next(iter([*found, *tree_paths]), ()))
         raise ValueError(
             "dimension_numbers: no parameter matches "
-            f"{', '.join(map(repr, unused))}. Patterns are of whole paths, such as "
-            f"{example!r}; '*' stands for any letters, slashes too"
+            f"{', '.join(map(repr, unused))}. Patterns match whole paths, such as "
+            f"{example!r}; '*' stands for any characters, including slashes"
         )
     return found
 

@@ -75,7 +75,7 @@ class PathedTree(NamedTuple):
         hidden = [path for path, leaf in leaf_at.items() if not hasattr(leaf, "dtype")]
         if others := [path for path in hidden if not is_masked(leaf_at[path])]:
             raise ValueError(
-                f"no arrays: {show_all(others)}. Params hold arrays alone: write a "
+                f"no arrays: {show_all(others)}. All params must be arrays: write a "
                 "number as jnp.asarray(...), and pass an Equinox model as "
                 "eqx.filter(model, eqx.is_inexact_array)"
             )
@@ -145,9 +145,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] = is_masked) -> PathedTree
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ValueError(
-            f"several leaves have the path {show_all(twice)}. Rules, patterns and "
-            "state go by path, in which a slash in a key divides as a module does: "
-            "rename one"
+            f"several leaves have the path {show_all(twice)}. Paths must differ, and a "
+            "slash in a key separates modules: rename one"
         )
     return PathedTree(tuple(paths), tuple(leaves), treedef, axis_names)
 

@@ -94,9 +94,9 @@ class BoundLayer:
             # likely cause: the numbers of heads then disagree.
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
-                f"together: {self._leaves}. Expected are Flax kernels (*stack, "
-                "features, heads, head_dim) with key heads that divide the query's. "
-                f"Other layouts: {READ_IT}, or describe them in attention="
+                f"together: {self._leaves}. Expected Flax kernels (*stack, features, "
+                "heads, head_dim) with key heads that divide the query's. For other "
+                f"layouts use {READ_IT}, or describe them in attention="
             )
         # A query that all heads share does not say how many there are. Where the
         # statistic has others than the key, they are clipped together.
@@ -134,7 +134,7 @@ class BoundLayer:
         if spec is None or any(rest for _, rest in parts):
             raise ValueError(
                 f"{sorted(cut_axes(cut))} cut '{show(use.path)}' "
-                "across heads: inside jax.shard_map give the statistics "
+                "across heads: inside jax.shard_map pass the statistics "
                 f"'{name}' of all heads, {expected}"
             )
         local = tuple(n for n, _ in parts)
@@ -142,7 +142,7 @@ class BoundLayer:
             here = f", or {local} for those of one device" if local != expected else ""
             raise ValueError(
                 f"the statistics '{name}' have shape {statistic.shape}, which does not "
-                f"fit the heads of {self._leaves}; expected is {expected}, "
+                f"fit the heads of {self._leaves}; expected {expected}, "
                 f"(*stack, heads){here}"
             )
         return row, spec

@@ -94,10 +94,10 @@ class Heads:
                 raise ValueError(
                     f"the mask hides {show_all(hidden)} but not the rest of attention "
                     f"layer '{show_layer(layer)}', or the params lack them; QK-Clip "
-                    "scales kernels and biases together. Where a part of what model= "
-                    "was read from is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
-                    "which does not clip; to clip what is frozen, too, give "
-                    "wrt=nnx.Param, an optax.partition and mc.qk_clip after it"
+                    "scales kernels and biases together. If only a part of the params "
+                    "of model= is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
+                    "which does not clip; to clip frozen params, too, use "
+                    "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
                 )
         self._scaled = scaled_leaves(self.layers)
         self.shapes = tuple((layer.path, layer.shape) for layer in self.layers)
@@ -114,7 +114,7 @@ class Heads:
                 "attention_stats=stats), with the statistics that "
                 "mc.record_attention(loss) returns or mc.attention_fn sows; pass "
                 "attention_stats={} for a model without attention. Flax's TrainState "
-                "passes on no statistics: call mc.clip_qk on its params after the step"
+                "does not pass them on: call mc.clip_qk on its params after the step"
             )
         if isinstance(attention_stats, Combined):
             # A mask around qk_clip may hide layers that multi_steps has.
@@ -126,9 +126,9 @@ class Heads:
         # out_specs of shard_map, far from here.
         if along := manual_axes(row):
             raise ValueError(
-                f"the attention_stats differ along {sorted(along)}: name the axes over "
-                "which the batch is divided in axis_name, and say in shardings how the "
-                "others cut the heads of query and key"
+                f"the attention_stats differ along {sorted(along)}: name the axes that "
+                "divide the batch in axis_name, and give in shardings how the others "
+                "shard query and key"
             )
         return row
 
@@ -172,9 +172,9 @@ class Heads:
         if row.shape != (self.count,):
             raise ValueError(
                 f"the state of qk_clip is of {row.size} heads, but the params have "
-                f"{self.count}: pass what init returned for them. Inside "
-                "jax.shard_map every device has the whole row, whatever axes cut the "
-                "heads: its in_specs and out_specs are PartitionSpec()"
+                f"{self.count}: pass what init returned for these params. Inside "
+                "jax.shard_map every device needs the state of all heads: its in_specs "
+                "and out_specs are PartitionSpec()"
             )
 
     def combined(self, row: jax.Array) -> Combined:
@@ -201,7 +201,7 @@ class Heads:
             if threshold.shape not in ((), stack):
                 raise ValueError(
                     f"threshold of shape {threshold.shape} does not fit the {name}: "
-                    "expected is one number"
+                    "expected one number"
                     + (f", or one for each of its layers, {stack}" if stack else "")
                 )
             rows.append(jnp.broadcast_to(threshold[..., None], layer.shape))
@@ -254,7 +254,7 @@ class Heads:
             none = f"none: for names of your own give the optimizer {READ_IT}"
             raise ValueError(
                 f"the statistics {show_all(strays)} match no query and key in the "
-                f"params; attention layers are {known or none}"
+                f"params; the attention layers are {known or none}"
             )
 
 

@@ -85,10 +85,10 @@ def multi_steps(
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
     Every micro-batch has its own `attention_stats`; the real step clips once, by their
-    maximum. (`optax.MultiSteps` alone gives `qk_clip` the statistics of the last
-    micro-batch, without an error: heads that grew in the others are clipped too
+    maximum. (`optax.MultiSteps` gives `qk_clip` only the statistics of the last
+    micro-batch, without an error: heads with larger logits in another are clipped too
     little.) Micro-batches that `should_skip_update_fn` rejects do not count. Other
-    arguments of the update reach `opt` as they are, and without a `qk_clip` in it no
+    arguments of the update are passed to `opt` unchanged. If `opt` has no `qk_clip`, no
     statistics are needed.
 
     **Arguments:**
@@ -103,8 +103,8 @@ def multi_steps(
     - `axis_name`: as given to `opt`; that of [`muonclip`][], [`muon`][] and
         [`qk_clip`][] need not be repeated unless they are in a chain. Gradients are
         averaged over the replicas before they are accumulated, so that all replicas
-        keep the same.
-    - `options`: whatever else the installed `optax.MultiSteps` has, such as its
+        accumulate the same.
+    - `options`: other arguments of the installed `optax.MultiSteps`, such as
         `accumulator_dtype`.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` with optax's

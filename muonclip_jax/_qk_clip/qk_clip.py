@@ -34,8 +34,8 @@ from .heads import Heads
 class QKClipState(NamedTuple):
     """State of [`qk_clip`][], with the heads of the last step, for `optax.tree.get`.
 
-    The heads of all layers are in one row, which keeps the structure of the state the
-    same for every model; `scalars(..., heads=True)` gives them back by layer. On a mesh
+    The heads of all layers are in one row, so that the structure of the state is the
+    same for every model; `scalars(..., heads=True)` returns them by layer. On a mesh
     and inside `jax.shard_map` every device has the whole row.
 
     - `step`: int32, `()`; updates so far, for schedules.
@@ -80,34 +80,34 @@ def qk_clip(
     $$\gamma = \tau / S, \qquad W_q \leftarrow \gamma^{\alpha} W_q, \qquad
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
-    applied to the weights after the update, biases included; [`AttentionLayer`][] says
-    what leaves take that heads, layers, or query and key share. Updates of all other
-    heads and leaves keep their values bit for bit. The scaled weight is formed in
-    float32 and rounded once, as by [`clip_qk`][], whatever the dtypes: updates of the
-    leaves that `qk_clip` scales are float32 at least, which `optax.apply_updates`
-    adds before it rounds. All other updates keep their dtype.
+    applied to the weights after the update, biases included. For leaves that heads,
+    layers, or query and key share, see [`AttentionLayer`][]. Updates of all other heads
+    and leaves keep their values bit for bit. Whatever the dtypes, the scaled weight is
+    computed in float32 and rounded once, as by [`clip_qk`][]: updates of the leaves
+    that `qk_clip` scales are at least float32, and `optax.apply_updates` adds them
+    before it rounds. All other updates keep their dtype.
 
-    A sum of weight and update is exact to a $2^{-24}$ of the old weight, so that a
-    scaled weight has a relative error of $2^{-24}$ over its scale: up to 1e-4 for $S$
-    up to $10^6 \tau$, or $10^3 \tau$ where one side takes the whole. Nor is a weight
+    A sum of weight and update is exact to $2^{-24}$ of the old weight, so a scaled
+    weight has a relative error of $2^{-24}$ over its scale: up to 1e-4 for $S$ up to
+    $10^6 \tau$, or $10^3 \tau$ if query or key alone is scaled. A weight is never
     scaled by less than $2^{-14}$ in one update; a head further above the threshold
     comes down in several. [`clip_qk`][] has neither limit.
 
-    Where query and key are normalized after their projection, scaling it does nothing:
-    with `model` the gains of the norms are scaled, and names alone refuse the layer.
+    If query and key are normalized after their projection, scaling it has no effect.
+    With `model` the gains of the norms are scaled; without it such a layer is an error.
 
-    Wrappers that choose between the updates they were given and the optimizer's, such
-    as `optax.apply_if_finite`, want both in one dtype: for bfloat16 and float16
-    gradients they go around all that is in front of it,
+    Wrappers that choose between the gradients and the optimizer's updates, such as
+    `optax.apply_if_finite`, need both in one dtype. For bfloat16 and float16 gradients
+    put them around the optimizer only,
     `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`.
 
     **Arguments:**
 
     - `threshold`: $\tau$, in logits, or a schedule of it; `float("inf")` watches the
         logits and clips nothing.
-    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it, of
-        which what comes after the first step is clipped to that range.
-    - `model`: what [`read_model`][] returns, whose attention layers are meant.
+    - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it, whose
+        values after the first step are clipped to that range.
+    - `model`: what [`read_model`][] returns; its attention layers are clipped.
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
         returns one; it overrides `model`. Without either it is
         [`flax_attention_layers`][], which finds the attention of stock Flax.
@@ -115,23 +115,24 @@ def qk_clip(
         query and key. The layer's statistics may then be of all heads or of those of
         the device, and the state is of all heads on every device.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
-        which the batch is divided; statistics are maximized over it in one collective.
-        Under `jit` nothing is needed.
+        which the batch is divided; one collective takes the maximum of the statistics
+        over it. Under `jit` nothing is needed.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose `update` needs
     `params` and `attention_stats`: a pytree that mirrors the modules, with a leaf
     `<module path>/max_logits` of shape `(heads,)` or `(*stack, heads)` for every
     attention layer, as [`attention_fn`][] sows it. Pass `{}` for a model without
     attention. State: [`QKClipState`][]. Under gradient accumulation use
-    [`multi_steps`][]: `optax.MultiSteps` passes on the statistics of the last
-    micro-batch alone, and heads that grew in the others are clipped too little.
+    [`multi_steps`][]: `optax.MultiSteps` passes on only the statistics of the last
+    micro-batch, so that heads with larger logits in another are clipped too little.
 
     **Raises:** `ValueError` for a threshold that is not positive or an alpha outside
-    [0, 1], or an alpha of more numbers than one; at `init` for schedules that begin
-    so, for thresholds that do not fit the layers, for logits that no parameter or no
-    scaling brings to the threshold, and by names alone for query and key that are not
-    as in stock Flax (`q_proj`, ...); at the first update, naming the paths, for missing
-    params or statistics, for statistics that do not fit, and for a foreign state.
+    [0, 1], or an alpha that is not one number; at `init` for schedules that begin
+    outside these ranges, for thresholds that do not fit the layers, for logits that no
+    scaling of parameters brings to the threshold, and, without `model` and `attention`,
+    for attention with other names than stock Flax's (`q_proj`, ...); at the first
+    update, naming the paths, for missing params or statistics, for statistics that do
+    not fit, and for the state of another optimizer.
 
     !!! example
 
@@ -228,8 +229,8 @@ def clip_qk(
 
     - `params`: after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
-    - `threshold`: as for [`qk_clip`][], but a number and no schedule.
-    - `alpha`: as for [`qk_clip`][], but a number and no schedule.
+    - `threshold`: as for [`qk_clip`][], but not a schedule.
+    - `alpha`: as for [`qk_clip`][], but not a schedule.
     - `model`: as for [`qk_clip`][].
     - `attention`: as for [`qk_clip`][].
     - `shardings`: as for [`qk_clip`][].

@@ -90,8 +90,8 @@ def _scaled_in(
         leaves = show_all(dict.fromkeys(use.path for use in every))
         raise ValueError(
             f"no scaling of {leaves} brings the logits of attention {names} to the "
-            "threshold: of query, key and rotary_query two pairs have entries in "
-            "common, which no share of gamma is right for. Leave it out of attention="
+            "threshold: two pairs among query, key and rotary_query have entries in "
+            "common, and need different factors. Leave the layer out of attention="
         )
     query_stays, key_stays = (
         any(id(x) in contested or not x.is_whole for x in side) for side in (query, key)

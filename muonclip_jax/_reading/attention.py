@@ -16,7 +16,7 @@ from .labels import along, distinct, full, is_varied, joined, marks, varied
 from .numbers import Lead
 from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
-from .sites import Site, site_of, Unclear
+from .sites import Apart, Site, site_of, Unclear
 from .softmaxes import Path, Product, Softmaxes
 
 
@@ -37,7 +37,7 @@ class Part:
 
 
 PICKED = (
-    "an index that is no counter of a loop picks a layer of '{}' {}: use jax.lax.scan "
+    "an index that is not a loop counter picks a layer of '{}' {}: use jax.lax.scan "
     "over the stack, or an index that counts 0, 1, ..."
 )
 PARTIAL = (
@@ -121,7 +121,7 @@ class LayerReader:
         ordered = sorted(self.products, key=lambda p: not any(p.is_key))
         counts: set[int] = set()
         pairs: list[_Pair] = []
-        last: tuple[Product, Heads] | None = None
+        read: list[tuple[Product, Heads]] = []
         queries: set[int] = set()
         bits = 0  # the products without those that are biases
         for product in ordered:
@@ -144,7 +144,8 @@ class LayerReader:
             leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
             layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
             layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
-            last, bits = (product, heads), bits | facts.product(product.at)
+            read.append((product, heads))
+            bits |= facts.product(product.at)
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
@@ -155,12 +156,15 @@ class LayerReader:
                 "query and key are subtracted, and their distance squared"
             )
         if not self.exps:
-            self.refusals.append("it is normalized by another function than a softmax")
+            self.refusals.append("it is normalized by a function other than softmax")
         path = None
-        if last and self.exps:
+        if read and self.exps:
             try:
-                layer.site, path = site_of(
-                    self.softmaxes, last[0], last[1], self.exps[-1], bits
+                layer.site, path = site_of(self.softmaxes, read, self.exps[-1], bits)
+            except Apart:
+                self.refusals.append(
+                    "logits of several products are joined, each of other heads: give "
+                    "each of them a softmax of its own"
                 )
             except Unclear as why:
                 layer.unclear = str(why)
@@ -168,7 +172,7 @@ class LayerReader:
             len(pairs) == 1 and pairs[0].query is None and pairs[0].key is None
         )
         # Where nothing scales the product, there may be a factor of the logits.
-        if is_unscaled and path and last and (own := self._temperature(path, last[1])):
+        if is_unscaled and path and (own := self._temperature(path, read[-1][1])):
             _put(layer.whole, own)
         else:
             self._roles(pairs, layer.heads)
@@ -311,9 +315,13 @@ class LayerReader:
                 return None, FROZEN if s.linear else s.why or NORMED
             own = [x for x in made if x[0].heads == heads.number > 1]
             own = own or [x for x in made if x[0].heads > 1]
-            best, event = (own or made)[0]
+            # What another summand is scaled by is scaled here, too.
+            again = [x for x in own or made if _overlap([x[0]], [*parts.values()])]
+            best, event = (again or own or made)[0]
             self.events |= event
             known = parts.get(best.parameter)
+            if known and _disagree(known, best):
+                self.refusals.append("a parameter's entries are in several heads")
             parts[best.parameter] = _merged(known, best) if known else best
         return list(parts.values()), ""
 
@@ -405,6 +413,14 @@ def _overlap(one: list[Part] | None, other: list[Part] | None) -> bool:
     )
 
 
+def _disagree(a: Part, b: Part) -> bool:
+    """Whether some entry is of one head here, and of another there."""
+    if a.stack != b.stack or a.heads != b.heads:
+        return False
+    one, other = np.broadcast_arrays(a.owners, b.owners)
+    return bool(((one != other) & (one >= 0) & (other >= 0)).any())
+
+
 def _put(role: list[Part], parts: Iterable[Part]) -> None:
     """Adds parts; several products of the same entries scale them once."""
     for part in parts:
@@ -428,7 +444,7 @@ def _merged(a: Part, b: Part) -> Part:
 
 def _why(why_q: str, why_k: str) -> str:
     if why_q == why_k == ADDED:
-        return f"{ADDED} both sides of the product, and no parameter scales these"
+        return f"{ADDED} query and key, and no parameter scales these"
     if why_q == why_k:
-        return f"{why_q} both sides of the product"
+        return f"{why_q} query and key"
     return f"{why_q} the query; {why_k} the key"

@@ -9,9 +9,11 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
+from .jaxprs import names
 from .primitives import ELEMENTWISE, KNOWN, PRODUCTS, RANDOM
 
 
@@ -74,6 +76,8 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
+_ORDERS = names("sort top_k approx_top_k")
+
 
 def union(bits: Iterable[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
@@ -128,7 +132,9 @@ class Facts:
     def _run(self, frame: Frame, inputs: list[Fact]) -> list[Fact]:
         self._of |= zip(frame.inputs, inputs, strict=True)
         for at in frame.live:
-            self._of |= zip(at.outputs(), self._outputs(at), strict=True)
+            for atom, fact in zip(at.outputs(), self._outputs(at), strict=True):
+                is_choice = _is_choice(at, atom)
+                self._of[atom] = fact._replace(**_NO_LOGITS) if is_choice else fact
         return [self.of(atom) for atom in frame.outputs]
 
     def _outputs(self, at: Eqn) -> list[Fact]:
@@ -297,6 +303,16 @@ class Facts:
         return self._met(at, out) if weights else out
 
 
+def _is_choice(at: Eqn, atom: Atom) -> bool:
+    """Whether a value is a mask or an index: it decides what is taken.
+
+    Integers else may be logits, as products of eight bits are.
+    """
+    dtype = atom.var.aval.dtype
+    is_index = at.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
+    return dtype == jnp.bool_ or is_index
+
+
 def either(facts: Iterable[Fact]) -> Fact:
     """One of several, no matter which."""
     facts = list(facts)
@@ -309,6 +325,8 @@ _JOINED = [
     *("leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS),
     *("has_data", "is_spread", "is_shifted", "is_pair"),
 ]
+# Logits by which a mask was made are none that it masks, as those of an indexer.
+_NO_LOGITS = {name: 0 for name in _OF_PRODUCTS if name != "bent"}
 
 
 def _union(facts: list[Fact]) -> Fact:

@@ -59,8 +59,8 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     count = math.prod(sizes[a] for a in chosen)
     if count > _MOST:
         raise TooMany(
-            f"heads are along dimensions of {count} entries, the batch among them: "
-            "keep an axis for them"
+            f"heads are along dimensions of {count} entries, together with the "
+            "batch: keep an axis for them"
         )
     numbers = np.zeros([1] * rank, int)
     for a in chosen:

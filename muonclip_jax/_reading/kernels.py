@@ -47,26 +47,26 @@ def attention_rule(
     of: Any,
     maxima: Callable[..., Any] | int | None = None,
 ) -> AttentionRule:
-    """Teaches [`read_model`][] and [`record_attention`][] a kernel of one's own.
+    """Teaches [`read_model`][] and [`record_attention`][] a kernel of yours.
 
     A kernel is a primitive, a function with `jax.custom_vjp` or `jax.custom_jvp`, or a
-    Pallas kernel. Once it is taught, which is best done where it is defined, all of its
-    calls are read as the plain function `fun`, an example of what it computes. Masks
-    and scales may be left out of it: they change nothing of what is linear.
+    Pallas kernel. After this call, best made where the kernel is defined, all calls of
+    the kernel are read as calls of `fun`, a plain function that computes the same. It
+    may leave out masks and scales, which do not change what is linear.
 
     **Arguments:**
 
     - `fun`: `fun(*inputs)`, on the inputs of a call, returns the output, or outputs in
-        order. With an argument `params` it is given the parameters of the equation.
-    - `of`: the kernel: a function, a primitive, or a name; `"name at end/of/file.py"`
-        for a function of a library, of the file that defines it.
+        order. If it has an argument `params`, it gets the parameters of the equation.
+    - `of`: the kernel: a function, a primitive, or a name. For a function of a library
+        write `"name at end/of/file.py"`, with the file that defines it.
     - `maxima`: `maxima(*inputs)` returns the largest logit of every head, `(heads,)`,
-        as they enter the softmax; or the number of the output that has them for every
+        as it enters the softmax; or the index of the output that has them for every
         row. Without it the kernel's layers are read but not recorded.
 
-    **Returns:** the rule. Of those that fit a call, the one taught last is in force.
+    **Returns:** the rule. If several fit a call, the last one is used.
 
-    **Raises:** `ValueError` for an `of` that is no function, primitive or name.
+    **Raises:** `ValueError` for an `of` that is not a function, primitive or name.
 
     !!! example
 

@@ -31,21 +31,21 @@ from .verdicts import verdicts
 class ModelReading:
     """The uses of every parameter by a function: the result of [`read_model`][].
 
-    Printed, it is a table with the file and line where each leaf is used, and what
-    names would say of it where that is something else. Below are the attention layers:
-    where their logits are, and what [`qk_clip`][] scales; the parameters of each label;
-    and the attention that it cannot scale, with the reason, or that there is none.
-    Repeated layers share a row, and a notebook shows HTML, as of [`describe`][].
+    Printed, it is a table with the file and line where each leaf is used, and with the
+    label that names would give, if it differs. Below are the attention layers, with the
+    line of their logits and the leaves that [`qk_clip`][] scales; the number of
+    parameters of each label; and the attention that it cannot scale, with the reason.
+    As in [`describe`][], repeated layers share a row, and a notebook shows HTML.
 
     **Arguments:**
 
-    - `dimension_numbers`: a tree like the params of `MuonDimensionNumbers`, or `None`
+    - `dimension_numbers`: a tree like the params, of `MuonDimensionNumbers`, or `None`
         for a leaf that holds no matrix.
-    - `labels`: a tree like the params of `"matrix"`, `"embedding"`, `"head"`,
-        `"router"`, `"vector"` or `"frozen"`, as of [`param_labels`][].
+    - `labels`: a tree like the params, of `"matrix"`, `"embedding"`, `"head"`,
+        `"router"`, `"vector"` or `"frozen"`, as from [`param_labels`][].
     - `attention`: the layers that QK-Clip can scale.
-    - `unknown`: paths of the leaves whose use the function does not show: it does not
-        use them, or an operation hides what it does with them.
+    - `unknown`: paths of the leaves whose use could not be read: the function does not
+        use them, or passes them to an operation that hides their use.
     """
 
     dimension_numbers: Any
@@ -119,14 +119,15 @@ class ModelReading:
 def read_model(
     fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
 ) -> ModelReading:
-    """Reads off a function's trace what it does with every parameter.
+    """Traces a function and finds how it uses every parameter.
 
-    The function is traced on shapes alone: nothing runs, and no memory is needed. What
-    activations are contracted with is a matrix; contracted axes are its inputs, free
-    ones its outputs, and batch, scanned and indexed axes a stack. What is looked up is
-    an embedding, what picks experts a router, what makes nothing but the output a head,
-    and what is added or multiplied elementwise a vector. Attention is a product of two
-    activations, both made by parameters, whose softmax weighs others.
+    The function is traced on shapes alone: nothing runs, and no memory is needed. A
+    parameter is a matrix if activations are contracted with it; contracted axes are its
+    inputs, free axes its outputs, and batch, scanned and indexed axes a stack. It is an
+    embedding if it is looked up, a router if it picks experts, a head if only the
+    output depends on its products, and a vector if it is added or multiplied
+    elementwise. Attention is a product of two activations that depend on parameters,
+    whose softmax weighs other activations.
 
     **Arguments:**
 
@@ -134,13 +135,13 @@ def read_model(
         forward pass, with whatever it returns.
     - `params`: a pytree of arrays or `jax.ShapeDtypeStruct`, or a module of NNX or
         Equinox; leaves that are no arrays stay as they are.
-    - `args`, `kwargs`: of the function. Arrays and shapes are traced, all else is
-        passed as it is.
+    - `args`, `kwargs`: of the function. Arrays and shapes are traced; other arguments
+        are passed unchanged.
 
     **Returns:** a [`ModelReading`][].
 
-    **Raises:** what the function raises on such shapes. What cannot be read is no
-    error here but `unknown` or `refused`, which say where it is.
+    **Raises:** what the function raises on these shapes. Anything that cannot be read
+    is not an error but listed in `unknown` or `refused`, with file and line.
 
     !!! example
 

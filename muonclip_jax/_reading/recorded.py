@@ -39,32 +39,32 @@ def record_attention(
 def record_attention(
     fun: Callable[P, Any], has_aux: bool = False, *, strict: bool = True
 ) -> Callable[P, tuple[Any, Any]]:
-    """Makes a function that returns the largest logit of every head, too.
+    """Makes a function that also returns the largest logit of every head.
 
-    It runs the operations of `fun` again, one by one, with a maximum at every
-    softmax of attention: values and gradients stay what they are. It composes with
-    `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`.
-    Call it under `jax.jit`, as any training step: it traces `fun` in every call. What
-    `fun` changes in objects of NNX among its arguments is changed.
+    It runs the operations of `fun` one by one, with a maximum added at every softmax of
+    attention; values and gradients do not change. It composes with `jax.jit`,
+    `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`. Call it
+    under `jax.jit`, like any training step, since it traces `fun` in every call. NNX
+    objects among the arguments are updated as by `fun`.
 
-    The statistic is of logits as they enter the softmax, scaled and masked, but before
-    a softcap; it is the maximum over batch, queries and keys. Layers that
-    [`qk_clip`][] cannot scale have none: `read_model(...).refused` names them.
+    The statistic is the maximum over batch, queries and keys of the logits as they
+    enter the softmax, scaled and masked, but before a softcap. Layers that
+    [`qk_clip`][] cannot scale have none: `read_model(...).refused` lists them.
 
     **Arguments:**
 
     - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][].
-    - `has_aux`: whether it returns a pair, of which the second is auxiliary.
-    - `strict`: whether it is an error that an operation which cannot be read, such as
-        a Pallas kernel, has several activations for inputs and so may be attention.
-        `False` where you know that none is.
+    - `has_aux`: whether `fun` returns a pair whose second element is auxiliary.
+    - `strict`: whether to raise an error for an operation that cannot be read, such as
+        a Pallas kernel, and that may be attention, since several of its inputs are
+        activations. Set it to `False` if you know that none is.
 
     **Returns:** a function of the same arguments that returns `(out, stats)`, with
-    `has_aux` `(out, (aux, stats))`. `stats` is what `attention_stats` is to be: a leaf
+    `has_aux` `(out, (aux, stats))`. Pass `stats` as `attention_stats`. It has a leaf
     `<path of the layer>/max_logits` for each layer of `read_model(...).attention`, of
     shape `(heads,)`, or `(*stack, heads)` for layers that `jax.lax.scan` runs.
 
-    **Raises:** `ValueError`, with file and line, where logits cannot be recorded.
+    **Raises:** `ValueError`, with file and line, if logits cannot be recorded.
 
     !!! example
 
@@ -88,7 +88,7 @@ def record_attention(
         if not args:
             raise TypeError(
                 "the function of record_attention needs the params as its first "
-                "argument, without a name"
+                "argument, by position"
             )
         with call_of(fun, *args, **kwargs) as call:
             out, stats = _run(call, strict)
@@ -107,9 +107,9 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     if strict and hidden:
         raise ValueError(
             f"attention may be hidden in {', '.join(hidden)}, which cannot be "
-            "read. If it is there, use jax.nn.dot_product_attention (on a GPU with "
+            "read. If it is, use jax.nn.dot_product_attention (on a GPU with "
             'implementation="cudnn"), mc.blockwise_attention or mc.splash_attention '
-            "in its place; if it is not, give strict=False"
+            "instead; if it is not, give strict=False"
         )
     clipped = [named for named in layers if named.layer is not None]
     own = [layer for named in clipped for layer in named.found]
@@ -179,13 +179,13 @@ class _Recorder:
                 raise ValueError(
                     f"the logits of {layer.line} cannot be recorded: mask and scale "
                     f"are in the code of {rule.name}. Use mc.splash_attention or "
-                    "mc.blockwise_attention in its place, or say by maxima= of "
-                    "mc.attention_rule how its largest logits are had"
+                    "mc.blockwise_attention instead, or give mc.attention_rule its "
+                    "largest logits as maxima="
                 )
             if found.size != layer.heads:
                 raise ValueError(
-                    f"the kernel at {layer.line} has {found.size} heads, and "
-                    f"its query and key {layer.heads}: give it an axis of heads"
+                    f"the kernel at {layer.line} has {found.size} heads, but its "
+                    f"query and key have {layer.heads}: give it an axis of heads"
                 )
             return jaxprs.bound(eqn, inputs), {n: found}
         if again := getattr(self, f"_{eqn.primitive.name}", None):

@@ -5,7 +5,9 @@ the largest there.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +23,9 @@ from .primitives import moves
 from .softmaxes import known_number, Path, Product, Softmaxes
 
 
+Box = dict[int, tuple[int, int]]
+
+
 @dataclasses.dataclass
 class Site:
     """Where logits are an operand of an equation, and what they are there.
@@ -29,7 +34,8 @@ class Site:
     - `axes`: those along which it forms their maximum, if it does.
     - `dims`: the dimensions along which heads are.
     - `rows`: for each head which of the entries of `dims`, in C order, are its own.
-    - `spans`: where there is more than logits along a dimension, such as a sink.
+    - `boxes`: where there is more than logits, such as a sink, the parts that are: of
+      each dimension from where to where.
     - `factor`: what they are multiplied with before the exponential.
     - `cap_at`: the softcap, whose operand they are before it, and its `cap`.
     """
@@ -39,7 +45,7 @@ class Site:
     operand: int = 0
     dims: tuple[int, ...] = ()
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
-    spans: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    boxes: list[Box] = dataclasses.field(default_factory=list)
     factor: float = 1.0
     cap_at: Eqn | None = None
     cap: float = math.inf
@@ -58,26 +64,38 @@ class Site:
             # The mask comes after the cap, and hides what is below anything it lets by.
             before_cap = jax.lax.stop_gradient(before_cap)
             x = jnp.where(x < -1.001 * abs(self.cap), -jnp.inf, before_cap * self.cap)
-        elif not self.spans and not {*self.dims} & {*self.axes}:
+        elif not self.boxes and not {*self.dims} & {*self.axes}:
             # The maximum that the softmax forms, and with it a sum along the same axes,
             # which shows NaN: 3.9 % of the bytes of GPT-2 at 4 layers of 256 as XLA
             # counts on CPU, 1.2 % without the sum (benchmarks/record_attention.py).
             # That of the softmax would cost nothing, but rows that see nothing make it
             # NaN, too.
             x = jnp.expand_dims(largest(x, self.axes), self.axes)
-        for dim, span in self.spans.items():
-            x = jax.lax.slice_in_dim(x, *span, axis=dim)
-        found = largest(x, [i for i in range(x.ndim) if i not in self.dims]).ravel()
+        axes = [i for i in range(x.ndim) if i not in self.dims]
+        parts = [largest(_cut(x, box), axes).ravel() for box in self.boxes or [{}]]
+        found = functools.reduce(jnp.maximum, parts)  # NaN, if one is
         return largest(found[self.rows], 1) * self.factor
+
+
+def _cut(x: jax.Array, box: Box) -> jax.Array:
+    for dim, span in box.items():
+        x = jax.lax.slice_in_dim(x, *span, axis=dim)
+    return x
 
 
 class Unclear(Exception):
     """Logits that enter a softmax in a way that cannot be recorded."""
 
 
+class Apart(Exception):
+    """Products that enter one softmax as the logits of different heads."""
+
+
 def site_of(
-    reader: Softmaxes, product: Product, heads: Heads, exp: Eqn, bits: int
+    reader: Softmaxes, read: Sequence[tuple[Product, Heads]], exp: Eqn, bits: int
 ) -> tuple[Site, Path | None]:
+    """Where the products of a layer enter its softmax, and the way of the last one."""
+    product, heads = read[-1]
     if named := _statistic(reader, product):
         return named, None
     site = _entrance(reader, exp, bits)
@@ -92,7 +110,20 @@ def site_of(
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
     path.factors = _count(reader, site, product, heads).factors
     if path.joins:
-        site.spans = _spans(reader, site, bit)
+        site.boxes = [_box(reader, site, bit)]
+        for other, of in read[:-1]:
+            # Joined are those of one query with keys of several kinds, or of the heads
+            # of several kinds, which are then no heads of one layer.
+            # Each product has its heads along axes of its own: relative positions by
+            # a skew are a product of another order.
+            bit = reader.facts.product(other.at)
+            own = dataclasses.replace(site)
+            _count(reader, own, other, of)
+            if not np.array_equal(own.rows, site.rows):
+                raise Apart
+            site.boxes.append(_box(reader, site, bit))
+        if {} in site.boxes:
+            site.boxes = []
     if path.caps:
         (cap_at, scale), *_ = path.caps
         if cap_at.frame is not site.at.frame or math.isnan(scale):
@@ -205,9 +236,10 @@ def _count(reader: Softmaxes, site: Site, product: Product, heads: Heads) -> Pat
     return path
 
 
-def _spans(reader: Softmaxes, site: Site, bit: int) -> dict[int, tuple[int, int]]:
-    """Where logits are along dimensions that have more than these."""
-    atom, spans = site.atom, {}
+def _box(reader: Softmaxes, site: Site, bit: int) -> Box:
+    """Where a product's logits are along dimensions that have more than these."""
+    atom = site.atom
+    box: Box = {}
     for d, n in enumerate(atom.shape):
         if n == 1 or d in site.dims:
             continue
@@ -218,5 +250,5 @@ def _spans(reader: Softmaxes, site: Site, bit: int) -> dict[int, tuple[int, int]
         if labels is not None:
             high, low = float(labels[0].max()), -float(labels[1].max())
         if (low, high + 1) != (0, n):
-            spans[d] = int(low), int(high) + 1
-    return spans
+            box[d] = int(low), int(high) + 1
+    return box

@@ -101,7 +101,7 @@ def test_vmap_over_what_an_explicit_axis_shards_is_refused(spec):
     mesh, tx = mesh_of(E, E), make()
     with jax.set_mesh(mesh):
         x = jax.device_put(normal(0, 4, 8, 16), NamedSharding(mesh, spec))
-        with pytest.raises(ValueError, match="vmap maps an axis that an explicit axis"):
+        with pytest.raises(ValueError, match="vmap maps over an axis that an explicit"):
             jax.jit(jax.vmap(lambda x: updated(tx, x)))(x)
 
 

@@ -43,7 +43,7 @@ def asked(params):
     exec(code, names)
     mc.describe(params, dimension_numbers=names["dimension_numbers"], attention=[])
     assert "mc.read_model" in message
-    lines = message.split("The model's own function")[0].splitlines()
+    lines = message.split("Let the loss decide")[0].splitlines()
     return {line.split()[0] for line in lines[1:]}
 
 

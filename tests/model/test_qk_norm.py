@@ -112,7 +112,7 @@ def test_statistics_of_another_stack_are_refused_with_the_shape_expected():
     params = {"attn": {"q_norm": {"scale": jnp.ones(4)}, "k_norm": jnp.ones(4)}}
     layer = gains_layer("attn", query=("q_norm/scale",), key=("k_norm",))
     stats = {"attn": {"max_logits": jnp.ones((3, 5))}}
-    with pytest.raises(ValueError, match=r"shape \(3, 5\).*expected is \(5,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3, 5\).*expected \(5,\)"):
         mc.clip_qk(params, stats, attention=[layer])
 
 

@@ -151,7 +151,7 @@ def test_which_side_is_the_input_matters_to_two_scales_alone(name):
     mask.init(PARAMS[name])
     for rms in (None, "mup"):
         tx = mc.scale_by_muon(consistent_rms=rms)
-        with pytest.raises(ValueError, match="which side is the input of"):
+        with pytest.raises(ValueError, match="which axes are the inputs of"):
             optax.masked(tx, mc.matrix_mask).init(PARAMS[name])
     square = {"a": arrays(layer(8, 8))}
     tx = mc.scale_by_muon(consistent_rms=None)

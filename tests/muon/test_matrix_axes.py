@@ -144,7 +144,7 @@ def test_wrong_sizes_at_construction(make, says):
         (mc.MatrixAxes(0, 1, head_dim=5), "'w'.*head_dim=5 does not divide the 12"),
         (
             mc.MatrixAxes(1, (0, 2), head_dim=2),
-            "'w'.*adjacent axes, in their order",
+            "'w'.*adjacent axes, in order",
         ),
         (mc.MatrixAxes(1, 3), "'w'.*axis 3 is out of range"),
     ],

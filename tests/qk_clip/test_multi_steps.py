@@ -74,7 +74,7 @@ def test_clips_once_per_real_step_by_the_maximum():
     expected = mc.clip_qk(PARAMS, COMBINED)
     for i in (2, 3, 4):
         chex.assert_trees_all_close(seen[i], expected, rtol=1e-6)
-    # The second real step starts its maximum afresh, with the same statistics.
+    # The second real step starts a new maximum, with the same statistics.
     chex.assert_trees_all_close(seen[5], mc.clip_qk(expected, COMBINED), rtol=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -321,5 +321,5 @@ def test_a_state_of_another_optimizer():
     bare = mc.muonclip(0.1)
     tx = mc.multi_steps(bare, 2)
     for one, other in ((tx, bare), (tx, mc.qk_clip()), (mc.qk_clip(), tx)):
-        with pytest.raises(ValueError, match="another set-up of the optimizer"):
+        with pytest.raises(ValueError, match="a checkpoint of the same optimizer"):
             one.update(ZEROS, other.init(PARAMS), PARAMS, attention_stats=COMBINED)

@@ -157,7 +157,7 @@ def test_one_head_takes_no_statistics_of_several(stack):
         return optax.apply_updates(params, updates)["body"]["query"]["kernel"]
 
     message = rf"'body/max_logits'.*\({', '.join(map(str, (*stack, 5)))},?\).*"
-    with pytest.raises(ValueError, match=message + r"expected is \((3, )?1,?\)"):
+    with pytest.raises(ValueError, match=message + r"expected \((3, )?1,?\)"):
         clip((*stack, 5))
     # Weights of 1 and updates of 1, of which a fourth is left: half on each side.
     np.testing.assert_allclose(clip((*stack, 1)), 1.0, rtol=1e-6)

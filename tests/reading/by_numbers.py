@@ -299,7 +299,7 @@ def _short(tree: Any) -> str:
 def _matched(stats: Any, rows: list[np.ndarray]) -> tuple[Any, set[int], bool]:
     """Which entries of the statistics are of which row, by their values.
 
-    Logits of random numbers are told apart by them. A row of which only the largest
+    Logits of random numbers are distinguished by them. A row of which only the largest
     is there is clipped jointly.
     """
     left = [

@@ -1,4 +1,4 @@
-"""What a cheaper iteration costs, or a dearer one gains: at equal tokens, and work."""
+"""What cheaper iterations cost and expensive ones gain, at equal tokens and work."""
 
 from typing import Any, NamedTuple
 
