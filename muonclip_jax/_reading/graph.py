@@ -261,6 +261,7 @@ class Graph:
     ) -> Iterator[Origin]:
         """The origins of a variable, after frames are entered and left."""
         frame, var = atom
+        # Of no entry anything is asked: ways end here that a slice or a sum goes past.
         if any((x == nothing(x)).all() for x in labels):
             return
         if isinstance(var, Literal) or var in frame.consts:
@@ -309,6 +310,8 @@ class Graph:
             at, back = origin.at, []
             if at and depth < 9 and at.name not in PRODUCTS:
                 back = [] if at.name.startswith("reduce_") else moves(at, origin.k)
+            # What is not followed to its end counts as no copy: who asks acts on
+            # copies, and may do so only where they are sure.
             if not back:
                 own.update(d for d in dims if is_varied(origin.labels[d]))
             return [(i, depth + 1) for i, _ in back]
@@ -355,6 +358,8 @@ class Graph:
             # The trips' dimension of a slice is the first of what it is a slice of.
             labels = tuple(joined(x, [lead]).squeeze(lead) for x in labels)
         if how == "carry":
+            # Once more around with the same labels brings nothing new. There are
+            # finitely many, so that this ends.
             key = atom, *map(key_of, labels)
             if key in seen:
                 return

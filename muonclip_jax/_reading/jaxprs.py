@@ -141,6 +141,7 @@ def live(jaxpr: Any) -> list[int]:
 
     Statistics of attention are among them, though most losses do not return these.
     """
+    # By their identity, since literals among them have no hash.
     wanted, kept = {id(v) for v in jaxpr.outvars}, []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if is_statistic(eqn) or any(id(v) in wanted for v in eqn.outvars):
@@ -175,6 +176,7 @@ def manual_in(eqn: Any) -> tuple[str, ...]:
 
 def axes_of(eqn: Any) -> tuple[str, ...]:
     """The axes of a mesh that a collective is over."""
+    # Sums and maxima have them as "axes", what moves data as "axis_name".
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -214,6 +216,7 @@ def line(eqns: Eqns) -> str:
 @contextlib.contextmanager
 def written_as(eqn: Any) -> Iterator[None]:
     """Gives what is bound inside the names and the line of an equation."""
+    # Errors and profiles would name the recorder's own line, and lose named scopes.
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:
@@ -238,6 +241,7 @@ def call_again(eqn: Any, fun: Any) -> Any:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
+        # XLA's programs, profiles and the jaxpr of the result call it by this name.
         fun.__name__ = params["name"]
         shardings = {
             "in_shardings": tuple(params["in_shardings"]),

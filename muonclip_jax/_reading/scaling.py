@@ -102,6 +102,8 @@ class Scaling:
         `is_last` judges a kernel by its labels and those of what it is applied to,
         which is then not followed, nor what more than `deepest` products were before.
         """
+        # What is known is of these labels, and of where to stop. Within one call it is
+        # needed: a residual stream would be gone through once for each way to it.
         self._known = {}
         return self._of(atom, Way(labels, is_last=is_last, deepest=deepest))
 
@@ -212,6 +214,7 @@ class Scaling:
         if (is_norm and not is_weight[one]) or way.depth >= way.deepest:
             return first
         second = side(two, deeper=1)
+        # Each summand needs one factor alone: either side has one for all of them.
         if len(first) * len(second) > 2 * _MOST_SUMMANDS:
             return first if len(first) <= len(second) else second
         pairs = itertools.product(first, second)
@@ -219,6 +222,7 @@ class Scaling:
 
     def _finite_case(self, at: Eqn) -> int | None:
         """Of `where(isnan(x), 0, x)` and such, the case that finite entries have: x."""
+        # `select_n` has the case for False first, after the test itself.
         made = self._graph.made_by(at.inputs()[0])
         if len(made) != 1 or len(at.eqn.invars) != 3:
             return None

@@ -90,13 +90,14 @@ class Uses:
     def numbers_of(self, *kinds: str) -> set[int]:
         return {note.number for note in self.notes if note.kind in kinds}
 
-    def _use(self, kind: str, at: Eqn, fact: Fact) -> None:
-        """Notes the same use of all parameters that a weight is made of.
+    def _use(self, kind: str, at: Eqn, *facts: Fact) -> None:
+        """Notes the same use of all parameters that the weights among operands are of.
 
         None of a product of parameters, whose own use is to be its factors.
         """
-        own = members(fact.leaves) if not fact.is_pair else ()
-        self.notes += [Note(kind, number, at) for number in own]
+        for fact in facts:
+            own = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
+            self.notes += [Note(kind, number, at) for number in own]
 
     # Equations.
 
@@ -117,15 +118,9 @@ class Uses:
         elif name == "gather" and facts[0].is_weight and self._facts.event(at):
             self._use("looked up", at, facts[0])
         elif self._facts.event(at):
-            for fact in facts:
-                if fact.is_weight:
-                    self._use("elementwise", at, fact)
-        elif any(f.is_weight for f in facts) and any(
-            f.has_data and not f.leaves for f in facts
-        ):
-            for fact in facts:
-                if fact.is_weight:
-                    self._use("data", at, fact)
+            self._use("elementwise", at, *facts)
+        elif any(f.has_data and not f.leaves for f in facts):
+            self._use("data", at, *facts)
         if not any(f.is_deep for f in facts):
             return
         if name in ("mul", *PRODUCTS):
@@ -148,14 +143,13 @@ class Uses:
             branches = (zip(x.outputs, at.outputs(), strict=True) for x in at.inside)
             pairs += itertools.chain(*branches)
         for given, taken in pairs:
+            # A loop's carry, or a result, that other trips or branches make otherwise.
             if of(given).is_weight and not of(taken).is_weight:
                 self._use("elementwise", at, of(given))
 
     def _unknown(self, at: Eqn, facts: list[Fact]) -> None:
         """A primitive without a rule: it may have done anything."""
-        for fact in facts:
-            if fact.is_weight:
-                self._use("unknown", at, fact)
+        self._use("unknown", at, *facts)
         # Attention needs query and key at least; an operation on one array is an
         # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(f.is_deep for f in facts) > 1 and at.name not in _ALGEBRA:
@@ -168,9 +162,7 @@ class Uses:
         codes of a vector quantizer are sums over outputs: no kernel before them is a
         router.
         """
-        for fact in facts:
-            if fact.is_weight:
-                self._use("elementwise", at, fact)
+        self._use("elementwise", at, *facts)
         ends = facts[0].ends
         for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
             if any(map(is_varied, labels)):
@@ -185,9 +177,7 @@ class Uses:
             self._of_parameters(at, inputs)
             return
         i = self._facts.weight_of(at) if a.leaves or b.leaves else None
-        for j in (0, 1):
-            if facts[j].is_weight and j != i:
-                self._use("elementwise", at, facts[j])
+        self._use("elementwise", at, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
             self._weigh(at, facts)
             self._of_activations(at, inputs, facts)
@@ -429,6 +419,7 @@ def _one_entry(at: Eqn) -> dict[int, list[int]]:
     """The dimensions of which an equation takes single entries, and which."""
     atom, found = at.inputs()[0], {}
     for k in range(len(at.eqn.outvars)):
+        # Its rule says where the entries of a result were taken from.
         (_, move), *_ = moves(at, k)
         taken = move(*at.output(k).whole)
         for d, n in enumerate(atom.shape):
