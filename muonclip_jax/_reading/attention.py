@@ -334,13 +334,15 @@ class LayerReader:
             own = [x for x in made if x[0].heads == heads.number > 1]
             own = own or [x for x in made if x[0].heads > 1]
             # What another summand is scaled by is scaled here, too.
-            again = [x for x in own or made if _overlap([x[0]], [*parts.values()])]
+            known = [*parts.values()]
+            again = [x for x in own or made if known and _overlap([x[0]], known)]
             best, event = (again or own or made)[0]
             self.events |= event
-            known = parts.get(best.parameter)
-            if known and _disagree(known, best):
-                self.refusals.append("a parameter's entries are in several heads")
-            parts[best.parameter] = _merged(known, best) if known else best
+            if old := parts.get(best.parameter):
+                if _disagree(old, best):
+                    self.refusals.append("a parameter's entries are in several heads")
+                best = _merged(old, best)
+            parts[best.parameter] = best
         return list(parts.values()), ""
 
     def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:
