@@ -85,7 +85,7 @@ def ways_back() -> tuple[Step, list[Step], list[Step]]:
 
 def _way_back(graph: Graph, atom: Any, label: np.ndarray) -> list[Step]:
     """Down to the parameter that an array was made of; none if it is data."""
-    ((origin, _),) = graph.origins(atom, (label,))
+    (origin,) = graph.origins(atom, (label,))
     if origin.parameter is not None:
         return [Step(atom.shape, label, "")]
     if origin.at is None:

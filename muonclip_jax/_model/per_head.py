@@ -71,7 +71,9 @@ class MatrixRules(NamedTuple):
                 # What names leave open, the description of the heads decides.
                 why = verdict.why if verdict.is_known else "heads"
                 found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
-            elif path in named and _cuts(named[path], given, len(leaf_at[path].shape)):
+            elif path in named and _cuts(
+                named[path], given, tuple(leaf_at[path].shape)
+            ):
                 found[i] = verdict._replace(numbers=named[path].numbers)
         return found
 
@@ -96,15 +98,13 @@ def matrix_rules(
     return MatrixRules(dimension_numbers, per_head, model, layers)
 
 
-def _cuts(named: Verdict, given: Axes, rank: int) -> bool:
+def _cuts(named: Verdict, given: Axes, shape: tuple[int, ...]) -> bool:
     """Whether a name shows an axis of heads among a kernel's outputs."""
     if named.numbers is None or not named.why.startswith("attention"):
         return False
-    (inputs, outputs), (own_inputs, own_outputs) = (
-        [{int(i) % rank for i in np.atleast_1d(side)} for side in of]
-        for of in ((x.reduction_axis, x.output_axis) for x in (given, named.numbers))
-    )
-    return inputs == own_inputs and own_outputs < outputs
+    view, by_name = (matrix_view(shape, x) for x in (given, named.numbers))
+    is_same_input = {*view.reduction} == {*by_name.reduction}
+    return is_same_input and {*by_name.output} < {*view.output}
 
 
 def _of_heads(

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .facts import union
-from .graph import Eqn, Lead
+from .graph import Eqn
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
 from .labels import along, distinct, full, is_varied, joined, marks, varied
+from .numbers import Lead
 from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Apart, Site, site_of, Unclear
@@ -101,6 +102,7 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     for softmax in softmaxes.all():
         if products := softmaxes.products(softmax):
             found.append(LayerReader(softmaxes, products, softmax.exps).read())
+    # In the order in which the function calls them: paths may be numbered by it.
     return sorted((x for x in found if x), key=lambda x: x.products[0].at)
 
 
@@ -111,40 +113,21 @@ class LayerReader:
         self.softmaxes, self.products, self.exps = softmaxes, products, exps
         self.layer = Layer([p.at for p in products])
         self.refusals: list[str] = []
+        # What was read so far: the products but those that are biases, as bits, too;
+        # what scales their sides; and the parameters of their queries.
+        self.found: list[tuple[Product, Heads]] = []
+        self.bits = 0
+        self.pairs: list[_Pair] = []
+        self.queries: set[int] = set()
         self.events = 0  # where what scales the logits meets activations
 
     def read(self) -> Layer | None:
-        layer, facts = self.layer, self.softmaxes.facts
+        layer = self.layer
         # Products of which the softmax's dimensions are known first: they show what the
         # query's parameters are.
-        ordered = sorted(self.products, key=lambda p: not any(p.is_key))
-        counts: set[int] = set()
-        pairs: list[_Pair] = []
-        read: list[tuple[Product, Heads]] = []
-        queries: set[int] = set()
-        bits = 0  # the products without those that are biases
-        for product in ordered:
-            order = self._query_first(product, queries)
-            if order is None:
-                # The product of a parameter and what is no query is a bias.
-                if facts.weight_of(product.at) is None:
-                    self.refusals.append("query and key could not be distinguished")
-                continue
-            try:
-                heads = heads_of(self.softmaxes.scaling, product, order)
-            except TooMany as why:
-                self.refusals.append(str(why))
-                continue
-            counts.add(heads.number)
-            for pair in self._by_region(product, order, heads):
-                pairs.append(pair)
-                queries |= {p.parameter for p in pair.query or ()}
-            layer.tokens |= self._tokens(product)
-            leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
-            layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
-            layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
-            read.append((product, heads))
-            bits |= facts.product(product.at)
+        for product in sorted(self.products, key=lambda p: not any(p.is_key)):
+            self._read_product(product)
+        counts = {heads.number for _, heads in self.found}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
@@ -154,49 +137,86 @@ class LayerReader:
             self.refusals.append(
                 "query and key are subtracted, and their distance squared"
             )
-        if not self.exps:
-            self.refusals.append("it is normalized by a function other than softmax")
-        path = None
-        if read and self.exps:
-            try:
-                layer.site, path = site_of(self.softmaxes, read, self.exps[-1], bits)
-            except Apart:
-                self.refusals.append(
-                    "logits of several products are joined, each of other heads: give "
-                    "each of them a softmax of its own"
-                )
-            except Unclear as why:
-                layer.unclear = str(why)
-        is_unscaled = (
-            len(pairs) == 1 and pairs[0].query is None and pairs[0].key is None
-        )
+        path = self._way_to_softmax()
         # Where nothing scales the product, there may be a factor of the logits.
-        if is_unscaled and path and (own := self._temperature(path, read[-1][1])):
+        is_unscaled = [(x.query, x.key) for x in self.pairs] == [(None, None)]
+        if is_unscaled and path and (own := self._temperature(path)):
             _put(layer.whole, own)
         else:
-            self._roles(pairs, layer.heads)
-        for at in path.nonlinear if path else ():
+            self._roles(self.pairs, layer.heads)
+        if path:
+            self._check(path)
+        layer.refusal = self.refusals[0] if self.refusals else ""
+        return layer
+
+    def _read_product(self, product: Product) -> None:
+        """Notes what scales the sides of a product, along its heads."""
+        layer, facts = self.layer, self.softmaxes.facts
+        order = self._query_first(product)
+        if order is None:
+            # The product of a parameter and what is no query is a bias.
+            if facts.weight_of(product.at) is None:
+                self.refusals.append("query and key could not be distinguished")
+            return
+        try:
+            heads = heads_of(self.softmaxes.scaling, product, order)
+        except TooMany as why:
+            self.refusals.append(str(why))
+            return
+        for pair in self._by_region(product, order, heads):
+            self.pairs.append(pair)
+            self.queries |= {p.parameter for p in pair.query or ()}
+        layer.tokens |= self._tokens(product)
+        leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
+        layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
+        layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
+        self.found.append((product, heads))
+        self.bits |= facts.product(product.at)
+
+    def _way_to_softmax(self) -> Path | None:
+        """The path from the last product to its softmax, whose site is noted."""
+        if not self.exps:
+            self.refusals.append("it is normalized by a function other than softmax")
+        if not (self.found and self.exps):
+            return None
+        path = None
+        try:
+            self.layer.site, path = site_of(
+                self.softmaxes, self.found, self.exps[-1], self.bits
+            )
+        except Apart:
+            self.refusals.append(
+                "logits of several products are joined, each of other heads: give "
+                "each of them a softmax of its own"
+            )
+        except Unclear as why:
+            self.layer.unclear = str(why)
+        return path
+
+    def _check(self, path: Path) -> None:
+        """Notes why logits are not linear in what scales the product."""
+        facts = self.softmaxes.facts
+        for at in path.nonlinear:
             self.refusals.append(
                 f"{at.name} at {at.line}, which is not linear, stands between the "
                 "product and its softmax"
             )
-        for at, i in path.added if path else ():
+        for at, i in path.added:
             fact = facts.of(at.inputs()[i])
-            if fact.events & self.events and not fact.products & bits:
+            if fact.events & self.events and not fact.products & self.bits:
                 self.refusals.append(
                     "its query or key enters another summand of the logits at "
                     f"{at.line}"
                 )
-        for at, i, _ in path.factors if path else ():
+        for at, i, _ in path.factors:
             if facts.of(at.inputs()[i]).events & self.events:
                 self.refusals.append(
                     f"its query or key enters a factor of the logits at {at.line}"
                 )
-        layer.refusal = self.refusals[0] if self.refusals else ""
-        return layer
 
-    def _temperature(self, path: Path, heads: Heads) -> list[Part] | None:
+    def _temperature(self, path: Path) -> list[Part] | None:
         """Parameters that the logits themselves are multiplied with."""
+        _, heads = self.found[-1]
         rows = self.layer.site.rows if self.layer.site else ()
         of = {1 << int(x): 1 << h for h, row in enumerate(rows) for x in row}
         for at, i, labels in path.factors:
@@ -211,9 +231,7 @@ class LayerReader:
                     return parts
         return None
 
-    def _query_first(
-        self, product: Product, queries: set[int]
-    ) -> tuple[int, int] | None:
+    def _query_first(self, product: Product) -> tuple[int, int] | None:
         """Which operand is the query.
 
         The softmax is over dimensions of the key alone. Where these are lost, as by
@@ -223,9 +241,8 @@ class LayerReader:
         is_key = product.is_key
         if not any(is_key):
             made = [{f.parameter for f in self._factors(product, i)} for i in (0, 1)]
-            is_key = [
-                bool(made[1 - i] & queries) and not made[i] & queries for i in (0, 1)
-            ]
+            known = [bool(x & self.queries) for x in made]
+            is_key = [known[1 - i] and not known[i] for i in (0, 1)]
         if not any(is_key):
             return None
         return (0, 1) if is_key[1] else (1, 0)
@@ -269,7 +286,7 @@ class LayerReader:
                     (pair,) = product.over
                     inside = np.zeros([1] * atom.rank, object)
                     inside = full(inside, atom.lead + pair[i], atom.shape[pair[i]])
-                    inside.ravel()[region] = -1
+                    inside.ravel()[region] = -1  # all bits
                     label = label & inside
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
                 found = self.softmaxes.scaling.of(atom, (label, *trips), shows_all)
@@ -312,16 +329,20 @@ class LayerReader:
             made = [(self._part(f, heads, loops), f.event) for f in linear]
             if not made:
                 return None, FROZEN if s.linear else s.why or NORMED
+            # The last that was applied is first; but only what distinguishes heads can
+            # be scaled for each of them.
             own = [x for x in made if x[0].heads == heads.number > 1]
             own = own or [x for x in made if x[0].heads > 1]
             # What another summand is scaled by is scaled here, too.
-            again = [x for x in own or made if _overlap([x[0]], [*parts.values()])]
+            known = [*parts.values()]
+            again = [x for x in own or made if known and _overlap([x[0]], known)]
             best, event = (again or own or made)[0]
             self.events |= event
-            known = parts.get(best.parameter)
-            if known and _disagree(known, best):
-                self.refusals.append("a parameter's entries are in several heads")
-            parts[best.parameter] = _merged(known, best) if known else best
+            if old := parts.get(best.parameter):
+                if _disagree(old, best):
+                    self.refusals.append("a parameter's entries are in several heads")
+                best = _merged(old, best)
+            parts[best.parameter] = best
         return list(parts.values()), ""
 
     def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:

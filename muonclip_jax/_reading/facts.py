@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
-from .jaxprs import names, shape_of
-from .primitives import contracted, ELEMENTWISE, KNOWN, PRODUCTS
+from .jaxprs import names
+from .primitives import ELEMENTWISE, KNOWN, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
@@ -76,14 +76,7 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
-_BY_ITSELF = names("mul div")
-
 _ORDERS = names("sort top_k approx_top_k")
-
-_RANDOM = names(
-    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
-    "threefry2x32"
-)
 
 
 def union(bits: Iterable[int]) -> int:
@@ -101,35 +94,34 @@ class Facts:
     def __init__(self, graph: Graph, tokens: frozenset[int] = frozenset()):
         self.graph = graph
         self.products: dict[int, Eqn] = {}  # by their bit
-        self._bits: dict[Any, int] = {}
-        self._events: dict[Any, int] = {}
+        self._bits: dict[Eqn, int] = {}
+        self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self.own = 0  # events in which weights are applied to find their own norm
-        self._of: dict[tuple[int, int], Fact] = {}
-        own = graph.is_parameter
+        self._of: dict[Atom, Fact] = {}
         inputs = [
             Fact(1 << i, 1 << i, is_weight=i not in tokens)
-            if i < len(own) and own[i]
+            if i in graph.parameters
             else DATA
-            for i in range(len(graph.top.jaxpr.invars))
+            for i in range(len(graph.top.inputs))
         ]
         self.outputs = self._run(graph.top, inputs)
 
     def of(self, atom: Atom) -> Fact:
-        if isinstance(atom.var, Literal):
-            return Fact()
-        return self._of.get(atom.key(), Fact())
+        is_literal = isinstance(atom.var, Literal)
+        return Fact() if is_literal else self._of.get(atom, Fact())
 
-    def all_of(self, atoms: Iterable[Atom]) -> list[Fact]:
-        return [self.of(atom) for atom in atoms]
+    def inputs(self, at: Eqn) -> list[Fact]:
+        """The facts of what an equation is of."""
+        return [self.of(atom) for atom in at.inputs()]
 
     def event(self, at: Eqn) -> int:
         """The bit of an equation where parameters meet activations; 0 if none do."""
-        return self._events.get(at.key(), 0)
+        return self._events.get(at, 0)
 
     def product(self, at: Eqn) -> int:
         """The bit of a product; 0 for other equations."""
-        return self._bits.get(at.key(), 0)
+        return self._bits.get(at, 0)
 
     def before(self, events: int) -> int:
         """All that events come from, but themselves."""
@@ -138,92 +130,65 @@ class Facts:
     # Frames.
 
     def _run(self, frame: Frame, inputs: list[Fact]) -> list[Fact]:
-        for var, fact in zip(frame.jaxpr.invars, inputs, strict=True):
-            self._of[id(frame), id(var)] = fact
-        for i in frame.live:
-            at = Eqn(frame, i)
-            for var, fact in zip(at.eqn.outvars, self._outputs(at), strict=True):
-                if _is_choice(at, var):
-                    fact = fact._replace(**_NO_LOGITS)
-                self._of[id(frame), id(var)] = fact
-        return [self.of(Atom(frame, var)) for var in frame.jaxpr.outvars]
+        self._of |= zip(frame.inputs, inputs, strict=True)
+        for at in frame.live:
+            for atom, fact in zip(at.outputs(), self._outputs(at), strict=True):
+                is_choice = _is_choice(at, atom)
+                self._of[atom] = fact._replace(**_NO_LOGITS) if is_choice else fact
+        return [self.of(atom) for atom in frame.outputs]
 
     def _outputs(self, at: Eqn) -> list[Fact]:
         n = len(at.eqn.outvars)
-        if not (frames := at.frame.inside.get(at.i)):
+        if not at.inside:
             return [self._primitive(at)] * n
-        runs = [self._inside(inner) for inner in frames]
-        outs = [either(run[k] for run in runs) for k in range(min(n, len(runs[0])))]
+        runs = [self._inside(inner) for inner in at.inside]
+        outs = [either(facts) for facts in zip(*runs, strict=True)][:n]
         if at.name == "cond":
             # Whatever picks the branch has made the result, too: a router, of experts.
-            past = self.of(at.inputs()[0]).past
+            past = self.inputs(at)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
-        rest = self._mixed(at, self.all_of(at.inputs()))
+        rest = self._mixed(at, self.inputs(at))
         return [*outs, *[rest] * (n - len(outs))]
 
     def _inside(self, inner: Frame) -> list[Fact]:
-        assert inner.parent is not None
-        own = [self.of(Atom(inner.parent, x.atom)) for x in inner.outer]
-        if inner.kind not in ("scan", "while"):
-            return self._run(inner, own)
-        carried = range(inner.first, inner.first + inner.carries)
+        """The results of a run, those of all trips if it is a loop's.
+
+        That ends: what a value can be made of only grows.
+        """
+        own = [self.of(x.atom) for x in inner.outer]
         while True:
-            # It ends: what a value can be made of only grows. Each trip has parameters
-            # of its own, so what comes of an event in the one before is no news of it.
-            begin = [
-                x._replace(events=0) if i in carried else x for i, x in enumerate(own)
-            ]
+            # Each trip has parameters of its own, so what comes of an event in the one
+            # before is no news of it.
+            begin = list(own)
+            for i in inner.carried:
+                begin[i] = own[i]._replace(events=0)
             outs = self._run(inner, begin)
             after = list(own)
-            for i in carried:
-                after[i] = either([own[i], outs[i - inner.first]])
+            for k, i in enumerate(inner.carried):
+                after[i] = outs[k] = either([own[i], outs[k]])
             if after == own:
-                return [own[i] for i in carried] + outs[len(carried) :]
+                return outs
             own = after
 
     # Equations.
 
     def _primitive(self, at: Eqn) -> Fact:
-        inputs, name = self.all_of(at.inputs()), at.name
+        inputs, name = self.inputs(at), at.name
         if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
             return self._picked(at, inputs)
         out = self._mixed(at, inputs)
-        if name in PRODUCTS and not self.is_entrywise(at):
+        if at.is_product:
             return self._product(at, inputs, out)
-        if name in ("mul", *PRODUCTS):
-            x, y = at.inputs()
-            if all(f.is_deep for f in inputs) and x.var is not y.var:
-                # Summed over, it is a product of query and key that is written out.
-                out = out._replace(pairs=out.pairs | self._new(at))
-            a, b = inputs
-            out = out._replace(
-                shares=out.shares | a.weights & b.sums | b.weights & a.sums
-            )
-            is_onehot = (a.is_onehot and not b.is_deep) or (
-                b.is_onehot and not a.is_deep
-            )
-            return out._replace(is_onehot=is_onehot)
-        if name == "sub" and all(f.is_deep for f in inputs) and self._are_pairs(at):
-            # Of all pairs: its square, summed over, has a product in it.
-            out = out._replace(pairs=out.pairs | self._new(at))
         if name not in KNOWN and out.is_weight:
-            event = self._meet(at, out)
-            return out._replace(is_weight=False, events=event, past=out.past | event)
+            return self._met(at, out)._replace(is_weight=False)
         if name in ELEMENTWISE - {"mul", "div"} or name in ("max", "min"):
             out = out._replace(bent=out.bent | out.products)
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
-    def is_entrywise(self, at: Eqn) -> bool:
-        """Whether a product sums over nothing, and one side has nothing else.
-
-        `einsum("...k,k->...k")` is how some norms apply their gain.
-        """
-        return at.name == "dot_general" and any(map(at.shared.issuperset, at.to))
-
     def weight_of(self, at: Eqn) -> int | None:
         """Which operand of a product is the weight of the other; `None` for neither."""
-        a, b = self.all_of(at.inputs()[:2])
+        a, b, *_ = self.inputs(at)
         if a.is_weight and b.is_weight:
             tokens = [a.is_token, b.is_token]
             return 1 - tokens.index(True) if sum(tokens) == 1 else None
@@ -247,23 +212,17 @@ class Facts:
         out = out._replace(**dict.fromkeys(_OF_PRODUCTS, 0), is_onehot=False)
         if not out.leaves:
             return out
-        out = out._replace(products=self._new(at))
+        out = out._replace(products=self.new_product(at))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
             # Two parameters make one of low rank.
             out = out._replace(is_spread=False, is_shifted=False)
             return out._replace(is_weight=True, is_pair=True)
-        event = self._meet(at, out)
         i = self.weight_of(at)
-        out = out._replace(
-            is_weight=False,
-            is_pair=False,
-            is_spread=False,
-            events=out.events | event,
-            past=out.past | event,
-        )
+        out = self._met(at, out)
+        out = out._replace(is_weight=False, is_pair=False, is_spread=False)
         if i is None:
             # What another activation is multiplied with is no output yet.
-            is_sum = a.is_deep and b.is_deep and contracted(at.eqn)
+            is_sum = a.is_deep and b.is_deep and at.contracted
             # Attention of two hops: weights of weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
@@ -273,32 +232,25 @@ class Facts:
         if other.is_onehot:  # a lookup, which is no layer of its own
             return out._replace(ends=0, sole=None)
         kernels = members(weight.leaves)
-        return out._replace(ends=event, sole=kernels[0] if len(kernels) == 1 else -1)
+        sole = kernels[0] if len(kernels) == 1 else -1
+        return out._replace(ends=self.event(at), sole=sole)
 
     def _picked(self, at: Eqn, inputs: list[Fact]) -> Fact:
         """Entries of a parameter: one part of it, rows, or matrices."""
         of, past = inputs[0], union(x.past for x in inputs)
         if at.name == "dynamic_slice":
             return of._replace(past=past)
-        numbers, sizes = (
-            at.eqn.params["dimension_numbers"],
-            at.eqn.params["slice_sizes"],
-        )
-        if len(numbers.offset_dims) == len(shape_of(at.eqn.outvars[0])):  # a slice
+        params, shape = at.eqn.params, at.inputs()[0].shape
+        rank = len(at.output().shape)
+        if len(params["dimension_numbers"].offset_dims) == rank:  # a slice
             return of._replace(past=past)
-        pairs = zip(sizes, shape_of(at.eqn.invars[0]), strict=True)
+        pairs = zip(params["slice_sizes"], shape, strict=True)
         if sum(n == m > 1 for n, m in pairs) > 1:
             # Matrices, as experts that tokens choose, or tokens: a product shows which.
             return of._replace(has_data=True, is_shifted=True, past=past)
         # A row of a table. Whatever chose it, as an output head does the next token, is
         # not what feeds the layers after it.
-        event = self._meet(at, of)
-        return of._replace(
-            is_weight=False,
-            is_spread=False,
-            events=of.events | event,
-            past=of.past | event,
-        )
+        return self._met(at, of)._replace(is_weight=False, is_spread=False)
 
     def _is_shift(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether data are added to a weight, or multiplied with each of its entries.
@@ -311,26 +263,22 @@ class Facts:
         sizes = [sum(n > 1 for n in x.shape) for x in data]
         return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
 
-    def _are_pairs(self, at: Eqn) -> bool:
-        """Whether each operand is the same along dimensions that the result has."""
-        out = at.output().shape
-        return all(x.shape != out for x in at.inputs())
-
     def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether what is no weight is the same for many of the result's entries."""
         deep = [x for x, f in zip(at.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 
-    def _meet(self, at: Eqn, out: Fact) -> int:
-        bit = self._events.setdefault(at.key(), 1 << len(self._events))
+    def _met(self, at: Eqn, out: Fact) -> Fact:
+        """What an equation in which parameters meet activations makes, with its bit."""
+        bit = self._events.setdefault(at, 1 << len(self._events))
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
-        return bit
+        return out._replace(events=out.events | bit, past=out.past | bit)
 
-    def _new(self, at: Eqn) -> int:
-        if at.key() not in self._bits:
-            self._bits[at.key()] = 1 << len(self._bits)
-            self.products[self._bits[at.key()]] = at
-        return self._bits[at.key()]
+    def new_product(self, at: Eqn) -> int:
+        """The bit of what turns out to be a product of two activations, or may be."""
+        bit = self._bits.setdefault(at, 1 << len(self._bits))
+        self.products[bit] = at
+        return bit
 
     def _mixed(self, at: Eqn, inputs: list[Fact]) -> Fact:
         """The facts of several values that are combined entry by entry."""
@@ -344,7 +292,7 @@ class Facts:
         if (
             weights
             and not union(x.leaves for x in deep) & ~weights
-            and at.name in _BY_ITSELF
+            and at.name in ("mul", "div")
             and self._is_of_norms(at, inputs)
         ):
             # A weight divided by its norm, which a vector among the arguments helped to
@@ -352,18 +300,15 @@ class Facts:
             # scaled by numbers found from it, too, as for eight bits; that is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_weight=True, has_data=True, events=0, ends=0)
-        if weights:
-            event = self._meet(at, out)
-            out = out._replace(events=out.events | event, past=out.past | event)
-        return out
+        return self._met(at, out) if weights else out
 
 
-def _is_choice(at: Eqn, var: Any) -> bool:
+def _is_choice(at: Eqn, atom: Atom) -> bool:
     """Whether a value is a mask or an index: it decides what is taken.
 
     Integers else may be logits, as products of eight bits are.
     """
-    dtype = var.aval.dtype
+    dtype = atom.var.aval.dtype
     is_index = at.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
     return dtype == jnp.bool_ or is_index
 
@@ -375,36 +320,37 @@ def either(facts: Iterable[Fact]) -> Fact:
     return first if all(x == first for x in others) else _union(facts)
 
 
-_OF_PRODUCTS = [
-    "products",
-    "weights",
-    "sums",
-    "shares",
-    "mixed",
-    "pairs",
-    "bent",
+_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs", "bent"]
+_JOINED = [
+    *("leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS),
+    *("has_data", "is_spread", "is_shifted", "is_pair"),
 ]
 # Logits by which a mask was made are none that it masks, as those of an indexer.
 _NO_LOGITS = {name: 0 for name in _OF_PRODUCTS if name != "bent"}
-_SETS = ["leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS]
 
 
 def _union(facts: list[Fact]) -> Fact:
+    joined = {name: union(getattr(x, name) for x in facts) for name in _JOINED}
+    is_weight = all(x.is_weight or not x.leaves for x in facts)
     soles = {x.sole for x in facts} - {None}
-    sets = {name: union(getattr(x, name) for x in facts) for name in _SETS}
     return Fact()._replace(
-        **sets,
-        has_data=any(x.has_data for x in facts),
-        is_weight=sets["leaves"] != 0
-        and all(x.is_weight or not x.leaves for x in facts),
-        is_spread=any(x.is_spread for x in facts),
-        is_shifted=any(x.is_shifted for x in facts),
-        is_pair=any(x.is_pair for x in facts),
+        **joined,
+        is_weight=joined["leaves"] != 0 and is_weight,
         sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
     )
 
 
 # Primitives that make more of their operands than `_mixed` says.
+
+
+def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    (a, b), (x, y) = inputs, at.inputs()
+    if a.is_deep and b.is_deep and x.var is not y.var:
+        # Summed over, it is a product of query and key that is written out.
+        out = out._replace(pairs=out.pairs | facts.new_product(at))
+    is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
+    shares = out.shares | a.weights & b.sums | b.weights & a.sums
+    return out._replace(shares=shares, is_onehot=is_onehot)
 
 
 def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -414,8 +360,12 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     later, if anything.
     """
     deep = [x for x in inputs if x.is_deep]
-    if len(deep) != 2 or math.prod(shape_of(at.eqn.outvars[0])) == 1:
+    shape = at.output().shape
+    if len(deep) != 2 or math.prod(shape) == 1:
         return out  # a sum of losses, one number, is none of layers
+    if at.name == "sub" and all(x.shape != shape for x in at.inputs()):
+        # Of all pairs: its square, summed over, has a product in it.
+        out = out._replace(pairs=out.pairs | facts.new_product(at))
     a, b = (x.ends for x in deep)
     is_after = not (a and b) or facts.before(a) & b or facts.before(b) & a
     return out._replace(ends=0) if a != b and is_after else out
@@ -424,7 +374,7 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _select(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     mask, *cases = inputs
     pairs = zip(cases, at.inputs()[1:], strict=True)
-    rows = [x for x, atom in pairs if atom.frame.number(atom.var) != 0]
+    rows = [x for x, atom in pairs if atom.number != 0]
     is_onehot = bool(rows) and all(x.is_onehot for x in rows)
     return out._replace(is_onehot=mask.is_onehot or is_onehot)
 
@@ -456,15 +406,8 @@ def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The denominator's logits are none of the result's."""
     a, b = inputs
-    return out._replace(
-        products=a.products,
-        weights=a.weights,
-        sums=a.sums,
-        shares=a.shares | (a.weights & b.sums),
-        mixed=a.mixed,
-        pairs=a.pairs,
-        bent=a.bent | a.products & b.products,
-    )
+    shares, bent = a.shares | a.weights & b.sums, a.bent | a.products & b.products
+    return _gathered(facts, at, inputs, out)._replace(shares=shares, bent=bent)
 
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -473,7 +416,7 @@ def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    old, new = (math.prod(shape_of(x)) for x in (at.eqn.invars[0], at.eqn.outvars[0]))
+    old, new = (math.prod(x.shape) for x in (at.inputs()[0], at.output()))
     return out._replace(is_spread=out.is_spread or (out.is_weight and old < new))
 
 
@@ -503,6 +446,7 @@ def _random(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 _RULES: dict[str, Any] = {
+    **dict.fromkeys(["mul", *PRODUCTS], _times),
     **dict.fromkeys(["add", "sub", "add_any", "max", "min"], _sum),
     "select_n": _select,
     "exp": _exponential,
@@ -522,5 +466,5 @@ _RULES: dict[str, Any] = {
     "eq": _equal,
     "and": _and,
     "iota": _iota,
-    **dict.fromkeys(_RANDOM, _random),
+    **dict.fromkeys(RANDOM, _random),
 }

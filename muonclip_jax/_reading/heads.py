@@ -12,7 +12,8 @@ from .scaling import Factor, IsLast, never, Scaling
 from .softmaxes import Product
 
 
-# Heads are counted exactly along dimensions of at most so many entries.
+# Heads are counted exactly along dimensions of at most so many entries. Each of these
+# may be a head with a bit of its own: 2**14 marks of 2**14 bits are 32 MiB.
 _MOST = 1 << 14
 
 
@@ -25,6 +26,7 @@ class Heads(NamedTuple):
 
     def owners(self, label: Label) -> tuple[np.ndarray, int]:
         """The head, or group of heads, of each entry, and how many there are."""
+        # In the order of the first head in each: `m & -m` is the lowest bit of a mark.
         groups = sorted(distinct(label), key=lambda m: (m & -m, m))
         numbers = {m: i for i, m in enumerate(groups)}
         if sum(m.bit_count() for m in groups) != union(groups).bit_count():

@@ -51,23 +51,16 @@ class Inner(NamedTuple):
     def run(
         self,
         values: Sequence[Any],
-        step: Callable[[int, Any, list[Any]], Sequence[Any]] | None = None,
-        known: Callable[[Any], Any] = lambda x: x,
-        is_live: bool = False,
+        step: Callable[[int, Any, list[Any]], Sequence[Any]],
     ) -> list[Any]:
-        """Its outputs, where `step` gives those of an equation from its inputs.
-
-        `known` makes a value of what is no variable; `is_live` leaves out dead code.
-        """
-        step = step or (lambda _, eqn, values: bound(eqn, values))
+        """Its outputs, where `step` gives those of an equation from its inputs."""
         env = dict(zip(self.jaxpr.invars, values, strict=True))
-        env |= zip(self.jaxpr.constvars, map(known, self.consts), strict=True)
+        env |= zip(self.jaxpr.constvars, self.consts, strict=True)
 
         def read(atoms: Sequence[Any]) -> list[Any]:
-            return [known(x.val) if isinstance(x, Literal) else env[x] for x in atoms]
+            return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
-        eqns = list(enumerate(self.jaxpr.eqns))
-        for i, eqn in live(self.jaxpr) if is_live else eqns:
+        for i, eqn in enumerate(self.jaxpr.eqns):
             env |= zip(eqn.outvars, step(i, eqn, read(eqn.invars)), strict=True)
         return read(self.jaxpr.outvars)
 
@@ -78,13 +71,10 @@ class Loop(NamedTuple):
     body: Inner
     consts: int
     carry: int
-
-
-class MeshAxes(NamedTuple):
-    """Axes of a mesh, and how many devices there are along them."""
-
-    names: tuple[str, ...]
-    size: int
+    trips: int | None = None  # those of a `while` only a run shows
+    # A `while` has one, and in front of all other inputs those of it alone.
+    condition: Inner | None = None
+    first: int = 0
 
 
 #: An equation, after those that it is inside of.
@@ -111,31 +101,29 @@ def called(eqn: Any) -> Inner | None:
     return next((body for body in found if hasattr(body.jaxpr, "eqns")), None)
 
 
-def scanned(eqn: Any) -> Loop:
-    params = eqn.params
+def loop(eqn: Any) -> Loop | None:
+    """The loop that an equation is, if it is one."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        body, consts = inner(params["body_jaxpr"]), params["body_nconsts"]
+        carry = len(body.jaxpr.invars) - consts
+        of_condition = inner(params["cond_jaxpr"]), params["cond_nconsts"]
+        return Loop(body, consts, carry, None, *of_condition)
+    if name != "scan":
+        return None
     if "ft_in" in params:  # from JAX 0.12 on: a tree of consts, carry and slices
         consts, carry, _ = map(len, params["ft_in"].unpack())
     else:
         consts, carry = params["num_consts"], params["num_carry"]
-    return Loop(inner(params["jaxpr"]), consts, carry)
-
-
-def repeated(eqn: Any) -> tuple[Any, int, Loop]:
-    """A `while`: its condition, how many inputs are the condition's alone, its body."""
-    params = eqn.params
-    body, consts = inner(params["body_jaxpr"]), params["body_nconsts"]
-    carry = len(body.jaxpr.invars) - consts
-    return params["cond_jaxpr"], params["cond_nconsts"], Loop(body, consts, carry)
+    return Loop(inner(params["jaxpr"]), consts, carry, int(params["length"]))
 
 
 def branches(eqn: Any) -> list[Inner]:
     return [inner(branch) for branch in eqn.params["branches"]]
 
 
-def counts_trips(loop: Loop, i: int) -> bool:
-    """Whether a loop adds one to its i-th input in every trip, as `fori_loop` does."""
-    jaxpr = loop.body.jaxpr
-    before, after = jaxpr.invars[i], jaxpr.outvars[i - loop.consts]
+def adds_one(jaxpr: Any, before: Any, after: Any) -> bool:
+    """Whether one variable is another plus one, as `fori_loop` counts its trips."""
     made = [eqn for eqn in jaxpr.eqns if after in eqn.outvars]
     if not made or made[0].primitive.name != "add":
         return False
@@ -148,16 +136,17 @@ def is_statistic(eqn: Any) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == STATISTIC
 
 
-def live(jaxpr: Any) -> list[tuple[int, Any]]:
-    """The equations that outputs depend on, with their places among all of them.
+def live(jaxpr: Any) -> list[int]:
+    """The places of the equations that outputs depend on.
 
     Statistics of attention are among them, though most losses do not return these.
     """
+    # By their identity, since literals among them have no hash.
     wanted, kept = {id(v) for v in jaxpr.outvars}, []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if is_statistic(eqn) or any(id(v) in wanted for v in eqn.outvars):
             wanted.update(id(v) for v in eqn.invars)
-            kept.append((i, eqn))
+            kept.append(i)
     return kept[::-1]
 
 
@@ -166,13 +155,16 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(map(int, getattr(atom.aval, "shape", ())))
 
 
-def mesh_cuts(eqn: Any, specs: str, i: int) -> list[tuple[int, MeshAxes]]:
-    """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`)."""
-    sizes, cuts = eqn.params["mesh"].shape, []
+def mesh_cuts(eqn: Any, specs: str, i: int) -> dict[int, tuple[str, ...]]:
+    """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`).
+
+    Each with the axes of the mesh that do.
+    """
+    sizes, cuts = eqn.params["mesh"].shape, {}
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
         names = (names,) if isinstance(names, str) else tuple(names or ())
-        count = math.prod(sizes[name] for name in names)
-        cuts += [(dim, MeshAxes(names, count))] if count > 1 else []
+        if math.prod(sizes[name] for name in names) > 1:
+            cuts[dim] = names
     return cuts
 
 
@@ -184,6 +176,7 @@ def manual_in(eqn: Any) -> tuple[str, ...]:
 
 def axes_of(eqn: Any) -> tuple[str, ...]:
     """The axes of a mesh that a collective is over."""
+    # Sums and maxima have them as "axes", what moves data as "axis_name".
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return (found,) if isinstance(found, str) else tuple(found)
 
@@ -223,6 +216,7 @@ def line(eqns: Eqns) -> str:
 @contextlib.contextmanager
 def written_as(eqn: Any) -> Iterator[None]:
     """Gives what is bound inside the names and the line of an equation."""
+    # Errors and profiles would name the recorder's own line, and lose named scopes.
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:
@@ -247,6 +241,7 @@ def call_again(eqn: Any, fun: Any) -> Any:
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
+        # XLA's programs, profiles and the jaxpr of the result call it by this name.
         fun.__name__ = params["name"]
         shardings = {
             "in_shardings": tuple(params["in_shardings"]),

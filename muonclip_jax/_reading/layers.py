@@ -24,34 +24,44 @@ Roles = tuple[tuple[OwnedLeaf, ...], ...]
 Shape = tuple[int, ...]
 
 
+class _Call(NamedTuple):
+    """One call of a layer: its leaves by their roles, or why there are none."""
+
+    layer: Layer
+    roles: Roles
+    refusal: str
+
+    def is_of(self, other: "_Call") -> bool:
+        """Whether it has the parameters of another call, and so is of the same layer.
+
+        Unless it has different parts of these, as layers have that a Python loop picks
+        from a stack.
+        """
+        own, others = self.layer.parts, other.layer.parts
+        if not own:
+            one, two = (
+                (x.refusal, x.layer.makers, x.layer.line) for x in (self, other)
+            )
+            return one == two
+        if self.refusal and not self.layer.refusal and not other.refusal:
+            return False  # which layers of a stack it has is not known
+        one, two = ({part.parameter for part in x} for x in (own, others))
+        return one == two and not any(
+            x.path == y.path and x.is_apart_from(y)
+            for mine, theirs in zip(self.roles, other.roles, strict=False)
+            for x, y in itertools.product(mine, theirs)
+        )
+
+
 def named_layers(
     layers: Sequence[Layer], leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> list[NamedLayer]:
     """Every layer once, however often the function calls it."""
-
-    def is_same(a: tuple[Roles, str, Layer], b: tuple[Roles, str, Layer]) -> bool:
-        """Whether two calls are of one layer: they have the same parameters.
-
-        Unless they have different parts of these, as layers have that a Python loop
-        picks from a stack.
-        """
-        if not b[2].parts:
-            one, two = ((x[1], x[2].makers, x[2].line) for x in (a, b))
-            return one == two
-        if b[1] and not b[2].refusal and not a[1]:
-            return False  # which layers of a stack it has is not known
-        one, two = ({part.parameter for part in x[2].parts} for x in (a, b))
-        return one == two and not any(
-            x.path == y.path and x.is_apart_from(y)
-            for mine, theirs in zip(a[0], b[0], strict=False)
-            for x, y in itertools.product(mine, theirs)
-        )
-
-    calls = [(*_roles(layer, leaf_paths, shapes), layer) for layer in layers]
-    groups: list[list[tuple[Roles, str, Layer]]] = []
+    calls = [_Call(x, *_roles(x, leaf_paths, shapes)) for x in layers]
+    groups: list[list[_Call]] = []
     # Those first of which it is known where the heads are.
-    for call in sorted(calls, key=lambda call: bool(call[1])):
-        group = next((group for group in groups if is_same(group[0], call)), None)
+    for call in sorted(calls, key=lambda call: bool(call.refusal)):
+        group = next((group for group in groups if call.is_of(group[0])), None)
         if group is None:
             groups.append([call])
         else:
@@ -59,17 +69,17 @@ def named_layers(
     # The path of a layer is that of its statistic, and of nothing else: the deepest
     # module that holds all leaves, or all that the logits were made of.
     modules, firsts = [], []
-    for (roles, _, layer), *_ in groups:
+    for (layer, roles, _), *_ in groups:
         own = {part.parameter for part in layer.parts} or layer.makers
         around = [leaf_paths[i][:-1] for i in sorted(own)] or [()]
         levels = zip(*around, strict=False)
         same = itertools.takewhile(lambda x: len(set(x)) == 1, levels)
         modules.append(tuple(name for name, *_ in same))
         firsts.append(next((x.path for leaves in roles for x in leaves), ""))
-    clipped = [m for m, group in zip(modules, groups, strict=True) if group[0][0]]
+    clipped = [m for m, group in zip(modules, groups, strict=True) if group[0].roles]
     named = []
     for i, group in enumerate(groups):
-        (roles, refusal, _), *_ = group
+        (_, roles, refusal), *_ = group
         module, start, below = modules[i], "", len("/".join((*modules[i], "")))
         # Of several layers in one module each is at its first leaf, with a number where
         # others are there, too, and its leaves are named from the root.
@@ -82,7 +92,7 @@ def named_layers(
             for of in roles
         )
         layer = AttentionLayer("/".join(module), *leaves) if roles else None
-        named.append(NamedLayer(module, layer, refusal, tuple(x[2] for x in group)))
+        named.append(NamedLayer(module, layer, refusal, tuple(x.layer for x in group)))
     return named
 
 

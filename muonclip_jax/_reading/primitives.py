@@ -22,17 +22,20 @@ Moves = list[tuple[int, Move]]
 
 
 class Op(NamedTuple):
-    """A result of an equation in its frame, as the rules below need it."""
+    """A result of an equation, as the rules below need it."""
 
-    eqn: Any
+    at: Any  # the `Eqn`
     k: int  # which result
-    frame: Any
     out: Shape
     ins: list[Shape]
 
     @property
+    def params(self) -> dict[str, Any]:
+        return self.at.eqn.params
+
+    @property
     def lead(self) -> int:
-        return len(self.frame.lead)
+        return len(self.at.frame.lead)
 
     def through(self, to: Sequence[int | None]) -> Move:
         """To an operand each of whose dimensions goes to one of the result."""
@@ -43,9 +46,9 @@ class Op(NamedTuple):
 _RULES: dict[str, Callable[[Op], Moves]] = {}
 
 
-def _rule(names: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
+def _rule(primitives: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], Moves]]:
     def register(function: Callable[[Op], Moves]) -> Callable[[Op], Moves]:
-        _RULES.update(dict.fromkeys(names.split(), function))
+        _RULES.update(dict.fromkeys(primitives.split(), function))
         return function
 
     return register
@@ -57,12 +60,11 @@ def moves(at: Any, k: int) -> Moves:
     Those of products among them: a product is linear in each of its two. None for what
     no rule is known of.
     """
-    eqn = at.eqn
-    rule = _RULES.get(eqn.primitive.name)
+    rule = _RULES.get(at.name)
     if rule is None:
         return []
-    shapes = [shape_of(x) for x in eqn.invars]
-    return rule(Op(eqn, k, at.frame, shape_of(eqn.outvars[k]), shapes))
+    shapes = [x.shape for x in at.inputs()]
+    return rule(Op(at, k, at.output(k).shape, shapes))
 
 
 @_rule(
@@ -72,7 +74,7 @@ def moves(at: Any, k: int) -> Moves:
     "sharding_barrier name"
 )
 def _same(op: Op) -> Moves:
-    i = op.k if len(op.ins) == len(op.eqn.outvars) else 0
+    i = op.k if len(op.ins) == len(op.at.eqn.outvars) else 0
     of = op.ins[i]
     return [(i, op.through([*range(len(of))] if of == op.out else [None] * len(of)))]
 
@@ -97,7 +99,7 @@ def _entrywise(op: Op) -> Moves:
             return [None] * len(of)
         return [d if n == op.out[d] else None for d, n in enumerate(of)]
 
-    first = 1 if op.eqn.primitive.name == "select_n" else 0
+    first = 1 if op.at.name == "select_n" else 0
     return [(i, op.through(to(op.ins[i]))) for i in range(first, len(op.ins))]
 
 
@@ -108,26 +110,19 @@ def _reshape(op: Op) -> Moves:
 
 @_rule("transpose")
 def _transpose(op: Op) -> Moves:
-    order = op.eqn.params["permutation"]
+    order = op.params["permutation"]
     return [(0, op.through([order.index(i) for i in range(len(op.out))]))]
 
 
 @_rule("broadcast_in_dim")
 def _broadcast(op: Op) -> Moves:
-    at = op.eqn.params["broadcast_dimensions"]
-    return [
-        (
-            0,
-            op.through(
-                [d if op.ins[0][i] == op.out[d] else None for i, d in enumerate(at)]
-            ),
-        )
-    ]
+    at = zip(op.ins[0], op.params["broadcast_dimensions"], strict=True)
+    return [(0, op.through([d if n == op.out[d] else None for n, d in at]))]
 
 
 @_rule("tile")
 def _tile(op: Op) -> Moves:
-    apart = tuple(itertools.chain(*zip(op.eqn.params["reps"], op.ins[0], strict=True)))
+    apart = tuple(itertools.chain(*zip(op.params["reps"], op.ins[0], strict=True)))
 
     def move(label: Label) -> Label:
         label = reshaped(label, op.lead, op.out, apart)
@@ -138,7 +133,7 @@ def _tile(op: Op) -> Moves:
 
 @_rule("reduce_sum reduce_max reduce_min")
 def _reduce(op: Op) -> Moves:
-    left, axes = itertools.count(), op.eqn.params["axes"]
+    left, axes = itertools.count(), op.params["axes"]
     own = range(len(op.ins[0]))
     return [(0, op.through([None if i in axes else next(left) for i in own]))]
 
@@ -148,14 +143,14 @@ def _along(op: Op) -> Moves:
     """After what mixes entries along a dimension, or all."""
     if op.ins[0] != op.out:
         return [(0, op.through([None] * len(op.ins[0])))]
-    params = op.eqn.params
+    params = op.params
     axes = [params["axis"]] if "axis" in params else range(len(op.out))
     return [(0, lambda label: joined(label, [op.lead + axis for axis in axes]))]
 
 
 @_rule("rev")
 def _rev(op: Op) -> Moves:
-    axes = [op.lead + d for d in op.eqn.params["dimensions"]]
+    axes = [op.lead + d for d in op.params["dimensions"]]
     return [(0, lambda x: np.flip(x, tuple(a for a in axes if x.shape[a] > 1)))]
 
 
@@ -164,7 +159,7 @@ def _rev(op: Op) -> Moves:
 
 @_rule("slice")
 def _slice(op: Op) -> Moves:
-    starts, steps = op.eqn.params["start_indices"], op.eqn.params["strides"]
+    starts, steps = op.params["start_indices"], op.params["strides"]
     steps = steps or (1,) * len(op.out)
 
     def move(label: Label) -> Label:
@@ -179,13 +174,13 @@ def _slice(op: Op) -> Moves:
 
 @_rule("split unstack")
 def _split(op: Op) -> Moves:
-    axis = op.eqn.params["axis"]
+    axis = op.params["axis"]
     size = op.ins[0][axis]
-    sizes = op.eqn.params.get("sizes", (1,) * size)
+    sizes = op.params.get("sizes", (1,) * size)
     at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
 
     def move(label: Label) -> Label:
-        if op.eqn.primitive.name == "unstack":  # the axis goes
+        if op.at.name == "unstack":  # the axis goes
             label = np.expand_dims(label, op.lead + axis)
         return placed(label, op.lead + axis, size, at)
 
@@ -194,8 +189,8 @@ def _split(op: Op) -> Moves:
 
 @_rule("concatenate stack")
 def _concatenate(op: Op) -> Moves:
-    is_new = op.eqn.primitive.name == "stack"  # the dimension, from JAX 0.12 on
-    dim = op.eqn.params["axis" if is_new else "dimension"]
+    is_new = op.at.name == "stack"  # the dimension, from JAX 0.12 on
+    dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
     ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
 
@@ -214,7 +209,7 @@ def _concatenate(op: Op) -> Moves:
 @_rule("pad")
 def _pad(op: Op) -> Moves:
     def move(label: Label) -> Label:
-        for d, (low, high, gap) in enumerate(op.eqn.params["padding_config"]):
+        for d, (low, high, gap) in enumerate(op.params["padding_config"]):
             axis = op.lead + d
             if low < 0 or high < 0 or gap:
                 label = joined(label, [axis])
@@ -228,7 +223,7 @@ def _pad(op: Op) -> Moves:
 
 @_rule("dynamic_slice")
 def _dynamic_slice(op: Op) -> Moves:
-    starts = dict(enumerate(op.eqn.invars[1:]))
+    starts = dict(enumerate(op.at.inputs()[1:]))
     return [(0, lambda label: _picked(label, op, starts, op.out))]
 
 
@@ -238,7 +233,7 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
         size, axis = op.ins[0][d], op.lead + d
         if out[d] == size:
             continue
-        at = op.frame.number(start)
+        at = start.number
         if isinstance(at, int):
             # XLA moves a slice that would end outside back inside.
             at = min(max(at, 0), size - out[d])
@@ -258,7 +253,7 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
 @_rule("dynamic_update_slice scatter scatter-add scatter_add")
 def _update(op: Op) -> Moves:
     """A sum, of which the second summand may be anywhere."""
-    i = 1 if op.eqn.primitive.name == "dynamic_update_slice" else 2
+    i = 1 if op.at.name == "dynamic_update_slice" else 2
     new, own = op.ins[i], range(len(op.out))
     to: list[int | None] = [None] * len(new)
     if len(new) == len(op.out):
@@ -268,7 +263,7 @@ def _update(op: Op) -> Moves:
 
 @_rule("gather")
 def _gather(op: Op) -> Moves:
-    numbers, sizes = op.eqn.params["dimension_numbers"], op.eqn.params["slice_sizes"]
+    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(op.ins[0])) if d not in gone]
     to: list[int | None] = [None] * len(op.ins[0])
@@ -279,7 +274,8 @@ def _gather(op: Op) -> Moves:
     for d, j in zip(*batch, strict=True):
         to[d] = rest[j]  # what both sides have in common, as `vmap` leaves it
     # By one index, not one for each token: a slice.
-    starts = dict.fromkeys(numbers.start_index_map, op.eqn.invars[1])
+    index = op.at.inputs()[1]
+    starts = dict.fromkeys(numbers.start_index_map, index)
     is_slice = len(numbers.offset_dims) == len(op.out)
     after = tuple(
         n if d in numbers.operand_batching_dims else sizes[d]
@@ -288,8 +284,7 @@ def _gather(op: Op) -> Moves:
 
     def move(label: Label) -> Label:
         label = moved(label, op.lead, to)
-        is_known = op.frame.number(op.eqn.invars[1]) is not None
-        if len(starts) == 1 and (is_slice or is_known):
+        if len(starts) == 1 and (is_slice or index.number is not None):
             return small(_picked(label, op, starts, after))
         cut = [d for d in starts if after[d] != op.ins[0][d]]
         return small(joined(label, [op.lead + d for d in cut]))
@@ -304,7 +299,7 @@ PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated
 
 @_rule(" ".join(PRODUCTS))
 def _product(op: Op) -> Moves:
-    return [(i, op.through(to)) for i, to in enumerate(sides(op.eqn))]
+    return [(i, op.through(to)) for i, to in enumerate(op.at.to)]
 
 
 def sides(eqn: Any) -> list[list[int | None]]:
@@ -353,20 +348,12 @@ def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
     return {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
 
 
-def contracted(eqn: Any) -> list[tuple[int, int]]:
-    """The dimensions of both operands that a product sums over, in pairs."""
-    if eqn.primitive.name != "dot_general":
-        return []
-    (a, b), _ = eqn.params["dimension_numbers"]
-    return list(zip(a, b, strict=True))
-
-
 # What devices exchange: along the axes of a mesh, which are in the lead.
 
 
 def _devices(op: Op) -> list[int]:
-    names = jaxprs.axes_of(op.eqn)
-    return [x.axis for x in op.frame.lead if x.of in names]
+    names = jaxprs.axes_of(op.at.eqn)
+    return [x.axis for x in op.at.frame.lead if x.of in names]
 
 
 @_rule("psum psum_invariant psum2 pmax pmin")
@@ -377,7 +364,7 @@ def _summed(op: Op) -> Moves:
 
 @_rule("all_gather all_gather_invariant")
 def _gathered(op: Op) -> Moves:
-    dim, count = op.eqn.params["all_gather_dimension"], op.eqn.params["axis_size"]
+    dim, count = op.params["all_gather_dimension"], op.params["axis_size"]
     apart = (*op.ins[0][:dim], count, *op.ins[0][dim:])
 
     def move(label: Label) -> Label:
@@ -395,11 +382,11 @@ def _gathered(op: Op) -> Moves:
 @_rule("psum_scatter reduce_scatter")
 def _scattered(op: Op) -> Moves:
     """The sum of all, of which each has a block."""
-    dim, count = op.eqn.params["scatter_dimension"], op.eqn.params["axis_size"]
+    dim, count = op.params["scatter_dimension"], op.params["axis_size"]
 
     def move(label: Label) -> Label:
         devices, axis = _devices(op), op.lead + dim
-        if len(devices) != 1 or not op.eqn.params["tiled"]:
+        if len(devices) != 1 or not op.params["tiled"]:
             return _lost(label, op)
         blocks = np.expand_dims(label, axis).swapaxes(devices[0], axis)
         apart = (*op.out[:dim], count, *op.out[dim:])
@@ -411,15 +398,15 @@ def _scattered(op: Op) -> Moves:
 @_rule("all_to_all")
 def _exchanged(op: Op) -> Moves:
     """Each sends a block along one dimension to each, and joins along another."""
-    params = op.eqn.params
+    params = op.params
     split, joins = params["split_axis"], params["concat_axis"]
 
     def move(label: Label) -> Label:
         devices = _devices(op)
         if len(devices) != 1 or not params.get("tiled") or split == joins:
             return _lost(label, op)
-        count = op.out[joins] // op.ins[0][joins]
         block = op.ins[0][joins]
+        count = op.out[joins] // block
         apart = (*op.out[:joins], count, block, *op.out[joins + 1 :])
         label = reshaped(label, op.lead, op.out, apart)
         # The block that came from each device, for the device that has it now.
@@ -439,9 +426,13 @@ def _lost(label: Label, op: Op) -> Label:
     return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
 
 
+RANDOM = names(
+    "random_bits random_seed random_wrap random_unwrap random_fold_in random_clone "
+    "threefry2x32"
+)
+
 #: Primitives that no parameter and no attention is lost sight of in.
-KNOWN = frozenset(_RULES) | names(
+KNOWN = RANDOM.union(_RULES) | names(
     "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k "
-    "approx_top_k sort axis_index cumprod random_bits random_seed random_wrap "
-    "random_unwrap random_fold_in random_clone threefry2x32"
+    "approx_top_k sort axis_index cumprod"
 )

@@ -151,6 +151,7 @@ class _Recorder:
             outs, inner = self._again(eqn, inputs, at)
             stats.update(inner)
             for n, site in self._sites.items():
+                # Logits are those before the cap; the mask comes after it.
                 if site.cap_at is not None and site.cap_at.at == at:
                     before_cap[at] = inputs[0]
                 if site.at.at == at:
@@ -188,6 +189,7 @@ class _Recorder:
                     f"query and key have {layer.heads}: give it an axis of heads"
                 )
             return jaxprs.bound(eqn, inputs), {n: found}
+        # What runs its jaxpr often, not at all or on every device: each by a method.
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
                 return again(eqn, inputs, at)
@@ -202,11 +204,11 @@ class _Recorder:
         return jaxprs.bound(eqn, inputs), self.run(body, stopped, at)[1]
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Address):
-        body, consts, carry = jaxprs.scanned(eqn)
-        end = consts + carry
+        loop: Any = jaxprs.loop(eqn)
+        consts, carry, end = loop.consts, loop.carry, loop.consts + loop.carry
 
         def trip(state: Any, slices: Any) -> Any:
-            outs, stats = self.run(body, [*inputs[:consts], *state, *slices], at)
+            outs, stats = self.run(loop.body, [*inputs[:consts], *state, *slices], at)
             return outs[:carry], (outs[carry:], stats)
 
         given = inputs[consts:end], inputs[end:]
@@ -218,17 +220,20 @@ class _Recorder:
         return [*state, *rest], stats
 
     def _while(self, eqn: Any, inputs: list[Any], at: Address):
-        condition, first, (body, consts, _) = jaxprs.repeated(eqn)
-        own, start = inputs[first : first + consts], inputs[first + consts :]
+        loop: Any = jaxprs.loop(eqn)
+        of_condition, rest = inputs[: loop.first], inputs[loop.first :]
+        own, start = rest[: loop.consts], rest[loop.consts :]
 
         def is_on(both: Any) -> Any:
-            return jaxprs.inner(condition).run([*inputs[:first], *both[0]])[0]
+            values = [*of_condition, *both[0]]
+            return self.run(loop.condition, values, at, branch=1)[0][0]
 
         def step(both: Any) -> Any:
-            state, stats = self.run(body, [*own, *both[0]], at)
+            state, stats = self.run(loop.body, [*own, *both[0]], at)
             return state, jax.tree.map(jnp.maximum, both[1], stats)
 
-        shapes = jax.eval_shape(lambda x: self.run(body, [*own, *x], at)[1], start)
+        # It carries the statistics along with its state, and may run no trip at all.
+        shapes = jax.eval_shape(lambda x: self.run(loop.body, [*own, *x], at)[1], start)
         return jax.lax.while_loop(is_on, step, (start, _nothing(shapes)))
 
     def _cond(self, eqn: Any, inputs: list[Any], at: Address):
@@ -261,6 +266,7 @@ class _Recorder:
             outs, stats = self.run(body, inputs, at)
             for n, x in stats.items():
                 over = tuple(a for a in own if a not in of_heads[n])
+                # Where types are checked, `pmax` takes only what varies over its axes.
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
                 stats[n] = largest_of_devices(x, over) if over else x
             return outs, stats

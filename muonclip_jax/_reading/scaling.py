@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from . import jaxprs
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
 from .jaxprs import names
@@ -103,21 +102,23 @@ class Scaling:
         `is_last` judges a kernel by its labels and those of what it is applied to,
         which is then not followed, nor what more than `deepest` products were before.
         """
+        # What is known is of these labels, and of where to stop. Within one call it is
+        # needed: a residual stream would be gone through once for each way to it.
         self._known = {}
         return self._of(atom, Way(labels, is_last=is_last, deepest=deepest))
 
     def _of(self, atom: Atom, way: Way) -> Sum:
-        key = (*atom.key(), way.depth, *map(key_of, way.labels))
+        key = atom, way.depth, *map(key_of, way.labels)
         if key not in self._known:
             found: list[Summand] = []
             if way.steps > _LONGEST:
                 return (Summand((), "it was followed too far back through"),)
-            for origin, seen in self._graph.origins(atom, way.labels, way.seen):
+            for origin in self._graph.origins(atom, way.labels, way.seen):
                 if origin.parameter is not None:
                     found.append(Summand((Factor(origin.parameter, origin.labels),)))
                 elif origin.at is not None:
-                    steps = way.steps + 1
-                    after = way._replace(labels=origin.labels, seen=seen, steps=steps)
+                    labels, seen = origin.labels, origin.seen
+                    after = way._replace(labels=labels, seen=seen, steps=way.steps + 1)
                     found += self._equation(origin.at, origin.k, after)
                 elif origin.atom is not None and not origin.atom.is_zero:
                     found.append(Summand((), ADDED))
@@ -125,14 +126,13 @@ class Scaling:
         return self._known[key]
 
     def _equation(self, at: Eqn, k: int, way: Way) -> Iterable[Summand]:
-        inputs, facts, name = at.inputs(), self._facts.all_of(at.inputs()), at.name
+        inputs, facts, name = at.inputs(), self._facts.inputs(at), at.name
         why = (
             f"{name} at {at.line}, which is not linear, stands between the parameters "
             "and"
         )
         if not self._facts.of(at.output(k)).leaves:
-            is_zero = at.frame.number(at.output(k).var) == 0
-            return [] if is_zero else [Summand((), ADDED)]
+            return [] if at.output(k).number == 0 else [Summand((), ADDED)]
         back = dict(moves(at, k))
         if not back:
             return [Summand((), why)]
@@ -214,6 +214,7 @@ class Scaling:
         if (is_norm and not is_weight[one]) or way.depth >= way.deepest:
             return first
         second = side(two, deeper=1)
+        # Each summand needs one factor alone: either side has one for all of them.
         if len(first) * len(second) > 2 * _MOST_SUMMANDS:
             return first if len(first) <= len(second) else second
         pairs = itertools.product(first, second)
@@ -221,16 +222,16 @@ class Scaling:
 
     def _finite_case(self, at: Eqn) -> int | None:
         """Of `where(isnan(x), 0, x)` and such, the case that finite entries have: x."""
+        # `select_n` has the case for False first, after the test itself.
         made = self._graph.made_by(at.inputs()[0])
         if len(made) != 1 or len(at.eqn.invars) != 3:
             return None
-        test, args = made[0], made[0].eqn.invars
+        test, args = made[0], made[0].inputs()
         if test.name == "is_finite":
             return 2
-        is_nan = test.name == "ne" and args[0] is args[1]
-        numbers = (test.frame.number(x) for x in args)
+        is_nan = test.name == "ne" and args[0] == args[1]
         is_infinite = test.name == "eq" and any(
-            isinstance(x, float) and math.isinf(x) for x in numbers
+            isinstance(x.number, float) and math.isinf(x.number) for x in args
         )
         return 1 if is_nan or is_infinite else None
 
@@ -310,10 +311,8 @@ def _joined(a: Factor, b: Factor) -> Factor:
 
 def _is_any(at: Eqn) -> bool:
     """Whether an index, unknown which, picks one entry of a parameter."""
+    of, *starts = at.inputs()
     if at.name == "gather":
-        return at.frame.number(at.eqn.invars[1]) is None
-    new, old = jaxprs.shape_of(at.eqn.outvars[0]), jaxprs.shape_of(at.eqn.invars[0])
-    return any(
-        n == 1 < m and at.frame.number(x) is None
-        for n, m, x in zip(new, old, at.eqn.invars[1:], strict=True)
-    )
+        return starts[0].number is None
+    dims = zip(at.output().shape, of.shape, starts, strict=True)
+    return any(n == 1 < m and x.number is None for n, m, x in dims)

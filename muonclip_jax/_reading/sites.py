@@ -18,7 +18,7 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .graph import Atom, Eqn, Origin
 from .heads import Heads
-from .labels import joined_but
+from .labels import joined_but, marks
 from .primitives import moves
 from .softmaxes import known_number, Path, Product, Softmaxes
 
@@ -49,6 +49,11 @@ class Site:
     factor: float = 1.0
     cap_at: Eqn | None = None
     cap: float = math.inf
+
+    @property
+    def atom(self) -> Atom:
+        """The logits."""
+        return self.at.inputs()[self.operand]
 
     def largest(self, x: Any, before_cap: Any) -> jax.Array:
         """The maximum of the logits of every head, `(heads,)`."""
@@ -94,29 +99,26 @@ def site_of(
     if named := _statistic(reader, product):
         return named, None
     site = _entrance(reader, exp, bits)
-    atom = site.at.inputs()[site.operand]
-    bit = reader.facts.product(product.at)
-    sizes = dict(enumerate(atom.shape))
+    atom, bit = site.atom, reader.facts.product(product.at)
     labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
     if labels is None:
         raise Unclear("could not be followed into the softmax")
-    of_heads = [a for a in heads.axes if a >= len(product.at.frame.lead)]
-
-    def varies(label: Any) -> bool:
-        return len({*joined_but(label, of_heads).ravel().tolist()}) > 1
-
-    site.dims = tuple(
-        d for d, x in zip(sizes, labels, strict=False) if sizes[d] > 1 and varies(x)
-    )
-    path.factors = _count(reader, site, product, heads, bit, of_heads).factors
+    of_heads = [a for a in heads.axes if a >= product.lead]
+    # A part of these entries may be nobody's, which `is_varied` would not see.
+    marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
+    dims = enumerate(zip(atom.shape, marked, strict=False))
+    site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
+    path.factors = _count(reader, site, product, heads).factors
     if path.joins:
         site.boxes = [_box(reader, site, bit)]
         for other, of in read[:-1]:
             # Joined are those of one query with keys of several kinds, or of the heads
             # of several kinds, which are then no heads of one layer.
+            # Each product has its heads along axes of its own: relative positions by
+            # a skew are a product of another order.
             bit = reader.facts.product(other.at)
             own = dataclasses.replace(site)
-            _count(reader, own, other, of, bit, of_heads)
+            _count(reader, own, other, of)
             if not np.array_equal(own.rows, site.rows):
                 raise Apart
             site.boxes.append(_box(reader, site, bit))
@@ -138,23 +140,23 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     """Where the maxima that a kernel returns are named as the statistic."""
     frame = product.at.frame
     while frame.kind != "kernel":
-        if frame.parent is None:
+        if frame.caller is None:
             return None
-        frame = frame.parent
-    rule = kernels.rule_of(frame.eqn)
-    assert rule is not None
+        frame = frame.caller.frame
+    call: Any = frame.caller
+    rule: Any = kernels.rule_of(call.eqn)
     for at in reader.equations if isinstance(rule.maxima, int) else ():
-        if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], frame.eqn):
+        if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], call):
             return Site(at)
     return None
 
 
-def _is_of(reader: Softmaxes, atom: Atom, eqn: Any) -> bool:
+def _is_of(reader: Softmaxes, atom: Atom, call: Eqn) -> bool:
     """Whether an array is made of what an equation returns, and of little else."""
     found: list[Eqn] = []
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        if (at := origin.at) is None or at.eqn is eqn:
+        if (at := origin.at) is None or at is call:
             found.extend([at] if at else [])
             return []
         return [(i, None) for i in range(len(at.eqn.invars))]
@@ -169,7 +171,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
     A softmax subtracts the maximum of its logits, and their log-sum-exp, or any other
     number that all logits of a query share.
     """
-    base = exp.frame.number(exp.eqn.invars[0]) if exp.name == "pow" else None
+    base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
     found = Site(exp, factor=factor, operand=len(exp.eqn.invars) - 1)
     atom = exp.inputs()[-1]
@@ -178,7 +180,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         if len(made) != 1 or reader.facts.product(made[0]) & bits:
             return found
         (at,), inputs = made, made[0].inputs()
-        facts = reader.facts.all_of(inputs)
+        facts = reader.facts.inputs(at)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
         if not own or not moves(at, 0):
             return found
@@ -196,35 +198,22 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
 
-def _count(
-    reader: Softmaxes,
-    site: Site,
-    product: Product,
-    heads: Heads,
-    bit: int,
-    of_heads: Any,
-) -> Path:
+def _count(reader: Softmaxes, site: Site, product: Product, heads: Heads) -> Path:
     """Finds the rows of each head: entries along the dimensions of heads."""
-    atom = site.at.inputs()[site.operand]
-    lead, rank = atom.lead, atom.rank
-    sizes = [atom.shape[d] for d in site.dims]
-    count = math.prod(sizes)
+    atom = site.atom
+    count = math.prod(atom.shape[d] for d in site.dims)
     cannot = (
         "enter the softmax in an order in which heads cannot be distinguished: keep an "
         "axis for them"
     )
     if count > 1 << 14:
         raise Unclear(cannot)
-    numbers = np.arange(count).reshape(
-        [
-            sizes[site.dims.index(a - lead)] if a - lead in site.dims else 1
-            for a in range(rank)
-        ]
-    )
-    label = np.vectorize(lambda x: 1 << int(x), otypes=[object])(numbers)
+    own = [n if d in site.dims else 1 for d, n in enumerate(atom.shape)]
+    label = marks(1, 0, count, exact=True).reshape([1] * atom.lead + own)
+    bit = reader.facts.product(product.at)
     labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
-    found = joined_but(labels[0], of_heads)
+    found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
     local = heads.label
     # On a mesh each device has its own heads, the first those of the first device.
     for lead_of in product.at.frame.lead:
@@ -249,14 +238,13 @@ def _count(
 
 def _box(reader: Softmaxes, site: Site, bit: int) -> Box:
     """Where a product's logits are along dimensions that have more than these."""
-    atom = site.at.inputs()[site.operand]
-    lead, rank = atom.lead, atom.rank
+    atom = site.atom
     box: Box = {}
     for d, n in enumerate(atom.shape):
         if n == 1 or d in site.dims:
             continue
-        shape = [n if a == lead + d else 1 for a in range(rank)]
-        up = np.arange(n, dtype=float).reshape(shape)
+        # Marks that are numbers are joined by their maximum: of n and of -n.
+        up = atom.along(d, np.arange(n, dtype=float))
         low, high = math.inf, -math.inf
         labels, _ = reader.to_product(atom, (up, -up), bit)
         if labels is not None:

@@ -13,7 +13,7 @@ from .facts import Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels, Origin
 from .jaxprs import names
 from .labels import either, Label, moved, small
-from .primitives import contracted, ELEMENTWISE, moves, PRODUCTS, shared
+from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
@@ -151,9 +151,9 @@ class Softmaxes:
         weighed: list[tuple[int, Over]] = []
         exps: dict[int, list[Eqn]] = {}
         for at in self.equations:
-            if at.i in at.frame.inside:
+            if at.inside:
                 continue
-            facts = self.facts.all_of(at.inputs())
+            facts = self.facts.inputs(at)
             if (i := exponent(at)) is not None and facts[i].products:
                 exps.setdefault(facts[i].products, []).append(at)
             elif at.name in PRODUCTS or at.name == "mul":
@@ -169,10 +169,10 @@ class Softmaxes:
                 yield Softmax(bits, own, sums or places, bool(sums))
         # Weights that are made in another way than by exponentials.
         for at in self.equations:
-            if at.i not in at.frame.inside and contracted(at.eqn):
-                facts = self.facts.all_of(at.inputs())
+            if at.contracted:
+                facts = self.facts.inputs(at)
                 for i, (a, b) in enumerate((facts, facts[::-1])):
-                    axes = tuple(pair[i] for pair in contracted(at.eqn))
+                    axes = tuple(pair[i] for pair in at.contracted)
                     over = at.inputs()[i], axes
                     bits = a.bent & ~seen
                     if not b.is_deep or bits & b.products:
@@ -218,8 +218,8 @@ class Softmaxes:
                 # Each weighs a vector, and so is the same along a dimension.
                 if other.is_deep and self.is_repeated(at, i) and own & self.summed:
                     yield own, (atom, ())
-            elif contracted(at.eqn) and (other.is_deep or other.has_data):
-                yield own, (atom, tuple(pair[i] for pair in contracted(at.eqn)))
+            elif at.contracted and (other.is_deep or other.has_data):
+                yield own, (atom, tuple(pair[i] for pair in at.contracted))
 
     def is_repeated(self, at: Eqn, i: int) -> bool:
         """Whether an operand is repeated along a dimension of an entrywise result."""
@@ -238,11 +238,11 @@ class Softmaxes:
         def ahead(origin: Origin, scale: float) -> list[tuple[int, float]]:
             if (at := origin.at) is None:
                 return []
-            if at.key() == target.key():
+            if at is target:
                 found.append(origin.labels)
                 return []
             inputs, back = at.inputs(), [i for i, _ in moves(at, origin.k)]
-            facts = self.facts.all_of(inputs)
+            facts = self.facts.inputs(at)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             if at.name in ("mul", "div") and len(linear) == 1:
                 other = 1 - linear[0]
@@ -304,7 +304,7 @@ class Softmaxes:
             own = shared(to)
             over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
         else:
-            to, over = at.to, contracted(at.eqn)
+            to, over = at.to, at.contracted
         own = [frozenset(d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
         # Of several softmaxes of the same logits the one over what one side alone has.
@@ -327,7 +327,7 @@ class Softmaxes:
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
         # What query and key were made of may enter the softmax again, as their squares.
-        past = union(f.past for p in own for f in self.facts.all_of(p.at.inputs()))
+        past = union(f.past for p in own for f in self.facts.inputs(p.at))
         more = [p for p in every if own and not self.facts.event(p.at) & past]
         own += [p for p in more if p not in own and self._is_relative(p)]
         # Exponentials that no sum divides are decays, as of a state space.
@@ -336,7 +336,7 @@ class Softmaxes:
         return own or [p for p in every if self._is_of_data(p)]
 
     def _is_of_activations(self, at: Eqn) -> bool:
-        a, b = self.facts.all_of(at.inputs()[:2])
+        a, b = self.facts.inputs(at)[:2]
         is_weighted = self.facts.weight_of(at) is not None
         return bool(a.leaves and b.leaves) and not is_weighted
 
@@ -345,7 +345,7 @@ class Softmaxes:
 
         Without examples it may be any table of numbers.
         """
-        facts = self.facts.all_of(product.at.inputs()[:2])
+        facts = self.facts.inputs(product.at)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
         has_examples = product.at.name != "mul" and bool(shared(product.to))
         is_sided = any(product.is_key)

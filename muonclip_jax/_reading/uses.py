@@ -1,5 +1,6 @@
 """The uses of every parameter, noted wherever it meets activations."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .facts import Fact, members, union
-from .graph import Atom, Eqn, Frame, Origin
+from .graph import Atom, Eqn, Origin
 from .jaxprs import names
 from .labels import along, dimensions, is_varied, marks, varied
 from .makers import Makers
-from .primitives import contracted, KNOWN, moves, PRODUCTS
+from .primitives import KNOWN, moves, PRODUCTS
 from .softmaxes import Softmaxes
 
 
@@ -79,35 +80,35 @@ class Uses:
         # Operations that activations went through and that cannot be read.
         self.hidden: list[Eqn] = []
         for at in reader.equations:
-            if frames := at.frame.inside.get(at.i):
-                self._handed(at, frames)
+            if at.inside:
+                self._handed(at)
             else:
                 self._note(at)
-        for var in self._graph.top.jaxpr.outvars:
-            atom = Atom(self._graph.top, var)
+        for atom in self._graph.top.outputs:
             self._is_feature(atom, self._facts.of(atom))
 
     def numbers_of(self, *kinds: str) -> set[int]:
         return {note.number for note in self.notes if note.kind in kinds}
 
-    def _use(self, kind: str, at: Eqn, fact: Fact) -> None:
-        """Notes the same use of all parameters that a weight is made of.
+    def _use(self, kind: str, at: Eqn, *facts: Fact) -> None:
+        """Notes the same use of all parameters that the weights among operands are of.
 
         None of a product of parameters, whose own use is to be its factors.
         """
-        own = members(fact.leaves) if not fact.is_pair else ()
-        self.notes += [Note(kind, number, at) for number in own]
+        for fact in facts:
+            own = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
+            self.notes += [Note(kind, number, at) for number in own]
 
     # Equations.
 
     def _note(self, at: Eqn) -> None:
         inputs, name = at.inputs(), at.name
-        facts = self._facts.all_of(inputs)
+        facts = self._facts.inputs(at)
         if not any(f.leaves for f in facts):
             return
         if self._facts.event(at) & self._facts.own:
             return
-        if name in PRODUCTS and not self._facts.is_entrywise(at):
+        if at.is_product:
             self._product(at, inputs, facts)
             return
         if name not in KNOWN:
@@ -117,15 +118,9 @@ class Uses:
         elif name == "gather" and facts[0].is_weight and self._facts.event(at):
             self._use("looked up", at, facts[0])
         elif self._facts.event(at):
-            for fact in facts:
-                if fact.is_weight:
-                    self._use("elementwise", at, fact)
-        elif any(f.is_weight for f in facts) and any(
-            f.has_data and not f.leaves for f in facts
-        ):
-            for fact in facts:
-                if fact.is_weight:
-                    self._use("data", at, fact)
+            self._use("elementwise", at, *facts)
+        elif any(f.has_data and not f.leaves for f in facts):
+            self._use("data", at, *facts)
         if not any(f.is_deep for f in facts):
             return
         if name in ("mul", *PRODUCTS):
@@ -140,30 +135,21 @@ class Uses:
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(at, inputs[0], facts[0])
 
-    def _handed(self, at: Eqn, frames: list[Frame]) -> None:
+    def _handed(self, at: Eqn) -> None:
         """A parameter that is what a loop begins with, or that a branch returns."""
-        inner = frames[0]
-        for i, outer in enumerate(
-            inner.outer if inner.kind in ("scan", "while") else ()
-        ):
-            if outer.how == "carry":
-                start = self._facts.of(Atom(at.frame, outer.atom))
-                carried = self._facts.of(Atom(inner, inner.jaxpr.invars[i]))
-                if start.is_weight and not carried.is_weight:
-                    self._use("elementwise", at, start)
+        of, first = self._facts.of, at.inside[0]
+        pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]
         if at.name == "cond":
-            for k, var in enumerate(at.eqn.outvars):
-                if self._facts.of(Atom(at.frame, var)).is_deep:
-                    for one in frames:
-                        fact = self._facts.of(Atom(one, one.jaxpr.outvars[k]))
-                        if fact.is_weight:
-                            self._use("elementwise", at, fact)
+            branches = (zip(x.outputs, at.outputs(), strict=True) for x in at.inside)
+            pairs += itertools.chain(*branches)
+        for given, taken in pairs:
+            # A loop's carry, or a result, that other trips or branches make otherwise.
+            if of(given).is_weight and not of(taken).is_weight:
+                self._use("elementwise", at, of(given))
 
     def _unknown(self, at: Eqn, facts: list[Fact]) -> None:
         """A primitive without a rule: it may have done anything."""
-        for fact in facts:
-            if fact.is_weight:
-                self._use("unknown", at, fact)
+        self._use("unknown", at, *facts)
         # Attention needs query and key at least; an operation on one array is an
         # activation or a norm, and that on an array and data a mask or a lookup.
         if sum(f.is_deep for f in facts) > 1 and at.name not in _ALGEBRA:
@@ -176,18 +162,11 @@ class Uses:
         codes of a vector quantizer are sums over outputs: no kernel before them is a
         router.
         """
-        for fact in facts:
-            if fact.is_weight:
-                self._use("elementwise", at, fact)
+        self._use("elementwise", at, *facts)
         ends = facts[0].ends
-        for kernel in self._makers.kernels(atom, atom.each()) if ends else ():
-            event = self._facts.event(kernel.at)
-            if event & ends and any(
-                is_varied(label)
-                for _, labels in self._makers.leaves(kernel)
-                for label in labels
-            ):
-                self.chosen |= event
+        for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
+            if any(map(is_varied, labels)):
+                self.chosen |= self._facts.event(maker) & ends
 
     # Products.
 
@@ -198,9 +177,7 @@ class Uses:
             self._of_parameters(at, inputs)
             return
         i = self._facts.weight_of(at) if a.leaves or b.leaves else None
-        for j in (0, 1):
-            if facts[j].is_weight and j != i:
-                self._use("elementwise", at, facts[j])
+        self._use("elementwise", at, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
             self._weigh(at, facts)
             self._of_activations(at, inputs, facts)
@@ -279,7 +256,7 @@ class Uses:
                     )
 
     def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
-        if not (all(f.is_deep for f in facts[:2]) and contracted(at.eqn)):
+        if not (all(f.is_deep for f in facts[:2]) and at.contracted):
             self._scales(at, inputs, facts)
             return
         for j in (0, 1):
@@ -305,17 +282,13 @@ class Uses:
             dims |= weighed & gone
         if not dims:
             return set()
-        each = atom.each()
-        for kernel in self._makers.kernels(atom, each):
-            for number, labels in self._makers.leaves(kernel):
-                along: dict[int, set[int]] = {}
-                for d, label in enumerate(labels):
-                    for axis in varied(label):
-                        along.setdefault(axis, set()).add(d)
-                for axis, found in along.items():
-                    if found <= dims:
-                        self.experts.add((number, axis))
-        pairs = {a[1 - i]: a[i] for a in contracted(at.eqn)}
+        for _, number, labels in self._makers.of(atom, atom.each()):
+            along: dict[int, set[int]] = {}
+            for d, label in enumerate(labels):
+                for axis in varied(label):
+                    along.setdefault(axis, set()).add(d)
+            self.experts |= {(number, a) for a, of in along.items() if of <= dims}
+        pairs = {a[1 - i]: a[i] for a in at.contracted}
         return {pairs[d] for d in dims if d in pairs}
 
     def _routers(self, bits: int) -> list[tuple[int, Eqn]]:
@@ -353,9 +326,9 @@ class Uses:
 
         def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
             at = origin.at
-            if at is None or (at.name in PRODUCTS and contracted(at.eqn)):
+            if at is None or (at.name in PRODUCTS and at.contracted):
                 return
-            facts, is_product = self._facts.all_of(at.inputs()), at.name in _MULTIPLIES
+            facts, is_product = self._facts.inputs(at), at.name in _MULTIPLIES
             # What was weighed before comes of a router, too: of two operands that do,
             # the gate is the one along fewer dimensions, or of one-hot rows.
             varied = [self._varied(x) if is_product else set() for x in at.inputs()]
@@ -432,30 +405,21 @@ class Uses:
 
         `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
         """
-        if not fact.is_deep:
+        if not (fact.is_deep and (starts := _one_entry(at))):
             return
-        starts = _one_entry(at)
-        if not starts:
-            return
-        each = atom.each()
-        for kernel in self._makers.kernels(atom, tuple(each[d] for d in starts)):
-            for number, labels in self._makers.leaves(kernel):
-                for (d, entries), label in zip(starts.items(), labels, strict=True):
-                    axes = varied(label)
-                    if (
-                        len(axes) == 1
-                        and label.shape[axes[0]]
-                        == atom.shape[d]
-                        == self._graph.shapes[number][axes[0]]
-                    ):
-                        of = union(1 << x for x in entries)
-                        self.cuts[number, axes[0]] |= of
+        for _, number, labels in self._makers.of(atom, atom.marks(starts)):
+            shape = self._graph.top.inputs[number].shape
+            for (d, entries), label in zip(starts.items(), labels, strict=True):
+                for axis in axes if len(axes := varied(label)) == 1 else ():
+                    if label.shape[axis] == atom.shape[d] == shape[axis]:
+                        self.cuts[number, axis] |= union(1 << x for x in entries)
 
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
     """The dimensions of which an equation takes single entries, and which."""
     atom, found = at.inputs()[0], {}
     for k in range(len(at.eqn.outvars)):
+        # Its rule says where the entries of a result were taken from.
         (_, move), *_ = moves(at, k)
         taken = move(*at.output(k).whole)
         for d, n in enumerate(atom.shape):

@@ -1,0 +1,107 @@
+"""Numbers that are known when a function is traced, as many indices are.
+
+A loop's counter is known, too, though not its value: to each trip its own.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
+
+from . import jaxprs
+from .jaxprs import Address
+
+
+class Lead(NamedTuple):
+    """A dimension in front of labels: trips of a loop, or devices along a mesh axis."""
+
+    axis: int  # its place in the lead
+    of: Address | str  # of the loop's equation, or the name of the mesh axis
+    size: int
+
+    @property
+    def is_loop(self) -> bool:
+        return not isinstance(self.of, str)
+
+
+#: A number, the trips of a loop that counts from zero, or `None`: not known.
+Number = int | float | Lead | None
+
+_ON_NUMBERS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": lambda a, b: a / b if b else None,
+    "lt": operator.lt,
+    "ge": operator.ge,
+    "max": max,
+    "min": min,
+    "select_n": lambda which, *cases: cases[int(which)],
+    "clamp": lambda low, x, high: min(max(x, low), high),
+}
+_AS_IT_IS = ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"]
+
+
+def number_of(atom: Any) -> Number:
+    """The value that all entries of a variable have."""
+    frame, var = atom
+    if isinstance(var, Literal) or var in frame.consts:
+        value = var.val if isinstance(var, Literal) else frame.consts[var]
+        try:
+            value = value.item() if hasattr(value, "item") else value
+        except Exception:  # an array, a key, or what another trace has
+            return None
+        return value if isinstance(value, int | float) else None
+    if var in frame.place:
+        return _of_input(atom)
+    at, k = frame.made[var]
+    if at.name in _AS_IT_IS:
+        return number_of(at.inputs()[0])
+    if at.inside:
+        (one, *others) = at.inside
+        return number_of(one.outputs[k]) if one.kind == "call" and not others else None
+    if at.name not in _ON_NUMBERS:
+        return None
+    values = [number_of(x) for x in at.inputs()]
+    if at.name in ("select_n", "clamp", "max", "min"):
+        # `where(i < 0, i + n, i)` is what an index becomes before it is used.
+        for value in values:
+            if isinstance(value, Lead):
+                return value
+    if any(not isinstance(x, int | float) for x in values):
+        return None
+    return _ON_NUMBERS[at.name](*values)
+
+
+def _of_input(atom: Any) -> Number:
+    frame, i = atom.frame, atom.frame.place[atom.var]
+    if frame.caller is None:
+        return None
+    outer, how = frame.outer[i]
+    if how == "same":
+        return number_of(outer)
+    if atom.shape:
+        return None
+    trips = frame.lead[-1]
+    if how == "carry":
+        # `fori_loop` counts from zero.
+        after = frame.jaxpr.outvars[frame.carried.index(i)]
+        counts = jaxprs.adds_one(frame.jaxpr, atom.var, after)
+        return trips if counts and number_of(outer) == 0 else None
+    # `scan(f, x, arange(n))` does, too.
+    return trips if _counts(outer, trips.size) else None
+
+
+def _counts(atom: Any, size: int) -> bool:
+    """Whether an array is 0, 1, 2, ..."""
+    frame, var = atom
+    if isinstance(var, Literal):
+        return False
+    if var in frame.consts:
+        return np.array_equal(np.asarray(frame.consts[var]), np.arange(size))
+    at, _ = frame.made.get(var, (None, 0))
+    if at is None or at.name not in ("iota", *_AS_IT_IS):
+        return False
+    return at.name == "iota" or _counts(at.inputs()[0], size)
