@@ -108,21 +108,18 @@ def site_of(
     marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
     dims = enumerate(zip(atom.shape, marked, strict=False))
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
-    path.factors = _count(reader, site, product, heads).factors
+    site.rows, of_heads_alone = _rows(reader, site, product, heads)
+    path.factors = of_heads_alone.factors
     if path.joins:
-        site.boxes = [_box(reader, site, bit)]
-        for other, of in read[:-1]:
-            # Joined are those of one query with keys of several kinds, or of the heads
-            # of several kinds, which are then no heads of one layer.
-            # Each product has its heads along axes of its own: relative positions by
-            # a skew are a product of another order.
-            bit = reader.facts.product(other.at)
-            own = dataclasses.replace(site)
-            _count(reader, own, other, of)
-            if not np.array_equal(own.rows, site.rows):
+        # One query may have its logits with keys of several kinds joined, as with their
+        # means. Joined along the axis of heads they are of other heads in each product,
+        # which are no heads of one layer.
+        for other, of in read:
+            rows, _ = _rows(reader, site, other, of)
+            if not np.array_equal(rows, site.rows):
                 raise Apart
-            site.boxes.append(_box(reader, site, bit))
-        if {} in site.boxes:
+            site.boxes.append(_box(reader, site, reader.facts.product(other.at)))
+        if {} in site.boxes:  # one of them is everywhere
             site.boxes = []
     if path.caps:
         (cap_at, scale), *_ = path.caps
@@ -198,8 +195,10 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
 
-def _count(reader: Softmaxes, site: Site, product: Product, heads: Heads) -> Path:
-    """Finds the rows of each head: entries along the dimensions of heads."""
+def _rows(
+    reader: Softmaxes, site: Site, product: Product, heads: Heads
+) -> tuple[np.ndarray, Path]:
+    """The rows of each head, entries along the dimensions of heads, and their way."""
     atom = site.atom
     count = math.prod(atom.shape[d] for d in site.dims)
     cannot = (
@@ -213,6 +212,8 @@ def _count(reader: Softmaxes, site: Site, product: Product, heads: Heads) -> Pat
     bit = reader.facts.product(product.at)
     labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
+    # Each product has its heads along axes of its own: one with relative positions by
+    # a skew may have another order.
     found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
     local = heads.label
     # On a mesh each device has its own heads, the first those of the first device.
@@ -232,8 +233,7 @@ def _count(reader: Softmaxes, site: Site, product: Product, heads: Heads) -> Pat
     is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
     if not is_apart or len({*map(len, rows)}) != 1 or not rows[0]:
         raise Unclear(cannot)
-    site.rows = np.array(rows)
-    return path
+    return np.array(rows), path
 
 
 def _box(reader: Softmaxes, site: Site, bit: int) -> Box:
