@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._parameters.stacks import Shape, Stack, stack_at
+from .._parameters.layers import Shape, Stack, stack_at
 from .owned_leaf import OwnedLeaf
 
 

@@ -87,19 +87,18 @@ class Momentum(NamedTuple):
 
     beta: Beta
     nesterov: bool
-    dtype: DTypeLike | None  # that of the params if None
+    dtype: np.dtype | None  # that of the params if None, codes if int8
 
     def init(self, params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
-        is_coded = is_8_bits(self.dtype)
         if callable(self.beta):
             begins("beta", self.beta(np.int32(0)), SHARE)
         if self.dtype is None:
             _refuse(leaves, lambda x: not is_float(x.dtype), _NO_FLOATS)
-        elif is_coded:
+        elif self.dtype == np.int8:
             _refuse(leaves, jnp.iscomplexobj, _COMPLEX)
             _check_whole(leaves)
         mu = zeros_like(params, leaves.layout, self.dtype)
-        scales = _zero_scales(params, leaves) if is_coded else None
+        scales = _zero_scales(params, leaves) if self.dtype == np.int8 else None
         # Counted for every beta, so that a run can go on with a schedule.
         return ScaleByMuonState(mu, scales, jnp.zeros((), jnp.int32))
 
@@ -119,7 +118,7 @@ class Momentum(NamedTuple):
         # Scales are by path, since leaves without a matrix have none.
         last: Any = state.scales
         scales: dict[str, eight_bits.Scales] = {}
-        if is_coded := is_8_bits(self.dtype):
+        if is_coded := self.dtype == np.int8:
             _check_whole(leaves)
         for i, view in enumerate(views):
             if view is None:
@@ -137,10 +136,6 @@ class Momentum(NamedTuple):
         by_path = leaves.by_path(scales) if is_coded else None
         count = optax.safe_increment(state.count)
         return ahead, ScaleByMuonState(mu, by_path, count)
-
-
-def is_8_bits(dtype: DTypeLike | None) -> bool:
-    return dtype is not None and jnp.dtype(dtype) == jnp.int8
 
 
 def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:

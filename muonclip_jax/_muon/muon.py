@@ -12,6 +12,7 @@ from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -23,7 +24,7 @@ from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, optimizers_of
 from .._parameters.given import Model
 from .leaves import for_leaves, Leaves
-from .momentum import is_8_bits, RISING_BETA
+from .momentum import RISING_BETA
 from .normalize_neurons import neuron_normalization
 from .scale_by_muon import make_direction, ShapeScale
 from .weight_decay import check_rates, decay_mask, decayed_weights, Mask
@@ -138,7 +139,7 @@ def muon(
         adam_weight_decay = weight_decay
     direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
     # int8 is a code of matrices, which Adam's leaves are not.
-    adam_mu_dtype = None if is_8_bits(mu_dtype) else mu_dtype
+    adam_mu_dtype = None if direction.momentum.dtype == np.int8 else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 

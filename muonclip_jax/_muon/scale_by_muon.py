@@ -180,6 +180,10 @@ def make_direction(
     number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
     momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
+    if consistent_rms is None:
+        return Direction(momentum, solver, None, least=1.0)
+    if isinstance(consistent_rms, str):
+        return Direction(momentum, solver, None, least=0.0)
     return Direction(momentum, solver, consistent_rms)
 
 
@@ -188,16 +192,12 @@ class Direction(NamedTuple):
 
     momentum: Momentum
     solver: Solver
-    consistent_rms: ShapeScale
-
-    @property
-    def is_spectral(self) -> bool:
-        """Whether the scale is that of a norm of operators, and no root mean square."""
-        return self.consistent_rms is None or isinstance(self.consistent_rms, str)
+    rms: float | jax.Array | None  # of the update; `None` for a spectral scale
+    least: float = 0.0  # that a spectral scale is
 
     def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""
-        if self.is_spectral:
+        if self.rms is None:
             # A matrix and its transpose get two scales.
             check_directed(leaves)
 
@@ -232,18 +232,17 @@ class Direction(NamedTuple):
         # root mean square of 1 / sqrt(max(m, n)), which the first scale undoes. The
         # others are spectral: they bound what a step does to activations whose entries
         # have a root mean square of 1 (arXiv:2310.17813, condition 1).
-        rms: Any = self.consistent_rms
+        rms: Any = self.rms
 
         def scale(view: MatrixView) -> float:
             fan_in, fan_out = view.matrix_shape
-            if not self.is_spectral:
+            if rms is not None:
                 return math.sqrt(max(fan_in, fan_out))
-            least = 1.0 if rms is None else 0.0
-            return math.sqrt(max(least, fan_out / fan_in))
+            return math.sqrt(max(self.least, fan_out / fan_in))
 
         factor: Any = scale(view)
         if view.division is not None:
             # Pieces are those of the whole leaf, of which this may be a block.
             factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
-        factor = factor if self.is_spectral else rms * factor
+        factor = factor if rms is None else rms * factor
         return direction * jnp.asarray(factor, direction.dtype)

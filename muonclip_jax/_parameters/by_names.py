@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
-from .flax_leaves import Leaf, leaves_of, without_ones
+from .layers import find_stacks, IN_FRONT, Leaf, leaves_of, StackAxes, without_ones
 from .layouts import layouts_of, sides_of, WITH_HEADS
 from .outputs import Outputs
 from .paths import is_masked, Path, PathedTree, Shape
-from .stacks import find_stacks, IN_FRONT, StackAxes
 from .verdict import Verdict
 
 

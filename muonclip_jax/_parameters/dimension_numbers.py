@@ -19,7 +19,7 @@ from .given import (
     Model,
     write_patterns,
 )
-from .stacks import IN_FRONT, StackAxes
+from .layers import IN_FRONT, StackAxes
 from .verdict import Verdict
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from .flax_leaves import Leaf
+from .layers import Leaf
 from .paths import Path
 
 

@@ -18,10 +18,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from . import names
-from .flax_leaves import Leaf
+from .layers import Leaf, Stack
 from .layouts import WITH_HEADS
 from .paths import Path
-from .stacks import Stack
 from .verdict import Verdict
 
 
