@@ -8,16 +8,10 @@ from typing import Any
 
 import optax
 
+from ._layout.layout import read_layout
 from ._matrices.pieces import pieces_of
 from ._matrices.stacks import MatrixView, plan_stacks
-from ._model.attention_layers import (
-    Attention,
-    Layers,
-    layers_of,
-    LayersRead,
-    resolve_attention,
-    ROLES,
-)
+from ._model.attention_layers import Attention, Layers, layers_of, LayersRead
 from ._model.per_head import matrix_rules
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
@@ -31,6 +25,7 @@ from ._parameters.dimension_numbers import (
 )
 from ._parameters.given import Model
 from ._parameters.verdict import Verdict
+from ._qk_clip.heads import Heads
 from ._tables import leaf_table, Row, totals
 
 
@@ -106,13 +101,14 @@ def describe(
     """
     if params is None:
         raise ValueError("describe needs the params, got None")
-    tree = paths.flatten(paths.params_of(params))
+    params = paths.params_of(params)
+    tree = paths.flatten(params)
     rules = matrix_rules(per_head, model, dimension_numbers, attention)
     verdicts = rules.verdicts(tree)
     views = views_of(verdicts, tree)
     optimizers = optimizers_of(verdicts, views)
     layers = layers_of(model, attention)
-    roles, refusal = _roles_or_refusal(layers, tree)
+    roles, refusal = _roles_or_refusal(layers, params)
     columns: list[Row] = [_COLUMNS]
     entries = zip(*tree[:2], views, optimizers, verdicts, strict=True)
     columns += [_row(*entry, roles) for entry in entries]
@@ -192,22 +188,17 @@ def _row(
     view: MatrixView | None,
     optimizer: str,
     verdict: Verdict,
-    roles: dict[paths.Path, list],
+    roles: dict[paths.Path, list[str]],
 ) -> tuple[str, ...]:
     if paths.is_masked(leaf):
         return (paths.show(path), "masked", "-", "-", "-", "-")
-    shape, parts = tuple(leaf.shape), []
-    for role, part in roles.get(path, ()):
-        # One that does not fit has no heads yet, and QK-Clip's `init` says why.
-        count = owned.heads if (owned := part.owned(shape)) else "no"
-        parts.append(f"{role}, {'all' if count == 1 else count} heads")
     return (
         paths.show(path),
-        str(shape),
+        str(tuple(leaf.shape)),
         _matrices(view) if view else "-",
         optimizer,
         verdict.why,
-        " + ".join(parts) or "-",
+        " + ".join(roles.get(path, ["-"])),
     )
 
 
@@ -221,21 +212,21 @@ def _matrices(view: MatrixView) -> str:
 
 
 def _roles_or_refusal(
-    attention: Layers | None, tree: paths.PathedTree
-) -> tuple[dict[paths.Path, list], str]:
+    attention: Layers | None, params: Any
+) -> tuple[dict[paths.Path, list[str]], str]:
     """The roles of each leaf that carries heads, by path, or why there are none."""
     try:
-        layers, _ = resolve_attention(attention, tree)
+        heads = Heads(read_layout(params), attention)
     except ValueError as error:
         # A wrong `attention=` is the caller's mistake. Attention that was only looked
         # for is no reason to withhold the table, which helps to describe it.
         if attention is not None:
             raise
         return {}, str(error)
-    roles: dict[paths.Path, list] = {}
-    for layer in layers:
-        for role in ROLES:
-            # A fused kernel has several roles, each with a part of it.
-            for leaf in getattr(layer, role):
-                roles.setdefault(layer.path_of(leaf), []).append((role, leaf))
+    roles: dict[paths.Path, list[str]] = {}
+    for use, share in heads.shares():
+        # A fused kernel has several roles, each with a part of it.
+        count = "all" if use.leaf.heads == 1 else use.leaf.heads
+        stays = "" if share else ", stays"
+        roles.setdefault(use.path, []).append(f"{use.role}, {count} heads{stays}")
     return roles, ""

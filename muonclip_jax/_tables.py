@@ -8,8 +8,11 @@ from typing import Any
 
 Row = Sequence[str]
 
-# The part of a path that counts layers or experts: `3`, `layer_3`.
-_INDEX = re.compile(r"(|.*_)(\d+)")
+# The part of a path that may count layers or experts: `3`, `layer_3`, `h3`.
+_INDEX = re.compile(r"(.*?)(\d+)")
+# A digit right after a word counts only if so many differ in it: `w1`, `w2` and `w3` of
+# a gated layer are three things.
+_MANY = 4
 
 
 class Table(str):
@@ -81,14 +84,17 @@ def collapsed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _collapsed_at(rows: Sequence[Row], place: int) -> list[Row]:
+    cut = [_cut(path, place) for path, *_ in rows]
+    counted: dict[str, set[str]] = {}
+    for before, number, _ in cut:
+        counted.setdefault(before, set()).add(number)
     found: dict[tuple[str, ...], list[int]] = {}
-    for path, *cells in rows:
-        parts = path.split("/")
-        match = _INDEX.fullmatch(parts[place]) if place < len(parts) else None
-        before = "/".join([*parts[:place], match[1]]) if match else path
-        after = "/".join(["", *parts[place + 1 :]]) if match else ""
-        numbers = found.setdefault((before, after, *cells), [])
-        numbers += [int(match[2])] if match else []
+    for (before, number, after), (path, *cells) in zip(cut, rows, strict=True):
+        is_counter = before[-1:] in ("", "/", "_") or len(counted[before]) >= _MANY
+        if number and is_counter:
+            found.setdefault((before, after, *cells), []).append(int(number))
+        else:
+            found[path, "", *cells] = []
     joined: list[Row] = []
     for (before, after, *cells), numbers in found.items():
         # Runs without a gap: number minus position is the same for all of one.
@@ -98,6 +104,16 @@ def _collapsed_at(rows: Sequence[Row], place: int) -> list[Row]:
         spans = [f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs.values()]
         joined += [(before + span + after, *cells) for span in spans or [""]]
     return joined
+
+
+def _cut(path: str, place: int) -> tuple[str, str, str]:
+    """What stands before a number that ends one part of a path, it, and what after."""
+    parts = path.split("/")
+    match = _INDEX.fullmatch(parts[place]) if place < len(parts) else None
+    if not match:
+        return path, "", ""
+    before = "/".join([*parts[:place], match[1]])
+    return before, match[2], "/".join(["", *parts[place + 1 :]])
 
 
 def totals(

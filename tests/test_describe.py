@@ -35,7 +35,7 @@ def test_scanned_layers():
 def test_grouped_queries_in_nnx():
     state = nnx.state(nnx_model(kv_heads=2), nnx.Param)
     table = rows(mc.describe(state, collapse=False))
-    assert table["layers/1/key/kernel"].endswith("key, 2 heads")
+    assert table["layers/1/key/kernel"].endswith("key, 2 heads, stays")
     assert table["layers/1/query/kernel"].endswith("query, 4 heads")
 
 
@@ -115,7 +115,9 @@ def repeated_layers():
         experts[f"layer_{i}"] = {"experts": [jnp.ones((4, 8)), jnp.ones((4, 8))]}
     # One layer with another shape between layers that are alike.
     odd = {"kernel": jnp.ones((4, 16))}
-    return {"blocks": [dense, dense, odd, dense], "w1": dense, "w2": dense} | experts
+    # Four that differ in a digit after a word are layers, two are not.
+    words = {x: dense for x in ("h0", "h1", "h2", "h3", "w1", "w2")}
+    return {"blocks": [dense, dense, odd, dense]} | words | experts
 
 
 def test_layers_that_differ_in_their_index_alone_share_a_row():
@@ -125,8 +127,9 @@ def test_layers_that_differ_in_their_index_alone_share_a_row():
         "blocks/0-1/kernel",
         "blocks/3/kernel",
         "blocks/2/kernel",
+        "h0-3/kernel",
         "layer_0-11/experts/0-1",
-        "w1/kernel",  # a name with a digit counts nothing
+        "w1/kernel",
         "w2/kernel",
     ]
     leaves = len(jax.tree.leaves(repeated_layers()))

@@ -38,8 +38,8 @@ from .._model.attention_layers import (
 from .._model.statistics import read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split
-from .bound_layer import BoundLayer
-from .shares import clipped_together, scaled_leaves
+from .bound_layer import BoundLayer, Use
+from .shares import clipped_together, scaled_leaves, Share
 
 
 _HOW_TO_RECORD = (
@@ -92,14 +92,20 @@ class Heads:
                 self.count += math.prod(self.layers[-1].shape)
             elif len(hidden) < len(own):  # a layer may be hidden, but only whole
                 raise ValueError(
-                    f"the mask hides {show_all(hidden)} but not the rest of attention "
-                    f"layer '{show_layer(layer)}', or the params lack them; QK-Clip "
-                    "scales kernels and biases together. If only a part of the params "
-                    "of model= is trained, as with wrt=nnx.LoRAParam, use mc.muon, "
-                    "which does not clip; to clip frozen params, too, use "
-                    "wrt=nnx.Param, an optax.partition, and mc.qk_clip after it"
+                    f"the optimizer is not given {show_all(hidden)}, but the rest of "
+                    f"attention layer '{show_layer(layer)}': a mask hides them, or "
+                    "wrt= leaves them out. QK-Clip scales kernels and biases together. "
+                    "If only a part of the params of model= is trained, as with "
+                    "wrt=nnx.LoRAParam, use mc.muon, which does not clip; to clip "
+                    "frozen params, too, use wrt=nnx.Param, an optax.partition, and "
+                    "mc.qk_clip after it"
                 )
         self._scaled = scaled_leaves(self.layers)
+
+    def shares(self) -> list[tuple[Use, Share | None]]:
+        """Every use of a leaf, and its share of gamma; `None` for one that stays."""
+        of: dict[int, Share] = {id(use): share for use, share in self._scaled}
+        return [(use, of.get(id(use))) for layer in self.layers for use in layer.uses]
 
     def read(self, attention_stats: Any) -> jax.Array:
         """The statistic of all heads, `(all heads,)` float32, over all replicas.

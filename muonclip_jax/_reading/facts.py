@@ -76,7 +76,8 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
-_ORDERS = names("sort top_k approx_top_k")
+# Equations that give places, or what is there.
+_ORDERS = names("sort top_k approx_top_k argmax argmin")
 
 
 def union(bits: Iterable[int]) -> int:
@@ -412,7 +413,7 @@ def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The maximum of logits is a number to subtract, no logit."""
-    return out._replace(products=0, weights=0, sums=0, pairs=0)
+    return out._replace(**_NO_LOGITS)
 
 
 def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -454,7 +455,7 @@ _RULES: dict[str, Any] = {
     "pow": _exponential,
     "reduce_sum": _reduce_sum,
     "div": _quotient,
-    **dict.fromkeys(["reduce_max", "reduce_min", "argmax", "argmin"], _greatest),
+    **dict.fromkeys(["reduce_max", "reduce_min"], _greatest),
     "gather": _gathered,
     "dynamic_slice": _gathered,
     "scatter-add": _segments,

@@ -227,7 +227,7 @@ AT_ROOT = mc.AttentionLayer(
     ("params", "layer", "said"),
     [
         (ODD, AT_ROOT, "do not fit together"),
-        (HIDDEN, AT_ROOT, "the mask hides"),
+        (HIDDEN, AT_ROOT, "the optimizer is not given"),
         (ROOT, AT_ROOT._replace(key=()), "names no key"),
         (ROOT, AT_ROOT._replace(threshold=jnp.ones(5)), "threshold of shape"),
     ],
