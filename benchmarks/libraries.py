@@ -245,7 +245,7 @@ def time_update(start: Start) -> dict[str, Any]:
         step()
         seconds.append(time.process_time() - begin)
     state = optimizer.state_bytes() / count
-    return {"ms": round(1e3 * min(seconds[1:]), 1), "state": round(state, 2)}
+    return {"ms": round(1e3 * min(seconds[1:]), 3), "state": round(state, 2)}
 
 
 def an_update(start: Start) -> tuple[Callable[[], Any], Optimizer, int]:

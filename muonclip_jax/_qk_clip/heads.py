@@ -119,7 +119,8 @@ class Heads:
                 "attention_stats=stats), with the statistics that "
                 "mc.record_attention(loss) returns or mc.attention_fn sows; pass "
                 "attention_stats={} for a model without attention. Flax's TrainState "
-                "does not pass them on: call mc.clip_qk on its params after the step"
+                "does not pass them on: call mc.clip_qk on its params after the step, "
+                "or, as mc.multi_steps needs, write a subclass that does"
             )
         if isinstance(attention_stats, Combined):
             # A mask around qk_clip may hide layers that multi_steps has.

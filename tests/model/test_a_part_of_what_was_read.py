@@ -66,7 +66,7 @@ def test_heads_that_are_there_are_matrices_of_their_own():
 
 def test_a_clip_that_lacks_a_leaf_says_which_and_what_to_use():
     own = {"b": {name: PARAMS["b"][name] for name in "qv"}}
-    with pytest.raises(ValueError, match=r"'b/k'.*the params lack.*model=.*mc\.muon"):
+    with pytest.raises(ValueError, match=r"not given 'b/k'.*model=.*mc\.muon"):
         mc.muonclip(1e-3, model=READING).init(own)
     mc.muon(1e-3, model=READING).init(own)
 

@@ -97,7 +97,9 @@ def test_strange_statistics_are_still_refused_under_a_mask():
     with pytest.raises(ValueError, match="'l3/max_logits' match no query and key"):
         step(tx, PARAMS, attention_stats=stats)
     half = {"l0": {"query": True, "key": False, "up": True}, "l1": True, "l2": True}
-    with pytest.raises(ValueError, match="hides 'l0/key/kernel', 'l0/key/bias' but"):
+    with pytest.raises(
+        ValueError, match="not given 'l0/key/kernel', 'l0/key/bias', but"
+    ):
         step(optax.masked(mc.qk_clip(), half), PARAMS, attention_stats=STATS)
 
 
