@@ -108,7 +108,14 @@ def describe(
     views = views_of(verdicts, tree)
     optimizers = optimizers_of(verdicts, views)
     layers = layers_of(model, attention)
-    roles, refusal = _roles_or_refusal(layers, params)
+    try:
+        roles, refusal = _roles(layers, params), ""
+    except ValueError as error:
+        # A wrong `attention=` is the caller's mistake. Attention that was only looked
+        # for is no reason to withhold the table, which helps to describe it.
+        if attention is not None:
+            raise
+        roles, refusal = {}, str(error)
     columns: list[Row] = [_COLUMNS]
     entries = zip(*tree[:2], views, optimizers, verdicts, strict=True)
     columns += [_row(*entry, roles) for entry in entries]
@@ -211,22 +218,15 @@ def _matrices(view: MatrixView) -> str:
     return " + ".join(f"{n} x {a} x {b}" for (a, b), n in counts.items())
 
 
-def _roles_or_refusal(
-    attention: Layers | None, params: Any
-) -> tuple[dict[paths.Path, list[str]], str]:
-    """The roles of each leaf that carries heads, by path, or why there are none."""
-    try:
-        heads = Heads(read_layout(params), attention)
-    except ValueError as error:
-        # A wrong `attention=` is the caller's mistake. Attention that was only looked
-        # for is no reason to withhold the table, which helps to describe it.
-        if attention is not None:
-            raise
-        return {}, str(error)
+def _roles(attention: Layers | None, params: Any) -> dict[paths.Path, list[str]]:
+    """The roles of each leaf that carries heads, by its path.
+
+    **Raises:** `ValueError` for attention that QK-Clip cannot act on.
+    """
     roles: dict[paths.Path, list[str]] = {}
-    for use, share in heads.shares():
+    for use, share in Heads(read_layout(params), attention).shares():
         # A fused kernel has several roles, each with a part of it.
         count = "all" if use.leaf.heads == 1 else use.leaf.heads
         stays = "" if share else ", stays"
         roles.setdefault(use.path, []).append(f"{use.role}, {count} heads{stays}")
-    return roles, ""
+    return roles

@@ -253,6 +253,22 @@ def test_refused_layers_are_below_the_table_with_their_reason():
     assert "cannot scale" not in alone and rows(alone)["last/q"].endswith("heads")
 
 
+def test_a_part_of_the_params_is_shown_with_what_a_clip_of_it_would_say():
+    """As with `wrt=nnx.LoRAParam`: `mc.muon` updates it, and a clip lacks the rest."""
+    params = {name: normal(i, 8, 8) for i, name in enumerate("qkvo")}
+
+    def loss(p, x):
+        query, key = x @ p["q"], x @ p["k"]
+        return jnp.sum(jax.nn.softmax(query @ key.mT) @ (x @ p["v"]) @ p["o"])
+
+    reading, part = mc.read_model(loss, params, normal(4, 5, 8)), {"q": params["q"]}
+    table, *_, below = mc.describe(part, model=reading).split("\n\n")
+    assert rows(table)["q"].split()[-3:] == ["muon", "traced", "-"]
+    with pytest.raises(ValueError, match="not given 'k', but") as error:
+        mc.qk_clip(model=reading).init(part)
+    assert below == str(error.value)
+
+
 def test_the_error_advises_the_other_layers_only_if_there_are_some():
     _, some = of_normalized()
     params = {name: normal(i, 8, 8) for i, name in enumerate("qkv")}
