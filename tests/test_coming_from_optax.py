@@ -160,6 +160,28 @@ def heads():
     assert not np.allclose(updates[2], updates[0], atol=1e-2)
 
 
+def fused_kernels():
+    def loss(p, x):
+        query, key, value = jnp.moveaxis(jnp.tensordot(x, p["qkv"], 1), 1, 0)
+        return jnp.sum(jax.nn.softmax(query @ key.mT) @ value @ p["out"])
+
+    params = {"qkv": normal(0, 6, 3, 4), "out": normal(1, 4, 6)}
+    reading = mc.read_model(loss, params, normal(2, 5, 6))
+    given = {"qkv": MuonDimensionNumbers(0, (1, 2)), "out": None}
+    names = ("muon_weight_dimension_numbers", "dimension_numbers")
+    theirs, ours = ({name: given} for name in names)
+    expected, whole, apart = (
+        updates_of(tx, params)["qkv"]
+        for tx in (
+            optax.contrib.muon(1.0, **SAME, adam_weight_decay=0.1, **theirs),
+            mc.muon(1.0, **SAME, model=reading, **ours),
+            mc.muon(1.0, **SAME, model=reading, per_head=False),
+        )
+    )
+    np.testing.assert_allclose(whole, expected, atol=1e-4)
+    assert not np.allclose(apart, expected, atol=1e-2)
+
+
 def second_moment():
     assert (THEIRS["adam_b2"], OURS["adam_b2"]) == (0.999, 0.95)
 
@@ -217,6 +239,7 @@ LINES = {
     '`preconditioning="aol"': aol,
     "iterates in the dtype": dtype_of_the_iteration,
     "heads of a kernel": heads,
+    "query, key and value with an axis": fused_kernels,
     "routers use Muon": routers,
     "`muon_weight_dimension_numbers": dimension_numbers,
     "`eps`": eps,
