@@ -107,7 +107,7 @@ def _collapsed_at(rows: Sequence[Row], place: int) -> list[Row]:
 
 
 def _cut(path: str, place: int) -> tuple[str, str, str]:
-    """What stands before a number that ends one part of a path, it, and what after."""
+    """A path before the number that ends one of its parts, the number, and the rest."""
     parts = path.split("/")
     match = _INDEX.fullmatch(parts[place]) if place < len(parts) else None
     if not match:
