@@ -282,6 +282,8 @@ def _with_attention(
     for i in found:
         if fault := _clip_fault(case, reading, stats, rows, i, found[i], is_joint):
             return Verdict(*fault)
+    if not refused and (fault := _shown_fault(case, reading, stats)):
+        return Verdict("wrong", fault)
     kind = "jointly" if is_joint else "right"
     if refused or said:
         kind = "said"
@@ -290,6 +292,25 @@ def _with_attention(
     ):
         kind = "unread"
     return Verdict(kind, "; ".join([*refused, *said]))
+
+
+def _shown_fault(case: Case, reading: Any, stats: Any) -> str:
+    """The table has to show which leaves change if all heads are clipped."""
+    clipped = mc.clip_qk(
+        case.params, jax.tree.map(jnp.ones_like, stats), 0.5, model=reading
+    )
+    before, after = by_path(case.params), by_path(clipped)
+    changed = {k for k in before if np.any(np.asarray(before[k]) != after[k])}
+    table = mc.describe(case.params, model=reading, collapse=False).split("\n\n")[0]
+    cells = [re.split("  +", line) for line in table.splitlines()[1:]]
+    shown = {
+        path
+        for path, *_, roles in cells
+        if any("heads" in x and "stays" not in x for x in roles.split(" + "))
+    }
+    return f"the table shows {shown}, but the clip changes {changed}" * (
+        shown != changed
+    )
 
 
 def _short(tree: Any) -> str:

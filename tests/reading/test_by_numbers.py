@@ -52,11 +52,17 @@ def _relabeled(labels):
     return lambda *args, **options: {**labels(*args, **options), "v": "vector"}
 
 
+def _without_keys(describe):
+    return lambda *args, **options: describe(*args, **options).replace(
+        "key, 3 heads", "-"
+    )
+
+
 WRONG = [
     ("clip_qk", _unclipped), ("clip_qk", _clipped_too_far), ("clip_qk", _values_too),
     ("record_attention", _more), ("record_attention", _swapped),
     ("record_attention", _other_value), ("record_attention", _other_slope),
-    ("param_labels", _relabeled),
+    ("param_labels", _relabeled), ("describe", _without_keys),
 ]  # fmt: skip
 
 
