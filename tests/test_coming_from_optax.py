@@ -168,15 +168,13 @@ def fused_kernels():
     params = {"qkv": normal(0, 6, 3, 4), "out": normal(1, 4, 6)}
     reading = mc.read_model(loss, params, normal(2, 5, 6))
     given = {"qkv": MuonDimensionNumbers(0, (1, 2)), "out": None}
-    names = ("muon_weight_dimension_numbers", "dimension_numbers")
-    theirs, ours = ({name: given} for name in names)
+    theirs = optax.contrib.muon(
+        1.0, **SAME, adam_weight_decay=0.1, muon_weight_dimension_numbers=given
+    )
+    ours = mc.muon(1.0, **SAME, model=reading, dimension_numbers=given)
+    read = mc.muon(1.0, **SAME, model=reading, per_head=False)
     expected, whole, apart = (
-        updates_of(tx, params)["qkv"]
-        for tx in (
-            optax.contrib.muon(1.0, **SAME, adam_weight_decay=0.1, **theirs),
-            mc.muon(1.0, **SAME, model=reading, **ours),
-            mc.muon(1.0, **SAME, model=reading, per_head=False),
-        )
+        updates_of(tx, params)["qkv"] for tx in (theirs, ours, read)
     )
     np.testing.assert_allclose(whole, expected, atol=1e-4)
     assert not np.allclose(apart, expected, atol=1e-2)

@@ -138,8 +138,7 @@ def muon(
         adam_weight_decay = weight_decay
     direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
     # int8 is a code of matrices, which Adam's leaves are not.
-    is_coded = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
-    adam_mu_dtype = None if is_coded else mu_dtype
+    adam_mu_dtype = None if direction.momentum.dtype == jnp.int8 else mu_dtype
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 

@@ -180,6 +180,7 @@ def make_direction(
     number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
     momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
+    # `None` is Keller Jordan's `sqrt(max(1, fan_out / fan_in))`, "mup" has no maximum.
     if consistent_rms is None:
         return Direction(momentum, solver, None, least=1.0)
     if isinstance(consistent_rms, str):
@@ -193,7 +194,7 @@ class Direction(NamedTuple):
     momentum: Momentum
     solver: Solver
     rms: float | jax.Array | None  # of the update; `None` for a spectral scale
-    least: float = 0.0  # that a spectral scale is
+    least: float = 0.0  # value of fan_out / fan_in in a spectral scale
 
     def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""

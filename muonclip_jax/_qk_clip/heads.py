@@ -104,8 +104,9 @@ class Heads:
 
     def shares(self) -> list[tuple[Use, Share | None]]:
         """Every use of a leaf, and its share of gamma; `None` for one that stays."""
-        of: dict[int, Share] = {id(use): share for use, share in self._scaled}
-        return [(use, of.get(id(use))) for layer in self.layers for use in layer.uses]
+        shares: dict[int, Share] = {id(use): share for use, share in self._scaled}
+        uses = (use for layer in self.layers for use in layer.uses)
+        return [(use, shares.get(id(use))) for use in uses]
 
     def read(self, attention_stats: Any) -> jax.Array:
         """The statistic of all heads, `(all heads,)` float32, over all replicas.

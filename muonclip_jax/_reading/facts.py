@@ -76,7 +76,7 @@ class Fact(NamedTuple):
 
 DATA = Fact(has_data=True)
 
-# Equations that give places, or what is there.
+# Equations that give indices of entries, and some the entries, too.
 _ORDERS = names("sort top_k approx_top_k argmax argmin")
 
 

@@ -308,9 +308,9 @@ def _shown_fault(case: Case, reading: Any, stats: Any) -> str:
         for path, *_, roles in cells
         if any("heads" in x and "stays" not in x for x in roles.split(" + "))
     }
-    return f"the table shows {shown}, but the clip changes {changed}" * (
-        shown != changed
-    )
+    if shown == changed:
+        return ""
+    return f"the table shows {shown}, but the clip changes {changed}"
 
 
 def _short(tree: Any) -> str:
