@@ -72,15 +72,16 @@ def options_of(function):
 
 def record(monkeypatch, module, name):
     """What `module` calls the function of this name with, its defaults filled in."""
-    received, signature = {}, inspect.signature(getattr(module, name))
+    received, function = {}, getattr(module, name)
+    signature = inspect.signature(function)
 
-    def instead(*args, **kwargs):
+    def watched(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         received.update(bound.arguments)
-        return optax.identity()
+        return function(*args, **kwargs)
 
-    monkeypatch.setattr(module, name, instead)
+    monkeypatch.setattr(module, name, watched)
     return received
 
 
