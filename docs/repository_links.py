@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 # What is in a block of code is no link.
 LINK = re.compile(r"^ *```.*?^ *```$|(?<=\]\()([^)\s#]+)", re.DOTALL | re.MULTILINE)
 PICTURES = (".png", ".gif", ".svg")
-WIDE = 1000  # pixels: two panels
+NARROW = 600  # pixels: one panel
 # Pages by the file that they are made from.
 PAGES = {
     "benchmarks/report.md": "report.md",
@@ -70,7 +70,7 @@ def on_page_markdown(
 def on_page_content(
     html: str, page: Page, config: MkDocsConfig, files: Files, **_: Any
 ) -> str:
-    """Marks pictures of two panels, which a phone has to scroll."""
+    """Marks pictures that a phone shows as a whole, those of one panel."""
 
     def marked(match: re.Match[str]) -> str:
         uri = posixpath.normpath(posixpath.join(page.file.dest_uri, "..", match[2]))
@@ -80,7 +80,7 @@ def on_page_content(
         # Width and height are the first two numbers of a PNG.
         with open(file.abs_src_path, "rb") as picture:
             width, _ = struct.unpack(">II", picture.read(24)[16:])
-        return f'{match[1]}class="wide" ' if width >= WIDE else match[0]
+        return f'{match[1]}class="narrow" ' if width < NARROW else match[0]
 
     return re.sub(r'(<img )(?=[^>]*src="([^"]*)")', marked, html)
 

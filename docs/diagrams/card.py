@@ -9,6 +9,7 @@ INK, GRAY, FAINT = "#1f2430", "#667085", "#d5d9e2"
 ACCENT, PALE = "#3f51b5", "#eef0fa"
 COLORS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+SIZE = 14  # of text; a page shows cards of 960 pixels as 772, so that 11 are left
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
@@ -24,6 +25,7 @@ class Card:
         self._tip = drawsvg.Marker(-7, -4, 0, 4, scale=1, orient="auto")
         self._tip.append(drawsvg.Lines(-7, -4, 0, 0, -7, 4, close=True, **tip))
         self.box(0.5, 0.5, width - 1, height - 1, fill="#ffffff", radius=12)
+        self.text(24, 26, title, size=16, anchor="start", bold=True)
 
     def box(
         self,
@@ -53,7 +55,7 @@ class Card:
         y: float,
         words: str,
         *,
-        size: float = 13,
+        size: float = SIZE,
         color: str = INK,
         anchor: str = "middle",
         bold: bool = False,

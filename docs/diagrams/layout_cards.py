@@ -12,7 +12,7 @@ CELL, GAP, MARGIN = 216, 12, 24
 COLUMN = 50  # of a matrix in a cell
 SIDES = {"square": (24, 24), "wide": (44, 24)}  # width and height of a matrix
 ROW = 48  # of matrices
-TOP, HEIGHT, BAND = 62, 130, 84
+TOP, HEIGHT, BAND = 62, 134, 84
 Kinds = Mapping[str, str]  # square or wide, for each leaf
 
 
@@ -67,7 +67,6 @@ def layout_card(layout: Layout) -> Card:
     width = 2 * MARGIN + 4 * CELL + 3 * GAP
     height = TOP + 2 * HEIGHT + BAND + (12 if layout.processes == 1 else 26)
     card = Card(width, height, layout.title)
-    card.text(MARGIN, 26, layout.title, size=16, anchor="start", bold=True)
     _draw_processes(card, layout.processes)
     for device in range(4):
         x = MARGIN + device * (CELL + GAP)
@@ -91,11 +90,11 @@ def _draw_processes(card: Card, count: int) -> None:
 def _draw_held(card: Card, plan: Plan, kinds: Kinds, device: int, x: float) -> None:
     card.box(x, TOP - 12, CELL, HEIGHT, fill=PALE)
     places = ", ".join(f"{k} {v}" for k, v in plan.coordinates(device).items())
-    _name_rows(card, plan, x, TOP + 16)
-    card.text(x + 8, TOP + 2, f"device {device}", anchor="start", bold=True, size=12)
-    card.text(x + CELL - 8, TOP + 2, places, anchor="end", size=11, color=GRAY)
+    _name_rows(card, plan, x, TOP + 20)
+    card.text(x + 8, TOP + 2, f"device {device}", anchor="start", bold=True)
+    card.text(x + CELL - 8, TOP + 2, places, anchor="end", color=GRAY)
     held = {block.matrix: block for block in plan.held(device)}
-    for leaf, matrix, left, top in _places(plan, x, TOP + 16):
+    for leaf, matrix, left, top in _places(plan, x, TOP + 20):
         width, height = SIDES[kinds[leaf.name]]
         card.box(left, top, width, height, radius=1, fill="#ffffff")
         if block := held.get(matrix):
@@ -113,10 +112,10 @@ def _draw_owned(
     card: Card, plan: Plan, kinds: Kinds, device: int, x: float, y: float
 ) -> None:
     card.box(x, y - 12, CELL, HEIGHT, fill=PALE)
-    _name_rows(card, plan, x, y + 16)
-    card.text(x + 8, y + 2, f"device {device} iterates", anchor="start", size=12)
+    _name_rows(card, plan, x, y + 20)
+    card.text(x + 8, y + 2, f"device {device} iterates", anchor="start")
     owned = set(plan.owned(device))
-    for leaf, matrix, left, top in _places(plan, x, y + 16):
+    for leaf, matrix, left, top in _places(plan, x, y + 20):
         width, height = SIDES[kinds[leaf.name]]
         if matrix in owned:
             card.mark(left, top, width, height, COLORS[matrix.number])
@@ -138,7 +137,7 @@ def _places(
 def _name_rows(card: Card, plan: Plan, x: float, y: float) -> None:
     for row, leaf in enumerate(plan.leaves):
         place = x + 10, y + 5 + row * ROW
-        card.text(*place, leaf.name, size=10, anchor="start", mono=True, color=GRAY)
+        card.text(*place, leaf.name, anchor="start", mono=True, color=GRAY)
 
 
 def _draw_exchanges(card: Card, plan: Plan) -> None:
@@ -155,7 +154,7 @@ def _draw_exchanges(card: Card, plan: Plan) -> None:
 def _draw_lines(card: Card, x: float, y: float, anchor: str, lines: list[str]) -> None:
     for i, line in enumerate(lines):
         at = y + 17 * (i - (len(lines) - 1) / 2)
-        card.text(x, at, line, anchor=anchor, bold=not i, size=12.5)
+        card.text(x, at, line, anchor=anchor, bold=not i)
 
 
 def exchanges_of(plan: Plan) -> tuple[list[str], list[str]]:

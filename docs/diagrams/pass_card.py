@@ -18,7 +18,6 @@ def pass_card() -> Card:
     }
     title = "Five steps of Newton-Schulz in passes"
     card = Card(912, TOP + 3 * ROW + 44, title)
-    card.text(24, 26, title, size=16, anchor="start", bold=True)
     for i, (name, passes) in enumerate(rows.items()):
         y = TOP + i * ROW
         card.text(24, y + 17, name, anchor="start", bold=True)
@@ -49,7 +48,7 @@ def _draw_product(card: Card, x: float, y: float) -> None:
 def _draw_legend(card: Card, y: float) -> None:
     _draw_product(card, LEFT, y - 7)
     words = "a product with the long side: first R = X Xᵀ, last X ← Q X"
-    card.text(LEFT + STEP + 4, y + 10, words, size=12, anchor="start", color=GRAY)
-    x = LEFT + 410
+    card.text(LEFT + STEP + 4, y + 10, words, anchor="start", color=GRAY)
+    x = LEFT + 480
     card.box(x, y - 2, 24, 24, fill="#ffffff", stroke=ACCENT)
-    card.text(x + 34, y + 10, "a step on R", size=12, anchor="start", color=GRAY)
+    card.text(x + 34, y + 10, "a step on R", anchor="start", color=GRAY)

@@ -43,7 +43,6 @@ def reading_card() -> Card:
     assert len({*rows}) == 1, "query and key go back through as many equations"
     title = "One head of three, from the softmax back to its weights"
     card = Card(WIDTH, _y(rows[0] + 1) + 36, title)
-    card.text(24, 27, title, size=16, anchor="start", bold=True)
     _draw_array(card, MIDDLE, 0, "logits", logits, ACCENT)
     for side, x, (name, color) in zip(sides, SIDES, QUERY_AND_KEY, strict=True):
         _draw_arrow(card, MIDDLE, 0, x, 1)

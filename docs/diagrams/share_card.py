@@ -6,8 +6,8 @@ from mesh_plan import Leaf, Plan
 
 
 SHAPES = {"up": (6, 1024, 2048), "query": (10, 1024, 1024), "key": (20, 512, 1024)}
-WIDTH, LEFT, WIDE = 912, 108, 640
-TOP, ROW, EXCHANGE = 64, 40, 56
+WIDTH, LEFT, WIDE = 936, 112, 640
+TOP, ROW, EXCHANGE = 64, 40, 64
 
 
 def share_card() -> Card:
@@ -15,11 +15,10 @@ def share_card() -> Card:
     plan = Plan({"fsdp": 4}, leaves)
     title = "Whole matrices, shared out by cost"
     card = Card(WIDTH, TOP + 4 * ROW + 58, title)
-    card.text(24, 26, title, size=16, anchor="start", bold=True)
     longest = max(sum(cost for _, cost in plan.costs(i)) for i in range(4))
     for device in range(4):
         y = TOP + device * ROW
-        card.text(24, y + 14, f"device {device}", anchor="start", bold=True, size=12)
+        card.text(24, y + 14, f"device {device}", anchor="start", bold=True)
         _draw_share(card, plan, device, y, WIDE / longest)
     _draw_exchanges(card, len(plan.stacks))
     _draw_legend(card, plan)
@@ -37,8 +36,8 @@ def _draw_exchanges(card: Card, stacks: int) -> None:
     for x in (LEFT, LEFT + EXCHANGE + WIDE + 8):
         card.box(x, TOP - 4, EXCHANGE - 8, 4 * ROW - 4, fill=PALE)
         middle = x + EXCHANGE / 2 - 4
-        card.text(middle, TOP + 2 * ROW - 14, f"{stacks} all-", size=11, color=GRAY)
-        card.text(middle, TOP + 2 * ROW + 2, "to-all", size=11, color=GRAY)
+        card.text(middle, TOP + 2 * ROW - 14, f"{stacks} all-", color=GRAY)
+        card.text(middle, TOP + 2 * ROW + 2, "to-all", color=GRAY)
 
 
 def _draw_legend(card: Card, plan: Plan) -> None:
@@ -47,8 +46,8 @@ def _draw_legend(card: Card, plan: Plan) -> None:
         m, n = stack.shape
         card.mark(x, y, 12, 12, COLORS[i])
         words = f"{stack.count} of {m} x {n}"
-        card.text(x + 18, y + 6, words, size=12, anchor="start")
-        x += 140
+        card.text(x + 18, y + 6, words, anchor="start")
+        x += 160
     card.line(x + 4, y - 6, x + 4, y + 20, color=FAINT)
     words = "length: multiplications"
-    card.text(x + 18, y + 6, words, size=12, anchor="start", color=GRAY)
+    card.text(x + 18, y + 6, words, anchor="start", color=GRAY)

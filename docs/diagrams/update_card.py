@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import muonclip_jax as mc
 
 
-WIDTH, HEIGHT, LEFT, PITCH = 124, 46, 24, 150
-ROWS = {"one": 100, "main": 131, "mesh": 162, "adam": 254, "clip": 340, "out": 414}
+WIDTH, HEIGHT, LEFT, PITCH = 138, 50, 16, 158
+ROWS = {"one": 98, "main": 131, "mesh": 164, "adam": 254, "clip": 340, "out": 414}
 
 #: Column, row, what happens, and the functions that do it; "optax" does the rest.
 BOXES = {
@@ -50,7 +50,6 @@ DOWN = [("scale", "rate"), ("rate", "clip"), ("clip", "updates")]
 def update_card() -> Card:
     title = "One update, and where its parts are"
     card = Card(2 * LEFT + 5 * PITCH + WIDTH, ROWS["out"] + 48, title)
-    card.text(LEFT, 26, title, size=16, anchor="start", bold=True)
     folders = folders_entered()
     for column, row, words, functions in BOXES.values():
         found = dict.fromkeys(folders[name] for name in functions)
@@ -111,8 +110,8 @@ def _draw_box(card: Card, x: float, y: float, words: str, folder: str) -> None:
     if not folder:
         card.text(x, y, words, bold=True)
         return
-    card.text(x, y - 9, words, bold=True, size=12.5)
-    card.text(x, y + 10, folder, size=11, mono=True, color=ACCENT)
+    card.text(x, y - 10, words, bold=True)
+    card.text(x, y + 11, folder, color=ACCENT)
 
 
 def _draw_forks(card: Card) -> None:
@@ -124,10 +123,10 @@ def _draw_forks(card: Card) -> None:
     bottom = _y("gradients") + HEIGHT / 2
     card.arrow(x, bottom, x, _y("adam"), _left_of("adam"), _y("adam"))
     words = "other leaves"
-    card.text(x + 8, _y("adam") - 12, words, size=11, color=GRAY, anchor="start")
+    card.text(x + 8, _y("adam") - 38, words, color=GRAY, anchor="start")
     x = _left_of("one") + WIDTH / 2
-    card.text(x, _y("one") - 34, "one device", size=11, color=GRAY)
-    card.text(x, _y("mesh") + 34, "a mesh", size=11, color=GRAY)
+    card.text(x, _y("one") - 36, "one device", color=GRAY)
+    card.text(x, _y("mesh") + 36, "a mesh", color=GRAY)
 
 
 def _left(column: int) -> float:
