@@ -47,7 +47,7 @@ def draw(
     heights = [2.4] + [3.0] * len(results)
     figure, (top, *maps) = plt.subplots(
         len(heights),
-        figsize=(10, sum(heights)),
+        figsize=(9.2, sum(heights)),
         height_ratios=heights,
         sharex=True,
         layout="constrained",

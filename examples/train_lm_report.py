@@ -78,7 +78,7 @@ def draw(
     rates: dict[str, float],
 ) -> None:
     """Draws validation loss and largest logit against step."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 4), layout="constrained")
     for name, history in results.items():
         steps = [record["step"] for record in history]
         label = f"{NAMES[name]}, learning rate {rates[name]:g}"
