@@ -295,22 +295,48 @@ def _with_attention(
 
 
 def _shown_fault(case: Case, reading: Any, stats: Any) -> str:
-    """The table has to show which leaves change if all heads are clipped."""
+    """Both tables have to show which leaves change if all heads are clipped."""
     clipped = mc.clip_qk(
         case.params, jax.tree.map(jnp.ones_like, stats), 0.5, model=reading
     )
     before, after = by_path(case.params), by_path(clipped)
     changed = {k for k in before if np.any(np.asarray(before[k]) != after[k])}
-    table = mc.describe(case.params, model=reading, collapse=False).split("\n\n")[0]
-    cells = [re.split("  +", line) for line in table.splitlines()[1:]]
-    shown = {
+    described = mc.describe(case.params, model=reading, collapse=False)
+    for shown in (
+        _with_roles(described),
+        _with_scales(str(reading.table(collapse=False))),
+    ):
+        if shown != changed:
+            return f"a table shows {shown}, but the clip changes {changed}"
+    return ""
+
+
+def _with_roles(table: str) -> set[str]:
+    """The leaves that `describe` shows with heads that do not stay."""
+    return {
         path
-        for path, *_, roles in cells
+        for path, *_, roles in _cells(table, "path")
         if any("heads" in x and "stays" not in x for x in roles.split(" + "))
     }
-    if shown == changed:
-        return ""
-    return f"the table shows {shown}, but the clip changes {changed}"
+
+
+def _with_scales(table: str) -> set[str]:
+    """The leaves that a reading lists with their layer as what QK-Clip scales."""
+    found = set()
+    for module, *_, scaled in _cells(table, "attention"):
+        inside = "" if module == "(the root)" else f"{module}/"
+        for leaves in scaled.split("; "):
+            if "stays" not in leaves:
+                names = re.sub("^(query|key|by the whole) ", "", leaves).split(", ")
+                # From the root, or from the layer's module.
+                found |= {x[1:] if x[0] == "/" else inside + x for x in names}
+    return found
+
+
+def _cells(table: str, first: str) -> list[list[str]]:
+    """The rows of the block whose heading starts with this word."""
+    (block,) = [x for x in table.split("\n\n") if x.startswith(first)]
+    return [re.split("  +", line) for line in block.splitlines()[1:]]
 
 
 def _short(tree: Any) -> str:

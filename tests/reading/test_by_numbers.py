@@ -58,11 +58,27 @@ def _without_keys(describe):
     )
 
 
+def _key_stays(read_model):
+    class Changed:
+        def __init__(self, *args):
+            self.reading = read_model(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.reading, name)
+
+        def table(self, **options):
+            table = str(self.reading.table(**options))
+            return table.replace("; key", "; the key stays:")
+
+    return Changed
+
+
 WRONG = [
     ("clip_qk", _unclipped), ("clip_qk", _clipped_too_far), ("clip_qk", _values_too),
     ("record_attention", _more), ("record_attention", _swapped),
     ("record_attention", _other_value), ("record_attention", _other_slope),
     ("param_labels", _relabeled), ("describe", _without_keys),
+    ("read_model", _key_stays),
 ]  # fmt: skip
 
 
