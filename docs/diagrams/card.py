@@ -9,8 +9,8 @@ INK, GRAY, FAINT = "#1f2430", "#667085", "#d5d9e2"
 ACCENT, PALE = "#3f51b5", "#eef0fa"
 COLORS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-SIZE = 14  # of text; a page shows cards of 960 pixels as 772, so that 11 are left
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+SIZE = 14  # of text; a page shows cards of 960 pixels as 772, so that 11 are left
 
 
 class Card:

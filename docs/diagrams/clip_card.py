@@ -14,6 +14,11 @@ import muonclip_jax as mc
 LOGITS, THRESHOLD = (60.0, 180.0, 95.0, 400.0), 100.0
 TOP, HEIGHT, BAR, PITCH = 96, 150, 30, 44
 PANELS = {"before": 64, "gamma": 276, "after": 758}
+COLUMNS = {  # of the table, with what is in them
+    "gamma": (80, "threshold / S"),
+    "query": (204, "gamma^alpha"),
+    "key": (344, "gamma^(1-alpha)"),
+}
 
 
 def clip_card() -> Card:
@@ -58,20 +63,15 @@ def _draw_logits(card: Card, x: float, title: str, logits) -> None:
 
 
 def _draw_scales(card: Card, x: float, gamma: np.ndarray, scales: np.ndarray) -> None:
-    columns = {
-        "gamma": (80, "threshold / S"),
-        "query": (204, "gamma^alpha"),
-        "key": (344, "gamma^(1-alpha)"),
-    }
-    for words, (at, below) in columns.items():
+    for words, (at, below) in COLUMNS.items():
         card.text(x + at, TOP - 34, words, bold=True)
         card.text(x + at, TOP - 13, below, color=GRAY)
     for head, value in enumerate(gamma):
         y = TOP + 20 + head * 34
         card.mark(x + 6, y - 8, 16, 16, COLORS[head])
-        card.text(x + 80, y, f"{value:.2f}" if value < 1 else "1")
-        for at, scale in zip((204, 344), scales[:, head], strict=True):
+        card.text(x + COLUMNS["gamma"][0], y, f"{value:.2f}" if value < 1 else "1")
+        for name, scale in zip(("query", "key"), scales[:, head], strict=True):
             words = f"{scale:.2f}" if scale != 1 else "unchanged"
-            card.text(x + at, y, words, color=GRAY if scale == 1 else INK)
+            card.text(x + COLUMNS[name][0], y, words, color=GRAY if scale == 1 else INK)
     for left, right in ((x - 32, x - 8), (x + 416, x + 440)):
         card.arrow(left, TOP + HEIGHT / 2, right, TOP + HEIGHT / 2)
