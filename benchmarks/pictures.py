@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatterSciNotation
 
 
 @contextlib.contextmanager
@@ -55,6 +56,10 @@ def panels(
     for one in axes:
         if labeled == [one]:
             one.legend(frameon=False)
+        for axis in (one.xaxis, one.yaxis):
+            # Numbers in place of powers of ten, whose exponents are too small to read.
+            if isinstance(axis.get_major_formatter(), LogFormatterSciNotation):
+                axis.set_major_formatter("{x:g}")
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -300,4 +300,3 @@ def draw_claims(axes: Axes) -> None:
         style: Any = dict(ha="right", va="bottom", fontsize=9.5)
         axes.text(0.99, 100 * share, name, transform=place, **style)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
