@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from environment import environment
@@ -48,15 +48,19 @@ class Table:
 
 
 class PrintedTable(Table):
-    """Prints its rows as they come."""
+    """Prints and writes its rows as they come: a run that is killed has its rows."""
 
-    def __init__(self, columns: Mapping[str, str], caption: str):
+    def __init__(
+        self, columns: Mapping[str, str], caption: str, write: Callable[[], None]
+    ):
         super().__init__(columns, caption=caption)
+        self._write = write
         print(f"\n{self.head()}", flush=True)
 
     def add(self, *cells: Cell) -> None:
         super().add(*cells)
         print(self.line(cells), flush=True)
+        self._write()
 
 
 class Report:
@@ -71,7 +75,7 @@ class Report:
 
     def table(self, title: str, columns: Mapping[str, str]) -> Table:
         """Starts a table that prints its rows as they come."""
-        self._tables.append(PrintedTable(columns, title))
+        self._tables.append(PrintedTable(columns, title, self.write))
         return self._tables[-1]
 
     def write(self) -> None:

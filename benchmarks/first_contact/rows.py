@@ -1,9 +1,9 @@
-"""Rows of the two tables; one that raises says so, and those after it go on."""
+"""Rows of the tables; one that raises says so, and those after it go on."""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tables import Table
 
@@ -71,17 +71,25 @@ def _add_check(table: Table, name: str, run: Callable[[], Outcome]) -> str:
     return outcome
 
 
-def add_times(table: Table, parts: Parts, end: float) -> None:
-    """Adds the rows of each; begins none after the time `end`."""
+def add_rows(
+    table: Table,
+    parts: Mapping[str, Callable[[], Iterable[tuple[Any, ...]]]],
+    row: Callable[[str], tuple[Any, ...]],
+    end: float,
+) -> None:
+    """Adds the rows of each part; begins none after the time `end`.
+
+    `row` makes one that has a name alone.
+    """
     for name, rows in parts.items():
         if time.perf_counter() > end:
-            table.add(*Timed(f"{name}: left out, the time is up"))
+            table.add(*row(f"{name}: left out, the time is up"))
             continue
         try:
-            for row in rows():
-                table.add(*row)
+            for cells in rows():
+                table.add(*cells)
         except Exception as error:
-            table.add(*Timed(f"{name}: {FAILED}: {first_line(error)}"))
+            table.add(*row(f"{name}: {FAILED}: {first_line(error)}"))
 
 
 def first_line(error: Exception) -> str:

@@ -54,22 +54,31 @@ def stage_by_kernel(times: Times) -> Iterator[Timed]:
     yield from times.against(name, updates_by(shapes, updates))
 
 
-def by_batch(times: Times) -> Iterator[Timed]:
-    """The stacked stage by `batch_entries`; "ours" is what the package has there."""
+def by_setting(times: Times) -> Iterator[Timed]:
+    """The stacked stage by constants of the platform and by settings of a user's."""
     stage = that_fits(times.sizes.stage)
     shapes = stage.shapes(stacked)
-    tx, grads = directions(shapes)["ours"], gradients(shapes)
-    arguments = (tx.update, grads, tx.init(grads))
+    grads = gradients(shapes)
     usual = platform_named(platform()).batch_entries
-    sides = {"ours": with_constant(*arguments, batch_entries=usual)}
+    constants: dict[str, dict[str, float]] = {"ours": {}}
     for share in times.sizes.batches:
         entries = int(share * usual)
         if entries >= math.prod(stage.shape):
-            sides[power_of_2(entries)] = with_constant(
-                *arguments, batch_entries=entries
-            )
-    name = f"{stage.matrices} x {stage.shape}, stacked, batches of {power_of_2(usual)}"
-    yield from times.against(name, sides)
+            name = f"batches of {power_of_2(entries)}, not {power_of_2(usual)}"
+            constants[name] = {"batch_entries": entries}
+    rows = times.sizes.half_rows
+    constants[f"halves of {rows} rows or more"] = {"block_rows": rows}
+
+    def update(**settings: Any) -> tuple[Any, ...]:
+        tx = directions(shapes, orthogonalizer=mc.NewtonSchulz(**settings))["ours"]
+        return tx.update, grads, tx.init(grads)
+
+    default = update()
+    sides = {k: with_constant(*default, **given) for k, given in constants.items()}
+    for settings in ({"dtype": "bfloat16"}, {"method": "standard"}):
+        [value] = settings.values()
+        sides[value] = with_constant(*update(**settings))
+    yield from times.against(f"{stage.matrices} x {stage.shape}, stacked,", sides)
 
 
 def power_of_2(entries: float) -> str:

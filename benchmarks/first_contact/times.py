@@ -1,4 +1,4 @@
-"""Times of whole updates and training steps, and what Newton-Schulz does of the peak.
+"""Times of whole updates, and what Newton-Schulz does of the peak.
 
 Sides take turns, and figures are medians. The stage is a pipeline's of Kimi K2. The
 share of the peak counts Hermitian products as if they were formed whole, so that it may
@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from alternating import alternate, ratio, Sides
-from attention_statistics import Step
 from gpt2 import BLOCK, Layout, Shapes, updates, updates_by
 from internals import solver
-from language_model import Settings
 from models import KIMI_K2_STAGE, Stage
 from optax.contrib import MuonDimensionNumbers
 from optax_main import as_on_main
@@ -34,10 +32,9 @@ class Sizes(NamedTuple):
     stage: Stage
     layers: int  # of GPT-2
     shrink: int  # how many times smaller its matrices are
-    model: Settings  # of the training step
-    batch_size: int
     product: int  # rows of the square product that sets the peak
     batches: tuple[float, ...]  # as shares of what the package takes at once
+    half_rows: int  # the least of each half of Hermitian products
     kernel_rows: tuple[int, ...]
     kernel_entries: int  # of the stacks that compare kernels
     repeats: int
@@ -47,10 +44,9 @@ FULL = Sizes(
     stage=KIMI_K2_STAGE,
     layers=12,
     shrink=1,
-    model=Settings(12, 768, 12, 1024, dtype="bfloat16", record=False),
-    batch_size=8,
     product=8192,
-    batches=(1 / 4, 1 / 2, 2, 4),
+    batches=(1 / 4, 2),
+    half_rows=512,
     kernel_rows=(1024, 2048, 4096),
     kernel_entries=2**26,
     repeats=7,
@@ -59,16 +55,15 @@ TINY = Sizes(
     stage=Stage(6, (32, 112)),
     layers=1,
     shrink=24,
-    model=Settings(1, 32, 2, 16, record=False),
-    batch_size=2,
     product=256,
     batches=(1 / 2, 2),
+    half_rows=8,
     kernel_rows=(32, 64),
     kernel_entries=2**13,
     repeats=2,
 )
 #: Gradients, momentum and updates of both optimizers, params, and temporaries.
-COPIES = 8
+COPIES = 10
 
 
 def newton_schulz_flops(shapes: Shapes) -> float:
@@ -130,17 +125,6 @@ class Times:
         name = f"GPT-2's {6 * layers} matrices, {layout.__name__}"
         yield from self.against(name, updates(shapes), newton_schulz_flops(shapes))
 
-    def training(self) -> Iterator[Timed]:
-        model, batch_size = self.sizes.model, self.sizes.batch_size
-        steps = {
-            name: Step(model, batch_size, optimizer)
-            for name, optimizer in trained_by().items()
-        }
-        for step in steps.values():
-            step.start()
-        name = f"training step, {model.layers} layers of {model.width}"
-        yield from self.against(name, {k: step.seconds for k, step in steps.items()})
-
 
 def failure(run: Callable[[], Any]) -> str | None:
     try:
@@ -166,13 +150,3 @@ def directions(shapes: Shapes, **ours: Any) -> dict[str, optax.GradientTransform
     theirs = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
     mine = mc.scale_by_muon(dimension_numbers=numbers, **ours)
     return {"ours": mine, "optax": as_on_main(theirs)}
-
-
-def trained_by() -> dict[str, optax.GradientTransformation]:
-    theirs = optax.contrib.muon(
-        1e-3,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=mc.flax_dimension_numbers,
-    )
-    ours, adamw = mc.muon(1e-3), optax.adamw(1e-3)
-    return {"ours": ours, "adamw": adamw, "optax": as_on_main(theirs)}

@@ -1,0 +1,220 @@
+"""GPT-2 124M, trained for some steps by AdamW, optax's Muon and MuonClip.
+
+Parameters are float32, activations bfloat16, the layers are scanned, and on GPU the
+attention is cuDNN's. MuonClip reads the model and records its logits. The text is bytes;
+the vocabulary has the size of GPT-2's, so that a step costs what GPT-2's does.
+
+The share of an optimizer is what its step takes longer than the gradient alone.
+"""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from evidence.texts import text
+from optax.contrib import MuonDimensionNumbers
+from optax_main import as_on_main
+from record_attention import normed
+
+import muonclip_jax as mc
+
+from .rounding import platform
+
+
+class Model(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    words: int
+    context: int
+    batch: int
+    steps: int
+
+
+GPT2 = Model(12, 768, 12, 50304, 1024, batch=16, steps=60)
+TINY_GPT2 = Model(2, 32, 2, 256, 16, batch=2, steps=3)
+TRAINED = {
+    "step": "",
+    "loss": ".3f",
+    "median, ms": ".2f",
+    "longer than the gradient, ms": ".2f",
+    "share": ".1%",
+    "memory as planned, GB": ".2f",
+    "largest logit": ".3g",
+}
+RATE, WARMUP = 1e-3, 10
+
+
+class Trained(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    loss: float | None = None
+    ms: float | None = None
+    longer: float | None = None
+    share: float | None = None
+    planned: float | None = None
+    largest: float | None = None
+
+
+class Optimizer(NamedTuple):
+    tx: optax.GradientTransformationExtraArgs
+    records: bool  # whether it is given the largest logits
+
+
+def trained(model: Model) -> Iterator[Trained]:
+    """The gradient alone and with recorded logits, then each optimizer's step."""
+    alone = gradient_row(model, records=False)
+    yield alone
+    yield longer_than(alone, gradient_row(model, records=True))
+    for name, optimizer in optimizers(model).items():
+        yield longer_than(alone, step_row(model, name, optimizer))
+
+
+def longer_than(alone: Trained, row: Trained) -> Trained:
+    assert alone.ms and row.ms
+    longer = row.ms - alone.ms
+    return row._replace(longer=longer, share=longer / row.ms)
+
+
+def gradient_row(model: Model, records: bool) -> Trained:
+    params = initial(model)
+    compiled = jax.jit(gradient(model, records)).lower(params, batch(model, 0)).compile()
+    seconds = [timed(compiled, params, batch(model, i))[0] for i in range(model.steps)]
+    name = "gradient alone" + records * ", with record_attention"
+    return Trained(name, ms=median_ms(seconds), planned=gigabytes(compiled))
+
+
+def step_row(model: Model, name: str, optimizer: Optimizer) -> Trained:
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        loss, stats, grads = gradient(model, optimizer.records)(params, tokens)
+        given = {"attention_stats": stats} if optimizer.records else {}
+        updates, state = optimizer.tx.update(grads, state, params, **given)
+        return optax.apply_updates(params, updates), state, loss, stats
+
+    params = initial(model)
+    state = jax.jit(optimizer.tx.init)(params)
+    program = jax.jit(step, donate_argnums=(0, 1))
+    compiled = program.lower(params, state, batch(model, 0)).compile()
+    seconds, loss, largest = [], math.nan, None
+    for i in range(model.steps):
+        taken, (params, state, loss, stats) = timed(
+            compiled, params, state, batch(model, i)
+        )
+        seconds.append(taken)
+        largest = max((float(x.max()) for x in jax.tree.leaves(stats)), default=None)
+    planned = gigabytes(compiled)
+    return Trained(
+        name, float(loss), median_ms(seconds), planned=planned, largest=largest
+    )
+
+
+def timed(compiled: Any, *arguments: Any) -> tuple[float, Any]:
+    start = time.perf_counter()
+    results = jax.block_until_ready(compiled(*arguments))
+    return time.perf_counter() - start, results
+
+
+def median_ms(seconds: list[float]) -> float:
+    """Without the first, which loads the program."""
+    return 1e3 * statistics.median(seconds[1:])
+
+
+def gigabytes(compiled: Any) -> float:
+    """Of arguments, results that take no argument's place, and temporaries."""
+    plan = compiled.memory_analysis()
+    results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return (plan.argument_size_in_bytes + results + plan.temp_size_in_bytes) / 1e9
+
+
+def optimizers(model: Model) -> dict[str, Optimizer]:
+    params = jax.eval_shape(lambda: initial(model))
+    rate = optax.linear_schedule(RATE / WARMUP, RATE, WARMUP)
+    reading = mc.read_model(
+        functools.partial(loss_of, model), params, jax.eval_shape(lambda: batch(model, 0))
+    )
+    axes = {name: MuonDimensionNumbers(1, 2) for name in ("qkv", "out", "up", "down")}
+    numbers = jax.tree.map(lambda _: None, params)
+    numbers["blocks"] |= axes
+    theirs = optax.contrib.muon(
+        rate,
+        consistent_rms=0.2,
+        weight_decay=0.1,
+        adam_weight_decay=0.1,
+        muon_weight_dimension_numbers=numbers,
+    )
+    return {
+        "optax.adamw": Optimizer(optax.adamw(rate, 0.9, 0.95, weight_decay=0.1), False),
+        "mc.muon": Optimizer(mc.muon(rate, model=reading), False),
+        "mc.muonclip": Optimizer(mc.muonclip(rate, model=reading), True),
+        "optax.contrib.muon of the main branch": Optimizer(as_on_main(theirs), False),
+    }
+
+
+def gradient(model: Model, records: bool) -> Callable[..., Any]:
+    """From params and tokens to the loss, statistics and the gradient."""
+    loss = functools.partial(loss_of, model)
+
+    def with_gradient(params: Any, tokens: jax.Array) -> Any:
+        recorded = mc.record_attention(loss) if records else lambda *x: (loss(*x), {})
+        outputs = jax.value_and_grad(recorded, has_aux=True)(params, tokens)
+        (value, stats), grads = outputs
+        return value, stats, grads
+
+    return with_gradient
+
+
+def initial(model: Model) -> Any:
+    """Normal with GPT-2's deviation of 0.02, and gains of one."""
+    layers, width = model.layers, model.width
+    normal = {
+        "wte": (model.words, width),
+        "wpe": (model.context, width),
+        "qkv": (layers, width, 3 * width),
+        "out": (layers, width, width),
+        "up": (layers, width, 4 * width),
+        "down": (layers, 4 * width, width),
+    }
+    keys = jax.random.split(jax.random.key(0), len(normal))
+    params = {
+        name: 0.02 * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, normal.items(), strict=True)
+    }
+    gains = {"norm1": jnp.ones((layers, width)), "norm2": jnp.ones((layers, width))}
+    tables = {name: params.pop(name) for name in ("wte", "wpe")}
+    return {**tables, "norm": jnp.ones(width), "blocks": params | gains}
+
+
+def loss_of(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
+    """The mean loss of the next byte of `(batch, context + 1)`."""
+    kernel = "cudnn" if platform() == "gpu" else "xla"
+
+    def block(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
+        p = {name: leaf.astype(x.dtype) for name, leaf in params.items()}
+        qkv = normed(x, p["norm1"]) @ p["qkv"]
+        heads = qkv.reshape(*x.shape[:2], 3, model.heads, -1)
+        query, key, value = (heads[:, :, i] for i in range(3))
+        y = jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=kernel
+        )
+        x = x + y.reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(normed(x, p["norm2"]) @ p["up"]) @ p["down"], None
+
+    wte = params["wte"].astype(jnp.bfloat16)
+    x = wte[tokens[:, :-1]] + params["wpe"].astype(wte.dtype)
+    x, _ = jax.lax.scan(block, x, params["blocks"])
+    logits = normed(x, params["norm"].astype(x.dtype)) @ wte.T
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    return losses.mean()
+
+
+def batch(model: Model, step: int) -> jax.Array:
+    return jnp.asarray(text("code").batch(model.batch, model.context, 0, step))
