@@ -2,9 +2,9 @@
 
     python benchmarks/accelerator.py
 
-Takes less than ten minutes and prints three tables to paste: what was checked, how GPT-2
-trains, and times of updates. A row that raises says so, and the rest goes on; the exit
-status is 1 if a check failed. `--tiny` runs all of it in small, on any machine.
+Takes less than ten minutes and prints three tables to paste: what was checked, how
+GPT-2 trains, and times of updates. A row that raises says so, and the rest goes on; the
+exit status is 1 if a check failed. `--tiny` runs all of it in small, on any machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from first_contact.rows import (
 from first_contact.settings import by_setting, kernel_parts
 from first_contact.times import FULL, Times, TINY
 from first_contact.torch_peers import gram_newton_schulz, torch_muon
-from first_contact.training import GPT2, TINY_GPT2, trained, TRAINED, Trained
+from first_contact.training import GPT2, TINY_GPT2, TRAINED, Trained, trained
 from gpt2 import separate, stacked
 from tables import parser, Report
 
@@ -92,6 +92,7 @@ def parts(tiny: bool) -> Parts:
         "GPT-2, separate": functools.partial(times.gpt2, separate),
         "stage, stacked": functools.partial(times.stage, stacked),
         "torch.optim.Muon": functools.partial(torch_muon, times),
+        "Llama-1B, separate": functools.partial(times.llama, separate),
         "settings": functools.partial(by_setting, times),
         "stage, separate": functools.partial(times.stage, separate),
         "GPT-2, stacked": functools.partial(times.gpt2, stacked),

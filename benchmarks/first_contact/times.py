@@ -17,7 +17,7 @@ import optax
 from alternating import alternate, ratio, Sides
 from gpt2 import BLOCK, Layout, Shapes, updates, updates_by
 from internals import solver
-from models import KIMI_K2_STAGE, Stage
+from models import KIMI_K2_STAGE, llama, Stage
 from optax.contrib import MuonDimensionNumbers
 from optax_main import as_on_main
 from optimizer_step import CHAIN, chain
@@ -119,11 +119,23 @@ class Times:
         yield from self.against(name, sides, newton_schulz_flops(shapes))
 
     def gpt2(self, layout: Layout) -> Iterator[Timed]:
-        layers, shrink = self.sizes.layers, self.sizes.shrink
-        block = {k: (m // shrink, n // shrink) for k, (m, n) in BLOCK.items()}
-        shapes = layout(layers, block)
-        name = f"GPT-2's {6 * layers} matrices, {layout.__name__}"
+        shapes = layout(self.sizes.layers, self.smaller(BLOCK))
+        name = f"GPT-2's {6 * self.sizes.layers} matrices, {layout.__name__}"
         yield from self.against(name, updates(shapes), newton_schulz_flops(shapes))
+
+    def llama(self, layout: Layout) -> Iterator[Timed]:
+        """Llama 3.2 1B has 16 layers."""
+        layers = 4 * self.sizes.layers // 3
+        shapes = layout(layers, self.smaller(llama(2048, 512, 8192)))
+        name = f"Llama-1B's {7 * layers} matrices, {layout.__name__}"
+        sides = updates_by(shapes, directions(shapes))
+        yield from self.against(name, sides, newton_schulz_flops(shapes))
+
+    def smaller(self, block: Shapes) -> Shapes:
+        return {
+            k: (m // self.sizes.shrink, n // self.sizes.shrink)
+            for k, (m, n) in block.items()
+        }
 
 
 def failure(run: Callable[[], Any]) -> str | None:

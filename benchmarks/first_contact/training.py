@@ -1,8 +1,8 @@
 """GPT-2 124M, trained for some steps by AdamW, optax's Muon and MuonClip.
 
-Parameters are float32, activations bfloat16, the layers are scanned, and on GPU the
-attention is cuDNN's. MuonClip reads the model and records its logits. The text is bytes;
-the vocabulary has the size of GPT-2's, so that a step costs what GPT-2's does.
+Parameters are float32, activations bfloat16, and on GPU the attention is cuDNN's.
+MuonClip reads the model and records its logits. The text is bytes; the vocabulary has
+the size of GPT-2's, so that a step costs what GPT-2's does.
 
 The share of an optimizer is what its step takes longer than the gradient alone.
 """
@@ -85,7 +85,9 @@ def longer_than(alone: Trained, row: Trained) -> Trained:
 
 def gradient_row(model: Model, records: bool) -> Trained:
     params = initial(model)
-    compiled = jax.jit(gradient(model, records)).lower(params, batch(model, 0)).compile()
+    compiled = (
+        jax.jit(gradient(model, records)).lower(params, batch(model, 0)).compile()
+    )
     seconds = [timed(compiled, params, batch(model, i))[0] for i in range(model.steps)]
     name = "gradient alone" + records * ", with record_attention"
     return Trained(name, ms=median_ms(seconds), planned=gigabytes(compiled))
@@ -137,11 +139,18 @@ def optimizers(model: Model) -> dict[str, Optimizer]:
     params = jax.eval_shape(lambda: initial(model))
     rate = optax.linear_schedule(RATE / WARMUP, RATE, WARMUP)
     reading = mc.read_model(
-        functools.partial(loss_of, model), params, jax.eval_shape(lambda: batch(model, 0))
+        functools.partial(loss_of, model),
+        params,
+        jax.eval_shape(lambda: batch(model, 0)),
     )
-    axes = {name: MuonDimensionNumbers(1, 2) for name in ("qkv", "out", "up", "down")}
-    numbers = jax.tree.map(lambda _: None, params)
-    numbers["blocks"] |= axes
+    numbers = {
+        name: jax.tree.map(
+            lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, part
+        )
+        if name.startswith("h")
+        else None
+        for name, part in params.items()
+    }
     theirs = optax.contrib.muon(
         rate,
         consistent_rms=0.2,
@@ -171,45 +180,47 @@ def gradient(model: Model, records: bool) -> Callable[..., Any]:
 
 
 def initial(model: Model) -> Any:
-    """Normal with GPT-2's deviation of 0.02, and gains of one."""
-    layers, width = model.layers, model.width
-    normal = {
-        "wte": (model.words, width),
-        "wpe": (model.context, width),
-        "qkv": (layers, width, 3 * width),
-        "out": (layers, width, width),
-        "up": (layers, width, 4 * width),
-        "down": (layers, 4 * width, width),
+    """Normal with GPT-2's deviation of 0.02, and gains of one; a layer is `h0`, ..."""
+    width = model.width
+    matrices = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
     }
-    keys = jax.random.split(jax.random.key(0), len(normal))
-    params = {
-        name: 0.02 * jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, normal.items(), strict=True)
+    tables = {"wte": (model.words, width), "wpe": (model.context, width)}
+    layer = matrices | {"norm1": (width,), "norm2": (width,)}
+    shapes = {
+        **tables,
+        "norm": (width,),
+        **{f"h{i}": layer for i in range(model.layers)},
     }
-    gains = {"norm1": jnp.ones((layers, width)), "norm2": jnp.ones((layers, width))}
-    tables = {name: params.pop(name) for name in ("wte", "wpe")}
-    return {**tables, "norm": jnp.ones(width), "blocks": params | gains}
+    keys = iter(jax.random.split(jax.random.key(0), 6 * model.layers + 3))
+
+    def draw(shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.ones(shape)
+        return 0.02 * jax.random.normal(next(keys), shape)
+
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def loss_of(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
     """The mean loss of the next byte of `(batch, context + 1)`."""
     kernel = "cudnn" if platform() == "gpu" else "xla"
-
-    def block(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-        p = {name: leaf.astype(x.dtype) for name, leaf in params.items()}
-        qkv = normed(x, p["norm1"]) @ p["qkv"]
+    p = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    x = p["wte"][tokens[:, :-1]] + p["wpe"]
+    for i in range(model.layers):
+        h = p[f"h{i}"]
+        qkv = normed(x, h["norm1"]) @ h["qkv"]
         heads = qkv.reshape(*x.shape[:2], 3, model.heads, -1)
         query, key, value = (heads[:, :, i] for i in range(3))
         y = jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation=kernel
         )
-        x = x + y.reshape(x.shape) @ p["out"]
-        return x + jax.nn.gelu(normed(x, p["norm2"]) @ p["up"]) @ p["down"], None
-
-    wte = params["wte"].astype(jnp.bfloat16)
-    x = wte[tokens[:, :-1]] + params["wpe"].astype(wte.dtype)
-    x, _ = jax.lax.scan(block, x, params["blocks"])
-    logits = normed(x, params["norm"].astype(x.dtype)) @ wte.T
+        x = x + y.reshape(x.shape) @ h["out"]
+        x = x + jax.nn.gelu(normed(x, h["norm2"]) @ h["up"]) @ h["down"]
+    logits = normed(x, p["norm"]) @ p["wte"].T
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
