@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,14 @@ from .rows import Checks, Compared, Outcome, worst
 
 
 SHAPE = (2, 256, 4, 64)
+RECORDED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (50, 0)},
+    "shared keys": {"key_heads": 2, "is_causal": True},
+    "logits of 1e4": {"scale": 2.0**12},
+    "logits of 1e-4": {"scale": 2.0**-12},
+}
 Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
@@ -28,6 +37,10 @@ def attention_checks() -> Checks:
         "max_logits": exact_maxima,
         "blockwise_attention": functools.partial(exact, mc.blockwise_attention),
         "splash_attention": splash,
+        **{
+            f"cuDNN's logits, recorded, {name}": functools.partial(by_cudnn, **options)
+            for name, options in RECORDED.items()
+        },
     }
 
 
@@ -48,6 +61,35 @@ def reference() -> tuple[np.ndarray, np.ndarray]:
     weights /= weights.sum(-1, keepdims=True)
     output = np.einsum("bhij,bjhd->bihd", weights, value)
     return output, logits.max((0, 2, 3))
+
+
+def by_cudnn(key_heads: int = 4, scale: float = 1.0, **options: Any) -> Outcome:
+    """Of `jax.nn.dot_product_attention`, as `record_attention` has them."""
+    if platform() != "gpu":
+        return "no cuDNN here"
+    query, key, value = inputs()
+    key, value = (x[:, :, :key_heads] for x in (key, value))
+
+    def fun(params: Any, value: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            query * params["q"],
+            key * params["k"],
+            value,
+            implementation="cudnn",
+            **options,
+        )
+
+    params = {"q": jnp.full((4, 64), scale, dtype()), "k": jnp.ones(64, dtype())}
+    [found] = jax.tree.leaves(jax.jit(mc.record_attention(fun))(params, value)[1])
+    own = np.asarray(query * params["q"], np.float64)
+    keys = np.repeat(np.asarray(key, np.float64), 4 // key_heads, 2)
+    logits = np.einsum("bihd,bjhd->bhij", own, keys) / math.sqrt(SHAPE[-1])
+    ahead = np.arange(SHAPE[1]) - np.arange(SHAPE[1])[:, None]
+    before, after = options.get("local_window_size", (SHAPE[1], SHAPE[1]))
+    after = 0 if options.get("is_causal") else after
+    seen = (ahead >= -before) & (ahead <= after)
+    exact = np.where(seen, logits, -np.inf).max((0, 2, 3))
+    return Compared(largest_error(found, exact), units(8, "float32"))
 
 
 def exact_maxima() -> Compared:

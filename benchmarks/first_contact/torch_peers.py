@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from gpt2 import separate, updates_by
+from gpt2 import BLOCK, separate, Shapes, updates_by
 from models import Stage
 
 import muonclip_jax as mc
@@ -29,16 +29,24 @@ def torch_muon(times: Times) -> Iterator[Timed]:
     most, (m, n) = times.sizes.stage
     free, _ = torch.cuda.mem_get_info()
     count = max(1, min(most, int(0.8 * free / (4 * 4 * m * n))))
+    stage = Stage(count, (m, n)).shapes(separate)
+    yield from against_torch(times, f"{count} x {(m, n)}, separate", stage)
+    gpt2 = separate(times.sizes.layers, times.smaller(BLOCK))
+    yield from against_torch(times, f"GPT-2's {len(gpt2)} matrices, separate", gpt2)
+
+
+def against_torch(times: Times, name: str, shapes: Shapes) -> Iterator[Timed]:
+    import torch  # pyright: ignore[reportMissingImports]
+
     params = [
-        torch.nn.Parameter(torch.randn(m, n, device="cuda")) for _ in range(count)
+        torch.nn.Parameter(torch.randn(shape, device="cuda"))
+        for shape in shapes.values()
     ]
     for param in params:
         param.grad = torch.randn_like(param)
     theirs = torch.optim.Muon(params, lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    shapes = Stage(count, (m, n)).shapes(separate)
     ours = updates_by(shapes, {"ours": directions(shapes)["ours"]})
     sides = ours | {f"torch.optim.Muon {torch.__version__}": finished(theirs.step)}
-    name = f"{count} x {(m, n)}, separate"
     yield from times.against(name, sides, newton_schulz_flops(shapes))
 
 

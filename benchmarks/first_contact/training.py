@@ -1,8 +1,8 @@
 """GPT-2 124M, trained for some steps by AdamW, optax's Muon and MuonClip.
 
 Parameters are float32, activations bfloat16, and on GPU the attention is cuDNN's.
-MuonClip reads the model and records its logits. The text is bytes; the vocabulary has
-the size of GPT-2's, so that a step costs what GPT-2's does.
+MuonClip reads the model and records its logits. A token is two bytes, modulo the size
+of GPT-2's vocabulary, so that a step costs what GPT-2's does.
 
 The share of an optimizer is what its step takes longer than the gradient alone.
 """
@@ -206,7 +206,7 @@ def initial(model: Model) -> Any:
 
 
 def loss_of(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
-    """The mean loss of the next byte of `(batch, context + 1)`."""
+    """The mean loss of the next token of `(batch, context + 1)`."""
     kernel = "cudnn" if platform() == "gpu" else "xla"
     p = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     x = p["wte"][tokens[:, :-1]] + p["wpe"]
@@ -228,4 +228,7 @@ def loss_of(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def batch(model: Model, step: int) -> jax.Array:
-    return jnp.asarray(text("code").batch(model.batch, model.context, 0, step))
+    """Tokens of two bytes, `(batch, context + 1)`."""
+    pairs = text("code").batch(model.batch, 2 * model.context + 1, 0, step)
+    first, second = pairs[:, ::2], pairs[:, 1::2]
+    return jnp.asarray((256 * first + second) % model.words)
