@@ -27,7 +27,7 @@ from first_contact.rows import (
     RIGHT,
     Timed,
 )
-from first_contact.settings import by_setting, kernel_parts
+from first_contact.settings import by_setting
 from first_contact.times import FULL, Times, TINY
 from first_contact.torch_peers import gram_newton_schulz, torch_muon
 from first_contact.training import GPT2, TINY_GPT2, TRAINED, Trained, trained
@@ -97,7 +97,6 @@ def parts(tiny: bool) -> Parts:
         "stage, separate": functools.partial(times.stage, separate),
         "GPT-2, stacked": functools.partial(times.gpt2, stacked),
         "gram_newton_schulz": functools.partial(gram_newton_schulz, times),
-        **kernel_parts(times),
     }
 
 

@@ -4,15 +4,14 @@
     pip install --no-deps jax-cuda13-plugin==V jax-cuda13-pjrt==V  # V of jaxlib
     pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
     JAX_PLATFORMS=cpu python benchmarks/gpu_ahead_of_time.py
-    ... python benchmarks/gpu_ahead_of_time.py --chips b200 --gpus 8 --kernels xla
+    ... python benchmarks/gpu_ahead_of_time.py --chips b200 --gpus 8
 
 The update of `scale_by_muon` on the stage of Kimi K2 that one device of its pipeline
 has: 216 matrices of 2,048 x 7,168. Launches, arithmetic and bytes are those of the
 compiled program. The least time is what these take at rates seen on an H200, without
 cache and exchanges: a bound to compare plans with, and no forecast, since nothing runs.
 An exchange runs during products if some are between its start and its end in the
-schedule, and is hidden as far as these take as long as it does on its link. The tables
-of kernels are those of `gpu_kernels.py`.
+schedule, and is hidden as far as these take as long as it does on its link.
 """
 
 import itertools
@@ -23,11 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from candidates.on_hopper import OnHopper
 from gpt2 import separate, stacked
 from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
-from gpu_compiler import process_for
-from gpu_kernels import add_kernels
+from gpu_compiler import process
 from gpu_program import (
     Exchange,
     exchanges,
@@ -48,11 +45,9 @@ from tables import parser, Report, Table
 import muonclip_jax as mc
 
 
-KERNELS: dict[str, Any] = {"xla": "keller", "hopper": OnHopper()}
 COLUMNS = {
     "GPUs": "",
     "params": "",
-    "products by": "",
     "launches": ",.0f",
     "TFLOP": ".1f",
     "GB, elementwise": ",.0f",
@@ -72,7 +67,6 @@ class Plan(NamedTuple):
     gpus: int
     stacked: bool
     dtype: str
-    kernel: str
 
     @property
     def leaves(self) -> str:
@@ -98,21 +92,19 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
     options.add_argument("--gpus", nargs="+", type=int, default=[1, 8])
-    options.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     options.add_argument("--png", type=Path, help="a picture of the least times")
     args = options.parse_args()
     report, found = Report(args), {}
     for chip in args.chips:
-        found |= add_updates(report, plans(chip, args.gpus, args.kernels))
-        add_kernels(report, CHIPS[chip])
+        found |= add_updates(report, plans(chip, args.gpus))
     report.write()
     if args.png:
         draw(args.png, found)
 
 
-def plans(chip: str, counts: list[int], kernels: list[str]) -> list[Plan]:
+def plans(chip: str, counts: list[int]) -> list[Plan]:
     dtypes = ("float32", "bfloat16")
-    choices = itertools.product(counts, (False, True), dtypes, kernels)
+    choices = itertools.product(counts, (False, True), dtypes)
     return [Plan(chip, *choice) for choice in choices]
 
 
@@ -120,8 +112,8 @@ def add_updates(report: Report, plans: list[Plan]) -> dict[Plan, Compiled]:
     """All for one chip."""
     chip, found = CHIPS[plans[0].chip], {}
     table = report.table(f"One update, compiled for {chip.name}", COLUMNS)
-    with process_for(chip) as process:
-        compiled = process.map(compile_update, plans)
+    with process() as executor:
+        compiled = executor.map(compile_update, plans)
         for plan, found[plan] in zip(plans, compiled, strict=True):
             add_row(table, plan, found[plan])
     return found
@@ -132,7 +124,6 @@ def compile_update(plan: Plan) -> Compiled:
     chip = CHIPS[plan.chip]
     params, shardings = stage(plan, chip)
     tx = mc.scale_by_muon(
-        orthogonalizer=KERNELS[plan.kernel],
         shardings=shardings,
         dimension_numbers=dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
     )
@@ -186,7 +177,6 @@ def add_row(table: Table, plan: Plan, compiled: Compiled) -> None:
     table.add(
         str(plan.gpus),
         plan.leaves,
-        plan.kernel,
         total.launches,
         total.flops / 1e12,
         elementwise.bytes / 1e9,
@@ -216,7 +206,7 @@ def draw_bars(axes: Axes, found: dict[Plan, Compiled]) -> None:
         widths = [1e3 * c.work.get(kind, Work()).seconds for c in found.values()]
         axes.barh(range(len(found)), widths, left=left, height=0.6, label=kind)
         left += widths
-    names = [f"{p.gpus} x {p.leaves}, {p.kernel}" for p in found]
+    names = [f"{p.gpus} x {p.leaves}" for p in found]
     axes.set_yticks(range(len(found)), names, fontsize=8)
     axes.invert_yaxis()
 

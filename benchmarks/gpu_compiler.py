@@ -8,29 +8,19 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import jax
-from gpu_chips import Chip
-from jax.experimental.mosaic.gpu import core
 
 
 @contextlib.contextmanager
-def process_for(chip: Chip, **environment: str) -> Iterator[Executor]:
-    """A process that compiles for one chip.
-
-    The compiler of kernels takes architecture and environment from the first kernel of
-    a process, and keeps to them.
-    """
+def process() -> Iterator[Executor]:
+    """A process that compiles, and finds the compiler's programs."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, _prepare, (chip, environment)) as process:
-        yield process
+    with ProcessPoolExecutor(1, spawn, _prepare) as executor:
+        yield executor
 
 
-def _prepare(chip: Chip, environment: dict[str, str]) -> None:
-    path = os.pathsep.join([str(programs()), os.environ["PATH"]])
-    os.environ.update(environment, PATH=path)
+def _prepare() -> None:
+    os.environ["PATH"] = os.pathsep.join([str(programs()), os.environ["PATH"]])
     jax.config.update("jax_enable_compilation_cache", False)
-    # Kernels take the architecture of the default device, which is a CPU here.
-    architecture = (chip.capability, 0)
-    core._infer_arch = lambda: architecture  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def programs() -> Path:

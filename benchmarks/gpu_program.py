@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from candidates import hopper
 from gpu_chips import Chip
 from hlo_costs import KINDS as COLLECTIVES
 from hlo_program import (
@@ -26,7 +25,6 @@ from hlo_program import (
 
 
 LAUNCH_SECONDS = 2e-6
-TILE = 128  # of the kernels for symmetric products
 
 
 class Kernel(NamedTuple):
@@ -120,11 +118,7 @@ def _flops(instruction: Instruction, operands: list[str]) -> float:
     if instruction.opcode != "custom-call":
         return 0.0
     target = instruction.attribute("custom_call_target")
-    if "cublas" in target:
-        return _gemm_flops(instruction, operands)
-    if "mosaic" in target:
-        return _symmetric_product_flops(operands)
-    return 0.0
+    return _gemm_flops(instruction, operands) if "cublas" in target else 0.0
 
 
 def _gemm_flops(gemm: Instruction, operands: list[str]) -> float:
@@ -134,14 +128,6 @@ def _gemm_flops(gemm: Instruction, operands: list[str]) -> float:
         dimensions(operands[0])[int(axis)] for axis in re.findall(r"\d+", axes[1])
     ]
     return 2.0 * math.prod(dimensions(gemm.shape) + contracted)
-
-
-def _symmetric_product_flops(operands: list[str]) -> float:
-    """The first operands are the units of work and `x`."""
-    (units, _), (count, m, n) = map(dimensions, operands[:2])
-    triangles = hopper.Triangles(count, m, TILE)
-    assert len(triangles.units) == units
-    return 2.0 * count * m * m * n * triangles.computed
 
 
 def _bytes_of_fusion(computation: Computation) -> int:

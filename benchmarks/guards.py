@@ -88,13 +88,12 @@ def order_of(text: str) -> str:
 def gpu() -> Iterator[str]:
     """Separate leaves, which XLA would prepare all at once."""
     from gpu_ahead_of_time import compile_update, Plan
-    from gpu_chips import CHIPS
-    from gpu_compiler import process_for
+    from gpu_compiler import process
 
-    with process_for(CHIPS["h200"]) as process:
+    with process() as executor:
         for dtype, most in GPU_BYTES.items():
-            plan = Plan("h200", 1, False, dtype, "xla")
-            compiled = process.submit(compile_update, plan).result()
+            plan = Plan("h200", 1, False, dtype)
+            compiled = executor.submit(compile_update, plan).result()
             name = f"temporaries of Kimi K2's stage in {dtype}"
             yield within(name, compiled.temporary_bytes, most)
 

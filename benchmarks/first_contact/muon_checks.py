@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import spectra
 from accuracy import Case
-from candidates.on_hopper import OnHopper
 from internals import solver
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,8 +38,6 @@ def muon_checks(width: int) -> Checks:
         "dtypes of updates": dtypes_of_updates,
         **golden_checks(),
         **newton_schulz_checks(width),
-        "kernel against XLA": functools.partial(kernel_against_xla, 0),
-        "kernel against XLA, ragged": functools.partial(kernel_against_xla, 60),
         **mesh_checks(width),
     }
 
@@ -172,14 +169,6 @@ def zeros_stay(width: int) -> Compared:
     zeros = jnp.zeros((2, width, 2 * width))
     outputs = [mc.newton_schulz(zeros, method=m) for m in ("standard", "gram")]
     return Compared(float(np.max(np.abs(outputs))), 0.0)
-
-
-def kernel_against_xla(ragged: int) -> Outcome:
-    if platform() != "gpu":
-        return "no kernel here"
-    x = normal(0, 2, 2048 + ragged - ragged % 8, 4096)
-    kernel, xla = OnHopper().orthogonalize(x), mc.newton_schulz(x)
-    return Compared(relative_error(kernel, xla), units(8, own_dtype()))
 
 
 def mesh_checks(width: int) -> Checks:

@@ -1,4 +1,4 @@
-"""Times that say how to set the package up: the size of a batch, and its kernels."""
+"""Times that say how to set the package up: sizes of a batch, dtypes, forms."""
 
 import functools
 import math
@@ -6,52 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from candidates.on_hopper import OnHopper
-from gpt2 import gradients, separate, stacked, updates_by
+from gpt2 import gradients, stacked
 from internals import platform_named, platform_with
 
 import muonclip_jax as mc
 
-from .rounding import normal, platform
-from .rows import Parts, Timed
+from .rounding import platform
+from .rows import Timed
 from .times import directions, that_fits, Times
-
-
-KERNELS: dict[str, Any] = {"ours": OnHopper(), "xla": mc.NewtonSchulz()}
-
-
-def kernel_parts(times: Times) -> Parts:
-    name = "pallas against xla"
-    if platform() != "gpu":
-        return {name: lambda: [Timed(f"{name}: no kernel here")]}
-    by_rows = {
-        f"{name}, {rows} rows": functools.partial(by_kernel, times, rows)
-        for rows in times.sizes.kernel_rows
-    }
-    return by_rows | {f"{name}, stage": functools.partial(stage_by_kernel, times)}
-
-
-def by_kernel(times: Times, rows: int) -> Iterator[Timed]:
-    """Matrices twice as wide as high."""
-    count = max(1, times.sizes.kernel_entries // (2 * rows**2))
-    x = normal(0, count, rows, 2 * rows)
-    sides = {
-        name: functools.partial(jax.jit(own.orthogonalize), x)
-        for name, own in KERNELS.items()
-    }
-    yield from times.against(f"{count} x ({rows}, {2 * rows}), pallas", sides)
-
-
-def stage_by_kernel(times: Times) -> Iterator[Timed]:
-    """In separate leaves."""
-    stage = that_fits(times.sizes.stage)
-    shapes = stage.shapes(separate)
-    updates = {
-        name: directions(shapes, orthogonalizer=own)["ours"]
-        for name, own in KERNELS.items()
-    }
-    name = f"{stage.matrices} x {stage.shape}, separate, pallas"
-    yield from times.against(name, updates_by(shapes, updates))
 
 
 def by_setting(times: Times) -> Iterator[Timed]:

@@ -35,8 +35,6 @@ class Sizes(NamedTuple):
     product: int  # rows of the square product that sets the peak
     batches: tuple[float, ...]  # as shares of what the package takes at once
     half_rows: int  # the least of each half of Hermitian products
-    kernel_rows: tuple[int, ...]
-    kernel_entries: int  # of the stacks that compare kernels
     repeats: int
 
 
@@ -47,8 +45,6 @@ FULL = Sizes(
     product=8192,
     batches=(1 / 4, 2),
     half_rows=512,
-    kernel_rows=(1024, 2048, 4096),
-    kernel_entries=2**26,
     repeats=7,
 )
 TINY = Sizes(
@@ -58,8 +54,6 @@ TINY = Sizes(
     product=256,
     batches=(1 / 2, 2),
     half_rows=8,
-    kernel_rows=(32, 64),
-    kernel_entries=2**13,
     repeats=2,
 )
 #: Gradients, momentum and updates of both optimizers, params, and temporaries.

@@ -1,1 +1,0 @@
-"""What may come into the package once it has won on hardware: `orthogonalizer`s."""
