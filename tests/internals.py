@@ -58,6 +58,7 @@ from muonclip_jax._reading.calls import call_of
 from muonclip_jax._reading.facts import Facts
 from muonclip_jax._reading.graph import Graph
 from muonclip_jax._reading.heads import Heads, heads_of
+from muonclip_jax._reading.kernels import largest_by_sums
 from muonclip_jax._reading.primitives import moves
 from muonclip_jax._reading.softmaxes import Softmaxes
 
@@ -87,6 +88,7 @@ __all__ = [
     "gammas",
     "groups_of",
     "heads_of",
+    "largest_by_sums",
     "local_view",
     "matrix_view",
     "matrix_views",

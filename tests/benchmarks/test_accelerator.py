@@ -5,12 +5,14 @@ import pathlib
 
 import accelerator
 import pytest
-from first_contact import rows
+from first_contact import rows, training
 from first_contact.rows import Compared, Timed
 from helpers import run_script
+from tables import Table
 
 
 SCRIPT = pathlib.Path(accelerator.__file__)
+ROOT = SCRIPT.parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,41 @@ def test_every_time_is_there(result):
         assert timed and all(row[1] > 0 for row in timed)
     assert sum("batches of 2^" in name for name in names) == 2
     assert sum("no GPU here" in name for name in names) == 2
+
+
+def test_the_pages_have_the_figures_of_the_run():
+    run = json.loads((accelerator.RESULTS / "accelerator_h100.json").read_text())
+    found = {table["title"]: table["rows"] for table in run["tables"]}
+    formats = {"Fast": rows.FAST, "Trained": training.TRAINED}
+    lines = {
+        Table(columns).line(row) for t, columns in formats.items() for row in found[t]
+    }
+    page = (ROOT / "docs/accelerators.md").read_text()
+    measured = page.split("## One NVIDIA H100")[1].split("## ")[0].splitlines()
+    shown = [
+        x
+        for x in measured
+        if x.startswith("| ") and x[2:6] not in ("time", "step", "--- ")
+    ]
+    assert len(shown) == 13 and set(shown) <= lines
+    outcomes = [outcome for _, outcome, *_ in found["Right"]]
+    assert f"All {sum(x[:2] == 'ok' for x in outcomes)} checks" in page
+    assert rows.FAILED not in str(outcomes)
+    ours, optax, torch = (
+        next(
+            row[i] for row in found["Fast"] if row[0] == f"GPT-2's 72 matrices, {name}"
+        )
+        for i, name in (
+            (1, "separate against optax"),
+            (2, "separate against optax"),
+            (2, "separate against torch.optim.Muon 2.11.0+cu130"),
+        )
+    )
+    peers = {"optax.contrib.muon": optax, "torch.optim.Muon": torch}
+    figures = [f"`{name}` {time:.1f}" for name, time in peers.items()]
+    assert ", ".join([f"{ours:.1f} ms", *figures]) in (ROOT / "README.md").read_text()
+    speed = (ROOT / "docs/speed.md").read_text().replace("\n", " ")
+    assert f"takes {ours:.1f} ms, that of optax's main branch {optax:.1f} ms" in speed
 
 
 def test_nothing_is_worse_than_what_is_not_a_number():

@@ -1,12 +1,14 @@
 """Fused attention: read by its operands, recorded where its equation says the rest."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import vendored_splash
 from helpers import few, naive_logits, normal
-from internals import cudnn
+from internals import cudnn, largest_by_sums
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
@@ -209,6 +211,58 @@ def test_cudnn_by_its_equation(on_gpu, name, key_heads):
     stats = jax.jit(lambda p, x: mc.record_attention(loss)(p, x)[1])(params, X)
     largest = expected(params, mask, bias)
     np.testing.assert_allclose(stats["max_logits"], largest, rtol=2e-2)
+
+
+def test_on_a_gpu_cudnn_itself_has_the_largest_logits(on_gpu):
+    """A second call of its forward kernel, and no logits."""
+
+    def loss(p, x):
+        halves = (y.astype(jnp.bfloat16) for y in heads(p, x))
+        out = jax.nn.dot_product_attention(*halves, implementation="cudnn")
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradient = jax.value_and_grad(mc.record_attention(loss), has_aux=True)
+    lowered = jax.jit(gradient).trace(PARAMS, X).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count('@"__cudnn$fmhaSoftmax"') + text.count("fmhaSoftmax(") == 2
+    assert f"{T}x{T}x" not in text
+
+
+def _log_sums(key, rounding):
+    """As a flash kernel: exponents of base 2, the largest of a row rounded apart."""
+
+    def log_sums(query, scale):
+        raw = np.einsum("bthd,bshd->bhts", *map(np.float64, (query, key)))
+        exponents = raw * scale / np.log(2)
+        largest = exponents.max(-1, keepdims=True)
+        away = rounding * 2.0**-24 * np.abs(largest)
+        sums = np.exp2(exponents - largest + away).sum(-1)
+        return jnp.asarray((largest[..., 0] + np.log2(sums)) * np.log(2), jnp.float32)
+
+    return log_sums
+
+
+@pytest.mark.parametrize("rounding", [-1, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1.0, 30.0])
+def test_largest_logits_from_sums_of_exponentials(size, dtype, rounding):
+    query = size * normal(1, 2, 16, H, DIM)
+    query, key = (jnp.asarray(x, dtype) for x in (query, normal(2, 2, 16, H, DIM)))
+    found = largest_by_sums(_log_sums(key, rounding), query, key, 0.25, 2)
+    raw = np.einsum("bthd,bshd->bhts", *map(np.float64, (query, key)))
+    exact = 0.25 * raw.max((0, 2, 3))
+    # The rounded exponent moves a sum by a quarter, and 16 keys by log(16) at most.
+    norms = [np.linalg.norm(np.float64(x), axis=-1).max() for x in (query, key)]
+    bound = max(0.25 * math.prod(norms), 2.0**-14)
+    most = bound * (0.25 + math.log(16)) * 2.0**-21
+    assert (np.abs(found - exact) <= most + 1e-6 * np.abs(exact)).all()
+
+
+def test_a_logit_that_is_no_number_is_seen_in_sums():
+    query, key = (jnp.asarray(normal(i, 1, 8, H, DIM), "bfloat16") for i in (1, 2))
+    query = query.at[0, 3, 1].set(jnp.nan)
+    found = largest_by_sums(_log_sums(key, 0), query, key, 0.25, 2)
+    assert np.isnan(found).tolist() == [i == 1 for i in range(H)]
 
 
 def _of_jax(p, x):
