@@ -64,7 +64,7 @@ class Trained(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    tx: optax.GradientTransformationExtraArgs
+    tx: Any
     records: bool  # whether it is given the largest logits
 
 
