@@ -67,12 +67,12 @@ def test_infinities_stay_what_they_are(size):
     query, key = qk(size, heads=4)
     bias = jnp.zeros((4, size, size)).at[1, 2, 3].set(jnp.inf).at[2].set(-jnp.inf)
     bias = bias.at[1, :, 0].set(-jnp.inf)
-    query = query.at[:, :, 3].set(0).at[0, 0, 3].set(1.5e19)  # its scale is a half
-    key = key.at[:, :, 3].set(0).at[0, 0, 3].set(1e19)
+    query = query.at[:, :, 3].set(0).at[:, :, 3, 0].set(1e19)  # scaled by a half
+    key = key.at[:, :, 3].set(3e19)
     found = jax.jit(mc.max_logits)(query, key, bias=bias)
     assert np.isfinite(found[:2]).all() and (found[:2] < 100).all()
     assert found[2] == -np.inf
-    np.testing.assert_allclose(found[3], 3e38, rtol=1e-6)
+    np.testing.assert_allclose(found[3], 1.5e38, rtol=1e-6)
 
 
 @pytest.mark.parametrize("route", ["max_logits", "blockwise"])
