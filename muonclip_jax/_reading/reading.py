@@ -242,9 +242,12 @@ def _layer_row(
         if leaves
     )
     added = {k: v for x in named.found if x.site for k, v in x.site.added.items()}
-    for line, (first, *more) in added.items():
-        of = f": {paths.show(tree.paths[first])}" if not more else ""
-        scaled += f"; what is added at {line} stays{of}"
+    for line, made in added.items():
+        scaled += f"; the bias at {line} stays"
+        if len(made) == 1:
+            path, inside = paths.show(tree.paths[min(made)]), "/".join((*named.path, ""))
+            is_inside = path.startswith(inside)
+            scaled += f": {path[len(inside) :] if is_inside else '/' + path}"
     return [paths.show_module(named.path), str(found.heads), lines, scaled]
 
 

@@ -41,7 +41,7 @@ class Site:
     - `factor`: what they are multiplied with before the exponential.
     - `way`: if a softcap or a bias comes after the products, the equations from these
         to here, each with its operands that are a bias.
-    - `added`: the lines where a bias of parameters is added, each with the parameters.
+    - `added`: the lines where a bias is added that parameters make, with these.
     """
 
     at: Eqn
@@ -140,8 +140,10 @@ def _note_biases(
             fact = reader.facts.of(at.inputs()[i])
             if not (fact.products | fact.pairs) & bits:
                 way[at.at].add(i)
-                if fact.leaves:
-                    site.added.setdefault(at.line, set()).update(members(fact.leaves))
+                is_one = fact.sole is not None and fact.sole >= 0
+                made = {fact.sole} if is_one else {*members(fact.leaves)}
+                if made:
+                    site.added[at.line] = site.added.get(at.line, set()) | made
     if is_capped or any(way.values()):
         site.way = way
 
