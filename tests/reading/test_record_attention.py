@@ -29,10 +29,10 @@ def _leaf(stats):
     return np.asarray(leaf)
 
 
-def _expected(p, x, mask=None, bias=None):
+def _expected(p, x, mask=None):
     """In float64, over batch, queries and keys."""
     query, key = (np.asarray(cut(x @ p[name])) for name in "qk")
-    return naive_logits(query * DIM**0.5, key, mask, bias).max((0, 2, 3))
+    return naive_logits(query * DIM**0.5, key, mask).max((0, 2, 3))
 
 
 @pytest.mark.parametrize("name", few(list(CASES), "latent", "fused", "grouped"))
