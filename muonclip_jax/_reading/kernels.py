@@ -63,7 +63,7 @@ def attention_rule(
     - `of`: the kernel: a function, a primitive, or a name. For a function of a library
         write `"name at end/of/file.py"`, with the file that defines it.
     - `maxima`: `maxima(*inputs)` returns the largest logit of every head, `(heads,)`,
-        as it enters the softmax; or the index of the output that has them for every
+        as [`max_logits`][] does; or the index of the output that has them for every
         row. Without it the kernel's layers are read but not recorded.
 
     **Returns:** the rule. If several fit a call, the last one is used.

@@ -245,9 +245,9 @@ def _layer_row(
     for line, made in added.items():
         scaled += f"; the bias at {line} stays"
         if len(made) == 1:
-            path, inside = paths.show(tree.paths[min(made)]), "/".join((*named.path, ""))
-            is_inside = path.startswith(inside)
-            scaled += f": {path[len(inside) :] if is_inside else '/' + path}"
+            path, n = tree.paths[min(made)], len(named.path)
+            is_inside = path[:n] == named.path
+            scaled += f": {paths.show(path[n:] if is_inside else ('', *path))}"
     return [paths.show_module(named.path), str(found.heads), lines, scaled]
 
 

@@ -48,9 +48,11 @@ def record_attention(
     under `jax.jit`, like any training step, since it traces `fun` in every call. NNX
     objects among the arguments are updated as by `fun`.
 
-    The statistic is the maximum over batch, queries and keys of the logits as they
-    enter the softmax, scaled and masked, but before a softcap. Layers that
-    [`qk_clip`][] cannot scale have none: `read_model(...).refused` lists them.
+    The statistic is the maximum over batch, queries and keys of the logits that query
+    and key make: scaled, over the visible pairs, before a softcap, and without a bias
+    that neither of them enters. An array that is added hides a pair where its entry is
+    -9,900 or less. Layers that [`qk_clip`][] cannot scale have no statistic:
+    `read_model(...).refused` lists them.
 
     **Arguments:**
 
