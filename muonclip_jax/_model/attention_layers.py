@@ -29,8 +29,8 @@ class AttentionLayer(NamedTuple):
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
     `(*stack, heads)`, of the logits that query and key make; a leaf named here has the
-    axes of `stack`, unless the layers of the stack share it. Leaves are [`HeadLeaf`][]s;
-    those of a reading list the head of every entry.
+    axes of `stack`, unless the layers of the stack share it. Leaves are
+    [`HeadLeaf`][]s; those of a reading list the head of every entry.
 
     **Arguments:**
 
