@@ -148,7 +148,7 @@ def _lengths_first(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0
 ) -> jax.Array:
     turned = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    return jnp.swapaxes(_plain(*turned, bias), 1, 2)
+    return jnp.swapaxes(_plain(*turned, bias=bias), 1, 2)
 
 
 def _of_arrays(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -188,7 +188,8 @@ attention_rule(
 def _cudnn(*inputs: Any, params: Any) -> jax.Array:
     # AttentionLayout.BNTH is 1.
     bias = inputs[3] if inputs[3].size else 0.0
-    return (_plain if params["layout"] == 1 else _lengths_first)(*inputs[:3], bias)
+    plain = _plain if params["layout"] == 1 else _lengths_first
+    return plain(*inputs[:3], bias=bias)
 
 
 def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | None:

@@ -167,10 +167,8 @@ class _Recorder:
         }
         # Equations between products and softmaxes, each with the operands that are a
         # bias, and the equations around these.
-        self._way: dict[Address, set[int]] = {}
-        for site in self._sites.values():
-            for at, biases in site.way.items():
-                self._way.setdefault(at, set()).update(biases)
+        ways = (site.way.items() for site in self._sites.values())
+        self._way: dict[Address, set[int]] = {at: i for way in ways for at, i in way}
         self._around = {at[:n] for at in self._way for n in range(1, len(at))}
 
     def run(
@@ -185,11 +183,7 @@ class _Recorder:
             for n, site in self._sites.items():
                 if site.at.at == at:
                     logits = inputs[site.operand]
-                    if site.way and not isinstance(logits, _Logits):
-                        raise ValueError(
-                            f"the logits of {self._layers[n].line} cannot be recorded: "
-                            "a bias or a softcap could not be separated from them"
-                        )
+                    assert not site.way or isinstance(logits, _Logits)
                     stats[n] = site.largest(*_own([logits]))
             return self._split(eqn, inputs, outs, at)
 

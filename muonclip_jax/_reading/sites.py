@@ -140,10 +140,9 @@ def _note_biases(
             fact = reader.facts.of(at.inputs()[i])
             if not (fact.products | fact.pairs) & bits:
                 way[at.at].add(i)
-                is_one = fact.sole is not None and fact.sole >= 0
-                made = {fact.sole} if is_one else {*members(fact.leaves)}
-                if made:
-                    site.added[at.line] = site.added.get(at.line, set()) | made
+                one = -1 if fact.sole is None else fact.sole
+                if made := members(fact.leaves) if one < 0 else [one]:
+                    site.added.setdefault(at.line, set()).update(made)
     if is_capped or any(way.values()):
         site.way = way
 
