@@ -129,6 +129,50 @@ def test_clipped_often_a_head_stays_alive(name):
     np.testing.assert_allclose(last["q"], once["q"], rtol=1e-4)
 
 
+ROWS, WIDTH = 3, 5
+SEEN = np.arange(T) < np.array([[T], [5]])  # residues of each protein
+EVOFORMER = {n: normal(i, 2, D, H, DIM, scale=0.7) for i, n in enumerate("qkvg")} | {
+    "o": normal(5, 2, H, DIM, D, scale=0.1),
+    "pair": normal(6, 2, WIDTH, H, scale=60),
+}
+
+
+def row_attention(p, x, pairs):
+    """AlphaFold's (doi:10.1038/s41586-021-03819-2, algorithm 7), and its logits."""
+    q, k, v, gate = (jnp.einsum("bsrc,chd->bsrhd", x, p[n]) for n in "qkvg")
+    logits = jnp.einsum("bsqhd,bskhd->bshqk", q * DIM**-0.5, k)
+    biased = logits + 1e9 * (SEEN[:, None, None, None] - 1.0)
+    biased = biased + jnp.einsum("bqkc,ch->bhqk", pairs, p["pair"])[:, None]
+    out = jnp.einsum("bshqk,bskhd->bsqhd", jax.nn.softmax(biased), v)
+    return x + jnp.einsum("bsqhd,hdc->bsqc", jax.nn.sigmoid(gate) * out, p["o"]), logits
+
+
+def test_row_attention_with_a_bias_of_pairs():
+    msa = normal(8, B, ROWS, T, D)
+
+    def loss(p, x):
+        block = jax.checkpoint(lambda x, p: (row_attention(p, x, PAIRS)[0], None))
+        return jnp.mean(jnp.sin(jax.lax.scan(block, x, p)[0]))
+
+    @jax.jit
+    def exact(p):
+        def block(x, p):
+            x, logits = row_attention(p, x, PAIRS)
+            shown = jnp.where(SEEN[:, None, None, None], logits, -jnp.inf)
+            return x, shown.max((0, 1, 3, 4))
+
+        return jax.lax.scan(block, msa, p)[1]
+
+    reading = mc.read_model(loss, EVOFORMER, msa)
+    stats = jax.jit(lambda p: mc.record_attention(loss)(p, msa)[1])(EVOFORMER)
+    before = exact(EVOFORMER)
+    np.testing.assert_allclose(stats["max_logits"], before, rtol=1e-5)
+    tau = float(np.median(before[0]))
+    after = exact(mc.clip_qk(EVOFORMER, stats, tau, model=reading))
+    # The second layer's input changes with the first.
+    np.testing.assert_allclose(after[0], np.minimum(before[0], tau), rtol=1e-4)
+
+
 def over_heads(p, s):
     pairs = jnp.moveaxis(s, 1, 0), table(p)
     return jnp.moveaxis(jax.lax.map(lambda x: x[0] + x[1], pairs), 0, 1)
