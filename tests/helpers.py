@@ -116,7 +116,7 @@ def bernoulli(seed, probability: float, shape) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).random(shape) < probability)
 
 
-def naive_logits(query, key, mask=None, bias=None):
+def naive_logits(query, key, mask=None):
     """`(batch, heads, q, k)` in float64 loops, hidden pairs at -inf."""
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
     batch, length, heads, depth = query.shape
@@ -132,12 +132,7 @@ def naive_logits(query, key, mask=None, bias=None):
                     ):
                         continue
                     logit = query[b, i, h] @ key[b, j, h // group] / np.sqrt(depth)
-                    extra = (
-                        0
-                        if bias is None
-                        else np.broadcast_to(bias, out.shape)[b, h, i, j]
-                    )
-                    out[b, h, i, j] = logit + extra
+                    out[b, h, i, j] = logit
     return out
 
 

@@ -37,10 +37,10 @@ def blockwise_attention(
     key_segment_ids: jax.Array | None = None,
     block_size: int = 512,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Attention and the largest value that enters its softmax, per head.
+    r"""Attention and the largest logit that query and key make, per head.
 
     $$\mathrm{softmax}(s\,QK^\top + \mathrm{bias})\,V \qquad\text{and}\qquad
-      S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh} + \mathrm{bias}_{bhij}$$
+      S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh}$$
 
     Output, gradient and statistic equal those of `jax.nn.dot_product_attention` and
     [`max_logits`][], but no more than a block of logits is in memory at once. The
@@ -139,6 +139,7 @@ class _Softmax(NamedTuple):
     largest: jax.Array  # (batch..., heads, rows)
     total: jax.Array  # of exp(logits - largest)
     output: jax.Array  # (batch..., heads, rows, value_dim), to be divided by total
+    alone: jax.Array  # the largest that query and key make, without the bias
 
 
 def _forward(logits: Logits, value: jax.Array):
@@ -157,7 +158,7 @@ def _forward(logits: Logits, value: jax.Array):
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
         # A maximum over keys may lose a NaN, but the sum over them does not.
-        rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.largest)
+        rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.alone)
         block = jnp.swapaxes(block, -3, -2).astype(output.dtype)
         return (
             put(output, block, i * logits.size, -3),
@@ -182,7 +183,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
     With the maximum `m` and the sum `l` of the keys so far, a block with maximum `m'`
     and sum `l'` (of exponentials from their own maximum) makes them `max(m, m')` and
     `exp(m - max) l + exp(m' - max) l'` (arXiv:1805.02867, section 3.1); the output has
-    the sum's recurrence. The maximum is the statistic: it costs nothing here.
+    the sum's recurrence. Without a bias the maximum is the statistic, at no cost.
     """
     *batch, queries, heads, _ = logits.query.shape
 
@@ -193,12 +194,17 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
         # A row that has seen nothing yet has no finite maximum to take off: -inf less
         # -inf would be NaN.
         shift = jnp.where(jnp.isfinite(highest), highest, 0)
+        alone = highest
+        if logits.bias is not None:
+            own = logits.of_block(i, j, alone=True)  # XLA forms the product once
+            alone = jnp.maximum(running.alone, own.max(-1, initial=-jnp.inf))
         weights = jnp.exp(formed - shift[..., None])
         decay = jnp.exp(running.largest - shift)
         return _Softmax(
             highest,
             decay * running.total + weights.sum(-1),
             decay[..., None] * running.output + _weigh(weights, values),
+            alone,
         )
 
     shape, dtype = (*batch, heads, min(queries, logits.size)), logits.scale.dtype
@@ -206,6 +212,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
         jnp.full(shape, -jnp.inf, dtype),
         jnp.zeros(shape, dtype),
         jnp.zeros((*shape, value.shape[-1]), dtype),
+        jnp.full(shape, -jnp.inf, dtype),
     )
     return jax.lax.fori_loop(*logits.seen_by(i), fold, vary_as(nothing, logits))
 

@@ -22,6 +22,10 @@ from .._options import array, FINITE, flag, FLOATS, number, whole_number
 #: How many keys a query sees before and after itself; `None` for all.
 Window = tuple[int | None, int | None]
 
+# An entry of a bias hides its pair from here on. Many masks add -1e4, which is -9984 in
+# bfloat16, and one array may hold a mask and a bias.
+_HIDES = -9900.0
+
 # More keys than there are, yet sums with a position stay inside of 32-bit integers.
 _ALL = 1 << 30
 
@@ -63,6 +67,14 @@ class Logits:
     def columns(self, x: Any, j: jax.Array, *, axis: int) -> Any:
         """A block of what has an axis of keys."""
         return _block_of(x, j * self.size, self.lengths[1], self.size, axis)
+
+    @property
+    def alone(self) -> "Logits":
+        """What query and key make: a bias is left of which only hides pairs."""
+        if self.bias is None:
+            return self
+        bias = without_bias(self.bias.astype(self.scale.dtype))
+        return dataclasses.replace(self, bias=bias)
 
     def block(self, i: jax.Array, j: jax.Array) -> "Logits":
         """The logits of block `i` of the queries and `j` of the keys."""
@@ -108,13 +120,13 @@ class Logits:
             logits = jnp.where(shown, logits, -jnp.inf)
         return logits
 
-    def of_block(self, i: jax.Array, j: jax.Array) -> jax.Array:
+    def of_block(self, i: jax.Array, j: jax.Array, *, alone: bool = False) -> jax.Array:
         """The logits of a block, every key in one block only.
 
         The last block is moved in to fit, onto keys that the one before it has.
         """
         block = self.block(i, j)
-        logits = block.form()
+        logits = (block.alone if alone else block).form()
         is_done = block.key_positions < j * self.size
         return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
@@ -135,6 +147,16 @@ class Logits:
         if after is not None:
             last = jnp.minimum(last, (start + rows - 1 + after) // self.size + 1)
         return first, last
+
+
+def without_bias(bias: jax.Array, sign: int = 1) -> jax.Array:
+    """Returns zeros in place of a bias, but infinity where it hides a pair.
+
+    A NaN stays. `sign` is -1 for a bias that is subtracted. One number for all pairs
+    hides none of them.
+    """
+    hides = (sign * bias <= _HIDES) & (jnp.ndim(bias) > 0)
+    return jnp.where(hides, -sign * jnp.inf, jnp.where(jnp.isnan(bias), bias, 0))
 
 
 def logits_and_values(

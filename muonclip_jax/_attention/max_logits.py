@@ -31,12 +31,12 @@ def max_logits(
     query_segment_ids: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    r"""The largest value that enters the softmax, per head.
+    r"""The largest logit that query and key make, per head.
 
-    $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh} + \mathrm{bias}_{bhij}$$
+    $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh}$$
 
-    over the pairs that the mask allows. Long sequences are processed in blocks, so that
-    memory does not grow with the square of the length.
+    over the visible pairs, without the bias, which QK-Clip cannot scale. Long sequences
+    are processed in blocks, so that memory does not grow with the square of the length.
 
     **Arguments:**
 
@@ -44,7 +44,8 @@ def max_logits(
         axes of query and key broadcast, as in NumPy.
     - `key`: `(batch..., key_length, key_heads, head_dim)`, where `key_heads` divides
         `heads`.
-    - `bias`: broadcasts to `(batch..., heads, length, key_length)`.
+    - `bias`: broadcasts to `(batch..., heads, length, key_length)`. An entry of -9,900
+        or less hides its pair, as in masks that are added; a single number hides none.
     - `mask`: broadcasts as `bias`; true (or nonzero) where a query sees a key.
     - `is_causal`: whether a query sees no later key.
     - `scale`: one number, traced or not; `1/sqrt(head_dim)` by default.
@@ -99,7 +100,7 @@ def statistic(logits: Logits) -> jax.Array:
 
 
 def _largest(logits: Logits) -> jax.Array:
-    formed = logits.form()
+    formed = logits.alone.form()
     others = tuple(axis for axis in range(formed.ndim) if axis != formed.ndim - 3)
     return largest(formed, others).astype(jnp.float32)
 

@@ -28,9 +28,9 @@ class AttentionLayer(NamedTuple):
     """An attention layer: its statistic, and the leaves that QK-Clip scales.
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
-    `(*stack, heads)`; a leaf named here has the axes of `stack`, unless the layers of
-    the stack share it. Leaves are [`HeadLeaf`][]s; those of a reading list the head of
-    every entry.
+    `(*stack, heads)`, of the logits that query and key make; a leaf named here has the
+    axes of `stack`, unless the layers of the stack share it. Leaves are
+    [`HeadLeaf`][]s; those of a reading list the head of every entry.
 
     **Arguments:**
 

@@ -80,7 +80,8 @@ def qk_clip(
     $$\gamma = \tau / S, \qquad W_q \leftarrow \gamma^{\alpha} W_q, \qquad
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
-    applied to the weights after the update, biases included. For leaves that heads,
+    applied to the weights after the update, biases of query and key included. A bias
+    that is added to the logits stays, and is no part of $S$. For leaves that heads,
     layers, or query and key share, see [`AttentionLayer`][]. Updates of all other heads
     and leaves keep their values bit for bit. Whatever the dtypes, the scaled weight is
     computed in float32 and rounded once, as by [`clip_qk`][]: updates of the leaves

@@ -63,7 +63,7 @@ def attention_rule(
     - `of`: the kernel: a function, a primitive, or a name. For a function of a library
         write `"name at end/of/file.py"`, with the file that defines it.
     - `maxima`: `maxima(*inputs)` returns the largest logit of every head, `(heads,)`,
-        as it enters the softmax; or the index of the output that has them for every
+        as [`max_logits`][] does; or the index of the output that has them for every
         row. Without it the kernel's layers are read but not recorded.
 
     **Returns:** the rule. If several fit a call, the last one is used.
@@ -133,18 +133,22 @@ def _called(fun: Callable[..., Any], eqn: Any, inputs: Sequence[Any]) -> Any:
 # The kernels of JAX and tokamax, and that of `mc.splash_attention`.
 
 
-def _plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0
+) -> jax.Array:
     """Attention of `(batch, heads, length, dim)`, without mask and scale."""
     if key.ndim < query.ndim:  # one head, for all of the query's
         key, value = (jnp.expand_dims(x, -3) for x in (key, value))
     group = query.shape[-3] // key.shape[-3]
     key, value = (jnp.repeat(x, group, -3) for x in (key, value))
-    return jax.nn.softmax(query @ key.mT) @ value
+    return jax.nn.softmax(query @ key.mT + bias) @ value
 
 
-def _lengths_first(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _lengths_first(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0
+) -> jax.Array:
     turned = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    return jnp.swapaxes(_plain(*turned), 1, 2)
+    return jnp.swapaxes(_plain(*turned, bias=bias), 1, 2)
 
 
 def _of_arrays(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -183,7 +187,9 @@ attention_rule(
 
 def _cudnn(*inputs: Any, params: Any) -> jax.Array:
     # AttentionLayout.BNTH is 1.
-    return (_plain if params["layout"] == 1 else _lengths_first)(*inputs[:3])
+    bias = inputs[3] if inputs[3].size else 0.0
+    plain = _plain if params["layout"] == 1 else _lengths_first
+    return plain(*inputs[:3], bias=bias)
 
 
 def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | None:

@@ -101,7 +101,7 @@ class ModelReading:
         sets = [{_entries(layer, x) for x in layer.leaves} for _, layer in clipped]
         counts = Counter(itertools.chain(*sets))
         shared = {entries for entries, count in counts.items() if count > 1}
-        layers = [_layer_row(named, layer, shared) for named, layer in clipped]
+        layers = [_layer_row(named, layer, shared, tree) for named, layer in clipped]
         layers = collapsed(layers) if collapse else layers
         attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
         labels = sorted({label for label, *_ in own})
@@ -214,7 +214,10 @@ def _entries(layer: AttentionLayer, leaf: Any) -> Any:
 
 
 def _layer_row(
-    named: NamedLayer, layer: AttentionLayer, shared: Collection[Any]
+    named: NamedLayer,
+    layer: AttentionLayer,
+    shared: Collection[Any],
+    tree: paths.PathedTree,
 ) -> list[str]:
     found = named.found[0]
     lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
@@ -238,6 +241,13 @@ def _layer_row(
         for role, leaves in roles.items()
         if leaves
     )
+    added = {k: v for x in named.found if x.site for k, v in x.site.added.items()}
+    for line, made in added.items():
+        scaled += f"; the bias at {line} stays"
+        if len(made) == 1:
+            path, n = tree.paths[min(made)], len(named.path)
+            is_inside = path[:n] == named.path
+            scaled += f": {paths.show(path[n:] if is_inside else ('', *path))}"
     return [paths.show_module(named.path), str(found.heads), lines, scaled]
 
 

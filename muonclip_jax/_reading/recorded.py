@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, overload, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._attention.logits import without_bias
 from .._axes import varying
 from .._model.statistics import largest, largest_of_devices, STATISTIC
 from .._options import flag
@@ -47,9 +48,11 @@ def record_attention(
     under `jax.jit`, like any training step, since it traces `fun` in every call. NNX
     objects among the arguments are updated as by `fun`.
 
-    The statistic is the maximum over batch, queries and keys of the logits as they
-    enter the softmax, scaled and masked, but before a softcap. Layers that
-    [`qk_clip`][] cannot scale have none: `read_model(...).refused` lists them.
+    The statistic is the maximum over batch, queries and keys of the logits that query
+    and key make: scaled, over the visible pairs, before a softcap, and without a bias
+    that neither of them enters. An array that is added hides a pair where its entry is
+    -9,900 or less. Layers that [`qk_clip`][] cannot scale have no statistic:
+    `read_model(...).refused` lists them.
 
     **Arguments:**
 
@@ -128,7 +131,30 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
         own = [next(rows) for _ in named.found]
         own = [x.reshape((*x.shape[:n], -1)) for x, n in zip(own, depths, strict=True)]
         node[STATISTIC] = functools.reduce(jnp.maximum, own)
-    return call.outputs(outs), stats
+    return call.outputs(_values(outs)), stats
+
+
+class _Logits(NamedTuple):
+    """Logits after a softcap or a bias, and the part that query and key make."""
+
+    value: Any
+    own: Any  # -inf where the bias hides a pair
+
+
+def _values(arrays: Sequence[Any]) -> list[Any]:
+    return [x.value if isinstance(x, _Logits) else x for x in arrays]
+
+
+def _own(arrays: Sequence[Any]) -> list[Any]:
+    return [x.own if isinstance(x, _Logits) else x for x in arrays]
+
+
+def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, as `_Logits` where they are that in `like`."""
+    return [
+        _Logits(x, x) if isinstance(of, _Logits) and not isinstance(x, _Logits) else x
+        for of, x in zip(like, arrays, strict=True)
+    ]
 
 
 class _Recorder:
@@ -139,25 +165,27 @@ class _Recorder:
         self._sites: dict[int, Site] = {
             i: x.site for i, x in self._layers.items() if x.site
         }
+        # Equations between products and softmaxes, each with the operands that are a
+        # bias, and the equations around these.
+        ways = (site.way.items() for site in self._sites.values())
+        self._way: dict[Address, set[int]] = {at: i for way in ways for at, i in way}
+        self._around = {at[:n] for at in self._way for n in range(1, len(at))}
 
     def run(
         self, body: jaxprs.Inner, values: Sequence[Any], outer: Address, branch: int = 0
     ) -> tuple[list[Any], Stats]:
         stats: Stats = {}
-        before_cap: dict[Any, Any] = {}
 
         def step(i: int, eqn: Any, inputs: list[Any]) -> list[Any]:
             at = (*outer, branch, i)
             outs, inner = self._again(eqn, inputs, at)
             stats.update(inner)
             for n, site in self._sites.items():
-                # Logits are those before the cap; the mask comes after it.
-                if site.cap_at is not None and site.cap_at.at == at:
-                    before_cap[at] = inputs[0]
                 if site.at.at == at:
-                    capped = before_cap.get(site.cap_at.at) if site.cap_at else None
-                    stats[n] = site.largest(inputs[site.operand], capped)
-            return outs
+                    logits = inputs[site.operand]
+                    assert not site.way or isinstance(logits, _Logits)
+                    stats[n] = site.largest(*_own([logits]))
+            return self._split(eqn, inputs, outs, at)
 
         # All equations, dead ones too: effects, names and random keys stay as they are.
         return body.run(values, step), stats
@@ -169,12 +197,32 @@ class _Recorder:
             n: self._layers[n] for n, x in places.items() if x[: len(at)] == at != x
         }
 
+    def _split(
+        self, eqn: Any, inputs: list[Any], outs: list[Any], at: Address
+    ) -> list[Any]:
+        """The outputs of an equation, as `_Logits` from the first bias or softcap on.
+
+        The equation runs once more, on what query and key make, without its biases.
+        """
+        biases, is_cap = self._way.get(at), eqn.primitive.name == "tanh"
+        is_split = any(isinstance(x, _Logits) for x in inputs)
+        if biases is None or not (biases or is_cap or is_split):
+            return outs
+        own = jax.lax.stop_gradient(_own(inputs))
+        if is_cap:  # divided by the cap; the product with the cap follows
+            return [_Logits(*outs, *own)]
+        for i in biases:
+            sign = -1 if eqn.primitive.name == "sub" and i == 1 else 1
+            own[i] = without_bias(own[i], sign)
+        return [*map(_Logits, outs, jaxprs.bound(eqn, own))]
+
     def _again(self, eqn: Any, inputs: list[Any], at: Address) -> Any:
         """The outputs of an equation, and the statistics of the sites in it."""
-        if not (inside := self._inside(at)):
-            return jaxprs.bound(eqn, inputs), {}
-        if rule := kernels.rule_of(eqn):
-            ((n, layer),) = inside.items()
+        inside, rule = self._inside(at), kernels.rule_of(eqn)
+        if not inside and (rule or at not in self._around):
+            return jaxprs.bound(eqn, _values(inputs)), {}
+        if rule:
+            ((n, layer),), inputs = inside.items(), _values(inputs)
             found = rule.largest(eqn, jax.lax.stop_gradient(inputs))
             if found is None:
                 raise ValueError(
@@ -201,7 +249,18 @@ class _Recorder:
         # Its rules are for derivatives of its outputs alone: the logits are formed once
         # more alongside it, without any. XLA sees that both are the same and keeps one.
         stopped = jax.lax.stop_gradient(inputs[own])
-        return jaxprs.bound(eqn, inputs), self.run(body, stopped, at)[1]
+        again, stats = self.run(body, stopped, at)
+        both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
+        outs = [_Logits(x, y.own) if isinstance(y, _Logits) else x for x, y in both]
+        return outs, stats
+
+    def _start(self, trip: Any, start: list[Any], at: Address) -> list[Any]:
+        """What a loop begins with, as `_Logits` where any trip makes that of it."""
+        if at not in self._around:
+            return start
+        split = _split_as(jax.eval_shape(trip, start), start)
+        is_same = len(jax.tree.leaves(split)) == len(jax.tree.leaves(start))
+        return start if is_same else self._start(trip, split, at)
 
     def _scan(self, eqn: Any, inputs: list[Any], at: Address):
         loop: Any = jaxprs.loop(eqn)
@@ -209,10 +268,13 @@ class _Recorder:
 
         def trip(state: Any, slices: Any) -> Any:
             outs, stats = self.run(loop.body, [*inputs[:consts], *state, *slices], at)
-            return outs[:carry], (outs[carry:], stats)
+            return _split_as(state, outs[:carry]), (outs[carry:], stats)
 
-        given = inputs[consts:end], inputs[end:]
-        state, (rest, stats) = jaxprs.scan_again(eqn, trip, *given)
+        def first(state: Any) -> Any:
+            return trip(state, jax.tree.map(lambda x: x[0], inputs[end:]))[0]
+
+        start = self._start(first, inputs[consts:end], at)
+        state, (rest, stats) = jaxprs.scan_again(eqn, trip, start, inputs[end:])
         for n, x in stats.items():
             layer = self._layers[n]
             is_apart = at in layer.loops | layer.loops_of_heads
@@ -226,30 +288,37 @@ class _Recorder:
 
         def is_on(both: Any) -> Any:
             values = [*of_condition, *both[0]]
-            return self.run(loop.condition, values, at, branch=1)[0][0]
+            return _values(self.run(loop.condition, values, at, branch=1)[0])[0]
+
+        def trip(state: Any) -> Any:
+            outs, stats = self.run(loop.body, [*own, *state], at)
+            return _split_as(state, outs), stats
 
         def step(both: Any) -> Any:
-            state, stats = self.run(loop.body, [*own, *both[0]], at)
+            state, stats = trip(both[0])
             return state, jax.tree.map(jnp.maximum, both[1], stats)
 
         # It carries the statistics along with its state, and may run no trip at all.
-        shapes = jax.eval_shape(lambda x: self.run(loop.body, [*own, *x], at)[1], start)
+        start = self._start(lambda x: trip(x)[0], start, at)
+        shapes = jax.eval_shape(lambda x: trip(x)[1], start)
         return jax.lax.while_loop(is_on, step, (start, _nothing(shapes)))
 
     def _cond(self, eqn: Any, inputs: list[Any], at: Address):
         """Heads of a branch that is not run have no logits: -inf."""
         (index, *args), every = inputs, {}
+        like: list[Any] = [None] * len(eqn.outvars)
 
         def whole(run: Any, args: list[Any]) -> Any:
             outs, stats = run(args)
-            return outs, _nothing(every) | stats
+            return _split_as(like, outs), _nothing(every) | stats
 
         runs = [
             lambda args, body=body, i=i: self.run(body, args, at, i)
             for i, body in enumerate(jaxprs.branches(eqn))
         ]
         for run in runs:
-            every |= jax.eval_shape(run, args)[1]
+            outs, stats = jax.eval_shape(run, args)
+            like, every = _split_as(outs, like), every | stats
         return jax.lax.switch(index, [functools.partial(whole, r) for r in runs], args)
 
     def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):

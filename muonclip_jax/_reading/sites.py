@@ -16,8 +16,10 @@ import numpy as np
 
 from .._model.statistics import largest
 from . import jaxprs, kernels
+from .facts import members
 from .graph import Atom, Eqn, Origin
 from .heads import Heads
+from .jaxprs import Address
 from .labels import joined_but, marks
 from .primitives import moves
 from .softmaxes import known_number, Path, Product, Softmaxes
@@ -37,7 +39,9 @@ class Site:
     - `boxes`: where there is more than logits, such as a sink, the parts that are: of
       each dimension from where to where.
     - `factor`: what they are multiplied with before the exponential.
-    - `cap_at`: the softcap, whose operand they are before it, and its `cap`.
+    - `way`: if a softcap or a bias comes after the products, the equations from these
+        to here, each with its operands that are a bias.
+    - `added`: the lines where a bias is added that parameters make, with these.
     """
 
     at: Eqn
@@ -47,24 +51,20 @@ class Site:
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
     boxes: list[Box] = dataclasses.field(default_factory=list)
     factor: float = 1.0
-    cap_at: Eqn | None = None
-    cap: float = math.inf
+    way: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
+    added: dict[str, set[int]] = dataclasses.field(default_factory=dict)
 
     @property
     def atom(self) -> Atom:
         """The logits."""
         return self.at.inputs()[self.operand]
 
-    def largest(self, x: Any, before_cap: Any) -> jax.Array:
+    def largest(self, x: Any) -> jax.Array:
         """The maximum of the logits of every head, `(heads,)`."""
         if jaxprs.is_statistic(self.at.eqn):
             return x
         x = jax.lax.stop_gradient(x)
-        if self.cap_at:
-            # The mask comes after the cap, and hides what is below anything it lets by.
-            before_cap = jax.lax.stop_gradient(before_cap)
-            x = jnp.where(x < -1.001 * abs(self.cap), -jnp.inf, before_cap * self.cap)
-        elif not self.boxes and not {*self.dims} & {*self.axes}:
+        if not self.boxes and not {*self.dims} & {*self.axes}:
             # The maximum that the softmax forms, and with it a sum along the same axes,
             # which shows NaN: 3.9 % of the bytes of GPT-2 at 4 layers of 256 as XLA
             # counts on CPU, 1.2 % without the sum (benchmarks/record_attention.py).
@@ -121,16 +121,30 @@ def site_of(
             site.boxes.append(_box(reader, site, reader.facts.product(other.at)))
         if {} in site.boxes:  # one of them is everywhere
             site.boxes = []
-    if path.caps:
-        (cap_at, scale), *_ = path.caps
-        if cap_at.frame is not site.at.frame or math.isnan(scale):
-            raise Unclear(
-                "are softcapped by a number that is not known, or in a function of "
-                "their own: write cap * jnp.tanh(logits / cap), with a number for the "
-                "cap, in the function that has the softmax"
-            )
-        site.cap_at, site.cap = cap_at, scale
+    _note_biases(reader, site, [product for product, _ in read], bits)
     return site, path
+
+
+def _note_biases(
+    reader: Softmaxes, site: Site, products: Sequence[Product], bits: int
+) -> None:
+    """Notes what is added to the logits that query and key have no part in."""
+    way: dict[Address, set[int]] = {}
+    is_capped = False
+    for product in products:
+        bit = reader.facts.product(product.at)
+        _, path = reader.to_product(site.atom, site.atom.whole, bit)
+        is_capped |= any(at.name == "tanh" for at in path.way)
+        way |= {at.at: set() for at in path.way if at.at not in way}
+        for at, i in path.added:
+            fact = reader.facts.of(at.inputs()[i])
+            if not (fact.products | fact.pairs) & bits:
+                way[at.at].add(i)
+                one = -1 if fact.sole is None else fact.sole
+                if made := members(fact.leaves) if one < 0 else [one]:
+                    site.added.setdefault(at.line, set()).update(made)
+    if is_capped or any(way.values()):
+        site.way = way
 
 
 def _statistic(reader: Softmaxes, product: Product) -> Site | None:

@@ -68,7 +68,7 @@ class Product(NamedTuple):
 class Path:
     """The path between a product and what was made of it."""
 
-    caps: list[tuple[Eqn, float]] = dataclasses.field(default_factory=list)
+    way: list[Eqn] = dataclasses.field(default_factory=list)  # all equations on it
     # What it was multiplied with or divided by: which operand, and the result's labels.
     factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
     added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
@@ -235,33 +235,30 @@ class Softmaxes:
         found: list[Labels] = []
         path, target = Path(), self.facts.products[bit]
 
-        def ahead(origin: Origin, scale: float) -> list[tuple[int, float]]:
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (at := origin.at) is None:
                 return []
             if at is target:
                 found.append(origin.labels)
                 return []
-            inputs, back = at.inputs(), [i for i, _ in moves(at, origin.k)]
-            facts = self.facts.inputs(at)
+            back, facts = [i for i, _ in moves(at, origin.k)], self.facts.inputs(at)
+            path.way.append(at)
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             if at.name in ("mul", "div") and len(linear) == 1:
-                other = 1 - linear[0]
-                path.factors.append((at, other, origin.labels))
-                number = known_number(inputs[other])
-                scale = scale * number if at.name == "mul" else scale / number
+                path.factors.append((at, 1 - linear[0], origin.labels))
             elif at.name in ("mul", "div"):
                 path.nonlinear.append(at)  # of itself, as what it is divided by
             elif at.name == "tanh":
-                path.caps.append((at, scale))
+                pass  # a softcap: the logits are those before it
             elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
                 path.nonlinear.append(at)
             elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                 path.joins.append(at)
             elif at.name in ("add", "sub", "add_any"):
                 path.added += [(at, i) for i in sorted({*back} - {*linear})]
-            return [(i, scale) for i in linear]
+            return [(i, None) for i in linear]
 
-        self.graph.back(atom, labels, ahead, 1.0)
+        self.graph.back(atom, labels, ahead)
         if not found:
             return None, path
         out = found[0]

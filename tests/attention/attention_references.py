@@ -10,17 +10,19 @@ def naive_attention(query, key, value, *, bias=None, mask=None, scale=None):
     key, value = (np.repeat(x, group, axis=-2) for x in (key, value))
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
     logits = scale * np.einsum("...thd,...shd->...hts", query, key)
+    alone = logits  # what query and key make
     if bias is not None:
-        logits = logits + np.asarray(bias, np.float64)
+        bias = np.asarray(bias, np.float64)
+        logits, alone = logits + bias, np.where(bias <= -1e4, -np.inf, alone)
     if mask is not None:
-        logits = np.where(mask, logits, -np.inf)
+        logits, alone = (np.where(mask, x, -np.inf) for x in (logits, alone))
     largest = logits.max(-1, keepdims=True, initial=-np.inf)
     weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0))
     total = weights.sum(-1, keepdims=True)
     weights = weights / np.where(total > 0, total, 1)
     others = tuple(a for a in range(logits.ndim) if a != logits.ndim - 3)
     output = np.einsum("...hts,...shd->...thd", weights, value)
-    return output, logits.max(others, initial=-np.inf)
+    return output, alone.max(others, initial=-np.inf)
 
 
 def slope(function, arrays, directions, step=1e-5):

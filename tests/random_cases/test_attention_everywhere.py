@@ -92,7 +92,8 @@ def reference(arrays, is_causal):
     group = query.shape[2] // wide["key"].shape[2]
     key, value = (np.repeat(wide[name], group, axis=2) for name in ("key", "value"))
     scale = 1 / np.sqrt(WIDTH)
-    logits = scale * np.einsum("bqhd,bkhd->bhqk", query, key) + wide.get("bias", 0.0)
+    alone = scale * np.einsum("bqhd,bkhd->bhqk", query, key)
+    logits = alone + wide.get("bias", 0.0)
     seen = np.broadcast_to(arrays.get("mask", True), logits.shape)
     if is_causal:
         seen = seen & np.tri(*logits.shape[-2:], dtype=bool)
@@ -111,7 +112,7 @@ def reference(arrays, is_causal):
         spread = tuple(a for a in (0, 1) if wide["bias"].shape[a] == 1)
         gradients["bias"] = d_logits.sum(spread, keepdims=True)
     output = np.einsum("bhqk,bkhd->bqhd", shares, value)
-    return (output, logits.max((0, 2, 3))), gradients
+    return (output, np.where(seen, alone, -np.inf).max((0, 2, 3))), gradients
 
 
 def shared(gradient, group):

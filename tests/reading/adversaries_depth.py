@@ -90,7 +90,7 @@ def layers_in_a_list(p, x):
     return x @ p["head"]
 
 
-@case(SAYS, one(), X, attention="biased")
+@case(SAYS, one(), X, attention="again")
 def one_layer_called_twice(p, x):
     """The second call sees what the clip made of the first: it need not be exact."""
     for _ in range(2):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from by_numbers import noted
 from pieces_of_cases import (
     array,
     B,
@@ -178,27 +179,27 @@ def rotary_of_a_part(p, x):
     SAYS + "; table vector~embedding",
     one(table=(2 * T - 1, H)),
     X,
-    attention="biased",
+    attention="read",
     scaled="table",
 )
 def learned_bias_by_distance(p, x):
     q, k, v = qkv(p, x)
     bias = jnp.moveaxis(p["table"][DISTANCE], -1, 0)
-    return end(p, x, mixed(soft(scores(q, k) + bias), v))
+    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + bias), v))
 
 
-@case(SAYS, one(), X, attention="biased")
+@case(SAYS, one(), X, attention="read")
 def slopes_by_head(p, x):
     """ALiBi: a fixed bias is added to the logits."""
     q, k, v = qkv(p, x)
     slopes = 0.1 ** np.arange(1, H + 1)[:, None, None] * -np.abs(DISTANCE - T + 1)
-    return end(p, x, mixed(soft(scores(q, k) + slopes), v))
+    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + slopes), v))
 
 
-@case(SAYS, one(), X, array("pairs", H, T, T), attention="biased")
+@case(SAYS, one(), X, array("pairs", H, T, T), attention="read")
 def bias_of_pairs_among_the_arguments(p, x, pairs):
     q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(q, k) + 0.3 * pairs), v))
+    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + 0.3 * pairs), v))
 
 
 @case(

@@ -295,11 +295,11 @@ def over_two_axes_at_once(p, x):
     return end(p, x, y.reshape(x.shape))
 
 
-@case(SAYS, one(), X, KEY, attention="biased")
+@case(SAYS, one(), X, KEY, attention="read")
 def noise_added_to_logits(p, x, key):
     q, k, v = qkv(p, x)
     noise = jax.random.gumbel(jax.random.wrap_key_data(key), (B, H, T, T))
-    return end(p, x, mixed(soft(scores(q, k) + 0.1 * noise), v))
+    return end(p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + 0.1 * noise), v))
 
 
 @case(SAYS, one(), X, KEY, attention="read")
@@ -340,13 +340,15 @@ def query_scaled_by_the_logarithm_of_its_place(p, x):
     return end(p, x, mixed(soft(scores(q, k)), v))
 
 
-@case(SAYS + "; forget any", one(forget=(D, H)), X, attention="biased")
+@case(SAYS + "; forget any", one(forget=(D, H)), X, attention="read")
 def gates_that_forget(p, x):
     """Sums of log gates are added to the logits."""
     q, k, v = qkv(p, x)
     kept = jnp.cumsum(jax.nn.log_sigmoid(x @ p["forget"] + 4), 1).swapaxes(1, 2)
+    noted(jnp.where(CAUSAL, scores(q, k), -jnp.inf))
     logits = scores(q, k) + kept[..., None] - kept[:, :, None]
-    return end(p, x, mixed(soft(jnp.where(CAUSAL, logits, -1e9)), v))
+    logits = jnp.where(CAUSAL, logits, -1e9)
+    return end(p, x, mixed(jax.nn.softmax(logits), v))
 
 
 @case(SAYS, one(), X, attention="maybe")

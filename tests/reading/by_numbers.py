@@ -30,7 +30,7 @@ class Case(NamedTuple):
     `attention`: what has to become of it,
         `read`: every head by itself; `jointly`: all heads by the largest, at least;
         `said`: refused, or right; `none`: there is none, and none may be suspected;
-        `biased`: read; a bias that stays is added, so the clip need not be exact;
+        `again`: read; a layer is called twice, so the clip need not be exact;
         `maybe`: there is something like it, refused or denied in the printed reading.
     `scaled`: patterns of leaves besides q* and k* that the clip may change.
     `plain`: a function with the same logits, where they cannot be seen in `fun`.
@@ -209,7 +209,7 @@ class _Said(Exception):
 
 def _judged(case: Case) -> Verdict:
     rows = largest(case, case.params)
-    assert bool(rows) == (case.attention in ("read", "jointly", "said", "biased")), (
+    assert bool(rows) == (case.attention in ("read", "jointly", "said", "again")), (
         case.name
     )
     assert all(row.max() > 0.05 for row in rows), f"{case.name}: logits are too small"
@@ -409,7 +409,7 @@ def _clip_fault(case, reading, stats, rows, n, own, is_joint) -> tuple[str, str]
     right = np.minimum(row, tau)
     bound = 1e-4 * max(tau, np.abs(row).max())
     is_right = np.abs(after - right).max() <= bound
-    if case.attention == "biased":  # it is less, and nothing else moves
+    if case.attention == "again":  # it is less, and nothing else moves
         is_right = np.abs(after - row)[row <= tau].max(initial=0) <= bound
         is_right &= np.all(after[row > tau] < row[row > tau])
     elif np.all(after <= tau + bound) and np.abs(after.max() - tau) <= bound:

@@ -83,10 +83,10 @@ def rotated(x, width=None):
 def attend(record, query, key, value, *, scale=E**-0.5, bias=0.0, causal=True, cap=0):
     """Of `(batch, length, heads, features)`; groups of queries share keys."""
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale + bias
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale
     mask = jnp.tri(*logits.shape[-2:], dtype=bool) if causal else True
     record(jnp.where(mask, logits, -jnp.inf))
-    logits = cap * jnp.tanh(logits / cap) if cap else logits
+    logits = (cap * jnp.tanh(logits / cap) if cap else logits) + bias
     weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
     out = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return out.reshape(*out.shape[:2], -1)
@@ -242,13 +242,9 @@ CROSS = {f"cross/{n}": ((D, D), v) for n, v in FLAT.items()}
     layers=("e/att", "d/att", "d/cross"),
 )
 def t5(p, record, ids):
-    """Tables of relative positions, of which only the encoder's are kept here.
-
-    The encoder's logits have a part that no clip scales, so that the test of clipping
-    gives them as they are without it.
-    """
+    """Tables of relative positions, of which only the encoder's are kept here."""
     distance = jnp.clip(jnp.arange(T)[:, None] - jnp.arange(T) + 4, 0, 7)
-    bias = 1e-9 * p["e/bias"][distance].transpose(2, 0, 1)
+    bias = 100 * p["e/bias"][distance].transpose(2, 0, 1)
 
     def heads(prefix, x, y):
         names = (("q", x), ("k", y), ("v", y))

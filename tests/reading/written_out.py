@@ -163,9 +163,9 @@ def attend(seen: Seen, path: str, query, key, value, *, mask=None, bias=None):
     key, value = (jnp.repeat(y, group, -2) for y in (key, value))
     logits = jnp.einsum("...qhd,...khd->...hqk", query, key)
     logits = logits / query.shape[-1] ** 0.5
+    if seen is not None:
+        shown = logits if mask is None else jnp.where(mask, logits, -1e9)
+        seen[path] = shown.max([i for i in range(logits.ndim) if i != logits.ndim - 3])
     logits = logits if bias is None else logits + bias
     logits = logits if mask is None else jnp.where(mask, logits, -1e9)
-    if seen is not None:
-        others = [i for i in range(logits.ndim) if i != logits.ndim - 3]
-        seen[path] = logits.max(others)
     return jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(logits), value)
