@@ -221,6 +221,10 @@ class Facts:
         i = self.weight_of(at)
         out = self._met(at, out)
         out = out._replace(is_weight=False, is_pair=False, is_spread=False)
+        if not (a.leaves and b.leaves):
+            # By a matrix that is no parameter, as of ones, they are summed.
+            sums = a.unshared | b.unshared if at.contracted else 0
+            out = out._replace(sums=sums, mixed=a.weights | b.weights)
         if i is None:
             # What another activation is multiplied with is no output yet.
             is_sum = a.is_deep and b.is_deep and at.contracted
@@ -367,6 +371,10 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if at.name == "sub" and all(x.shape != shape for x in at.inputs()):
         # Of all pairs: its square, summed over, has a product in it.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
+    # Of exponentials that went different ways, as piece by piece, and from trip to trip.
+    one, other = (x.unshared for x in deep)
+    if at.name in ("add", "add_any"):
+        out = out._replace(sums=out.sums | one & other)
     a, b = (x.ends for x in deep)
     is_after = not (a and b) or facts.before(a) & b or facts.before(b) & a
     return out._replace(ends=0) if a != b and is_after else out
@@ -389,6 +397,10 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
+    return _running_sum(facts, at, inputs, out)
+
+
+def _running_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     sums = out.sums | out.unshared
     return out._replace(sums=sums, weights=out.weights & out.shares)
 
@@ -454,6 +466,7 @@ _RULES: dict[str, Any] = {
     "exp2": _exponential,
     "pow": _exponential,
     "reduce_sum": _reduce_sum,
+    "cumsum": _running_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min"], _greatest),
     "gather": _gathered,
