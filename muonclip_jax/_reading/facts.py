@@ -354,7 +354,9 @@ def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         # Summed over, it is a product of query and key that is written out.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
     is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
-    shares = out.shares | a.weights & b.sums | b.weights & a.sums
+    # What was summed in part is rescaled before the next part is added.
+    shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
+    shares |= out.shares
     return out._replace(shares=shares, is_onehot=is_onehot)
 
 

@@ -354,8 +354,9 @@ class Softmaxes:
             over = at.contracted
         # Of several softmaxes of the same logits the one over what one side alone has.
         known = [x for x in found if x and any(x <= side for side in free)]
-        keys = known[0] if known else frozenset().union(*found)
-        if not keys and (loops := [x for x in at.frame.lead if x.is_loop]):
+        every, apart = frozenset().union(*found), free[0] | free[1]
+        keys = known[0] if known else every & apart or every
+        if not keys & apart and (loops := [x for x in at.frame.lead if x.is_loop]):
             # A loop takes key by key: one side's, and what they weigh.
             values = set().union(
                 *(self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
@@ -365,9 +366,8 @@ class Softmaxes:
                 x | {y.axis for y in loops if y.of in mine - other}
                 for x, mine, other in zip(free, trips, trips[::-1], strict=True)
             )
-            keys = frozenset(
-                y.axis for y in loops if y.of in values & (trips[0] ^ trips[1])
-            )
+            own = values & (trips[0] ^ trips[1])
+            keys = frozenset(y.axis for y in loops if y.of in own) or keys
         return Product(at, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
