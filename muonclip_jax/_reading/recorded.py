@@ -114,11 +114,14 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     clipped = [named for named in layers if named.layer is not None]
     own = [layer for named in clipped for layer in named.found]
     for layer in own:
-        if layer.site is None:
+        if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
-    outs, found = _Recorder(own).run(call.body, call.values, ())
+    sites = [(layer, site) for layer in own for site in layer.sites]
+    outs, found = _Recorder(sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
-    rows = (found[i] for i in range(len(own)))
+    of_sites = (found[i] for i in range(len(sites)))
+    largest_of = lambda x: functools.reduce(jnp.maximum, [next(of_sites) for _ in x])
+    rows = (largest_of(layer.sites) for layer in own)
     for named in clipped:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
         # A layer that is called more than once has the largest of all its calls.
@@ -134,11 +137,9 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
 class _Recorder:
     """Runs a jaxpr again, and forms the maximum where logits enter a softmax."""
 
-    def __init__(self, layers: Sequence[Layer]):
-        self._layers = dict(enumerate(layers))
-        self._sites: dict[int, Site] = {
-            i: x.site for i, x in self._layers.items() if x.site
-        }
+    def __init__(self, sites: Sequence[tuple[Layer, Site]]):
+        self._layers = {n: layer for n, (layer, _) in enumerate(sites)}
+        self._sites = {n: site for n, (_, site) in enumerate(sites)}
 
     def run(
         self, body: jaxprs.Inner, values: Sequence[Any], outer: Address, branch: int = 0
@@ -174,7 +175,7 @@ class _Recorder:
         if not (inside := self._inside(at)):
             return jaxprs.bound(eqn, inputs), {}
         if rule := kernels.rule_of(eqn):
-            ((n, layer),) = inside.items()
+            (layer, *_) = inside.values()
             found = rule.largest(eqn, jax.lax.stop_gradient(inputs))
             if found is None:
                 raise ValueError(
@@ -188,7 +189,7 @@ class _Recorder:
                     f"the kernel at {layer.line} has {found.size} heads, but its "
                     f"query and key have {layer.heads}: give it an axis of heads"
                 )
-            return jaxprs.bound(eqn, inputs), {n: found}
+            return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, found)
         # What runs its jaxpr often, not at all or on every device: each by a method.
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
