@@ -151,12 +151,14 @@ def _ways(reader: Softmaxes, read: Read, site: Site) -> list[Path]:
             site.boxes.append(_box(reader, site, reader.facts.product(other.at)))
         if {} in site.boxes:  # one of them is everywhere
             site.boxes = []
-    if path.caps:
-        (cap_at, scale), *_ = path.caps
-        if cap_at.frame is not site.at.frame or math.isnan(scale):
+    caps = {way.caps[0] if way.caps else None for way in ways}
+    if caps != {None}:
+        (cap_at, scale), *_ = filter(None, caps)
+        is_known = cap_at.frame is site.at.frame and not math.isnan(scale)
+        if not is_known or len(caps) > 1:
             raise Unclear(
-                "are softcapped by a number that is not known, or in a function of "
-                "their own: write cap * jnp.tanh(logits / cap), with a number for the "
+                "are softcapped by a number that is not known, in part, or in a "
+                "function of their own: write cap * jnp.tanh(logits / cap), with a number for the "
                 "cap, in the function that has the softmax"
             )
         site.cap_at, site.cap = cap_at, scale

@@ -5,6 +5,7 @@ sum, or by another function. From there it is followed back, with labels.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from .scaling import Scaling
 
 
 # Of entries along an axis.
+# By their last operand, or a power of it; `exp(logits - log(sum))` does.
+_DIVIDES = names("div integer_pow exp exp2 pow")
 _COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
 
@@ -143,9 +146,9 @@ class Softmaxes:
                 atom, axes = at.inputs()[i], tuple(x[i] for x in at.contracted)
             elif at.name in ("add", "add_any"):  # piece by piece, or key by key
                 (atom, other), axes = at.inputs(), ()
-                one, two = self.facts.of(atom).unshared, self.facts.of(other).unshared
-                if one & two:
-                    yield one & two, (atom, axes)
+                one, two = self.facts.of(atom).alone, self.facts.of(other).alone
+                if one and two:
+                    yield one | two, (atom, axes)
                 continue
             else:
                 continue
@@ -202,12 +205,20 @@ class Softmaxes:
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Exponentials of the same products, or that are divided by one sum of all."""
-        groups = list(exps.items())
-        alone = {bits for bits, _ in self.sums}
-        outs = (self.facts.of(x) for at in self.equations for x in at.outputs())
-        for bits in {x.sums for x in outs if not x.products & ~x.sums} - alone:
+        groups, handed = list(exps.items()), set()
+        by = [at.inputs()[-1] for at in self.equations if at.name in _DIVIDES]
+        for at in self.equations:  # what a loop goes on to sum
+            for frame in at.inside:
+                for i in frame.carried:
+                    given, own = (frame.outer[i].atom, frame.inputs[i])
+                    given, own = self.facts.of(given).sums, self.facts.of(own).sums
+                    handed |= {own} if given and given != own else set()
+        found = map(self.facts.of, by)
+        for bits in {x.sums for x in found if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
-            if len(own) > 1:
+            pairs = itertools.combinations(own, 2)
+            # Without such a pair, a part of the products has a softmax of its own, too.
+            if bits in handed or any(not x[0] & y[0] for x, y in pairs):
                 groups = [x for x in groups if x not in own]
                 groups.append((union(b for b, _ in own), sum((e for _, e in own), [])))
         return groups
@@ -320,8 +331,7 @@ class Softmaxes:
             at = origin.at
             if at is None or at.name in PRODUCTS or at.name == "reduce_sum":
                 return []
-            is_of_logits = bool(self.facts.of(at.inputs()[0]).products & bits)
-            if at.name == "reduce_max" and is_of_logits:
+            if at.name == "reduce_max" and self.facts.inputs(at)[0].products & bits:
                 found.append(at)
                 return []
             return [(i, None) for i in range(len(at.eqn.invars))]
@@ -345,7 +355,9 @@ class Softmaxes:
                 kept.update(*along)
                 # An axis whose entries were put in order comes of what is left.
                 left = {a - lead for x in free for a in x} - kept
-                of_axes = (along[a] or (left if atom.shape[a] > 1 else ()) for a in axes)
+                of_axes = (
+                    along[a] or (left if atom.shape[a] > 1 else ()) for a in axes
+                )
                 found.append(frozenset(lead + d for x in of_axes for d in x))
         if at.name in ("mul", "sub"):
             # What nothing comes of entry by entry was summed over.
@@ -356,7 +368,8 @@ class Softmaxes:
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
-        if not keys & apart and (loops := [x for x in at.frame.lead if x.is_loop]):
+        loops = [x for x in at.frame.lead if x.is_loop]
+        if loops and not keys & apart and self.facts.weight_of(at) is None:
             # A loop takes key by key: one side's, and what they weigh.
             values = set().union(
                 *(self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
