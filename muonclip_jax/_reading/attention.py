@@ -16,7 +16,7 @@ from .labels import along, distinct, full, is_varied, joined, marks, varied
 from .numbers import Lead
 from .primitives import moves
 from .scaling import ADDED, Factor, NORMED, Sum
-from .sites import Apart, Site, site_of, Unclear
+from .sites import Apart, Site, sites_of, Unclear
 from .softmaxes import Path, Product, Softmaxes
 
 
@@ -67,7 +67,7 @@ class Layer:
     # Loops whose trips are different layers, or different heads.
     loops: frozenset[Any] = frozenset()
     loops_of_heads: frozenset[Any] = frozenset()
-    site: Site | None = None
+    sites: list[Site] = dataclasses.field(default_factory=list)
     refusal: str = ""
     unclear: str = ""  # why its statistic cannot be recorded
 
@@ -137,14 +137,14 @@ class LayerReader:
             self.refusals.append(
                 "query and key are subtracted, and their distance squared"
             )
-        path = self._way_to_softmax()
+        ways = self._ways_to_softmax()
         # Where nothing scales the product, there may be a factor of the logits.
         is_unscaled = [(x.query, x.key) for x in self.pairs] == [(None, None)]
-        if is_unscaled and path and (own := self._temperature(path)):
+        if is_unscaled and ways and (own := self._temperature(ways[-1])):
             _put(layer.whole, own)
         else:
             self._roles(self.pairs, layer.heads)
-        if path:
+        for path in ways:
             self._check(path)
         layer.refusal = self.refusals[0] if self.refusals else ""
         return layer
@@ -173,16 +173,16 @@ class LayerReader:
         self.found.append((product, heads))
         self.bits |= facts.product(product.at)
 
-    def _way_to_softmax(self) -> Path | None:
-        """The path from the last product to its softmax, whose site is noted."""
+    def _ways_to_softmax(self) -> list[Path]:
+        """The paths from products to their softmax, whose sites are noted."""
         if not self.exps:
             self.refusals.append("it is normalized by a function other than softmax")
         if not (self.found and self.exps):
-            return None
-        path = None
+            return []
+        ways: list[Path] = []
         try:
-            self.layer.site, path = site_of(
-                self.softmaxes, self.found, self.exps[-1], self.bits
+            self.layer.sites, ways = sites_of(
+                self.softmaxes, self.found, self.exps, self.bits
             )
         except Apart:
             self.refusals.append(
@@ -191,7 +191,7 @@ class LayerReader:
             )
         except Unclear as why:
             self.layer.unclear = str(why)
-        return path
+        return ways
 
     def _check(self, path: Path) -> None:
         """Notes why logits are not linear in what scales the product."""
@@ -217,7 +217,7 @@ class LayerReader:
     def _temperature(self, path: Path) -> list[Part] | None:
         """Parameters that the logits themselves are multiplied with."""
         _, heads = self.found[-1]
-        rows = self.layer.site.rows if self.layer.site else ()
+        rows = self.layer.sites[-1].rows
         of = {1 << int(x): 1 << h for h, row in enumerate(rows) for x in row}
         for at, i, labels in path.factors:
             if at.name == "mul" and self.softmaxes.facts.of(at.inputs()[i]).is_weight:

@@ -64,6 +64,11 @@ class Fact(NamedTuple):
         return self.weights & ~self.shares
 
     @property
+    def alone(self) -> int:
+        """The same, of exponentials that weigh nothing, as a state's decays do."""
+        return 0 if self.products & ~self.weights else self.unshared
+
+    @property
     def is_deep(self) -> bool:
         """Whether it is an activation that parameters had a part in."""
         return self.leaves != 0 and not self.is_weight
@@ -221,6 +226,13 @@ class Facts:
         i = self.weight_of(at)
         out = self._met(at, out)
         out = out._replace(is_weight=False, is_pair=False, is_spread=False)
+        if not (a.leaves and b.leaves):
+            # By a matrix that is no parameter, as of ones, they are summed or mixed.
+            weights, other = a.weights | b.weights, at.to[1 if a.leaves else 0]
+            sums = a.unshared | b.unshared if at.contracted else 0
+            is_matrix = any(d not in at.shared for d in other if d is not None)
+            mixed = weights if is_matrix else 0
+            out = out._replace(sums=sums and sums | out.products, mixed=mixed)
         if i is None:
             # What another activation is multiplied with is no output yet.
             is_sum = a.is_deep and b.is_deep and at.contracted
@@ -350,7 +362,9 @@ def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         # Summed over, it is a product of query and key that is written out.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
     is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
-    shares = out.shares | a.weights & b.sums | b.weights & a.sums
+    # What was summed in part is rescaled before the next part is added.
+    shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
+    shares |= out.shares
     return out._replace(shares=shares, is_onehot=is_onehot)
 
 
@@ -367,6 +381,10 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if at.name == "sub" and all(x.shape != shape for x in at.inputs()):
         # Of all pairs: its square, summed over, has a product in it.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
+    # Of exponentials, as piece by piece, and from trip to trip.
+    one, other = (x.alone for x in deep)
+    if at.name in ("add", "add_any") and one and other:
+        out = out._replace(sums=out.sums | one | other)
     a, b = (x.ends for x in deep)
     is_after = not (a and b) or facts.before(a) & b or facts.before(b) & a
     return out._replace(ends=0) if a != b and is_after else out
@@ -389,6 +407,10 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
+    return _running_sum(facts, at, inputs, out)
+
+
+def _running_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     sums = out.sums | out.unshared
     return out._replace(sums=sums, weights=out.weights & out.shares)
 
@@ -454,6 +476,7 @@ _RULES: dict[str, Any] = {
     "exp2": _exponential,
     "pow": _exponential,
     "reduce_sum": _reduce_sum,
+    "cumsum": _running_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min"], _greatest),
     "gather": _gathered,

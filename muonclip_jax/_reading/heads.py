@@ -55,7 +55,7 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     over = {a for a, _ in product.over} if product.at.name == "mul" else set()
     sizes = {x.axis: x.size for x in product.at.frame.lead}
     sizes |= {lead + d: n for d, n in enumerate(product.shape)}
-    gone = {lead + d for d in product.keys | over}
+    gone = product.keys | {lead + d for d in over}
     axes = sorted(a for a, n in sizes.items() if n > 1 and a not in gone)
     chosen = _axes_of(scaling, product, order, {a: sizes[a] for a in axes})
     count = math.prod(sizes[a] for a in chosen)
@@ -91,8 +91,8 @@ def _axes_of(
                 if kernel := _maker(s.factors, n):
                     of_kernels.append(_along(sizes, loops, kernel.labels))
                 elif s.factors:
-                    free = {product.lead + d for d in product.free[i]}
-                    of_others.append(_along(sizes, loops, s.factors[0].labels) - free)
+                    own = _along(sizes, loops, s.factors[0].labels)
+                    of_others.append(own - product.free[i])
             known = of_kernels or of_others
             chosen |= set.intersection(*known) if known else set()
     return sorted(chosen)

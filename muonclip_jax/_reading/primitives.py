@@ -148,6 +148,16 @@ def _along(op: Op) -> Moves:
     return [(0, lambda label: joined(label, [op.lead + axis for axis in axes]))]
 
 
+@_rule("sort top_k approx_top_k")
+def _ordered(op: Op) -> Moves:
+    """Entries along an axis, in another order or the first of these."""
+    if op.k >= len(op.ins):
+        return []  # indices
+    own = len(op.out)
+    axis = op.params.get("dimension", op.params.get("reduction_dimension", -1)) % own
+    return [(op.k, op.through([None if d == axis else d for d in range(own)]))]
+
+
 @_rule("rev")
 def _rev(op: Op) -> Moves:
     axes = [op.lead + d for d in op.params["dimensions"]]

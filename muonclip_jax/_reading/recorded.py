@@ -117,11 +117,14 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     clipped = [named for named in layers if named.layer is not None]
     own = [layer for named in clipped for layer in named.found]
     for layer in own:
-        if layer.site is None:
+        if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
-    outs, found = _Recorder(own).run(call.body, call.values, ())
+    sites = [(layer, site) for layer in own for site in layer.sites]
+    outs, found = _Recorder(sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
-    rows = (found[i] for i in range(len(own)))
+    of_sites = (found[i] for i in range(len(sites)))
+    largest_of = lambda x: functools.reduce(jnp.maximum, [next(of_sites) for _ in x])
+    rows = (largest_of(layer.sites) for layer in own)
     for named in clipped:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
         # A layer that is called more than once has the largest of all its calls.
@@ -160,15 +163,15 @@ def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
 class _Recorder:
     """Runs a jaxpr again, and forms the maximum where logits enter a softmax."""
 
-    def __init__(self, layers: Sequence[Layer]):
-        self._layers = dict(enumerate(layers))
-        self._sites: dict[int, Site] = {
-            i: x.site for i, x in self._layers.items() if x.site
-        }
+    def __init__(self, sites: Sequence[tuple[Layer, Site]]):
+        self._layers = {n: layer for n, (layer, _) in enumerate(sites)}
+        self._sites = {n: site for n, (_, site) in enumerate(sites)}
         # Equations between products and softmaxes, each with the operands that are a
         # bias, and the equations around these.
-        ways = (site.way.items() for site in self._sites.values())
-        self._way: dict[Address, set[int]] = {at: i for way in ways for at, i in way}
+        self._way: dict[Address, set[int]] = {}
+        for _, site in sites:
+            for at, biases in site.way.items():
+                self._way.setdefault(at, set()).update(biases)
         self._around = {at[:n] for at in self._way for n in range(1, len(at))}
 
     def run(
@@ -222,7 +225,7 @@ class _Recorder:
         if not inside and (rule or at not in self._around):
             return jaxprs.bound(eqn, _values(inputs)), {}
         if rule:
-            ((n, layer),), inputs = inside.items(), _values(inputs)
+            (layer, *_), inputs = inside.values(), _values(inputs)
             found = rule.largest(eqn, jax.lax.stop_gradient(inputs))
             if found is None:
                 raise ValueError(
@@ -236,7 +239,7 @@ class _Recorder:
                     f"the kernel at {layer.line} has {found.size} heads, but its "
                     f"query and key have {layer.heads}: give it an axis of heads"
                 )
-            return jaxprs.bound(eqn, inputs), {n: found}
+            return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, found)
         # What runs its jaxpr often, not at all or on every device: each by a method.
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):

@@ -91,18 +91,46 @@ class Apart(Exception):
     """Products that enter one softmax as the logits of different heads."""
 
 
-def site_of(
-    reader: Softmaxes, read: Sequence[tuple[Product, Heads]], exp: Eqn, bits: int
-) -> tuple[Site, Path | None]:
-    """Where the products of a layer enter its softmax, and the way of the last one."""
+Read = Sequence[tuple[Product, Heads]]
+
+
+def sites_of(
+    reader: Softmaxes, read: Read, exps: Sequence[Eqn], bits: int
+) -> tuple[list[Site], list[Path]]:
+    """Where the products of a layer enter its softmax, and the ways of all of them.
+
+    Once where all logits are joined; tiles of keys are exponentiated one by one.
+    """
+    if named := _statistic(reader, read[-1][0]):
+        return [named], []
+    sites: dict[Atom, Site] = {}
+    ways: list[Path] = []
+    left = bits
+    for exp in exps:
+        site = _entrance(reader, exp, bits)
+        if site is None or site.atom in sites:
+            continue
+        fact = reader.facts.of(site.atom)
+        here = [x for x in read if reader.facts.product(x[0].at) & fact.products]
+        if here:
+            sites[site.atom] = site
+            ways += _ways(reader, here, site, bits)
+            left &= ~fact.products
+    if left or not sites:
+        raise Unclear(_LOST)
+    return [*sites.values()], ways
+
+
+_LOST = "could not be followed into the softmax"
+
+
+def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
+    """The ways of products to a site, of which is noted where heads are there."""
     product, heads = read[-1]
-    if named := _statistic(reader, product):
-        return named, None
-    site = _entrance(reader, exp, bits)
     atom, bit = site.atom, reader.facts.product(product.at)
     labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
     if labels is None:
-        raise Unclear("could not be followed into the softmax")
+        raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
     # A part of these entries may be nobody's, which `is_varied` would not see.
     marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
@@ -110,7 +138,9 @@ def site_of(
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
     site.rows, of_heads_alone = _rows(reader, site, product, heads)
     path.factors = of_heads_alone.factors
-    if path.joins:
+    others = (reader.facts.product(other.at) for other, _ in read[:-1])
+    ways = [*(reader.to_product(atom, atom.whole, x)[1] for x in others), path]
+    if any(way.joins for way in ways):
         # One query may have its logits with keys of several kinds joined, as with their
         # means. Joined along the axis of heads they are of other heads in each product,
         # which are no heads of one layer.
@@ -122,7 +152,7 @@ def site_of(
         if {} in site.boxes:  # one of them is everywhere
             site.boxes = []
     _note_biases(reader, site, [product for product, _ in read], bits)
-    return site, path
+    return ways
 
 
 def _note_biases(
@@ -176,11 +206,12 @@ def _is_of(reader: Softmaxes, atom: Atom, call: Eqn) -> bool:
     return bool(found)
 
 
-def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
+def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
     """From an exponential back to where its operand was not shifted yet.
 
     A softmax subtracts the maximum of its logits, and their log-sum-exp, or any other
-    number that all logits of a query share.
+    number that all logits of a query share. `None` where these are what it is of: what
+    was summed before another maximum was known is rescaled.
     """
     base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
@@ -193,15 +224,17 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site:
         (at,), inputs = made, made[0].inputs()
         facts = reader.facts.inputs(at)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
+        if at.name == "max" and len(own) > 1 or at.name == "log":
+            return None
         if not own or not moves(at, 0):
             return found
         if at.name in ("mul", "div") and len(own) > 1:
             return found  # what is divided by a spread of its own is no shift
         if at.name == "sub" and own[0] == 0:
-            if maxima := reader.maxima(inputs[1], bits):
+            if maxima := reader.maxima(inputs[1], facts[0].products & bits):
                 axes = tuple(maxima[0].eqn.params["axes"])
                 found = Site(maxima[0], axes, factor=factor)
-            elif own == [0, 1]:
+            elif own == [0, 1] or reader.maxima(inputs[1], bits):
                 found = Site(at, factor=factor)
         elif at.name in ("mul", "div") and len(own) == 1:
             number = known_number(inputs[1 - own[0]])

@@ -5,6 +5,7 @@ sum, or by another function. From there it is followed back, with labels.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 from .facts import Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels, Origin
 from .jaxprs import names
-from .labels import either, Label, moved, small
+from .labels import either, is_varied, Label, marks, moved, small
 from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
 # Of entries along an axis.
+# By their last operand, or a power of it; `exp(logits - log(sum))` does.
+_DIVIDES = names("div integer_pow exp exp2 pow")
 _COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
 
@@ -25,12 +28,12 @@ class Product(NamedTuple):
     """A product of query and key, as it enters a softmax."""
 
     at: Eqn
-    keys: frozenset[int]  # its dimensions that the softmax is over
+    keys: frozenset[int]  # axes of its labels that the softmax is over
     # For each operand, the dimension of the product that each of its own is.
     to: list[list[int | None]]
     # Pairs of dimensions of the operands that it sums over.
     over: list[tuple[int, int]]
-    # Dimensions of the product that one operand alone has.
+    # Axes of its labels that one operand alone has.
     free: tuple[frozenset[int], frozenset[int]]
 
     @property
@@ -79,6 +82,9 @@ class Path:
 #: An array, and axes of it that something is over.
 Over = tuple[Atom, tuple[int, ...]]
 
+#: Where weights meet activations, and which operand they are.
+Place = tuple[Eqn, int]
+
 
 class Softmax(NamedTuple):
     """Products that are normalized together, by whatever function."""
@@ -86,6 +92,7 @@ class Softmax(NamedTuple):
     bits: int
     exps: list[Eqn]  # none where it is another function than an exponential
     over: list[Over]
+    places: list[Place]
     is_summed: bool = True  # it is seen to divide by a sum
 
 
@@ -129,6 +136,20 @@ class Softmaxes:
                 atom, numbers = at.inputs()[-1], at.eqn.params["dimension_numbers"]
                 own = range(len(atom.shape))
                 axes = tuple(d for d in own if d not in numbers.update_window_dims)
+            elif at.name == "cumsum":
+                atom, axes = at.inputs()[0], (at.eqn.params["axis"],)
+            elif at.contracted:  # with ones, or a mask
+                facts = self.facts.inputs(at)
+                i = int(not facts[0].leaves)
+                if facts[1 - i].leaves:
+                    continue
+                atom, axes = at.inputs()[i], tuple(x[i] for x in at.contracted)
+            elif at.name in ("add", "add_any"):  # piece by piece, or key by key
+                (atom, other), axes = at.inputs(), ()
+                one, two = self.facts.of(atom).alone, self.facts.of(other).alone
+                if one and two:
+                    yield one | two, (atom, axes)
+                continue
             else:
                 continue
             if bits := self.facts.of(atom).unshared:
@@ -148,7 +169,7 @@ class Softmaxes:
 
     def all(self) -> Iterator[Softmax]:
         """Groups of products that were normalized and weigh activations."""
-        weighed: list[tuple[int, Over]] = []
+        weighed: list[tuple[int, Place]] = []
         exps: dict[int, list[Eqn]] = {}
         for at in self.equations:
             if at.inside:
@@ -159,14 +180,15 @@ class Softmaxes:
             elif at.name in PRODUCTS or at.name == "mul":
                 weighed += self._weighs(at, facts)
         seen = 0
-        for bits, own in exps.items():
+        for bits, own in self._together(exps):
             places = [x for b, x in weighed if b & bits]
             if places and bits & ~seen:
                 seen |= bits
-                # Where it divides by no sum that is seen, as one that values with a
-                # column of ones bring, it is over what it weighs.
+                # Where it divides by no sum that is seen along an axis, as one that
+                # values with a column of ones bring, it is over what it weighs.
                 sums = [x for b, x in self.sums if b & bits]
-                yield Softmax(bits, own, sums or places, bool(sums))
+                over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
+                yield Softmax(bits, own, over, places, bool(sums))
         # Weights that are made in another way than by exponentials.
         for at in self.equations:
             if at.contracted:
@@ -179,7 +201,27 @@ class Softmaxes:
                         continue
                     if bits := self._compared_along(bits, over):
                         seen |= bits
-                        yield Softmax(bits, [], [over])
+                        yield Softmax(bits, [], [over], [(at, i)])
+
+    def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
+        """Exponentials of the same products, or that are divided by one sum of all."""
+        groups, handed = list(exps.items()), set()
+        by = [at.inputs()[-1] for at in self.equations if at.name in _DIVIDES]
+        for at in self.equations:  # what a loop goes on to sum
+            for frame in at.inside:
+                for i in frame.carried:
+                    given, own = (frame.outer[i].atom, frame.inputs[i])
+                    given, own = self.facts.of(given).sums, self.facts.of(own).sums
+                    handed |= {own} if given and given != own else set()
+        found = map(self.facts.of, by)
+        for bits in {x.sums for x in found if x.sums and not x.products & ~x.sums}:
+            own = [x for x in groups if not x[0] & ~bits]
+            pairs = itertools.combinations(own, 2)
+            # Without such a pair, a part of the products has a softmax of its own, too.
+            if bits in handed or any(not x[0] & y[0] for x, y in pairs):
+                groups = [x for x in groups if x not in own]
+                groups.append((union(b for b, _ in own), sum((e for _, e in own), [])))
+        return groups
 
     def _compared_along(self, bits: int, over: Over) -> int:
         """The products whose entries are compared along what they are weighed over.
@@ -207,19 +249,31 @@ class Softmaxes:
         lead, rank = len(at.frame.lead), len(at.output().shape)
         return [{d for d in range(rank) if x.shape[lead + d] > 1} for x in labels]
 
-    def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Over]]:
+    def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
         """The products whose exponentials weigh other activations here."""
         for i in (0, 1):
-            mine, other, atom = facts[i], facts[1 - i], at.inputs()[i]
+            mine, other = facts[i], facts[1 - i]
             own = mine.weights | mine.mixed
             if not own or own & (other.weights | other.products):
                 continue
-            if at.name == "mul":
-                # Each weighs a vector, and so is the same along a dimension.
-                if other.is_deep and self.is_repeated(at, i) and own & self.summed:
-                    yield own, (atom, ())
-            elif at.contracted and (other.is_deep or other.has_data):
-                yield own, (atom, tuple(pair[i] for pair in at.contracted))
+            # Entry by entry each weighs a vector: it is the same along a dimension.
+            is_vector = self.is_repeated(at, i) and bool(own & self.summed)
+            if (other.is_deep or other.has_data) and (at.contracted or is_vector):
+                yield own, (at, i)
+
+    def _over(self, at: Eqn, i: int) -> Over:
+        """The axes of weights along which they differ, and what they weigh, too."""
+        if at.contracted:
+            return at.inputs()[i], tuple(pair[i] for pair in at.contracted)
+        to = self._to(at)
+        both = shared(to)
+        return at.inputs()[i], tuple(a for a, d in enumerate(to[i]) if d in both)
+
+    def _to(self, at: Eqn) -> list[list[int | None]]:
+        """Of a product, the dimension of it that each of its operands' becomes."""
+        if at.name in PRODUCTS:
+            return at.to
+        return [self._dims(x, at.output()) for x in at.inputs()]
 
     def is_repeated(self, at: Eqn, i: int) -> bool:
         """Whether an operand is repeated along a dimension of an entrywise result."""
@@ -274,18 +328,20 @@ class Softmaxes:
             at = origin.at
             if at is None or at.name in PRODUCTS or at.name == "reduce_sum":
                 return []
-            if at.name != "reduce_max":
-                return [(i, None) for i in range(len(at.eqn.invars))]
-            if self.facts.of(at.inputs()[0]).products & bits:
+            if at.name == "reduce_max" and self.facts.inputs(at)[0].products & bits:
                 found.append(at)
-            return []
+                return []
+            return [(i, None) for i in range(len(at.eqn.invars))]
 
         self.graph.back(atom, atom.whole, ahead)
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
         """A product, with its dimensions that the softmax is over."""
-        bit, dims = self.facts.product(at), at.output().shape
+        bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
+        to = self._to(at)
+        own = [frozenset(lead + d for d in x if d is not None) for x in to]
+        free = own[0] - own[1], own[1] - own[0]
         found: list[frozenset[int]] = []
         kept: set[int] = set()
         for atom, axes in softmax.over:
@@ -293,21 +349,52 @@ class Softmaxes:
                 continue
             along = self._along(bit, atom)
             if along is not None:
-                found.append(frozenset().union(*(along[a] for a in axes)))
                 kept.update(*along)
+                # An axis whose entries were put in order comes of what is left.
+                left = {a - lead for x in free for a in x} - kept
+                of_axes = (
+                    along[a] or (left if atom.shape[a] > 1 else ()) for a in axes
+                )
+                found.append(frozenset(lead + d for x in of_axes for d in x))
         if at.name in ("mul", "sub"):
             # What nothing comes of entry by entry was summed over.
-            to = [self._dims(x, at.output()) for x in at.inputs()]
-            own = shared(to)
-            over = [(d, d) for d in sorted(own - kept) if dims[d] > 1]
+            over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
         else:
-            to, over = at.to, at.contracted
-        own = [frozenset(d for d in x if d is not None) for x in to]
-        free = own[0] - own[1], own[1] - own[0]
+            over = at.contracted
         # Of several softmaxes of the same logits the one over what one side alone has.
         known = [x for x in found if x and any(x <= side for side in free)]
-        keys = known[0] if known else frozenset().union(*found)
+        every, apart = frozenset().union(*found), free[0] | free[1]
+        keys = known[0] if known else every & apart or every
+        loops = [x for x in at.frame.lead if x.is_loop]
+        if loops and not keys & apart and self.facts.weight_of(at) is None:
+            # A loop takes key by key: one side's, and what they weigh.
+            values = set().union(
+                *(self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
+            )
+            trips = [self._trips(x) for x in at.inputs()]
+            free = tuple(
+                x | {y.axis for y in loops if y.of in mine - other}
+                for x, mine, other in zip(free, trips, trips[::-1], strict=True)
+            )
+            own = values & (trips[0] ^ trips[1])
+            keys = frozenset(y.axis for y in loops if y.of in own) or keys
         return Product(at, keys, to, over, free)
+
+    def _trips(self, atom: Atom) -> set[Any]:
+        """The loops of which each trip has another one of an array."""
+        loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
+        found: set[Any] = set()
+
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            back = moves(origin.at, origin.k) if origin.at else []
+            if not back:
+                pairs = zip(loops, origin.labels, strict=True)
+                found.update(x.of for x, label in pairs if is_varied(label))
+            return [(i, None) for i, _ in back]
+
+        labels = tuple(marks(atom.rank, x.axis, x.size) for x in loops)
+        self.graph.back(atom, labels, ahead)
+        return found
 
     def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
         """The dimensions of an entrywise product along which an operand is no copy."""
@@ -320,6 +407,7 @@ class Softmaxes:
     def products(self, softmax: Softmax) -> list[Product]:
         """The products of query and key; none where a softmax is no attention's."""
         bits, products = softmax.bits, self.facts.products.items()
+        has_values = softmax.is_summed and any(map(self._is_of_vectors, softmax.places))
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
@@ -327,10 +415,16 @@ class Softmaxes:
         past = union(f.past for p in own for f in self.facts.inputs(p.at))
         more = [p for p in every if own and not self.facts.event(p.at) & past]
         own += [p for p in more if p not in own and self._is_relative(p)]
+        if own:
+            own += [p for p in more if p not in own and self._is_of_data(p)]
         # Exponentials that no sum divides are decays, as of a state space.
         asked = every if softmax.is_summed else []
         own = own or [p for p in asked if self._is_asked(p)]
-        return own or [p for p in every if self._is_of_data(p)]
+        return own or [
+            p
+            for p in every
+            if self._is_of_data(p) and (has_values or self._has_examples(p))
+        ]
 
     def _is_of_activations(self, at: Eqn) -> bool:
         a, b = self.facts.inputs(at)[:2]
@@ -338,17 +432,20 @@ class Softmaxes:
         return bool(a.leaves and b.leaves) and not is_weighted
 
     def _is_of_data(self, product: Product) -> bool:
-        """Whether one side is data as they are, of the examples that the other has.
-
-        Without examples it may be any table of numbers.
-        """
+        """Whether one side is data as they are."""
         facts = self.facts.inputs(product.at)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
-        has_examples = product.at.name != "mul" and bool(shared(product.to))
-        is_sided = any(product.is_key)
-        return (
-            is_of_data and any(f.is_deep for f in facts) and has_examples and is_sided
-        )
+        return is_of_data and any(f.is_deep for f in facts) and any(product.is_key)
+
+    def _has_examples(self, product: Product) -> bool:
+        """Whether data are of the examples that the other side has, and no table."""
+        return product.at.name != "mul" and bool(shared(product.to))
+
+    def _is_of_vectors(self, place: Place) -> bool:
+        """Whether what is weighed has entries of its own for each weight."""
+        at, i = place
+        to = self._to(at)
+        return any(at.output().shape[d] > 1 for d in {*to[1 - i]} - {*to[i], None})  # type: ignore
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.
@@ -370,5 +467,5 @@ class Softmaxes:
             return False
         fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
-        is_many = any(product.shape[d] > 1 for d in product.free[i])
+        is_many = any(product.shape[d - product.lead] > 1 for d in product.free[i])
         return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)

@@ -158,14 +158,16 @@ class Uses:
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
         """Notes that what decides an order may decide where activations go.
 
-        So the outputs of a router do, which are seen in the array. Distances to the
-        codes of a vector quantizer are sums over outputs: no kernel before them is a
-        router.
+        So the outputs of a router do, which are seen in the array, each apart.
+        Distances to the codes of a vector quantizer are sums over outputs, and logits
+        of heads over some: no kernel before them is a router.
         """
         self._use("elementwise", at, *facts)
         ends = facts[0].ends
         for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
-            if any(map(is_varied, labels)):
+            each = zip(*(x.ravel().tolist() for x in np.broadcast_arrays(*labels)))
+            own = [x for x in each if any(x)]
+            if any(map(is_varied, labels)) and len({*own}) == len(own):
                 self.chosen |= self._facts.event(maker) & ends
 
     # Products.

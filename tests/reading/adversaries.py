@@ -10,5 +10,6 @@ import adversaries_odds as adversaries_odds
 import adversaries_queries as adversaries_queries
 import adversaries_query_and_key as adversaries_query_and_key
 import adversaries_softmaxes as adversaries_softmaxes
+import adversaries_sums as adversaries_sums
 import adversaries_systems as adversaries_systems
 from pieces_of_cases import CASES as CASES

@@ -221,8 +221,8 @@ def squared_relus_divided_by_their_sum(p, x):
     return end(p, x, mixed(w / (w.sum(-1, keepdims=True) + 1e-6), v))
 
 
-# Blocks of one key: the softmax has no axis that would show which operand is the key.
-@case(SAYS, one(), X, attention="said")
+# Blocks of one key: the loop shows which operand is the key.
+@case(SAYS, one(), X, attention="read")
 def blocks_with_a_running_maximum(p, x):
     q, k, v = qkv(p, x)
     first = jnp.full((B, H, T), -jnp.inf), jnp.zeros((B, H, T)), jnp.zeros((B, T, H, K))
