@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .facts import union
-from .graph import Eqn
+from .dependence import Dependence, Use
+from .facts import members, union
+from .graph import Atom, Eqn
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
 from .labels import along, distinct, full, is_varied, joined, marks, varied
 from .numbers import Lead
@@ -34,6 +35,11 @@ class Part:
     heads: int  # how many it distinguishes
     stack: tuple[int, ...]  # axes of layers that a loop runs
     why: str = ""  # it is not known which layer an entry is of
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Which entries of the parameter it has; it broadcasts."""
+        return np.expand_dims(self.owners >= 0, self.stack)
 
 
 PICKED = (
@@ -95,13 +101,42 @@ class _Pair(NamedTuple):
     def side(self, i: int) -> list[Part] | None:
         return self.key if i else self.query
 
+    def without(self, i: int, why: str) -> "_Pair":
+        """The pair of which one side stays."""
+        whys = [why if j == i else x for j, x in enumerate(self.whys)]
+        return _Pair(*(None if j == i else self.side(j) for j in (0, 1)), whys)
+
+
+class _Array(NamedTuple):
+    """An array that enters logits, and of which scaled entries it is linear in."""
+
+    atom: Atom
+    role: int | None
+    line: str = ""  # where it does, if that is known
+
+
+class _Scaled(NamedTuple):
+    """Entries that a clip would scale, and where they meet activations."""
+
+    parts: list[Part]
+    events: set[int]
+
+    def has(self, use: Use) -> bool:
+        return any(
+            part.parameter == use.parameter
+            and bool((part.mask & (use.label != 0)).any())
+            for part in self.parts
+        )
+
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     """One for each softmax of products of query and key."""
-    found = []
-    for softmax in softmaxes.all():
-        if products := softmaxes.products(softmax):
-            found.append(LayerReader(softmaxes, products, softmax.exps).read())
+    softmax_of = ((x, softmaxes.products(x)) for x in softmaxes.all())
+    made = [(products, x.exps) for x, products in softmax_of if products]
+    facts = softmaxes.facts
+    bits = union(facts.product(p.at) for products, _ in made for p in products)
+    dependence = Dependence(softmaxes.graph, facts, bits)
+    found = [LayerReader(softmaxes, dependence, *x).read() for x in made]
     # In the order in which the function calls them: paths may be numbered by it.
     return sorted((x for x in found if x), key=lambda x: x.products[0].at)
 
@@ -109,8 +144,15 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
 class LayerReader:
     """The reading of the products that one softmax is of."""
 
-    def __init__(self, softmaxes: Softmaxes, products: list[Product], exps: list[Eqn]):
-        self.softmaxes, self.products, self.exps = softmaxes, products, exps
+    def __init__(
+        self,
+        softmaxes: Softmaxes,
+        dependence: Dependence,
+        products: list[Product],
+        exps: list[Eqn],
+    ):
+        self.softmaxes, self.dependence = softmaxes, dependence
+        self.products, self.exps = products, exps
         self.layer = Layer([p.at for p in products])
         self.refusals: list[str] = []
         # What was read so far: the products but those that are biases, as bits, too;
@@ -119,7 +161,9 @@ class LayerReader:
         self.bits = 0
         self.pairs: list[_Pair] = []
         self.queries: set[int] = set()
-        self.events = 0  # where what scales the logits meets activations
+        # Queries and keys, and for each of both where what scales it meets activations.
+        self.arrays: list[_Array] = []
+        self.events: tuple[set[int], set[int]] = set(), set()
 
     def read(self) -> Layer | None:
         layer = self.layer
@@ -138,14 +182,25 @@ class LayerReader:
                 "query and key are subtracted, and their distance squared"
             )
         ways = self._ways_to_softmax()
+        # A query that the key gates is linear in its own kernel, but not in the key's:
+        # the key stays.
+        scaled = [
+            _Scaled([p for x in self.pairs for p in x.side(i) or ()], self.events[i])
+            for i in (QUERY, KEY)
+        ]
+        for i, why in self._again(scaled, self.arrays, ways).items():
+            self.pairs = [x.without(i, why) for x in self.pairs]
         # Where nothing scales the product, there may be a factor of the logits.
         is_unscaled = [(x.query, x.key) for x in self.pairs] == [(None, None)]
         if is_unscaled and ways and (own := self._temperature(ways[-1])):
             _put(layer.whole, own)
         else:
             self._roles(self.pairs, layer.heads)
-        for path in ways:
-            self._check(path)
+        for at in (at for path in ways for at in path.nonlinear):
+            self.refusals.append(
+                f"{at.name} at {at.line}, which is not linear, stands between the "
+                "product and its softmax"
+            )
         layer.refusal = self.refusals[0] if self.refusals else ""
         return layer
 
@@ -193,26 +248,39 @@ class LayerReader:
             self.layer.unclear = str(why)
         return ways
 
-    def _check(self, path: Path) -> None:
-        """Notes why logits are not linear in what scales the product."""
-        facts = self.softmaxes.facts
-        for at in path.nonlinear:
-            self.refusals.append(
-                f"{at.name} at {at.line}, which is not linear, stands between the "
-                "product and its softmax"
-            )
-        for at, i in path.added:
-            fact = facts.of(at.inputs()[i])
-            if fact.events & self.events and not fact.products & self.bits:
-                self.refusals.append(
-                    "its query or key enters another summand of the logits at "
-                    f"{at.line}"
-                )
-        for at, i, _ in path.factors:
-            if facts.of(at.inputs()[i]).events & self.events:
-                self.refusals.append(
-                    f"its query or key enters a factor of the logits at {at.line}"
-                )
+    def _again(
+        self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
+    ) -> dict[int, str]:
+        """Which of the scaled entries enter logits in a second way, and where.
+
+        `arrays` are all that query, key or a temperature is made of. What is added to
+        logits or multiplied with them may not change with scaled entries at all.
+        """
+        facts, found = self.softmaxes.facts, {}
+        own = {x.atom for x in arrays}
+        others = (x[:2] for way in ways for x in (*way.added, *way.factors))
+        for at, i in others:
+            atom = at.inputs()[i]
+            if atom not in own and not facts.of(atom).products & self.bits:
+                arrays = [*arrays, _Array(atom, None, at.line)]
+        # An earlier call of the layer may use entries, too. It made the layer's input.
+        before: dict[int, int] = {}
+        for parts, events in scaled:
+            for x in (part.parameter for part in parts):
+                met = facts.meetings(x) & union(events)
+                past = union(facts.upstream(1 << i) for i in members(met)) & ~met
+                before[x] = before.get(x, 0) | past
+        events = union(facts.meetings(x) & ~past for x, past in before.items())
+        parameters = union(1 << x for x in before)
+        for atom, role, line in arrays:
+            for use in self.dependence.uses(atom, events, parameters):
+                if use.event and not use.event & ~before.get(use.parameter, 0):
+                    continue
+                sides = [i for i, x in enumerate(scaled) if x.has(use)]
+                if role not in sides or use.event not in scaled[role].events:
+                    why = AGAIN.format(line or use.line or self.layer.line)
+                    found |= {i: why for i in sides if i not in found}
+        return found
 
     def _temperature(self, path: Path) -> list[Part] | None:
         """Parameters that the logits themselves are multiplied with."""
@@ -226,9 +294,12 @@ class LayerReader:
                     label |= np.where((labels[0] & entry) != 0, head, 0).astype(object)
                 move = dict(moves(at, 0))[i]
                 found = self.softmaxes.scaling.of(at.inputs()[i], (move(label),))
-                parts, _ = self._parts(found, heads, [])
+                parts, _, events = self._parts(found, heads, [])
                 if parts and all(p.heads in (1, heads.number) for p in parts):
-                    return parts
+                    arrays = [x._replace(role=None) for x in self.arrays]
+                    arrays.append(_Array(at.inputs()[i], 0))
+                    if not self._again([_Scaled(parts, events)], arrays, [path]):
+                        return parts
         return None
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
@@ -290,7 +361,10 @@ class LayerReader:
                     label = label & inside
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
                 found = self.softmaxes.scaling.of(atom, (label, *trips), shows_all)
-                parts, why = self._parts(found, heads, loops)
+                parts, why, events = self._parts(found, heads, loops)
+                role = order.index(i)
+                self.arrays.append(_Array(atom, role))
+                self.events[role].update(events)
                 out.append(parts)
                 whys.append(why)
             if out[0] == [] or out[1] == []:
@@ -317,8 +391,9 @@ class LayerReader:
 
     def _parts(
         self, found: Sum, heads: Heads, loops: list[Lead]
-    ) -> tuple[list[Part] | None, str]:
+    ) -> tuple[list[Part] | None, str, set[int]]:
         parts: dict[int, Part] = {}
+        events: set[int] = set()
         for s in found:
             made = [f for f in s.linear if f.labels[0].any()] or s.factors
             self.layer.makers |= {f.parameter for f in made}
@@ -328,7 +403,7 @@ class LayerReader:
             linear = [f for f in s.linear if f.parameter not in self.softmaxes.frozen]
             made = [(self._part(f, heads, loops), f.event) for f in linear]
             if not made:
-                return None, FROZEN if s.linear else s.why or NORMED
+                return None, FROZEN if s.linear else s.why or NORMED, events
             # The last that was applied is first; but only what distinguishes heads can
             # be scaled for each of them.
             own = [x for x in made if x[0].heads == heads.number > 1]
@@ -337,13 +412,13 @@ class LayerReader:
             known = [*parts.values()]
             again = [x for x in own or made if known and _overlap([x[0]], known)]
             best, event = (again or own or made)[0]
-            self.events |= event
+            events.add(event)
             if old := parts.get(best.parameter):
                 if _disagree(old, best):
                     self.refusals.append("a parameter's entries are in several heads")
                 best = _merged(old, best)
             parts[best.parameter] = best
-        return list(parts.values()), ""
+        return list(parts.values()), "", events
 
     def _part(self, factor: Factor, heads: Heads, loops: list[Lead]) -> Part:
         label, why = factor.labels[0], PICKED if factor.is_picked else ""
@@ -408,26 +483,22 @@ class LayerReader:
             return KEY
         if k:
             self.refusals.append(
-                "nothing scales the query, such as one that is normed without a gain, "
-                "and several query heads share a key"
+                f"{pair.whys[0]} the query, and several query heads share a key"
             )
         else:
             self.refusals.append(_why(*pair.whys))
         return None
 
 
+AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
 FROZEN = "what makes it is frozen, so that no parameter scales"
 QUERY, KEY, BOTH, NONE = 0, 1, "both", "none"
 
 
 def _overlap(one: list[Part] | None, other: list[Part] | None) -> bool:
     """Whether parts have entries in common."""
-
-    def of(part: Part) -> np.ndarray:
-        return np.expand_dims(part.owners >= 0, part.stack)
-
     return any(
-        a.parameter == b.parameter and bool((of(a) & of(b)).any())
+        a.parameter == b.parameter and bool((a.mask & b.mask).any())
         for a in one or ()
         for b in other or ()
     )

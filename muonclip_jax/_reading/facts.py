@@ -125,6 +125,28 @@ class Facts:
         """The bit of an equation where parameters meet activations; 0 if none do."""
         return self._events.get(at, 0)
 
+    def meetings(self, parameter: int) -> int:
+        """The events in which a parameter meets activations, as a part of a weight."""
+        return self._meetings.get(parameter, 0)
+
+    @functools.cached_property
+    def _meetings(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for at, event in self._events.items():
+            for parameter in members(
+                union(x.leaves for x in self.inputs(at) if x.is_weight)
+            ):
+                found[parameter] = found.get(parameter, 0) | event
+        return found
+
+    def upstream(self, event: int) -> int:
+        """The events that an event's operands come from."""
+        return self.of(self._at[event].output()).events & ~event if event else 0
+
+    @functools.cached_property
+    def _at(self) -> dict[int, Eqn]:
+        return {event: at for at, event in self._events.items()}
+
     def product(self, at: Eqn) -> int:
         """The bit of a product; 0 for other equations."""
         return self._bits.get(at, 0)

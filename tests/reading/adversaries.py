@@ -3,6 +3,7 @@
 import adversaries_choices as adversaries_choices
 import adversaries_depth as adversaries_depth
 import adversaries_experts as adversaries_experts
+import adversaries_gates as adversaries_gates
 import adversaries_heads as adversaries_heads
 import adversaries_kernels as adversaries_kernels
 import adversaries_layers as adversaries_layers

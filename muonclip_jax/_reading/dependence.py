@@ -1,0 +1,96 @@
+"""The entries of parameters that an array changes with, linearly or not.
+
+A clip scales entries that logits are linear in. That holds only if logits do not change
+with the same entries in a second way, such as by a gate. Facts cannot show it where
+query and key are parts of one fused kernel, so labels go back to the entries.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .facts import Fact, Facts, members
+from .graph import Atom, Eqn, Graph, Labels, Origin
+from .labels import Label
+from .primitives import moves
+
+
+class Use(NamedTuple):
+    """Entries of a parameter that an array changes with."""
+
+    parameter: int
+    label: Label  # of the parameter
+    event: int  # where they meet an activation; 0 if they have met none yet
+    line: str  # where this way joins others, if it does
+
+
+class Dependence:
+    """Follows arrays back to all their parameters, up to the inputs of a layer."""
+
+    def __init__(self, graph: Graph, facts: Facts, attention: int):
+        self._graph, self._facts = graph, facts
+        # What the weights of attention change with is an input of later layers.
+        self._attention = attention
+
+    def uses(self, atom: Atom, events: int, parameters: int) -> Iterator[Use]:
+        """How an array changes with parameters that meet activations at some events."""
+        graph, facts = self._graph, self._facts
+        met: list[tuple[Atom, Labels, int, str]] = []
+        lost: list[tuple[Eqn, str]] = []
+
+        def ahead(origin: Origin, line: str) -> list[tuple[int, str]]:
+            if (at := origin.at) is None:
+                return []
+            inputs, back = at.inputs(), dict(moves(at, origin.k))
+            if not back and jnp.issubdtype(
+                at.output(origin.k).var.aval.dtype, jnp.inexact
+            ):
+                lost.append((at, line or at.line))
+            weights, after = [], []
+            for i, fact in enumerate(facts.inputs(at)):
+                if i not in back or self._is_of_attention(at, fact):
+                    continue
+                if fact.is_weight and fact.leaves & parameters:
+                    weights.append(i)
+                elif not fact.is_weight and fact.events & events:
+                    after.append(i)
+            if len(weights) + len(after) > 1 or not after:
+                line = line or at.line
+            for i in weights:
+                own = tuple(map(back[i], origin.labels))
+                met.append((inputs[i], own, facts.event(at), line))
+            return [(i, line) for i in after]
+
+        if facts.of(atom).is_weight:
+            met.append((atom, atom.whole, 0, ""))
+        else:
+            graph.back(atom, atom.whole, ahead, "")
+        for weight, labels, event, line in met:
+            if event & events or not event:
+                for parameter, label in self._entries(weight, labels):
+                    yield Use(parameter, label, event, line)
+        for at, line in lost:  # it has no rule, so that any entry may be in it
+            own = facts.of(at.output()).events & events
+            for parameter in members(parameters):
+                if event := own & facts.meetings(parameter):
+                    yield Use(parameter, np.ones((), int), event, line)
+
+    def _entries(self, weight: Atom, labels: Labels) -> list[tuple[int, Label]]:
+        found: list[tuple[int, Label]] = []
+
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            if origin.at is None:
+                if origin.parameter is not None:
+                    found.append((origin.parameter, origin.labels[0]))
+                return []
+            return [(i, None) for i in range(len(origin.at.eqn.invars))]
+
+        self._graph.back(weight, labels, ahead)
+        return found
+
+    def _is_of_attention(self, at: Eqn, fact: Fact) -> bool:
+        seen = fact.weights | fact.mixed | fact.sums | fact.shares
+        seen |= fact.products if at.name == "reduce_max" else 0
+        return bool(seen & self._attention)
