@@ -1,36 +1,36 @@
-"""Which leaves are scaled for which heads, and by what share of gamma.
+"""The share of gamma that each side of a product of query and key is scaled by.
 
-A logit is a sum of products, of an entry of the query's and one of the key's leaves. It
-is scaled by gamma if every such pair is in total: all leaves of a side get one share of
-it, and both shares make up the whole. But for the sake of one head nothing may be
-scaled that others have, too. So, in this order:
+A clip scales a logit by gamma if the shares of query and key make up the whole gamma,
+in each product that the logit is a sum of. Entries of a leaf have one share, wherever
+they are used. No head may scale entries that other heads have, too. So, in this order:
 
-1. What is also a rotary query takes the whole, and the other side nothing; and entries
-   that are query and key are both factors of their product: half for each side,
-   whatever alpha is. Of both at once no shares are exact, which is an error.
-2. A side with a leaf that several heads or several layers share is left alone, and the
-   other takes the whole, as the paper has it for the rotary key (arXiv:2507.20534,
-   algorithm 1; of keys that groups of heads or layers share it says nothing).
-3. Else the query takes alpha of it, and the key the rest.
+1. A side that no parameter scales stays, and the other side takes the whole. The key of
+   a rotary query is such a side.
+2. A side with a leaf that several heads or several layers share stays, and the other
+   takes the whole, as the paper has it for the rotary key (arXiv:2507.20534, algorithm
+   1; the paper does not mention keys that groups of heads or layers share).
+3. Entries that are query and key of one product are both its factors: half for each
+   side, whatever alpha is. If both sides are shared, each takes half, too.
+4. Else the query takes alpha, and the key the rest.
 
-Where that would leave a layer without anything to scale, all layers that share entries
-with it are clipped as one: the rule is applied to the leaves of all of them, and heads
-that have a scaled entry in common get the smallest gamma of them. No head stays above
-the threshold; those that share with a head further above it end below it.
+If a layer then has nothing left to scale, all layers that share entries with it are
+clipped as one: the rule is applied to the leaves of all of them, and heads that have a
+scaled entry in common get the smallest gamma of them. No head stays above the
+threshold; heads that share with a head further above it end below it.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from .._model.attention_layers import ROLES
-from .._model.owned_leaf import joined
 from .._parameters.paths import Path, show_all, show_module
+from .attention_layers import ROLES
 from .bound_layer import BoundLayer, Use
+from .owned_leaf import joined
 
 
 Share = Literal["alpha", "rest", "half", "whole"]
@@ -38,6 +38,41 @@ Share = Literal["alpha", "rest", "half", "whole"]
 
 #: A leaf that is scaled for the heads of its layer, and by what share of their gamma.
 Scaled = tuple[Use, Share]
+
+
+def shares_of(
+    sides: Sequence[Sequence[Any]], is_shared: Callable[[Any], bool]
+) -> list[Share | None] | None:
+    """Returns the share of each side, or `None` if no shares are exact.
+
+    The query and the key of each product follow one another in `sides`. A side lists
+    its leaves, as `Use` or anything else that has `meets`. A side stays if its share is
+    `None`.
+    """
+    # A share is a power of gamma, and the powers of a product's sides add up to 1. So
+    # all sides that are connected have a power x or 1 - x. Number i stands for the
+    # power of side i, and number n + i for one minus this power; equal powers join.
+    n = len(sides)
+    equal = [(i, n + (i ^ 1)) for i in range(n)]
+    for i, j in itertools.combinations(range(n), 2):
+        if any(a.meets(b) for a, b in itertools.product(sides[i], sides[j])):
+            equal += [(i, j), (n + i, n + j)]
+    first = joined(2 * n, *np.array(equal, int).reshape(-1, 2).T)
+    stays = np.zeros(2 * n, int)  # 1 where a side had better stay, 2 where it has to
+    wishes = [int(any(map(is_shared, side))) if side else 2 for side in sides]
+    np.maximum.at(stays, first[:n], wishes)
+    shares: list[Share | None] = []
+    for own, other in zip(first[:n], first[n:], strict=True):
+        if stays[own] == stays[other] == 2:
+            return None
+        if own == other or stays[own] == stays[other] == 1:
+            shares.append("half")
+        elif stays[own] == stays[other]:
+            # The smallest number of all that are connected is that of a query.
+            shares.append("alpha" if own < other else "rest")
+        else:
+            shares.append("whole" if stays[own] < stays[other] else None)
+    return shares
 
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
@@ -76,16 +111,10 @@ def _scaled_in(
     """The scales of layers as of one, of which some entries are best left alone."""
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
-
-    # What has a partner that stays elsewhere takes the whole for it, here as well.
-    of_query, of_key, tied = (
-        any(
-            a.path == b.path and not a.leaf.is_apart_from(b.leaf)
-            for a, b in itertools.product(one, other)
-        )
-        for one, other in ((query, alone), (key, alone), (query, key))
-    )
-    if of_query + of_key + tied > 1:
+    pairs = [pair for pair in ((query, key), (alone, [])) if any(pair)]
+    sides = [side for pair in pairs for side in pair]
+    shares = shares_of(sides, lambda x: id(x) in contested or not x.is_whole)
+    if shares is None:
         names = ", ".join(repr(show_module(layer.path)) for layer in layers)
         leaves = show_all(dict.fromkeys(use.path for use in every))
         raise ValueError(
@@ -93,18 +122,8 @@ def _scaled_in(
             "threshold: two pairs among query, key and rotary_query have entries in "
             "common, and need different factors. Leave the layer out of attention="
         )
-    query_stays, key_stays = (
-        any(id(x) in contested or not x.is_whole for x in side) for side in (query, key)
-    )
-    shares: tuple[Share | None, Share | None] = "alpha", "rest"
-    if of_query or of_key:
-        shares = ("whole", None) if of_query else (None, "whole")
-    elif tied or (query_stays and key_stays):
-        shares = "half", "half"
-    elif query_stays or key_stays:
-        shares = ("whole", None) if key_stays else (None, "whole")
-    of_sides = zip((query, key, alone), (*shares, "whole"), strict=True)
-    return [(x, share) for side, share in of_sides if share for x in side]
+    of_sides = zip(sides, shares, strict=True)
+    return [(use, share) for side, share in of_sides if share for use in side]
 
 
 def clipped_together(
