@@ -30,34 +30,32 @@ import numpy as np
 from .._parameters.paths import Path, show_all, show_module
 from .attention_layers import ROLES
 from .bound_layer import BoundLayer, Use
-from .owned_leaf import joined
 
 
 Share = Literal["alpha", "rest", "half", "whole"]
-
 
 #: A leaf that is scaled for the heads of its layer, and by what share of their gamma.
 Scaled = tuple[Use, Share]
 
 
 def shares_of(
-    sides: Sequence[Sequence[Any]], is_shared: Callable[[Any], bool]
-) -> list[Share | None] | None:
-    """Returns the share of each side, or `None` if no shares are exact.
+    pairs: Sequence[tuple[list[Any], list[Any]]], is_shared: Callable[[Any], bool]
+) -> list[tuple[Share | None, Share | None]] | None:
+    """Returns the shares of query and key in each product, `None` for one that stays.
 
-    The query and the key of each product follow one another in `sides`. A side lists
-    its leaves, as `Use` or anything else that has `meets`. A side stays if its share is
-    `None`.
+    Each side lists its leaves, as `Use` or anything else that has `meets`. The result
+    is `None` if no shares are exact.
     """
     # A share is a power of gamma, and the powers of a product's sides add up to 1. So
     # all sides that are connected have a power x or 1 - x. Number i stands for the
     # power of side i, and number n + i for one minus this power; equal powers join.
+    sides = [side for pair in pairs for side in pair]
     n = len(sides)
     equal = [(i, n + (i ^ 1)) for i in range(n)]
     for i, j in itertools.combinations(range(n), 2):
         if any(a.meets(b) for a, b in itertools.product(sides[i], sides[j])):
             equal += [(i, j), (n + i, n + j)]
-    first = joined(2 * n, *np.array(equal, int).reshape(-1, 2).T)
+    first = _joined(2 * n, equal)
     stays = np.zeros(2 * n, int)  # 1 where a side had better stay, 2 where it has to
     wishes = [int(any(map(is_shared, side))) if side else 2 for side in sides]
     np.maximum.at(stays, first[:n], wishes)
@@ -72,7 +70,7 @@ def shares_of(
             shares.append("alpha" if own < other else "rest")
         else:
             shares.append("whole" if stays[own] < stays[other] else None)
-    return shares
+    return [*zip(shares[::2], shares[1::2], strict=True)]
 
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
@@ -80,17 +78,13 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     # By `id`, since equal leaves of two layers are two uses. All of them are alive in
     # `layers` as long as the set is.
     contested: set[int] = set()  # uses of entries that other layers have, too
-    numbers_of = []
+    numbers: list[tuple[int, int]] = []  # of layers that have entries in common
     for uses in _meeting(use for layer in layers for use in layer.uses):
-        numbers = [
-            use.leaf.spread(np.full(use.row, use.layer.index), -1) for use in uses
-        ]
-        numbers_of.append(numbers)
-        # The first layer that has an entry, and the last.
-        is_common = _first_of(numbers) != _first_of(numbers[::-1])
-        pairs = zip(uses, numbers, strict=True)
-        contested |= {id(x) for x, n in pairs if (is_common & (n >= 0)).any()}
-    first_of = _connected(len(layers), numbers_of)
+        for one, other in itertools.permutations(uses, 2):
+            if one.layer is not other.layer and one.meets(other):
+                contested.add(id(one))
+                numbers.append((one.layer.index, other.layer.index))
+    first_of = _joined(len(layers), numbers)
     groups: dict[int, list[BoundLayer]] = {}
     for layer in layers:
         groups.setdefault(int(first_of[layer.index]), []).append(layer)
@@ -112,8 +106,7 @@ def _scaled_in(
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
     pairs = [pair for pair in ((query, key), (alone, [])) if any(pair)]
-    sides = [side for pair in pairs for side in pair]
-    shares = shares_of(sides, lambda x: id(x) in contested or not x.is_whole)
+    shares = shares_of(pairs, lambda x: id(x) in contested or not x.is_whole)
     if shares is None:
         names = ", ".join(repr(show_module(layer.path)) for layer in layers)
         leaves = show_all(dict.fromkeys(use.path for use in every))
@@ -122,27 +115,36 @@ def _scaled_in(
             "threshold: two pairs among query, key and rotary_query have entries in "
             "common, and need different factors. Leave the layer out of attention="
         )
-    of_sides = zip(sides, shares, strict=True)
-    return [(use, share) for side, share in of_sides if share for use in side]
+    return [
+        (use, share)
+        for pair, of_pair in zip(pairs, shares, strict=True)
+        for side, share in zip(pair, of_pair, strict=True)
+        for use in side
+        if share
+    ]
 
 
 def clipped_together(
     layers: Sequence[BoundLayer], scaled: Sequence[Scaled]
 ) -> np.ndarray:
     """For every head of the row of all layers the first that it is clipped with."""
-    numbers_of = []
+    pairs: set[tuple[int, int]] = set()
     # Heads meet in two ways: by one leaf that several of them own at once, as a gain or
     # a key of grouped queries, and by entries that several layers use.
     for use in (use for use, _ in scaled if not use.is_whole):
-        first = use.first_heads()
-        every = np.arange(first.size).reshape(first.shape) + use.layer.start
-        numbers_of.append([first, every])
+        first = use.first_heads().ravel()
+        pairs |= {*zip(first.tolist(), itertools.count(use.layer.start))}
     for uses in _meeting(use for use, _ in scaled):
-        rows = [np.unique(use.first_heads()).reshape(use.row) for use in uses]
-        pairs = zip(uses, rows, strict=True)
-        numbers_of.append([use.leaf.spread(row, -1) for use, row in pairs])
-    count = sum(math.prod(layer.shape) for layer in layers)
-    return _connected(count, numbers_of)
+        rows = [
+            use.leaf.spread(np.unique(use.first_heads()).reshape(use.row), -1)
+            for use in uses
+        ]
+        # Each entry joins the first head that has it with all others that do.
+        first = functools.reduce(lambda a, b: np.where(a < 0, b, a), rows)
+        for row in rows:
+            both = np.broadcast_arrays(first, row)
+            pairs |= {*zip(*(x[both[1] >= 0].tolist() for x in both), strict=True)}
+    return _joined(sum(math.prod(layer.shape) for layer in layers), pairs)
 
 
 def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
@@ -156,18 +158,12 @@ def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
     ]
 
 
-def _first_of(numbers: Sequence[np.ndarray]) -> np.ndarray:
-    """The first number of each entry."""
-    return functools.reduce(lambda a, b: np.where(a < 0, b, a), numbers)
-
-
-def _connected(count: int, numbers_of: Iterable[Sequence[np.ndarray]]) -> np.ndarray:
-    """For each number the smallest that some entry has, too, in one step or several."""
-    one, other = [np.zeros(0, int)], [np.zeros(0, int)]
-    for numbers in numbers_of:
-        first = _first_of(numbers)
-        for each in numbers:
-            pair = np.broadcast_arrays(first, each)
-            one.append(pair[0][pair[1] >= 0])
-            other.append(pair[1][pair[1] >= 0])
-    return joined(count, np.concatenate(one), np.concatenate(other))
+def _joined(count: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
+    """For each number the smallest that a chain of pairs connects it with."""
+    # Pairs are few, of layers or heads that share a leaf, so that every union may pass
+    # over all numbers: no tree of parents is needed.
+    found = np.arange(count)
+    for one, other in pairs:
+        low, high = sorted((found[one], found[other]))
+        found[found == high] = low
+    return found

@@ -77,7 +77,7 @@ class Heads:
         layers, leaf_at = resolve_attention(attention, tree)
         if attention is None:
             check_none_overlooked(tree, layers)
-        self._cut_at = cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
+        self._cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
         self._replicas, self._mesh_specs = layout.replicas, layout.mesh_specs()
         self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}

@@ -4,11 +4,12 @@ From the product of query and key to the parts of parameters that a clip scales.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._model.owned_leaf import OwnedLeaf
 from .facts import union
 from .graph import Eqn
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
@@ -24,16 +25,31 @@ from .softmaxes import Path, Product, Softmaxes
 _LONGEST = 1 << 14
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Entries of a parameter that are linear in logits."""
 
     parameter: int
-    # The head of each entry of one layer, -1 for none; it broadcasts to the layer.
-    owners: np.ndarray
-    heads: int  # how many it distinguishes
-    stack: tuple[int, ...]  # axes of layers that a loop runs
+    leaf: OwnedLeaf  # which entries; it gets its path with its layer
     why: str = ""  # it is not known which layer an entry is of
+
+    def meets(self, other: "Part") -> bool:
+        """Whether both have some entry of one parameter."""
+        is_same = self.parameter == other.parameter
+        return is_same and not self.leaf.is_apart_from(other.leaf)
+
+    def joined_with(self, other: "Part") -> "Part":
+        """Both as one, as several products of the same entries scale them once."""
+        if self.leaf.stack != other.leaf.stack:
+            return other
+        return self._replace(leaf=self.leaf.joined_with(other.leaf))
+
+
+class Pair(NamedTuple):
+    """What scales query and key of a product; a side that nothing scales is empty."""
+
+    query: list[Part]
+    key: list[Part]
+    whys: list[str]  # why nothing scales a side
 
 
 PICKED = (
@@ -52,14 +68,7 @@ class Layer:
 
     products: list[Eqn]
     heads: int = 0
-    query: list[Part] = dataclasses.field(default_factory=list)
-    key: list[Part] = dataclasses.field(default_factory=list)
-    # What brings the whole of a factor, since what it meets stays: `shared`, a key that
-    # heads share, or a side that no parameter scales.
-    whole: list[Part] = dataclasses.field(default_factory=list)
-    shared: list[Part] = dataclasses.field(default_factory=list)
-    # Which sides bring a whole.
-    sides: set[int] = dataclasses.field(default_factory=set)
+    pairs: list[Pair] = dataclasses.field(default_factory=list)
     # All parameters that either side was made of, and of these learned queries.
     makers: set[int] = dataclasses.field(default_factory=set)
     tokens: set[int] = dataclasses.field(default_factory=set)
@@ -73,27 +82,11 @@ class Layer:
 
     @property
     def parts(self) -> list[Part]:
-        return [*self.query, *self.key, *self.whole, *self.shared]
-
-    @property
-    def key_alone(self) -> bool:
-        """Whether the key brings the whole, against a query that all heads share."""
-        return self.sides == {KEY} and all(part.heads == 1 for part in self.shared)
+        return [part for x in self.pairs for part in (*x.query, *x.key)]
 
     @property
     def line(self) -> str:
         return self.products[0].line
-
-
-class _Pair(NamedTuple):
-    """The scales of the query and the key of a product; `None` where there are none."""
-
-    query: list[Part] | None
-    key: list[Part] | None
-    whys: list[str]
-
-    def side(self, i: int) -> list[Part] | None:
-        return self.key if i else self.query
 
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
@@ -117,7 +110,7 @@ class LayerReader:
         # what scales their sides; and the parameters of their queries.
         self.found: list[tuple[Product, Heads]] = []
         self.bits = 0
-        self.pairs: list[_Pair] = []
+        self.pairs: list[Pair] = []
         self.queries: set[int] = set()
         self.events = 0  # where what scales the logits meets activations
 
@@ -139,11 +132,14 @@ class LayerReader:
             )
         path = self._way_to_softmax()
         # Where nothing scales the product, there may be a factor of the logits.
-        is_unscaled = [(x.query, x.key) for x in self.pairs] == [(None, None)]
+        is_unscaled = [(x.query, x.key) for x in self.pairs] == [([], [])]
         if is_unscaled and path and (own := self._temperature(path)):
-            _put(layer.whole, own)
-        else:
-            self._roles(self.pairs, layer.heads)
+            self.pairs = [Pair(own, [], [])]
+        for pair in self.pairs:
+            if why := _unscaled(pair, layer.heads):
+                self.refusals.append(why)
+            else:
+                layer.pairs.append(pair)
         if path:
             self._check(path)
         layer.refusal = self.refusals[0] if self.refusals else ""
@@ -165,7 +161,7 @@ class LayerReader:
             return
         for pair in self._by_region(product, order, heads):
             self.pairs.append(pair)
-            self.queries |= {p.parameter for p in pair.query or ()}
+            self.queries |= {p.parameter for p in pair.query}
         layer.tokens |= self._tokens(product)
         leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
         layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
@@ -227,7 +223,7 @@ class LayerReader:
                 move = dict(moves(at, 0))[i]
                 found = self.softmaxes.scaling.of(at.inputs()[i], (move(label),))
                 parts, _ = self._parts(found, heads, [])
-                if parts and all(p.heads in (1, heads.number) for p in parts):
+                if parts and all(p.leaf.heads in (1, heads.number) for p in parts):
                     return parts
         return None
 
@@ -295,7 +291,7 @@ class LayerReader:
                 whys.append(why)
             if out[0] == [] or out[1] == []:
                 continue  # zeros: nothing is there
-            yield _Pair(out[0], out[1], whys)
+            yield Pair(out[0] or [], out[1] or [], whys)
 
     def _regions(self, product: Product, i: int) -> list[Any]:
         """Where along what is summed over an operand's summands are alike."""
@@ -331,17 +327,16 @@ class LayerReader:
                 return None, FROZEN if s.linear else s.why or NORMED
             # The last that was applied is first; but only what distinguishes heads can
             # be scaled for each of them.
-            own = [x for x in made if x[0].heads == heads.number > 1]
-            own = own or [x for x in made if x[0].heads > 1]
+            own = [x for x in made if x[0].leaf.heads == heads.number > 1]
+            own = own or [x for x in made if x[0].leaf.heads > 1]
             # What another summand is scaled by is scaled here, too.
-            known = [*parts.values()]
-            again = [x for x in own or made if known and _overlap([x[0]], known)]
+            again = [x for x in own or made if any(map(x[0].meets, parts.values()))]
             best, event = (again or own or made)[0]
             self.events |= event
             if old := parts.get(best.parameter):
-                if _disagree(old, best):
+                if _disagree(old.leaf, best.leaf):
                     self.refusals.append("a parameter's entries are in several heads")
-                best = _merged(old, best)
+                best = old.joined_with(best)
             parts[best.parameter] = best
         return list(parts.values()), ""
 
@@ -357,83 +352,14 @@ class LayerReader:
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()
         label = joined(label, stack).squeeze(tuple(stack))
-        return Part(factor.parameter, *heads.owners(label), tuple(stack), why)
-
-    def _roles(self, pairs: Sequence[_Pair], heads: int) -> None:
-        """Which side brings how much of a factor, the same wherever its entries are."""
-        ways = [self._way(pair, heads) for pair in pairs]
-        # Where a side brings the whole in one product, the other side of all products
-        # that it is in stays: that of a query with a table of relative keys, which all
-        # heads share, and so of the query with its key.
-        while True:
-            before = list(ways)
-            for i, pair in enumerate(pairs):
-                for j, other in enumerate(pairs):
-                    for side in (QUERY, KEY):
-                        if ways[j] != side or ways[i] not in (BOTH, 1 - side):
-                            continue
-                        whole = _overlap(pair.side(side), other.side(side))
-                        if whole or _overlap(pair.side(1 - side), other.side(1 - side)):
-                            ways[i] = side if ways[i] == BOTH else NONE
-            if ways == before:
-                break
-        for way, pair in zip(ways, pairs, strict=True):
-            if way == BOTH:
-                _put(self.layer.query, pair.query or ())
-                _put(self.layer.key, pair.key or ())
-            elif way == NONE:
-                self.refusals.append(
-                    "a parameter is in several of its products, which ask for "
-                    "different scales"
-                )
-            elif way in (QUERY, KEY):
-                self.layer.sides.add(way)
-                _put(self.layer.whole, pair.side(way) or ())
-                _put(self.layer.shared, pair.side(1 - way) or ())
-
-    def _way(self, pair: _Pair, heads: int) -> Any:
-        # Both sides are scaled if each head has its own entries in both, or all share
-        # both, as the gains of QK-norm. Else the query alone: keys that several heads
-        # share stay. The key alone where nothing scales the query.
-        q, k = pair.query, pair.key
-        q_own, k_own = (
-            p is not None and all(x.heads == heads for x in p) for p in (q, k)
-        )
-        is_told = heads > 1 and any(x.heads > 1 for x in (*(q or ()), *(k or ())))
-        if q and k and ((q_own and k_own) or not is_told):
-            return BOTH
-        if q and (q_own or not k_own):
-            return QUERY
-        if k and (k_own or not is_told):
-            return KEY
-        if k:
-            self.refusals.append(
-                "nothing scales the query, such as one that is normed without a gain, "
-                "and several query heads share a key"
-            )
-        else:
-            self.refusals.append(_why(*pair.whys))
-        return None
+        leaf = OwnedLeaf("", tuple(stack), *heads.owners(label))
+        return Part(factor.parameter, leaf, why)
 
 
 FROZEN = "what makes it is frozen, so that no parameter scales"
-QUERY, KEY, BOTH, NONE = 0, 1, "both", "none"
 
 
-def _overlap(one: list[Part] | None, other: list[Part] | None) -> bool:
-    """Whether parts have entries in common."""
-
-    def of(part: Part) -> np.ndarray:
-        return np.expand_dims(part.owners >= 0, part.stack)
-
-    return any(
-        a.parameter == b.parameter and bool((of(a) & of(b)).any())
-        for a in one or ()
-        for b in other or ()
-    )
-
-
-def _disagree(a: Part, b: Part) -> bool:
+def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
     """Whether some entry is of one head here, and of another there."""
     if a.stack != b.stack or a.heads != b.heads:
         return False
@@ -441,25 +367,16 @@ def _disagree(a: Part, b: Part) -> bool:
     return bool(((one != other) & (one >= 0) & (other >= 0)).any())
 
 
-def _put(role: list[Part], parts: Iterable[Part]) -> None:
-    """Adds parts; several products of the same entries scale them once."""
-    for part in parts:
-        for i, old in enumerate(role):
-            if old.parameter == part.parameter:
-                role[i] = _merged(old, part)
-                break
-        else:
-            role.append(part)
-
-
-def _merged(a: Part, b: Part) -> Part:
-    if a.stack != b.stack:
-        return b
-    shape = np.broadcast_shapes(a.owners.shape, b.owners.shape)
-    owners = np.maximum(
-        np.broadcast_to(a.owners, shape), np.broadcast_to(b.owners, shape)
-    )
-    return dataclasses.replace(a, owners=owners, heads=max(a.heads, b.heads))
+def _unscaled(pair: Pair, heads: int) -> str:
+    """Why a product cannot be scaled for each of its heads; empty if it can be."""
+    if not pair.query and not pair.key:
+        return _why(*pair.whys)
+    if not pair.query and {x.leaf.heads for x in pair.key} not in ({1}, {heads}):
+        return (
+            "nothing scales the query, such as one that is normed without a gain, "
+            "and several query heads share a key"
+        )
+    return ""
 
 
 def _why(why_q: str, why_k: str) -> str:

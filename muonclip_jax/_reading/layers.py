@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
+from .._model.shares import shares_of
 from .._parameters import paths
-from .attention import Layer
+from .attention import Layer, Part
 
 
 class NamedLayer(NamedTuple):
@@ -99,27 +100,45 @@ def named_layers(
 def _roles(
     layer: Layer, leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> tuple[Roles, str]:
-    """Query, key and what brings the whole, by paths from the root, or why none are."""
+    """Query, key and rotary query, by paths from the root, or why there are none."""
     if layer.refusal:
         return (), layer.refusal
-    groups = layer.query, layer.key, layer.whole
-    is_grouped = any(part.heads != layer.heads for part in layer.shared)
-    is_own = all(part.heads == layer.heads for part in layer.whole)
-    if not layer.query and is_grouped and is_own:
-        # What heads share, such as a key or the gain of a normed query, is a side that
-        # QK-Clip then leaves alone.
-        groups = layer.whole, layer.shared, []
-        if layer.key_alone:
-            groups = layer.shared, layer.whole, []
+
+    def is_shared(part: Part) -> bool:
+        return part.leaf.heads != layer.heads
+
+    pairs = [(pair.query, pair.key) for pair in layer.pairs]
+    shares = shares_of(pairs, is_shared)
+    if shares is None:
+        return (), (
+            "a parameter is in several of its products, which ask for different scales"
+        )
+    # If all products have the shares of one, of all queries and all keys, QK-Clip will
+    # find these again. Else a side that takes the whole is a rotary query: its partner
+    # is not named, and so stays.
+    query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
+    groups = query, key, []
+    # QK-Clip takes a query of fewer heads than its key for a layout it does not know.
+    is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
+    as_one = shares_of([(query, key)], is_shared) if query and key else None
+    if not is_query or {*shares} != {*(as_one or ())}:
+        groups = [], [], []
+        for pair, of_pair in zip(pairs, shares, strict=True):
+            for i, share in enumerate(of_pair):
+                groups[2 if share == "whole" else i].extend(pair[i] if share else [])
     roles = []
     for parts in groups:
-        found = []
+        found: dict[int, Part] = {}
         for part in parts:
-            path = "/".join(leaf_paths[part.parameter])
+            old = found.get(part.parameter)
+            found[part.parameter] = old.joined_with(part) if old else part
+        leaves = []
+        for i, part in found.items():
+            path = "/".join(leaf_paths[i])
             if part.why:
-                return (), part.why.format(path, shapes[part.parameter])
-            is_of_all = part.heads == 1 < layer.heads
-            leaf = OwnedLeaf(path, part.stack, part.owners, part.heads, is_of_all)
-            found.append(leaf)
-        roles.append(tuple(found))
+                return (), part.why.format(path, shapes[i])
+            is_of_all = part.leaf.heads == 1 < layer.heads
+            leaf = dataclasses.replace(part.leaf, path=path, is_of_all=is_of_all)
+            leaves.append(leaf)
+        roles.append(tuple(leaves))
     return tuple(roles), ""
