@@ -38,15 +38,21 @@ class _Call(NamedTuple):
         Unless it has different parts of these, as layers have that a Python loop picks
         from a stack.
         """
-        own, others = self.layer.parts, other.layer.parts
-        if not own:
+        if bool(self.refusal) != bool(other.refusal):
+            return False
+        if not self.layer.parts:
             one, two = (
                 (x.refusal, x.layer.makers, x.layer.line) for x in (self, other)
             )
             return one == two
-        if self.refusal and not self.layer.refusal and not other.refusal:
-            return False  # which layers of a stack it has is not known
-        one, two = ({part.parameter for part in x} for x in (own, others))
+        # A leaf may take the whole in one call, and half of it in another.
+        one, two = (
+            (
+                {part.parameter for part in x.layer.parts},
+                {leaf.path for leaves in x.roles[2:] for leaf in leaves},
+            )
+            for x in (self, other)
+        )
         return one == two and not any(
             x.path == y.path and x.is_apart_from(y)
             for mine, theirs in zip(self.roles, other.roles, strict=False)

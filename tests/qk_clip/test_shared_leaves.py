@@ -352,6 +352,19 @@ def test_products_that_ask_for_different_shares_are_refused():
     assert "no scaling of 'w'" in str(reading)
 
 
+def test_a_refused_call_of_a_layer_that_is_read_is_refused():
+    def loss(p):
+        one, two = (product(cut(x @ p["q"]), cut(x @ p["k"])) for x in X[:2])
+        weights = jax.nn.softmax(one) + jax.nn.softmax(jnp.sinh(two))
+        return jnp.sum(weights @ (X[0] @ p["v"]))
+
+    shapes = {"q": FLAT, "k": FLAT, "v": (D, D)}
+    reading = mc.read_model(loss, {k: jnp.ones(s) for k, s in shapes.items()})
+    assert len(reading.attention) == 1
+    (refused,) = reading.refused
+    assert "sinh" in refused and "not linear" in refused
+
+
 def test_heads_that_are_keys_of_other_heads_stay_below():
     """Entries that are a query of one head and a key of another take both."""
     case = Case(
