@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
@@ -32,28 +32,22 @@ class _Call(NamedTuple):
     roles: Roles
     refusal: str
 
-    def is_of(self, other: "_Call") -> bool:
-        """Whether it has the parameters of another call, and so is of the same layer.
-
-        Unless it has different parts of these, as layers have that a Python loop picks
-        from a stack.
-        """
-        if bool(self.refusal) != bool(other.refusal):
-            return False
+    @property
+    def known(self) -> Any:
+        """What is equal in all calls of one layer."""
         if not self.layer.parts:
-            one, two = (
-                (x.refusal, x.layer.makers, x.layer.line) for x in (self, other)
-            )
-            return one == two
+            return self.refusal, self.layer.makers, self.layer.line
         # A leaf may take the whole in one call, and half of it in another.
-        one, two = (
-            (
-                {part.parameter for part in x.layer.parts},
-                {leaf.path for leaves in x.roles[2:] for leaf in leaves},
-            )
-            for x in (self, other)
-        )
-        return one == two and not any(
+        alone = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
+        return bool(self.refusal), {x.parameter for x in self.layer.parts}, alone
+
+    def is_of(self, other: "_Call") -> bool:
+        """Whether it is another call of the same layer.
+
+        It has the parameters of the other, but not different parts of these, as layers
+        have that a Python loop picks from a stack.
+        """
+        return self.known == other.known and not any(
             x.path == y.path and x.is_apart_from(y)
             for mine, theirs in zip(self.roles, other.roles, strict=False)
             for x, y in itertools.product(mine, theirs)
