@@ -1,7 +1,7 @@
 """An attention layer bound to its leaves: its heads, and who shares them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -108,14 +108,3 @@ class BoundLayer:
         # Keys may be shared by groups of query heads, and any leaf by all heads.
         is_count = use.role == "key" or own in (1, heads)
         return is_part and is_count and (heads % own == 0 if own else not heads)
-
-
-def bound_layers(
-    layers: Sequence[AttentionLayer], leaf_at: Mapping[Path, Any]
-) -> list[BoundLayer]:
-    """Binds layers to their leaves, and numbers their heads in one row."""
-    bound: list[BoundLayer] = []
-    for layer in layers:
-        start = bound[-1].start + math.prod(bound[-1].shape) if bound else 0
-        bound.append(BoundLayer(layer, leaf_at, len(bound), start))
-    return bound

@@ -80,9 +80,9 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
     contested: set[int] = set()  # uses of entries that other layers have, too
     numbers: list[tuple[int, int]] = []  # of layers that have entries in common
     for uses in _meeting(use for layer in layers for use in layer.uses):
-        for one, other in itertools.permutations(uses, 2):
+        for one, other in itertools.combinations(uses, 2):
             if one.layer is not other.layer and one.meets(other):
-                contested.add(id(one))
+                contested |= {id(one), id(other)}
                 numbers.append((one.layer.index, other.layer.index))
     first_of = _joined(len(layers), numbers)
     groups: dict[int, list[BoundLayer]] = {}

@@ -36,7 +36,7 @@ from .._model.attention_layers import (
     resolve_attention,
     show_layer,
 )
-from .._model.bound_layer import bound_layers, BoundLayer, Use
+from .._model.bound_layer import BoundLayer, Use
 from .._model.shares import clipped_together, scaled_leaves, Share
 from .._model.statistics import largest, read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
@@ -82,12 +82,15 @@ class Heads:
         self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
-        seen = []
+        self.layers: list[BoundLayer] = []
+        self.count = 0
         for layer in layers:
             own = [layer.path_of(leaf) for leaf in layer.leaves]
             hidden = [path for path in own if is_masked(leaf_at[path])]
             if not hidden:
-                seen.append(layer)
+                at = len(self.layers), self.count
+                self.layers.append(BoundLayer(layer, leaf_at, *at))
+                self.count += math.prod(self.layers[-1].shape)
             elif len(hidden) < len(own):  # a layer may be hidden, but only whole
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "
@@ -98,8 +101,6 @@ class Heads:
                     "frozen params, too, use wrt=nnx.Param, an optax.partition, and "
                     "mc.qk_clip after it"
                 )
-        self.layers = bound_layers(seen, leaf_at)
-        self.count = sum(math.prod(layer.shape) for layer in self.layers)
         self._scaled = scaled_leaves(self.layers)
 
     def shares(self) -> list[tuple[Use, Share | None]]:

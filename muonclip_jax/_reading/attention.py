@@ -136,8 +136,14 @@ class LayerReader:
         if is_unscaled and path and (own := self._temperature(path)):
             self.pairs = [Pair(own, [], [])]
         for pair in self.pairs:
-            if why := _unscaled(pair, layer.heads):
-                self.refusals.append(why)
+            of_key = {part.leaf.heads for part in pair.key}
+            if not pair.query and not pair.key:
+                self.refusals.append(_why(*pair.whys))
+            elif not pair.query and of_key not in ({1}, {layer.heads}):
+                self.refusals.append(
+                    "nothing scales the query, such as one that is normed without a "
+                    "gain, and several query heads share a key"
+                )
             else:
                 layer.pairs.append(pair)
         if path:
@@ -365,18 +371,6 @@ def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
         return False
     one, other = np.broadcast_arrays(a.owners, b.owners)
     return bool(((one != other) & (one >= 0) & (other >= 0)).any())
-
-
-def _unscaled(pair: Pair, heads: int) -> str:
-    """Why a product cannot be scaled for each of its heads; empty if it can be."""
-    if not pair.query and not pair.key:
-        return _why(*pair.whys)
-    if not pair.query and {x.leaf.heads for x in pair.key} not in ({1}, {heads}):
-        return (
-            "nothing scales the query, such as one that is normed without a gain, "
-            "and several query heads share a key"
-        )
-    return ""
 
 
 def _why(why_q: str, why_k: str) -> str:

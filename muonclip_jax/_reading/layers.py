@@ -103,25 +103,23 @@ def _roles(
     """Query, key and rotary query, by paths from the root, or why there are none."""
     if layer.refusal:
         return (), layer.refusal
-
-    def is_shared(part: Part) -> bool:
-        return part.leaf.heads != layer.heads
-
     pairs = [(pair.query, pair.key) for pair in layer.pairs]
-    shares = shares_of(pairs, is_shared)
+    query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
+    shares, as_one = (
+        shares_of(x, lambda part: part.leaf.heads != layer.heads)
+        for x in (pairs, [(query, key)])
+    )
     if shares is None:
         return (), (
             "a parameter is in several of its products, which ask for different scales"
         )
-    # If all products have the shares of one, of all queries and all keys, QK-Clip will
-    # find these again. Else a side that takes the whole is a rotary query: its partner
-    # is not named, and so stays.
-    query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
+    # QK-Clip finds these shares again from all queries and all keys if their product has
+    # the same. It takes a query of fewer heads than its key for an unknown layout.
     groups = query, key, []
-    # QK-Clip takes a query of fewer heads than its key for a layout it does not know.
     is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
-    as_one = shares_of([(query, key)], is_shared) if query and key else None
-    if not is_query or {*shares} != {*(as_one or ())}:
+    if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
+        # A side that takes the whole is a rotary query. Its partner is not named, so
+        # that it stays.
         groups = [], [], []
         for pair, of_pair in zip(pairs, shares, strict=True):
             for i, share in enumerate(of_pair):

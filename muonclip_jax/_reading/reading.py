@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from .._model.attention_layers import AttentionLayer
-from .._model.bound_layer import bound_layers, BoundLayer
+from .._model.bound_layer import BoundLayer
 from .._model.shares import scaled_leaves
 from .._options import flag
 from .._parameters import paths
@@ -99,7 +99,8 @@ class ModelReading:
         collapse = flag("collapse", collapse)
         layers, why = [], []
         try:
-            bound = bound_layers(self.attention, tree.by_path())
+            numbered = enumerate(self.attention)
+            bound = [BoundLayer(x, tree.by_path(), i, 0) for i, x in numbered]
             scaled = {id(use) for use, _ in scaled_leaves(bound)}
             clipped = (x for x in self._layers if x.layer is not None)
             pairs = zip(clipped, bound, strict=True)
