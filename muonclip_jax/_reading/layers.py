@@ -113,8 +113,8 @@ def _roles(
         return (), (
             "a parameter is in several of its products, which ask for different scales"
         )
-    # QK-Clip finds these shares again from all queries and all keys if their product has
-    # the same. It takes a query of fewer heads than its key for an unknown layout.
+    # QK-Clip finds these shares again from all queries and all keys, if as one product
+    # these have the same. It takes a query of fewer heads than its key for a mistake.
     groups = query, key, []
     is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
     if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
