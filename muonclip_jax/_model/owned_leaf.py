@@ -75,6 +75,12 @@ class OwnedLeaf:
         """Whether two descriptions of one leaf have no entry in common."""
         return not (self.mask & other.mask).any()
 
+    def joined_with(self, other: "OwnedLeaf") -> "OwnedLeaf":
+        """One description of the entries of two, where both have the same stack."""
+        owners = np.maximum(*np.broadcast_arrays(self.owners, other.owners))
+        heads = max(self.heads, other.heads)
+        return dataclasses.replace(self, owners=owners, heads=heads)
+
     def spread(self, of_heads: Any, rest: int = 1) -> Any:
         """Gives every entry what its head has in `(*stack, heads)`, others the `rest`.
 
@@ -130,15 +136,3 @@ class OwnedLeaf:
                 return None
             of_heads = entry
         return PartitionSpec(*map(entries.get, self.stack), of_heads)
-
-
-def joined(count: int, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """For each number the smallest that a chain of pairs connects it with."""
-    # Pairs are few, of layers or heads that share a leaf, so that every union may pass
-    # over all numbers: no tree of parents is needed.
-    found = np.arange(count)
-    differ = one != other
-    for a, b in {*zip(one[differ].tolist(), other[differ].tolist(), strict=True)}:
-        low, high = sorted((found[a], found[b]))
-        found[found == high] = low
-    return found

@@ -8,7 +8,7 @@ model, where an array for each layer would need as many as there are layers.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from .._layout.layout import (
     own_block,
     shared_axes,
 )
+from .._layout.shardings import blocks_along
 from .._layout.state import replicated
 from .._matrices.stacks import unstack
 from .._model.attention_layers import (
@@ -35,11 +36,11 @@ from .._model.attention_layers import (
     resolve_attention,
     show_layer,
 )
-from .._model.statistics import read_attention_stats, STATISTIC
+from .._model.bound_layer import BoundLayer, Use
+from .._model.shares import clipped_together, scaled_leaves, Share
+from .._model.statistics import largest, read_attention_stats, STATISTIC
 from .._options import number, POSITIVE
-from .._parameters.paths import is_masked, Path, show_all, show_module, split
-from .bound_layer import BoundLayer, Use
-from .shares import clipped_together, scaled_leaves, Share
+from .._parameters.paths import is_masked, Path, show, show_all, show_module, split
 
 
 _HOW_TO_RECORD = (
@@ -76,7 +77,7 @@ class Heads:
         layers, leaf_at = resolve_attention(attention, tree)
         if attention is None:
             check_none_overlooked(tree, layers)
-        self._cut_at = cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
+        self._cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
         self._replicas, self._mesh_specs = layout.replicas, layout.mesh_specs()
         self._all_axes = shared_axes(layout.cuts, layout.replicas)
         self._known = {split(layer.path) for layer in layers}
@@ -88,7 +89,7 @@ class Heads:
             hidden = [path for path in own if is_masked(leaf_at[path])]
             if not hidden:
                 at = len(self.layers), self.count
-                self.layers.append(BoundLayer(layer, leaf_at, cut_at, *at))
+                self.layers.append(BoundLayer(layer, leaf_at, *at))
                 self.count += math.prod(self.layers[-1].shape)
             elif len(hidden) < len(own):  # a layer may be hidden, but only whole
                 raise ValueError(
@@ -127,7 +128,7 @@ class Heads:
             # A mask around qk_clip may hide layers that multi_steps has.
             found = attention_stats.of_layers
             self._check_matched(found)
-            return _to_row([layer.check(found[layer.path])[0] for layer in self.layers])
+            return _to_row([self._checked(layer, found)[0] for layer in self.layers])
         row = self._whole_row(read_attention_stats(attention_stats))
         # State is the same on all devices: one that is not would be refused by the
         # out_specs of shard_map, far from here.
@@ -142,7 +143,7 @@ class Heads:
     def _whole_row(self, stats: dict[Path, jax.Array]) -> jax.Array:
         """The statistics, checked, as one row: the maximum over replicas, all heads."""
         self._check_matched(stats)
-        checked = [layer.check(stats[layer.path]) for layer in self.layers]
+        checked = [self._checked(layer, stats) for layer in self.layers]
         # Heads of one device are not those of another: along axes that cut the
         # statistics there is no maximum, unless the heads share a leaf and go by the
         # largest of all, whichever device has it.
@@ -244,6 +245,54 @@ class Heads:
             scales[use.path] = jnp.minimum(scales.get(use.path, 1), scale)
         # Made for whole leaves, since only these know which head an entry belongs to.
         return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
+
+    def _checked(
+        self, layer: BoundLayer, stats: Mapping[Path, jax.Array]
+    ) -> tuple[jax.Array, PartitionSpec]:
+        """The statistic of the heads as they can be scaled, and how it is cut.
+
+        Inside `jax.shard_map` it may be of all heads, or of those of this device. The
+        shape says which: it is that of the whole layer, or what the spec of the query
+        makes of it.
+        """
+        statistic, expected = stats[layer.path], layer.shape
+        name = show((*layer.path, STATISTIC))
+        if not statistic.ndim:
+            if expected != (1,):
+                raise ValueError(
+                    f"the statistics '{name}' are a scalar; expected an array with one "
+                    f"maximum per head, {expected}, (*stack, heads)"
+                )
+            statistic = statistic[None]
+        row = statistic
+        if layer.is_shared and statistic.shape != expected:
+            expected = (*layer.shape[:-1], statistic.shape[-1])
+            row = largest(statistic, -1)[..., None].repeat(layer.shape[-1], -1)
+        if statistic.shape == expected:
+            return row, PartitionSpec()
+        use = max(layer.uses, key=lambda use: use.is_whole)  # of the query, if it is
+        cut = self._cut_at[use.path]
+        mesh = jax.sharding.get_abstract_mesh().shape
+        spec = use.leaf.row_spec(cut, blocks_along(cut, len(cut), mesh))
+        counts = blocks_along(spec or PartitionSpec(), len(expected), mesh)
+        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=True)]
+        # Blocks that end within a head, or have heads from several places (those of a
+        # split axis), have no statistic of their own.
+        if spec is None or any(rest for _, rest in parts):
+            raise ValueError(
+                f"{sorted(cut_axes(cut))} cut '{show(use.path)}' "
+                "across heads: inside jax.shard_map pass the statistics "
+                f"'{name}' of all heads, {expected}"
+            )
+        local = tuple(n for n, _ in parts)
+        if statistic.shape != local:
+            here = f", or {local} for those of one device" if local != expected else ""
+            raise ValueError(
+                f"the statistics '{name}' have shape {statistic.shape}, which does not "
+                f"fit the heads of {layer.leaves}; expected {expected}, "
+                f"(*stack, heads){here}"
+            )
+        return row, spec
 
     def _check_matched(self, stats: dict[Path, jax.Array]) -> None:
         missing = [layer.path for layer in self.layers if layer.path not in stats]

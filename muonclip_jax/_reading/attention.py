@@ -4,11 +4,12 @@ From the product of query and key to the parts of parameters that a clip scales.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._model.owned_leaf import OwnedLeaf
 from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
@@ -25,21 +26,41 @@ from .softmaxes import Path, Product, Softmaxes
 _LONGEST = 1 << 14
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Entries of a parameter that are linear in logits."""
 
     parameter: int
-    # The head of each entry of one layer, -1 for none; it broadcasts to the layer.
-    owners: np.ndarray
-    heads: int  # how many it distinguishes
-    stack: tuple[int, ...]  # axes of layers that a loop runs
+    leaf: OwnedLeaf  # which entries; it gets its path with its layer
     why: str = ""  # it is not known which layer an entry is of
 
     @property
     def mask(self) -> np.ndarray:
         """Which entries of the parameter it has; it broadcasts."""
-        return np.expand_dims(self.owners >= 0, self.stack)
+        return np.expand_dims(self.leaf.owners >= 0, self.leaf.stack)
+
+    def meets(self, other: "Part") -> bool:
+        """Whether both have some entry of one parameter."""
+        is_same = self.parameter == other.parameter
+        return is_same and not self.leaf.is_apart_from(other.leaf)
+
+    def joined_with(self, other: "Part") -> "Part":
+        """Both as one, as several products of the same entries scale them once."""
+        if self.leaf.stack != other.leaf.stack:
+            return other
+        return self._replace(leaf=self.leaf.joined_with(other.leaf))
+
+
+class Pair(NamedTuple):
+    """What scales query and key of a product; a side that nothing scales is empty."""
+
+    query: list[Part]
+    key: list[Part]
+    whys: list[str]  # why nothing scales a side
+
+    def without(self, i: int, why: str) -> "Pair":
+        """The pair of which one side stays."""
+        whys = [why if j == i else x for j, x in enumerate(self.whys)]
+        return Pair([] if i == 0 else self.query, [] if i == 1 else self.key, whys)
 
 
 PICKED = (
@@ -58,14 +79,7 @@ class Layer:
 
     products: list[Eqn]
     heads: int = 0
-    query: list[Part] = dataclasses.field(default_factory=list)
-    key: list[Part] = dataclasses.field(default_factory=list)
-    # What brings the whole of a factor, since what it meets stays: `shared`, a key that
-    # heads share, or a side that no parameter scales.
-    whole: list[Part] = dataclasses.field(default_factory=list)
-    shared: list[Part] = dataclasses.field(default_factory=list)
-    # Which sides bring a whole.
-    sides: set[int] = dataclasses.field(default_factory=set)
+    pairs: list[Pair] = dataclasses.field(default_factory=list)
     # All parameters that either side was made of, and of these learned queries.
     makers: set[int] = dataclasses.field(default_factory=set)
     tokens: set[int] = dataclasses.field(default_factory=set)
@@ -79,32 +93,11 @@ class Layer:
 
     @property
     def parts(self) -> list[Part]:
-        return [*self.query, *self.key, *self.whole, *self.shared]
-
-    @property
-    def key_alone(self) -> bool:
-        """Whether the key brings the whole, against a query that all heads share."""
-        return self.sides == {KEY} and all(part.heads == 1 for part in self.shared)
+        return [part for x in self.pairs for part in (*x.query, *x.key)]
 
     @property
     def line(self) -> str:
         return self.products[0].line
-
-
-class _Pair(NamedTuple):
-    """The scales of the query and the key of a product; `None` where there are none."""
-
-    query: list[Part] | None
-    key: list[Part] | None
-    whys: list[str]
-
-    def side(self, i: int) -> list[Part] | None:
-        return self.key if i else self.query
-
-    def without(self, i: int, why: str) -> "_Pair":
-        """The pair of which one side stays."""
-        whys = [why if j == i else x for j, x in enumerate(self.whys)]
-        return _Pair(*(None if j == i else self.side(j) for j in (0, 1)), whys)
 
 
 class _Array(NamedTuple):
@@ -159,7 +152,7 @@ class LayerReader:
         # what scales their sides; and the parameters of their queries.
         self.found: list[tuple[Product, Heads]] = []
         self.bits = 0
-        self.pairs: list[_Pair] = []
+        self.pairs: list[Pair] = []
         self.queries: set[int] = set()
         # Queries and keys, and for each of both where what scales it meets activations.
         self.arrays: list[_Array] = []
@@ -185,17 +178,25 @@ class LayerReader:
         # A query that the key gates is linear in its own kernel, but not in the key's:
         # the key stays.
         scaled = [
-            _Scaled([p for x in self.pairs for p in x.side(i) or ()], self.events[i])
-            for i in (QUERY, KEY)
+            _Scaled([p for x in self.pairs for p in x[i]], self.events[i])
+            for i in (0, 1)
         ]
         for i, why in self._again(scaled, self.arrays, ways).items():
             self.pairs = [x.without(i, why) for x in self.pairs]
         # Where nothing scales the product, there may be a factor of the logits.
-        is_unscaled = [(x.query, x.key) for x in self.pairs] == [(None, None)]
+        is_unscaled = [(x.query, x.key) for x in self.pairs] == [([], [])]
         if is_unscaled and ways and (own := self._temperature(ways[-1])):
-            _put(layer.whole, own)
-        else:
-            self._roles(self.pairs, layer.heads)
+            self.pairs = [Pair(own, [], [])]
+        for pair in self.pairs:
+            of_key = {part.leaf.heads for part in pair.key}
+            if not pair.query and not pair.key:
+                self.refusals.append(_why(*pair.whys))
+            elif not pair.query and of_key not in ({1}, {layer.heads}):
+                self.refusals.append(
+                    f"{pair.whys[0]} the query, and several query heads share a key"
+                )
+            else:
+                layer.pairs.append(pair)
         for at in (at for path in ways for at in path.nonlinear):
             self.refusals.append(
                 f"{at.name} at {at.line}, which is not linear, stands between the "
@@ -220,7 +221,7 @@ class LayerReader:
             return
         for pair in self._by_region(product, order, heads):
             self.pairs.append(pair)
-            self.queries |= {p.parameter for p in pair.query or ()}
+            self.queries |= {p.parameter for p in pair.query}
         layer.tokens |= self._tokens(product)
         leads = [x for x in product.at.frame.lead if x.axis in heads.axes]
         layer.devices = tuple(str(x.of) for x in leads if not x.is_loop)
@@ -295,7 +296,7 @@ class LayerReader:
                 move = dict(moves(at, 0))[i]
                 found = self.softmaxes.scaling.of(at.inputs()[i], (move(label),))
                 parts, _, events = self._parts(found, heads, [])
-                if parts and all(p.heads in (1, heads.number) for p in parts):
+                if parts and all(p.leaf.heads in (1, heads.number) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(at.inputs()[i], 0))
                     if not self._again([_Scaled(parts, events)], arrays, [path]):
@@ -369,7 +370,7 @@ class LayerReader:
                 whys.append(why)
             if out[0] == [] or out[1] == []:
                 continue  # zeros: nothing is there
-            yield _Pair(out[0], out[1], whys)
+            yield Pair(out[0] or [], out[1] or [], whys)
 
     def _regions(self, product: Product, i: int) -> list[Any]:
         """Where along what is summed over an operand's summands are alike."""
@@ -406,17 +407,16 @@ class LayerReader:
                 return None, FROZEN if s.linear else s.why or NORMED, events
             # The last that was applied is first; but only what distinguishes heads can
             # be scaled for each of them.
-            own = [x for x in made if x[0].heads == heads.number > 1]
-            own = own or [x for x in made if x[0].heads > 1]
+            own = [x for x in made if x[0].leaf.heads == heads.number > 1]
+            own = own or [x for x in made if x[0].leaf.heads > 1]
             # What another summand is scaled by is scaled here, too.
-            known = [*parts.values()]
-            again = [x for x in own or made if known and _overlap([x[0]], known)]
+            again = [x for x in own or made if any(map(x[0].meets, parts.values()))]
             best, event = (again or own or made)[0]
             events.add(event)
             if old := parts.get(best.parameter):
-                if _disagree(old, best):
+                if _disagree(old.leaf, best.leaf):
                     self.refusals.append("a parameter's entries are in several heads")
-                best = _merged(old, best)
+                best = old.joined_with(best)
             parts[best.parameter] = best
         return list(parts.values()), "", events
 
@@ -432,105 +432,20 @@ class LayerReader:
             stack += [a for a in own if a not in stack]
             self.layer.loops |= {loop.of} if own else set()
         label = joined(label, stack).squeeze(tuple(stack))
-        return Part(factor.parameter, *heads.owners(label), tuple(stack), why)
-
-    def _roles(self, pairs: Sequence[_Pair], heads: int) -> None:
-        """Which side brings how much of a factor, the same wherever its entries are."""
-        ways = [self._way(pair, heads) for pair in pairs]
-        # Where a side brings the whole in one product, the other side of all products
-        # that it is in stays: that of a query with a table of relative keys, which all
-        # heads share, and so of the query with its key.
-        while True:
-            before = list(ways)
-            for i, pair in enumerate(pairs):
-                for j, other in enumerate(pairs):
-                    for side in (QUERY, KEY):
-                        if ways[j] != side or ways[i] not in (BOTH, 1 - side):
-                            continue
-                        whole = _overlap(pair.side(side), other.side(side))
-                        if whole or _overlap(pair.side(1 - side), other.side(1 - side)):
-                            ways[i] = side if ways[i] == BOTH else NONE
-            if ways == before:
-                break
-        for way, pair in zip(ways, pairs, strict=True):
-            if way == BOTH:
-                _put(self.layer.query, pair.query or ())
-                _put(self.layer.key, pair.key or ())
-            elif way == NONE:
-                self.refusals.append(
-                    "a parameter is in several of its products, which ask for "
-                    "different scales"
-                )
-            elif way in (QUERY, KEY):
-                self.layer.sides.add(way)
-                _put(self.layer.whole, pair.side(way) or ())
-                _put(self.layer.shared, pair.side(1 - way) or ())
-
-    def _way(self, pair: _Pair, heads: int) -> Any:
-        # Both sides are scaled if each head has its own entries in both, or all share
-        # both, as the gains of QK-norm. Else the query alone: keys that several heads
-        # share stay. The key alone where nothing scales the query.
-        q, k = pair.query, pair.key
-        q_own, k_own = (
-            p is not None and all(x.heads == heads for x in p) for p in (q, k)
-        )
-        is_told = heads > 1 and any(x.heads > 1 for x in (*(q or ()), *(k or ())))
-        if q and k and ((q_own and k_own) or not is_told):
-            return BOTH
-        if q and (q_own or not k_own):
-            return QUERY
-        if k and (k_own or not is_told):
-            return KEY
-        if k:
-            self.refusals.append(
-                f"{pair.whys[0]} the query, and several query heads share a key"
-            )
-        else:
-            self.refusals.append(_why(*pair.whys))
-        return None
+        leaf = OwnedLeaf("", tuple(stack), *heads.owners(label))
+        return Part(factor.parameter, leaf, why)
 
 
 AGAIN = "the logits change in a second way, at {}, with the parameters that would scale"
 FROZEN = "what makes it is frozen, so that no parameter scales"
-QUERY, KEY, BOTH, NONE = 0, 1, "both", "none"
 
 
-def _overlap(one: list[Part] | None, other: list[Part] | None) -> bool:
-    """Whether parts have entries in common."""
-    return any(
-        a.parameter == b.parameter and bool((a.mask & b.mask).any())
-        for a in one or ()
-        for b in other or ()
-    )
-
-
-def _disagree(a: Part, b: Part) -> bool:
+def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
     """Whether some entry is of one head here, and of another there."""
     if a.stack != b.stack or a.heads != b.heads:
         return False
     one, other = np.broadcast_arrays(a.owners, b.owners)
     return bool(((one != other) & (one >= 0) & (other >= 0)).any())
-
-
-def _put(role: list[Part], parts: Iterable[Part]) -> None:
-    """Adds parts; several products of the same entries scale them once."""
-    for part in parts:
-        for i, old in enumerate(role):
-            if old.parameter == part.parameter:
-                role[i] = _merged(old, part)
-                break
-        else:
-            role.append(part)
-
-
-def _merged(a: Part, b: Part) -> Part:
-    if a.stack != b.stack:
-        return b
-    shape = np.broadcast_shapes(a.owners.shape, b.owners.shape)
-    owners = np.maximum(
-        np.broadcast_to(a.owners, shape), np.broadcast_to(b.owners, shape)
-    )
-    return dataclasses.replace(a, owners=owners, heads=max(a.heads, b.heads))
 
 
 def _why(why_q: str, why_k: str) -> str:

@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._model.attention_layers import AttentionLayer
 from .._model.owned_leaf import OwnedLeaf
+from .._model.shares import shares_of
 from .._parameters import paths
-from .attention import Layer
+from .attention import Layer, Part
 
 
 class NamedLayer(NamedTuple):
@@ -31,22 +32,22 @@ class _Call(NamedTuple):
     roles: Roles
     refusal: str
 
-    def is_of(self, other: "_Call") -> bool:
-        """Whether it has the parameters of another call, and so is of the same layer.
+    @property
+    def known(self) -> Any:
+        """What is equal in all calls of one layer."""
+        if not self.layer.parts:
+            return self.refusal, self.layer.makers, self.layer.line
+        # A leaf may take the whole in one call, and half of it in another.
+        alone = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
+        return bool(self.refusal), {x.parameter for x in self.layer.parts}, alone
 
-        Unless it has different parts of these, as layers have that a Python loop picks
-        from a stack.
+    def is_of(self, other: "_Call") -> bool:
+        """Whether it is another call of the same layer.
+
+        It has the parameters of the other, but not different parts of these, as layers
+        have that a Python loop picks from a stack.
         """
-        own, others = self.layer.parts, other.layer.parts
-        if not own:
-            one, two = (
-                (x.refusal, x.layer.makers, x.layer.line) for x in (self, other)
-            )
-            return one == two
-        if self.refusal and not self.layer.refusal and not other.refusal:
-            return False  # which layers of a stack it has is not known
-        one, two = ({part.parameter for part in x} for x in (own, others))
-        return one == two and not any(
+        return self.known == other.known and not any(
             x.path == y.path and x.is_apart_from(y)
             for mine, theirs in zip(self.roles, other.roles, strict=False)
             for x, y in itertools.product(mine, theirs)
@@ -99,27 +100,43 @@ def named_layers(
 def _roles(
     layer: Layer, leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> tuple[Roles, str]:
-    """Query, key and what brings the whole, by paths from the root, or why none are."""
+    """Query, key and rotary query, by paths from the root, or why there are none."""
     if layer.refusal:
         return (), layer.refusal
-    groups = layer.query, layer.key, layer.whole
-    is_grouped = any(part.heads != layer.heads for part in layer.shared)
-    is_own = all(part.heads == layer.heads for part in layer.whole)
-    if not layer.query and is_grouped and is_own:
-        # What heads share, such as a key or the gain of a normed query, is a side that
-        # QK-Clip then leaves alone.
-        groups = layer.whole, layer.shared, []
-        if layer.key_alone:
-            groups = layer.shared, layer.whole, []
+    pairs = [(pair.query, pair.key) for pair in layer.pairs]
+    query, key = ([part for pair in pairs for part in pair[i]] for i in (0, 1))
+    shares, as_one = (
+        shares_of(x, lambda part: part.leaf.heads != layer.heads)
+        for x in (pairs, [(query, key)])
+    )
+    if shares is None:
+        return (), (
+            "a parameter is in several of its products, which ask for different scales"
+        )
+    # QK-Clip finds these shares again from all queries and all keys, if as one product
+    # these have the same. It takes a query of fewer heads than its key for a mistake.
+    groups = query, key, []
+    is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
+    if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
+        # A side that takes the whole is a rotary query. Its partner is not named, so
+        # that it stays.
+        groups = [], [], []
+        for pair, of_pair in zip(pairs, shares, strict=True):
+            for i, share in enumerate(of_pair):
+                groups[2 if share == "whole" else i].extend(pair[i] if share else [])
     roles = []
     for parts in groups:
-        found = []
+        found: dict[int, Part] = {}
         for part in parts:
-            path = "/".join(leaf_paths[part.parameter])
+            old = found.get(part.parameter)
+            found[part.parameter] = old.joined_with(part) if old else part
+        leaves = []
+        for i, part in found.items():
+            path = "/".join(leaf_paths[i])
             if part.why:
-                return (), part.why.format(path, shapes[part.parameter])
-            is_of_all = part.heads == 1 < layer.heads
-            leaf = OwnedLeaf(path, part.stack, part.owners, part.heads, is_of_all)
-            found.append(leaf)
-        roles.append(tuple(found))
+                return (), part.why.format(path, shapes[i])
+            is_of_all = part.leaf.heads == 1 < layer.heads
+            leaf = dataclasses.replace(part.leaf, path=path, is_of_all=is_of_all)
+            leaves.append(leaf)
+        roles.append(tuple(leaves))
     return tuple(roles), ""

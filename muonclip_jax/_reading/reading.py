@@ -1,9 +1,7 @@
 """`read_model`: what a function does with every parameter."""
 
 import dataclasses
-import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,6 +10,8 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from .._model.attention_layers import AttentionLayer
+from .._model.bound_layer import BoundLayer
+from .._model.shares import scaled_leaves
 from .._options import flag
 from .._parameters import paths
 from .._parameters.dimension_numbers import resolve_verdicts
@@ -97,16 +97,21 @@ class ModelReading:
         if any(said[1:]):
             rows = [[*row, of] for row, of in zip(rows, said, strict=True)]
         collapse = flag("collapse", collapse)
-        clipped = [(x, x.layer) for x in self._layers if x.layer is not None]
-        sets = [{_entries(layer, x) for x in layer.leaves} for _, layer in clipped]
-        counts = Counter(itertools.chain(*sets))
-        shared = {entries for entries, count in counts.items() if count > 1}
-        layers = [_layer_row(named, layer, shared, tree) for named, layer in clipped]
+        layers, why = [], []
+        try:
+            numbered = enumerate(self.attention)
+            bound = [BoundLayer(x, tree.by_path(), i, 0) for i, x in numbered]
+            scaled = {id(use) for use, _ in scaled_leaves(bound)}
+            clipped = (x for x in self._layers if x.layer is not None)
+            pairs = zip(clipped, bound, strict=True)
+            layers = [_layer_row(named, layer, scaled, tree) for named, layer in pairs]
+        except ValueError as error:
+            why = [[str(error)]]
         layers = collapsed(layers) if collapse else layers
         attention = [("attention", "heads", "logits", "QK-Clip scales"), *layers]
         labels = sorted({label for label, *_ in own})
         by_label = totals(("label", "leaves"), own, labels, "all")
-        blocks = [aligned(attention) if layers else [], by_label]
+        blocks = [aligned(attention) if layers else [], by_label, *why]
         return leaf_table(rows, blocks, model=self, collapse=collapse)
 
     def __str__(self) -> str:
@@ -207,48 +212,33 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
 
 # The table.
 
-
-def _entries(layer: AttentionLayer, leaf: Any) -> Any:
-    """A key that is the same for leaves that have the same entries."""
-    return layer.path_of(leaf), leaf.stack, leaf.owners.shape, leaf.owners.tobytes()
+_ROLES = {"query": "query", "key": "key", "rotary_query": "by the whole"}
 
 
 def _layer_row(
     named: NamedLayer,
-    layer: AttentionLayer,
-    shared: Collection[Any],
+    layer: BoundLayer,
+    scaled: Collection[int],
     tree: paths.PathedTree,
 ) -> list[str]:
     found = named.found[0]
     lines = ", ".join(dict.fromkeys(layer.line for layer in named.found))
-    sides: Any = layer.query, layer.key
-    depth = max(len(x.stack) for side in sides for x in side) if layer.key else 0
-    by_layers = [
-        any(len(x.stack) < depth or _entries(layer, x) in shared for x in side)
-        for side in sides
-    ]
-    # What heads or layers share is query or key to QK-Clip, which leaves it alone.
-    query_stays = found.key_alone or by_layers == [True, False]
-    query = "the query stays:" if query_stays else "query"
-    key_stays = not (found.key or found.key_alone) or by_layers == [False, True]
-    roles = {
-        query: layer.query,
-        "the key stays:" if key_stays else "key": layer.key,
-        "by the whole": layer.rotary_query,
-    }
-    scaled = "; ".join(
-        f"{role} {', '.join(dict.fromkeys(leaf.path for leaf in leaves))}"
-        for role, leaves in roles.items()
-        if leaves
-    )
-    added = {k: v for x in named.found if x.site for k, v in x.site.added.items()}
-    for line, made in added.items():
-        scaled += f"; the bias at {line} stays"
+    roles = []
+    for role, name in _ROLES.items():
+        uses = [use for use in layer.uses if use.role == role]
+        stays = not any(id(use) in scaled for use in uses)
+        name = f"the {name} stays:" if stays else name
+        leaves = ", ".join(dict.fromkeys(use.leaf.path for use in uses))
+        roles += [f"{name} {leaves}"] if uses else []
+    sites = (site for layer in named.found for site in layer.sites)
+    for line, made in {k: v for site in sites for k, v in site.added.items()}.items():
+        bias = f"the bias at {line} stays"
         if len(made) == 1:
             path, n = tree.paths[min(made)], len(named.path)
             is_inside = path[:n] == named.path
-            scaled += f": {paths.show(path[n:] if is_inside else ('', *path))}"
-    return [paths.show_module(named.path), str(found.heads), lines, scaled]
+            bias += f": {paths.show(path[n:] if is_inside else ('', *path))}"
+        roles.append(bias)
+    return [paths.show_module(named.path), str(found.heads), lines, "; ".join(roles)]
 
 
 def _axes(numbers: MuonDimensionNumbers | None, rank: int) -> str:

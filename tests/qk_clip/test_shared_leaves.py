@@ -301,11 +301,68 @@ def test_the_table_of_a_reading_says_what_stays():
         "keys of three layers and two groups": "query q0; the key stays: k, b",
         "query of two layers": "the query stays: q; key k1",
         "tied, biases apart": "query qk, bq; key qk, bk",
+        # The clip scales both, since either side alone is of several heads or layers.
+        "tied by groups": "query q; key q",
+        "nothing left for one": "query q2; key k2",
     }
     for name, text in said.items():
         case = CASES[name]
         table = str(mc.read_model(case.loss, case.params()))
         assert text in table.replace("/", ""), table
+
+
+def test_queries_that_groups_of_keys_share_stay():
+    def rows_of(p):
+        query = jnp.repeat(cut(X[0] @ p["q"], 2), 2, 1)
+        y = product(query, cut(X[0] @ p["k"]))
+        return y.max((1, 2)), jnp.sum(jax.nn.softmax(y) @ (X[0] @ p["v"]))
+
+    params = {"q": normal(0, D, 2 * E), "k": normal(1, *FLAT), "v": normal(2, D, D)}
+    reading = mc.read_model(lambda p: rows_of(p)[1], params)
+    rows = np.asarray(rows_of(params)[0])
+    _, stats = mc.record_attention(lambda p: rows_of(p)[1])(params)
+    tau = threshold_of(rows)
+    after = mc.clip_qk(params, stats, tau, model=reading)
+    np.testing.assert_allclose(rows_of(after)[0], np.minimum(rows, tau), rtol=1e-4)
+    np.testing.assert_array_equal(after["q"], params["q"])
+
+
+def tied_and_with_a_key_that_nothing_scales(p):
+    query = cut(X[0] @ p["w"])
+    return product(query, query), product(query, normed(cut(X[0] @ p["k"])))
+
+
+def test_products_that_ask_for_different_shares_are_refused():
+    def in_one_softmax(p):
+        return jnp.sum(
+            jax.nn.softmax(sum(tied_and_with_a_key_that_nothing_scales(p)))
+            @ (X[0] @ p["v"])
+        )
+
+    def in_two_layers(p):
+        every = tied_and_with_a_key_that_nothing_scales(p)
+        return sum(jnp.sum(jax.nn.softmax(y) @ (X[0] @ p["v"])) for y in every)
+
+    params = {"w": normal(0, *FLAT), "k": normal(1, *FLAT), "v": normal(2, D, D)}
+    (refused,) = mc.read_model(in_one_softmax, params).refused
+    assert "which ask for different scales" in refused
+    reading = mc.read_model(in_two_layers, params)
+    with pytest.raises(ValueError, match="no scaling of 'w'"):
+        mc.qk_clip(model=reading).init(params)
+    assert "no scaling of 'w'" in str(reading)
+
+
+def test_a_refused_call_of_a_layer_that_is_read_is_refused():
+    def loss(p):
+        one, two = (product(cut(x @ p["q"]), cut(x @ p["k"])) for x in X[:2])
+        weights = jax.nn.softmax(one) + jax.nn.softmax(jnp.sinh(two))
+        return jnp.sum(weights @ (X[0] @ p["v"]))
+
+    shapes = {"q": FLAT, "k": FLAT, "v": (D, D)}
+    reading = mc.read_model(loss, {k: jnp.ones(s) for k, s in shapes.items()})
+    assert len(reading.attention) == 1
+    (refused,) = reading.refused
+    assert "sinh" in refused and "not linear" in refused
 
 
 def test_heads_that_are_keys_of_other_heads_stay_below():

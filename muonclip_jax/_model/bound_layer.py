@@ -1,18 +1,15 @@
-"""An attention layer bound to its leaves: its heads, and its statistic."""
+"""An attention layer bound to its leaves: its heads, and who shares them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from .._layout.layout import cut_axes
-from .._layout.shardings import blocks_along
-from .._model.attention_layers import AttentionLayer, READ_IT, ROLES
-from .._model.owned_leaf import OwnedLeaf
-from .._model.statistics import largest, STATISTIC
 from .._parameters.paths import Path, show, show_module, split
+from .attention_layers import AttentionLayer, READ_IT, ROLES
+from .owned_leaf import OwnedLeaf
 
 
 class Use(NamedTuple):
@@ -28,6 +25,10 @@ class Use(NamedTuple):
     def is_whole(self) -> bool:
         """Whether every head of every layer of the stack has entries of its own."""
         return self.row == self.layer.shape
+
+    def meets(self, other: "Use") -> bool:
+        """Whether both have some entry of one leaf."""
+        return self.path == other.path and not self.leaf.is_apart_from(other.leaf)
 
     def first_heads(self) -> np.ndarray:
         """For every head of the layer the first of those that share its entries.
@@ -62,8 +63,7 @@ class BoundLayer:
     def __init__(
         self,
         layer: AttentionLayer,
-        leaf_at: dict[Path, Any],
-        cut_at: dict[Path, PartitionSpec],
+        leaf_at: Mapping[Path, Any],
         index: int,
         start: int,
     ):
@@ -71,10 +71,9 @@ class BoundLayer:
         self.threshold = layer.threshold
         # Among all layers, and of its first head in the row of all heads.
         self.index, self.start = index, start
-        self._cut_at = cut_at
         own = map(layer.path_of, layer.leaves)
         shapes = {path: tuple(leaf_at[path].shape) for path in own}
-        self._leaves = ", ".join(f"'{show(path)}' {x}" for path, x in shapes.items())
+        self.leaves = ", ".join(f"'{show(path)}' {x}" for path, x in shapes.items())
         self.uses: list[Use] = []
         for role in ROLES:
             for given in getattr(layer, role):
@@ -94,7 +93,7 @@ class BoundLayer:
             # likely cause: the numbers of heads then disagree.
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
-                f"together: {self._leaves}. Expected Flax kernels (*stack, features, "
+                f"together: {self.leaves}. Expected Flax kernels (*stack, features, "
                 "heads, head_dim) with key heads that divide the query's. For other "
                 f"layouts use {READ_IT}, or describe them in attention="
             )
@@ -102,51 +101,6 @@ class BoundLayer:
         # statistic has others than the key, they are clipped together.
         of_query = [use.leaf for use in self.uses if use.role != "key"]
         self.is_shared = all(leaf.is_of_all for leaf in of_query)
-
-    def check(self, statistic: jax.Array) -> tuple[jax.Array, PartitionSpec]:
-        """The statistic of the heads as they can be scaled, and how it is cut.
-
-        Inside `jax.shard_map` it may be of all heads, or of those of this device. The
-        shape says which: it is that of the whole layer, or what the spec of the query
-        makes of it.
-        """
-        name, expected = show((*self.path, STATISTIC)), self.shape
-        if not statistic.ndim:
-            if expected != (1,):
-                raise ValueError(
-                    f"the statistics '{name}' are a scalar; expected an array with one "
-                    f"maximum per head, {expected}, (*stack, heads)"
-                )
-            statistic = statistic[None]
-        row = statistic
-        if self.is_shared and statistic.shape != expected:
-            expected = (*self.shape[:-1], statistic.shape[-1])
-            row = largest(statistic, -1)[..., None].repeat(self.shape[-1], -1)
-        if statistic.shape == expected:
-            return row, PartitionSpec()
-        use = max(self.uses, key=lambda use: use.is_whole)  # of the query, if it is
-        cut = self._cut_at[use.path]
-        mesh = jax.sharding.get_abstract_mesh().shape
-        spec = use.leaf.row_spec(cut, blocks_along(cut, len(cut), mesh))
-        counts = blocks_along(spec or PartitionSpec(), len(expected), mesh)
-        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=True)]
-        # Blocks that end within a head, or have heads from several places (those of a
-        # split axis), have no statistic of their own.
-        if spec is None or any(rest for _, rest in parts):
-            raise ValueError(
-                f"{sorted(cut_axes(cut))} cut '{show(use.path)}' "
-                "across heads: inside jax.shard_map pass the statistics "
-                f"'{name}' of all heads, {expected}"
-            )
-        local = tuple(n for n, _ in parts)
-        if statistic.shape != local:
-            here = f", or {local} for those of one device" if local != expected else ""
-            raise ValueError(
-                f"the statistics '{name}' have shape {statistic.shape}, which does not "
-                f"fit the heads of {self._leaves}; expected {expected}, "
-                f"(*stack, heads){here}"
-            )
-        return row, spec
 
     def _fits(self, use: Use) -> bool:
         heads, own = self.shape[-1], use.row[-1]
