@@ -175,9 +175,7 @@ class LayerReader:
 
     def _way_to_softmax(self) -> Path | None:
         """The path from the last product to its softmax, whose site is noted."""
-        if not self.exps:
-            self.refusals.append("it is normalized by a function other than softmax")
-        if not (self.found and self.exps):
+        if not self.found:
             return None
         path = None
         try:

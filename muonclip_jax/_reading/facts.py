@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from .graph import Atom, Eqn, Frame, Graph
 from .jaxprs import names
-from .primitives import ELEMENTWISE, KNOWN, PRODUCTS, RANDOM
+from .primitives import KNOWN, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
@@ -55,8 +55,6 @@ class Fact(NamedTuple):
     shares: int = 0
     mixed: int = 0
     pairs: int = 0
-    # Those that something nonlinear was done to, or that were divided by each other.
-    bent: int = 0
 
     @property
     def unshared(self) -> int:
@@ -182,8 +180,6 @@ class Facts:
             return self._product(at, inputs, out)
         if name not in KNOWN and out.is_weight:
             return self._met(at, out)._replace(is_weight=False)
-        if name in ELEMENTWISE - {"mul", "div"} or name in ("max", "min"):
-            out = out._replace(bent=out.bent | out.products)
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
@@ -321,13 +317,13 @@ def either(facts: Iterable[Fact]) -> Fact:
     return first if all(x == first for x in others) else _union(facts)
 
 
-_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs", "bent"]
+_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
 _JOINED = [
     *("leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS),
     *("has_data", "is_spread", "is_shifted", "is_pair"),
 ]
 # Logits by which a mask was made are none that it masks, as those of an indexer.
-_NO_LOGITS = {name: 0 for name in _OF_PRODUCTS if name != "bent"}
+_NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 
 
 def _union(facts: list[Fact]) -> Fact:
@@ -407,8 +403,8 @@ def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The denominator's logits are none of the result's."""
     a, b = inputs
-    shares, bent = a.shares | a.weights & b.sums, a.bent | a.products & b.products
-    return _gathered(facts, at, inputs, out)._replace(shares=shares, bent=bent)
+    shares = a.shares | a.weights & b.sums
+    return _gathered(facts, at, inputs, out)._replace(shares=shares)
 
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
