@@ -31,34 +31,27 @@ class Taint(NamedTuple):
     bent: int = 0  # went through something nonlinear
     exponential: int = 0  # those of the bent that an exponential bent
     choice: int = 0  # a mask or an index was made of them
+    # A bit that is unset where nothing but copies along some axis are in it.
+    varied: int = 0
 
     @property
     def all(self) -> int:
         return self.entrywise | self.linear | self.bent
 
     def without(self, bits: int) -> "Taint":
-        return Taint(*(x & ~bits for x in self))
+        return Taint(*(x & ~bits for x in self[:-1]), self.varied)
 
     @property
     def after_nonlinear(self) -> "Taint":
         return self._replace(bent=self.bent | self.linear)
 
 
-CLEAN = Taint()
+# Of numbers and copies of arrays, and of arrays, that no products are in.
+_CLEAN, _VARIED = Taint(), Taint(varied=1)
 
 
 def _joined(taints: Iterable[Taint]) -> Taint:
-    return Taint(*map(union, zip(CLEAN, *taints, strict=True)))
-
-
-class Birth(NamedTuple):
-    """A product of two activations, by dimensions of its result."""
-
-    eqn: Eqn
-    free: tuple[frozenset[int], frozenset[int]]  # one operand alone has these
-    shared: frozenset[int]
-    heads: frozenset[int]  # outputs of kernels that both operands have
-    features: frozenset[int]  # outputs of kernels that one operand alone has
+    return Taint(*map(union, zip(_CLEAN, *taints, strict=True)))
 
 
 class Site(NamedTuple):
@@ -95,13 +88,14 @@ def suspicions(
     refused, unclipped, seen = [], [], set()
     for site in forward.sites.values():
         bits = forward.over_keys(site)
-        births = [forward.birth(bit).eqn for bit in _each(forward.roots(bits))]
+        roots = dict.fromkeys(forward.root(bit) for bit in _each(bits))
+        births = [forward.eqns[bit] for bit in roots]
         if not births or seen.issuperset(births):
             continue
         seen.update(births)
         makers = {n for eqn in births for x in eqn.inputs() for n in forward.makers(x)}
         layer = Layer(births, makers=makers)
-        mixed = [forward.birth(bit).eqn for bit in _each(bits & ~forward.roots(bits))]
+        mixed = [forward.eqns[bit] for bit in _each(bits) if bit not in roots]
         if not bits & forward.exponential:
             if not forward.is_normalized(site, bits):
                 unclipped.append(layer)
@@ -135,24 +129,24 @@ class _Forward:
         self.sites: dict[tuple[Eqn, int], Site] = {}
         self.exponential = 0  # products of which an exponential weighs something
         self._compared: list[tuple[int, Atom, tuple[int, ...]]] = []
-        # Products by their bit, as equations and, where it was asked for, by dimensions.
-        self._eqns: dict[int, Eqn] = {}
-        self._births: dict[int, Birth] = {}
+        self.eqns: dict[int, Eqn] = {}  # products, by their bit
         self._bits: dict[tuple[Eqn, int], int] = {}
-        # The first birth of a product that a matrix or a window over keys mixed.
+        # What a matrix or a window over keys makes of a product gets a bit of its own:
+        # the product, and its dimensions that each of the result is made of.
         self._root: dict[int, int] = {}
+        self._mixes: dict[int, list[set[int]]] = {}
         # Products that a kernel took for features: no logits, wherever else they go.
         self._ended = 0
         self._of: dict[Atom, Taint] = {}
         self._own: dict[Atom, set[int]] = {}
-        self._run(self._graph.top, [CLEAN] * len(self._graph.top.inputs))
+        self._features: dict[tuple[Atom, int], bool] = {}
+        self._run(self._graph.top, [_VARIED] * len(self._graph.top.inputs))
 
     def of(self, atom: Atom) -> Taint:
-        is_literal = isinstance(atom.var, Literal)
-        return CLEAN if is_literal else self._of.get(atom, CLEAN)
-
-    def _alive(self, eqn: Eqn) -> list[Taint]:
-        return [self.of(atom).without(self._ended) for atom in eqn.inputs()]
+        if isinstance(atom.var, Literal):
+            return _CLEAN
+        taint = self._of.get(atom, _VARIED)
+        return taint.without(self._ended) if taint.all & self._ended else taint
 
     # Frames.
 
@@ -162,7 +156,7 @@ class _Forward:
             for var, taint in zip(eqn.eqn.outvars, self._outputs(eqn), strict=True):
                 is_index = jnp.issubdtype(var.aval.dtype, jnp.integer)
                 if var.aval.dtype == bool or (is_index and eqn.name in _ORDERS):
-                    taint = Taint(choice=taint.all | taint.choice)
+                    taint = _VARIED._replace(choice=taint.all | taint.choice)
                 self._of[Atom(frame, var)] = taint
         return [self.of(atom) for atom in frame.outputs]
 
@@ -189,7 +183,8 @@ class _Forward:
     # Equations.
 
     def _primitive(self, eqn: Eqn) -> Taint:
-        name, atoms, taints = eqn.name, eqn.inputs(), self._alive(eqn)
+        name, atoms = eqn.name, eqn.inputs()
+        taints = [self.of(atom) for atom in atoms]
         if name in PRODUCTS:
             return self._product(eqn, taints)
         if name == "mul":
@@ -197,8 +192,10 @@ class _Forward:
         out = _joined(taints)
         if name == "sub" and self._is_of_two(eqn) and self._is_outer(eqn):
             out = out._replace(entrywise=out.entrywise | self._born(eqn))
-        if out == CLEAN or name in _ENDS:
-            return CLEAN
+        if name in ("broadcast_in_dim", "tile"):
+            return out._replace(varied=0)
+        if not out.all | out.choice or name in _ENDS:
+            return _VARIED if out.varied else _CLEAN
         if name in _COMPARES and out.linear | out.bent:
             params = eqn.eqn.params
             axis = params.get("axis", params.get("dimension"))
@@ -254,15 +251,17 @@ class _Forward:
         found = out.entrywise if eqn.name == "fft" else 0
         axes = params.get("axes", (params.get("axis"),))
         for bit in _each(out.entrywise & ~found):
-            along, shared = self._along(bit, atom), self.birth(bit).shared
-            if along and any(along[axis] & shared for axis in axes):
+            along, (a, b) = self._along(bit, atom), self._sides(bit)
+            if along and any(along[axis] & a & b for axis in axes):
                 found |= bit
         rest = out.entrywise & ~found
         return out._replace(linear=out.linear | found, entrywise=rest)
 
     def _product(self, eqn: Eqn, taints: list[Taint]) -> Taint:
         facts = self._facts.inputs(eqn)[:2]
-        weight = self._facts.weight_of(eqn) if facts[0].leaves | facts[1].leaves else None
+        weight = (
+            self._facts.weight_of(eqn) if facts[0].leaves | facts[1].leaves else None
+        )
         is_plain = [not f.leaves or weight == i for i, f in enumerate(facts)]
         if not any(is_plain) and not (facts[0].is_weight and facts[1].is_weight):
             for i in (0, 1):
@@ -272,12 +271,12 @@ class _Forward:
                     elif {*eqn.to[1 - i]} - {*eqn.to[i]}:
                         self._met(eqn, i, taints[i], "vector")
             if eqn.contracted or eqn.name == "conv_general_dilated":
-                return Taint(linear=self._born(eqn))
+                return _VARIED._replace(linear=self._born(eqn))
             out, own = _joined(taints), self._born(eqn)
             if all({*to} - eqn.shared for to in eqn.to):
                 return out._replace(linear=out.linear | own)
             return out._replace(entrywise=own)
-        kept = [CLEAN, CLEAN]
+        kept = [_VARIED, _VARIED]
         for i, (fact, other) in enumerate(zip(facts, facts[::-1], strict=True)):
             is_of_data = not other.leaves and other.has_data and bool(eqn.contracted)
             if taints[i].all:
@@ -291,15 +290,17 @@ class _Forward:
 
     def _is_over_outputs(self, eqn: Eqn, i: int) -> bool:
         """Whether a product sums over the outputs of a kernel."""
-        outputs = self._makers.outputs(eqn.inputs()[i]).values()
-        return any(pair[i] in dims for pair in eqn.contracted for dims in outputs)
+        atom = eqn.inputs()[i]
+        return any(self._is_feature(atom, pair[i]) for pair in eqn.contracted)
 
     # From births to where they weigh.
 
     def _born(self, eqn: Eqn) -> int:
         """The bit of a product of two activations, unless it is read or no attention."""
         facts = self._facts.inputs(eqn)[:2]
-        leaves, trained = (union(x) for x in zip(*((f.leaves, f.trained) for f in facts)))
+        leaves, trained = (
+            union(x) for x in zip(*((f.leaves, f.trained) for f in facts))
+        )
         is_frozen = {*members(leaves)} <= self._reader.frozen
         if eqn in self._read or is_frozen or not trained:
             return 0
@@ -309,8 +310,12 @@ class _Forward:
 
     def _bit(self, eqn: Eqn, root: int) -> int:
         bit = self._bits.setdefault((eqn, root), 1 << len(self._bits))
-        self._eqns[bit] = eqn
+        self.eqns[bit] = eqn
         return bit
+
+    def root(self, bit: int) -> int:
+        """The product whose entries were mixed, or itself."""
+        return self._root.get(bit, bit)
 
     def _weighs(self, eqn: Eqn, i: int, taints: list[Taint]) -> bool:
         """Whether products weigh the other operand, which no product is in."""
@@ -336,87 +341,88 @@ class _Forward:
         Over features, it is a layer that is applied to what was attended to. Over keys,
         the result is new logits, born again.
         """
-        atom, sources = eqn.inputs()[i], _sources(eqn, i)
+        sources = _sources(eqn, i)
         if sources is None:
-            return CLEAN
-        over, of = sources
+            return _VARIED
+        atom, (over, of) = eqn.inputs()[i], sources
         over = [d for d in over if atom.shape[d] > 1]
-        is_plain = not self._facts.inputs(eqn)[1 - i].leaves
-        now = {}
-        for bit in _each(taint.all):
-            now[bit] = 0
+        is_of_parameter = bool(self._facts.inputs(eqn)[1 - i].leaves)
+        now = dict.fromkeys(_each(taint.all), 0)
+        for bit in now:
             is_entrywise = bool(bit & taint.entrywise & ~taint.linear and over)
-            if is_entrywise and not is_plain:
+            if is_entrywise and is_of_parameter:
                 continue
-            along, birth = self._along(bit, atom), self.birth(bit)
-            ends = birth.features
-            if bit & taint.bent & ~taint.exponential:
-                ends |= birth.heads  # normalized outputs, say, of several heads
-            if along is None or any(not along[d] or along[d] & ends for d in over):
-                self._ended |= bit if along else 0
-            elif not is_entrywise or all(along[d] <= birth.shared for d in over):
-                is_same = not over and eqn.name != "conv_general_dilated"
-                now[bit] = bit if is_same else self._again(eqn, bit, along, of)
-        out = Taint(*(union(now.get(b, 0) for b in _each(bits)) for bits in taint))
-        return Taint(0, out.linear | out.entrywise, out.bent, out.exponential)
+            along = self._along(bit, atom)
+            if along is None:
+                continue
+            # Heads are mixed as logits or as weights. What was normed is no longer one.
+            is_normed = bool(bit & taint.bent & ~taint.exponential)
+            if any(
+                not along[d] or self._is_of_features(bit, along[d], is_normed)
+                for d in over
+            ):
+                self._ended |= bit
+                continue
+            a, b = self._sides(bit)
+            if is_entrywise and not all(along[d] <= a & b for d in over):
+                continue
+            now[bit] = bit
+            if over or eqn.name == "conv_general_dilated":
+                root = self.root(bit)
+                now[bit] = new = self._bit(eqn, root)
+                self._root[new] = root
+                self._mixes[new] = [set().union(*(along[d] for d in ds)) for ds in of]
+        bits = [union(now.get(b, 0) for b in _each(x)) for x in taint[:4]]
+        return Taint(0, bits[0] | bits[1], bits[2], bits[3], 0, 1)
 
-    def _again(
-        self, eqn: Eqn, bit: int, along: list[set[int]], of: dict[int, list[int]]
-    ) -> int:
-        """A product whose entries were mixed, by the dimensions of what came of it."""
-        root, birth = self.roots(bit), self.birth(bit)
-        new = self._bit(eqn, root)
-        self._root[new] = root
+    def _sides(self, bit: int) -> tuple[set[int], set[int]]:
+        """The dimensions of a product that each of its operands has."""
+        a, b = (
+            {d for d in x if d is not None} for x in self._to(self.eqns[self.root(bit)])
+        )
+        return a, b
 
-        def moved(dims: Iterable[int]) -> frozenset[int]:
-            own = {*dims}
-            return frozenset(o for o, ds in of.items() if any(along[d] & own for d in ds))
+    def _to(self, eqn: Eqn) -> Sequence[Sequence[int | None]]:
+        """For each operand, the dimension of the product that each of its own is."""
+        if eqn.name in ("mul", "sub"):
+            return [sorted(self._varied(x)) for x in eqn.inputs()]
+        return eqn.to if eqn.name != "conv_general_dilated" else ((), ())
 
-        free = moved(birth.free[0]), moved(birth.free[1])
-        self._births.setdefault(new, Birth(eqn, free, *map(moved, birth[2:])))
-        return new
+    def _is_of_features(self, bit: int, dims: set[int], heads: bool = False) -> bool:
+        """Whether dimensions of a product are outputs of kernels, or columns of tables.
 
-    def roots(self, bits: int) -> int:
-        return union(self._root.get(bit, bit) for bit in _each(bits))
+        Those that both operands have are heads, or else were summed over.
+        """
+        eqn = self.eqns[self.root(bit)]
+        a, b = self._sides(bit)
+        is_all = heads or eqn.name in ("mul", "sub")
+        wanted = dims if is_all else dims - (a & b)
+        for atom, to in zip(eqn.inputs(), self._to(eqn), strict=False):
+            own = to if eqn.name in PRODUCTS else range(len(atom.shape))
+            if any(
+                o in wanted and self._is_feature(atom, d) for d, o in enumerate(own)
+            ):
+                return True
+        return False
 
-    def birth(self, bit: int) -> Birth:
-        if bit not in self._births:
-            self._births[bit] = self._described(self._eqns[bit])
-        return self._births[bit]
+    def _is_feature(self, atom: Atom, d: int) -> bool:
+        key = atom, d
+        if key not in self._features:
+            labels = atom.marks([d])
+            found = [x.labels for x in self._makers.of(atom, labels)]
 
-    def _described(self, eqn: Eqn) -> Birth:
-        inputs, out = eqn.inputs()[:2], eqn.output().shape
-        if eqn.name == "conv_general_dilated":
-            return Birth(eqn, (frozenset(), frozenset()), *[frozenset()] * 3)
-        is_entrywise = eqn.name in ("mul", "sub")
-        to: Sequence[Sequence[int | None]] = eqn.to if not is_entrywise else [
-            [d if d in self._varied(x) and n == out[d] else None
-             for d, n in enumerate(x.shape)] if len(x.shape) == len(out) else []
-            for x in inputs
-        ]  # fmt: skip
-        a, b = ({d for d in x if d is not None} for x in to)
-        pairs = zip(inputs, to, strict=True)
-        outputs = {x[d] for atom, x in pairs for d in self._features(atom) if x}
-        outputs = {d for d in outputs if d is not None}
-        features = outputs if is_entrywise else outputs - (a & b)
-        sets = a - b, b - a, a & b, outputs & a & b, features
-        one, two, *rest = map(frozenset, sets)
-        return Birth(eqn, (one, two), *rest)
+            def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+                if origin.parameter is not None:
+                    found.append(origin.labels)
+                if (eqn := origin.at) is None or eqn.is_product:
+                    return []
+                facts = self._facts.inputs(eqn)
+                return [(i, None) for i, f in enumerate(facts) if f.leaves]
 
-    def _features(self, atom: Atom) -> set[int]:
-        """Dimensions along which parameters vary: outputs of kernels, or columns."""
-        found = {d for dims in self._makers.outputs(atom).values() for d in dims}
-
-        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if origin.parameter is not None:
-                found.update(d for d, x in enumerate(origin.labels) if is_varied(x))
-            if (eqn := origin.at) is None or eqn.is_product:
-                return []
-            facts = self._facts.inputs(eqn)
-            return [(i, None) for i, f in enumerate(facts) if f.leaves]
-
-        self._graph.back(atom, atom.each(), ahead)
-        return found
+            if not any(is_varied(x) for (x,) in found):
+                self._graph.back(atom, labels, ahead)
+            self._features[key] = any(is_varied(x) for (x,) in found)
+        return self._features[key]
 
     def makers(self, atom: Atom) -> set[int]:
         """The parameters that made an activation, as far as kernels go."""
@@ -426,7 +432,7 @@ class _Forward:
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
         """For each axis of what a product became, its dimensions that this comes of."""
-        target, found = self._eqns[bit], []
+        target, found = self.eqns[bit], []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
             if (eqn := origin.at) is target:
@@ -434,24 +440,28 @@ class _Forward:
             if eqn is None or eqn is target:
                 return []
             inputs, back = eqn.inputs(), moves(eqn, origin.k)
-            return [(i, None) for i, _ in back if self.of(inputs[i]).all & bit]
+            return [
+                (i, None) for i, _ in back if self._of.get(inputs[i], _CLEAN).all & bit
+            ]
 
         self._graph.back(atom, atom.each(), ahead)
-        lead, dims = len(target.frame.lead), range(len(target.output().shape))
+        if not found:
+            return None
+        lead, rank = len(target.frame.lead), len(target.output().shape)
+        mixes = self._mixes.get(bit) or [{d} for d in range(rank)]
         return [
-            {d for d in dims for labels in found if labels[k].shape[lead + d] > 1}
-            for k in range(len(atom.shape))
-        ] if found else None  # fmt: skip
+            set().union(
+                *(mixes[d] for x in axis for d in range(rank) if x.shape[lead + d] > 1)
+            )
+            for axis in zip(*found, strict=True)
+        ]
 
     def _is_outer(self, eqn: Eqn) -> bool:
         """Whether each operand varies along a dimension of which the other is a copy."""
-        inputs, rank = eqn.inputs(), len(eqn.output().shape)
-        if any(len(x.shape) != rank for x in inputs):
+        shape, inputs = eqn.output().shape, eqn.inputs()
+        if any(self.of(x).varied and x.shape == shape for x in inputs):
             return False
-        b = self._varied(inputs[1])
-        if all(d in b for d, n in enumerate(eqn.output().shape) if n > 1):
-            return False
-        a = self._varied(inputs[0])
+        a, b = map(self._varied, inputs)
         return bool(a - b) and bool(b - a)
 
     def _varied(self, atom: Atom) -> set[int]:
@@ -487,11 +497,16 @@ class _Forward:
         """The dimensions of a product that it weighs along."""
         eqn, i = site.eqn, site.i
         atom, other = eqn.inputs()[i], eqn.inputs()[1 - i]
-        along, birth = self._along(bit, atom), self.birth(bit)
-        is_complex = jnp.issubdtype(birth.eqn.output().var.aval.dtype, complex)
-        if along is None or is_complex or birth.eqn.name == "conv_general_dilated":
+        along, product = self._along(bit, atom), self.eqns[self.root(bit)]
+        is_complex = jnp.issubdtype(
+            product.output().var.aval.dtype, jnp.complexfloating
+        )
+        if along is None or is_complex or product.name == "conv_general_dilated":
             return set()  # lags are the keys, which no operand has
-        sides = [x - birth.features for x in birth.free]
+        a, b = self._sides(bit)
+        sides = [
+            {d for d in x if not self._is_of_features(bit, {d})} for x in (a - b, b - a)
+        ]
         if site.how == "contracted":
             dims = {pair[i] for pair in eqn.contracted}
         else:
@@ -526,17 +541,15 @@ def _quotient(a: Taint, b: Taint) -> Taint:
     return a._replace(bent=a.bent | a.linear & b.all)
 
 
-def _sources(eqn: Eqn, i: int) -> tuple[list[int], dict[int, list[int]]] | None:
+def _sources(eqn: Eqn, i: int) -> tuple[list[int], list[list[int]]] | None:
     """The dimensions of an operand that a product sums over, and those it mixes.
 
-    The second are by the dimension of the result that has them; `None` for the windows
-    of a convolution.
+    The second for each dimension of the result. `None` for windows of a convolution.
     """
     if eqn.name != "conv_general_dilated":
         over = [d for d, o in enumerate(eqn.to[i]) if o is None]
         own = {o: [d] for d, o in enumerate(eqn.to[i]) if o is not None}
-        dims = range(len(eqn.output().shape))
-        return over, {o: own.get(o, over) for o in dims}
+        return over, [own.get(o, over) for o in range(len(eqn.output().shape))]
     if i:
         return None
     numbers, params = eqn.eqn.params["dimension_numbers"], eqn.eqn.params
@@ -544,4 +557,4 @@ def _sources(eqn: Eqn, i: int) -> tuple[list[int], dict[int, list[int]]] | None:
     window = eqn.inputs()[1].shape[numbers.rhs_spec[1]]
     is_depthwise = params["feature_group_count"] > 1 and window == 1
     over = [] if is_depthwise else [numbers.lhs_spec[1]]
-    return over, {o: [d] for o, d in pairs}
+    return over, [[d] for _, d in sorted(pairs)]
