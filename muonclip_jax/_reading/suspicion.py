@@ -131,6 +131,8 @@ class _Suspicion(Forward[Taint]):
         self.run(self._graph.top, [_ARRAY] * len(self._graph.top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
+        if all(x is _ARRAY or x is _COPY for x in values):  # as nearly everywhere
+            return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
 
     def of(self, atom: Atom) -> Taint:
@@ -195,7 +197,12 @@ class _Suspicion(Forward[Taint]):
 
     def _of_two(self, at: Eqn, taints: list[Taint], out: Taint) -> Taint:
         """What is made of two activations, of which one may weigh the other."""
-        (a, b), is_product = self._sides(at), at.name != "sub"
+        is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
+        # Of two operands that do not both have copies, neither is an outer product's.
+        is_alike = at.name not in PRODUCTS and any(
+            self._is_full(x, at) for x in at.inputs()
+        )
+        a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
         for i, more, less in (
             ((0, b - a, a - b), (1, a - b, b - a)) if is_product else ()
         ):
@@ -268,11 +275,13 @@ class _Suspicion(Forward[Taint]):
         is_of_parameter = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
-            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
-            if along is None or (is_entrywise and is_of_parameter):
+            if is_entrywise and is_of_parameter:
                 continue
-            if is_entrywise and not all(along[d] <= a & b for d in over):
+            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
+            if along is None or (
+                is_entrywise and not all(along[d] <= a & b for d in over)
+            ):
                 continue
             # Heads are mixed as logits or as weights. What was normed is no longer one.
             heads = set() if bit & taint.exponential or bit & ~taint.bent else a & b
@@ -315,10 +324,12 @@ class _Suspicion(Forward[Taint]):
 
     def _varied(self, atom: Atom, at: Eqn) -> list[int | None]:
         """The dimensions of an entrywise result of which an operand is no copy."""
-        shape, of = at.output().shape, atom.shape
-        is_full = self.of(atom).varied and of == shape
-        same = set() if is_full or of == () else self._graph.copied(atom)
+        of = atom.shape
+        same = set() if self._is_full(atom, at) or not of else self._graph.copied(atom)
         return [d if n > 1 and d not in same else None for d, n in enumerate(of)]
+
+    def _is_full(self, atom: Atom, at: Eqn) -> bool:
+        return bool(self.of(atom).varied) and atom.shape == at.output().shape
 
     def _sides(self, at: Eqn) -> tuple[set[int], set[int]]:
         a, b = ({d for d in to if d is not None} for to in self._to(at))
