@@ -34,6 +34,10 @@ class Forward(Generic[Value]):
         """What a loop carries, as its trip begins."""
         return value
 
+    def more(self, at: Eqn) -> Value:
+        """The value of what a kernel returns besides what its example does."""
+        return self.either(self.inputs(at))
+
     def of(self, atom: Atom) -> Value:
         is_literal = isinstance(atom.var, Literal)
         return self._nothing if is_literal else self._of.get(atom, self._nothing)
@@ -45,17 +49,18 @@ class Forward(Generic[Value]):
     def run(self, frame: Frame, inputs: Sequence[Value]) -> list[Value]:
         self._of |= zip(frame.inputs, inputs, strict=True)
         for at in frame.live:
-            for atom, value in zip(at.outputs(), self.outputs(at), strict=True):
+            atoms = at.outputs()
+            inside = self.called(at) if at.inside else [self.primitive(at)] * len(atoms)
+            for atom, value in zip(atoms, inside, strict=True):
                 self._of[atom] = self.result(at, atom, value)
         return [self.of(atom) for atom in frame.outputs]
 
-    def outputs(self, at: Eqn) -> list[Value]:
-        n = len(at.eqn.outvars)
-        if not at.inside:
-            return [self.primitive(at)] * n
+    def called(self, at: Eqn) -> list[Value]:
+        """The values of the results of an equation with jaxprs in it."""
         runs: Any = [self._inside(inner) for inner in at.inside]
-        outs = [self.either(values) for values in zip(*runs, strict=True)][:n]
-        return [*outs, *[self.either(self.inputs(at))] * (n - len(outs))]
+        outs = [self.either(values) for values in zip(*runs, strict=True)]
+        n = len(at.eqn.outvars)
+        return [*outs[:n], *[self.more(at)] * (n - len(outs))]
 
     def _inside(self, inner: Frame) -> list[Value]:
         """The results of a run, those of all trips if it is a loop's.

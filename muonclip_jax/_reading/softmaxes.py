@@ -148,6 +148,7 @@ class Softmaxes:
                 # column of ones bring, it is over what it weighs.
                 sums = [x for b, x in self.sums if b & bits]
                 yield Softmax(bits, own, sums or places, bool(sums))
+
     def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
         """For each axis of what a product became, its dimensions that this comes of."""
         at = self.facts.products[bit]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from .attention import Layer
-from .facts import members, union
+from .facts import is_choice, members, union
 from .forward import Forward
 from .graph import Atom, Eqn, Origin
 from .jaxprs import names
@@ -142,11 +142,8 @@ class _Suspicion(Forward[Taint]):
         return taint
 
     def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
-        dtype = atom.var.aval.dtype
-        is_index = at.name == "top_k" and jnp.issubdtype(dtype, jnp.integer)
-        if value.all and (dtype == bool or is_index):
-            return _ARRAY._replace(choice=value.all | value.choice)
-        return value
+        is_made = value.all and is_choice(at, atom)
+        return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
 
     # Equations.
 
@@ -270,7 +267,9 @@ class _Suspicion(Forward[Taint]):
         ]
         if at.name == _CONV:
             numbers = at.eqn.params["dimension_numbers"]
-            of = [[d] for _, d in sorted(zip(numbers.out_spec, numbers.lhs_spec))]
+            of[:] = [
+                [numbers.lhs_spec[numbers.out_spec.index(k)]] for k in range(len(of))
+            ]
             over = [d for d in over if d == numbers.lhs_spec[1]]
         is_of_parameter = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
@@ -301,7 +300,7 @@ class _Suspicion(Forward[Taint]):
     # Products, by dimensions of their result.
 
     def _born(self, at: Eqn) -> int:
-        """The bit of a product, unless it is read or is of constants or one-hot rows."""
+        """The bit of a product, unless it is read, or of constants or one-hot rows."""
         facts = self._facts.inputs(at)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
         is_fixed = leaves <= self._frozen or not any(f.trained for f in facts)
@@ -339,7 +338,7 @@ class _Suspicion(Forward[Taint]):
         return self._sides(self.products[bit].root)
 
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
-        """Whether dimensions are outputs of kernels that one operand has, or `heads`."""
+        """Whether dimensions are outputs that one operand has, or `heads`."""
         at = self.products[bit].root
         a, b = self._sides(at)
         dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
@@ -368,13 +367,13 @@ class _Suspicion(Forward[Taint]):
 
         self._graph.back(atom, atom.each(), ahead)
         lead = len(target.frame.lead)
-        axes = [
-            set().union(
-                *(x for k in labels for n, x in zip(k.shape[lead:], of) if n > 1)
-            )
-            for labels in zip(*found, strict=True)
+        axes = zip(*found, strict=True)
+        shapes = [[label.shape[lead:] for label in labels] for labels in axes]
+        every = range(len(of))
+        along = [
+            {d for s in x for k in every if s[k] > 1 for d in of[k]} for x in shapes
         ]
-        return axes if found else None
+        return along if found else None
 
     def is_over_keys(self, site: Site, bit: int, product: Product) -> bool:
         """Whether it weighs along what one operand of a product alone has."""
