@@ -346,6 +346,11 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(weights=out.weights | out.products)
 
 
+def _logarithm(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """Of exponentials it is none: a softplus weighs as other functions do."""
+    return out._replace(weights=0, mixed=0)
+
+
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
@@ -413,6 +418,8 @@ _RULES: dict[str, Any] = {
     "exp": _exponential,
     "exp2": _exponential,
     "pow": _exponential,
+    "log": _logarithm,
+    "log1p": _logarithm,
     "reduce_sum": _reduce_sum,
     "div": _quotient,
     **dict.fromkeys(["reduce_max", "reduce_min"], _greatest),

@@ -162,7 +162,7 @@ class _Suspicion(Forward[Taint]):
             return self._of_two(at, taints, out)
         if name in ("broadcast_in_dim", "tile"):
             return out._replace(varied=0)
-        if not out.all | out.choice or name in _ENDS:
+        if not any(out[:-1]) or name in _ENDS:
             return _ARRAY if out.varied else _COPY
         if name in ("gather", "dynamic_slice"):
             return taints[0]  # an index is no part of what it picks
@@ -172,7 +172,7 @@ class _Suspicion(Forward[Taint]):
         if name == "div":
             a, b = taints
             if not a.all:  # a denominator, but where a sigmoid is written out
-                return _ARRAY._replace(bent=b.exponential)
+                return _ARRAY._replace(bent=b.exponential, totals=b.totals)
             bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
             return a._replace(bent=bent, totals=totals)
         if name in _SUMS:
@@ -229,15 +229,16 @@ class _Suspicion(Forward[Taint]):
 
     def _summed(self, at: Eqn, out: Taint) -> Taint:
         """What is summed along what both operands have is a product of theirs."""
-        params, found = at.eqn.params, 0
+        params, products, totals = at.eqn.params, 0, out.totals
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
-        for bit in _each(out.entrywise):
+        for bit in _each(out.all) if at.name != "fft" else ():
             along, (a, b) = self._along(bit, at.inputs()[0]), self._sides_of(bit)
-            if at.name == "fft" or (along and any(along[d] & a & b for d in axes)):
-                found |= bit
-        totals = out.totals | out.linear | out.bent
-        rest = out.entrywise & ~found
-        return out._replace(linear=out.linear | found, totals=totals, entrywise=rest)
+            dims = set().union(*(along[d] for d in axes)) if along else set()
+            products |= bit if dims & a & b else 0
+            totals |= bit if dims - (a & b) else 0
+        made = out.entrywise & (out.all if at.name == "fft" else products)
+        rest = out.entrywise & ~made
+        return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
 
     def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
         """What a product with a weight or data leaves of products, or makes one."""
