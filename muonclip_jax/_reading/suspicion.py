@@ -6,7 +6,7 @@ can be read. This module follows every other product forward, as a bit in a few 
 and asks at the end whether it weighs along what one operand alone has: keys.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -52,14 +52,6 @@ class Product(NamedTuple):
     of: list[set[int]]  # its dimensions that each one of the result comes of
 
 
-class Site(NamedTuple):
-    """Where an operand of an equation, with some products in it, weighs the other."""
-
-    eqn: Eqn
-    i: int
-    bits: int
-
-
 _SUMS = names("reduce_sum cumsum sort cumlogsumexp fft")
 # The result is a number for many entries.
 _ENDS = ALGEBRA | names(
@@ -79,23 +71,22 @@ def suspicions(
     """
     found = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
     refused, without_softmax, seen = [], [], set()
-    for site in found.sites.values():
-        own = {bit: found.products[bit] for bit in _each(site.bits)}
-        own = {bit: x for bit, x in own.items() if found.is_over_keys(site, bit, x)}
-        roots = list(dict.fromkeys(x.root for x in own.values()))
+    for (site, i), bits in found.sites.items():
+        bits = union(bit for bit in _each(bits) if found.is_over_keys(site, i, bit))
+        own = [found.products[bit] for bit in _each(bits)]
+        roots = list(dict.fromkeys(x.root for x in own))
         if seen.issuperset(roots):
             continue
         seen.update(roots)
-        layer, bits = Layer(roots), union(own)
-        layer.makers = {
-            n for eqn in roots for x in eqn.inputs() for n in found.makers(x)
-        }
+        atoms = [atom for eqn in roots for atom in eqn.inputs()]
+        makers = {m.number for x in atoms for m in found.makers.of(x, x.whole)}
+        layer = Layer(roots, makers=makers)
         if bits & found.exponential:
             layer.refusal = (
-                f"an exponential of it weighs activations at {site.eqn.line}, in no "
-                "form of attention that can be read"
+                f"an exponential of it weighs activations at {site.line}, in no form "
+                "of attention that can be read"
             )
-            for x in [x.eqn for x in own.values() if x.eqn is not x.root][:1]:
+            for x in [x.eqn for x in own if x.eqn is not x.root][:1]:
                 layer.refusal += f": {x.name} at {x.line} mixes its logits before"
         elif bits & found.normalized:
             layer.refusal = "it is normalized by a function other than softmax"
@@ -107,28 +98,26 @@ def _each(bits: int) -> Iterator[int]:
     return (1 << i for i in members(bits))
 
 
+def _all(sets: Iterable[set[int]]) -> set[int]:
+    return set().union(*sets)
+
+
 class _Suspicion(Forward[Taint]):
     """Follows products of two activations, but those that were `read`."""
 
     def __init__(self, reader: Softmaxes, read: set[Eqn]):
         super().__init__(_COPY)
-        self._graph, self._facts, self._frozen = (
-            reader.graph,
-            reader.facts,
-            reader.frozen,
-        )
-        self._makers, self._read = (
-            Makers(reader.graph, reader.facts, reader.scaling),
-            read,
-        )
+        self._reader, self._facts, self._read = reader, reader.facts, read
+        self.makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.products: dict[int, Product] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
         # Products that a kernel took for features: no logits, wherever else they go.
         self._ended = 0
-        self.sites: dict[tuple[Eqn, int], Site] = {}
+        # Where an operand with some products in it weighs the other.
+        self.sites: dict[tuple[Eqn, int], int] = {}
         # Those that weigh something after an exponential, or with a sum of their own.
         self.exponential = self.normalized = 0
-        self.run(self._graph.top, [_ARRAY] * len(self._graph.top.inputs))
+        self.run(self._reader.graph.top, [_ARRAY] * len(self._reader.graph.top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
         if all(x is _ARRAY or x is _COPY for x in values):  # as nearly everywhere
@@ -150,9 +139,7 @@ class _Suspicion(Forward[Taint]):
     def primitive(self, at: Eqn) -> Taint:
         name, taints = at.name, self.inputs(at)
         if name in PRODUCTS and not self._is_of_two(at):
-            return self.either(
-                [self._through(at, i, t) for i, t in enumerate(taints[:2])]
-            )
+            return self.either([self._through(at, i, taints[i]) for i in (0, 1)])
         out = self.either(taints)
         if name == "mul":
             a, b = taints
@@ -196,19 +183,14 @@ class _Suspicion(Forward[Taint]):
         """What is made of two activations, of which one may weigh the other."""
         is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
         # Of two operands that do not both have copies, neither is an outer product's.
-        is_alike = at.name not in PRODUCTS and any(
-            self._is_full(x, at) for x in at.inputs()
-        )
+        is_alike = at.name not in PRODUCTS and any(map(self._is_full, at.inputs()))
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
-        for i, more, less in (
-            ((0, b - a, a - b), (1, a - b, b - a)) if is_product else ()
-        ):
-            other = taints[1 - i]
+        for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
-            if not (at.contracted or more):
+            if not (at.contracted or other - own):
                 # After an exponential, a weight for each entry. Else gates and norms.
-                bits &= taints[i].exponential if less else 0
-            if bits and not other.linear | other.bent:
+                bits &= taints[i].exponential if own - other else 0
+            if not taints[1 - i].linear | taints[1 - i].bent:
                 self._met(at, i, bits, taints[i])
         if is_product and (at.contracted or at.name == _CONV):
             return _ARRAY._replace(linear=self._born(at))
@@ -222,10 +204,10 @@ class _Suspicion(Forward[Taint]):
         return out._replace(entrywise=self._born(at))
 
     def _met(self, at: Eqn, i: int, bits: int, taint: Taint) -> None:
-        before = self.sites.get((at, i))
-        self.sites[at, i] = Site(at, i, bits | (before.bits if before else 0))
-        self.exponential |= bits & taint.exponential
-        self.normalized |= bits & taint.totals
+        if bits:
+            self.sites[at, i] = bits | self.sites.get((at, i), 0)
+            self.exponential |= bits & taint.exponential
+            self.normalized |= bits & taint.totals
 
     def _summed(self, at: Eqn, out: Taint) -> Taint:
         """What is summed along what both operands have is a product of theirs."""
@@ -233,7 +215,7 @@ class _Suspicion(Forward[Taint]):
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
         for bit in _each(out.all) if at.name != "fft" else ():
             along, (a, b) = self._along(bit, at.inputs()[0]), self._sides_of(bit)
-            dims = set().union(*(along[d] for d in axes)) if along else set()
+            dims = _all(along[d] for d in axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
         made = out.entrywise & (out.all if at.name == "fft" else products)
@@ -242,18 +224,15 @@ class _Suspicion(Forward[Taint]):
 
     def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
         """What a product with a weight or data leaves of products, or makes one."""
-        atom, (fact, other) = at.inputs()[i], self._facts.inputs(at)[:2]
-        if i:
-            fact, other = other, fact
-        is_of_data = not other.leaves and other.has_data and bool(at.contracted)
+        fact, other = (self._facts.inputs(at)[j] for j in (i, 1 - i))
         out = self._mixed(at, i, taint) if taint.all else _ARRAY
-        if is_of_data and taint.exponential:
-            self._met(at, i, taint.exponential, taint)
-        is_over_outputs = (self._makers.is_output(atom, x[i]) for x in at.contracted)
-        if is_of_data and fact.is_deep and any(is_over_outputs):
-            # Keys among the arguments: an exponential alone makes attention of these.
-            return out._replace(linear=out.linear | self._born(at))
-        return out
+        if other.leaves or not (other.has_data and at.contracted):
+            return out
+        # Keys or values among the arguments: only an exponential makes attention of it.
+        self._met(at, i, taint.exponential, taint)
+        atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
+        is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
+        return out._replace(linear=out.linear | self._born(at)) if is_key else out
 
     def _mixed(self, at: Eqn, i: int, taint: Taint) -> Taint:
         """Products after a matrix or a window.
@@ -261,40 +240,32 @@ class _Suspicion(Forward[Taint]):
         Over features, it is a layer that is applied to what was attended to. Over keys,
         or queries, it makes new logits.
         """
-        atom, out = at.inputs()[i], at.output()
-        over = [d for d, o in enumerate(at.to[i]) if o is None and atom.shape[d] > 1]
-        of = [
-            [d for d, o in enumerate(at.to[i]) if o == k] for k in range(len(out.shape))
-        ]
+        atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
+        over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
+        of = [[d for d, o in enumerate(to) if o == k] for k in out]
         if at.name == _CONV:
             numbers = at.eqn.params["dimension_numbers"]
-            of[:] = [
-                [numbers.lhs_spec[numbers.out_spec.index(k)]] for k in range(len(of))
-            ]
+            of = [[numbers.lhs_spec[numbers.out_spec.index(k)]] for k in out]
             over = [d for d in over if d == numbers.lhs_spec[1]]
-        is_of_parameter = bool(self._facts.inputs(at)[1 - i].leaves)
+        is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
+            along, (a, b) = None, (set(), set())
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
-            if is_entrywise and is_of_parameter:
-                continue
-            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
-            if along is None or (
-                is_entrywise and not all(along[d] <= a & b for d in over)
-            ):
+            if not (is_entrywise and is_learned):
+                along, (a, b) = self._along(bit, atom), self._sides_of(bit)
+            if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
             # Heads are mixed as logits or as weights. What was normed is no longer one.
-            heads = set() if bit & taint.exponential or bit & ~taint.bent else a & b
-            if any(
-                not along[d] or self._is_of_features(bit, along[d], heads) for d in over
-            ):
+            heads = a & b if bit & taint.bent & ~taint.exponential else set()
+            dims = [along[d] for d in over]
+            if not all(dims) or self._is_of_features(bit, _all(dims), heads):
                 self._ended |= bit
                 continue
             now[bit] = bit
             if over or at.name == _CONV:
-                root = self.products[bit].root
-                made = [set().union(*(along[d] for d in ds or over)) for ds in of]
-                now[bit] = self._bit(Product(at, root, made))
+                made = [_all(along[d] for d in ds or over) for ds in of]
+                now[bit] = self._bit(Product(at, self.products[bit].root, made))
         bits = [union(now.get(b, 0) for b in _each(x)) for x in taint[:5]]
         return Taint(0, bits[0] | bits[1], *bits[2:], 0, 1)
 
@@ -304,7 +275,7 @@ class _Suspicion(Forward[Taint]):
         """The bit of a product, unless it is read, or of constants or one-hot rows."""
         facts = self._facts.inputs(at)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
-        is_fixed = leaves <= self._frozen or not any(f.trained for f in facts)
+        is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
         if at in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
         return self._bit(Product(at, at, [{d} for d in range(len(at.output().shape))]))
@@ -315,21 +286,23 @@ class _Suspicion(Forward[Taint]):
         return bit
 
     def _to(self, at: Eqn) -> Sequence[Sequence[int | None]]:
-        """For each operand, the dimension of the result that each of its own is."""
-        if at.name == _CONV:
-            return (), ()
-        return (
-            at.to if at.name in PRODUCTS else [self._varied(x, at) for x in at.inputs()]
-        )
+        """For each operand, the dimension of the result that each of its own is.
 
-    def _varied(self, atom: Atom, at: Eqn) -> list[int | None]:
-        """The dimensions of an entrywise result of which an operand is no copy."""
-        of = atom.shape
-        same = set() if self._is_full(atom, at) or not of else self._graph.copied(atom)
-        return [d if n > 1 and d not in same else None for d, n in enumerate(of)]
+        Entry by entry, those of which it is no copy.
+        """
+        if at.name in PRODUCTS:
+            return at.to if at.name != _CONV else ((), ())
+        same = [
+            set() if self._is_full(x) else self._reader.graph.copied(x)
+            for x in at.inputs()
+        ]
+        return [
+            [d if n > 1 and d not in own else None for d, n in enumerate(x.shape)]
+            for x, own in zip(at.inputs(), same, strict=True)
+        ]
 
-    def _is_full(self, atom: Atom, at: Eqn) -> bool:
-        return bool(self.of(atom).varied) and atom.shape == at.output().shape
+    def _is_full(self, atom: Atom) -> bool:
+        return bool(self.of(atom).varied)
 
     def _sides(self, at: Eqn) -> tuple[set[int], set[int]]:
         a, b = ({d for d in to if d is not None} for to in self._to(at))
@@ -344,18 +317,14 @@ class _Suspicion(Forward[Taint]):
         a, b = self._sides(at)
         dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
         pairs = zip(at.inputs(), self._to(at), strict=False)
-        return any(
-            o in dims and self._makers.is_output(x, d)
-            for x, to in pairs
-            for d, o in enumerate(to)
-        )
+        own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
+        return any(self.makers.is_output(x, d) for x, d in own)
 
-    def makers(self, atom: Atom) -> set[int]:
-        """The parameters that made an activation."""
-        return {x.number for x in self._makers.of(atom, atom.whole)}
+    def _along(self, bit: int, atom: Atom) -> list[set[int]]:
+        """For each axis of an array, the dimensions of a product that it comes of.
 
-    def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
-        """For each axis of an array, the dimensions of a product that it comes of."""
+        Nothing where the labels are lost.
+        """
         (target, _, of), found = self.products[bit], []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
@@ -366,34 +335,33 @@ class _Suspicion(Forward[Taint]):
             taints = [self._of.get(x, _COPY) for x in at.inputs()]
             return [(i, None) for i, _ in moves(at, origin.k) if taints[i].all & bit]
 
-        self._graph.back(atom, atom.each(), ahead)
+        self._reader.graph.back(atom, atom.each(), ahead)
         lead = len(target.frame.lead)
-        axes = zip(*found, strict=True)
-        shapes = [[label.shape[lead:] for label in labels] for labels in axes]
-        every = range(len(of))
-        along = [
-            {d for s in x for k in every if s[k] > 1 for d in of[k]} for x in shapes
+        return [
+            _all(
+                x
+                for k in labels
+                for n, x in zip(k.shape[lead:], of, strict=True)
+                if n > 1
+            )
+            for labels in zip(*found, strict=True)
         ]
-        return along if found else None
 
-    def is_over_keys(self, site: Site, bit: int, product: Product) -> bool:
+    def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
         """Whether it weighs along what one operand of a product alone has."""
-        along, (a, b) = self._along(bit, site.eqn.inputs()[site.i]), self._sides_of(bit)
-        dtype = product.root.output().var.aval.dtype
-        is_of_lags = jnp.issubdtype(dtype, jnp.complexfloating) or not a | b
-        if along is None or is_of_lags:
+        along, (a, b) = self._along(bit, site.inputs()[i]), self._sides_of(bit)
+        dtype = self.products[bit].root.output().var.aval.dtype
+        if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # lags are the keys, which no operand has
-        one, two = (
+        a, b = (
             {d for d in x if not self._is_of_features(bit, {d}, set())}
             for x in (a - b, b - a)
         )
-        own, other = self._to(site.eqn)[:: -1 if site.i else 1]
-        dims = {pair[site.i] for pair in site.eqn.contracted} or {*range(len(own))}
-        if not site.eqn.contracted and not {*other} - {*own}:
+        own, other = self._to(site)[:: -1 if i else 1]
+        dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
+        if not site.contracted and not {*other} - {*own}:
             # A weight for each entry: the values are the same for all queries.
             dims = {d for d, o in enumerate(own) if o in other}
-            queries = set().union(*(along[d] for d in range(len(own)) if d not in dims))
-            one, two = (
-                x if queries & y else set() for x, y in ((one, two), (two, one))
-            )
-        return bool(set().union(*(along[d] for d in dims)) & (one | two))
+            queries = _all(x for d, x in enumerate(along) if d not in dims)
+            a, b = b if queries & a else set(), a if queries & b else set()
+        return bool(_all(along[d] for d in dims) & (a | b))
