@@ -126,9 +126,9 @@ class _Suspicion(Forward[Taint]):
 
     def of(self, atom: Atom) -> Taint:
         taint = super().of(atom)
-        if taint.all & self._ended:
-            return Taint(*(x & ~self._ended for x in taint[:-1]), taint.varied)
-        return taint
+        if not taint.all & self._ended:
+            return taint
+        return Taint(*(x & ~self._ended for x in taint))._replace(varied=taint.varied)
 
     def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(at, atom)
@@ -250,10 +250,10 @@ class _Suspicion(Forward[Taint]):
         is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
-            along, (a, b) = None, (set(), set())
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
-            if not (is_entrywise and is_learned):
-                along, (a, b) = self._along(bit, atom), self._sides_of(bit)
+            if is_entrywise and is_learned:
+                continue
+            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
             if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
             # Heads are mixed as logits or as weights. What was normed is no longer one.
@@ -266,8 +266,9 @@ class _Suspicion(Forward[Taint]):
             if over or at.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
                 now[bit] = self._bit(Product(at, self.products[bit].root, made))
-        bits = [union(now.get(b, 0) for b in _each(x)) for x in taint[:5]]
-        return Taint(0, bits[0] | bits[1], *bits[2:], 0, 1)
+        kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
+        entrywise, linear, bent, exponential, totals = kept
+        return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
 
     # Products, by dimensions of their result.
 

@@ -129,7 +129,7 @@ def test_attention_in_an_odd_form_is_read_or_refused_with_its_line(layer):
     assert not reading.not_clipped
     if reading.refused:
         with pytest.raises(ValueError, match=r"test_suspicion\.py:\d"):
-            mc.muonclip(0.1, model=reading).init(PARAMS)
+            jax.eval_shape(mc.muonclip(0.1, model=reading).init, PARAMS)
 
 
 # Normalized, but not by exponentials.
