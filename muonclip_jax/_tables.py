@@ -50,18 +50,24 @@ def leaf_table(
 ) -> Table:
     """A row for each leaf below their names; then blocks, and attention left alone.
 
-    Of a model that was read, the last block says which attention QK-Clip cannot scale,
-    and why, or that there is none.
+    Of a model that was read, the last blocks say which attention QK-Clip cannot scale,
+    and why, and which has no softmax, or that there is none.
     """
     shown = collapsed if collapse else list
-    left_alone: list[str] = []
-    if model is not None and model.refused:
-        # The path of a layer is the first word.
-        refused = shown([line.partition(" ") for line in model.refused])
-        left_alone = ["QK-Clip cannot scale the logits of", *map("".join, refused)]
-    elif model is not None and not model.attention:
-        left_alone = ["no attention was found"]
-    return Table.of([rows[0], *shown(rows[1:])], [*blocks, left_alone])
+    left_alone: list[list[str]] = []
+    if model is not None:
+        # Readings of one's own need not have the second.
+        without_softmax = getattr(model, "not_clipped", ())
+        for heading, lines in (
+            ("QK-Clip cannot scale the logits of", model.refused),
+            ("QK-Clip does not act on attention without a softmax", without_softmax),
+        ):
+            # The path of a layer is the first word.
+            own = shown([line.partition(" ") for line in lines])
+            left_alone += [[heading, *map("".join, own)]] if own else []
+        if not left_alone and not model.attention:
+            left_alone = [["no attention was found"]]
+    return Table.of([rows[0], *shown(rows[1:])], [*blocks, *left_alone])
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:

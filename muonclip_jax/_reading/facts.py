@@ -6,15 +6,15 @@ These say where to look: labels are followed back from there.
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from .graph import Atom, Eqn, Frame, Graph
+from .forward import Forward
+from .graph import Atom, Eqn, Graph
 from .jaxprs import names
-from .primitives import ELEMENTWISE, KNOWN, PRODUCTS, RANDOM
+from .primitives import KNOWN, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
@@ -55,8 +55,6 @@ class Fact(NamedTuple):
     shares: int = 0
     mixed: int = 0
     pairs: int = 0
-    # Those that something nonlinear was done to, or that were divided by each other.
-    bent: int = 0
 
     @property
     def unshared(self) -> int:
@@ -94,32 +92,24 @@ def members(bits: int) -> list[int]:
     return [i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
-class Facts:
+class Facts(Forward[Fact]):
     """The facts of all variables of a graph."""
 
     def __init__(self, graph: Graph, tokens: frozenset[int] = frozenset()):
+        super().__init__(Fact())
         self.graph = graph
         self.products: dict[int, Eqn] = {}  # by their bit
         self._bits: dict[Eqn, int] = {}
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
         self.own = 0  # events in which weights are applied to find their own norm
-        self._of: dict[Atom, Fact] = {}
         inputs = [
             Fact(1 << i, 1 << i, is_weight=i not in tokens)
             if i in graph.parameters
             else DATA
             for i in range(len(graph.top.inputs))
         ]
-        self.outputs = self._run(graph.top, inputs)
-
-    def of(self, atom: Atom) -> Fact:
-        is_literal = isinstance(atom.var, Literal)
-        return Fact() if is_literal else self._of.get(atom, Fact())
-
-    def inputs(self, at: Eqn) -> list[Fact]:
-        """The facts of what an equation is of."""
-        return [self.of(atom) for atom in at.inputs()]
+        self.outputs = self.run(graph.top, inputs)
 
     def event(self, at: Eqn) -> int:
         """The bit of an equation where parameters meet activations; 0 if none do."""
@@ -155,52 +145,31 @@ class Facts:
         """All that events come from, but themselves."""
         return union(past & ~e for e, past in self._past_of.items() if e & events)
 
-    # Frames.
+    def either(self, values: Sequence[Fact]) -> Fact:
+        first, *others = values
+        return first if all(x == first for x in others) else _union(values)
 
-    def _run(self, frame: Frame, inputs: list[Fact]) -> list[Fact]:
-        self._of |= zip(frame.inputs, inputs, strict=True)
-        for at in frame.live:
-            for atom, fact in zip(at.outputs(), self._outputs(at), strict=True):
-                is_choice = _is_choice(at, atom)
-                self._of[atom] = fact._replace(**_NO_LOGITS) if is_choice else fact
-        return [self.of(atom) for atom in frame.outputs]
+    def begun(self, value: Fact) -> Fact:
+        """Each trip has parameters of its own, and events before it are no news."""
+        return value._replace(events=0)
 
-    def _outputs(self, at: Eqn) -> list[Fact]:
-        n = len(at.eqn.outvars)
-        if not at.inside:
-            return [self._primitive(at)] * n
-        runs = [self._inside(inner) for inner in at.inside]
-        outs = [either(facts) for facts in zip(*runs, strict=True)][:n]
+    def result(self, at: Eqn, atom: Atom, value: Fact) -> Fact:
+        return value._replace(**_NO_LOGITS) if is_choice(at, atom) else value
+
+    def called(self, at: Eqn) -> list[Fact]:
+        outs = super().called(at)
         if at.name == "cond":
             # Whatever picks the branch has made the result, too: a router, of experts.
             past = self.inputs(at)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
-        rest = self._mixed(at, self.inputs(at))
-        return [*outs, *[rest] * (n - len(outs))]
+        return outs
 
-    def _inside(self, inner: Frame) -> list[Fact]:
-        """The results of a run, those of all trips if it is a loop's.
-
-        That ends: what a value can be made of only grows.
-        """
-        own = [self.of(x.atom) for x in inner.outer]
-        while True:
-            # Each trip has parameters of its own, so what comes of an event in the one
-            # before is no news of it.
-            begin = list(own)
-            for i in inner.carried:
-                begin[i] = own[i]._replace(events=0)
-            outs = self._run(inner, begin)
-            after = list(own)
-            for k, i in enumerate(inner.carried):
-                after[i] = outs[k] = either([own[i], outs[k]])
-            if after == own:
-                return outs
-            own = after
+    def more(self, at: Eqn) -> Fact:
+        return self._mixed(at, self.inputs(at))
 
     # Equations.
 
-    def _primitive(self, at: Eqn) -> Fact:
+    def primitive(self, at: Eqn) -> Fact:
         inputs, name = self.inputs(at), at.name
         if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
             return self._picked(at, inputs)
@@ -209,8 +178,6 @@ class Facts:
             return self._product(at, inputs, out)
         if name not in KNOWN and out.is_weight:
             return self._met(at, out)._replace(is_weight=False)
-        if name in ELEMENTWISE - {"mul", "div"} or name in ("max", "min"):
-            out = out._replace(bent=out.bent | out.products)
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
@@ -338,7 +305,7 @@ class Facts:
         return self._met(at, out) if weights else out
 
 
-def _is_choice(at: Eqn, atom: Atom) -> bool:
+def is_choice(at: Eqn, atom: Atom) -> bool:
     """Whether a value is a mask or an index: it decides what is taken.
 
     Integers else may be logits, as products of eight bits are.
@@ -348,23 +315,16 @@ def _is_choice(at: Eqn, atom: Atom) -> bool:
     return dtype == jnp.bool_ or is_index
 
 
-def either(facts: Iterable[Fact]) -> Fact:
-    """One of several, no matter which."""
-    facts = list(facts)
-    first, *others = facts
-    return first if all(x == first for x in others) else _union(facts)
-
-
-_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs", "bent"]
+_OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
 _JOINED = [
     *("leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS),
     *("has_data", "is_spread", "is_shifted", "is_pair"),
 ]
 # Logits by which a mask was made are none that it masks, as those of an indexer.
-_NO_LOGITS = {name: 0 for name in _OF_PRODUCTS if name != "bent"}
+_NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 
 
-def _union(facts: list[Fact]) -> Fact:
+def _union(facts: Sequence[Fact]) -> Fact:
     joined = {name: union(getattr(x, name) for x in facts) for name in _JOINED}
     is_weight = all(x.is_weight or not x.leaves for x in facts)
     soles = {x.sole for x in facts} - {None}
@@ -426,6 +386,11 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(weights=out.weights | out.products)
 
 
+def _logarithm(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
+    """Of exponentials it is none: a softplus weighs as other functions do."""
+    return out._replace(weights=0, mixed=0)
+
+
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if out.pairs and not out.weights:
         out = out._replace(products=out.pairs, pairs=0)
@@ -451,8 +416,8 @@ def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """The denominator's logits are none of the result's."""
     a, b = inputs
-    shares, bent = a.shares | a.weights & b.sums, a.bent | a.products & b.products
-    return _gathered(facts, at, inputs, out)._replace(shares=shares, bent=bent)
+    shares = a.shares | a.weights & b.sums
+    return _gathered(facts, at, inputs, out)._replace(shares=shares)
 
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -497,6 +462,8 @@ _RULES: dict[str, Any] = {
     "exp": _exponential,
     "exp2": _exponential,
     "pow": _exponential,
+    "log": _logarithm,
+    "log1p": _logarithm,
     "reduce_sum": _reduce_sum,
     "cumsum": _running_sum,
     "div": _quotient,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from .facts import Facts
 from .graph import Atom, Eqn, Graph, Labels, Origin
-from .labels import moved, small, varied
+from .labels import is_varied, moved, small, varied
 from .scaling import Scaling
 
 
@@ -22,6 +22,7 @@ class Makers:
 
     def __init__(self, graph: Graph, facts: Facts, scaling: Scaling):
         self._graph, self._facts, self._scaling = graph, facts, scaling
+        self._outputs: dict[tuple[Atom, int], bool] = {}
 
     def of(self, atom: Atom, labels: Labels) -> Iterator[Maker]:
         """The parameters of the nearest products with weights, with their labels."""
@@ -62,3 +63,22 @@ class Makers:
         return {
             number: sorted(dims, key=dims.__getitem__) for number, dims in found.items()
         }
+
+    def is_output(self, atom: Atom, d: int) -> bool:
+        """Whether a dimension is of outputs of kernels, or of columns of tables."""
+        if (atom, d) not in self._outputs:
+            labels = atom.marks([d])
+            found = [x.labels for x in self.of(atom, labels)]
+
+            def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+                if origin.parameter is not None:
+                    found.append(origin.labels)
+                if (at := origin.at) is None or at.is_product:
+                    return []
+                facts = self._facts.inputs(at)
+                return [(i, None) for i, f in enumerate(facts) if f.leaves]
+
+            if not any(is_varied(label) for (label,) in found):
+                self._graph.back(atom, labels, ahead)
+            self._outputs[atom, d] = any(is_varied(label) for (label,) in found)
+        return self._outputs[atom, d]

@@ -23,6 +23,7 @@ from .facts import Facts
 from .graph import Graph
 from .layers import named_layers, NamedLayer
 from .softmaxes import Softmaxes
+from .suspicion import suspicions
 from .uses import Uses
 from .verdicts import verdicts
 
@@ -46,12 +47,15 @@ class ModelReading:
     - `attention`: the layers that QK-Clip can scale.
     - `unknown`: paths of the leaves whose use could not be read: the function does not
         use them, or passes them to an operation that hides their use.
+    - `not_clipped`: attention without a softmax, as by sigmoids, by its path and line.
+        QK-Clip does not act on it.
     """
 
     dimension_numbers: Any
     labels: Any
     attention: tuple[AttentionLayer, ...]
     unknown: tuple[str, ...]
+    not_clipped: tuple[str, ...]
     # The arrays among the params, as shapes, and what was found of each; of attention,
     # what can be scaled and what cannot; and operations that may hide more of it.
     _tree: paths.PathedTree = dataclasses.field(repr=False)
@@ -191,10 +195,13 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         if found <= tokens:
             break
         tokens |= found
+    refused, unclipped = suspicions(reader, layers)
+    layers += refused
     said = verdicts(uses, reader.facts.outputs, shapes, is_float, reader.frozen)
     by_leaf = dict(zip(call.arrays, said, strict=True))
     every = [by_leaf.get(i) for i in range(len(tree.leaves))]
     named = named_layers(layers, shown.paths, shapes)
+    not_clipped = named_layers(unclipped, shown.paths, shapes)
     hidden = list(dict.fromkeys(f"{at.name} at {at.line}" for at in uses.hidden))
     unknown = zip(shown.paths, said, strict=True)
     reading = ModelReading(
@@ -202,6 +209,7 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
         tree.unflatten(v and v.label for v in every),
         tuple(n.layer for n in named if n.layer is not None),
         tuple(paths.show(path) for path, v in unknown if not v.is_known),
+        tuple(f"{paths.show_module(x.path)} at {x.found[0].line}" for x in not_clipped),
         shown,
         tuple(said),
         tuple(named),

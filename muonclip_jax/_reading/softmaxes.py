@@ -1,7 +1,7 @@
 """Where attention is: products that are normalized, and then weigh activations.
 
 A product of query and key becomes weights by an exponential that is divided by its own
-sum, or by another function. From there it is followed back, with labels.
+sum. From there it is followed back, with labels. `suspicion` names all others.
 """
 
 import dataclasses
@@ -18,10 +18,8 @@ from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
-# Of entries along an axis.
 # By their last operand, or a power of it; `exp(logits - log(sum))` does.
 _DIVIDES = names("div integer_pow exp exp2 pow")
-_COMPARES = names("reduce_sum reduce_max sort top_k approx_top_k cumsum cumlogsumexp")
 
 
 class Product(NamedTuple):
@@ -87,10 +85,10 @@ Place = tuple[Eqn, int]
 
 
 class Softmax(NamedTuple):
-    """Products that are normalized together, by whatever function."""
+    """Products that are normalized together."""
 
     bits: int
-    exps: list[Eqn]  # none where it is another function than an exponential
+    exps: list[Eqn]
     over: list[Over]
     places: list[Place]
     is_summed: bool = True  # it is seen to divide by a sum
@@ -121,8 +119,6 @@ class Softmaxes:
         # The sums by which softmaxes divide, with the products that they are of.
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
-        # Where entries of products are compared along axes, or summed up.
-        self.compared = list(self._comparisons())
         # Parameters that no gradient reaches are as good as data.
         trained = union(x.trained for x in facts.outputs)
         self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
@@ -155,18 +151,6 @@ class Softmaxes:
             if bits := self.facts.of(atom).unshared:
                 yield bits, (atom, axes)
 
-    def _comparisons(self) -> Iterator[tuple[int, Over]]:
-        for at in self.equations:
-            if at.name not in _COMPARES:
-                continue
-            params = at.eqn.params
-            one = params.get("dimension", params.get("axis", -1))  # of a sort, a scan
-            axes = params.get("axes", (one,))
-            for atom in at.inputs():
-                fact = self.facts.of(atom)
-                if fact.products and not fact.weights:
-                    yield fact.products, (atom, tuple(axes))
-
     def all(self) -> Iterator[Softmax]:
         """Groups of products that were normalized and weigh activations."""
         weighed: list[tuple[int, Place]] = []
@@ -189,19 +173,6 @@ class Softmaxes:
                 sums = [x for b, x in self.sums if b & bits]
                 over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
                 yield Softmax(bits, own, over, places, bool(sums))
-        # Weights that are made in another way than by exponentials.
-        for at in self.equations:
-            if at.contracted:
-                facts = self.facts.inputs(at)
-                for i, (a, b) in enumerate((facts, facts[::-1])):
-                    axes = tuple(pair[i] for pair in at.contracted)
-                    over = at.inputs()[i], axes
-                    bits = a.bent & ~seen
-                    if not b.is_deep or bits & b.products:
-                        continue
-                    if bits := self._compared_along(bits, over):
-                        seen |= bits
-                        yield Softmax(bits, [], [over], [(at, i)])
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Exponentials of the same products, or that are divided by one sum of all."""
@@ -220,25 +191,9 @@ class Softmaxes:
             # Without such a pair, a part of the products has a softmax of its own, too.
             if bits in handed or any(not x[0] & y[0] for x, y in pairs):
                 groups = [x for x in groups if x not in own]
-                groups.append((union(b for b, _ in own), sum((e for _, e in own), [])))
+                every = [exp for _, found in own for exp in found]
+                groups.append((union(b for b, _ in own), every))
         return groups
-
-    def _compared_along(self, bits: int, over: Over) -> int:
-        """The products whose entries are compared along what they are weighed over.
-
-        A norm compares features, and then values may be summed over the tokens.
-        """
-
-        def dims(bit: int, atom: Atom, axes: tuple[int, ...]) -> set[int]:
-            along = self._along(bit, atom) or []
-            return set().union(*(along[a] for a in axes if along))
-
-        kept = 0
-        for bit in (1 << i for i in members(bits)):
-            places = [x for b, x in self.compared if b & bit]
-            if places and (own := dims(bit, *over)):
-                kept |= bit if any(own & dims(bit, *x) for x in places) else 0
-        return kept
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
         """For each axis of what a product became, its dimensions that this comes of."""

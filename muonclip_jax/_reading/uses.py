@@ -47,7 +47,7 @@ _CHOICES = names("argmax argmin top_k approx_top_k sort")
 _MULTIPLIES = PRODUCTS | {"mul"}
 
 # Linear algebra may hide what it does with parameters, but no attention.
-_ALGEBRA = names(
+ALGEBRA = names(
     "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
     "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
     "ormqr geqp3 hessenberg"
@@ -152,7 +152,7 @@ class Uses:
         self._use("unknown", at, *facts)
         # Attention needs query and key at least; an operation on one array is an
         # activation or a norm, and that on an array and data a mask or a lookup.
-        if sum(f.is_deep for f in facts) > 1 and at.name not in _ALGEBRA:
+        if sum(f.is_deep for f in facts) > 1 and at.name not in ALGEBRA:
             self.hidden.append(at)
 
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:

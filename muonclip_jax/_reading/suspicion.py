@@ -1,0 +1,368 @@
+"""Finds attention that was not understood, by one rule.
+
+A product of two activations that goes through something nonlinear and then weighs a
+third activation is attention, whatever stands between. `Softmaxes` knows the forms that
+can be read. This module follows every other product forward, as a bit in a few sets,
+and asks at the end whether it weighs along what one operand alone has: keys.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from .attention import Layer
+from .facts import is_choice, members, union
+from .forward import Forward
+from .graph import Atom, Eqn, Origin
+from .jaxprs import names
+from .makers import Makers
+from .primitives import ELEMENTWISE, moves, PRODUCTS
+from .softmaxes import exponent, Softmaxes
+from .uses import ALGEBRA
+
+
+class Taint(NamedTuple):
+    """The products that a variable was made of, a bit for each."""
+
+    entrywise: int = 0  # multiplied entry by entry, and nothing was summed yet
+    linear: int = 0
+    bent: int = 0  # went through something nonlinear
+    exponential: int = 0  # those of the bent that an exponential bent
+    totals: int = 0  # a sum of their entries is in it
+    choice: int = 0  # a mask or an index was made of them
+    varied: int = 0  # a bit that is unset where all are copies along some axis
+
+    @property
+    def all(self) -> int:
+        return self.entrywise | self.linear | self.bent
+
+    def nonlinear(self) -> "Taint":
+        return self._replace(bent=self.bent | self.linear)
+
+
+_COPY, _ARRAY = Taint(), Taint(varied=1)
+
+
+class Product(NamedTuple):
+    """A product of two activations, or what a matrix over its entries made of it."""
+
+    eqn: Eqn
+    root: Eqn  # the product itself
+    of: list[set[int]]  # its dimensions that each one of the result comes of
+
+
+_SUMS = names("reduce_sum cumsum sort cumlogsumexp fft")
+# The result is a number for many entries.
+_ENDS = ALGEBRA | names(
+    "reduce_max reduce_min argmax argmin reduce_and reduce_or cummax cummin pmax pmin"
+)
+_LINEAR = names("mul div neg real imag conj sign stop_gradient not and or xor")
+_BENDS = (ELEMENTWISE | names("max min cumlogsumexp")) - _LINEAR
+_CONV = "conv_general_dilated"
+
+
+def suspicions(
+    reader: Softmaxes, layers: Sequence[Layer]
+) -> tuple[list[Layer], list[Layer]]:
+    """Attention besides `layers`: what may be a softmax, and what has none.
+
+    The second kind, such as attention by sigmoids, is no error: it is not clipped.
+    """
+    found = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
+    refused, without_softmax, seen = [], [], set()
+    for (site, i), bits in found.sites.items():
+        bits = union(bit for bit in _each(bits) if found.is_over_keys(site, i, bit))
+        own = [found.products[bit] for bit in _each(bits)]
+        roots = list(dict.fromkeys(x.root for x in own))
+        if seen.issuperset(roots):
+            continue
+        seen.update(roots)
+        atoms = [atom for eqn in roots for atom in eqn.inputs()]
+        makers = {m.number for x in atoms for m in found.makers.of(x, x.whole)}
+        layer = Layer(roots, makers=makers)
+        if bits & found.exponential:
+            layer.refusal = (
+                f"an exponential of it weighs activations at {site.line}, in no form "
+                "of attention that can be read"
+            )
+            for x in [x.eqn for x in own if x.eqn is not x.root][:1]:
+                layer.refusal += f": {x.name} at {x.line} mixes its logits before"
+        elif bits & found.normalized:
+            layer.refusal = "it is normalized by a function other than softmax"
+        (refused if layer.refusal else without_softmax).append(layer)
+    return refused, without_softmax
+
+
+def _each(bits: int) -> Iterator[int]:
+    return (1 << i for i in members(bits))
+
+
+def _all(sets: Iterable[set[int]]) -> set[int]:
+    return set().union(*sets)
+
+
+class _Suspicion(Forward[Taint]):
+    """Follows products of two activations, but those that were `read`."""
+
+    def __init__(self, reader: Softmaxes, read: set[Eqn]):
+        super().__init__(_COPY)
+        self._reader, self._facts, self._read = reader, reader.facts, read
+        self.makers = Makers(reader.graph, reader.facts, reader.scaling)
+        self.products: dict[int, Product] = {}  # by their bit
+        self._bits: dict[tuple[Eqn, Eqn], int] = {}
+        # Products that a kernel took for features: no logits, wherever else they go.
+        self._ended = 0
+        # Where an operand with some products in it weighs the other.
+        self.sites: dict[tuple[Eqn, int], int] = {}
+        # Those that weigh something after an exponential, or with a sum of their own.
+        self.exponential = self.normalized = 0
+        self.run(self._reader.graph.top, [_ARRAY] * len(self._reader.graph.top.inputs))
+
+    def either(self, values: Sequence[Taint]) -> Taint:
+        if all(x is _ARRAY or x is _COPY for x in values):  # as nearly everywhere
+            return _ARRAY if _ARRAY in values else _COPY
+        return Taint(*map(union, zip(_COPY, *values, strict=True)))
+
+    def of(self, atom: Atom) -> Taint:
+        taint = super().of(atom)
+        if not taint.all & self._ended:
+            return taint
+        return Taint(*(x & ~self._ended for x in taint))._replace(varied=taint.varied)
+
+    def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
+        is_made = value.all and is_choice(at, atom)
+        return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
+
+    # Equations.
+
+    def primitive(self, at: Eqn) -> Taint:
+        name, taints = at.name, self.inputs(at)
+        if name in PRODUCTS and not self._is_of_two(at):
+            return self.either([self._through(at, i, taints[i]) for i in (0, 1)])
+        out = self.either(taints)
+        if name == "mul":
+            a, b = taints
+            bent = a.linear & (b.linear | b.choice) | b.linear & a.choice
+            out = out._replace(bent=out.bent | bent, choice=0)
+        if name in PRODUCTS or (name in ("mul", "sub") and self._is_of_two(at)):
+            return self._of_two(at, taints, out)
+        if name in ("broadcast_in_dim", "tile"):
+            return out._replace(varied=0)
+        if not any(out[:-1]) or name in _ENDS:
+            return _ARRAY if out.varied else _COPY
+        if name in ("gather", "dynamic_slice"):
+            return taints[0]  # an index is no part of what it picks
+        if name == "select_n":
+            bent = out.bent | out.linear & taints[0].choice
+            return self.either(taints[1:])._replace(bent=bent)
+        if name == "div":
+            a, b = taints
+            if not a.all:  # a denominator, but where a sigmoid is written out
+                return _ARRAY._replace(bent=b.exponential, totals=b.totals)
+            bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
+            return a._replace(bent=bent, totals=totals)
+        if name in _SUMS:
+            out = self._summed(at, out)
+        if exponent(at) is not None or name == "expm1":
+            return out.nonlinear()._replace(exponential=out.bent | out.linear)
+        if name in ("log", "log1p"):  # a softplus, or the logarithm of a softmax
+            return out.nonlinear()._replace(exponential=0)
+        if name in ("integer_pow", "square") and out.entrywise:
+            return out  # the square of a difference has a product in it
+        return out.nonlinear() if name in _BENDS else out
+
+    def _is_of_two(self, at: Eqn) -> bool:
+        """Whether both operands are activations that parameters made."""
+        facts, (x, y) = self._facts.inputs(at)[:2], at.inputs()[:2]
+        if at.name not in PRODUCTS:
+            return x.var is not y.var and all(f.is_deep for f in facts)
+        return all(f.leaves for f in facts) and self._facts.weight_of(at) is None
+
+    def _of_two(self, at: Eqn, taints: list[Taint], out: Taint) -> Taint:
+        """What is made of two activations, of which one may weigh the other."""
+        is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
+        # Of two operands that do not both have copies, neither is an outer product's.
+        is_alike = at.name not in PRODUCTS and any(map(self._is_full, at.inputs()))
+        a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
+        for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
+            bits = taints[i].bent & ~taints[i].entrywise
+            if not (at.contracted or other - own):
+                # After an exponential, a weight for each entry. Else gates and norms.
+                bits &= taints[i].exponential if own - other else 0
+            if not taints[1 - i].linear | taints[1 - i].bent:
+                self._met(at, i, bits, taints[i])
+        if is_product and (at.contracted or at.name == _CONV):
+            return _ARRAY._replace(linear=self._born(at))
+        if a - b and b - a:
+            is_linear = is_product and self._born(at)
+            entrywise = out.entrywise | (0 if is_product else self._born(at))
+            return out._replace(linear=out.linear | is_linear, entrywise=entrywise)
+        x, y = self._facts.inputs(at)[:2]
+        if not is_product or x.sole == y.sole not in (None, -1):
+            return out  # of one kernel's outputs alone, as in `silu`
+        return out._replace(entrywise=self._born(at))
+
+    def _met(self, at: Eqn, i: int, bits: int, taint: Taint) -> None:
+        if bits:
+            self.sites[at, i] = bits | self.sites.get((at, i), 0)
+            self.exponential |= bits & taint.exponential
+            self.normalized |= bits & taint.totals
+
+    def _summed(self, at: Eqn, out: Taint) -> Taint:
+        """What is summed along what both operands have is a product of theirs."""
+        params, products, totals = at.eqn.params, 0, out.totals
+        axes = params.get("axes", (params.get("axis", params.get("dimension")),))
+        for bit in _each(out.all) if at.name != "fft" else ():
+            along, (a, b) = self._along(bit, at.inputs()[0]), self._sides_of(bit)
+            dims = _all(along[d] for d in axes) if along else set()
+            products |= bit if dims & a & b else 0
+            totals |= bit if dims - (a & b) else 0
+        made = out.entrywise & (out.all if at.name == "fft" else products)
+        rest = out.entrywise & ~made
+        return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
+
+    def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
+        """What a product with a weight or data leaves of products, or makes one."""
+        fact, other = (self._facts.inputs(at)[j] for j in (i, 1 - i))
+        out = self._mixed(at, i, taint) if taint.all else _ARRAY
+        if other.leaves or not (other.has_data and at.contracted):
+            return out
+        # Keys or values among the arguments: only an exponential makes attention of it.
+        self._met(at, i, taint.exponential, taint)
+        atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
+        is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
+        return out._replace(linear=out.linear | self._born(at)) if is_key else out
+
+    def _mixed(self, at: Eqn, i: int, taint: Taint) -> Taint:
+        """Products after a matrix or a window.
+
+        Over features, it is a layer that is applied to what was attended to. Over keys,
+        or queries, it makes new logits.
+        """
+        atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
+        over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
+        of = [[d for d, o in enumerate(to) if o == k] for k in out]
+        if at.name == _CONV:
+            numbers = at.eqn.params["dimension_numbers"]
+            of = [[numbers.lhs_spec[numbers.out_spec.index(k)]] for k in out]
+            over = [d for d in over if d == numbers.lhs_spec[1]]
+        is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
+        now: dict[int, int] = {}
+        for bit in _each(taint.all if not i or at.name != _CONV else 0):
+            is_entrywise = over and bit & taint.entrywise & ~taint.linear
+            if is_entrywise and is_learned:
+                continue
+            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
+            if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
+                continue
+            # Heads are mixed as logits or as weights. What was normed is no longer one.
+            heads = a & b if bit & taint.bent & ~taint.exponential else set()
+            dims = [along[d] for d in over]
+            if not all(dims) or self._is_of_features(bit, _all(dims), heads):
+                self._ended |= bit
+                continue
+            now[bit] = bit
+            if over or at.name == _CONV:
+                made = [_all(along[d] for d in ds or over) for ds in of]
+                now[bit] = self._bit(Product(at, self.products[bit].root, made))
+        kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
+        entrywise, linear, bent, exponential, totals = kept
+        return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
+
+    # Products, by dimensions of their result.
+
+    def _born(self, at: Eqn) -> int:
+        """The bit of a product, unless it is read, or of constants or one-hot rows."""
+        facts = self._facts.inputs(at)[:2]
+        leaves = {*members(union(f.leaves for f in facts))}
+        is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
+        if at in self._read or is_fixed or any(f.is_onehot for f in facts):
+            return 0
+        return self._bit(Product(at, at, [{d} for d in range(len(at.output().shape))]))
+
+    def _bit(self, product: Product) -> int:
+        bit = self._bits.setdefault(product[:2], 1 << len(self._bits))
+        self.products[bit] = product
+        return bit
+
+    def _to(self, at: Eqn) -> Sequence[Sequence[int | None]]:
+        """For each operand, the dimension of the result that each of its own is.
+
+        Entry by entry, those of which it is no copy.
+        """
+        if at.name in PRODUCTS:
+            return at.to if at.name != _CONV else ((), ())
+        same = [
+            set() if self._is_full(x) else self._reader.graph.copied(x)
+            for x in at.inputs()
+        ]
+        return [
+            [d if n > 1 and d not in own else None for d, n in enumerate(x.shape)]
+            for x, own in zip(at.inputs(), same, strict=True)
+        ]
+
+    def _is_full(self, atom: Atom) -> bool:
+        return bool(self.of(atom).varied)
+
+    def _sides(self, at: Eqn) -> tuple[set[int], set[int]]:
+        a, b = ({d for d in to if d is not None} for to in self._to(at))
+        return a, b
+
+    def _sides_of(self, bit: int) -> tuple[set[int], set[int]]:
+        return self._sides(self.products[bit].root)
+
+    def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
+        """Whether dimensions are outputs that one operand has, or `heads`."""
+        at = self.products[bit].root
+        a, b = self._sides(at)
+        dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
+        pairs = zip(at.inputs(), self._to(at), strict=False)
+        own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
+        return any(self.makers.is_output(x, d) for x, d in own)
+
+    def _along(self, bit: int, atom: Atom) -> list[set[int]]:
+        """For each axis of an array, the dimensions of a product that it comes of.
+
+        Nothing where the labels are lost.
+        """
+        (target, _, of), found = self.products[bit], []
+
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            if (at := origin.at) is target:
+                found.append(origin.labels)
+            if at is None or at is target:
+                return []
+            taints = [self._of.get(x, _COPY) for x in at.inputs()]
+            return [(i, None) for i, _ in moves(at, origin.k) if taints[i].all & bit]
+
+        self._reader.graph.back(atom, atom.each(), ahead)
+        lead = len(target.frame.lead)
+        return [
+            _all(
+                x
+                for k in labels
+                for n, x in zip(k.shape[lead:], of, strict=True)
+                if n > 1
+            )
+            for labels in zip(*found, strict=True)
+        ]
+
+    def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
+        """Whether it weighs along what one operand of a product alone has."""
+        along, (a, b) = self._along(bit, site.inputs()[i]), self._sides_of(bit)
+        dtype = self.products[bit].root.output().var.aval.dtype
+        if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
+            return True  # lags are the keys, which no operand has
+        a, b = (
+            {d for d in x if not self._is_of_features(bit, {d}, set())}
+            for x in (a - b, b - a)
+        )
+        own, other = self._to(site)[:: -1 if i else 1]
+        dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
+        if not site.contracted and not {*other} - {*own}:
+            # A weight for each entry: the values are the same for all queries.
+            dims = {d for d, o in enumerate(own) if o in other}
+            queries = _all(x for d, x in enumerate(along) if d not in dims)
+            a, b = b if queries & a else set(), a if queries & b else set()
+        return bool(_all(along[d] for d in dims) & (a | b))
