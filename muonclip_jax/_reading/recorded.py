@@ -120,8 +120,10 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     outs, found = _Recorder(sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
     of_sites = (found[i] for i in range(len(sites)))
-    largest_of = lambda x: functools.reduce(jnp.maximum, [next(of_sites) for _ in x])
-    rows = (largest_of(layer.sites) for layer in own)
+    rows = (
+        functools.reduce(jnp.maximum, [next(of_sites) for _ in layer.sites])
+        for layer in own
+    )
     for named in clipped:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
         # A layer that is called more than once has the largest of all its calls.

@@ -158,8 +158,8 @@ def _ways(reader: Softmaxes, read: Read, site: Site) -> list[Path]:
         if not is_known or len(caps) > 1:
             raise Unclear(
                 "are softcapped by a number that is not known, in part, or in a "
-                "function of their own: write cap * jnp.tanh(logits / cap), with a number for the "
-                "cap, in the function that has the softmax"
+                "function of their own: write cap * jnp.tanh(logits / cap), with a "
+                "number for the cap, in the function that has the softmax"
             )
         site.cap_at, site.cap = cap_at, scale
     return ways
@@ -212,7 +212,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         (at,), inputs = made, made[0].inputs()
         facts = reader.facts.inputs(at)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if at.name == "max" and len(own) > 1 or at.name == "log":
+        if at.name == "log" or (at.name == "max" and len(own) > 1):
             return None
         if not own or not moves(at, 0):
             return found
