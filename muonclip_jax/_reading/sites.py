@@ -224,7 +224,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         (at,), inputs = made, made[0].inputs()
         facts = reader.facts.inputs(at)
         own = [i for i, f in enumerate(facts) if (f.products | f.pairs) & bits]
-        if at.name == "max" and len(own) > 1 or at.name == "log":
+        if at.name == "log" or (at.name == "max" and len(own) > 1):
             return None
         if not own or not moves(at, 0):
             return found

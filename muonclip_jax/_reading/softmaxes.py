@@ -7,10 +7,10 @@ sum. From there it is followed back, with labels. `suspicion` names all others.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .facts import Facts, members, union
+from .facts import Fact, Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels, Origin
 from .jaxprs import names
 from .labels import either, is_varied, Label, marks, moved, small
@@ -109,6 +109,22 @@ def exponent(at: Eqn) -> int | None:
     return None
 
 
+def _summed(at: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Which operand an equation sums entries of, and along which axes."""
+    params, inputs = at.eqn.params, at.inputs()
+    if at.name == "reduce_sum":
+        yield 0, tuple(params["axes"])
+    elif at.name == "cumsum":
+        yield 0, (params["axis"],)
+    elif at.name in ("scatter-add", "scatter_add"):  # over edges of a graph
+        kept = params["dimension_numbers"].update_window_dims
+        yield -1, tuple(d for d in range(len(inputs[-1].shape)) if d not in kept)
+    elif at.contracted:  # with ones, or a mask
+        for i in (0, 1):
+            if not facts[1 - i].leaves:
+                yield i, tuple(pair[i] for pair in at.contracted)
+
+
 class Softmaxes:
     """Finds all attention of a graph."""
 
@@ -126,30 +142,13 @@ class Softmaxes:
     def _sums(self) -> Iterator[tuple[int, Over]]:
         """Products, what is summed of their exponentials, and along which axes."""
         for at in self.equations:
-            if at.name == "reduce_sum":
-                atom, axes = at.inputs()[0], tuple(at.eqn.params["axes"])
-            elif at.name in ("scatter-add", "scatter_add"):  # over edges of a graph
-                atom, numbers = at.inputs()[-1], at.eqn.params["dimension_numbers"]
-                own = range(len(atom.shape))
-                axes = tuple(d for d in own if d not in numbers.update_window_dims)
-            elif at.name == "cumsum":
-                atom, axes = at.inputs()[0], (at.eqn.params["axis"],)
-            elif at.contracted:  # with ones, or a mask
-                facts = self.facts.inputs(at)
-                i = int(not facts[0].leaves)
-                if facts[1 - i].leaves:
-                    continue
-                atom, axes = at.inputs()[i], tuple(x[i] for x in at.contracted)
-            elif at.name in ("add", "add_any"):  # piece by piece, or key by key
-                (atom, other), axes = at.inputs(), ()
-                one, two = self.facts.of(atom).alone, self.facts.of(other).alone
+            if at.name in ("add", "add_any"):  # piece by piece, or key by key
+                one, two = (x.alone for x in self.facts.inputs(at))
                 if one and two:
-                    yield one | two, (atom, axes)
-                continue
-            else:
-                continue
-            if bits := self.facts.of(atom).unshared:
-                yield bits, (atom, axes)
+                    yield one | two, (at.inputs()[0], ())
+            for i, axes in _summed(at, self.facts.inputs(at)):
+                if bits := self.facts.of(at.inputs()[i]).unshared:
+                    yield bits, (at.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
         """Groups of products that were normalized and weigh activations."""
@@ -175,24 +174,24 @@ class Softmaxes:
                 yield Softmax(bits, own, over, places, bool(sums))
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
-        """Exponentials of the same products, or that are divided by one sum of all."""
-        groups, handed = list(exps.items()), set()
-        by = [at.inputs()[-1] for at in self.equations if at.name in _DIVIDES]
-        for at in self.equations:  # what a loop goes on to sum
-            for frame in at.inside:
-                for i in frame.carried:
-                    given, own = (frame.outer[i].atom, frame.inputs[i])
-                    given, own = self.facts.of(given).sums, self.facts.of(own).sums
-                    handed |= {own} if given and given != own else set()
-        found = map(self.facts.of, by)
-        for bits in {x.sums for x in found if x.sums and not x.products & ~x.sums}:
+        """Exponentials of the same products, or that one sum divides."""
+        groups = list(exps.items())
+        handed: set[int] = set()  # sums that a loop goes on with
+        for frame in (frame for at in self.equations for frame in at.inside):
+            for i in frame.carried:
+                start, own = frame.outer[i].atom, frame.inputs[i]
+                start, own = self.facts.of(start).sums, self.facts.of(own).sums
+                handed |= {own} if start and start != own else set()
+        by = (at.inputs()[-1] for at in self.equations if at.name in _DIVIDES)
+        facts = map(self.facts.of, by)
+        for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
             pairs = itertools.combinations(own, 2)
-            # Without such a pair, a part of the products has a softmax of its own, too.
+            # Of others one part of the products has a softmax of its own, too.
             if bits in handed or any(not x[0] & y[0] for x, y in pairs):
                 groups = [x for x in groups if x not in own]
-                every = [exp for _, found in own for exp in found]
-                groups.append((union(b for b, _ in own), every))
+                joint = [exp for _, of in own for exp in of]
+                groups.append((union(x for x, _ in own), joint))
         return groups
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:

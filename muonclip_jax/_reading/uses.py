@@ -165,8 +165,8 @@ class Uses:
         self._use("elementwise", at, *facts)
         ends = facts[0].ends
         for maker, _, labels in self._makers.of(atom, atom.each()) if ends else ():
-            each = zip(*(x.ravel().tolist() for x in np.broadcast_arrays(*labels)))
-            own = [x for x in each if any(x)]
+            lines = (x.ravel().tolist() for x in np.broadcast_arrays(*labels))
+            own = [x for x in zip(*lines, strict=True) if any(x)]
             if any(map(is_varied, labels)) and len({*own}) == len(own):
                 self.chosen |= self._facts.event(maker) & ends
 

@@ -53,14 +53,20 @@ def _ended(p, x, state):
 @case(SAYS, one(), X, attention="read")
 def keys_picked_one_by_one(p, x):
     q, k, v = qkv(p, x)
-    add = lambda t, state: _added(state, q, k[:, t], v[:, t])
+
+    def add(t, state):
+        return _added(state, q, k[:, t], v[:, t])
+
     return _ended(p, x, jax.lax.fori_loop(0, T, add, START))
 
 
 @case(SAYS, one(), X, KEYS, VALUES, attention="read")
 def keys_one_by_one_after_a_cache(p, x, keys, values):
     q, k, v = qkv(p, x)
-    add = lambda state, of: (_added(state, q, *of, layer="one"), None)
+
+    def add(state, of):
+        return _added(state, q, *of, layer="one"), None
+
     state, _ = jax.lax.scan(add, START, _each(keys, values))
     return _ended(p, x, jax.lax.scan(add, state, _each(k, v))[0])
 
