@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.axes import is_axes
 from . import paths
-from .paths import is_masked, Path, PathedTree, show
+from .paths import is_masked, Path, PathedTree, Shape, show
 from .verdict import Verdict
 
 
@@ -31,6 +32,8 @@ class Model(Protocol):
     @property
     def verdicts(self) -> Mapping[Path, Verdict]: ...
     @property
+    def shapes(self) -> Mapping[Path, Shape]: ...
+    @property
     def refused(self) -> Sequence[str]: ...
 
 
@@ -45,18 +48,40 @@ def check_model(model: Model | None) -> None:
 
 
 def check_read(model: Model, tree: PathedTree) -> None:
-    """Raises for a `model=` that is no reading, or of other params.
+    """Raises for a `model=` that is no reading, or of other params, or other shapes.
 
     They may be a part of those that were read, as where adapters alone are trained.
     """
     check_model(model)
-    read = model.verdicts
-    in_sight = (x for x, leaf in tree.by_path().items() if not is_masked(leaf))
+    read = model.shapes
+    in_sight = {x: leaf for x, leaf in tree.by_path().items() if not is_masked(leaf)}
     if missing := [path for path in in_sight if path not in read]:
         raise ValueError(
             f"model= was read from other params: it has no {paths.show_all(missing)}. "
             "Call read_model with the params that the optimizer gets"
         )
+    # Inside of `shard_map` leaves are blocks.
+    is_cut = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    others = [
+        f"{show(path)} {shape}, read as {read[path]}"
+        for path, leaf in in_sight.items()
+        if (shape := tuple(getattr(leaf, "shape", read[path]))) != read[path]
+        if not (is_cut and _divides(shape, read[path]))
+    ]
+    if others:
+        raise ValueError(
+            "model= was read from params of other shapes:\n  "
+            + "\n  ".join(others[:10])
+            + (f"\n  and {len(others) - 10} more" if len(others) > 10 else "")
+            + "\nHeads, stacks and fused kernels would be cut in the wrong places. "
+            "Call read_model with the params that the optimizer gets; their shapes are "
+            "enough: mc.read_model(loss, jax.eval_shape(init, key), *batch)"
+        )
+
+
+def _divides(block: Shape, whole: Shape) -> bool:
+    is_alike = len(block) == len(whole)
+    return is_alike and not any(n % m for m, n in zip(block, whole, strict=True) if m)
 
 
 def check_no_number(name: str, given: Any, tree: PathedTree | None = None) -> None:

@@ -291,12 +291,16 @@ class LayerReader:
                 label = np.zeros(labels[0].shape, object)
                 for entry, head in of.items():
                     label |= np.where((labels[0] & entry) != 0, head, 0).astype(object)
-                move = dict(moves(at, 0))[i]
-                found = self.softmaxes.scaling.of(at.inputs()[i], (move(label),))
-                parts, _, events = self._parts(found, heads, [])
+                move, atom = dict(moves(at, 0))[i], at.inputs()[i]
+                # Trips are layers here as they are to the sides of a product.
+                loops = [x for x in at.frame.lead if x.is_loop]
+                loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
+                trips = [marks(atom.rank, x.axis, x.size) for x in loops]
+                found = self.softmaxes.scaling.of(atom, (move(label), *trips))
+                parts, _, events = self._parts(found, heads, loops)
                 if parts and all(p.leaf.heads in (1, heads.number) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
-                    arrays.append(_Array(at.inputs()[i], 0))
+                    arrays.append(_Array(atom, 0))
                     if not self._again([_Scaled(parts, events)], arrays, [path]):
                         return parts
         return None

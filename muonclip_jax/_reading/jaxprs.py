@@ -7,6 +7,7 @@ the parameters of a loop are called, or where it has the line of code it comes f
 import contextlib
 import math
 import re
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -182,13 +183,37 @@ def axes_of(eqn: Any) -> tuple[str, ...]:
 
 
 def kernel_name(eqn: Any) -> tuple[str, str]:
-    """The function that an equation calls and its file, else its primitive alone."""
+    """The function that an equation calls and its file:line, else its primitive."""
     keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
     for body in (inner(eqn.params.get(key)).jaxpr for key in keys):
         if info := getattr(getattr(body, "debug_info", None), "func_src_info", None):
             name, _, file = str(info).replace("\\", "/").partition(" at ")
-            return name, file.rsplit(":", 1)[0]
+            return name, file
     return eqn.primitive.name, ""
+
+
+def functions_in(eqn: Any) -> list[Any]:
+    """The functions that an equation holds, such as those of a custom derivative.
+
+    They are inside closures and wrappers of JAX, whose fields have these names.
+    """
+    fields = "f transforms params fun fwd bwd jvp func args __wrapped__ __func__"
+    found, seen, left = [], {}, list(eqn.params.values())
+    while left:
+        x = left.pop()
+        if x is None or id(x) in seen or isinstance(x, type):
+            continue
+        seen[id(x)] = x  # kept, so that no other object gets its id
+        if isinstance(x, tuple | list):
+            left += x
+        elif isinstance(x, types.CellType):
+            with contextlib.suppress(ValueError):  # an empty one
+                left.append(x.cell_contents)
+        else:
+            found += [x] if isinstance(x, types.FunctionType) else []
+            left += getattr(x, "__closure__", None) or ()
+            left += [getattr(x, field, None) for field in fields.split()]
+    return found
 
 
 def line(eqns: Eqns) -> str:

@@ -27,6 +27,27 @@ class AttentionRule:
     maxima: Callable[..., Any] | int | None
     name: str
     file: str
+    of: Any
+    functions: Sequence[Any]  # if it has any: its own, and those of its derivatives
+
+    def rank(self, eqn: Any) -> int | None:
+        """How surely an equation calls the kernel; `None` if it does not."""
+        name, file = jaxprs.kernel_name(eqn)
+        if isinstance(self.of, str):
+            code = f"/{file}".rsplit(":", 1)[0]
+            is_there = not self.file or code.endswith(f"/{self.file}")
+            return 0 if is_there and self.name == name else None
+        if not self.functions:
+            return 0 if self.of is eqn.primitive else None
+        if (self.name, self.file) != (name, file):
+            return None
+        # All that a factory makes begins at one place. The functions that an equation
+        # holds, as those of its derivatives, are the kernel's own or another's.
+        places = [_place(x) for x in self.functions]
+        alike = [x for x in jaxprs.functions_in(eqn) if _place(x) in places]
+        is_own = all(x in self.functions for x in alike)
+        is_own &= bool(alike) or len(self.functions) == 1
+        return len(alike) if is_own else None
 
     def body(self, eqn: Any) -> jaxprs.Inner:
         """The jaxpr of the plain function, on the inputs of a call."""
@@ -40,7 +61,8 @@ class AttentionRule:
         return _called(self.maxima, eqn, inputs)
 
 
-_RULES: dict[tuple[str, str], AttentionRule] = {}
+#: In the order in which they were taught.
+_RULES: list[AttentionRule] = []
 
 
 def attention_rule(
@@ -66,9 +88,12 @@ def attention_rule(
         as [`max_logits`][] does; or the index of the output that has them for every
         row. Without it the kernel's layers are read but not recorded.
 
-    **Returns:** the rule. If several fit a call, the last one is used.
+    **Returns:** the rule. It belongs to this very function or primitive: another one
+    of the same name, or from the same factory, needs its own. A name stands for all
+    functions that fit it. If several rules fit a call, the last one is used.
 
-    **Raises:** `ValueError` for an `of` that is not a function, primitive or name.
+    **Raises:** `ValueError` for an `of` that is not a function, primitive or name, and
+    for a function or primitive that has a rule.
 
     !!! example
 
@@ -91,36 +116,62 @@ def attention_rule(
         >>> layer.query[0].path, layer.key[0].path
         ('q', 'k')
     """
-    name, file = _place(of)
-    _RULES.pop((name, file), None)
-    _RULES[name, file] = rule = AttentionRule(fun, maxima, name, file)
+    functions: list[Any] = []
+    if isinstance(of, str):
+        name, _, file = of.partition(" at ")
+    elif isinstance(primitive := getattr(of, "name", None), str):
+        name, file = primitive, ""
+    elif functions := _functions(of):
+        name, file = _place(functions[0])
+    else:
+        raise ValueError(
+            "of= must be the kernel: a function with jax.custom_vjp or jax.custom_jvp, "
+            f'a primitive, or a name as "name at end/of/file.py"; got {of!r}'
+        )
+    if not isinstance(of, str) and any(rule.of is of for rule in _RULES):
+        raise ValueError(
+            f"{name} has a rule already, and a kernel has one. To run a cell of a "
+            "notebook again, define the kernel in it, too"
+        )
+    rule = AttentionRule(fun, maxima, name, file, of, functions)
+    _RULES.append(rule)
     return rule
 
 
 def rule_of(eqn: Any) -> AttentionRule | None:
     """The rule of the kernel that an equation calls, if it was taught one."""
-    name, file = jaxprs.kernel_name(eqn)
-    rules = reversed(_RULES.values())
-    return next((x for x in rules if x.name == name and _ends(file, x.file)), None)
+    ranked = [(rank, x) for x in _RULES if (rank := x.rank(eqn)) is not None]
+    if not ranked:
+        return None
+    _, rule = ranked[-1]
+    if rule.functions:
+        surest = max(rank for rank, x in ranked if x.functions)
+        best = [x for rank, x in ranked if rank == surest and x.functions]
+        rule, codes = best[-1], [x.functions[0].__code__ for x in best]
+        if codes.count(codes[-1]) > 1:
+            raise ValueError(
+                f"a trace cannot tell {rule.name} at {rule.file} from another kernel "
+                "that the same lines made, which has a rule, too: give what differs as "
+                "an argument, or give each a jax.custom_vjp with functions of its own"
+            )
+    return rule
 
 
-def _place(of: Any) -> tuple[str, str]:
-    if isinstance(of, str):
-        name, _, file = of.partition(" at ")
-        return name, file
-    if isinstance(primitive := getattr(of, "name", None), str):
-        return primitive, ""
-    own = inspect.unwrap(getattr(of, "fun", of)) if callable(of) else None
-    if code := getattr(own, "__code__", None):
-        return code.co_name, code.co_filename.replace("\\", "/")
-    raise ValueError(
-        "of= must be the kernel: a function with jax.custom_vjp or jax.custom_jvp, a "
-        f'primitive, or a name as "name at end/of/file.py"; got {of!r}'
-    )
+def _functions(of: Any) -> list[Any]:
+    """The plain function of a kernel, and those of its derivatives."""
+    found, inside = [], of if callable(of) else None
+    while inside is not None:
+        found += [getattr(inside, name, None) for name in ("fwd", "bwd", "jvp")]
+        of, inside = inside, getattr(inside, "fun", None)
+        inside = inside or getattr(of, "__wrapped__", None)
+    functions = [inspect.unwrap(x) for x in (of, *found) if x is not None]
+    return [x for x in functions if hasattr(x, "__code__")]
 
 
-def _ends(file: str, end: str) -> bool:
-    return not end or file == end or file.endswith(f"/{end}")
+def _place(function: Any) -> tuple[str, str]:
+    """Its name and where it begins, as traces write them."""
+    code = function.__code__
+    return code.co_name, f"{code.co_filename}:{code.co_firstlineno}".replace("\\", "/")
 
 
 def _called(fun: Callable[..., Any], eqn: Any, inputs: Sequence[Any]) -> Any:

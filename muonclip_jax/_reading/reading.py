@@ -69,6 +69,12 @@ class ModelReading:
         return dict(zip(self._tree.paths, self._verdicts, strict=True))
 
     @property
+    def shapes(self) -> Mapping[paths.Path, paths.Shape]:
+        """The shape of each parameter, by its path."""
+        leaves = zip(self._tree.paths, self._tree.leaves, strict=True)
+        return {path: tuple(map(int, leaf.shape)) for path, leaf in leaves}
+
+    @property
     def refused(self) -> tuple[str, ...]:
         """Attention that QK-Clip cannot scale by this reading: where, and why."""
         layers = [

@@ -77,6 +77,7 @@ class Uses:
         self.features: set[int] = set()  # those whose outputs are used as features
         self.fed = 0  # events that activations came from that a weight was applied to
         self.chosen = 0  # those whose outputs decide where activations go
+        self.kept = 0  # those of which linear attention keeps outputs: keys
         # Operations that activations went through and that cannot be read.
         self.hidden: list[Eqn] = []
         for at in reader.equations:
@@ -84,6 +85,7 @@ class Uses:
                 self._handed(at)
             else:
                 self._note(at)
+        self.chosen &= ~self.kept
         for atom in self._graph.top.outputs:
             self._is_feature(atom, self._facts.of(atom))
 
@@ -353,12 +355,56 @@ class Uses:
     def _weigh(self, at: Eqn, facts: list[Fact]) -> None:
         """Notes routers whose softmax weighs other activations."""
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
-            if not (mine.weights and other.is_deep):
+            if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
             # Entry by entry it is a gate of features, and no mixture of anything.
-            if at.name != "mul" or self._reader.is_repeated(at, i):
-                for _, router in self._routers(mine.weights & ~other.weights):
+            if at.name == "mul" and not self._reader.is_repeated(at, i):
+                continue
+            made = self._state(at, 1 - i)
+            for of in made:  # nor is a key, whose softmax was seen where it met a value
+                for fact in self._facts.inputs(of):
+                    for _, router in self._routers(fact.weights):
+                        self.kept |= self._facts.event(router)
+            for _, router in self._routers(mine.weights & ~other.weights):
+                if not made:
                     self.chosen |= self._facts.event(router) & ~other.events
+
+    def _state(self, at: Eqn, i: int) -> list[Eqn]:
+        """Where an operand was made that linear attention keeps of keys and values.
+
+        Along what the product sums over it has the key's features, and along the rest
+        the value's: their product made it, after all products with weights. What
+        experts made has both from the same.
+        """
+        atom, dims = at.inputs()[i], range(len(at.inputs()[i].shape))
+        if at.name == "mul":  # and a sum, later
+            own, others = (self._varied(x) for x in (atom, at.inputs()[1 - i]))
+            own, others = ({a - atom.lead for a in x} for x in (own, others))
+            own = {d for d in own if atom.shape[d] > 1}
+            others = {d for d in others if at.inputs()[1 - i].shape[d] > 1}
+            over, rest = [*(own & others)], [*(own - others)]
+        else:
+            over = [pair[i] for pair in at.contracted]
+            rest = [d for d in dims if d not in over and at.to[i][d] not in at.shared]
+        found: list[Eqn] = []
+
+        def ahead(origin: Origin, _: None) -> Iterator[tuple[int, None]]:
+            if (of := origin.at) is None:
+                return
+            facts = self._facts.inputs(of)
+            if of.is_product and self._facts.weight_of(of) is not None:
+                return
+            deep = [(j, f) for j, f in moves(of, origin.k) if facts[j].is_deep]
+            if of.name in _MULTIPLIES and len(deep) == 2:
+                sides = [[is_varied(f(x)) for x in origin.labels] for _, f in deep]
+                pairs = [*zip(*sides, strict=True)]
+                of_rest = {*pairs[len(over) :]}
+                apart = [(a, b) for a, b in pairs[: len(over)] if a != b]
+                found.extend(of for a, b in apart if (b, a) in of_rest)
+            yield from ((j, None) for j, _ in deep)
+
+        self._graph.back(atom, atom.marks([*over, *rest]), ahead)
+        return found
 
     def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
         """Notes what outputs are that are multiplied with others for the first time."""

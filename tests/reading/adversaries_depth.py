@@ -13,6 +13,7 @@ from pieces_of_cases import (
     B,
     C,
     case,
+    CAUSAL,
     cut,
     D,
     end,
@@ -57,6 +58,43 @@ def layers_in_a_scan_of_remat(p, x):
     layers = {n: p[n] for n in "qkvo"}
     step = jax.checkpoint(lambda x, w: (_layer(w, x), None))
     return jax.lax.scan(step, x, layers)[0] @ p["head"]
+
+
+def _of_unit_size(p, x):
+    """Query and key are normed: of a layer only what the logits are multiplied with."""
+    q, k, v = qkv(p, x)
+    logits = scores(rms(q), rms(k)) * p["scale"].reshape(-1, 1, 1)
+    return rms(x + mixed(soft(jnp.where(CAUSAL, logits, -1e30)), v) @ p["o"])
+
+
+@case(
+    "q k v o 1|2; scale vector; head head",
+    STACK | {"scale": gains((2, 1, H))},
+    X,
+    attention="read",
+    scaled="scale",
+)
+def a_temperature_for_each_head_of_counted_layers(p, x):
+    def layer(i, x):
+        return _of_unit_size({n: p[n][i] for n in p if n != "head"}, x)
+
+    return jax.lax.fori_loop(0, 2, layer, x) @ p["head"]
+
+
+@case(
+    "q k v o 1|2; scale vector; head head",
+    STACK | {"scale": gains(2)},
+    X,
+    attention="jointly",
+    scaled="scale",
+)
+def a_temperature_for_each_layer_backwards(p, x):
+    def layer(x, w):
+        return _of_unit_size(w, x), None
+
+    layers = {n: p[n] for n in p if n != "head"}
+    x, _ = jax.lax.scan(layer, x, layers, reverse=True)
+    return x @ p["head"]
 
 
 @case("q k v o 1|2; head head", STACK, X, attention="read")

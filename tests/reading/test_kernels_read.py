@@ -25,7 +25,7 @@ FLAT = {"ndim": 2, "axis": -2, "split": (H, DIM)}
 
 
 def heads(p, x):
-    return [(x @ p[name]).reshape(B, T, -1, DIM) for name in "qkv"]
+    return [(x @ p[name]).reshape(*x.shape[:2], -1, DIM) for name in "qkv"]
 
 
 def layer_of(loss, params=PARAMS):
@@ -159,6 +159,105 @@ def test_a_copy_of_splash_attention_is_taught():
     clipped = mc.clip_qk(params, stats, tau, attention=[layer])
     after = expected(clipped, mask)
     np.testing.assert_allclose(after, np.minimum(largest, tau), rtol=1e-4)
+
+
+def _plain(q, k, v):
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v)
+
+
+def _hidden(q, k, v):
+    return jax.pure_callback(lambda q, k, v: np.asarray(v), v, q, k, v)
+
+
+def _shared_backward(residuals, g):
+    return g, g, g
+
+
+def _by_vjp(scale):
+    @jax.custom_vjp
+    def fused(q, k, v):
+        return _hidden(q * scale, k, v)
+
+    fused.defvjp(lambda q, k, v: (_hidden(q * scale, k, v), None), _shared_backward)
+    return fused
+
+
+def _by_jvp(scale):
+    @jax.custom_jvp
+    def fused(q, k, v):
+        return _hidden(q * scale, k, v)
+
+    fused.defjvp(lambda primals, tangents: (fused(*primals), scale * tangents[2]))
+    return fused
+
+
+def _by_jit(scale):
+    return jax.jit(lambda q, k, v: _hidden(q * scale, k, v))
+
+
+def _taught(kernel, scale):
+    def maxima(q, k, v):
+        return scale * jnp.einsum("bqhd,bkhd->bhqk", q, k).max((0, 2, 3))
+
+    mc.attention_rule(_plain, of=kernel, maxima=maxima)
+    return kernel
+
+
+def _three_layers(kernels):
+    def loss(p, x):
+        for i, kernel in enumerate(kernels):
+            around = (jax.jit, jax.checkpoint, lambda f: f)[i]
+            out = around(kernel)(*heads({n: p[f"{n}{i}"] for n in "qkv"}, x))
+            x = x + out.mean((2, 3))[..., None]
+        return jnp.sum(x)
+
+    return loss
+
+
+LAYERS = {f"{n}{i}": normal((5, i), D, H * DIM) for n in "qkv" for i in range(3)}
+LAYERS |= {f"q{i}": normal((6, i), D, H * DIM) for i in range(3)}
+
+
+@pytest.mark.parametrize("made", [_by_vjp, _by_jvp])
+def test_each_kernel_of_a_factory_has_its_own_rule(made):
+    scales = 1.0, 0.1, 7.0
+    kernels = [_taught(made(scale), scale) for scale in scales]
+    x = X[:, :9]
+    _, stats = mc.record_attention(_three_layers(kernels))(LAYERS, x)
+    found = jax.tree.leaves(stats)
+    assert len(found) == 3
+    for i, scale in enumerate(scales):
+        q, k, v = np.float64(heads({n: LAYERS[f"{n}{i}"] for n in "qkv"}, x))
+        largest = scale * np.einsum("bqhd,bkhd->bhqk", q, k).max((0, 2, 3))
+        assert any(np.allclose(row, largest, rtol=1e-4) for row in found), i
+        x = x + v.mean((2, 3))[..., None]
+
+
+@pytest.mark.parametrize("made", [_by_vjp, _by_jvp])
+def test_a_rule_is_not_of_what_else_a_factory_makes(made):
+    taught, other = _taught(made(1.0), 1.0), made(2.0)
+    reading = mc.read_model(_three_layers([taught, other]), LAYERS, X)
+    assert len(reading.attention) == 1
+    (refused,) = reading.refused
+    assert "which may be attention" in refused
+
+
+def test_kernels_that_a_trace_cannot_tell_are_an_error():
+    kernels = [_taught(_by_jit(scale), scale) for scale in (1.0, 2.0)]
+    with pytest.raises(ValueError, match=r"cannot tell <lambda> at \S+_read.py"):
+        mc.read_model(_three_layers(kernels), LAYERS, X)
+
+
+def test_a_kernel_has_one_rule():
+    kernel = _taught(_by_vjp(1.0), 1.0)
+    with pytest.raises(ValueError, match="fused has a rule already"):
+        _taught(kernel, 2.0)
+    primitive, namesake = (jax.extend.core.Primitive("attend") for _ in range(2))
+    _taught(primitive, 1.0)
+    _taught(namesake, 1.0)
+    with pytest.raises(ValueError, match="attend has a rule already"):
+        _taught(primitive, 2.0)
 
 
 @pytest.fixture

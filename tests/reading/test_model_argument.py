@@ -107,6 +107,63 @@ def test_other_params_are_refused():
         mc.muon(1e-2, model=reading()).init(others)
 
 
+TAKE_A_MODEL = {
+    "muon": lambda params, r: mc.muon(1e-2, model=r).init(params),
+    "muon, heads whole": lambda params, r: mc.muon(1e-2, model=r, per_head=False).init(
+        params
+    ),
+    "muonclip": lambda params, r: mc.muonclip(1e-2, model=r).init(params),
+    "scale_by_muon": lambda params, r: mc.scale_by_muon(model=r).init(params),
+    "qk_clip": lambda params, r: mc.qk_clip(model=r).init(params),
+    "clip_qk": lambda params, r: mc.clip_qk(params, STATS, TAU, model=r),
+    "multi_steps": lambda params, r: mc.multi_steps(
+        mc.qk_clip(model=r), 2, model=r
+    ).init(params),
+    "scalars": lambda params, r: mc.scalars(
+        mc.muonclip(1e-2, model=reading()).init(PARAMS), params, model=r
+    ),
+    "normalize_neurons": lambda params, r: mc.normalize_neurons(model=r).init(params),
+    "param_labels": lambda params, r: mc.param_labels(params, model=r),
+    "matrix_mask": lambda params, r: mc.matrix_mask(params, model=r),
+    "describe": lambda params, r: mc.describe(params, model=r),
+}
+STATS = {"b": {"max_logits": jnp.full(HEADS, 2 * TAU)}}
+
+
+@pytest.mark.parametrize("name", TAKE_A_MODEL)
+def test_other_shapes_are_refused(name):
+    """More words, and a key whose heads are larger: neither moves a path or a rank."""
+    wider = {**PARAMS, "b": {**PARAMS["b"], "v": jnp.ones((WIDTH, 2 * HEADS * SIZE))}}
+    others = {**wider, "d": jnp.ones((2, WIDTH, WORDS))}
+    with pytest.raises(ValueError, match="read from params of other shapes") as error:
+        TAKE_A_MODEL[name](others, reading())
+    assert "b/v (16, 64), read as (16, 32)" in str(error.value)
+    assert "d (2, 16, 11), read as (16, 11)" in str(error.value)
+    assert "b/u" not in str(error.value)
+
+
+def test_a_part_of_what_was_read_and_blocks_of_it_are_served():
+    part = {"b": PARAMS["b"], "e": optax.MaskedNode()}
+    labels = mc.param_labels(part, model=reading())
+    assert labels["b"] == {"u": "matrix", "v": "matrix"}
+    clipped = mc.clip_qk(part, STATS, TAU, model=reading())
+    scale = clipped["b"]["u"] / PARAMS["b"]["u"]
+    np.testing.assert_allclose(scale, 0.5**0.5, rtol=1e-6)
+
+    # In `shard_map` leaves are blocks, here of rows.
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("rows")
+    shardings = dict.fromkeys(PARAMS["b"], jax.sharding.NamedSharding(mesh, rows))
+    tx = mc.scale_by_muon(model=reading(), shardings={"b": shardings})
+
+    def direction(grads):
+        return tx.update({"b": grads}, tx.init({"b": grads}))[0]["b"]
+
+    of_blocks = jax.shard_map(direction, mesh=mesh, in_specs=rows, out_specs=rows)
+    found = jax.eval_shape(of_blocks, PARAMS["b"])
+    assert found["u"].shape == PARAMS["b"]["u"].shape
+
+
 def normed(params, tokens):
     """Query and key are normalized, without a gain: no parameter scales the logits."""
     x = params["a"][tokens] * params["e"]
