@@ -390,7 +390,7 @@ def _is_number(facts: Facts, atom: Atom) -> bool:
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
         at = origin.at
-        if not is_varied(origin.labels[0]):
+        if found or not is_varied(origin.labels[0]):
             return []
         on = [] if at is None or at.name in PRODUCTS else moves(at, origin.k)
         deep = [(i, None) for i, _ in on if facts.inputs(at)[i].is_deep] if at else []
