@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .forward import Forward
-from .graph import Atom, Eqn, Graph
+from .graph import Atom, Eqn, Graph, Origin
 from .jaxprs import names
-from .primitives import KNOWN, PRODUCTS, RANDOM
+from .labels import is_varied
+from .primitives import KNOWN, moves, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
@@ -356,6 +357,8 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     There one summand comes from the other, and the output is written by what comes
     later, if anything.
     """
+    if at.name == "add" and out.is_deep and _is_straight_through(facts, at):
+        out = out._replace(is_onehot=True)
     deep = [x for x in inputs if x.is_deep]
     shape = at.output().shape
     if len(deep) != 2 or math.prod(shape) == 1:
@@ -368,8 +371,51 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if at.name in ("add", "add_any") and one and other:
         out = out._replace(sums=out.sums | one | other)
     a, b = (x.ends for x in deep)
-    is_after = not (a and b) or facts.before(a) & b or facts.before(b) & a
-    return out._replace(ends=0) if a != b and is_after else out
+    # What no layer wrote is as good as written by all that it comes from.
+    is_after = facts.before(a) & (b or deep[1].past)
+    is_before = facts.before(b) & (a or deep[0].past)
+    if a == b or not (is_after or is_before):
+        return out
+    first = at.inputs()[inputs.index(deep[bool(is_after)])]  # of the two
+    own = (b, a)[bool(is_after)]
+    return out._replace(ends=own if _is_number(facts, first) else 0)
+
+
+def _is_number(facts: Facts, atom: Atom) -> bool:
+    """Whether activations are one number for all outputs, as the norm in a distance.
+
+    Parameters that were added, one for each output, are none of these.
+    """
+    found: list[Eqn | None] = []
+
+    def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+        at = origin.at
+        if found or not is_varied(origin.labels[0]):
+            return []
+        on = [] if at is None or at.name in PRODUCTS else moves(at, origin.k)
+        deep = [(i, None) for i, _ in on if facts.inputs(at)[i].is_deep] if at else []
+        found.extend([] if deep else [at])
+        return deep
+
+    facts.graph.back(atom, atom.marks([len(atom.shape) - 1]), ahead)
+    return not found
+
+
+def _is_straight_through(facts: Facts, at: Eqn) -> bool:
+    """Whether a sum is `x + (rows - x)`: one-hot rows, with a gradient of `x`."""
+
+    def makers(atom: Atom) -> list[Eqn]:
+        """The equations before `stop_gradient`, wherever that is."""
+        made = facts.graph.made_by(atom)
+        is_stopped = [x.name for x in made] == ["stop_gradient"]
+        return makers(made[0].inputs()[0]) if is_stopped else made
+
+    for x, y in (at.inputs(), at.inputs()[::-1]):
+        for of in makers(y):
+            rows, *less = of.inputs() if of.name == "sub" else [y]
+            if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
+                return True
+    return False
 
 
 def _select(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:

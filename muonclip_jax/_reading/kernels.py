@@ -30,16 +30,17 @@ class AttentionRule:
     of: Any
     functions: Sequence[Any]  # if it has any: its own, and those of its derivatives
 
-    def rank(self, eqn: Any) -> int | None:
-        """How surely an equation calls the kernel; `None` if it does not."""
-        name, file = jaxprs.kernel_name(eqn)
+    def rank(self, eqn: Any, name: str, file: str) -> int | None:
+        """How surely an equation, by its place, calls the kernel; `None` if not."""
+        if self.name != name:
+            return None
         if isinstance(self.of, str):
             code = f"/{file}".rsplit(":", 1)[0]
             is_there = not self.file or code.endswith(f"/{self.file}")
-            return 0 if is_there and self.name == name else None
+            return 0 if is_there else None
         if not self.functions:
             return 0 if self.of is eqn.primitive else None
-        if (self.name, self.file) != (name, file):
+        if self.file != file:
             return None
         # All that a factory makes begins at one place. The functions that an equation
         # holds, as those of its derivatives, are the kernel's own or another's.
@@ -140,7 +141,8 @@ def attention_rule(
 
 def rule_of(eqn: Any) -> AttentionRule | None:
     """The rule of the kernel that an equation calls, if it was taught one."""
-    ranked = [(rank, x) for x in _RULES if (rank := x.rank(eqn)) is not None]
+    place = jaxprs.kernel_name(eqn)
+    ranked = [(rank, x) for x in _RULES if (rank := x.rank(eqn, *place)) is not None]
     if not ranked:
         return None
     _, rule = ranked[-1]

@@ -223,3 +223,31 @@ def attention_of_the_expert_that_is_chosen(p, x):
     of = jnp.argmax(x.mean(1) @ p["router"], -1)
     q, k, v = (cut(jnp.einsum("btd,bde->bte", x, p[n][of])) for n in "qkv")
     return (x + mixed(soft(scores(q, k)), v) @ p["o"]) @ p["head"]
+
+
+@case(
+    "q k o 0|1; wv 1|2~1|02; router router; head head",
+    weights(q=(D, D), k=(D, D), router=(D, 4), wv=(4, D, D), o=(D, D), head=(D, C)),
+    X,
+    attention="read",
+)
+def values_of_experts_that_are_mixed_after_attention(p, x):
+    """No state of linear attention: experts and features are of one product."""
+    v = jnp.einsum("btd,edf->btef", x, p["wv"])
+    w = soft(scores(cut(x @ p["q"], 1), cut(x @ p["k"], 1)))[:, 0]
+    y = jnp.einsum("bqk,bkef->bqef", w, v)
+    y = jnp.einsum("bqe,bqef->bqf", jax.nn.softmax(x @ p["router"]), y)
+    return jax.nn.gelu(x + y @ p["o"]) @ p["head"]
+
+
+@case(
+    "which router; code embedding; inner 0|1; head head",
+    weights(inner=(D, D), which=(D, 4), code=(4, D), head=(D, C)),
+    X,
+)
+def codes_by_one_hot_rows_with_another_gradient(p, x):
+    """Straight through, as a Gumbel softmax is."""
+    soft_rows = jax.nn.softmax(jax.nn.gelu(x @ p["inner"]) @ p["which"], -1)
+    rows = jax.nn.one_hot(jnp.argmax(soft_rows, -1), 4)
+    rows = rows - jax.lax.stop_gradient(soft_rows) + soft_rows
+    return jax.nn.gelu(jnp.einsum("kd,btk->btd", p["code"], rows)) @ p["head"]

@@ -41,6 +41,31 @@ def tied_to_its_head(p, tokens):
 
 
 @case(
+    "up 0|1; head head; moves any; first vector",
+    weights(up=(D, D), head=(D, C), moves=(C, C), first=(C,)),
+    X,
+    jnp.asarray(np.random.default_rng(4).integers(0, C, (B, T))),
+)
+def emissions_of_a_random_field(p, x, tags):
+    """What is scored besides the emissions comes of no layer."""
+    emitted = jax.nn.gelu(x @ p["up"]) @ p["head"]
+    sums = p["first"] + emitted[:, 0]
+    score = (p["first"] * jax.nn.one_hot(tags[:, 0], C)).sum(-1)
+    score = score + jnp.take_along_axis(emitted, tags[..., None], -1).sum((1, 2))
+    for t in range(1, T):
+        sums = jax.nn.logsumexp(sums[:, :, None] + p["moves"], 1) + emitted[:, t]
+        score = score + p["moves"][tags[:, t - 1], tags[:, t]]
+    return jnp.mean(jax.nn.logsumexp(sums, -1) - score)
+
+
+@case("up 0|1; head head", weights(up=(D, D), head=(D, C)), X)
+def nearest_of_learned_points(p, x):
+    x = jax.nn.gelu(x @ p["up"]).reshape(-1, D)
+    squares = jnp.square(x).sum(-1)[:, None] + jnp.square(p["head"]).sum(0)
+    return jax.nn.softmax((2 * jnp.einsum("nd,dc->nc", x, p["head"]) - squares) / D)
+
+
+@case(
     "embed embedding; up 0|1; head head",
     weights(embed=(V, D), up=(D, D), head=(D, V)),
     TOKENS,

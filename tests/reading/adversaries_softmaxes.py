@@ -207,6 +207,28 @@ def linear_attention(p, x):
     return end(p, x, y.reshape(B, T, D))
 
 
+@case(SAYS, one(), X)
+def softmaxes_of_query_and_of_key(p, x):
+    """Efficient attention: the query's softmax weighs features of keys, no experts."""
+    q, k, v = qkv(p, x)
+    state = (jax.nn.softmax(k, 1)[..., None] * v[..., None, :]).sum(1)
+    y = (jax.nn.softmax(q)[..., None] * state[:, None]).sum(-2)
+    return end(p, x, y.reshape(B, T, D))
+
+
+@case(SAYS, one(), X)
+def softmaxes_of_query_and_of_key_one_after_the_other(p, x):
+    def step(state, now):
+        q, k, v = now
+        state = state + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhd,bhde->bhe", q, state)
+
+    q, k, v = (y.swapaxes(0, 1) for y in qkv(p, x))
+    now = jax.nn.softmax(q), jax.nn.softmax(k), v
+    _, y = jax.lax.scan(step, jnp.zeros((B, H, K, K)), now)
+    return end(p, x, y.swapaxes(0, 1).reshape(B, T, D))
+
+
 @case(SAYS, one(), X, attention="maybe")
 def retention(p, x):
     q, k, v = qkv(p, x)

@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
+from jax.extend.core import Primitive
 
 import muonclip_jax as mc
 
@@ -253,7 +254,7 @@ def test_a_kernel_has_one_rule():
     kernel = _taught(_by_vjp(1.0), 1.0)
     with pytest.raises(ValueError, match="fused has a rule already"):
         _taught(kernel, 2.0)
-    primitive, namesake = (jax.extend.core.Primitive("attend") for _ in range(2))
+    primitive, namesake = (Primitive("attend") for _ in range(2))
     _taught(primitive, 1.0)
     _taught(namesake, 1.0)
     with pytest.raises(ValueError, match="attend has a rule already"):
