@@ -410,7 +410,6 @@ class Softmaxes:
     def products(self, softmax: Softmax) -> list[Product]:
         """The products of query and key; none where a softmax is no attention's."""
         bits, products = softmax.bits, self.facts.products.items()
-        has_values = softmax.is_summed and any(map(self._is_of_vectors, softmax.places))
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
@@ -426,7 +425,8 @@ class Softmaxes:
         return own or [
             p
             for p in every
-            if self._is_of_data(p) and (has_values or self._has_examples(p))
+            if self._is_of_data(p)
+            and (self._has_examples(p) or self._has_values(p, softmax))
         ]
 
     def _is_of_activations(self, at: Eqn) -> bool:
@@ -444,11 +444,19 @@ class Softmaxes:
         """Whether data are of the examples that the other side has, and no table."""
         return product.at.name != "mul" and bool(shared(product.to))
 
-    def _is_of_vectors(self, place: Place) -> bool:
-        """Whether what is weighed has entries of its own for each weight."""
-        at, i = place
-        to = self._to(at)
-        return any(at.output().shape[d] > 1 for d in {*to[1 - i]} - {*to[i], None})  # type: ignore
+    def _has_values(self, product: Product, softmax: Softmax) -> bool:
+        """Whether what is weighed has a vector for each key: else it may be a loss."""
+        bit = self.facts.product(product.at)
+        for at, i in softmax.places if softmax.is_summed else ():
+            to, (atom, axes) = self._to(at), self._over(at, i)
+            own = {d for d in to[1 - i] if d is not None} - {*to[i]}
+            along = self._along(bit, atom) or []
+            keys = {product.lead + d for a in axes for d in (along[a] if along else ())}
+            # Entries that were put in order, as the nearest, come of any.
+            is_over = keys & product.keys or not keys
+            if is_over and any(at.output().shape[d] > 1 for d in own):
+                return True
+        return False
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.

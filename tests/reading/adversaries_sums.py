@@ -214,3 +214,10 @@ def nearest_of_a_bank_alone(p, x, keys, values):
 def levels_of_a_table(p, x, codes, levels):
     y = jax.nn.softmax((x @ p["q"]) @ codes) @ levels
     return end(p, x, x * y[..., None])
+
+
+# The softmax is over the features of nodes, and the basis goes over its frequencies.
+@case("q o any; head head", BANK, X, array("basis", T, T), attention="none")
+def features_of_frequencies(p, x, basis):
+    features = jax.nn.softmax(jnp.einsum("fn,bnd->bfd", basis, x @ p["q"]))
+    return end(p, x, jnp.einsum("fn,bfd->bnd", basis, features))
