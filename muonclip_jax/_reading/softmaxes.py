@@ -368,19 +368,15 @@ class Softmaxes:
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
-        loops = [x for x in at.frame.lead if x.is_loop]
-        if loops and not keys & apart and self.facts.weight_of(at) is None:
-            # A loop takes key by key: one side's, and what they weigh.
-            values = set().union(
-                *(self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
-            )
-            trips = [self._trips(x) for x in at.inputs()]
-            free = tuple(
-                x | {y.axis for y in loops if y.of in mine - other}
-                for x, mine, other in zip(free, trips, trips[::-1], strict=True)
-            )
-            own = values & (trips[0] ^ trips[1])
-            keys = frozenset(y.axis for y in loops if y.of in own) or keys
+        if not keys & apart and self.facts.weight_of(at) is None:
+            # A loop may take key by key: one side's, and what they weigh.
+            a, b = (self._trips(x) for x in at.inputs())
+            weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
+            loops = {x.of: x.axis for x in at.frame.lead if x.of in a ^ b}
+            one, two = ({loops[x] for x in own if x in loops} for own in (a, b))
+            free = free[0] | one, free[1] | two
+            own = set().union(*weighed) & {*loops}
+            keys = frozenset(loops[x] for x in own) or keys
         return Product(at, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
