@@ -410,11 +410,11 @@ class Softmaxes:
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
         # What query and key were made of may enter the softmax again, as their squares.
-        past = union(f.past for p in own for f in self.facts.inputs(p.at))
+        past = union(f.events for p in own for f in self.facts.inputs(p.at))
         more = [p for p in every if own and not self.facts.event(p.at) & past]
         own += [p for p in more if p not in own and self._is_relative(p)]
-        if own:
-            own += [p for p in more if p not in own and self._is_of_data(p)]
+        # Logits with keys from elsewhere are divided by the same sum.
+        own += [p for p in more if p not in own and self._is_of_data(p)]
         # Exponentials that no sum divides are decays, as of a state space.
         asked = every if softmax.is_summed else []
         own = own or [p for p in asked if self._is_asked(p)]
@@ -422,6 +422,7 @@ class Softmaxes:
             p
             for p in every
             if self._is_of_data(p)
+            and any(p.is_key)
             and (self._has_examples(p) or self._has_values(p, softmax))
         ]
 
@@ -434,7 +435,7 @@ class Softmaxes:
         """Whether one side is data as they are."""
         facts = self.facts.inputs(product.at)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
-        return is_of_data and any(f.is_deep for f in facts) and any(product.is_key)
+        return is_of_data and any(f.is_deep for f in facts)
 
     def _has_examples(self, product: Product) -> bool:
         """Whether data are of the examples that the other side has, and no table."""
