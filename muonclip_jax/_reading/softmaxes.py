@@ -319,19 +319,15 @@ class Softmaxes:
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
-        loops = [x for x in at.frame.lead if x.is_loop]
-        if loops and not keys & apart and self.facts.weight_of(at) is None:
-            # A loop takes key by key: one side's, and what they weigh.
-            values = set().union(
-                *(self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
-            )
-            trips = [self._trips(x) for x in at.inputs()]
-            free = tuple(
-                x | {y.axis for y in loops if y.of in mine - other}
-                for x, mine, other in zip(free, trips, trips[::-1], strict=True)
-            )
-            own = values & (trips[0] ^ trips[1])
-            keys = frozenset(y.axis for y in loops if y.of in own) or keys
+        if not keys & apart and self.facts.weight_of(at) is None:
+            # A loop may take key by key: one side's, and what they weigh.
+            a, b = (self._trips(x) for x in at.inputs())
+            weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
+            loops = {x.of: x.axis for x in at.frame.lead if x.of in a ^ b}
+            one, two = ({loops[x] for x in own if x in loops} for own in (a, b))
+            free = free[0] | one, free[1] | two
+            own = set().union(*weighed) & {*loops}
+            keys = frozenset(loops[x] for x in own) or keys
         return Product(at, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
@@ -361,23 +357,24 @@ class Softmaxes:
     def products(self, softmax: Softmax) -> list[Product]:
         """The products of query and key; none where a softmax is no attention's."""
         bits, products = softmax.bits, self.facts.products.items()
-        has_values = softmax.is_summed and any(map(self._is_of_vectors, softmax.places))
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
         # What query and key were made of may enter the softmax again, as their squares.
-        past = union(f.past for p in own for f in self.facts.inputs(p.at))
+        past = union(f.events for p in own for f in self.facts.inputs(p.at))
         more = [p for p in every if own and not self.facts.event(p.at) & past]
         own += [p for p in more if p not in own and self._is_relative(p)]
-        if own:
-            own += [p for p in more if p not in own and self._is_of_data(p)]
+        # Logits with keys from elsewhere are divided by the same sum.
+        own += [p for p in more if p not in own and self._is_of_data(p)]
         # Exponentials that no sum divides are decays, as of a state space.
         asked = every if softmax.is_summed else []
         own = own or [p for p in asked if self._is_asked(p)]
         return own or [
             p
             for p in every
-            if self._is_of_data(p) and (has_values or self._has_examples(p))
+            if self._is_of_data(p)
+            and any(p.is_key)
+            and (self._has_examples(p) or self._has_values(p, softmax))
         ]
 
     def _is_of_activations(self, at: Eqn) -> bool:
@@ -389,17 +386,25 @@ class Softmaxes:
         """Whether one side is data as they are."""
         facts = self.facts.inputs(product.at)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
-        return is_of_data and any(f.is_deep for f in facts) and any(product.is_key)
+        return is_of_data and any(f.is_deep for f in facts)
 
     def _has_examples(self, product: Product) -> bool:
         """Whether data are of the examples that the other side has, and no table."""
         return product.at.name != "mul" and bool(shared(product.to))
 
-    def _is_of_vectors(self, place: Place) -> bool:
-        """Whether what is weighed has entries of its own for each weight."""
-        at, i = place
-        to = self._to(at)
-        return any(at.output().shape[d] > 1 for d in {*to[1 - i]} - {*to[i], None})  # type: ignore
+    def _has_values(self, product: Product, softmax: Softmax) -> bool:
+        """Whether what is weighed has a vector for each key: else it may be a loss."""
+        bit = self.facts.product(product.at)
+        for at, i in softmax.places if softmax.is_summed else ():
+            to, (atom, axes) = self._to(at), self._over(at, i)
+            own = {d for d in to[1 - i] if d is not None} - {*to[i]}
+            along = self._along(bit, atom) or []
+            keys = {product.lead + d for a in axes for d in (along[a] if along else ())}
+            # Entries that were put in order, as the nearest, come of any.
+            is_over = keys & product.keys or not keys
+            if is_over and any(at.output().shape[d] > 1 for d in own):
+                return True
+        return False
 
     def _is_relative(self, product: Product) -> bool:
         """Whether a parameter is the key of one more product, as relative positions.

@@ -214,3 +214,29 @@ def nearest_of_a_bank_alone(p, x, keys, values):
 def levels_of_a_table(p, x, codes, levels):
     y = jax.nn.softmax((x @ p["q"]) @ codes) @ levels
     return end(p, x, x * y[..., None])
+
+
+# The softmax is over the features of nodes, and the basis goes over its frequencies.
+@case("q o any; head head", BANK, X, array("basis", T, T), attention="none")
+def features_of_frequencies(p, x, basis):
+    features = jax.nn.softmax(jnp.einsum("fn,bnd->bfd", basis, x @ p["q"]))
+    return end(p, x, jnp.einsum("fn,bfd->bnd", basis, features))
+
+
+LAYERS = weights(q=(2, D, D), k=(2, D, D), v=(2, D, D), o=(2, D, D)) | weights(
+    head=(D, 3)
+)
+CACHES = array("caches", 2, B, N, H, K, scale=4.0), array("old", 2, B, N, H, K)
+
+
+@case("q k v o 1|2; head head", LAYERS, X, *CACHES, attention="read")
+def caches_of_layers_that_a_loop_runs(p, x, keys, values):
+    def layer(x, of):
+        p, keys, values = of
+        q, k, v = qkv(p, x)
+        w = soft(jnp.concatenate([scores(q, keys), scores(q, k)], -1))
+        y = mixed(w[..., :N], values) + mixed(w[..., N:], v)
+        return jnp.tanh(x + y @ p["o"]), None
+
+    layers = {name: p[name] for name in "qkvo"}
+    return jax.lax.scan(layer, x, (layers, keys, values))[0] @ p["head"]
