@@ -222,7 +222,7 @@ def squared_relus_divided_by_their_sum(p, x):
 
 
 # Blocks of one key: the softmax has no axis that would show which operand is the key.
-@case(SAYS, one(), X, attention="said")
+@case(SAYS, one(), X, attention="read")
 def blocks_with_a_running_maximum(p, x):
     q, k, v = qkv(p, x)
     first = jnp.full((B, H, T), -jnp.inf), jnp.zeros((B, H, T)), jnp.zeros((B, T, H, K))
