@@ -105,7 +105,8 @@ class _Pair(NamedTuple):
     def without(self, i: int, why: str) -> "_Pair":
         """The pair of which one side stays."""
         whys = [why if j == i else x for j, x in enumerate(self.whys)]
-        return _Pair(*(None if j == i else self.side(j) for j in (0, 1)), whys)
+        query, key = (None if j == i else self.side(j) for j in (QUERY, KEY))
+        return _Pair(query, key, whys)
 
 
 class _Array(NamedTuple):
