@@ -138,7 +138,11 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     facts = softmaxes.facts
     bits = union(facts.product(p.at) for products, _ in made for p in products)
     dependence = Dependence(softmaxes.graph, facts, bits)
-    found = [LayerReader(softmaxes, dependence, *x).read() for x in made]
+    readers = [LayerReader(softmaxes, dependence, *x) for x in made]
+    for reader in readers:
+        reader.read_products()
+    clipped = union(event for x in readers for side in x.events for event in side)
+    found = [reader.read(clipped) for reader in readers]
     # In the order in which the function calls them: paths may be numbered by it.
     return sorted((x for x in found if x), key=lambda x: x.products[0].at)
 
@@ -166,9 +170,10 @@ class LayerReader:
         # Queries and keys, and for each of both where what scales it meets activations.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
+        self.clipped = 0
 
-    def read(self) -> Layer | None:
-        layer = self.layer
+    def read_products(self) -> None:
+        """Notes what scales each product."""
         self.refusals += [
             f"query and key are subtracted at {p.at.line}, and their distance squared"
             for p in self.products
@@ -178,6 +183,10 @@ class LayerReader:
         # query's parameters are.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
+
+    def read(self, clipped: int) -> Layer | None:
+        """Reads the rest; `clipped` are the events of what scales any layer."""
+        layer, self.clipped = self.layer, clipped
         counts = {heads.number for _, heads in self.found}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
@@ -279,13 +288,13 @@ class LayerReader:
             atom = at.inputs()[i]
             if atom not in own and not facts.of(atom).products & self.bits:
                 arrays = [*arrays, _Array(atom, None, at.line)]
-        # An earlier call of the layer may use entries, too. It made the layer's input.
+        # As query or key of an earlier call of the layer they made the layer's input.
         before: dict[int, int] = {}
         for parts, events in scaled:
             for x in (part.parameter for part in parts):
                 met = facts.meetings(x) & union(events)
                 past = union(facts.upstream(1 << i) for i in members(met)) & ~met
-                before[x] = before.get(x, 0) | past
+                before[x] = before.get(x, 0) | past & self.clipped
         events = union(facts.meetings(x) & ~past for x, past in before.items())
         parameters = union(1 << x for x in before)
         for atom, role, line in arrays:
