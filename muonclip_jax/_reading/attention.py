@@ -4,6 +4,7 @@ From the product of query and key to the parts of parameters that a clip scales.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from .graph import Atom, Eqn
 from .heads import bits_of, Heads, heads_of, shows_all, TooMany
 from .labels import along, distinct, full, is_varied, joined, marks, varied
 from .numbers import Lead
-from .primitives import moves
+from .primitives import moves, shared
 from .scaling import ADDED, Factor, NORMED, Sum
 from .sites import Apart, Site, sites_of, Unclear
 from .softmaxes import Path, Product, Softmaxes
@@ -129,7 +130,11 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
     facts = softmaxes.facts
     bits = union(facts.product(p.at) for products, _ in made for p in products)
     dependence = Dependence(softmaxes.graph, facts, bits)
-    found = [LayerReader(softmaxes, dependence, *x).read() for x in made]
+    readers = [LayerReader(softmaxes, dependence, *x) for x in made]
+    for reader in readers:
+        reader.read_products()
+    clipped = union(event for x in readers for side in x.events for event in side)
+    found = [reader.read(clipped) for reader in readers]
     # In the order in which the function calls them: paths may be numbered by it.
     return sorted((x for x in found if x), key=lambda x: x.products[0].at)
 
@@ -157,23 +162,29 @@ class LayerReader:
         # Queries and keys, and for each of both where what scales it meets activations.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
+        self.clipped = 0
 
-    def read(self) -> Layer | None:
-        layer = self.layer
+    def read_products(self) -> None:
+        """Notes what scales each product."""
+        self.refusals += [
+            f"query and key are subtracted at {p.at.line}, and their distance squared"
+            for p in self.products
+            if p.at.name == "sub"
+        ]
         # Products of which the softmax's dimensions are known first: they show what the
         # query's parameters are.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
+
+    def read(self, clipped: int) -> Layer | None:
+        """Reads the rest; `clipped` are the events of what scales any layer."""
+        layer, self.clipped = self.layer, clipped
         counts = {heads.number for _, heads in self.found}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # as good as data
-        if any(p.at.name == "sub" for p in self.products):
-            self.refusals.append(
-                "query and key are subtracted, and their distance squared"
-            )
         ways = self._ways_to_softmax()
         # A query that the key gates is linear in its own kernel, but not in the key's:
         # the key stays.
@@ -212,7 +223,11 @@ class LayerReader:
         if order is None:
             # The product of a parameter and what is no query is a bias.
             if facts.weight_of(product.at) is None:
-                self.refusals.append("query and key could not be distinguished")
+                self.refusals.append(
+                    self._lost(product)
+                    or "its softmax is over no axis that is the key's alone: give "
+                    "query and key an axis of their own each"
+                )
             return
         try:
             heads = heads_of(self.softmaxes.scaling, product, order)
@@ -234,18 +249,28 @@ class LayerReader:
         if not self.found:
             return []
         ways: list[Path] = []
+        if len(self.exps) > 1 and any(map(self._is_part, self.exps)):
+            self.refusals.append(
+                f"its logits are split, and the part at {self.exps[-1].line} has a "
+                "softmax of its own: split query and key before their product, and "
+                "not the logits"
+            )
         try:
             self.layer.sites, ways = sites_of(
                 self.softmaxes, self.found, self.exps, self.bits
             )
-        except Apart:
-            self.refusals.append(
-                "logits of several products are joined, each of other heads: give "
-                "each of them a softmax of its own"
-            )
+        except Apart as why:
+            self.refusals.append(str(why))
         except Unclear as why:
             self.layer.unclear = str(why)
         return ways
+
+    def _is_part(self, exp: Eqn) -> bool:
+        """Whether an exponential is of some of a product's entries only."""
+        atom, facts = exp.inputs()[-1], self.softmaxes.facts
+        products = [facts.product(p.at) for p, _ in self.found]
+        ways = (self.softmaxes.to_product(atom, atom.whole, bit) for bit in products)
+        return any(labels is not None and not labels[0].all() for labels, _ in ways)
 
     def _again(
         self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
@@ -262,13 +287,13 @@ class LayerReader:
             atom = at.inputs()[i]
             if atom not in own and not facts.of(atom).products & self.bits:
                 arrays = [*arrays, _Array(atom, None, at.line)]
-        # An earlier call of the layer may use entries, too. It made the layer's input.
+        # As query or key of an earlier call of the layer they made the layer's input.
         before: dict[int, int] = {}
         for parts, events in scaled:
             for x in (part.parameter for part in parts):
                 met = facts.meetings(x) & union(events)
                 past = union(facts.upstream(1 << i) for i in members(met)) & ~met
-                before[x] = before.get(x, 0) | past
+                before[x] = before.get(x, 0) | past & self.clipped
         events = union(facts.meetings(x) & ~past for x, past in before.items())
         parameters = union(1 << x for x in before)
         for atom, role, line in arrays:
@@ -298,12 +323,21 @@ class LayerReader:
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
                 found = self.softmaxes.scaling.of(atom, (move(label), *trips))
                 parts, _, events = self._parts(found, heads, loops)
-                if parts and all(p.leaf.heads in (1, heads.number) for p in parts):
+                sets = sorted(distinct(move(label)), key=lambda m: (m & -m, m))
+                if parts and all(p.leaf.heads in (1, len(sets)) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
                     if not self._again([_Scaled(parts, events)], arrays, [path]):
+                        self._group([members(m) for m in sets])
                         return parts
         return None
+
+    def _group(self, heads: list[list[int]]) -> None:
+        """Makes one head of several that one temperature scales, as XCiT's does."""
+        for site in self.layer.sites:
+            if 1 < len(heads) < len(site.rows):
+                site.rows = np.array([site.rows[own].ravel() for own in heads])
+                self.layer.heads = len(heads)
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
         """Which operand is the query.
@@ -318,8 +352,27 @@ class LayerReader:
             known = [bool(x & self.queries) for x in made]
             is_key = [known[1 - i] and not known[i] for i in (0, 1)]
         if not any(is_key):
-            return None
+            # Axes of one entry do not show what the softmax is over, nor do pairs that
+            # were gathered, as for the edges of a graph. Query heads may share a key.
+            is_paired = product.keys <= shared(product.to)
+            sizes = [math.prod(product.shape[d] for d in x) for x in product.free]
+            if self._lost(product) or min(sizes) > 1 or not is_paired:
+                return None
+            return (0, 1) if sizes[0] >= sizes[1] else (1, 0)
         return (0, 1) if is_key[1] else (1, 0)
+
+    def _lost(self, product: Product) -> str:
+        """What hides from a product's softmax which axes it is over."""
+        bit = self.softmaxes.facts.product(product.at)
+        for exp in self.exps:
+            atom = exp.inputs()[-1]
+            _, path = self.softmaxes.to_product(atom, atom.each(), bit)
+            for at in path.nonlinear:
+                return (
+                    f"{at.name} at {at.line} stands between the product and its "
+                    "softmax, and hides which axis is that of keys"
+                )
+        return ""
 
     def _factors(self, product: Product, i: int) -> Iterator[Factor]:
         """The factors of an operand, marked along what the product sums over."""

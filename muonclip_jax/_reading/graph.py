@@ -16,7 +16,17 @@ from jax.extend.core import Literal
 
 from . import jaxprs, kernels
 from .jaxprs import Address, shape_of
-from .labels import full, is_varied, joined, key_of, Label, marks, nothing, small
+from .labels import (
+    full,
+    is_varied,
+    joined,
+    key_of,
+    Label,
+    marks,
+    nothing,
+    small,
+    varied,
+)
 from .numbers import Lead, Number, number_of
 from .primitives import moves, PRODUCTS, shared, sides
 
@@ -314,6 +324,11 @@ class Graph:
             # copies, and may do so only where they are sure.
             if not back:
                 own.update(d for d in dims if is_varied(origin.labels[d]))
+            elif at and at.name == "gather":  # each index picks entries of its own
+                offset = at.eqn.params["dimension_numbers"].offset_dims
+                lead, rank = at.output().lead, at.output().rank
+                rows = {*range(lead, rank)} - {lead + d for d in offset}
+                own.update(d for d in dims if rows & {*varied(origin.labels[d])})
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)

@@ -88,7 +88,7 @@ class Unclear(Exception):
 
 
 class Apart(Exception):
-    """Products that enter one softmax as the logits of different heads."""
+    """Heads, or products of other heads each, that enter different softmaxes."""
 
 
 Read = Sequence[tuple[Product, Heads]]
@@ -147,7 +147,10 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
         for other, of in read:
             rows, _ = _rows(reader, site, other, of)
             if not np.array_equal(rows, site.rows):
-                raise Apart
+                raise Apart(
+                    "logits of several products are joined, each of other heads: give "
+                    "each of them a softmax of its own"
+                )
             site.boxes.append(_box(reader, site, reader.facts.product(other.at)))
         if {} in site.boxes:  # one of them is everywhere
             site.boxes = []
@@ -277,6 +280,11 @@ def _rows(
     for entries, head in pairs:
         of[int(head)] = of.get(int(head), 0) | int(entries)
     rows = [[i for i in range(count) if of[head] >> i & 1] for head in sorted(of)]
+    if any(rows) and not all(rows):
+        raise Apart(
+            f"the logits of only some heads enter the softmax at {site.at.line}: split "
+            "query and key by heads before their product, and not their logits"
+        )
     is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
     if not is_apart or len({*map(len, rows)}) != 1 or not rows[0]:
         raise Unclear(cannot)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .facts import Fact, Facts, members, union
 from .graph import Atom, Eqn, Graph, Labels, Origin
 from .jaxprs import names
-from .labels import either, is_varied, Label, marks, moved, small
+from .labels import along, either, is_varied, Label, marks, moved, small
 from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
@@ -201,7 +201,13 @@ class Softmaxes:
         if labels is None:
             return None
         lead, rank = len(at.frame.lead), len(at.output().shape)
-        return [{d for d in range(rank) if x.shape[lead + d] > 1} for x in labels]
+
+        def comes(label: Label, axis: int) -> bool:
+            # Not where a slice only left zeros around the same marks.
+            line = along(label, axis)
+            return len(line) > 1 and (is_varied(line) or bool(line.all()))
+
+        return [{d for d in range(rank) if comes(x, lead + d)} for x in labels]
 
     def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
         """The products whose exponentials weigh other activations here."""

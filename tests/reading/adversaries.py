@@ -1,5 +1,6 @@
 """All functions that were written to mislead a reading, by name."""
 
+import adversaries_alike as adversaries_alike
 import adversaries_choices as adversaries_choices
 import adversaries_depth as adversaries_depth
 import adversaries_experts as adversaries_experts

@@ -67,6 +67,13 @@ def both_gated_by_their_kernels_on_pooled_tokens(p, x):
     return finished(p, x, q * jax.nn.sigmoid(one), k * jnp.exp(other), v)
 
 
+@case(SAYS, one(), X, attention="read")
+def input_of_the_query_gated_by_its_own_kernel(p, x):
+    k, v = cut(x @ p["k"]), cut(x @ p["v"])
+    q = cut((x * jax.nn.sigmoid(x @ p["q"])) @ p["q"])
+    return finished(p, x, q, k, v)
+
+
 @case(SAYS, one(), X, attention="said")
 def each_gated_by_the_other(p, x):
     q, k, v = qkv(p, x)

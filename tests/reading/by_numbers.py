@@ -385,10 +385,24 @@ def _finer(left: list[Any], row: np.ndarray, bound: float) -> list[Any]:
 
 
 def _clip_fault(case, reading, stats, rows, n, own, is_joint) -> tuple[str, str] | None:
-    """Clips one layer alone, runs, and compares."""
+    """Clips one layer alone, once some of its heads and once all, by much.
+
+    What is not quite linear is near it where logits hardly move.
+    """
+    positive = rows[n][rows[n] > 0]
+    middle = 0.6 if len(positive) < 2 else (positive.min() / positive.max() + 1) / 2
+    every = 0.1 * positive.min() / positive.max()
+    faults = (
+        _clipped_at(
+            float(share * rows[n].max()), case, reading, stats, rows, n, own, is_joint
+        )
+        for share in (middle, every)
+    )
+    return next(filter(None, faults), None)
+
+
+def _clipped_at(tau, case, reading, stats, rows, n, own, is_joint):
     row = rows[n]
-    positive = row[row > 0]
-    tau = 0.6 * row.max() if len(positive) < 2 else (positive.min() + row.max()) / 2
     alone = {
         path: np.reshape(
             [v if (path, i) in own else 0 for i, v in enumerate(np.ravel(leaf))],
@@ -400,9 +414,7 @@ def _clip_fault(case, reading, stats, rows, n, own, is_joint) -> tuple[str, str]
     stats = jax.tree.unflatten(jax.tree.structure(stats), leaves)
     which: Any = {"attention": reading.attention} if reading.refused else {}
     try:
-        clipped = mc.clip_qk(
-            case.params, stats, float(tau), alpha=0.3, model=reading, **which
-        )
+        clipped = mc.clip_qk(case.params, stats, tau, alpha=0.3, model=reading, **which)
     except ValueError as error:
         return "late", f"clip_qk: {error}"
     after = largest(case, clipped)[n]
