@@ -249,12 +249,6 @@ class LayerReader:
         if not self.found:
             return []
         ways: list[Path] = []
-        if len(self.exps) > 1 and any(map(self._is_part, self.exps)):
-            self.refusals.append(
-                f"its logits are split, and the part at {self.exps[-1].line} has a "
-                "softmax of its own: split query and key before their product, and "
-                "not the logits"
-            )
         try:
             self.layer.sites, ways = sites_of(
                 self.softmaxes, self.found, self.exps, self.bits
@@ -264,13 +258,6 @@ class LayerReader:
         except Unclear as why:
             self.layer.unclear = str(why)
         return ways
-
-    def _is_part(self, exp: Eqn) -> bool:
-        """Whether an exponential is of some of a product's entries only."""
-        atom, facts = exp.inputs()[-1], self.softmaxes.facts
-        products = [facts.product(p.at) for p, _ in self.found]
-        ways = (self.softmaxes.to_product(atom, atom.whole, bit) for bit in products)
-        return any(labels is not None and not labels[0].all() for labels, _ in ways)
 
     def _again(
         self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]

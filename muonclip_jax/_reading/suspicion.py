@@ -229,7 +229,10 @@ class _Suspicion(Forward[Taint]):
         if other.leaves or not (other.has_data and at.contracted):
             return out
         # Keys or values among the arguments: only an exponential makes attention of it.
-        self._met(at, i, taint.exponential, taint)
+        # Numbers that a table of codes weighs are an expectation.
+        is_vector = any(o is not None and o not in at.to[i] for o in at.to[1 - i])
+        of_two = (b for b in _each(taint.exponential) if self._is_of_two(self._root(b)))
+        self._met(at, i, taint.exponential if is_vector else union(of_two), taint)
         atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
         is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
         return out._replace(linear=out.linear | self._born(at)) if is_key else out
@@ -309,8 +312,11 @@ class _Suspicion(Forward[Taint]):
         a, b = ({d for d in to if d is not None} for to in self._to(at))
         return a, b
 
+    def _root(self, bit: int) -> Eqn:
+        return self.products[bit].root
+
     def _sides_of(self, bit: int) -> tuple[set[int], set[int]]:
-        return self._sides(self.products[bit].root)
+        return self._sides(self._root(bit))
 
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
         """Whether dimensions are outputs that one operand has, or `heads`."""

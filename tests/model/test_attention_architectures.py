@@ -129,12 +129,11 @@ def test_torchtitan_figures_for_latent_attention():
     ).all()
 
 
-def test_additive_bias_scales_the_product_alone():
-    """With a bias the cap is not exact: only the product of query and key shrinks."""
+def test_a_bias_is_no_part_of_what_the_clip_brings_down():
     query = normal(0, 1, 3, 1, 4)
     bias = normal(1, 3, 3, scale=5.0)
-    whole = float(mc.max_logits(query, query, bias=bias)[0])
-    gamma = (whole / 2) / whole
-    halved = mc.max_logits(query * gamma**0.5, query * gamma**0.5, bias=bias)
-    expected = np.max(gamma * np.einsum("bqhd,bkhd->qk", query, query) / 2 + bias)
-    np.testing.assert_allclose(halved, [expected], rtol=1e-5)
+    whole = mc.max_logits(query, query, bias=bias)
+    exact = np.einsum("bqhd,bkhd->qk", query, query).max() / 2
+    np.testing.assert_allclose(whole, [exact], rtol=1e-5)
+    halved = mc.max_logits(query * 0.5**0.5, query * 0.5**0.5, bias=bias)
+    np.testing.assert_allclose(halved, [exact / 2], rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from by_numbers import noted
 from pieces_of_cases import (
     array,
     B,
@@ -131,11 +132,13 @@ def logits_divided_by_the_norm_of_the_key(p, x):
     return end(p, x, mixed(soft(scores(q, k) / norms), v))
 
 
-@case(SAYS, one(), X, attention="biased")
+@case(SAYS, one(), X, attention="read")
 def summand_of_the_query_of_pooled_tokens(p, x):
     q, k, v = qkv(p, x)
     own = jnp.tanh(cut(x.mean(1) @ p["q"]).max(-1))[:, :, None, None]
-    return end(p, x, mixed(soft(scores(q, k) + own * jnp.arange(T)), v))
+    return end(
+        p, x, mixed(jax.nn.softmax(noted(scores(q, k)) + own * jnp.arange(T)), v)
+    )
 
 
 @case(SAYS, one(), X, attention="said")
@@ -171,7 +174,7 @@ def gated_by_keys_in_a_scan(p, x):
     return x @ p["head"]
 
 
-@case(SAYS, one(), X, attention="biased")
+@case(SAYS, one(), X, attention="read")
 def gated_by_what_an_earlier_call_of_it_made(p, x):
     """The layer twice: its kernels are in its own input, as in ALBERT."""
     for _ in range(2):
