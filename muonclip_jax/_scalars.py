@@ -18,7 +18,7 @@ from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
 from ._parameters.given import Model
-from ._qk_clip.heads import Heads
+from ._qk_clip.heads import Heads, UNKNOWN
 from ._qk_clip.multi_steps import MultiStepsState
 from ._qk_clip.qk_clip import QKClipState, states_in
 
@@ -183,7 +183,10 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
             stacklevel=3,
         )
     # An `nnx.Optimizer` holds variables in place of arrays.
-    return QKClipState(*map(jnp.asarray, found[0]))
+    state = QKClipState(*map(jnp.asarray, found[0]))
+    rows = (state.max_logit, state.max_logits)
+    logits = [jnp.where(x == UNKNOWN, -jnp.inf, x) for x in rows]
+    return state._replace(max_logit=logits[0], max_logits=logits[1])
 
 
 def _hyperparams(opt_state: Any) -> dict[str, Any]:

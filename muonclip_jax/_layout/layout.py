@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._axes import (
     gather_everywhere,
     impose_no_sharding,
+    is_batched_by_mesh,
     is_checked,
     manual_axes,
 )
@@ -65,8 +66,10 @@ class Layout(NamedTuple):
         other or do not fit the leaves.
         """
         ambient = jax.sharding.get_abstract_mesh()
-        if AxisType.Manual in ambient.axis_types:
-            return None  # inside `jax.shard_map`, where leaves are what a device holds
+        # Inside `jax.shard_map` leaves are what a device holds. Where axes of the mesh
+        # divide what `jax.vmap` maps over, work that devices shared would mix that.
+        if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
+            return None
         ambient = None if ambient.empty else ambient
         arrays = self.tree.leaves if arrays is None else arrays
         entries = zip(self.tree.paths, arrays, self.given, strict=True)

@@ -51,6 +51,10 @@ _HOW_TO_RECORD = (
 )
 
 
+#: A logit in the state that nobody has seen. Finite, for `jax_debug_infs`.
+UNKNOWN = float(np.finfo(np.float32).min)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Combined:

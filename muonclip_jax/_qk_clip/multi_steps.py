@@ -26,7 +26,7 @@ from .._options import (
     whole_number,
 )
 from .._parameters.given import check_model, Model
-from .heads import Heads
+from .heads import Heads, UNKNOWN
 from .qk_clip import QKClipState, states_in
 
 
@@ -36,7 +36,7 @@ class MultiStepsState(NamedTuple):
     - `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`, `skip_state`: as in
         `optax.MultiStepsState`.
     - `running`: float32, `(all heads,)`; the largest logits since the last real step,
-        `-inf` right after one; no heads where no [`qk_clip`][] is inside.
+        the smallest float32 after one; no heads where no [`qk_clip`][] is inside.
 
     !!! example
 
@@ -162,7 +162,7 @@ def multi_steps(
         first = first._replace(
             acc_grads=layout.tree.unflatten(zero_parts(params, layout, parts))
         )
-        nothing = replicated(jnp.full(count, -jnp.inf, jnp.float32), mesh_specs)
+        nothing = replicated(jnp.full(count, UNKNOWN, jnp.float32), mesh_specs)
         return counts_replicated(
             MultiStepsState(**first._asdict(), running=nothing), mesh_specs
         )
@@ -180,7 +180,11 @@ def multi_steps(
         if is_clipped:
             heads = heads_of(layout)
             heads.check_state(running)
-            largest = jnp.maximum(running, heads.read(attention_stats))
+            largest = heads.read(attention_stats)
+            # The first since a real step by itself: -inf, of a head that sees no key,
+            # is no less than nothing.
+            both = jnp.maximum(running, largest)
+            largest = jnp.where(before.mini_step == 0, largest, both)
             attention_stats = heads.combined(largest)
         # Averaged in every micro-batch, not in the real step alone: sums would differ
         # by replica, a checkpoint would keep one replica's, and where one skips a
@@ -201,7 +205,7 @@ def multi_steps(
         counted = after.mini_step != before.mini_step
         running = jnp.where(counted, largest, running)
         real = after.gradient_step != before.gradient_step
-        running = jnp.where(real, -jnp.inf, running)
+        running = jnp.where(real, UNKNOWN, running)
         running = replicated(running, layout.mesh_specs())
         return updates, MultiStepsState(**after._asdict(), running=running)
 
