@@ -33,10 +33,11 @@ BELOW_ONE = Range("be in [0, 1)", lambda x: (x >= 0) & (x < 1))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def number(name: str, value: Any, within: Range, *others: str) -> None:
+def number(name: str, value: Any, within: Range | None, *others: str) -> None:
     """Raises `ValueError` for what is no real number, and for one out of range.
 
-    `others` are further kinds that it may be: "an array", "a schedule", "None".
+    `others` are further kinds that it may be: "an array", "a schedule", "None". Without
+    a range nothing waits for the value.
     """
     if (value is None and "None" in others) or (
         callable(value) and "a schedule" in others
@@ -59,11 +60,24 @@ def number(name: str, value: Any, within: Range, *others: str) -> None:
         raise ValueError(f"{name} must be {kinds}, got {shown(value)}")
     if np.ndim(value) and "an array" not in others:
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
-    if not isinstance(value, Tracer):
+    if within is not None and not isinstance(value, Tracer):
         # On the host: jnp would run a program, under `jit` a part of the caller's.
         known = np.asarray(value, np.float64)
         if not np.all(within.holds(known)):
             raise ValueError(f"{name} must {within.must}, got {value}")
+
+
+def scheduled(name: str, value: Any, *others: str) -> Any:
+    """The value; a schedule raises `ValueError` where it returns no number."""
+    if not callable(value):
+        return value
+
+    def schedule(step: Any) -> Any:
+        result = value(step)
+        number(f"the value of the schedule {name}", result, None, *others)
+        return result
+
+    return schedule
 
 
 def begins(name: str, first: Any, within: Range) -> None:

@@ -123,10 +123,16 @@ def scalars(
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
     # Python's own, which loggers and JSON take; an array would stay on its device.
     numbers = {
-        k: x if isinstance(x, Tracer) else np.asarray(x).item()
+        k: jnp.where(x == UNKNOWN, -jnp.inf, x)
+        if isinstance(x, Tracer)
+        else np.asarray(x).item()
         for k, x in found.items()
     }
-    return {k: x for k, x in numbers.items() if isinstance(x, Tracer) or np.isfinite(x)}
+    return {
+        k: x
+        for k, x in numbers.items()
+        if isinstance(x, Tracer) or (np.isfinite(x) and x != UNKNOWN)
+    }
 
 
 def _of_heads(
@@ -156,7 +162,7 @@ def _of_heads(
             if kind == "max_logit":
                 # As of all: a head that overflowed is counted, and hides no other.
                 finite = jnp.isfinite(x)
-                found[name] = jnp.max(x, initial=-jnp.inf, where=finite)
+                found[name] = jnp.max(x, initial=UNKNOWN, where=finite)
             # At once, or every number would be fetched from the device by itself.
             x = x if isinstance(x, Tracer) else np.asarray(x)
             for *stack, head in np.ndindex(x.shape) if each else ():
@@ -183,10 +189,7 @@ def _clip_state(opt_state: Any) -> QKClipState | None:
             stacklevel=3,
         )
     # An `nnx.Optimizer` holds variables in place of arrays.
-    state = QKClipState(*map(jnp.asarray, found[0]))
-    rows = (state.max_logit, state.max_logits)
-    logits = [jnp.where(x == UNKNOWN, -jnp.inf, x) for x in rows]
-    return state._replace(max_logit=logits[0], max_logits=logits[1])
+    return QKClipState(*map(jnp.asarray, found[0]))
 
 
 def _hyperparams(opt_state: Any) -> dict[str, Any]:

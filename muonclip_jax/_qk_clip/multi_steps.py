@@ -22,12 +22,13 @@ from .._options import (
     check_state,
     flag,
     function_or_none,
+    scheduled,
     transformation,
     whole_number,
 )
 from .._parameters.given import check_model, Model
 from .heads import Heads, UNKNOWN
-from .qk_clip import QKClipState, states_in
+from .qk_clip import in_condition, QKClipState, states_in
 
 
 class MultiStepsState(NamedTuple):
@@ -132,6 +133,7 @@ def multi_steps(
     function_or_none("should_skip_update_fn", should_skip_update_fn)
     if not callable(every_k_schedule):
         every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
+    every_k_schedule = scheduled("every_k_schedule", every_k_schedule)
     if axis_name is None and isinstance(opt, OverReplicas):
         axis_name = opt.axis_name
     steps = optax.MultiSteps(
@@ -194,6 +196,7 @@ def multi_steps(
         # arguments of a `jit`: it gets them as from optax, which traces arrays.
         others = jax.tree.leaves(extra_args)
         is_traced = all(isinstance(x, jax.Array) for x in others)
+        is_traced = is_traced and not in_condition()
         update = compiled if is_traced else steps.update
         if attention_stats is not None:
             extra_args["attention_stats"] = attention_stats

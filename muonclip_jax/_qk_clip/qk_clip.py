@@ -11,6 +11,7 @@ head without a finite statistic is left alone.
 from __future__ import annotations  # help() shows aliases by name
 
 import functools
+import inspect
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -25,10 +26,14 @@ from .._layout.shardings import Shardings
 from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import begins, check_state, number, POSITIVE, SHARE
+from .._options import begins, check_state, number, POSITIVE, scheduled, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
+
+
+#: The modules of these wrappers.
+_CONDITIONS = {x.__module__ for x in (optax.apply_if_finite, optax.conditionally_mask)}
 
 
 class QKClipState(NamedTuple):
@@ -97,10 +102,10 @@ def qk_clip(
     If query and key are normalized after their projection, scaling it has no effect.
     With `model` the gains of the norms are scaled; without it such a layer is an error.
 
-    Wrappers that choose between the gradients and the optimizer's updates, such as
-    `optax.apply_if_finite`, need both in one dtype. For bfloat16 and float16 gradients
-    put them around the optimizer only,
-    `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`.
+    Inside `optax.apply_if_finite` and `optax.conditionally_mask`, which need updates in
+    the dtype of the gradients, updates keep it. In 16 bits the error of a weight scaled
+    by $s$ is then up to $2^{-9} (1 - s)$ of the old weight. Around the optimizer only,
+    `optax.chain(optax.apply_if_finite(mc.muon(...), 3), mc.qk_clip())`, it is as above.
 
     **Arguments:**
 
@@ -157,6 +162,8 @@ def qk_clip(
     """
     number("threshold", threshold, POSITIVE, "an array", "a schedule")
     number("alpha", alpha, SHARE, "a schedule")
+    threshold = scheduled("threshold", threshold, "an array")
+    alpha = scheduled("alpha", alpha)
     layers = attention_of(model, attention)
 
     def init_fn(params: optax.Params) -> QKClipState:
@@ -190,11 +197,13 @@ def qk_clip(
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
         logits, gamma, scale_at = heads.clip(attention_stats, threshold, alpha, at)
-        tree = layout.tree
+        tree, given = layout.tree, layout.tree.of(updates)
         scaled = [
             _scale_update(u, p, scale_at[path]) if path in scale_at else u
-            for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
+            for path, p, u in zip(*tree[:2], given, strict=True)
         ]
+        if in_condition():
+            scaled = jax.tree.map(lambda x, u: x.astype(u.dtype), scaled, given)
         finite, clipped = jnp.isfinite(logits), gamma < 1
         state = QKClipState(
             step=jnp.asarray(optax.safe_increment(state.step)),
@@ -310,6 +319,18 @@ def _sharded_as(param: jax.Array, scale: jax.Array) -> jax.Array:
     spec = explicit_spec(param)
     is_cut = scale.shape == param.shape and any(spec)
     return resharded(scale, spec, like=param) if is_cut else scale
+
+
+def in_condition() -> bool:
+    """True inside of optax's wrappers that choose between gradients and updates.
+
+    Both are results of one `jax.lax.cond`, so that they need one dtype. Nothing but the
+    stack says that optax is around.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") not in _CONDITIONS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _at(value: Any, step: Any = None) -> Any:
