@@ -153,6 +153,51 @@ def test_wrapped_keeps_low_precision(name, dtype):
     run(LOW_PRECISION[name](), params=make_params(dtype), grads=make_params(dtype))
 
 
+def every_second(step, **_):
+    return step % 2 == 0
+
+
+CONDITIONS = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, every_second, True),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, every_second, True
+    ),
+    "apply_if_finite, micro-batches": lambda tx: optax.apply_if_finite(
+        mc.multi_steps(tx, 1), 3
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [("bfloat16", "bfloat16"), more(("float16", "float16")), ("float32", "bfloat16")],
+)
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_of_optax_around_the_clip_keeps_the_dtype(name, dtypes):
+    params, grads = (make_params(dtype) for dtype in dtypes)
+    clip = optax.chain(optax.sgd(1e-3), mc.qk_clip())
+    tx = CONDITIONS[name](clip)
+    states = {tx: tx.init(params), clip: clip.init(params)}
+    found = {}
+    for each, state in states.items():
+        update = jax.jit(each.update)
+        found[each], after = update(grads, state, params, attention_stats=STATS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    chex.assert_trees_all_equal_dtypes(found[tx], grads)
+    # The clip alone has the same in float32: weights of half the size round alike.
+    after = [optax.apply_updates(params, updates) for updates in found.values()]
+    for a, e in zip(*map(jax.tree.leaves, after), strict=True):
+        ulp = float(jnp.finfo(dtypes[1]).eps) * np.abs(np.float32(e))
+        np.testing.assert_array_less(
+            np.abs(np.float32(a) - np.float32(e)), 2 * ulp + 1e-6
+        )
+    assert optax.tree.get(states[tx], "num_clipped") == 0
+    # By itself it goes on as before, though the wrapped one has been traced.
+    again, _ = clip.update(grads, states[clip], params, attention_stats=STATS)
+    assert again["attn"]["query"]["kernel"].dtype == jnp.float32
+
+
 def test_numbers_as_a_tree_and_as_a_function():
     """Other numbers than the default's: heads by themselves, and AdamW for the rest."""
     per_head = functools.partial(mc.flax_dimension_numbers, per_head=True)
