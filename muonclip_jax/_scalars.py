@@ -122,17 +122,16 @@ def scalars(
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
     # Python's own, which loggers and JSON take; an array would stay on its device.
-    numbers = {
-        k: jnp.where(x == UNKNOWN, -jnp.inf, x)
-        if isinstance(x, Tracer)
-        else np.asarray(x).item()
-        for k, x in found.items()
-    }
-    return {
-        k: x
-        for k, x in numbers.items()
-        if isinstance(x, Tracer) or (np.isfinite(x) and x != UNKNOWN)
-    }
+    numbers: dict[str, Any] = {}
+    for name, x in found.items():
+        if not isinstance(x, Tracer):
+            x = np.asarray(x).item()
+            if np.isfinite(x) and x != UNKNOWN:
+                numbers[name] = x
+        else:
+            is_logit = name.startswith("max_logit")
+            numbers[name] = jnp.where(x == UNKNOWN, -jnp.inf, x) if is_logit else x
+    return numbers
 
 
 def _of_heads(

@@ -59,6 +59,7 @@ def _unit(momentum: Any) -> float:
     dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(momentum)]
     return 32.0 if jnp.float16 in dtypes else 1.0
 
+
 _COMPLEX = "mu_dtype='int8' is for real matrices, but {} are complex; use mu_dtype=None"
 _NO_FLOATS = (
     "{} are no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep "

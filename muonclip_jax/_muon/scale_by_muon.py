@@ -19,7 +19,7 @@ from .._matrices.stacks import MatrixView
 from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import make_solver, Orthogonalizer
 from .._newton_schulz.solver import Solver
-from .._options import flag, float_dtype, NOT_NEGATIVE, number, scheduled, SHARE
+from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
 from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
@@ -177,10 +177,9 @@ def make_direction(
     if not isinstance(consistent_rms, str) or consistent_rms != "mup":
         number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
     solver = make_solver(orthogonalizer)
-    number("beta", beta, SHARE, "a schedule")
+    beta = number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
-    dtype = float_dtype("mu_dtype", mu_dtype, also="int8")
-    momentum = Momentum(scheduled("beta", beta), nesterov, dtype)
+    momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
     # `None` is Keller Jordan's `sqrt(max(1, fan_out / fan_in))`, "mup" has no maximum.
     if consistent_rms is None:
         return Direction(momentum, solver, None, least=1.0)

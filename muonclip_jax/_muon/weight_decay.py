@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from .._options import FINITE, flag, number, scheduled
+from .._options import FINITE, flag, number
 from .._parameters import paths
 from .._parameters.given import broadcast, check_no_number
 
@@ -115,10 +115,11 @@ def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
 
     `None` says "as Muon's".
     """
-    for name, rate in rates.items():
-        is_needed = name in ("learning_rate", "weight_decay")
-        number(name, rate, FINITE, "a schedule", *([] if is_needed else ["None"]))
-    return [scheduled(*rate) for rate in rates.items()]
+    needed = ("learning_rate", "weight_decay")
+    return [
+        number(name, rate, FINITE, "a schedule", *[] if name in needed else ["None"])
+        for name, rate in rates.items()
+    ]
 
 
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:

@@ -36,7 +36,7 @@ from .._model.attention_layers import (
     show_layer,
 )
 from .._model.statistics import read_attention_stats, STATISTIC
-from .._options import number, POSITIVE, scheduled
+from .._options import number, POSITIVE
 from .._parameters.paths import is_masked, Path, show_all, show_module, split
 from .bound_layer import BoundLayer, Use
 from .shares import clipped_together, scaled_leaves, Share
@@ -206,8 +206,8 @@ class Heads:
         for layer in self.layers:
             name, own = f"layer '{show_module(layer.path)}'", layer.threshold
             if own is not None:
-                number(f"threshold of {name}", own, POSITIVE, "an array", "a schedule")
-                own = scheduled(f"threshold of {name}", own, "an array")
+                kinds = "an array", "a schedule"
+                own = number(f"threshold of {name}", own, POSITIVE, *kinds)
             threshold = at(default if own is None else own)
             if not isinstance(threshold, jax.Array):
                 # Infinite to watch alone, and then the largest, for `jax_debug_infs`.

@@ -22,7 +22,7 @@ from .._options import (
     check_state,
     flag,
     function_or_none,
-    scheduled,
+    number,
     transformation,
     whole_number,
 )
@@ -131,14 +131,16 @@ def multi_steps(
     transformation("opt", opt)
     check_model(model)
     function_or_none("should_skip_update_fn", should_skip_update_fn)
-    if not callable(every_k_schedule):
-        every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
-    every_k_schedule = scheduled("every_k_schedule", every_k_schedule)
+    every_k: Any = every_k_schedule
+    if callable(every_k):
+        every_k = number("every_k_schedule", every_k, None, "a schedule")
+    else:
+        every_k = whole_number("every_k_schedule", every_k, 1)
     if axis_name is None and isinstance(opt, OverReplicas):
         axis_name = opt.axis_name
     steps = optax.MultiSteps(
         opt,
-        every_k_schedule,
+        every_k,
         use_grad_mean=flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
         **options,
@@ -183,8 +185,7 @@ def multi_steps(
             heads = heads_of(layout)
             heads.check_state(running)
             largest = heads.read(attention_stats)
-            # The first since a real step by itself: -inf, of a head that sees no key,
-            # is no less than nothing.
+            # A head that sees no key has -inf, which nothing yet is not less than.
             both = jnp.maximum(running, largest)
             largest = jnp.where(before.mini_step == 0, largest, both)
             attention_stats = heads.combined(largest)
@@ -195,8 +196,7 @@ def multi_steps(
         # Whatever else `opt` takes may be a string, a flag or a function, which are no
         # arguments of a `jit`: it gets them as from optax, which traces arrays.
         others = jax.tree.leaves(extra_args)
-        is_traced = all(isinstance(x, jax.Array) for x in others)
-        is_traced = is_traced and not in_condition()
+        is_traced = all(isinstance(x, jax.Array) for x in others) and not in_condition()
         update = compiled if is_traced else steps.update
         if attention_stats is not None:
             extra_args["attention_stats"] = attention_stats

@@ -26,7 +26,7 @@ from .._layout.shardings import Shardings
 from .._layout.state import replicated
 from .._model.attention_layers import Attention, attention_of
 from .._model.statistics import read_attention_stats
-from .._options import begins, check_state, number, POSITIVE, scheduled, SHARE
+from .._options import begins, check_state, number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
 from .heads import Heads, UNKNOWN
@@ -160,10 +160,8 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    number("threshold", threshold, POSITIVE, "an array", "a schedule")
-    number("alpha", alpha, SHARE, "a schedule")
-    threshold = scheduled("threshold", threshold, "an array")
-    alpha = scheduled("alpha", alpha)
+    threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    alpha = number("alpha", alpha, SHARE, "a schedule")
     layers = attention_of(model, attention)
 
     def init_fn(params: optax.Params) -> QKClipState:
