@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import get_axis_env
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -30,6 +31,11 @@ def manual_axes(x: Any) -> frozenset[str]:
     """The axes that an array varies over, where `jax.shard_map` checks that."""
     kind: Any = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma
+
+
+def is_batched_by_mesh() -> bool:
+    """True inside of a `jax.vmap` with `spmd_axis_name`."""
+    return bool(get_axis_env().spmd_axis_names)
 
 
 def is_checked(axes: tuple[Hashable, ...]) -> bool:

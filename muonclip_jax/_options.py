@@ -33,15 +33,18 @@ BELOW_ONE = Range("be in [0, 1)", lambda x: (x >= 0) & (x < 1))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def number(name: str, value: Any, within: Range, *others: str) -> None:
-    """Raises `ValueError` for what is no real number, and for one out of range.
+def number(name: str, value: Any, within: Range | None, *others: str) -> Any:
+    """The value; `ValueError` for no real number, and for one out of range.
 
-    `others` are further kinds that it may be: "an array", "a schedule", "None".
+    `others` are further kinds that it may be: "an array", "a schedule", whose results
+    are checked in turn, "None". Without a range nothing waits for the value.
     """
-    if (value is None and "None" in others) or (
-        callable(value) and "a schedule" in others
-    ):
-        return
+    if value is None and "None" in others:
+        return None
+    if callable(value) and "a schedule" in others:
+        also = [x for x in others if x == "an array"]
+        of = f"the value of the schedule {name}"
+        return lambda step: number(of, value(step), None, *also)
     kinds = " or ".join(("a number", *others))
     # Schedules are the likely mistake where optax has them for some arguments only.
     if callable(value):
@@ -59,11 +62,12 @@ def number(name: str, value: Any, within: Range, *others: str) -> None:
         raise ValueError(f"{name} must be {kinds}, got {shown(value)}")
     if np.ndim(value) and "an array" not in others:
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
-    if not isinstance(value, Tracer):
+    if within is not None and not isinstance(value, Tracer):
         # On the host: jnp would run a program, under `jit` a part of the caller's.
         known = np.asarray(value, np.float64)
         if not np.all(within.holds(known)):
             raise ValueError(f"{name} must {within.must}, got {value}")
+    return value
 
 
 def begins(name: str, first: Any, within: Range) -> None:

@@ -18,7 +18,7 @@ from ._options import flag
 from ._parameters import paths
 from ._parameters.dimension_numbers import DimensionNumbers, param_labels
 from ._parameters.given import Model
-from ._qk_clip.heads import Heads
+from ._qk_clip.heads import Heads, UNKNOWN
 from ._qk_clip.multi_steps import MultiStepsState
 from ._qk_clip.qk_clip import QKClipState, states_in
 
@@ -122,11 +122,16 @@ def scalars(
                 sums[label] = sums.get(label, 0.0) + jnp.sum(jnp.square(wide))
         found |= {f"{kind}/{label}": jnp.sqrt(sums[label]) for label in sorted(sums)}
     # Python's own, which loggers and JSON take; an array would stay on its device.
-    numbers = {
-        k: x if isinstance(x, Tracer) else np.asarray(x).item()
-        for k, x in found.items()
-    }
-    return {k: x for k, x in numbers.items() if isinstance(x, Tracer) or np.isfinite(x)}
+    numbers: dict[str, Any] = {}
+    for name, x in found.items():
+        if not isinstance(x, Tracer):
+            x = np.asarray(x).item()
+            if np.isfinite(x) and x != UNKNOWN:
+                numbers[name] = x
+        else:
+            is_logit = name.startswith("max_logit")
+            numbers[name] = jnp.where(x == UNKNOWN, -jnp.inf, x) if is_logit else x
+    return numbers
 
 
 def _of_heads(
@@ -156,7 +161,7 @@ def _of_heads(
             if kind == "max_logit":
                 # As of all: a head that overflowed is counted, and hides no other.
                 finite = jnp.isfinite(x)
-                found[name] = jnp.max(x, initial=-jnp.inf, where=finite)
+                found[name] = jnp.max(x, initial=UNKNOWN, where=finite)
             # At once, or every number would be fetched from the device by itself.
             x = x if isinstance(x, Tracer) else np.asarray(x)
             for *stack, head in np.ndindex(x.shape) if each else ():

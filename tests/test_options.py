@@ -4,6 +4,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -206,3 +207,58 @@ def test_the_matrices_follow_the_formula(name):
     actual = walk(mc.muon(**options), PARAMS)
     for k, expected in matrices.items():
         np.testing.assert_allclose(actual[k], expected, rtol=1e-5, atol=1e-6)
+
+
+KERNEL = {"kernel": jnp.ones((8, 2, 4))}
+ATTENTION = {"layer": {"query": KERNEL, "key": KERNEL}}
+LOGITS = {"layer": {"max_logits": jnp.asarray([400.0, 90.0])}}
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda s: None, lambda s: jnp.ones(2), lambda s: "1"]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "learning_rate",
+        "weight_decay",
+        "adam_weight_decay",
+        "beta",
+        "alpha",
+        "threshold",
+    ],
+)
+def test_a_schedule_that_returns_no_number_is_named(name, wrong):
+    """By `init` or by the first update, eager and traced."""
+    options = {"learning_rate": 1e-3, name: wrong}
+    params = ATTENTION | {"norm": {"scale": jnp.ones(8)}}
+    tx = mc.muonclip(**options)
+
+    def step():
+        return tx.update(params, tx.init(params), params, attention_stats=LOGITS)
+
+    for run in (step, lambda: jax.eval_shape(step)):
+        with pytest.raises(ValueError, match=rf"{name}\b.*(number|threshold of shape)"):
+            run()
+
+
+def test_a_layer_whose_own_schedule_returns_nothing_is_named():
+    (layer,) = mc.flax_attention_layers(ATTENTION)
+    tx = mc.qk_clip(attention=[layer._replace(threshold=lambda step: None)])
+    with pytest.raises(ValueError, match="threshold of layer 'layer' must be a number"):
+        tx.init(ATTENTION)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, bool, jax.dtypes.float0])
+@pytest.mark.parametrize(
+    "make",
+    [mc.muon, mc.muonclip, lambda rate: mc.multi_steps(mc.muon(rate), 2)],
+)
+def test_a_gradient_that_is_no_float_is_named(make, dtype):
+    tx = make(1e-3)
+    state = tx.init(ATTENTION)
+    gradients = jax.tree.map(jnp.zeros_like, ATTENTION)
+    gradients["layer"]["key"] = {"kernel": np.zeros((8, 2, 4), dtype)}
+    match = r"gradient of 'layer/key/kernel' must be a float, got \w+"
+    with pytest.raises(ValueError, match=match):
+        tx.update(gradients, state, ATTENTION, attention_stats=LOGITS)

@@ -50,7 +50,8 @@ def blockwise_attention(
     **Arguments:**
 
     - `value`: `(batch..., key_length, key_heads, value_dim)`.
-    - `block_size`: queries and keys in a block.
+    - `block_size`: queries and keys in a block. A window with two ends (`is_causal` is
+        one) of no more than a block is formed by itself, without the other keys.
     - all others: as for [`max_logits`][].
 
     **Returns:** the output, `(batch..., length, heads, value_dim)` in the dtype of
@@ -85,8 +86,20 @@ def blockwise_attention(
     logits, (value,) = logits_and_values(
         query, key, [value], bias, mask, *ids, scale, window, size
     )
+    logits = _by_window(logits)
     output, found = _attend_compiled(logits, value)
     return output, jax.lax.stop_gradient(found)
+
+
+def _by_window(logits: Logits) -> Logits:
+    """The same logits, to be formed for a narrow window at once, with few others."""
+    before, after = logits.window
+    if before is None or after is None or not 0 <= before + after <= logits.size:
+        return logits
+    # Blocks of queries as long as the window: of the logits that are formed half are
+    # seen. Shorter ones are products too small to be fast.
+    size = min(logits.size, max(before + after, _LEAST_ROWS))
+    return dataclasses.replace(logits, size=size, span=size + before + after)
 
 
 # The derivative is written by hand, since JAX differentiates no loop of a traced number
@@ -131,6 +144,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 # Compiled, since an eager call of a loop over new functions would compile it again.
 _attend_compiled = jax.jit(_attend)
+
+
+#: The fewest queries in a block for a window.
+_LEAST_ROWS = 128
 
 
 class _Softmax(NamedTuple):
@@ -248,7 +265,7 @@ def _gradient(
 
         def fold(j: jax.Array, grads):
             d_query, d_key, d_value, d_bias = grads
-            key_start, block = j * size, logits.block(i, j)
+            key_start, block = logits.first_key(j), logits.block(i, j)
             values = logits.columns(value, j, axis=-3)
             weights = jnp.exp(logits.of_block(i, j) - logs[..., None])
             d_weights = product(d_rows, values, weights.dtype)

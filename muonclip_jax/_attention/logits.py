@@ -35,7 +35,8 @@ _ALL = 1 << 30
 class Logits:
     """Logits that are not formed yet: queries, keys, and who sees whom.
 
-    They are of all queries and keys, or of a block of them, of `size` each.
+    They are of all queries and keys, or of a block of them, of `size` each. With a
+    `span` a block of queries has one block of so many keys, whose number is its first.
     """
 
     query: jax.Array  # (batch..., length, heads, head_dim)
@@ -49,6 +50,7 @@ class Logits:
     scale: jax.Array  # in the dtype of the logits
     window: Window = dataclasses.field(metadata={"static": True})
     size: int = dataclasses.field(metadata={"static": True})
+    span: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -66,7 +68,11 @@ class Logits:
 
     def columns(self, x: Any, j: jax.Array, *, axis: int) -> Any:
         """A block of what has an axis of keys."""
-        return _block_of(x, j * self.size, self.lengths[1], self.size, axis)
+        size = self.size if self.span is None else self.span
+        return _block_of(x, self.first_key(j), self.lengths[1], size, axis)
+
+    def first_key(self, j: jax.Array) -> jax.Array:
+        return j * self.size if self.span is None else j
 
     @property
     def alone(self) -> "Logits":
@@ -127,7 +133,7 @@ class Logits:
         """
         block = self.block(i, j)
         logits = (block.alone if alone else block).form()
-        is_done = block.key_positions < j * self.size
+        is_done = block.key_positions < self.first_key(j)
         return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
     def seen_by(self, i: jax.Array) -> tuple[Any, Any]:
@@ -142,6 +148,9 @@ class Logits:
         start = jnp.minimum(i * self.size, queries - rows)
         before, after = self.window
         first, last = 0, self.blocks[1]
+        if self.span is not None and before is not None:
+            first = jnp.maximum(start - before, 0)
+            return first, first + 1
         if before is not None:
             first = jnp.maximum(first, (start - before) // self.size)
         if after is not None:

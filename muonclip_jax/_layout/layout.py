@@ -13,12 +13,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import (
     gather_everywhere,
     impose_no_sharding,
+    is_batched_by_mesh,
     is_checked,
     manual_axes,
 )
@@ -65,8 +67,10 @@ class Layout(NamedTuple):
         other or do not fit the leaves.
         """
         ambient = jax.sharding.get_abstract_mesh()
-        if AxisType.Manual in ambient.axis_types:
-            return None  # inside `jax.shard_map`, where leaves are what a device holds
+        # Inside `jax.shard_map` leaves are what a device holds. Where axes of the mesh
+        # divide what `jax.vmap` maps over, work that devices shared would mix that.
+        if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
+            return None
         ambient = None if ambient.empty else ambient
         arrays = self.tree.leaves if arrays is None else arrays
         entries = zip(self.tree.paths, arrays, self.given, strict=True)
@@ -122,8 +126,10 @@ class Layout(NamedTuple):
         Types that know that a gradient is the same along an axis are believed: it was
         averaged, or (as `jax.grad` of a loss of the own rows makes it) summed.
 
-        **Raises:** `ValueError` as `check_replicas` does.
+        **Raises:** `ValueError` as `check_replicas` does, and for gradients that are no
+        floats.
         """
+        check_gradients(self.tree)
         if self.replicas:
             check_replicas(self.replicas, attention_stats)
         # Momentum is a sum of itself and a gradient, and XLA shards a sum as one of its
@@ -255,6 +261,19 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
             "to be averaged over it before they are accumulated. Give multi_steps the "
             "same: mc.multi_steps(tx, every_k, axis_name=...)"
         )
+
+
+def check_gradients(tree: PathedTree) -> None:
+    """Raises, naming the path, for a gradient of integers, bools or `float0`."""
+    for path, x in zip(tree.paths, tree.leaves, strict=True):
+        dtype = getattr(x, "dtype", type(x))
+        if not (is_masked(x) or jax.numpy.issubdtype(dtype, np.inexact)):
+            name = "float0" if dtype == jax.dtypes.float0 else np.dtype(dtype).name
+            raise ValueError(
+                f"the gradient of '{show(path)}' must be a float, got {name}. Integers "
+                "have no gradient: keep them out of the params, or cast what should be "
+                "trained to a float before jax.grad"
+            )
 
 
 def differing(x: jax.Array, along: AxisNames) -> AxisNames:

@@ -25,11 +25,14 @@ from .leaves import Leaves
 class ScaleByMuonState(NamedTuple):
     """State of [`scale_by_muon`][]: the momentum.
 
-    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G`, in float16 `M/32`,
-        which does not overflow for a `beta` up to 0.96; in 8 bits, int8 codes.
+    - `mu`: like the params, in `mu_dtype`; the sum `M = beta*M + G` over `unit`; in 8
+        bits, int8 codes.
     - `scales`: in 8 bits what decodes them, by the path of the leaf, else `None`.
     - `count`: the number of steps, for a `beta` that is a schedule. It is kept for
         every `beta`, so that a run can continue with another.
+    - `unit`: float32, `()`; 32 if a leaf of `mu` is float16, which then does not
+        overflow for a `beta` up to 0.96, else 1. The next update converts a state that
+        was restored in another dtype.
 
     !!! example
 
@@ -42,13 +45,20 @@ class ScaleByMuonState(NamedTuple):
     mu: optax.Updates
     scales: dict[str, eight_bits.Scales] | None = None
     count: Any = None
+    unit: Any = 1.0
 
 
-#: In float16, which ends at 65,504, momentum is stored divided by this: gradients
-#: of size g add up to at most g / (1 - beta), 20 g with the usual 0.95. So momentum is
-#: finite where gradients in float16 are for every beta up to 1 - 1/32. The least power
-#: of two that is enough, since below 6e-5 float16 rounds to multiples of 6e-8.
-FLOAT16_UNIT = 32
+def _unit(momentum: Any) -> float:
+    """What momentum is divided by to be stored.
+
+    float16 ends at 65,504, and gradients of size g add up to at most g / (1 - beta),
+    20 g with the usual 0.95. In units of 32 momentum is finite where gradients in
+    float16 are for every beta up to 1 - 1/32. The least power of two that is enough,
+    since below 6e-5 float16 rounds to multiples of 6e-8.
+    """
+    dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(momentum)]
+    return 32.0 if jnp.float16 in dtypes else 1.0
+
 
 _COMPLEX = "mu_dtype='int8' is for real matrices, but {} are complex; use mu_dtype=None"
 _NO_FLOATS = (
@@ -100,7 +110,8 @@ class Momentum(NamedTuple):
         mu = zeros_like(params, leaves.layout, self.dtype)
         scales = _zero_scales(params, leaves) if self.dtype == np.int8 else None
         # Counted for every beta, so that a run can go on with a schedule.
-        return ScaleByMuonState(mu, scales, jnp.zeros((), jnp.int32))
+        count, unit = jnp.zeros((), jnp.int32), jnp.asarray(_unit(mu), jnp.float32)
+        return ScaleByMuonState(mu, scales, count, unit)
 
     def update(
         self,
@@ -115,6 +126,9 @@ class Momentum(NamedTuple):
             # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
             beta = jnp.where(beta > 0, jnp.minimum(beta, 1), 0)
         kept, ahead = leaves.tree.of(state.mu), list(gradients)
+        # By the state's dtypes: a file without types restores those it was saved with.
+        unit = _unit(state.mu)
+        old = state.unit / unit
         # Scales are by path, since leaves without a matrix have none.
         last: Any = state.scales
         scales: dict[str, eight_bits.Scales] = {}
@@ -130,12 +144,13 @@ class Momentum(NamedTuple):
                 )
             else:
                 kept[i], ahead[i] = _accumulate(
-                    beta, kept[i], gradients[i], self.nesterov
+                    beta, kept[i], gradients[i], self.nesterov, unit, old
                 )
         mu = leaves.tree.unflatten(kept)
         by_path = leaves.by_path(scales) if is_coded else None
         count = optax.safe_increment(state.count)
-        return ahead, ScaleByMuonState(mu, by_path, count)
+        after = ScaleByMuonState(mu, by_path, count, jnp.asarray(unit, jnp.float32))
+        return ahead, after
 
 
 def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:
@@ -166,22 +181,30 @@ def _check_whole(leaves: Leaves) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames="nesterov")
+@functools.partial(jax.jit, static_argnames=("nesterov", "unit"))
 def _accumulate(
-    beta: ArrayLike, momentum: jax.Array, gradient: jax.Array, nesterov: bool
+    beta: ArrayLike,
+    momentum: jax.Array,
+    gradient: jax.Array,
+    nesterov: bool,
+    unit: float | None = None,
+    old: ArrayLike = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The momentum to keep and the one to orthogonalize."""
+    """The momentum to keep and the one to orthogonalize, both over `unit`.
+
+    The momentum that is given has `old` times that unit.
+    """
     # A sum, as in Keller Jordan's code, and no average: what is orthogonalized has no
     # scale, so `M = beta M + (1 - beta) G` has the same direction. Sums are float32 or
     # wider: in bfloat16 they would lose gradients of less than 2^-9 of the momentum.
     dtype = momentum.dtype
     wide = np.promote_types(np.promote_types(dtype, jnp.float32), gradient.dtype)
     beta, gradient = jnp.asarray(beta, wide), gradient.astype(wide)
-    if dtype == jnp.float16:
-        gradient = gradient / FLOAT16_UNIT
+    unit = _unit(momentum) if unit is None else unit
+    gradient = gradient / unit if unit != 1 else gradient
     # The gradient is added to what is kept, as it was rounded: the update then depends
     # on the state alone, and a run that is resumed goes on as if it had not stopped.
-    kept = beta * momentum.astype(wide) + gradient
+    kept = beta * jnp.asarray(old, wide) * momentum.astype(wide) + gradient
     kept = kept if wide == dtype else _as_kept(kept, dtype)
     ahead = beta * kept + gradient if nesterov else kept
     return kept.astype(dtype), ahead.astype(dtype)

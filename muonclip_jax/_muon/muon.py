@@ -120,7 +120,7 @@ def muon(
         Jordan et al., "Muon", 2024; Liu et al., "Muon is Scalable for LLM Training",
         arXiv:2502.16982.
     """
-    check_rates(
+    learning_rate, weight_decay, adam_learning_rate, adam_weight_decay = check_rates(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         adam_learning_rate=adam_learning_rate,

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
-from .._layout.layout import cut_axes, gather, own_block
+from .._layout.layout import check_gradients, cut_axes, gather, own_block
 from .._layout.shardings import Shardings
 from .._layout.state import StatePart, zero_parts
 from .._matrices.pieces import divide, pieces_of
@@ -110,6 +110,7 @@ def normalize_neurons(
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state("normalize_neurons", isinstance(state, NormalizeNeuronsState))
+        check_gradients(paths.flatten(updates))
         return of(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -177,7 +177,7 @@ def make_direction(
     if not isinstance(consistent_rms, str) or consistent_rms != "mup":
         number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
     solver = make_solver(orthogonalizer)
-    number("beta", beta, SHARE, "a schedule")
+    beta = number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
     momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
     # `None` is Keller Jordan's `sqrt(max(1, fan_out / fan_in))`, "mup" has no maximum.

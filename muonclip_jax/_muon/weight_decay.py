@@ -54,7 +54,7 @@ def add_cautious_decayed_weights(
 
         Chen et al., "Cautious Weight Decay", arXiv:2510.12402, Algorithm 1.
     """
-    check_rates(weight_decay=weight_decay)
+    (weight_decay,) = check_rates(weight_decay=weight_decay)
     check_no_number("mask", mask)
     return decayed_weights(weight_decay, mask, is_cautious=True)
 
@@ -110,11 +110,16 @@ def decayed_weights(
     return optax.GradientTransformation(init_fn, update_masked)
 
 
-def check_rates(**rates: optax.ScalarOrSchedule | None) -> None:
-    """Raises for what is neither a number nor a schedule; `None` says "as Muon's"."""
-    for name, rate in rates.items():
-        is_needed = name in ("learning_rate", "weight_decay")
-        number(name, rate, FINITE, "a schedule", *([] if is_needed else ["None"]))
+def check_rates(**rates: optax.ScalarOrSchedule | None) -> list[Any]:
+    """The rates; raises for what is neither a number nor a schedule of numbers.
+
+    `None` says "as Muon's".
+    """
+    needed = ("learning_rate", "weight_decay")
+    return [
+        number(name, rate, FINITE, "a schedule", *[] if name in needed else ["None"])
+        for name, rate in rates.items()
+    ]
 
 
 def decay_mask(mask: Any, tree: paths.PathedTree) -> Any:

@@ -52,6 +52,10 @@ _HOW_TO_RECORD = (
 )
 
 
+#: A logit in the state that nobody has seen. Finite, for `jax_debug_infs`.
+UNKNOWN = float(np.finfo(np.float32).min)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Combined:
@@ -203,8 +207,13 @@ class Heads:
         for layer in self.layers:
             name, own = f"layer '{show_module(layer.path)}'", layer.threshold
             if own is not None:
-                number(f"threshold of {name}", own, POSITIVE, "an array", "a schedule")
-            threshold = jnp.asarray(at(default if own is None else own), jnp.float32)
+                kinds = "an array", "a schedule"
+                own = number(f"threshold of {name}", own, POSITIVE, *kinds)
+            threshold = at(default if own is None else own)
+            if not isinstance(threshold, jax.Array):
+                # Infinite to watch alone, and then the largest, for `jax_debug_infs`.
+                threshold = np.minimum(threshold, np.finfo(np.float32).max)
+            threshold = jnp.asarray(threshold, jnp.float32)
             stack = layer.shape[:-1]
             if threshold.shape not in ((), stack):
                 raise ValueError(

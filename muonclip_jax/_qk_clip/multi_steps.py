@@ -22,11 +22,12 @@ from .._options import (
     check_state,
     flag,
     function_or_none,
+    number,
     transformation,
     whole_number,
 )
 from .._parameters.given import check_model, Model
-from .heads import Heads
+from .heads import Heads, UNKNOWN
 from .qk_clip import QKClipState, states_in
 
 
@@ -36,7 +37,7 @@ class MultiStepsState(NamedTuple):
     - `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`, `skip_state`: as in
         `optax.MultiStepsState`.
     - `running`: float32, `(all heads,)`; the largest logits since the last real step,
-        `-inf` right after one; no heads where no [`qk_clip`][] is inside.
+        the smallest float32 after one; no heads where no [`qk_clip`][] is inside.
 
     !!! example
 
@@ -130,13 +131,16 @@ def multi_steps(
     transformation("opt", opt)
     check_model(model)
     function_or_none("should_skip_update_fn", should_skip_update_fn)
-    if not callable(every_k_schedule):
-        every_k_schedule = whole_number("every_k_schedule", every_k_schedule, 1)
+    every_k: Any = every_k_schedule
+    if callable(every_k):
+        every_k = number("every_k_schedule", every_k, None, "a schedule")
+    else:
+        every_k = whole_number("every_k_schedule", every_k, 1)
     if axis_name is None and isinstance(opt, OverReplicas):
         axis_name = opt.axis_name
     steps = optax.MultiSteps(
         opt,
-        every_k_schedule,
+        every_k,
         use_grad_mean=flag("use_grad_mean", use_grad_mean),
         should_skip_update_fn=should_skip_update_fn,
         **options,
@@ -162,7 +166,7 @@ def multi_steps(
         first = first._replace(
             acc_grads=layout.tree.unflatten(zero_parts(params, layout, parts))
         )
-        nothing = replicated(jnp.full(count, -jnp.inf, jnp.float32), mesh_specs)
+        nothing = replicated(jnp.full(count, UNKNOWN, jnp.float32), mesh_specs)
         return counts_replicated(
             MultiStepsState(**first._asdict(), running=nothing), mesh_specs
         )
@@ -180,7 +184,10 @@ def multi_steps(
         if is_clipped:
             heads = heads_of(layout)
             heads.check_state(running)
-            largest = jnp.maximum(running, heads.read(attention_stats))
+            largest = heads.read(attention_stats)
+            # A head that sees no key has -inf, which nothing yet is not less than.
+            both = jnp.maximum(running, largest)
+            largest = jnp.where(before.mini_step == 0, largest, both)
             attention_stats = heads.combined(largest)
         # Averaged in every micro-batch, not in the real step alone: sums would differ
         # by replica, a checkpoint would keep one replica's, and where one skips a
@@ -201,7 +208,7 @@ def multi_steps(
         counted = after.mini_step != before.mini_step
         running = jnp.where(counted, largest, running)
         real = after.gradient_step != before.gradient_step
-        running = jnp.where(real, -jnp.inf, running)
+        running = jnp.where(real, UNKNOWN, running)
         running = replicated(running, layout.mesh_specs())
         return updates, MultiStepsState(**after._asdict(), running=running)
 

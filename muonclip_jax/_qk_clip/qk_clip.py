@@ -28,7 +28,7 @@ from .._model.statistics import read_attention_stats
 from .._options import begins, check_state, number, POSITIVE, SHARE
 from .._parameters.given import Model
 from .._parameters.paths import show_all
-from .heads import Heads
+from .heads import Heads, UNKNOWN
 
 
 class QKClipState(NamedTuple):
@@ -39,7 +39,8 @@ class QKClipState(NamedTuple):
     and inside `jax.shard_map` every device has the whole row.
 
     - `step`: int32, `()`; updates so far, for schedules.
-    - `max_logit`: float32, `()`; the largest finite $S$, `-inf` if there is none.
+    - `max_logit`: float32, `()`; the largest finite $S$; if there is none, the smallest
+        float32, since `jax_debug_infs` refuses an infinite state.
     - `num_clipped`: int32, `()`; heads that were scaled.
     - `num_nonfinite`: int32, `()`; heads whose $S$ is infinite or NaN.
     - `max_logits`: float32, `(all heads,)`; $S$.
@@ -155,8 +156,8 @@ def qk_clip(
 
         Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1.
     """
-    number("threshold", threshold, POSITIVE, "an array", "a schedule")
-    number("alpha", alpha, SHARE, "a schedule")
+    threshold = number("threshold", threshold, POSITIVE, "an array", "a schedule")
+    alpha = number("alpha", alpha, SHARE, "a schedule")
     layers = attention_of(model, attention)
 
     def init_fn(params: optax.Params) -> QKClipState:
@@ -166,10 +167,10 @@ def qk_clip(
         begins("alpha", at(alpha), SHARE)
         state = QKClipState(
             step=jnp.zeros((), jnp.int32),
-            max_logit=jnp.full((), -jnp.inf, jnp.float32),
+            max_logit=jnp.full((), UNKNOWN, jnp.float32),
             num_clipped=jnp.zeros((), jnp.int32),
             num_nonfinite=jnp.zeros((), jnp.int32),
-            max_logits=jnp.full(heads.count, -jnp.inf, jnp.float32),
+            max_logits=jnp.full(heads.count, UNKNOWN, jnp.float32),
             gamma=jnp.ones(heads.count, jnp.float32),
             last_clip=jnp.full(heads.count, -1, jnp.int32),
         )
@@ -198,7 +199,7 @@ def qk_clip(
         finite, clipped = jnp.isfinite(logits), gamma < 1
         state = QKClipState(
             step=jnp.asarray(optax.safe_increment(state.step)),
-            max_logit=jnp.max(logits, initial=-jnp.inf, where=finite),
+            max_logit=jnp.max(logits, initial=UNKNOWN, where=finite),
             # Under `jax_enable_x64` a sum of int32 is int64, another state than before.
             num_clipped=jnp.sum(clipped, dtype=jnp.int32),
             num_nonfinite=jnp.sum(~finite, dtype=jnp.int32),

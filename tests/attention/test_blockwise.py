@@ -107,6 +107,58 @@ def test_window(window, is_causal):
     np.testing.assert_allclose(largest, whole, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "lengths, window, has_bias",
+    [
+        ((45, 45), (5, 3), True),
+        ((45, 45), (9, 0), False),
+        ((33, 50), (4, 12), False),  # keys past the last query
+        more((50, 21), (6, 2), True),  # queries past the last key's window
+        more((40, 40), (-2, 7), False),  # ahead alone
+        more((40, 40), (0, 0), False),  # itself alone
+        more((3, 40), (1, 14), True),  # fewer queries than a block
+    ],
+)
+def test_a_narrow_window_equals_a_mask(lengths, window, has_bias):
+    inputs = arrays(*lengths, 4, 2)
+    ahead = np.arange(lengths[1]) - np.arange(lengths[0])[:, None]
+    mask = (ahead >= -window[0]) & (ahead <= window[1])
+    bias = normal(6, 1, 4, *lengths) if has_bias else jnp.zeros((1, 1, 1, 1))
+    cotangent = normal(3, *inputs[0].shape)
+
+    @jax.jit
+    def attend(options, *x):
+        attention = functools.partial(mc.blockwise_attention, block_size=16)
+        (output, largest), vjp = jax.vjp(
+            lambda q, k, v, b: attention(
+                q,
+                k,
+                v,
+                bias=b,
+                **options,
+                **({} if options else {"local_window_size": window}),
+            ),
+            *x,
+        )
+        return output, largest, vjp((cotangent, jnp.ones_like(largest)))
+
+    actual, expected = (
+        attend(options, *inputs, bias) for options in ({}, {"mask": mask})
+    )
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=2e-5)
+
+
+def test_a_narrow_window_forms_few_logits_that_nobody_sees():
+    shapes = [jax.ShapeDtypeStruct((2048, 1, 4), jnp.float32)] * 3
+    attend = functools.partial(
+        mc.blockwise_attention, is_causal=True, local_window_size=128
+    )
+    grad = jax.grad(lambda *x: attend(*x)[0].sum(), (0, 1, 2))
+    program = str(jax.make_jaxpr(grad)(*shapes))
+    assert "f32[1,128,256]" in program and "512" not in program
+
+
 def test_segments_equal_a_mask():
     query, key, value = arrays(40, 40, 4, 2)
     ids = jnp.cumsum(bernoulli(7, 0.1, (2, 40)), axis=1)

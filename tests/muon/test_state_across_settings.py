@@ -1,0 +1,117 @@
+"""A state restored under other settings goes on as if it had been theirs, or raises.
+
+The momentum of a setting is a sum of the gradients, so whether a restored state means
+what it should is seen from a run of the new settings on the same gradients.
+"""
+
+import itertools
+import pickle
+import re
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from helpers import more, normal
+
+import muonclip_jax as mc
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+def draw(seed):
+    return {
+        "attn": {
+            "query": {"kernel": normal((seed, 0), 8, 2, 4)},
+            "key": {"kernel": normal((seed, 1), 8, 2, 4)},
+        },
+        "wide": {"kernel": normal((seed, 2), 6, 12), "bias": normal((seed, 3), 12)},
+        "square": {"kernel": normal((seed, 4), 104, 104)},
+    }
+
+
+PARAMS, OLD, NEW = (draw(i) for i in range(3))
+STATS = {"attn": {"max_logits": np.asarray([50.0, 400.0], np.float32)}}
+PARTS = {"wide/kernel": mc.MatrixAxes(0, 1, parts=(4, 8))}
+TURNED = {"square/*": mc.MuonDimensionNumbers(1, 0)}
+
+SETTINGS = {
+    "float32": {},
+    "float16": {"mu_dtype": "float16"},
+    "bfloat16": {"mu_dtype": "bfloat16"},
+    "int8": {"mu_dtype": "int8"},
+    "int8, whole heads": {"mu_dtype": "int8", "per_head": False},
+    "int8, turned": {"mu_dtype": "int8", "dimension_numbers": TURNED},
+    "neurons": {"neuron_b2": 0.9},
+    "neurons, parts": {"neuron_b2": 0.9, "dimension_numbers": PARTS},
+    "whole heads": {"per_head": False},
+    "another optimizer": {"dimension_numbers": {"square/*": None}},
+    "schedule": {"learning_rate": lambda count: 1e-2},
+    "decay by schedule": {"weight_decay": lambda count: 0.1},
+    "micro-batches": None,
+}
+
+
+def make(name):
+    options = {"learning_rate": 1e-2, "beta": 0.95} | (SETTINGS[name] or {})
+    tx = mc.muonclip(**options)
+    return mc.multi_steps(tx, 1) if SETTINGS[name] is None else tx
+
+
+def after(tx, state, gradients):
+    for grads in gradients:
+        updates, state = tx.update(grads, state, PARAMS, attention_stats=STATS)
+    return updates, state
+
+
+def by_orbax(tx, state, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "state", tx.init(PARAMS))
+
+
+def by_msgpack(tx, state, folder):
+    return serialization.from_bytes(tx.init(PARAMS), serialization.to_bytes(state))
+
+
+def by_pickle(tx, state, folder):
+    return pickle.loads(pickle.dumps(jax.device_get(state)))
+
+
+@pytest.mark.parametrize("restore", [by_pickle, by_msgpack, more(by_orbax)])
+@pytest.mark.parametrize(
+    "saved, given",
+    [
+        (a, b) if {a, b} <= {"float32", "float16"} else more(a, b)
+        for a, b in itertools.permutations(SETTINGS, 2)
+    ],
+)
+def test_a_restored_state_is_as_if_made_by_these_settings(
+    saved, given, restore, tmp_path
+):
+    history = [OLD] * 3
+    _, state = after(make(saved), make(saved).init(PARAMS), history)
+    tx = make(given)
+    can_be_converted = {saved, given} <= {"float32", "float16", "bfloat16"}
+    try:
+        restored = restore(tx, state, tmp_path)
+    except Exception:  # the checkpointer's own
+        assert not can_be_converted
+        return
+    try:
+        updates, _ = after(tx, restored, [NEW] * 2)
+    except ValueError as error:
+        assert re.search("with other settings|not one that init of", str(error))
+        assert not can_be_converted
+        return
+    _, own = after(tx, tx.init(PARAMS), history)
+    expected, _ = after(tx, own, [NEW] * 2)
+    vectors = [
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+        for tree in (updates, expected)
+    ]
+    difference = np.linalg.norm(vectors[0] - vectors[1])
+    assert difference < 0.02 * np.linalg.norm(vectors[1])
