@@ -8,7 +8,6 @@ from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import names, paths
-from .by_names import ByNames, EitherWay, OPEN
 from .given import (
     AUTOMATIC,
     broadcast,
@@ -20,14 +19,12 @@ from .given import (
     write_patterns,
 )
 from .layers import IN_FRONT, StackAxes
-from .verdict import Verdict
+from .rules import ByNames
+from .verdict import EitherWay, Verdict
 
 
 #: What to say to a transformation that sees but a part of the params.
 BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
-
-#: Why a leaf has the axes that the user gave it.
-GIVEN = "given"
 
 #: The label of a leaf that a reading says has no gradient: nothing updates it.
 FROZEN = "frozen"
@@ -198,9 +195,9 @@ def _labels(
     labels = []
     verdicts = resolve_verdicts(given, tree, reading=reading)
     for path, verdict in zip(tree.paths, verdicts, strict=True):
-        label = verdict.label if verdict.why != GIVEN else reading[path].label
+        label = verdict.label if verdict.source != "given" else reading[path].label
         # What is given goes to Muon or to AdamW, whatever the model does with it.
-        is_other = verdict.why == GIVEN and label in ("matrix", FROZEN)
+        is_other = verdict.source == "given" and label in ("matrix", FROZEN)
         is_matrix = verdict.numbers is not None and not paths.is_masked(verdict.numbers)
         labels.append("matrix" if is_matrix else "vector" if is_other else label)
     return labels
@@ -252,7 +249,7 @@ def resolve_verdicts(
         reading = _read(model, tree)
     found = dict(reading or ByNames(tree).verdicts(per_head is not False))
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
-        if numbers != AUTOMATIC and found[path].why != "hidden":
+        if numbers != AUTOMATIC and found[path].source != "hidden":
             found[path] = _given(numbers)
     if any(not x.is_known and path not in described for path, x in found.items()):
         raise ValueError(_question(tree, found, described))
@@ -260,7 +257,8 @@ def resolve_verdicts(
 
 
 def _given(numbers: Any) -> Verdict:
-    return Verdict("matrix" if is_axes(numbers) else "vector", numbers, GIVEN)
+    label = "matrix" if is_axes(numbers) else "vector"
+    return Verdict(label, numbers, "given", "given")
 
 
 def _question(
@@ -276,7 +274,7 @@ def _question(
     }
     shapes = zip(tree.paths, tree.leaves, strict=True)
     lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
-    why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
+    why = {p: f": {found[p].why}" if found[p].kind != "open" else "" for p in guesses}
     is_read = any(found[path].line for path in guesses)
     read_it = "Let the loss decide: model=mc.read_model(loss, params, *batch)."
     mask = (
@@ -295,7 +293,7 @@ def _question(
         "from optax.contrib import MuonDimensionNumbers",
         f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
     ]
-    if unsure := [path for path, x in found.items() if x.why.endswith("?")]:
+    if unsure := [path for path, x in found.items() if not x.is_sure]:
         message += ["", "Decided with little evidence:"]
     for path in unsure:
         by = "adamw" if found[path].numbers is None else "muon"
@@ -313,25 +311,29 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     check_read(model, tree)
     read, leaf_at = model.verdicts, tree.by_path()
     in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
-    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden"))
+    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden", "hidden"))
     doubtful = [
         path
         for path in in_sight
-        if not read[path].is_known or read[path].why == "elementwise"
+        if not read[path].is_known or read[path].kind == "elementwise"
     ]
     named = ByNames(tree).verdicts() if doubtful else {}
     for path in in_sight:
-        found[path] = read[path]._replace(why="traced")
+        found[path] = read[path]
     for path in doubtful:
         said, name = read[path], named[path]
         if not said.is_known:
-            found[path] = name._replace(why=f"not traced: {name.why}")
+            found[path] = name._replace(source="unread")
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
         elif name.label == "matrix" and name.is_known and names.is_layer(path):
-            why = f"a kernel by its name, but multiplied entry by entry at {said.line}"
-            found[path] = name._replace(why=why, line=said.line, is_known=False)
+            found[path] = name._replace(
+                source="read",
+                kind=f"a kernel by its name, but multiplied entry by entry at {said.line}",
+                line=said.line,
+                is_known=False,
+            )
     return found
 
 

@@ -10,7 +10,7 @@ the end.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -62,8 +62,7 @@ def find_stacks(
     if absent and leaf_at:
         raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
     found: dict[Path, Stack] = dict.fromkeys(leaf_at, Stack(0, 0))
-    shapes: dict[Path, Shape] = {}
-    members: dict[Path, list[Path]] = {}
+    members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
     strays = []
     for path, leaf in leaf_at.items():
         if is_masked(leaf):
@@ -84,40 +83,40 @@ def find_stacks(
         elif named and named[-1] - named[0] == len(named) - 1:
             found[path] = Stack(named[0], len(named))
         else:
-            shapes[path] = shape
             for depth in range(len(path)):
-                members.setdefault(path[:depth], []).append(path)
+                members.setdefault(path[:depth], {})[path] = shape
     if strays:
         raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
     seen: dict[Path, Stack] = {}  # the outermost of nested stacks holds them all
     for module in sorted(members, key=len):
-        if members[module][1:] and members[module][0] not in seen:
-            seen |= _shared(members[module], shapes)
+        if len(members[module]) > 1 and seen.keys().isdisjoint(members[module]):
+            seen |= _shared(members[module])
     return found | seen
 
 
-def _shared(inside: list[Path], shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
+def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
-    kinds = {p: names.kind(p) for p in inside}
-    kernels = [p for p in inside if p[-1] in names.KERNELS and kinds[p] != "norm"]
-    vectors = [shapes[p] for p in inside if kinds[p] == "norm"]
-    places: Iterable[int] = (0, 1, -1)
+    norms = {p for p in shapes if names.is_norm(p)}
+    kernels = [p for p in shapes if p[-1] in names.KERNELS and p not in norms]
+    vectors, places = [shapes[p] for p in norms], (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has after its first. Only one
         # that is not just the last axes of its kernel is of a stack.
-        biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
-        own = {p: biases[p[:-1]] for p in kernels if p[:-1] in biases}
-        own = {p: without_ones(x) if p[-1] == "weight" else x for p, x in own.items()}
+        by_module = {
+            p[:-1]: without_ones(shapes[p]) for p in shapes if p[-1][:1] == "b"
+        }
+        own = {p: by_module[p[:-1]] for p in kernels if p[:-1] in by_module}
         if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
             vectors, places = list(own.values()), (0,)
     depth = min(map(len, vectors), default=0) - 1
-    if depth < 1 or not (kernels or any(len(shapes[p]) > depth + 1 for p in inside)):
-        return {}
     # A gain for each output of the one kernel there, as of each head, is no stack.
-    if len(kernels) == 1 and all(x == shapes[kernels[0]][-len(x) :] for x in vectors):
+    is_one = len(kernels) == 1 and all(
+        x == shapes[kernels[0]][-len(x) :] for x in vectors
+    )
+    if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
         return {}
     for axis in places:
-        found = {p: stack_at(axis, len(shapes[p]), depth) for p in inside}
+        found = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
         if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
             return {p: x for p, x in found.items() if x}
     return {}
@@ -128,14 +127,114 @@ def without_ones(bias: Shape) -> Shape:
     return tuple(size for size in bias if size != 1) or bias[:1]
 
 
-def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
+class Leaf(NamedTuple):
+    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
+
+    own: Path
+    path: Path
+    shape: Shape
+    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    bias: Shape | None  # alongside it; of no axes where a mask hides it
+    kind: str  # by its name
+    is_turned: bool = False  # the leaf has its outputs first
+    # By what is around it.
+    letters: tuple[str, ...] = ()  # of a layout, or of several that fit
+    role: str = ""  # in the layout
+    experts: tuple[int, int] | None = None  # features and count; a router's, if rank 2
+    is_like: bool = False  # another leaf: its shape is a kernel's next to it
+    hides: bool = False  # what a mask hides may decide
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def module(self) -> str:
+        return "".join(self.path[-2:-1])
+
+    @property
+    def is_kernel(self) -> bool:
+        return "kernel" in names.words("".join(self.path[-1:]))
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the leaf is a kernel with a bias, hidden or not."""
+        return self.is_kernel and self.bias is not None
+
+    @property
+    def is_conv(self) -> bool:
+        return self.is_kernel and names.is_convolution(self.path)
+
+    @property
+    def features(self) -> int:
+        """The inputs of a kernel; of a window its channels, which PyTorch has first."""
+        return self.shape[0 if self.is_turned else -2]
+
+    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
+        """Dimension numbers of the leaf, from axes of the shape."""
+        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
+        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
+
+
+def _bias_of(kernel: str) -> str:
+    """The name next to a kernel's: `bias_mu` of `kernel_mu`, as Dopamine has it."""
+    return kernel.replace("kernel", "bias") if "kernel" in kernel else "bias"
+
+
+def leaves_of(
+    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
+) -> dict[Path, Leaf]:
+    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
+    written = _in_flax(layers)
+    by_path = {path: layers[own] for own, path in written.items()}
+    kernels = {own for own, x in written.items() if "kernel" in "".join(x[-1:])}
+    biases = {
+        own: by_path.get((*path[:-1], _bias_of(path[-1])))
+        for own, path in written.items()
+        if path
+    }
+    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+
+    def is_turned(own: Path) -> bool | None:
+        """Compares a kernel with its bias, which has its outputs."""
+        shape, bias = layers[own], without_ones(biases.get(own) or ())
+        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+        return first if first != last and 0 < len(bias) < len(shape) else None
+
+    # What is called a weight has its outputs first in Equinox and Haliax. That counts
+    # where the biases do not disagree: square kernels do not vote, nor those without.
+    votes = [is_turned(own) for own in kernels & weights]
+    weights_turned = votes.count(True) >= votes.count(False)
+    found: dict[Path, Leaf] = {}
+    for own, path in written.items():
+        shape, axes, bias = layers[own], axes_of[own], biases.get(own)
+        spelled = ".".join(own).split(".")[-1]
+        name = spelled if path[-1:] == ("kernel",) else "".join(path[-1:])
+        kind = names.kind((*path[:-1], name))
+        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
+        # Equinox; and the first of pairs in stax.
+        may_turn = own in weights or spelled == "0" or spelled.startswith("weight_")
+        may_turn |= len(shape) == 2 and (own in kernels or spelled.startswith("w_"))
+        by = 0
+        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
+            turned = is_turned(own)
+            if turned:
+                by = len(without_ones(bias or ()))
+            elif turned is None and weights_turned and own in kernels & weights:
+                is_head = path[-2:-1] in (("query",), ("key",), ("value",))
+                by = (len(shape) - 1 if is_head else 1) * (kind != "embedding")
+        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+        found[own] = Leaf(own, path, shape, axes, bias, kind, bool(by))
+    return found
+
+
+def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
     """The path of every leaf in Flax's words."""
     written: dict[Path, Path] = {}
     for own, shape in layers.items():
         # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
         *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
-        stem, _, end = last.rpartition("_")
-        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
         if last == "b" and (*own[:-1], "w") in layers:
             last = "bias"
         elif last in ("w", "weight", "weights") and (
@@ -143,10 +242,8 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
         ):
             # A weight with more axes than its bias is a layer, whatever its name.
             bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
-            is_norm = names.kind(own) == "norm" and not 0 < len(bias) < len(shape)
-            last = "scale" if is_norm else "kernel"
-        elif stem in ("kernel", "bias") and noisy <= layers.keys():
-            module, last = [*module, end], stem  # Dopamine's noisy layers
+            is_gain = names.is_norm(own) and not 0 < len(bias) < len(shape)
+            last = "scale" if is_gain else "kernel"
         elif last in ("0", "1") and (*own[:-1], "2") not in layers:
             # A pair of arrays whose second is a bias: stax, and lists written by hand.
             kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
@@ -159,81 +256,16 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
         for depth, name in enumerate(path):
             roles.setdefault(path[:depth], {})[name] = names.projection(name)
     for below in roles.values():
-        if {"query", "key"} <= set(below.values()) and "out" not in below.values():
+        if {"query", "key"} <= {*below.values()} and "out" not in below.values():
             others = [name for name in below if name in _OUT_IN_ATTENTION]
             below |= dict.fromkeys(others[:1], "out")
     for own, path in written.items():
         for depth in range(max(len(path) - 2, 0), len(path)):
             role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
-            found = Counter(roles[path[:depth]].values())
+            count = Counter(roles[path[:depth]].values())
             # No second module may be called the same; a bare array needs an output.
-            in_attention = role and found[role] == 1 and found["query"] and found["key"]
-            if in_attention and (rest or found["out"]):
+            in_attention = role and count[role] == 1 and count["query"] and count["key"]
+            if in_attention and (rest or count["out"]):
                 written[own] = (*path[:depth], role, *(rest or ("kernel",)))
                 break
     return written
-
-
-class Leaf(NamedTuple):
-    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
-
-    own: Path
-    path: Path
-    shape: Shape
-    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
-    bias: Shape | None  # alongside it; of no axes where a mask hides it
-    module: str
-    is_kernel: bool
-    is_conv: bool
-    is_turned: bool = False  # the leaf has its outputs first
-
-    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
-        """Dimension numbers of the leaf, from axes of the shape."""
-        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
-        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
-
-
-def leaves_of(
-    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
-) -> dict[Path, Leaf]:
-    """One layer of each leaf in Flax's words, turned where its outputs come first."""
-    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
-    written = in_flax(layers)
-    by_path = {path: layers[own] for own, path in written.items()}
-    biases = {own: by_path.get((*x[:-1], "bias")) for own, x in written.items()}
-    kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
-    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
-
-    def is_turned(own: Path) -> bool | None:
-        """Compares a kernel with its bias, which has its outputs."""
-        shape, bias = layers[own], without_ones(biases[own] or ())
-        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-        return first if first != last and 0 < len(bias) < len(shape) else None
-
-    # What is called a weight has its outputs first in Equinox and Haliax. That counts
-    # where the biases do not disagree: square kernels do not vote, nor those without.
-    votes = [is_turned(own) for own in kernels & weights]
-    weights_turned = votes.count(True) >= votes.count(False)
-    found: dict[Path, Leaf] = {}
-    for own, path in written.items():
-        shape, axes, bias = layers[own], axes_of[own], biases[own]
-        is_weight, module = own in kernels & weights, "".join(path[-2:-1])
-        in_attention = module in ("query", "key", "value", "out")
-        is_conv = bool(names.CONVOLUTION.search(module))
-        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
-        # Equinox; and the first of pairs in stax.
-        is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
-        may_turn = own in weights or own[-1:] == ("0",)
-        may_turn |= len(shape) == 2 and is_layer
-        by = 0
-        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
-            turned = is_turned(own)
-            if turned:
-                by = len(without_ones(bias or ()))
-            elif turned is None and is_weight and weights_turned:
-                by = len(shape) - 1 if in_attention and module != "out" else 1
-                by *= names.kind(own) != "embedding"
-        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        kinds = module, own in kernels, is_conv
-        found[own] = Leaf(own, path, shape, axes, bias, *kinds, bool(by))
-    return found

@@ -1,7 +1,7 @@
 """Kernels of one module, taken apart by their shapes together: attention, gates."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .layers import Leaf
 from .paths import Path
@@ -11,7 +11,7 @@ from .paths import Path
 #: is one size. D, C, R, S are features or ranks that come in (of the query, of what is
 #: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
 #: groups. L and digits stack.
-LAYOUTS: tuple[dict[str, str], ...] = (
+LAYOUTS: tuple[Mapping[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="dNH", key="cKH", value="cKV", out="nvE"),
     dict(query="dNH", key="cKH", value="cKV", out="mE"),  # DeepSeek's flat output
@@ -34,11 +34,10 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 )
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
-#: All roles that a layout names.
-ROLES = {role for layout in LAYOUTS for role in layout}
+_ROLES = {role for layout in LAYOUTS for role in layout}
 
 
-def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
+def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]]:
     """The role of every kernel that a layout may name, and the letters that fit it.
 
     Several if layouts fit that take the kernel apart differently.
@@ -47,49 +46,51 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
     for leaf in leaves:
         at = len(leaf.path) - 1 - leaf.is_kernel
         name = "".join(leaf.path[at : at + 1])
-        if name in ROLES and leaf.shape:
+        if name in _ROLES and leaf.shape:
             modules.setdefault(leaf.path[:at], {})[name] = leaf
-    found: dict[Path, tuple[str, list[str]]] = {}
+    found: dict[Path, tuple[str, tuple[str, ...]]] = {}
     for members in modules.values():
-        fitting: dict[int, list[dict[str, str]]] = {}
-        is_general = max(len(leaf.shape) for leaf in members.values()) > 2
-        for layout in LAYOUTS if is_general else ():
-            if not members.keys() <= layout.keys():
-                continue
-            pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
-            # A bias has the outputs of its kernel, and its layers.
-            pairs += [
-                ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
-                for role, leaf in members.items()
-                if leaf.bias and leaf.is_kernel
-            ]
-            # One letter is one size, whichever kernels have it, as inputs or outputs.
-            size: dict[str, int] = {}
-            fits = all(len(letters) == len(shape) for letters, shape in pairs)
-            fits = fits and all(
-                size.setdefault(x, int(x) if x.isdigit() else n) == n
-                for letters, shape in pairs
-                for x, n in zip(letters.upper(), shape, strict=True)
-            )
-            for whole, *parts in ("MNV", "NKG"):
-                if fits and {whole, *parts} <= size.keys():
-                    fits = size[whole] == math.prod(size[x] for x in parts)
-            # Most outputs are as wide as what came in. Features as many as heads hold
-            # would be a coincidence in a stack; and in Flax a query without a value has
-            # heads.
-            features, heads = size.get("D", 0), size.get("N", 0)
-            of_width = size.get("E", features) == features
-            is_likely = features == heads * size.get("H", 0)
-            is_likely |= "value" not in members and features >= heads
-            is_likely &= "L" not in "".join(layout.values())
-            if fits:
-                likely = of_width + (of_width and is_likely)
-                fitting.setdefault(likely, []).append(layout)
-        likeliest = fitting[max(fitting)] if fitting else []
+        fits = [(_fit(layout, members), layout) for layout in LAYOUTS]
+        best = max(fit for fit, _ in fits)
+        likeliest = [layout for fit, layout in fits if fit == best > 0]
         for role, leaf in members.items():
-            letters = {sides_of(x): x for x in (layout[role] for layout in likeliest)}
-            found[leaf.path] = role, list(letters.values())
+            letters = {sides_of(layout[role]): layout[role] for layout in likeliest}
+            found[leaf.own] = role * (len(members) > 1), tuple(letters.values())
     return found
+
+
+def _fit(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> int:
+    """How likely a layout is, 0 if it does not fit: one letter has to be one size."""
+    if not members.keys() <= layout.keys():
+        return 0
+    if max(leaf.rank for leaf in members.values()) < 3:
+        return 0
+    pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
+    # A bias has the outputs of its kernel, and its layers.
+    pairs += [
+        ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
+        for role, leaf in members.items()
+        if leaf.bias
+    ]
+    if any(len(letters) != len(shape) for letters, shape in pairs):
+        return 0
+    size: dict[str, int] = {}
+    for letters, shape in pairs:
+        for letter, n in zip(letters.upper(), shape, strict=True):
+            if size.setdefault(letter, int(letter) if letter.isdigit() else n) != n:
+                return 0
+    for whole, *parts in ("MNV", "NKG"):
+        if {whole, *parts} <= size.keys():
+            if size[whole] != math.prod(size[x] for x in parts):
+                return 0
+    # Most outputs are as wide as what came in. Features as many as heads hold would be
+    # a coincidence in a stack; and in Flax a query without a value has heads.
+    features, heads = size.get("D", 0), size.get("N", 0)
+    if size.get("E", features) != features:
+        return 1
+    is_likely = features == heads * size.get("H", 0)
+    is_likely |= "value" not in members and features >= heads
+    return 2 + (is_likely and "L" not in "".join(layout.values()))
 
 
 def sides_of(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
