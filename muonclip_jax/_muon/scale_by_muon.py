@@ -261,9 +261,9 @@ class Direction(NamedTuple):
             number(f"consistent_rms{view.matrix_shape}", factor, NOT_NEGATIVE)
             return factor
 
-        factor: Any = scale(view)
-        if view.division is not None:
-            # Pieces are those of the whole leaf, of which this may be a block.
+        if view.division is None:
+            factor = scale(view)
+        else:  # pieces are those of the whole leaf, of which this may be a block
             factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
         factor = factor if self.rms is None else self.rms * factor
         return direction * jnp.asarray(factor, direction.dtype)
