@@ -22,10 +22,8 @@ from .._matrices.stacks import MatrixView
 from .._model.per_head import MatrixRules
 from .._options import check_state
 from .._parameters import paths
-from .._parameters.dimension_numbers import (
-    BEFORE_THE_MASK,
-    views_of,
-)
+from .._parameters.dimension_numbers import views_of
+from .._parameters.question import BEFORE_THE_MASK
 from .._parameters.verdict import Verdict
 
 

@@ -16,15 +16,12 @@ from .given import (
     check_read,
     is_patterns,
     Model,
-    write_patterns,
 )
 from .layers import IN_FRONT, StackAxes
+from .question import question
 from .rules import ByNames
 from .verdict import EitherWay, Verdict
 
-
-#: What to say to a transformation that sees but a part of the params.
-BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
 
 #: The label of a leaf that a reading says has no gradient: nothing updates it.
 FROZEN = "frozen"
@@ -251,54 +248,15 @@ def resolve_verdicts(
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
         if numbers != AUTOMATIC and found[path].source != "hidden":
             found[path] = _given(numbers)
-    if any(not x.is_known and path not in described for path, x in found.items()):
-        raise ValueError(_question(tree, found, described))
+    asked = [p for p, x in found.items() if not x.is_known and p not in described]
+    if asked:
+        raise ValueError(question(tree, found, asked))
     return list(found.values())
 
 
 def _given(numbers: Any) -> Verdict:
     label = "matrix" if is_axes(numbers) else "vector"
     return Verdict(label, numbers, "given", "given")
-
-
-def _question(
-    tree: paths.PathedTree,
-    found: Mapping[paths.Path, Verdict],
-    described: Collection[paths.Path],
-) -> str:
-    """Lists the leaves that nothing determines, with a guess to paste."""
-    guesses = {
-        path: x.numbers
-        for path, x in found.items()
-        if not x.is_known and path not in described
-    }
-    shapes = zip(tree.paths, tree.leaves, strict=True)
-    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
-    why = {p: f": {found[p].why}" if found[p].kind != "open" else "" for p in guesses}
-    is_read = any(found[path].line for path in guesses)
-    read_it = "Let the loss decide: model=mc.read_model(loss, params, *batch)."
-    mask = (
-        "A mask hides leaves that may decide this. Decide on all params: "
-        f"{BEFORE_THE_MASK}."
-    )
-    message = [
-        "cannot decide which axes of these leaves form matrices:",
-        *(f"  {lines[path]}{why[path]}" for path in guesses),
-        *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
-        *([] if is_read else [read_it]),
-        "Or give dimension_numbers. This mapping is a guess to check: reduction axes, "
-        "then output axes; all other axes are a stack of matrices; None is AdamW. The "
-        "axes of leaves that no pattern matches are still found automatically:",
-        "",
-        "from optax.contrib import MuonDimensionNumbers",
-        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
-    ]
-    if unsure := [path for path, x in found.items() if not x.is_sure]:
-        message += ["", "Decided with little evidence:"]
-    for path in unsure:
-        by = "adamw" if found[path].numbers is None else "muon"
-        message.append(f"  {by} for {lines[path]}: {found[path].why}")
-    return "\n".join(message)
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
