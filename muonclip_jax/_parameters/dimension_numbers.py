@@ -17,9 +17,9 @@ from .given import (
     is_patterns,
     Model,
 )
-from .layers import IN_FRONT, StackAxes
 from .question import question
 from .rules import ByNames
+from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
 
 

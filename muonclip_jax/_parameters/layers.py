@@ -9,41 +9,17 @@ the end.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
-from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
+from .paths import is_masked, LeafAt, Path, Shape
+from .stacks import given_stacks, Stack, stack_at, StackAxes
 
-
-#: The axis of the layers in the leaves of a module that is stacked, by its path.
-StackAxes = Mapping[str, int]
-IN_FRONT: StackAxes = MappingProxyType({})
 
 # Outputs of attention in penzai and praxis: common words, so only if nothing else is.
 _OUT_IN_ATTENTION = ("output", "post", "proj")
-
-
-class Stack(NamedTuple):
-    """The axes of a stack in a leaf: `depth` of them, from `start` on."""
-
-    start: int
-    depth: int
-
-    def sizes(self, shape: Shape) -> Shape:
-        return shape[self.start : self.start + self.depth]
-
-    def layer(self, shape: Shape) -> Shape:
-        """The shape of the leaf in one layer."""
-        return shape[: self.start] + shape[self.start + self.depth :]
-
-
-def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
-    """A stack that begins at an axis or, from the end, ends there, if it can."""
-    start = axis if axis >= 0 else axis + rank + 1 - depth
-    return Stack(start, depth) if 0 <= start <= rank - depth else None
 
 
 def find_stacks(
@@ -51,47 +27,16 @@ def find_stacks(
     stack_axes: StackAxes,
     axis_names: Mapping[Path, tuple[str, ...]],
 ) -> dict[Path, Stack]:
-    """The stack of each leaf.
-
-    **Raises:** `ValueError` for modules in `stack_axes` that the params lack, and for
-    leaves that lack the axis.
-    """
-    given = {split(module): axis for module, axis in stack_axes.items()}
-    starts = {path[:n] for path in leaf_at for n in range(len(path) + 1)}
-    absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
-    if absent and leaf_at:
-        raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
-    found: dict[Path, Stack] = dict.fromkeys(leaf_at, Stack(0, 0))
+    """The stack of each leaf: given, or shared by all leaves of a module."""
+    found = given_stacks(leaf_at, stack_axes, axis_names)
     members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
-    strays = []
     for path, leaf in leaf_at.items():
-        if is_masked(leaf):
-            continue
-        shape = tuple(leaf.shape)
-        around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
-        named = [
-            i
-            for i, x in enumerate(axis_names.get(path, ()))
-            if x in names.STACKED or (x in names.EXPERTS and i < len(shape) - 1)
-        ]
-        if around:
-            # A number for each layer has one axis, wherever the others have theirs.
-            axis = around[-1] if len(shape) > 1 else 0
-            stack = stack_at(axis, len(shape), min(1, len(shape)))
-            found[path] = stack or Stack(0, 0)
-            strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
-        elif named and named[-1] - named[0] == len(named) - 1:
-            found[path] = Stack(named[0], len(named))
-        else:
-            for depth in range(len(path)):
-                members.setdefault(path[:depth], {})[path] = shape
-    if strays:
-        raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
-    seen: dict[Path, Stack] = {}  # the outermost of nested stacks holds them all
-    for module in sorted(members, key=len):
-        if len(members[module]) > 1 and seen.keys().isdisjoint(members[module]):
-            seen |= _shared(members[module])
-    return found | seen
+        for depth in range(len(path) * (path not in found and not is_masked(leaf))):
+            members.setdefault(path[:depth], {})[path] = tuple(leaf.shape)
+    for module in sorted(members, key=len):  # the outermost of nested stacks
+        if len(members[module]) > 1 and found.keys().isdisjoint(members[module]):
+            found |= _shared(members[module])
+    return dict.fromkeys(leaf_at, Stack(0, 0)) | found
 
 
 def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
@@ -136,13 +81,13 @@ class Leaf(NamedTuple):
     axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
     bias: Shape | None  # alongside it; of no axes where a mask hides it
     kind: str  # by its name
-    is_turned: bool = False  # the leaf has its outputs first
-    # By what is around it.
-    letters: tuple[str, ...] = ()  # of a layout, or of several that fit
-    role: str = ""  # in the layout
-    experts: tuple[int, int] | None = None  # features and count; a router's, if rank 2
-    is_like: bool = False  # another leaf: its shape is a kernel's next to it
-    hides: bool = False  # what a mask hides may decide
+    is_turned: bool  # the leaf has its outputs first
+    # By what is around it:
+    role: str = ""  # in a layout
+    letters: tuple[str, ...] = ()  # of the layout, or of several that fit
+    experts: Shape | None = None  # the shape of the router
+    is_norm_sized: bool = False
+    hides: bool = False  # a mask hides what may decide
 
     @property
     def rank(self) -> int:
@@ -166,6 +111,10 @@ class Leaf(NamedTuple):
         return self.is_kernel and names.is_convolution(self.path)
 
     @property
+    def is_row(self) -> bool:
+        return self.is_kernel and self.shape[-1] == 1
+
+    @property
     def features(self) -> int:
         """The inputs of a kernel; of a window its channels, which PyTorch has first."""
         return self.shape[0 if self.is_turned else -2]
@@ -181,34 +130,37 @@ def _bias_of(kernel: str) -> str:
     return kernel.replace("kernel", "bias") if "kernel" in kernel else "bias"
 
 
-def leaves_of(
-    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
-) -> dict[Path, Leaf]:
+def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]:
     """One layer of each leaf in Flax's words, turned where its outputs come first."""
-    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
+    layers, axes_of = {}, {}
+    for own, (start, depth) in stacks.items():
+        shape = () if is_masked(leaf_at[own]) else tuple(leaf_at[own].shape)
+        kept = [i for i in range(len(shape)) if not start <= i < start + depth]
+        layers[own] = tuple(shape[i] for i in kept)
+        axes_of[own] = tuple(i - len(shape) for i in kept)
     written = _in_flax(layers)
     by_path = {path: layers[own] for own, path in written.items()}
-    kernels = {own for own, x in written.items() if "kernel" in "".join(x[-1:])}
-    biases = {
-        own: by_path.get((*path[:-1], _bias_of(path[-1])))
+    bias_of = {
+        own: by_path.get((*path[:-1], _bias_of("".join(path[-1:]))))
         for own, path in written.items()
-        if path
     }
+    kernels = {own for own, x in written.items() if "kernel" in "".join(x[-1:])}
     weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
 
-    def is_turned(own: Path) -> bool | None:
-        """Compares a kernel with its bias, which has its outputs."""
-        shape, bias = layers[own], without_ones(biases.get(own) or ())
+    def outputs_first(own: Path) -> int | None:
+        """How many outputs a kernel has in front, by its bias; `None` if it is open."""
+        shape, bias = layers[own], without_ones(bias_of[own] or ())
         first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-        return first if first != last and 0 < len(bias) < len(shape) else None
+        is_told = first != last and 0 < len(bias) < len(shape)
+        return len(bias) * first if is_told else None
 
     # What is called a weight has its outputs first in Equinox and Haliax. That counts
     # where the biases do not disagree: square kernels do not vote, nor those without.
-    votes = [is_turned(own) for own in kernels & weights]
+    votes = [bool(x) for x in map(outputs_first, kernels & weights) if x is not None]
     weights_turned = votes.count(True) >= votes.count(False)
     found: dict[Path, Leaf] = {}
     for own, path in written.items():
-        shape, axes, bias = layers[own], axes_of[own], biases.get(own)
+        shape, axes, bias = layers[own], axes_of[own], bias_of[own]
         spelled = ".".join(own).split(".")[-1]
         name = spelled if path[-1:] == ("kernel",) else "".join(path[-1:])
         kind = names.kind((*path[:-1], name))
@@ -216,14 +168,12 @@ def leaves_of(
         # Equinox; and the first of pairs in stax.
         may_turn = own in weights or spelled == "0" or spelled.startswith("weight_")
         may_turn |= len(shape) == 2 and (own in kernels or spelled.startswith("w_"))
-        by = 0
-        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
-            turned = is_turned(own)
-            if turned:
-                by = len(without_ones(bias or ()))
-            elif turned is None and weights_turned and own in kernels & weights:
-                is_head = path[-2:-1] in (("query",), ("key",), ("value",))
-                by = (len(shape) - 1 if is_head else 1) * (kind != "embedding")
+        by = outputs_first(own) if may_turn else 0
+        if by is None:
+            is_head = path[-2:-1] in (("query",), ("key",), ("value",))
+            is_one = without_ones(bias or ()) == shape  # a gain
+            by = (len(shape) - 1 if is_head else 1) if own in kernels & weights else 0
+            by *= weights_turned and kind != "embedding" and not is_one
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
         found[own] = Leaf(own, path, shape, axes, bias, kind, bool(by))
     return found

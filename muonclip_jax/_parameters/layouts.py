@@ -34,6 +34,7 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
 )
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
+ATTENTION = WITH_HEADS | {"out"}
 _ROLES = {role for layout in LAYOUTS for role in layout}
 
 

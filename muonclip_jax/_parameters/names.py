@@ -46,10 +46,6 @@ _ROLES = {
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
 _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
-#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
-STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
-STACKED |= {"dense_layers", "moe_layers"}
-EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
 IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
@@ -93,7 +89,7 @@ def _named(path: Path) -> tuple[str, str]:
 def kind(path: Path) -> str:
     """Returns what a leaf is by its name and its module's, whatever its shape.
 
-    `"bias"`, `"norm"`, `"embedding"`, `"positions or tokens"`, `"no layer"`, `"head"`,
+    `"bias"`, `"norm"`, `"embedding"`, `"added"`, `"no layer"`, `"head"`,
     or `""`, which is open.
     """
     name, above = _named(path)
@@ -124,7 +120,7 @@ def kind(path: Path) -> str:
     if not is_kernel:
         is_learned = {*own} & (_POSITIONS | _TOKENS) or {*own[:1], *own[-1:]} & _LEARNED
     if is_learned:
-        return "positions or tokens"
+        return "added"
     is_gain = is_kernel and is_norm((*path[:-1], "w"))  # with a shorter bias, a layer
     if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
         return "no layer"
@@ -134,6 +130,11 @@ def kind(path: Path) -> str:
         for x in (module, called)
     )
     return "head" if is_head else ""
+
+
+def is_vector(path: Path) -> bool:
+    """Checks for a norm or a bias by its name: what a mask of matrices hides."""
+    return is_norm(path) or kind(path) == "bias" or path[-1:] == ("b",)
 
 
 @functools.lru_cache(maxsize=4096)

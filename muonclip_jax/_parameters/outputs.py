@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import names
-from .layers import Leaf, Stack
+from .layers import Leaf
 from .layouts import WITH_HEADS
 from .paths import Path
+from .stacks import Stack
 from .verdict import Verdict
 
 

@@ -1,9 +1,8 @@
-"""What a leaf is by its name, its shape and what is next to it: one list of rules.
+"""What a leaf is by its name, its shape and what is next to it: a list of rules.
 
-Leaves are first written as Flax would have them, one layer of each stack: Haiku calls a
-kernel `w`, Equinox and Haliax `weight` and keep it as `(out, in)`, others call the
-projections of attention `q_proj` or `wq`. So one list of rules serves them all. The
-first rule that holds decides, and `outputs` has the rules on what writes the output.
+Leaves are first written as Flax would have them, one layer of each stack, so that one
+list serves all libraries. The first rule that holds decides; `outputs` then has the
+rules on kernels that write the output.
 """
 
 import math
@@ -13,10 +12,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from . import names
-from .layers import find_stacks, IN_FRONT, Leaf, leaves_of, StackAxes, without_ones
-from .layouts import layouts_of, sides_of, WITH_HEADS
+from .layers import find_stacks, Leaf, leaves_of, without_ones
+from .layouts import ATTENTION, layouts_of, sides_of, WITH_HEADS
 from .outputs import Outputs
-from .paths import is_masked, Path, PathedTree, Shape
+from .paths import is_masked, Path, PathedTree
+from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
 
 
@@ -27,21 +27,27 @@ _PATCH = 16  # of any convolution, at most
 
 
 class Rule(NamedTuple):
-    """A kind of leaf, its condition, and what to say of it: a label or axes."""
+    """A kind of leaf, when it holds, and what is said of it.
+
+    Where the label is "matrix", the condition returns the sides. "asked" is no label:
+    the user is asked.
+    """
 
     kind: str
     holds: Callable[[Leaf], Any]
-    label: str  # "asked" is no label: the user is asked
-    sides: Callable[[Leaf], Sides] | None = None
+    label: str = "vector"
     is_sure: Callable[[Leaf], bool] = lambda x: True
 
-    def verdict(self, leaf: Leaf) -> Verdict:
+    def verdict(self, leaf: Leaf) -> Verdict | None:
+        found = self.holds(leaf)
+        if not found:
+            return None
         if self.label == "asked":
             return Verdict("matrix", _guess(leaf), self.kind, is_known=False)
-        numbers = self.sides and leaf.numbers(*self.sides(leaf))
+        numbers = leaf.numbers(*found) if self.label == "matrix" else None
         # Biases show which way round weights are, those of others, too.
-        is_hidden = leaf.own[-1:] == ("weight",) or leaf.bias == ()
-        if numbers and leaf.rank == 2 and leaf.hides and is_hidden:
+        is_open = leaf.hides and (leaf.own[-1:] == ("weight",) or leaf.bias == ())
+        if numbers and leaf.rank == 2 and is_open:
             numbers = EitherWay(*numbers)
         return Verdict(self.label, numbers, self.kind, is_sure=self.is_sure(leaf))
 
@@ -54,7 +60,9 @@ def is_named(x: Leaf) -> bool:
 def is_small(x: Leaf) -> bool:
     """Two rows may be gains, as FermiNet's, and a norm's size a vector in heads."""
     is_pair = min(x.shape) == 2 and max(x.shape) >= 16
-    return not x.is_kernel and not names.is_low_rank(x.path) and (is_pair or x.is_like)
+    return (is_pair or x.is_norm_sized) and not (
+        x.is_kernel or names.is_low_rank(x.path)
+    )
 
 
 def is_depthwise(x: Leaf) -> bool:
@@ -62,19 +70,25 @@ def is_depthwise(x: Leaf) -> bool:
     window = x.shape[1:-1] if x.is_turned else x.shape[:-2]
     is_window = x.is_conv or without_ones(x.bias or ()) == x.shape[-1:]
     is_window |= len(window) > 1 and len({*window}) == 1
-    return {*window} != {1} and (
-        (x.features == 1 and is_window) or (x.shape[-1] == 1 and x.rank > 2)
-    )
+    is_one = (x.features == 1 and is_window) or x.shape[-1] == 1
+    return is_one and {*window} != {1}
 
 
-def by_bias(x: Leaf) -> list[Sides]:
-    """A bias has one entry per output, which separates input axes from output axes."""
-    bias = without_ones(x.bias or ())
-    return [
-        (range(len(bias) - n - x.rank, -n), range(-n, 0))
-        for n in range(1, len(bias) + 1)
-        if len(bias) < x.rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
-    ]
+def is_open(x: Leaf) -> bool:
+    """Nothing around an array says what its axes are, or several layouts fit it.
+
+    A mask hides norms and biases, which would show stacks and windows.
+    """
+    if x.hides and (x.own[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)):
+        return True
+    if len(x.letters) == 1 or as_expert(x):
+        return False
+    is_stack = x.is_turned and not x.bias and max(x.shape[1:-1]) > _PATCH
+    return bool(x.letters) or not x.is_kernel or is_stack
+
+
+def by_layout(x: Leaf) -> Sides | None:
+    return sides_of(x.letters[0]) if x.letters else None
 
 
 def as_expert(x: Leaf) -> Sides | None:
@@ -89,160 +103,81 @@ def as_expert(x: Leaf) -> Sides | None:
     said = {*names.words(x.own[-1]), *names.words(x.module)}
     is_told = said & {"up", "gate", "down"} and x.shape[-2] != x.shape[-1]
     is_turned = is_told and (x.shape[-1] == features) != ("down" in said)
-    return ((-1,), (-2,)) if is_turned else ((-2,), (-1,))
+    return ((-1,), (-2,)) if is_turned else DENSE
 
 
-INPUTS_OUTPUTS: Sides = ((-2,), (-1,))
+def by_bias(x: Leaf) -> Sides | None:
+    """A bias has one entry per output, which separates input axes from output axes."""
+    bias, rank = without_ones(x.bias or ()), x.rank
+    fitting = [
+        (range(len(bias) - n - rank, -n), range(-n, 0))
+        for n in range(1, len(bias) + 1)
+        if len(bias) < rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
+    ]
+    return fitting[0] if len(fitting) == 1 else None
 
-RULES: tuple[Rule, ...] = (
-    # Vectors, whatever the rank: what is added or multiplied.
-    Rule("vector", lambda x: x.rank < 2 or 0 in x.shape, "vector"),
-    Rule("bias", lambda x: x.kind == "bias", "vector"),
-    # A shift of the same shape makes a gain of it, whatever its name.
-    Rule(
-        "norm",
-        lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias),
-        "vector",
-    ),
-    # Tables: what is looked up. With a bias it is a layer, such as patches.
-    Rule(
-        "embedding",
-        lambda x: x.kind == "embedding" and not x.is_layer,
-        "embedding",
-    ),
-    Rule(
-        "positions or tokens",
-        lambda x: x.kind == "positions or tokens" and not x.is_layer,
-        "vector",
-    ),
-    # One row of weights has no singular values to make even.
-    Rule(
-        "one output",
-        lambda x: (
-            x.is_kernel
-            and x.rank == 2
-            and x.shape[-1] == 1
-            and not names.is_low_rank(x.path)
-        ),
-        "vector",
-    ),
+
+def as_window(x: Leaf) -> Sides | None:
+    """All but the outputs. A hidden bias would show a scanned window of few axes."""
+    if not x.is_conv or x.bias:
+        return by_bias(x) if x.is_conv else None
+    is_told = x.rank < 4 or (x.rank == 4 and x.shape[0] == x.shape[1])
+    is_told |= x.bias is None or not x.hides
+    return (range(-x.rank, -1), (-1,)) if is_told else None
+
+
+DENSE: Sides = ((-2,), (-1,))
+
+#: Whatever the rank. A table is looked up; with a bias it is a layer, such as patches.
+RULES = (
+    Rule("vector", lambda x: x.rank < 2 or 0 in x.shape),
+    Rule("bias", lambda x: x.kind == "bias"),
+    # A shift of the same shape makes a gain of a kernel, whatever its name.
+    Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
+    Rule("embedding", lambda x: x.kind == "embedding" and not x.is_layer, "embedding"),
+    Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
-    Rule("router", lambda x: x.rank == 2 and x.experts, "router"),
-    Rule(
-        "may be no layer",
-        lambda x: x.kind == "no layer" and not (x.is_layer and x.rank > len(x.bias)),
-        "asked",
-    ),
+    Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
+)
+#: Leaves of two axes. One row of weights has no singular values to make even.
+OF_TWO_AXES = (
+    Rule("one output", lambda x: x.is_row and not names.is_low_rank(x.path)),
+    Rule("router", lambda x: x.experts, "router"),
     # RecurrentGemma: (window, channels).
     Rule(
         "depthwise convolution",
-        lambda x: x.rank == 2 and x.is_conv and min(x.shape) <= _WINDOW,
-        "vector",
+        lambda x: x.is_conv and min(x.shape) <= _WINDOW,
         is_sure=lambda x: False,
     ),
-    Rule("open", lambda x: x.rank == 2 and is_small(x), "asked"),
+    Rule("open", is_small, "asked"),
+    Rule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_named),
+    Rule("inputs, outputs", lambda x: DENSE, "matrix", is_named),
+)
+#: Leaves of more axes: shapes together decide, or a bias, or the name of a window.
+OF_MORE_AXES = (
+    Rule("open", is_open, "asked"),
+    Rule("attention", lambda x: x.role in ATTENTION and by_layout(x), "matrix"),
+    Rule("shapes together", by_layout, "matrix"),
+    Rule("experts of a router", as_expert, "matrix"),
+    Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
+    Rule("convolution", as_window, "matrix"),
+    Rule("bias shape", by_bias, "matrix"),
     Rule(
-        "outputs first",
-        lambda x: x.rank == 2 and x.is_turned,
-        "matrix",
-        lambda x: INPUTS_OUTPUTS,
-        is_named,
-    ),
-    Rule(
-        "inputs, outputs",
-        lambda x: x.rank == 2,
-        "matrix",
-        lambda x: INPUTS_OUTPUTS,
-        is_named,
-    ),
-    # Norms and biases, which a mask hides, would show stacks and windows.
-    Rule("open", lambda x: x.hides and x.own[-1:] == ("weight",), "asked"),
-    Rule(
-        "open",
-        lambda x: (
-            x.hides
-            and x.role in WITH_HEADS
-            and x.rank > 3
-            and "L" not in "".join(x.letters[:1])
-        ),
-        "asked",
-    ),
-    # Kernels of attention, of pairs, of experts: their shapes together decide.
-    Rule(
-        "attention",
-        lambda x: len(x.letters) == 1 and x.role in (*WITH_HEADS, "out"),
-        "matrix",
-        lambda x: sides_of(x.letters[0]),
-    ),
-    Rule(
-        "shapes together",
-        lambda x: len(x.letters) == 1,
-        "matrix",
-        lambda x: sides_of(x.letters[0]),
-    ),
-    Rule("open", lambda x: x.letters, "asked"),
-    Rule("experts of a router", as_expert, "matrix", as_expert),
-    Rule("open", lambda x: not x.is_kernel, "asked"),
-    Rule(
-        "open",
-        lambda x: x.is_turned and max(x.shape[1:-1]) > _PATCH and not x.bias,
-        "asked",
-    ),
-    Rule("depthwise convolution", is_depthwise, "vector", is_sure=lambda x: False),
-    Rule(
-        "convolution",
-        lambda x: (
-            x.is_conv
-            and not x.bias
-            and (
-                x.bias is None
-                or not x.hides
-                or x.rank < 4
-                or (x.rank == 4 and x.shape[0] == x.shape[1])
-            )
-        ),
-        "matrix",
-        lambda x: (range(-x.rank, -1), (-1,)),
-    ),
-    Rule(
-        "convolution",
-        lambda x: x.is_conv and len(by_bias(x)) == 1,
-        "matrix",
-        lambda x: by_bias(x)[0],
-    ),
-    Rule(
-        "bias shape",
-        lambda x: (
-            len(by_bias(x)) == 1
-            and (x.is_turned or x.shape[0] != without_ones(x.bias)[0])
-        ),
-        "matrix",
-        lambda x: by_bias(x)[0],
-    ),
-    Rule(
-        "one layer",
-        lambda x: not x.bias and {*x.shape[:-2]} == {1},
-        "matrix",
-        lambda x: INPUTS_OUTPUTS,
+        "one layer", lambda x: not x.bias and {*x.shape[:-2]} == {1} and DENSE, "matrix"
     ),
     Rule("open", lambda x: True, "asked"),
 )
 
 
-def _guess(leaf: Leaf) -> Any:
-    """Axes to be checked by the user."""
-    rank, shape, name = leaf.rank, leaf.shape, leaf.module
-    inputs, outputs = tuple(range(-rank, -1)), (-1,)
-    is_square = rank > 3 and len({*shape[:-2]}) == 1
-    if rank == 3 and name in WITH_HEADS:
-        inputs, outputs = (-3,), (-2, -1)
-    elif rank > 2 and leaf.is_turned:
-        # What PyTorch calls a weight is a window, or a stack of kernels.
-        if max(shape[1:-1]) > _PATCH:
-            inputs, outputs = (-3,), (-2,)
-    elif not (rank == 3 and name == "out") and not is_square:
-        inputs = (-2,)
-    return leaf.numbers(inputs, outputs)
+def _guess(x: Leaf) -> Any:
+    """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
+    if x.rank == 3 and x.module in WITH_HEADS:
+        return x.numbers((-3,), (-2, -1))
+    is_square = x.rank > 3 and len({*x.shape[:-2]}) == 1
+    is_window = x.is_turned and x.rank > 2 and max(x.shape[1:-1]) <= _PATCH
+    if is_square or is_window or (x.rank == 3 and x.module == "out"):
+        return x.numbers(range(-x.rank, -1), (-1,))
+    return x.numbers(*(((-3,), (-2,)) if x.is_turned and x.rank > 2 else DENSE))
 
 
 class ByNames:
@@ -251,38 +186,27 @@ class ByNames:
     def __init__(self, tree: PathedTree, stack_axes: StackAxes = IN_FRONT):
         self.leaf_at = tree.by_path()
         self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
-        self._shape = {
-            path: () if is_masked(leaf) else tuple(leaf.shape)
-            for path, leaf in self.leaf_at.items()
-        }
-        axes: dict[Path, tuple[int, ...]] = {}  # of one layer
-        for path, (start, depth) in self.stacks.items():
-            rank, stacked = len(self._shape[path]), range(start, start + depth)
-            axes[path] = tuple(i - rank for i in range(rank) if i not in stacked)
-        leaves = leaves_of(self._shape, axes)
-        for own, axis_names in tree.axis_names.items():
-            if "vocab" in axis_names:
-                axis = axis_names.index("vocab") - len(axis_names)
-                kind = "embedding" if axis == leaves[own].axes[0] else "head"
-                leaves[own] = leaves[own]._replace(kind=kind)
+        leaves = leaves_of(self.leaf_at, self.stacks)
+        for own, axes in tree.axis_names.items():
+            if "vocab" in axes:
+                first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
+                leaves[own] = leaves[own]._replace(
+                    kind="embedding" if first else "head"
+                )
         # A mask of matrices hides vectors, and heads with them.
-        hidden = (path for path, x in self.leaf_at.items() if is_masked(x))
-        hides = any(
-            names.is_norm(p) or names.kind(p) == "bias" or p[-1:] == ("b",)
-            for p in hidden
-        )
+        hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         widths = {x.shape[0] for x in leaves.values() if x.kind == "norm" and x.shape}
-        for own, leaf in leaves.items():
-            role, letters = layouts.get(own, ("", ()))
-            leaves[own] = leaf._replace(
-                role=role,
-                letters=letters,
+        self.leaves: Mapping[Path, Leaf] = {
+            own: leaf._replace(
+                role=layouts.get(own, ("", ()))[0],
+                letters=layouts.get(own, ("", ()))[1],
                 experts=experts.get(own),
-                is_like=math.prod(leaf.shape) in widths,
-                hides=hides,
+                is_norm_sized=math.prod(leaf.shape) in widths,
+                hides=any(map(names.is_vector, hidden)),
             )
-        self.leaves: Mapping[Path, Leaf] = leaves
+            for own, leaf in leaves.items()
+        }
         self.own = {leaf.path: own for own, leaf in leaves.items()}
 
     def lacks_heads(self, kernel: Path) -> bool:
@@ -294,29 +218,30 @@ class ByNames:
 
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
-        found: dict[Path, Verdict] = {}
-        for own, leaf in self.leaves.items():
-            array = self.leaf_at[own]
-            if is_masked(array):
-                found[own] = Verdict("vector", None, "hidden", "hidden")
-            elif not jnp.issubdtype(array.dtype, jnp.inexact):
-                found[own] = Verdict("vector", None, "no floats")
-            else:
-                rule = next(rule for rule in RULES if rule.holds(leaf))
-                found[own] = rule.verdict(leaf)
-                if per_head and rule.kind == "attention" and leaf.role in WITH_HEADS:
-                    inputs, outputs = sides_of(leaf.letters[0])
-                    numbers = leaf.numbers(inputs, outputs[-1:])
-                    found[own] = found[own]._replace(numbers=numbers)
+        found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
         found |= _like_neighbors(self.leaves, found)
         if not any(x.hides for x in self.leaves.values()):
             found |= Outputs(self.leaves, found, self.stacks).found()
         for own, verdict in found.items():
-            stack = self.stacks[own]
-            if stack.depth and verdict.numbers is not None and verdict.is_known:
-                sizes = " x ".join(map(str, stack.sizes(self._shape[own])))
-                note = f"; stack of {sizes} at axis {stack.start}"
+            start, depth = self.stacks[own]
+            if depth and verdict.numbers is not None and verdict.is_known:
+                sizes = self.leaf_at[own].shape[start : start + depth]
+                note = f"; stack of {' x '.join(map(str, sizes))} at axis {start}"
                 found[own] = verdict._replace(note=note)
+        return found
+
+    def _first(self, leaf: Leaf, per_head: bool) -> Verdict:
+        """The verdict of the first rule that holds."""
+        array = self.leaf_at[leaf.own]
+        if is_masked(array):
+            return Verdict("vector", None, "hidden", "hidden")
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            return Verdict("vector", None, "no floats")
+        rules = (*RULES, *(OF_TWO_AXES if leaf.rank == 2 else OF_MORE_AXES))
+        found = next(filter(None, (rule.verdict(leaf) for rule in rules)))
+        if per_head and found.kind == "attention" and leaf.role in WITH_HEADS:
+            inputs, outputs = sides_of(leaf.letters[0])
+            return found._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
         return found
 
 
@@ -325,50 +250,40 @@ def _like_neighbors(
 ) -> dict[Path, Verdict]:
     """Arrays of the shape of a kernel in their module, or of part of an open leaf.
 
-    A mask or a scale of the kernel has its shape, and a vector for each head has the
-    last two axes of the kernel with heads.
+    A mask of the kernel has its shape, and a vector for each head its last two axes.
     """
-    shapes = set()
-    for own, leaf in leaves.items():
-        at = leaf.path[:-1]
-        if leaf.is_kernel:
-            shapes.add((at, leaf.shape))
-        if found[own].kind == "open":
-            shapes |= {(at, leaf.shape[:2]), (at, leaf.shape[-2:])}
+    shapes = {(x.path[:-1], x.shape) for x in leaves.values() if x.is_kernel}
+    for x in leaves.values():
+        if found[x.own].kind == "open":
+            shapes |= {(x.path[:-1], x.shape[:2]), (x.path[:-1], x.shape[-2:])}
     return {
-        own: Verdict("matrix", _guess(leaf), "open", is_known=False)
-        for own, leaf in leaves.items()
-        if found[own].label == "matrix" and not leaf.is_kernel
-        if (leaf.path[:-1], leaf.shape) in shapes
+        own: Verdict("matrix", _guess(x), "open", is_known=False)
+        for own, x in leaves.items()
+        if found[own].label == "matrix" and not x.is_kernel
+        if (x.path[:-1], x.shape) in shapes
     }
 
 
-def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, int]]:
-    """How many features experts take and how many they are: of routers and experts."""
-    counts: dict[Path, set[int]] = {}  # below each module; 0 if they have numbers
-    for leaf in leaves:
-        is_stack = leaf.rank > 2 and WITH_HEADS.isdisjoint(leaf.path[-2:])
-        for depth, name in enumerate(leaf.path):
+def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
+    """The shape of a router, by its path and those of the experts next to it."""
+    counts: set[tuple[Path, int]] = set()  # below each module; 0 if they have numbers
+    for x in leaves:
+        is_stack = x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])
+        for depth, name in enumerate(x.path):
             if is_stack or names.words(name)[-1:] in (("expert",), ("experts",)):
-                count = leaf.shape[-3] if leaf.rank > 2 else 0
-                counts.setdefault(leaf.path[:depth], set()).add(count)
-    found: dict[Path, tuple[int, int]] = {}
-    places: dict[Path, Shape] = {}
-    for leaf in leaves:
-        called = [x for x in leaf.path if not x.isdigit()]
-        called = called[: len(called) - leaf.is_kernel]
+                counts.add((x.path[:depth], x.shape[-3] if x.rank > 2 else 0))
+    found: dict[Path, tuple[int, ...]] = {}
+    for router in leaves:
+        called = [x for x in router.path if not x.isdigit()]
+        called = called[: len(called) - router.is_kernel]
         called = called[:-1] if called[-2:-1] == ["gates"] else called
         last = names.words("".join(called[-1:]))[-1:]
-        at = leaf.path[: leaf.path.index(called[-1])] if called else ()
-        is_gate = last in (("gate",), ("gates",)) and {0, *leaf.shape} & counts.get(
-            at, set()
-        )
-        if leaf.rank == 2 and leaf.shape[-1] > 1 and (last == ("router",) or is_gate):
-            found[leaf.own] = leaf.shape
-            places[at] = leaf.shape
-    for leaf in leaves:
-        for at, shape in places.items():
-            if leaf.rank > 2 and leaf.path[: len(at)] == at and not leaf.is_turned:
-                if leaf.shape[-3] == shape[-1] and shape[0] in leaf.shape[-2:]:
-                    found[leaf.own] = shape
+        at = router.path[: router.path.index(called[-1])] if called else ()
+        is_gate = last in (("gate",), ("gates",))
+        is_gate &= any((at, count) in counts for count in (0, *router.shape))
+        if router.rank == 2 and (last == ("router",) or is_gate):
+            found[router.own] = router.shape
+            inside = (x for x in leaves if x.path[: len(at)] == at and x.rank > 2)
+            fits = (x for x in inside if x.shape[-3] == router.shape[1])
+            found |= {x.own: router.shape for x in fits if not x.is_turned}
     return found
