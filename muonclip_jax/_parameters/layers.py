@@ -86,7 +86,7 @@ class Leaf(NamedTuple):
     role: str = ""  # in a layout
     letters: tuple[str, ...] = ()  # of the layout, or of several that fit
     experts: Shape | None = None  # the shape of the router
-    is_norm_sized: bool = False
+    is_part: bool = False  # of a norm's size, or of what is next to it
     hides: bool = False  # a mask hides what may decide
 
     @property

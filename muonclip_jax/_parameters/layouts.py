@@ -20,13 +20,10 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
     dict(query="dKGH", key="dKH", value="dKV", out="nvE"),  # Levanter
     # Latent attention in MaxText, with a low-rank query and without.
     dict(wq_b="rNH", wkv_b="sNW", out="nvE"),
-    dict(wq_b="rNH", wkv_b="sNW", out="mE"),
     dict(query="dNH", wkv_b="sNW", out="nvE"),
     # `nn.scan` over plain kernels, and over kernels with heads.
     dict(query="LdQ", key="LdP", value="LdU", out="LqE"),
     dict(query="LdNH", key="LdKH", value="LdKV", out="LnvE"),
-    dict(query="LdNH", key="LdKH", value="LdKV", out="LmE"),
-    dict(wq_b="LrNH", wkv_b="LsNW", out="LmE"),
     # Gemma's einsums.
     dict(q_einsum="NdH", kv_einsum="2KdH", attn_vec_einsum="nhD"),
     dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
@@ -51,21 +48,24 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]
             modules.setdefault(leaf.path[:at], {})[name] = leaf
     found: dict[Path, tuple[str, tuple[str, ...]]] = {}
     for members in modules.values():
-        fits = [(_fit(layout, members), layout) for layout in LAYOUTS]
-        best = max(fit for fit, _ in fits)
-        likeliest = [layout for fit, layout in fits if fit == best > 0]
+        fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
-            letters = {sides_of(layout[role]): layout[role] for layout in likeliest}
+            letters = {sides_of(layout[role]): layout[role] for layout in fitting}
             found[leaf.own] = role * (len(members) > 1), tuple(letters.values())
     return found
 
 
-def _fit(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> int:
-    """How likely a layout is, 0 if it does not fit: one letter has to be one size."""
+def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
+    """Checks that one letter is one size, whichever kernels have it."""
     if not members.keys() <= layout.keys():
-        return 0
+        return False
+    # In Flax a query without a value has heads, and more features than these are.
+    features, *heads = (members.get("query") or next(iter(members.values()))).shape
+    is_alone = "value" not in members and features >= max(heads[:1], default=0)
+    if is_alone and "L" in "".join(layout.values()):
+        return False
     if max(leaf.rank for leaf in members.values()) < 3:
-        return 0
+        return False
     pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
     # A bias has the outputs of its kernel, and its layers.
     pairs += [
@@ -74,24 +74,18 @@ def _fit(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> int:
         if leaf.bias
     ]
     if any(len(letters) != len(shape) for letters, shape in pairs):
-        return 0
-    size: dict[str, int] = {}
+        return False
+    sizes: dict[str, set[int]] = {}
     for letters, shape in pairs:
         for letter, n in zip(letters.upper(), shape, strict=True):
-            if size.setdefault(letter, int(letter) if letter.isdigit() else n) != n:
-                return 0
-    for whole, *parts in ("MNV", "NKG"):
-        if {whole, *parts} <= size.keys():
-            if size[whole] != math.prod(size[x] for x in parts):
-                return 0
-    # Most outputs are as wide as what came in. Features as many as heads hold would be
-    # a coincidence in a stack; and in Flax a query without a value has heads.
-    features, heads = size.get("D", 0), size.get("N", 0)
-    if size.get("E", features) != features:
-        return 1
-    is_likely = features == heads * size.get("H", 0)
-    is_likely |= "value" not in members and features >= heads
-    return 2 + (is_likely and "L" not in "".join(layout.values()))
+            sizes.setdefault(letter, {int(letter)} if letter.isdigit() else set()).add(
+                n
+            )
+    size = {letter: math.prod(found) for letter, found in sizes.items()}
+    wholes = [x for x in ("MNV", "NKG") if {*x} <= size.keys()]
+    return all(len(found) == 1 for found in sizes.values()) and all(
+        size[whole] == math.prod(size[x] for x in parts) for whole, *parts in wholes
+    )
 
 
 def sides_of(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

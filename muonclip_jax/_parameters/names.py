@@ -33,6 +33,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
+_FIXED |= {"filter", "filters"}
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"predictions"}  # Keras' applications
 
@@ -59,7 +60,16 @@ ENDS = ("out", "final", "last")
 #: Words of layers that may write the output, whatever their sizes.
 OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
 OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}
-OUTPUTS |= {"heatmap", "regression", "forecast", "density", "logstd", "ctc", "tagger"}
+OUTPUTS |= {
+    "heatmap",
+    "regression",
+    "forecast",
+    "backcast",
+    "density",
+    "logstd",
+    "ctc",
+    "tagger",
+}
 
 
 @functools.lru_cache(maxsize=4096)

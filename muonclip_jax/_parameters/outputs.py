@@ -28,7 +28,6 @@ _VOCABULARY = Verdict(
 )
 _HEAD = Verdict("head", None, "output head: nothing takes its outputs", is_sure=False)
 _MAY_BE_HEAD = Verdict("head", None, "may write the output", is_known=False)
-_MAY_BE_VECTOR = Verdict("vector", None, "may be no layer", is_known=False)
 
 
 class Outputs:
@@ -91,11 +90,8 @@ class Outputs:
         has_head = bool(self.heads or found)
         has_head |= any(x.kind == "one output" for x in self.verdicts.values())
         for x in self.kernels:
-            is_last = self._is_point(x) or (not has_head and self._is_last(x))
-            if is_last or self._is_called_output(x):
+            if self._is_called_output(x) or self._is_last(x, has_head):
                 found.setdefault(x.own, _MAY_BE_HEAD)
-            elif self._is_filter(x):
-                found.setdefault(x.own, _MAY_BE_VECTOR)
         # Nobody knows what a kernel takes that a mask hides.
         if any(x.source == "hidden" for x in self.verdicts.values()):
             sure = {own: x for own, x in found.items() if x.is_known}
@@ -164,44 +160,29 @@ class Outputs:
         is_end &= x.own not in self.repeated and self._follows(x) and not x.role
         return is_end or not names.OUTPUTS.isdisjoint(said)
 
-    def _is_last(self, x: Leaf) -> bool:
+    def _is_last(self, x: Leaf, has_head: bool) -> bool:
         """Whether it is the last unnamed layer: where a table is, only of the root."""
         chain, at = self._chain(x), x.path[:-2]
-        shapes = [x.shape for x in chain]
+        shapes = [y.shape for y in chain]
+        # One point, `(1, 1, in, out)`, ends the windows of a detector.
+        if len(chain) > 2 and [y for y in chain if {*y.shape[:-2]} == {1}] == [x]:
+            return x is chain[-1]
         # Layers of one shape are a stack of blocks; two that come back are a block.
         comes_back = len(chain) == 2 and shapes[0] == shapes[1][::-1]
         is_block = len({*shapes}) == 1 < len(chain)
         is_block |= comes_back and bool(at or self.tables)
         is_last = x in self.chains.get(at, [])[-1:] and x.own not in self.repeated
-        is_last &= not at or (len(chain) > 1 and not self.tables)
-        return is_last and not is_block and self._follows(x)
-
-    def _is_point(self, x: Leaf) -> bool:
-        """Whether one point, `(1, 1, in, out)`, ends the windows of a detector."""
-        chain = self._chain(x)
-        points = [y for y in chain if {*y.shape[:-2]} == {1}]
-        return len(chain) > 2 and points == [x] == chain[-1:]
-
-    def _is_filter(self, x: Leaf) -> bool:
-        """Whether repeated modules take what nothing gives: entry by entry, perhaps."""
-        is_plain = x.bias is None and x.rank == 2 and not self.given[x.features]
-        is_plain &= not (names.is_layer(x.path) or _is_in_block(x))
-        is_plain &= 1 < self.alike[_twin(x)] < self.given[x.shape[-1]]
-        return is_plain and len(self.takers[x.features]) == self.alike[_twin(x)]
+        is_last &= not (has_head or is_block) and self._follows(x)
+        return is_last and (not at or (len(chain) > 1 and not self.tables))
 
     def _network(self, x: Leaf) -> set[Path]:
-        """The kernels of the network that ends in this one, and of those like it.
+        """The kernels of its module, and of those like it, if it is the last of three.
 
-        Three unnamed layers or more, or a module with layers that lead from the outputs
-        of this one to its inputs again; two layers that come back are a block.
+        Two layers that come back are a block, and so are layers of one shape.
         """
         chain, inside = self._chain(x), self.modules[x.path[:-2]]
         shapes = [y.shape for y in inside]
-        if chain[1:]:
-            is_last = x is chain[-1] and len(chain) > 2 and len({*shapes}) > 1
-        else:
-            back = {(x.shape[-1], x.features), (x.features, x.features)}
-            is_last = x.features != x.shape[-1] and back <= {y[-2:] for y in shapes}
+        is_last = x is chain[-1] and len(chain) > 2 and len({*shapes}) > 1
         alike = (y for y in self.modules.values() if [z.shape for z in y] == shapes)
         return {z.own for y in alike for z in y} if is_last else set()
 
@@ -212,12 +193,8 @@ class Outputs:
 
     def _follows(self, x: Leaf) -> bool:
         """Whether another kernel gives what this one takes, or the gates of its state."""
-        size = x.features
-        is_state = any(
-            y.shape[-1] in (3 * size, 4 * size) and y.features > size
-            for y in self.kernels
-        )
-        is_state &= x.rank == 2 and x.own not in self.repeated
+        gates = (self.given[n * x.features] for n in (3, 4))
+        is_state = x.rank == 2 and x.bias is not None and any(gates)
         return is_state or self.given[x.features] > (x.features == x.shape[-1])
 
 

@@ -58,11 +58,9 @@ def is_named(x: Leaf) -> bool:
 
 
 def is_small(x: Leaf) -> bool:
-    """Two rows may be gains, as FermiNet's, and a norm's size a vector in heads."""
+    """Two rows may be gains, as FermiNet's, or it is like what is next to it."""
     is_pair = min(x.shape) == 2 and max(x.shape) >= 16
-    return (is_pair or x.is_norm_sized) and not (
-        x.is_kernel or names.is_low_rank(x.path)
-    )
+    return (is_pair or x.is_part) and not (x.is_kernel or names.is_low_rank(x.path))
 
 
 def is_depthwise(x: Leaf) -> bool:
@@ -197,15 +195,25 @@ class ByNames:
         hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         widths = {x.shape[0] for x in leaves.values() if x.kind == "norm" and x.shape}
+        # A mask of a kernel has its shape, a vector for each head its last two axes.
+        shapes = {(x.path[:-1], x.shape) for x in leaves.values() if x.is_kernel}
+        for x in leaves.values():
+            if (
+                x.rank > 2
+                and not layouts.get(x.own, ("", ()))[1]
+                and x.own not in experts
+            ):
+                shapes |= {(x.path[:-1], x.shape[:2]), (x.path[:-1], x.shape[-2:])}
         self.leaves: Mapping[Path, Leaf] = {
-            own: leaf._replace(
+            own: x._replace(
                 role=layouts.get(own, ("", ()))[0],
                 letters=layouts.get(own, ("", ()))[1],
                 experts=experts.get(own),
-                is_norm_sized=math.prod(leaf.shape) in widths,
+                is_part=math.prod(x.shape) in widths
+                or (x.path[:-1], x.shape) in shapes,
                 hides=any(map(names.is_vector, hidden)),
             )
-            for own, leaf in leaves.items()
+            for own, x in leaves.items()
         }
         self.own = {leaf.path: own for own, leaf in leaves.items()}
 
@@ -219,7 +227,6 @@ class ByNames:
     def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
-        found |= _like_neighbors(self.leaves, found)
         if not any(x.hides for x in self.leaves.values()):
             found |= Outputs(self.leaves, found, self.stacks).found()
         for own, verdict in found.items():
@@ -243,25 +250,6 @@ class ByNames:
             inputs, outputs = sides_of(leaf.letters[0])
             return found._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
         return found
-
-
-def _like_neighbors(
-    leaves: Mapping[Path, Leaf], found: Mapping[Path, Verdict]
-) -> dict[Path, Verdict]:
-    """Arrays of the shape of a kernel in their module, or of part of an open leaf.
-
-    A mask of the kernel has its shape, and a vector for each head its last two axes.
-    """
-    shapes = {(x.path[:-1], x.shape) for x in leaves.values() if x.is_kernel}
-    for x in leaves.values():
-        if found[x.own].kind == "open":
-            shapes |= {(x.path[:-1], x.shape[:2]), (x.path[:-1], x.shape[-2:])}
-    return {
-        own: Verdict("matrix", _guess(x), "open", is_known=False)
-        for own, x in leaves.items()
-        if found[own].label == "matrix" and not x.is_kernel
-        if (x.path[:-1], x.shape) in shapes
-    }
 
 
 def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
