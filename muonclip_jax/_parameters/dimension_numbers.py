@@ -286,11 +286,9 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
         elif name.label == "matrix" and name.is_known and names.is_layer(path):
+            kind = f"a kernel by its name, but multiplied entry by entry at {said.line}"
             found[path] = name._replace(
-                source="read",
-                kind=f"a kernel by its name, but multiplied entry by entry at {said.line}",
-                line=said.line,
-                is_known=False,
+                source="read", kind=kind, line=said.line, is_known=False
             )
     return found
 

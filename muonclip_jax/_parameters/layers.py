@@ -9,7 +9,7 @@ the end.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -109,6 +109,11 @@ class Leaf(NamedTuple):
     @property
     def is_conv(self) -> bool:
         return self.is_kernel and names.is_convolution(self.path)
+
+    @property
+    def window(self) -> Shape:
+        """The axes between inputs and outputs, or in front, as Flax has a window."""
+        return self.shape[1:-1] if self.is_turned else self.shape[:-2]
 
     @property
     def is_row(self) -> bool:

@@ -57,7 +57,7 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]
 
 def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
     """Checks that one letter is one size, whichever kernels have it."""
-    if not members.keys() <= layout.keys():
+    if not members.keys() <= layout.keys() or members.keys() <= {"out", "linear"}:
         return False
     # In Flax a query without a value has heads, and more features than these are.
     features, *heads = (members.get("query") or next(iter(members.values()))).shape

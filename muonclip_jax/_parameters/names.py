@@ -60,16 +60,8 @@ ENDS = ("out", "final", "last")
 #: Words of layers that may write the output, whatever their sizes.
 OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
 OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}
-OUTPUTS |= {
-    "heatmap",
-    "regression",
-    "forecast",
-    "backcast",
-    "density",
-    "logstd",
-    "ctc",
-    "tagger",
-}
+OUTPUTS |= {"heatmap", "regression", "forecast", "backcast", "density", "logstd"}
+OUTPUTS |= {"ctc", "tagger"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,6 +157,13 @@ def is_layer(path: Path) -> bool:
     module = "".join(path[-2:-1])
     is_called = is_convolution(path) or not _LAYERS.isdisjoint(words(module))
     return path[-1:] == ("kernel",) and bool(is_called or projection(module))
+
+
+def is_called_layer(path: Path) -> bool:
+    """Checks an array for the name of a layer: `w_ih`, `up`, `wq`, `out_proj`."""
+    said = words("".join(path))
+    is_called = {*said} & (_LAYERS | IN_BLOCK | {"down", "gate", "wo", "fc"})
+    return bool(is_called or projection("".join(path)) or {*said[:1]} & KERNELS)
 
 
 def is_low_rank(path: Path) -> bool:

@@ -129,11 +129,11 @@ class Outputs:
         is_flat = x.rank > 2 and outputs > _COLORS
         if is_flat and any(n % outputs == 0 for n in self.joined):
             return False
-        is_free = not x.path[:-2] or x is self._chain(x)[-1] and self._chain(x)[2:]
+        is_free = not x.path[:-2] or (x is self._chain(x)[-1] and self._chain(x)[2:])
         return bool(is_free or not self._is_cut(x))
 
     def _is_sure(self, x: Leaf) -> bool:
-        """Whether an end is the output: of a layer with a bias, alone in its network."""
+        """Whether an end is the output: the one layer with a bias in its network."""
         outputs, has_windows = x.shape[-1], any(x.rank > 3 for x in self.kernels)
         is_unfolded = has_windows and any(n % outputs == 0 for n in self.joined)
         is_joined = any(self.given[n - outputs] for n in self.joined - {2 * outputs})
@@ -192,7 +192,7 @@ class Outputs:
         return chain if x in chain else [x]
 
     def _follows(self, x: Leaf) -> bool:
-        """Whether another kernel gives what this one takes, or the gates of its state."""
+        """Whether a kernel gives what this one takes, or the gates of its state."""
         gates = (self.given[n * x.features] for n in (3, 4))
         is_state = x.rank == 2 and x.bias is not None and any(gates)
         return is_state or self.given[x.features] > (x.features == x.shape[-1])

@@ -53,23 +53,23 @@ class Rule(NamedTuple):
 
 
 def is_named(x: Leaf) -> bool:
-    """A kernel in a module that has a name, or a bias. A number in a list is no name."""
+    """A kernel with a bias, or in a module that has a name, not a number in a list."""
     return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
 
 
 def is_small(x: Leaf) -> bool:
-    """Two rows may be gains, as FermiNet's, or it is like what is next to it."""
-    is_pair = min(x.shape) == 2 and max(x.shape) >= 16
-    return (is_pair or x.is_part) and not (x.is_kernel or names.is_low_rank(x.path))
+    """A few rows may be gains, as FermiNet's, or it is like what is next to it."""
+    is_few = 1 < min(x.shape) < _WINDOW and max(x.shape) >= 16
+    is_few &= not names.is_called_layer(x.path[-1:])
+    return (is_few or x.is_part) and not (x.is_kernel or names.is_low_rank(x.path))
 
 
 def is_depthwise(x: Leaf) -> bool:
     """One input for each output, in a window; Keras has one output for each input."""
-    window = x.shape[1:-1] if x.is_turned else x.shape[:-2]
     is_window = x.is_conv or without_ones(x.bias or ()) == x.shape[-1:]
-    is_window |= len(window) > 1 and len({*window}) == 1
+    is_window |= len(x.window) > 1 and len({*x.window}) == 1
     is_one = (x.features == 1 and is_window) or x.shape[-1] == 1
-    return is_one and {*window} != {1}
+    return is_one and {*x.window} != {1}
 
 
 def is_open(x: Leaf) -> bool:
@@ -81,7 +81,7 @@ def is_open(x: Leaf) -> bool:
         return True
     if len(x.letters) == 1 or as_expert(x):
         return False
-    is_stack = x.is_turned and not x.bias and max(x.shape[1:-1]) > _PATCH
+    is_stack = x.is_turned and not x.bias and max(x.window) > _PATCH
     return bool(x.letters) or not x.is_kernel or is_stack
 
 
@@ -116,12 +116,10 @@ def by_bias(x: Leaf) -> Sides | None:
 
 
 def as_window(x: Leaf) -> Sides | None:
-    """All but the outputs. A hidden bias would show a scanned window of few axes."""
+    """All but the outputs. Without a bias, a window of unequal sides may be scanned."""
     if not x.is_conv or x.bias:
         return by_bias(x) if x.is_conv else None
-    is_told = x.rank < 4 or (x.rank == 4 and x.shape[0] == x.shape[1])
-    is_told |= x.bias is None or not x.hides
-    return (range(-x.rank, -1), (-1,)) if is_told else None
+    return (range(-x.rank, -1), (-1,)) if len({*x.window}) == 1 else None
 
 
 DENSE: Sides = ((-2,), (-1,))
@@ -171,8 +169,8 @@ def _guess(x: Leaf) -> Any:
     """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
     if x.rank == 3 and x.module in WITH_HEADS:
         return x.numbers((-3,), (-2, -1))
-    is_square = x.rank > 3 and len({*x.shape[:-2]}) == 1
-    is_window = x.is_turned and x.rank > 2 and max(x.shape[1:-1]) <= _PATCH
+    is_square = x.rank > 3 and len({*x.window}) == 1
+    is_window = x.is_turned and x.rank > 2 and max(x.window) <= _PATCH
     if is_square or is_window or (x.rank == 3 and x.module == "out"):
         return x.numbers(range(-x.rank, -1), (-1,))
     return x.numbers(*(((-3,), (-2,)) if x.is_turned and x.rank > 2 else DENSE))
