@@ -57,12 +57,10 @@ def flax_dimension_numbers(
     stack of experts is recognized by its router. Each matrix of a stack is separate.
 
     Embeddings, positions, norms, biases, routers and leaves of rank 0 or 1 in one layer
-    are `None`, for AdamW. So is the output head: a kernel with such a name (`head`,
-    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
-    in a model of some depth the one layer with a bias whose outputs no other layer
-    uses. Other kernels that may be the output head, such as the last of two layers,
-    raise an error, and so do gates with few outputs and leaves named like a mask. A
-    leaf of rank 2 with an unknown name is a matrix. [`describe`][] shows the reasons.
+    are `None`, for AdamW. So is an output head by its name, by the size of the
+    vocabulary, or as the one layer with a bias whose outputs no other layer uses. All
+    else that may be one raises an error. A leaf of rank 2 with an unknown name is a
+    matrix. [`describe`][] shows the rule that decided.
 
     **Arguments:**
 

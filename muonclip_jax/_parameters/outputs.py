@@ -7,6 +7,7 @@ as large as the data. A head is sure by the size of the vocabulary, or as the on
 with a bias of a network; all else that may be one is asked about.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -63,7 +64,7 @@ class Outputs:
         )
         self.given = Counter(x.shape[-1] for x in self.kernels)
         self.joined = self.takers.keys() - self.given  # or data, or a flat picture
-        self.alike = alike = Counter(map(_twin, leaves.values()))
+        alike = Counter(map(_twin, leaves.values()))
         self.repeated = {
             own for own, x in leaves.items() if alike[_twin(x)] > 1 or stacks[own].depth
         }
@@ -121,9 +122,8 @@ class Outputs:
     def _is_end(self, x: Leaf) -> bool:
         """Whether nothing takes its outputs, but its network or itself."""
         outputs = x.shape[-1]
-        if _is_in_block(x):
-            return False
-        if not self.takers.get(outputs, set()) <= {x.own} | self._network(x):
+        is_taken = not self.takers.get(outputs, set()) <= {x.own} | self._network(x)
+        if is_taken or _is_in_block(x):
             return False
         # A picture is made flat; fused projections, gates and modulations are cut.
         is_flat = x.rank > 2 and outputs > _COLORS
@@ -183,6 +183,8 @@ class Outputs:
         chain, inside = self._chain(x), self.modules[x.path[:-2]]
         shapes = [y.shape for y in inside]
         is_last = x is chain[-1] and len(chain) > 2 and len({*shapes}) > 1
+        pairs = itertools.pairwise(chain)
+        is_last &= all(a.shape[-1] == b.features for a, b in pairs)
         alike = (y for y in self.modules.values() if [z.shape for z in y] == shapes)
         return {z.own for y in alike for z in y} if is_last else set()
 
