@@ -59,10 +59,12 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
     """Checks that one letter is one size, whichever kernels have it."""
     if not members.keys() <= layout.keys() or members.keys() <= {"out", "linear"}:
         return False
-    # In Flax a query without a value has heads, and more features than these are.
+    # Features as many as heads hold would be a coincidence in a stack; and in Flax a
+    # query without a value has heads, fewer than features.
     features, *heads = (members.get("query") or next(iter(members.values()))).shape
-    is_alone = "value" not in members and features >= max(heads[:1], default=0)
-    if is_alone and "L" in "".join(layout.values()):
+    has_heads = features == math.prod(heads)
+    has_heads |= "value" not in members and features >= max(heads[:1], default=0)
+    if has_heads and "L" in "".join(layout.values()):
         return False
     if max(leaf.rank for leaf in members.values()) < 3:
         return False

@@ -420,3 +420,25 @@ def test_a_deep_model_asks_in_few_lines_that_lead_out():
     assert unsure == (
         "  adamw for Dense_2/kernel (11, 10): output head: nothing takes its outputs?"
     )
+
+
+@pytest.mark.parametrize(
+    "path, shape",
+    [
+        ("ssm/poles", (64, 4)),  # few rows may be gains or positions
+        ("mixer/coefficients", (3, 64)),
+        ("net/Conv_0/kernel", (4, 3, 3, 8, 16)),  # or four windows of 3 x 3
+        ("net/conv/kernel", (2, 5, 8, 16)),
+    ],
+)
+def test_what_may_as_well_be_something_else_is_asked_about(path, shape):
+    node = jnp.ones(shape)
+    for name in reversed(path.split("/")):
+        node = {name: node}
+    mlp = {"up": dense(64, 256), "down": dense(256, 64)}
+    assert asked({"mlp": mlp} | node) == {path}
+
+
+def test_few_rows_under_the_name_of_a_layer_are_a_matrix():
+    cell = arrays(w_i=(5, 48), weight_hh=(16, 48), up_proj=(3, 64), w=(4, 64))
+    assert not asked({"cell": cell})
