@@ -130,8 +130,8 @@ def matrix_mask(
         {'up': {'bias': False, 'kernel': True}}
     """
     tree = paths.flatten(paths.params_of(params))
-    labels = _labels(tree, model, dimension_numbers)
-    return tree.unflatten(label == "matrix" for label in labels)
+    found = [x.numbers for x in resolve_verdicts(dimension_numbers, tree, model=model)]
+    return tree.unflatten(x is not None and not paths.is_masked(x) for x in found)
 
 
 def param_labels(
@@ -190,11 +190,11 @@ def _labels(
     labels = []
     verdicts = resolve_verdicts(given, tree, reading=reading)
     for path, verdict in zip(tree.paths, verdicts, strict=True):
-        label = verdict.label if verdict.source != "given" else reading[path].label
-        # What is given goes to Muon or to AdamW, whatever the model does with it.
-        is_other = verdict.source == "given" and label in ("matrix", FROZEN)
-        is_matrix = verdict.numbers is not None and not paths.is_masked(verdict.numbers)
-        labels.append("matrix" if is_matrix else "vector" if is_other else label)
+        # A leaf that is given to AdamW may be a table or a head all the same.
+        is_same = verdict.label == "matrix" or reading[path].label in ("matrix", FROZEN)
+        is_given = verdict.source == "given"
+        by_model = is_given and not is_same
+        labels.append(reading[path].label if by_model else verdict.label)
     return labels
 
 
@@ -283,7 +283,7 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
-        elif name.label == "matrix" and name.is_known and names.is_layer(path):
+        elif name.numbers is not None and name.is_known and names.is_layer(path):
             kind = f"a kernel by its name, but multiplied entry by entry at {said.line}"
             found[path] = name._replace(
                 source="read", kind=kind, line=said.line, is_known=False

@@ -1,7 +1,8 @@
 """Kernels of one module, taken apart by their shapes together: attention, gates."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from .layers import Leaf
 from .paths import Path
@@ -29,6 +30,15 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
     dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
     dict(gating_einsum="2Fd", linear="fD"),
 )
+
+
+class Sides(NamedTuple):
+    """Axes of inputs and of outputs, of those of one layer."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
 ATTENTION = WITH_HEADS | {"out"}
@@ -90,10 +100,10 @@ def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
     )
 
 
-def sides_of(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sides_of(letters: str) -> Sides:
     """Input and output axes of a kernel in a layout, from the end."""
     axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
-    return (
+    return Sides(
         tuple(i for i, x in axes if x.islower()),
         tuple(i for i, x in axes if x.isupper()),
     )

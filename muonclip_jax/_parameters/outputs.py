@@ -54,8 +54,9 @@ class Outputs:
         self.kernels = sorted(
             (
                 x
-                for x in labels.get("matrix", ())
+                for x in leaves.values()
                 if x.is_kernel and x.path[1:] and verdicts[x.own].is_known
+                if verdicts[x.own].numbers is not None
                 if x.path[:-2] not in attention or x.module not in WITH_HEADS
                 if x.rank == 2 or verdicts[x.own].kind in _WINDOWS
                 if isinstance(verdicts[x.own].numbers.output_axis, int)

@@ -13,15 +13,13 @@ import jax.numpy as jnp
 
 from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
-from .layouts import ATTENTION, layouts_of, sides_of, WITH_HEADS
+from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
 from .outputs import Outputs
 from .paths import is_masked, Path, PathedTree
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
 
 
-#: Input and output axes, of those of one layer.
-Sides = tuple[Iterable[int], Iterable[int]]
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
 
@@ -29,8 +27,7 @@ _PATCH = 16  # of any convolution, at most
 class Rule(NamedTuple):
     """A kind of leaf, when it holds, and what is said of it.
 
-    Where the label is "matrix", the condition returns the sides. "asked" is no label:
-    the user is asked.
+    The condition of a matrix returns its sides. "asked" is no label: the user is asked.
     """
 
     kind: str
@@ -44,7 +41,7 @@ class Rule(NamedTuple):
             return None
         if self.label == "asked":
             return Verdict("matrix", _guess(leaf), self.kind, is_known=False)
-        numbers = leaf.numbers(*found) if self.label == "matrix" else None
+        numbers = leaf.numbers(*found) if isinstance(found, Sides) else None
         # Biases show which way round weights are, those of others, too.
         is_open = leaf.hides and (leaf.own[-1:] == ("weight",) or leaf.bias == ())
         if numbers and leaf.rank == 2 and is_open:
@@ -101,14 +98,14 @@ def as_expert(x: Leaf) -> Sides | None:
     said = {*names.words(x.own[-1]), *names.words(x.module)}
     is_told = said & {"up", "gate", "down"} and x.shape[-2] != x.shape[-1]
     is_turned = is_told and (x.shape[-1] == features) != ("down" in said)
-    return ((-1,), (-2,)) if is_turned else DENSE
+    return Sides((-1,), (-2,)) if is_turned else DENSE
 
 
 def by_bias(x: Leaf) -> Sides | None:
     """A bias has one entry per output, which separates input axes from output axes."""
     bias, rank = without_ones(x.bias or ()), x.rank
     fitting = [
-        (range(len(bias) - n - rank, -n), range(-n, 0))
+        Sides(range(len(bias) - n - rank, -n), range(-n, 0))
         for n in range(1, len(bias) + 1)
         if len(bias) < rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
     ]
@@ -119,10 +116,10 @@ def as_window(x: Leaf) -> Sides | None:
     """All but the outputs. Without a bias, a window of unequal sides may be scanned."""
     if not x.is_conv or x.bias:
         return by_bias(x) if x.is_conv else None
-    return (range(-x.rank, -1), (-1,)) if len({*x.window}) == 1 else None
+    return Sides(range(-x.rank, -1), (-1,)) if len({*x.window}) == 1 else None
 
 
-DENSE: Sides = ((-2,), (-1,))
+DENSE = Sides((-2,), (-1,))
 
 #: Whatever the rank. A table is looked up; with a bias it is a layer, such as patches.
 RULES = (
