@@ -109,7 +109,9 @@ def by_bias(x: Leaf) -> Sides | None:
         for n in range(1, len(bias) + 1)
         if len(bias) < rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
     ]
-    return fitting[0] if len(fitting) == 1 else None
+    # Both ends may be the outputs: NetKet keeps them in front. Convolutions do not.
+    is_either = bias == x.shape[: len(bias)] and not (x.is_conv or x.is_turned)
+    return fitting[0] if len(fitting) == 1 and not is_either else None
 
 
 def as_window(x: Leaf) -> Sides | None:

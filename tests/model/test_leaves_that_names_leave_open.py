@@ -429,12 +429,14 @@ def test_a_deep_model_asks_in_few_lines_that_lead_out():
         ("mixer/coefficients", (3, 64)),
         ("net/Conv_0/kernel", (4, 3, 3, 8, 16)),  # or four windows of 3 x 3
         ("net/conv/kernel", (2, 5, 8, 16)),
+        ("net/symm/kernel", (8, 3, 8)),  # outputs at either end
     ],
 )
 def test_what_may_as_well_be_something_else_is_asked_about(path, shape):
-    node = jnp.ones(shape)
-    for name in reversed(path.split("/")):
-        node = {name: node}
+    *modules, name = path.split("/")
+    node = {name: jnp.ones(shape)} | ({"bias": jnp.ones(8)} if "symm" in path else {})
+    for module in reversed(modules):
+        node = {module: node}
     mlp = {"up": dense(64, 256), "down": dense(256, 64)}
     assert asked({"mlp": mlp} | node) == {path}
 
