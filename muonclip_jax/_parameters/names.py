@@ -15,6 +15,7 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
+_STREAMS = (("static",), ("dynamic",))
 # With GPT-2 in HuggingFace, papers and VQ-VAE; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
@@ -103,7 +104,9 @@ def kind(path: Path) -> str:
     if "bias" in own[-1:]:
         return "bias"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
+    # So have those of hyper-connections (arXiv:2409.19606), `dynamic_alpha_fn`.
     is_shift = "shift" in own and not is_kernel
+    is_shift |= own[:1] in _STREAMS and own[1:2] in (("alpha",), ("beta",))
     if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
         return "norm"
     # A word has to end a table's name or begin it: `embeddings_project` is none. `emb`
