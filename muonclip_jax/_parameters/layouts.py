@@ -16,15 +16,18 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="dNH", key="cKH", value="cKV", out="nvE"),
     dict(query="dNH", key="cKH", value="cKV", out="mE"),  # DeepSeek's flat output
-    dict(query="dNH", key="cKH", value="cKV", out="Env"),  # praxis, simply
+    dict(query="dNH", key="cKH", value="cKV", out="Dnv"),  # praxis, simply
     dict(query="dKGH", key="dKH", value="dKV", out="kgvE"),  # penzai
     dict(query="dKGH", key="dKH", value="dKV", out="nvE"),  # Levanter
     # Latent attention in MaxText, with a low-rank query and without.
     dict(wq_b="rNH", wkv_b="sNW", out="nvE"),
+    dict(wq_b="rNH", wkv_b="sNW", out="mE"),
     dict(query="dNH", wkv_b="sNW", out="nvE"),
     # `nn.scan` over plain kernels, and over kernels with heads.
     dict(query="LdQ", key="LdP", value="LdU", out="LqE"),
     dict(query="LdNH", key="LdKH", value="LdKV", out="LnvE"),
+    dict(query="LdNH", key="LdKH", value="LdKV", out="LmE"),
+    dict(wq_b="LrNH", wkv_b="LsNW", out="LmE"),
     # Gemma's einsums.
     dict(q_einsum="NdH", kv_einsum="2KdH", attn_vec_einsum="nhD"),
     dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
