@@ -52,6 +52,8 @@ from muonclip_jax._newton_schulz.newton_schulz import make_solver
 from muonclip_jax._newton_schulz.solver import Platform, PLATFORMS, Solver
 from muonclip_jax._parameters import paths
 from muonclip_jax._parameters.dimension_numbers import resolve_verdicts, views_of
+from muonclip_jax._parameters.rules import OF_MORE_AXES, OF_TWO_AXES
+from muonclip_jax._parameters.rules import RULES as OF_ANY_RANK
 from muonclip_jax._qk_clip.heads import gammas
 from muonclip_jax._reading.attention import Part
 from muonclip_jax._reading.calls import call_of
@@ -65,6 +67,7 @@ from muonclip_jax._reading.softmaxes import Softmaxes
 
 __all__ = [
     "MOST_SLOTS",
+    "RULES",
     "Cut",
     "Facts",
     "Graph",
@@ -114,6 +117,10 @@ __all__ = [
     "to_owners",
     "unstack",
 ]
+
+
+#: Every rule on names and shapes.
+RULES = (*OF_ANY_RANK, *OF_TWO_AXES, *OF_MORE_AXES)
 
 
 def solver(platform: str | None = None, **settings: Any) -> Solver:

@@ -401,7 +401,7 @@ WRONG = {
     ),
     "consistent_rms is a string": (
         clip(consistent_rms="0.2"),
-        "must be a number or 'mup' or None, got '0.2'",
+        "must be a number or 'mup' or None or a function.*, got '0.2'",
     ),
     **{
         f"mu_dtype is {dtype}": (

@@ -12,10 +12,10 @@ from optax import MaskedNode
 
 from .._options import shown
 from .._parameters import names, paths
-from .._parameters.by_names import ByNames
 from .._parameters.given import check_model, check_read, Model
-from .._parameters.layers import IN_FRONT, StackAxes
 from .._parameters.paths import is_masked
+from .._parameters.rules import ByNames
+from .._parameters.stacks import IN_FRONT, StackAxes
 from .head_leaf import HeadLeaf
 from .owned_leaf import OwnedLeaf
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._parameters.layers import Shape, Stack, stack_at
+from .._parameters.paths import Shape
+from .._parameters.stacks import Stack, stack_at
 from .owned_leaf import OwnedLeaf
 
 

@@ -10,13 +10,12 @@ from .._matrices.axes import Axes, MatrixAxes
 from .._matrices.stacks import matrix_view
 from .._options import flag
 from .._parameters import paths
-from .._parameters.by_names import ByNames
 from .._parameters.dimension_numbers import (
     DimensionNumbers,
-    GIVEN,
     resolve_verdicts,
 )
 from .._parameters.given import check_model, Model
+from .._parameters.rules import ByNames
 from .._parameters.verdict import Verdict
 from .attention_layers import Attention, Layers, layers_of, resolve_attention
 from .owned_leaf import OwnedLeaf
@@ -63,14 +62,14 @@ class MatrixRules(NamedTuple):
             # and what the user has given, unless heads were asked for.
             if given is None or isinstance(given, MatrixAxes):
                 continue
-            if verdict.why == GIVEN and not must:
+            if verdict.source == "given" and not must:
                 continue
             if described.get(path):
                 shape = tuple(leaf_at[path].shape)
                 axes: Any = _of_heads(path, shape, given, described[path], must)
                 # What names leave open, the description of the heads decides.
-                why = verdict.why if verdict.is_known else "heads"
-                found[i] = verdict._replace(numbers=axes, why=why, is_known=True)
+                kind = verdict.kind if verdict.is_known else "heads"
+                found[i] = verdict._replace(numbers=axes, kind=kind, is_known=True)
             elif path in named and _cuts(
                 named[path], given, tuple(leaf_at[path].shape)
             ):
@@ -100,7 +99,7 @@ def matrix_rules(
 
 def _cuts(named: Verdict, given: Axes, shape: tuple[int, ...]) -> bool:
     """Whether a name shows an axis of heads among a kernel's outputs."""
-    if named.numbers is None or not named.why.startswith("attention"):
+    if named.numbers is None or named.kind != "attention":
         return False
     view, by_name = (matrix_view(shape, x) for x in (given, named.numbers))
     is_same_input = {*view.reduction} == {*by_name.reduction}

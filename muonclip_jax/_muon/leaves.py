@@ -22,11 +22,8 @@ from .._matrices.stacks import MatrixView
 from .._model.per_head import MatrixRules
 from .._options import check_state
 from .._parameters import paths
-from .._parameters.dimension_numbers import (
-    BEFORE_THE_MASK,
-    GIVEN,
-    views_of,
-)
+from .._parameters.dimension_numbers import views_of
+from .._parameters.question import BEFORE_THE_MASK
 from .._parameters.verdict import Verdict
 
 
@@ -184,9 +181,9 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
     """Raises for leaves in sight that hold no matrix."""
     if strays := leaves.where(lambda _, view: view is None):
         # The mask has to go by what this went by.
-        whys = [verdict.why for verdict in leaves.verdicts]
-        is_read = any(why.startswith(("traced", "not traced")) for why in whys)
-        by = ["model=reading"] * is_read + ["dimension_numbers=n"] * (GIVEN in whys)
+        sources = {verdict.source for verdict in leaves.verdicts}
+        by = ["model=reading"] * bool(sources & {"read", "unread"})
+        by += ["dimension_numbers=n"] * ("given" in sources)
         by = ", ".join(by)
         mask = f"functools.partial(mc.matrix_mask, {by})" if by else "mc.matrix_mask"
         remedy = f"Wrap it as optax.masked(mc.{name}({by}), {mask})"

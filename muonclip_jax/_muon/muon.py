@@ -68,7 +68,7 @@ def muon(
     - `nesterov`: whether to look one step ahead.
     - `orthogonalizer`: a name of [`NS_COEFFS`][], a [`NewtonSchulz`][], or a function
         of your own.
-    - `consistent_rms`: the root mean square of the update, `"mup"` or `None`.
+    - `consistent_rms`: as for [`scale_by_muon`][].
     - `weight_decay`: decoupled, multiplied by the learning rate.
     - `weight_decay_mask`: the leaves that decay: a tree of bools, a prefix of one, or a
         function of the params.

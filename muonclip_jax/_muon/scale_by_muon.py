@@ -2,8 +2,9 @@
 
 from __future__ import annotations  # help() shows aliases by name
 
+import inspect
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,7 +28,9 @@ from .momentum import Momentum, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
 
-ShapeScale = float | jax.Array | Literal["mup"] | None
+#: The factor of an orthogonal matrix, by its `(fan_in, fan_out)`.
+Scale = Callable[[int, int], Any]
+ShapeScale = float | jax.Array | Literal["mup"] | Scale | None
 
 
 def scale_by_muon(
@@ -53,8 +56,8 @@ def scale_by_muon(
     (`consistent_rms=0.2`), which gives updates the root mean square of AdamW's,
     $\rho = \sqrt{\max(1, \mathrm{fan_{out}} / \mathrm{fan_{in}})}$
     (`consistent_rms=None`), or $\rho = \sqrt{\mathrm{fan_{out}} / \mathrm{fan_{in}}}$
-    (`consistent_rms="mup"`). With `None` the best rate does not change with the
-    width (the manual's "Width").
+    (`consistent_rms="mup"`), or what a function of `(fan_in, fan_out)` returns. With
+    `None` the best rate does not change with the width (the manual's "Width").
 
     The sources differ in three ways, and this function covers all of them: Keller
     Jordan, Moonlight's code and torch use Nesterov momentum, Kimi K2's Algorithm 1 does
@@ -73,7 +76,10 @@ def scale_by_muon(
         an object with `orthogonalize(x)`. Its argument is a stack of whole matrices
         `(..., m, n)`, inputs by outputs, in float32 or wider, on one device however the
         params are sharded; it returns the same shape.
-    - `consistent_rms`: root mean square of the update, `"mup"` or `None`.
+    - `consistent_rms`: root mean square of the update, `"mup"`, `None`, or a function
+        of one's own, `(fan_in, fan_out) -> float`, such as
+        `lambda fan_in, fan_out: 0.2 * fan_out**0.5`. `optax.inject_hyperparams` needs
+        `static_args=("consistent_rms",)` for it.
     - `mu_dtype`: dtype of the momentum; the params' if `None`. In float16 it is stored
         in units of 32: finite for gradients up to $2 \cdot 10^6 (1 - \beta)$, which
         covers all of float16 up to $\beta = 0.96$, and coarse for gradients below
@@ -174,18 +180,39 @@ def make_direction(
 
     **Raises:** `ValueError` for what cannot work, naming the argument.
     """
-    if not isinstance(consistent_rms, str) or consistent_rms != "mup":
-        number("consistent_rms", consistent_rms, NOT_NEGATIVE, "'mup'", "None")
     solver = make_solver(orthogonalizer)
     beta = number("beta", beta, SHARE, "a schedule")
     nesterov = flag("nesterov", nesterov)
     momentum = Momentum(beta, nesterov, float_dtype("mu_dtype", mu_dtype, also="int8"))
-    # `None` is Keller Jordan's `sqrt(max(1, fan_out / fan_in))`, "mup" has no maximum.
+    return Direction(momentum, solver, *_scale_of(consistent_rms))
+
+
+def _scale_of(consistent_rms: ShapeScale) -> tuple[Scale, Any]:
+    """The factor by shape, and a number besides, which may be traced; `None` for 1."""
+    # These two are spectral: they bound what a step does to activations whose entries
+    # have a root mean square of 1 (arXiv:2310.17813, condition 1).
     if consistent_rms is None:
-        return Direction(momentum, solver, None, least=1.0)
-    if isinstance(consistent_rms, str):
-        return Direction(momentum, solver, None, least=0.0)
-    return Direction(momentum, solver, consistent_rms)
+        return lambda fan_in, fan_out: math.sqrt(max(1, fan_out / fan_in)), None
+    if isinstance(consistent_rms, str) and consistent_rms == "mup":
+        return lambda fan_in, fan_out: math.sqrt(fan_out / fan_in), None
+    if callable(consistent_rms) and _takes_two(consistent_rms):
+        return consistent_rms, None
+    others = ("'mup'", "None", "a function of (fan_in, fan_out)")
+    number("consistent_rms", consistent_rms, NOT_NEGATIVE, *others)
+    # An orthogonal (m, n) has min(m, n) singular values of 1, so its entries have a
+    # root mean square of 1 / sqrt(max(m, n)), which this undoes.
+    return lambda fan_in, fan_out: math.sqrt(max(fan_in, fan_out)), consistent_rms
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Distinguishes a scale of one's own from a schedule, which takes the step."""
+    try:
+        inspect.signature(function).bind(1, 1)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
 
 
 class Direction(NamedTuple):
@@ -193,8 +220,8 @@ class Direction(NamedTuple):
 
     momentum: Momentum
     solver: Solver
-    rms: float | jax.Array | None  # of the update; `None` for a spectral scale
-    least: float = 0.0  # value of fan_out / fan_in in a spectral scale
+    scale: Scale
+    rms: float | jax.Array | None  # of the update, if that does not depend on shape
 
     def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""
@@ -229,21 +256,14 @@ class Direction(NamedTuple):
     def _scale(
         self, direction: jax.Array, view: MatrixView, cut: PartitionSpec
     ) -> jax.Array:
-        # An orthogonal (m, n) has min(m, n) singular values of 1, so its entries have a
-        # root mean square of 1 / sqrt(max(m, n)), which the first scale undoes. The
-        # others are spectral: they bound what a step does to activations whose entries
-        # have a root mean square of 1 (arXiv:2310.17813, condition 1).
-        rms: Any = self.rms
+        def scale(view: MatrixView) -> Any:
+            factor = self.scale(*view.matrix_shape)
+            number(f"consistent_rms{view.matrix_shape}", factor, NOT_NEGATIVE)
+            return factor
 
-        def scale(view: MatrixView) -> float:
-            fan_in, fan_out = view.matrix_shape
-            if rms is not None:
-                return math.sqrt(max(fan_in, fan_out))
-            return math.sqrt(max(self.least, fan_out / fan_in))
-
-        factor: Any = scale(view)
-        if view.division is not None:
-            # Pieces are those of the whole leaf, of which this may be a block.
+        if view.division is None:
+            factor = scale(view)
+        else:  # pieces are those of the whole leaf, of which this may be a block
             factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
-        factor = factor if rms is None else rms * factor
+        factor = factor if self.rms is None else self.rms * factor
         return direction * jnp.asarray(factor, direction.dtype)

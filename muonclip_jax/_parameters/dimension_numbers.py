@@ -8,7 +8,6 @@ from .._matrices.axes import is_axes
 from .._matrices.stacks import matrix_view, MatrixView
 from .._options import flag
 from . import names, paths
-from .by_names import ByNames, EitherWay, OPEN
 from .given import (
     AUTOMATIC,
     broadcast,
@@ -17,17 +16,12 @@ from .given import (
     check_read,
     is_patterns,
     Model,
-    write_patterns,
 )
-from .layers import IN_FRONT, StackAxes
-from .verdict import Verdict
+from .question import question
+from .rules import ByNames
+from .stacks import IN_FRONT, StackAxes
+from .verdict import EitherWay, Verdict
 
-
-#: What to say to a transformation that sees but a part of the params.
-BEFORE_THE_MASK = "dimension_numbers=mc.flax_dimension_numbers(params)"
-
-#: Why a leaf has the axes that the user gave it.
-GIVEN = "given"
 
 #: The label of a leaf that a reading says has no gradient: nothing updates it.
 FROZEN = "frozen"
@@ -63,12 +57,10 @@ def flax_dimension_numbers(
     stack of experts is recognized by its router. Each matrix of a stack is separate.
 
     Embeddings, positions, norms, biases, routers and leaves of rank 0 or 1 in one layer
-    are `None`, for AdamW. So is the output head: a kernel with such a name (`head`,
-    `lm_head`, `logits`, ...), one with as many outputs as the embedding has entries, or
-    in a model of some depth the one layer with a bias whose outputs no other layer
-    uses. Other kernels that may be the output head, such as the last of two layers,
-    raise an error, and so do gates with few outputs and leaves named like a mask. A
-    leaf of rank 2 with an unknown name is a matrix. [`describe`][] shows the reasons.
+    are `None`, for AdamW. So is an output head by its name, by the size of the
+    vocabulary, or as the one layer with a bias whose outputs no other layer uses. All
+    else that may be one raises an error. A leaf of rank 2 with an unknown name is a
+    matrix. [`describe`][] shows the rule that decided.
 
     **Arguments:**
 
@@ -138,8 +130,8 @@ def matrix_mask(
         {'up': {'bias': False, 'kernel': True}}
     """
     tree = paths.flatten(paths.params_of(params))
-    labels = _labels(tree, model, dimension_numbers)
-    return tree.unflatten(label == "matrix" for label in labels)
+    found = [x.numbers for x in resolve_verdicts(dimension_numbers, tree, model=model)]
+    return tree.unflatten(x is not None and not paths.is_masked(x) for x in found)
 
 
 def param_labels(
@@ -198,11 +190,11 @@ def _labels(
     labels = []
     verdicts = resolve_verdicts(given, tree, reading=reading)
     for path, verdict in zip(tree.paths, verdicts, strict=True):
-        label = verdict.label if verdict.why != GIVEN else reading[path].label
-        # What is given goes to Muon or to AdamW, whatever the model does with it.
-        is_other = verdict.why == GIVEN and label in ("matrix", FROZEN)
-        is_matrix = verdict.numbers is not None and not paths.is_masked(verdict.numbers)
-        labels.append("matrix" if is_matrix else "vector" if is_other else label)
+        # A leaf that is given to AdamW may be a table or a head all the same.
+        is_same = verdict.label == "matrix" or reading[path].label in ("matrix", FROZEN)
+        is_given = verdict.source == "given"
+        by_model = is_given and not is_same
+        labels.append(reading[path].label if by_model else verdict.label)
     return labels
 
 
@@ -252,55 +244,17 @@ def resolve_verdicts(
         reading = _read(model, tree)
     found = dict(reading or ByNames(tree).verdicts(per_head is not False))
     for path, numbers in (by_pattern(given, tree.paths) if given else {}).items():
-        if numbers != AUTOMATIC and found[path].why != "hidden":
+        if numbers != AUTOMATIC and found[path].source != "hidden":
             found[path] = _given(numbers)
-    if any(not x.is_known and path not in described for path, x in found.items()):
-        raise ValueError(_question(tree, found, described))
+    asked = [p for p, x in found.items() if not x.is_known and p not in described]
+    if asked:
+        raise ValueError(question(tree, found, asked))
     return list(found.values())
 
 
 def _given(numbers: Any) -> Verdict:
-    return Verdict("matrix" if is_axes(numbers) else "vector", numbers, GIVEN)
-
-
-def _question(
-    tree: paths.PathedTree,
-    found: Mapping[paths.Path, Verdict],
-    described: Collection[paths.Path],
-) -> str:
-    """Lists the leaves that nothing determines, with a guess to paste."""
-    guesses = {
-        path: x.numbers
-        for path, x in found.items()
-        if not x.is_known and path not in described
-    }
-    shapes = zip(tree.paths, tree.leaves, strict=True)
-    lines = {p: f"{paths.show(p)} {getattr(x, 'shape', '')}" for p, x in shapes}
-    why = {p: f": {found[p].why}" if found[p].why != OPEN else "" for p in guesses}
-    is_read = any(found[path].line for path in guesses)
-    read_it = "Let the loss decide: model=mc.read_model(loss, params, *batch)."
-    mask = (
-        "A mask hides leaves that may decide this. Decide on all params: "
-        f"{BEFORE_THE_MASK}."
-    )
-    message = [
-        "cannot decide which axes of these leaves form matrices:",
-        *(f"  {lines[path]}{why[path]}" for path in guesses),
-        *([mask] if any(map(paths.is_masked, tree.leaves)) else []),
-        *([] if is_read else [read_it]),
-        "Or give dimension_numbers. This mapping is a guess to check: reduction axes, "
-        "then output axes; all other axes are a stack of matrices; None is AdamW. The "
-        "axes of leaves that no pattern matches are still found automatically:",
-        "",
-        "from optax.contrib import MuonDimensionNumbers",
-        f"dimension_numbers = {write_patterns(guesses, tree.paths)}",
-    ]
-    if unsure := [path for path, x in found.items() if x.why.endswith("?")]:
-        message += ["", "Decided with little evidence:"]
-    for path in unsure:
-        by = "adamw" if found[path].numbers is None else "muon"
-        message.append(f"  {by} for {lines[path]}: {found[path].why}")
-    return "\n".join(message)
+    label = "matrix" if is_axes(numbers) else "vector"
+    return Verdict(label, numbers, "given", "given")
 
 
 def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
@@ -313,25 +267,27 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     check_read(model, tree)
     read, leaf_at = model.verdicts, tree.by_path()
     in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
-    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden"))
+    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden", "hidden"))
     doubtful = [
         path
         for path in in_sight
-        if not read[path].is_known or read[path].why == "elementwise"
+        if not read[path].is_known or read[path].kind == "elementwise"
     ]
     named = ByNames(tree).verdicts() if doubtful else {}
     for path in in_sight:
-        found[path] = read[path]._replace(why="traced")
+        found[path] = read[path]
     for path in doubtful:
         said, name = read[path], named[path]
         if not said.is_known:
-            found[path] = name._replace(why=f"not traced: {name.why}")
+            found[path] = name._replace(source="unread")
         # A kernel of a known layer, on entries of which the function seems to work one
         # by one: either may be wrong, as where a reading lacks a rule for a library's
         # own products, and nothing else would show it.
-        elif name.label == "matrix" and name.is_known and names.is_layer(path):
-            why = f"a kernel by its name, but multiplied entry by entry at {said.line}"
-            found[path] = name._replace(why=why, line=said.line, is_known=False)
+        elif name.numbers is not None and name.is_known and names.is_layer(path):
+            kind = f"a kernel by its name, but multiplied entry by entry at {said.line}"
+            found[path] = name._replace(
+                source="read", kind=kind, line=said.line, is_known=False
+            )
     return found
 
 

@@ -2,11 +2,10 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from optax.contrib import MuonDimensionNumbers
 
 from .._matrices.axes import is_axes
 from . import paths
@@ -153,33 +152,6 @@ def by_pattern(
             f"{example!r}; '*' stands for any characters, including slashes"
         )
     return found
-
-
-def write_patterns(
-    guesses: Mapping[Path, MuonDimensionNumbers | None], tree_paths: Iterable[Path]
-) -> str:
-    """Python code of a mapping that gives these leaves, and no other, their numbers.
-
-    A star stands for the number of a module, where all that it matches are alike.
-    """
-    # A set of one letter is how `fnmatch` escapes what it would read as a pattern.
-    own = {x: re.sub(r"([*?\[])", r"[\1]", "/".join(x)) for x in guesses}
-    starred = {x: re.sub(r"\d+(?=/)", "*", name) for x, name in own.items()}
-    others = ["/".join(path) for path in tree_paths if path not in guesses]
-    alike: dict[str, set[Any]] = {}
-    for path, x in guesses.items():
-        alike.setdefault(starred[path], set()).add(x)
-    mixed = {x for x, y in alike.items() if len(y) > 1 or fnmatch.filter(others, x)}
-    entries = {
-        own[path] if starred[path] in mixed else starred[path]: x
-        for path, x in guesses.items()
-    }
-    shown = {
-        key: x and f"MuonDimensionNumbers({x.reduction_axis}, {x.output_axis})"
-        for key, x in entries.items()
-    }
-    lines = [f'    "{key}": {x},' for key, x in shown.items()]
-    return "\n".join(["{", *lines, "}"])
 
 
 def broadcast(

@@ -9,41 +9,17 @@ the end.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
 from . import names
-from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
+from .paths import is_masked, LeafAt, Path, Shape
+from .stacks import given_stacks, Stack, stack_at, StackAxes
 
-
-#: The axis of the layers in the leaves of a module that is stacked, by its path.
-StackAxes = Mapping[str, int]
-IN_FRONT: StackAxes = MappingProxyType({})
 
 # Outputs of attention in penzai and praxis: common words, so only if nothing else is.
 _OUT_IN_ATTENTION = ("output", "post", "proj")
-
-
-class Stack(NamedTuple):
-    """The axes of a stack in a leaf: `depth` of them, from `start` on."""
-
-    start: int
-    depth: int
-
-    def sizes(self, shape: Shape) -> Shape:
-        return shape[self.start : self.start + self.depth]
-
-    def layer(self, shape: Shape) -> Shape:
-        """The shape of the leaf in one layer."""
-        return shape[: self.start] + shape[self.start + self.depth :]
-
-
-def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
-    """A stack that begins at an axis or, from the end, ends there, if it can."""
-    start = axis if axis >= 0 else axis + rank + 1 - depth
-    return Stack(start, depth) if 0 <= start <= rank - depth else None
 
 
 def find_stacks(
@@ -51,73 +27,41 @@ def find_stacks(
     stack_axes: StackAxes,
     axis_names: Mapping[Path, tuple[str, ...]],
 ) -> dict[Path, Stack]:
-    """The stack of each leaf.
-
-    **Raises:** `ValueError` for modules in `stack_axes` that the params lack, and for
-    leaves that lack the axis.
-    """
-    given = {split(module): axis for module, axis in stack_axes.items()}
-    starts = {path[:n] for path in leaf_at for n in range(len(path) + 1)}
-    absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
-    if absent and leaf_at:
-        raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
-    found: dict[Path, Stack] = dict.fromkeys(leaf_at, Stack(0, 0))
-    shapes: dict[Path, Shape] = {}
-    members: dict[Path, list[Path]] = {}
-    strays = []
+    """The stack of each leaf: given, or shared by all leaves of a module."""
+    found = given_stacks(leaf_at, stack_axes, axis_names)
+    members: dict[Path, dict[Path, Shape]] = {}  # the open leaves of each module
     for path, leaf in leaf_at.items():
-        if is_masked(leaf):
-            continue
-        shape = tuple(leaf.shape)
-        around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
-        named = [
-            i
-            for i, x in enumerate(axis_names.get(path, ()))
-            if x in names.STACKED or (x in names.EXPERTS and i < len(shape) - 1)
-        ]
-        if around:
-            # A number for each layer has one axis, wherever the others have theirs.
-            axis = around[-1] if len(shape) > 1 else 0
-            stack = stack_at(axis, len(shape), min(1, len(shape)))
-            found[path] = stack or Stack(0, 0)
-            strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
-        elif named and named[-1] - named[0] == len(named) - 1:
-            found[path] = Stack(named[0], len(named))
-        else:
-            shapes[path] = shape
-            for depth in range(len(path)):
-                members.setdefault(path[:depth], []).append(path)
-    if strays:
-        raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
-    seen: dict[Path, Stack] = {}  # the outermost of nested stacks holds them all
-    for module in sorted(members, key=len):
-        if members[module][1:] and members[module][0] not in seen:
-            seen |= _shared(members[module], shapes)
-    return found | seen
+        for depth in range(len(path) * (path not in found and not is_masked(leaf))):
+            members.setdefault(path[:depth], {})[path] = tuple(leaf.shape)
+    for module in sorted(members, key=len):  # the outermost of nested stacks
+        if len(members[module]) > 1 and found.keys().isdisjoint(members[module]):
+            found |= _shared(members[module])
+    return dict.fromkeys(leaf_at, Stack(0, 0)) | found
 
 
-def _shared(inside: list[Path], shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
+def _shared(shapes: Mapping[Path, Shape]) -> dict[Path, Stack]:
     """The stack that all leaves under a module share, if they do, by their paths."""
-    kinds = {p: names.kind(p) for p in inside}
-    kernels = [p for p in inside if p[-1] in names.KERNELS and kinds[p] != "norm"]
-    vectors = [shapes[p] for p in inside if kinds[p] == "norm"]
-    places: Iterable[int] = (0, 1, -1)
+    norms = {p for p in shapes if names.is_norm(p)}
+    kernels = [p for p in shapes if p[-1] in names.KERNELS and p not in norms]
+    vectors, places = [shapes[p] for p in norms], (0, 1, -1)
     if not vectors:
         # A bias may have an axis of heads, which a kernel has after its first. Only one
         # that is not just the last axes of its kernel is of a stack.
-        biases = {p[:-1]: shapes[p] for p in inside if "b" in (kinds[p][:1], p[-1])}
-        own = {p: biases[p[:-1]] for p in kernels if p[:-1] in biases}
-        own = {p: without_ones(x) if p[-1] == "weight" else x for p, x in own.items()}
+        by_module = {
+            p[:-1]: without_ones(shapes[p]) for p in shapes if p[-1][:1] == "b"
+        }
+        own = {p: by_module[p[:-1]] for p in kernels if p[:-1] in by_module}
         if any(x != shapes[p][-len(x) :] for p, x in own.items() if x):
             vectors, places = list(own.values()), (0,)
     depth = min(map(len, vectors), default=0) - 1
-    if depth < 1 or not (kernels or any(len(shapes[p]) > depth + 1 for p in inside)):
-        return {}
     # A gain for each output of the one kernel there, as of each head, is no stack.
-    if len(kernels) == 1 and all(x == shapes[kernels[0]][-len(x) :] for x in vectors):
+    is_one = len(kernels) == 1 and all(
+        x == shapes[kernels[0]][-len(x) :] for x in vectors
+    )
+    if depth < 1 or is_one or max(map(len, shapes.values())) <= depth + (not kernels):
         return {}
     for axis in places:
-        found = {p: stack_at(axis, len(shapes[p]), depth) for p in inside}
+        found = {p: stack_at(axis, len(x), depth) for p, x in shapes.items()}
         if len({x and x.sizes(shapes[p]) for p, x in found.items()}) == 1:
             return {p: x for p, x in found.items() if x}
     return {}
@@ -128,14 +72,128 @@ def without_ones(bias: Shape) -> Shape:
     return tuple(size for size in bias if size != 1) or bias[:1]
 
 
-def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
+class Leaf(NamedTuple):
+    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
+
+    own: Path
+    path: Path
+    shape: Shape
+    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
+    bias: Shape | None  # alongside it; of no axes where a mask hides it
+    kind: str  # by its name
+    is_turned: bool  # the leaf has its outputs first
+    # By what is around it:
+    role: str = ""  # in a layout
+    letters: tuple[str, ...] = ()  # of the layout, or of several that fit
+    experts: Shape | None = None  # the shape of the router
+    is_part: bool = False  # of a norm's size, or of what is next to it
+    hides: bool = False  # a mask hides what may decide
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def module(self) -> str:
+        return "".join(self.path[-2:-1])
+
+    @property
+    def is_kernel(self) -> bool:
+        return "kernel" in names.words("".join(self.path[-1:]))
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the leaf is a kernel with a bias, hidden or not."""
+        return self.is_kernel and self.bias is not None
+
+    @property
+    def is_table(self) -> bool:
+        return self.kind == "embedding" and not self.is_layer
+
+    @property
+    def is_conv(self) -> bool:
+        return self.is_kernel and names.is_convolution(self.path)
+
+    @property
+    def window(self) -> Shape:
+        """The axes between inputs and outputs, or in front, as Flax has a window."""
+        return self.shape[1:-1] if self.is_turned else self.shape[:-2]
+
+    @property
+    def is_row(self) -> bool:
+        return self.is_kernel and self.shape[-1] == 1
+
+    @property
+    def features(self) -> int:
+        """The inputs of a kernel; of a window its channels, which PyTorch has first."""
+        return self.shape[0 if self.is_turned else -2]
+
+    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
+        """Dimension numbers of the leaf, from axes of the shape."""
+        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
+        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
+
+
+def _bias_of(kernel: str) -> str:
+    """The name next to a kernel's: `bias_mu` of `kernel_mu`, as Dopamine has it."""
+    return kernel.replace("kernel", "bias") if "kernel" in kernel else "bias"
+
+
+def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]:
+    """One layer of each leaf in Flax's words, turned where its outputs come first."""
+    layers, axes_of = {}, {}
+    for own, (start, depth) in stacks.items():
+        shape = () if is_masked(leaf_at[own]) else tuple(leaf_at[own].shape)
+        kept = [i for i in range(len(shape)) if not start <= i < start + depth]
+        layers[own] = tuple(shape[i] for i in kept)
+        axes_of[own] = tuple(i - len(shape) for i in kept)
+    written = _in_flax(layers)
+    by_path = {path: layers[own] for own, path in written.items()}
+    bias_of = {
+        own: by_path.get((*path[:-1], _bias_of("".join(path[-1:]))))
+        for own, path in written.items()
+    }
+    kernels = {own for own, x in written.items() if "kernel" in "".join(x[-1:])}
+    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+
+    def outputs_first(own: Path) -> int | None:
+        """How many outputs a kernel has in front, by its bias; `None` if it is open."""
+        shape, bias = layers[own], without_ones(bias_of[own] or ())
+        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
+        is_told = first != last and 0 < len(bias) < len(shape)
+        return len(bias) * first if is_told else None
+
+    # What is called a weight has its outputs first in Equinox and Haliax. That counts
+    # where the biases do not disagree: square kernels do not vote, nor those without.
+    votes = [bool(x) for x in map(outputs_first, kernels & weights) if x is not None]
+    weights_turned = votes.count(True) >= votes.count(False)
+    found: dict[Path, Leaf] = {}
+    for own, path in written.items():
+        shape, axes, bias = layers[own], axes_of[own], bias_of[own]
+        spelled = ".".join(own).split(".")[-1]
+        name = spelled if path[-1:] == ("kernel",) else "".join(path[-1:])
+        kind = names.kind((*path[:-1], name))
+        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
+        # Equinox; and the first of pairs in stax.
+        may_turn = own in weights or spelled == "0" or spelled.startswith("weight_")
+        may_turn |= len(shape) == 2 and (own in kernels or spelled.startswith("w_"))
+        by = outputs_first(own) if may_turn else 0
+        if by is None:
+            is_head = path[-2:-1] in (("query",), ("key",), ("value",))
+            is_one = without_ones(bias or ()) == shape  # a gain
+            by = (len(shape) - 1 if is_head else 1) if own in kernels & weights else 0
+            by *= weights_turned and kind != "embedding" and not is_one
+        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
+        found[own] = Leaf(own, path, shape, axes, bias, kind, bool(by))
+    return found
+
+
+def _in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
     """The path of every leaf in Flax's words."""
     written: dict[Path, Path] = {}
     for own, shape in layers.items():
         # penzai writes `query.weights`, a checkpoint of PyTorch the whole path.
         *module, last = (*own[:-1], *own[-1].split(".")) if own else ("",)
-        stem, _, end = last.rpartition("_")
-        noisy = {(*own[:-1], f"{x}_{end}") for x in ("kernel", "bias")}
         if last == "b" and (*own[:-1], "w") in layers:
             last = "bias"
         elif last in ("w", "weight", "weights") and (
@@ -143,10 +201,8 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
         ):
             # A weight with more axes than its bias is a layer, whatever its name.
             bias = layers.get((*own[:-1], "bias" if last == "weight" else "b"), ())
-            is_norm = names.kind(own) == "norm" and not 0 < len(bias) < len(shape)
-            last = "scale" if is_norm else "kernel"
-        elif stem in ("kernel", "bias") and noisy <= layers.keys():
-            module, last = [*module, end], stem  # Dopamine's noisy layers
+            is_gain = names.is_norm(own) and not 0 < len(bias) < len(shape)
+            last = "scale" if is_gain else "kernel"
         elif last in ("0", "1") and (*own[:-1], "2") not in layers:
             # A pair of arrays whose second is a bias: stax, and lists written by hand.
             kernel, bias = (layers.get((*own[:-1], i), ()) for i in "01")
@@ -159,81 +215,16 @@ def in_flax(layers: Mapping[Path, Shape]) -> dict[Path, Path]:
         for depth, name in enumerate(path):
             roles.setdefault(path[:depth], {})[name] = names.projection(name)
     for below in roles.values():
-        if {"query", "key"} <= set(below.values()) and "out" not in below.values():
+        if {"query", "key"} <= {*below.values()} and "out" not in below.values():
             others = [name for name in below if name in _OUT_IN_ATTENTION]
             below |= dict.fromkeys(others[:1], "out")
     for own, path in written.items():
         for depth in range(max(len(path) - 2, 0), len(path)):
             role, rest = roles[path[:depth]][path[depth]], path[depth + 1 :]
-            found = Counter(roles[path[:depth]].values())
+            count = Counter(roles[path[:depth]].values())
             # No second module may be called the same; a bare array needs an output.
-            in_attention = role and found[role] == 1 and found["query"] and found["key"]
-            if in_attention and (rest or found["out"]):
+            in_attention = role and count[role] == 1 and count["query"] and count["key"]
+            if in_attention and (rest or count["out"]):
                 written[own] = (*path[:depth], role, *(rest or ("kernel",)))
                 break
     return written
-
-
-class Leaf(NamedTuple):
-    """A leaf in Flax's words, `(inputs..., outputs...)` in one layer."""
-
-    own: Path
-    path: Path
-    shape: Shape
-    axes: tuple[int, ...]  # of the leaf, from the end, for those of the shape
-    bias: Shape | None  # alongside it; of no axes where a mask hides it
-    module: str
-    is_kernel: bool
-    is_conv: bool
-    is_turned: bool = False  # the leaf has its outputs first
-
-    def numbers(self, inputs: Iterable[int], outputs: Iterable[int]):
-        """Dimension numbers of the leaf, from axes of the shape."""
-        sides = (tuple(self.axes[i] for i in axes) for axes in (inputs, outputs))
-        return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
-
-
-def leaves_of(
-    shapes: Mapping[Path, Shape], axes_of: Mapping[Path, tuple[int, ...]]
-) -> dict[Path, Leaf]:
-    """One layer of each leaf in Flax's words, turned where its outputs come first."""
-    layers = {own: tuple(shapes[own][i] for i in axes) for own, axes in axes_of.items()}
-    written = in_flax(layers)
-    by_path = {path: layers[own] for own, path in written.items()}
-    biases = {own: by_path.get((*x[:-1], "bias")) for own, x in written.items()}
-    kernels = {own for own, x in written.items() if x[-1:] == ("kernel",)}
-    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
-
-    def is_turned(own: Path) -> bool | None:
-        """Compares a kernel with its bias, which has its outputs."""
-        shape, bias = layers[own], without_ones(biases[own] or ())
-        first, last = shape[: len(bias)] == bias, shape[-len(bias) :] == bias
-        return first if first != last and 0 < len(bias) < len(shape) else None
-
-    # What is called a weight has its outputs first in Equinox and Haliax. That counts
-    # where the biases do not disagree: square kernels do not vote, nor those without.
-    votes = [is_turned(own) for own in kernels & weights]
-    weights_turned = votes.count(True) >= votes.count(False)
-    found: dict[Path, Leaf] = {}
-    for own, path in written.items():
-        shape, axes, bias = layers[own], axes_of[own], biases[own]
-        is_weight, module = own in kernels & weights, "".join(path[-2:-1])
-        in_attention = module in ("query", "key", "value", "out")
-        is_conv = bool(names.CONVOLUTION.search(module))
-        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
-        # Equinox; and the first of pairs in stax.
-        is_layer = own in kernels or "".join(own[-1:]).startswith(("weight_", "w_"))
-        may_turn = own in weights or own[-1:] == ("0",)
-        may_turn |= len(shape) == 2 and is_layer
-        by = 0
-        if may_turn and len(without_ones(bias or ())) < len(shape) > 1:
-            turned = is_turned(own)
-            if turned:
-                by = len(without_ones(bias or ()))
-            elif turned is None and is_weight and weights_turned:
-                by = len(shape) - 1 if in_attention and module != "out" else 1
-                by *= names.kind(own) != "embedding"
-        shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
-        kinds = module, own in kernels, is_conv
-        found[own] = Leaf(own, path, shape, axes, bias, *kinds, bool(by))
-    return found

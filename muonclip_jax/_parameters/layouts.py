@@ -1,7 +1,8 @@
 """Kernels of one module, taken apart by their shapes together: attention, gates."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from .layers import Leaf
 from .paths import Path
@@ -11,11 +12,11 @@ from .paths import Path
 #: is one size. D, C, R, S are features or ranks that come in (of the query, of what is
 #: attended to, of latents), E what goes out; M = N * V is flat, N = K * G heads are in
 #: groups. L and digits stack.
-LAYOUTS: tuple[dict[str, str], ...] = (
+LAYOUTS: tuple[Mapping[str, str], ...] = (
     # Flax, HuggingFace's Llama in bonsai and tunix; cross attention has its own C.
     dict(query="dNH", key="cKH", value="cKV", out="nvE"),
     dict(query="dNH", key="cKH", value="cKV", out="mE"),  # DeepSeek's flat output
-    dict(query="dNH", key="cKH", value="cKV", out="Env"),  # praxis, simply
+    dict(query="dNH", key="cKH", value="cKV", out="Dnv"),  # praxis, simply
     dict(query="dKGH", key="dKH", value="dKV", out="kgvE"),  # penzai
     dict(query="dKGH", key="dKH", value="dKV", out="nvE"),  # Levanter
     # Latent attention in MaxText, with a low-rank query and without.
@@ -32,13 +33,22 @@ LAYOUTS: tuple[dict[str, str], ...] = (
     dict(gating_einsum="2dF", linear="fD"),  # is stored both ways round
     dict(gating_einsum="2Fd", linear="fD"),
 )
+
+
+class Sides(NamedTuple):
+    """Axes of inputs and of outputs, of those of one layer."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
 #: Roles whose outputs have heads, which `per_head` cuts.
 WITH_HEADS = {"query", "key", "value", "wq_b", "wkv_b"}
-#: All roles that a layout names.
-ROLES = {role for layout in LAYOUTS for role in layout}
+ATTENTION = WITH_HEADS | {"out"}
+_ROLES = {role for layout in LAYOUTS for role in layout}
 
 
-def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
+def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, tuple[str, ...]]]:
     """The role of every kernel that a layout may name, and the letters that fit it.
 
     Several if layouts fit that take the kernel apart differently.
@@ -47,55 +57,56 @@ def layouts_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[str, list[str]]]:
     for leaf in leaves:
         at = len(leaf.path) - 1 - leaf.is_kernel
         name = "".join(leaf.path[at : at + 1])
-        if name in ROLES and leaf.shape:
+        if name in _ROLES and leaf.shape:
             modules.setdefault(leaf.path[:at], {})[name] = leaf
-    found: dict[Path, tuple[str, list[str]]] = {}
+    found: dict[Path, tuple[str, tuple[str, ...]]] = {}
     for members in modules.values():
-        fitting: dict[int, list[dict[str, str]]] = {}
-        is_general = max(len(leaf.shape) for leaf in members.values()) > 2
-        for layout in LAYOUTS if is_general else ():
-            if not members.keys() <= layout.keys():
-                continue
-            pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
-            # A bias has the outputs of its kernel, and its layers.
-            pairs += [
-                ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
-                for role, leaf in members.items()
-                if leaf.bias and leaf.is_kernel
-            ]
-            # One letter is one size, whichever kernels have it, as inputs or outputs.
-            size: dict[str, int] = {}
-            fits = all(len(letters) == len(shape) for letters, shape in pairs)
-            fits = fits and all(
-                size.setdefault(x, int(x) if x.isdigit() else n) == n
-                for letters, shape in pairs
-                for x, n in zip(letters.upper(), shape, strict=True)
-            )
-            for whole, *parts in ("MNV", "NKG"):
-                if fits and {whole, *parts} <= size.keys():
-                    fits = size[whole] == math.prod(size[x] for x in parts)
-            # Most outputs are as wide as what came in. Features as many as heads hold
-            # would be a coincidence in a stack; and in Flax a query without a value has
-            # heads.
-            features, heads = size.get("D", 0), size.get("N", 0)
-            of_width = size.get("E", features) == features
-            is_likely = features == heads * size.get("H", 0)
-            is_likely |= "value" not in members and features >= heads
-            is_likely &= "L" not in "".join(layout.values())
-            if fits:
-                likely = of_width + (of_width and is_likely)
-                fitting.setdefault(likely, []).append(layout)
-        likeliest = fitting[max(fitting)] if fitting else []
+        fitting = [layout for layout in LAYOUTS if _fits(layout, members)]
         for role, leaf in members.items():
-            letters = {sides_of(x): x for x in (layout[role] for layout in likeliest)}
-            found[leaf.path] = role, list(letters.values())
+            letters = {sides_of(layout[role]): layout[role] for layout in fitting}
+            found[leaf.own] = role * (len(members) > 1), tuple(letters.values())
     return found
 
 
-def sides_of(letters: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _fits(layout: Mapping[str, str], members: Mapping[str, Leaf]) -> bool:
+    """Checks that one letter is one size, whichever kernels have it."""
+    if not members.keys() <= layout.keys() or members.keys() <= {"out", "linear"}:
+        return False
+    # Features as many as heads hold would be a coincidence in a stack; and in Flax a
+    # query without a value has heads, fewer than features.
+    features, *heads = (members.get("query") or next(iter(members.values()))).shape
+    has_heads = features == math.prod(heads)
+    has_heads |= "value" not in members and features >= max(heads[:1], default=0)
+    if has_heads and "L" in "".join(layout.values()):
+        return False
+    if max(leaf.rank for leaf in members.values()) < 3:
+        return False
+    pairs = [(layout[role], leaf.shape) for role, leaf in members.items()]
+    # A bias has the outputs of its kernel, and its layers.
+    pairs += [
+        ("".join(x for x in layout[role] if not x.islower()), leaf.bias)
+        for role, leaf in members.items()
+        if leaf.bias
+    ]
+    if any(len(letters) != len(shape) for letters, shape in pairs):
+        return False
+    sizes: dict[str, set[int]] = {}
+    for letters, shape in pairs:
+        for letter, n in zip(letters.upper(), shape, strict=True):
+            sizes.setdefault(letter, {int(letter)} if letter.isdigit() else set()).add(
+                n
+            )
+    size = {letter: math.prod(found) for letter, found in sizes.items()}
+    wholes = [x for x in ("MNV", "NKG") if {*x} <= size.keys()]
+    return all(len(found) == 1 for found in sizes.values()) and all(
+        size[whole] == math.prod(size[x] for x in parts) for whole, *parts in wholes
+    )
+
+
+def sides_of(letters: str) -> Sides:
     """Input and output axes of a kernel in a layout, from the end."""
     axes = [(i - len(letters), x) for i, x in enumerate(letters) if x != "L"]
-    return (
+    return Sides(
         tuple(i for i, x in axes if x.islower()),
         tuple(i for i, x in axes if x.isupper()),
     )

@@ -15,15 +15,17 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
-# With GPT-2 in HuggingFace, and papers; short forms if nothing else follows.
+_STREAMS = (("static",), ("dynamic",))
+# With GPT-2 in HuggingFace, papers and VQ-VAE; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
-_TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok"}
+_TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
 _SHORT = {"emb", "embd"}
+_OF_TOKENS = {"tok", "token", "word", "vocab", "embedding"}
 _POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
 _LEARNED = {"latents", "prompt", "prompts", "prototypes", "probe", "queries"}
-_LEARNED |= {"codevectors"}
+_LEARNED |= {"codevectors", "log", "logs"}  # and decays, as logarithms
 _TOKENS = {"token", "tokens", "cls", "register", "registers"}
 # What is called a projection is a layer, whatever it is of: `pos_proj`.
 _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
@@ -32,7 +34,8 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab"}
+_FIXED |= {"filter", "filters"}
+_HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"predictions"}  # Keras' applications
 
 #: Roles in attention, under the names of Flax, HuggingFace, Gemma, Haiku, Haliax.
@@ -44,83 +47,7 @@ _ROLES = {
 }
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
-
-@functools.lru_cache(maxsize=4096)
-def words(name: str) -> tuple[str, ...]:
-    """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
-    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    return tuple(word.lower() for word in found)
-
-
-@functools.lru_cache(maxsize=4096)
-def kind(path: Path) -> str:
-    """Returns what a leaf is by its name and its module's, whatever its shape.
-
-    `"bias"`, `"norm"`, `"gain"`, `"embedding"`, `"logarithms"`, `"positions or
-    tokens"`, `"no layer"`, `"head"`, or `""`, which is open.
-    """
-    # What has but a number in a list is called what the list is.
-    path = tuple(x for x in path if not x.isdigit())
-    name = "/".join(path[-1:])
-    own, module = words(name), words("/".join(path[-2:-1]))
-    # What Flax calls a kernel is what its module is called.
-    is_kernel, ends = name in KERNELS, {*own[-1:]}
-    called = module if is_kernel else own
-    first, last = {*called[:1]}, {*called[-1:]}
-    is_layer = bool(last & _LAYERS)
-    if "bias" in ends:
-        return "bias"
-    is_norm = _LAYERS.isdisjoint(module[-1:]) and any(
-        x in _NORMS or x.endswith(("norm", "normalization")) for x in module
-    )
-    if name in _VECTORS or (is_norm and name in ("w", "weight", "weights", "b")):
-        return "norm"
-    # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    # So have those of hyper-connections (arXiv:2409.19606), `dynamic_alpha_fn`.
-    of_streams = {x + y for x in ("static", "dynamic") for y in ("alpha", "beta")}
-    is_shift = not is_kernel and "shift" in own
-    if ends & _GAINS or is_shift or "".join(own[:2]) in of_streams:
-        return "gain"
-    # A word has to end a table's name or begin it: `embeddings_project` is none.
-    of_tokens = {"tok", "token", "word", "vocab", "embedding"} & {*called[:-1]}
-    is_table = (
-        ("embed" in first and not is_layer)
-        or called == ("shared",)  # by encoder and decoder, as in T5 and BART
-        or last & {"codebook", "codebooks"}  # VQ-VAE
-        # `emb` alone, but not `time_emb`, which is often a layer after an embedding.
-        or (last & _SHORT and (of_tokens or len(called) == 1))
-        or (last & {"table", "matrix"} and of_tokens)
-    )
-    if is_kernel:
-        is_table = (is_table and name != "kernel") or last & _TABLES
-    elif not is_layer:
-        is_table = is_table or (_TABLES | _SHORT) & (first | last)
-    if is_table or "W_E" in path[-2:]:  # papers on interpretability
-        return "embedding"
-    if {"log", "logs"} & {*own[:1], *ends}:
-        return "logarithms"
-    is_position = (_POSITIONS | _TOKENS) & {*own} or ends & _LEARNED
-    if is_kernel:
-        # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
-        is_position = name != "kernel" and first & _RELATIVE and not is_layer
-    if is_position:
-        return "positions or tokens"
-    is_gain = is_norm and is_kernel  # with a bias that is shorter, a layer
-    if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
-        return "no layer"
-    # `lm_head`, not `head_conv`, `pre_logits`, `logit_key`; an array may be called so.
-    is_head = "W_U" in path[-2:] or any(
-        x[:1] != ("pre",) and ((_HEADS | {"logit"}) & {*x[-1:]} or "logits" in x)
-        for x in (module, called)
-    )
-    return "head" if is_head else ""
-
-
-CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
-#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
-STACKED = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
-STACKED |= {"dense_layers", "moe_layers"}
-EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
+_CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
 IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
@@ -134,7 +61,85 @@ ENDS = ("out", "final", "last")
 #: Words of layers that may write the output, whatever their sizes.
 OUTPUTS = {"bbox", "box", "boxes", "class", "classes", "cls", "iou", "quality"}
 OUTPUTS |= {"score", "scores", "pred", "predict", "policy", "actor", "critic", "rgb"}
-OUTPUTS |= {"heatmap", "regression", "forecast", "density", "logstd", "ctc", "tagger"}
+OUTPUTS |= {"heatmap", "regression", "forecast", "backcast", "density", "logstd"}
+OUTPUTS |= {"ctc", "tagger"}
+
+
+@functools.lru_cache(maxsize=4096)
+def words(name: str) -> tuple[str, ...]:
+    """`LayerNorm_0` and `layer_norm` are `layer`, `norm`."""
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return tuple(word.lower() for word in found)
+
+
+def is_norm(path: Path) -> bool:
+    """Checks for a gain or a shift by its name, or a weight in a norm."""
+    name, module = "".join(path[-1:]), _named(path)[1]
+    said = any(
+        x in _NORMS or x.endswith(("norm", "normalization")) for x in words(module)
+    )
+    said &= _LAYERS.isdisjoint(words(module)[-1:])
+    return name in _VECTORS or (said and name in (*KERNELS - {"kernel"}, "b"))
+
+
+def _named(path: Path) -> tuple[str, str]:
+    """What has but a number in a list is called what the list is."""
+    *_, module, name = ("", "", *(x for x in path if not x.isdigit()))
+    return name, module
+
+
+@functools.lru_cache(maxsize=4096)
+def kind(path: Path) -> str:
+    """Returns what a leaf is by its name and its module's, whatever its shape.
+
+    `"bias"`, `"norm"`, `"embedding"`, `"added"`, `"no layer"`, `"head"`,
+    or `""`, which is open.
+    """
+    name, above = _named(path)
+    own, module, is_kernel = words(name), words(above), name in KERNELS
+    # What Flax calls a kernel is what its module is called.
+    called = module if is_kernel else own
+    first, last = {*called[:1]}, {*called[-1:]}
+    is_layer, is_weight = bool(last & _LAYERS), is_kernel and name != "kernel"
+    if "bias" in own[-1:]:
+        return "bias"
+    # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
+    # So have those of hyper-connections (arXiv:2409.19606), `dynamic_alpha_fn`.
+    is_shift = "shift" in own and not is_kernel
+    is_shift |= own[:1] in _STREAMS and own[1:2] in (("alpha",), ("beta",))
+    if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
+        return "norm"
+    # A word has to end a table's name or begin it: `embeddings_project` is none. `emb`
+    # is one alone, but not in `time_emb`, which is often a layer after an embedding.
+    is_table = last & (_TABLES | _SHORT if len(called) == 1 else _TABLES)
+    if not is_kernel:
+        is_table = not is_layer and (_TABLES | _SHORT) & (first | last)
+    elif is_weight:  # `shared` by encoder and decoder, as in T5 and BART
+        is_shared = called == ("shared",) or ("embed" in first and not is_layer)
+        is_table = is_table or is_shared
+    of_tokens = last & {*_SHORT, "table", "matrix"} and _OF_TOKENS & {*called[:-1]}
+    if is_table or of_tokens or "W_E" in path[-2:]:  # papers on interpretability
+        return "embedding"
+    # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
+    is_learned = is_weight and not is_layer and first & _RELATIVE
+    if not is_kernel:
+        is_learned = {*own} & (_POSITIONS | _TOKENS) or {*own[:1], *own[-1:]} & _LEARNED
+    if is_learned:
+        return "added"
+    is_gain = is_kernel and is_norm((*path[:-1], "w"))  # with a shorter bias, a layer
+    if is_gain or not (is_layer or _FIXED.isdisjoint(called)):
+        return "no layer"
+    # `lm_head`, not `head_conv`, `pre_logits`, `logit_key`; an array may be called so.
+    is_head = "W_U" in path[-2:] or any(
+        x[:1] != ("pre",) and (_HEADS & {*x[-1:]} or "logits" in x)
+        for x in (module, called)
+    )
+    return "head" if is_head else ""
+
+
+def is_vector(path: Path) -> bool:
+    """Checks for a norm or a bias by its name: what a mask of matrices hides."""
+    return is_norm(path) or kind(path) == "bias" or path[-1:] == ("b",)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,14 +148,25 @@ def projection(name: str) -> str:
     return _ROLE_OF.get(re.sub(r"[^a-z]", "", name.lower()), "")
 
 
+def is_convolution(path: Path) -> bool:
+    return bool(_CONVOLUTION.search("".join(path[-2:-1])))
+
+
 def is_layer(path: Path) -> bool:
     """Checks for the kernel of a layer that is called so, such as `Dense_0`, `q_proj`.
 
     What else Flax calls a kernel may be anything.
     """
     module = "".join(path[-2:-1])
-    is_called = CONVOLUTION.search(module) or not _LAYERS.isdisjoint(words(module))
+    is_called = is_convolution(path) or not _LAYERS.isdisjoint(words(module))
     return path[-1:] == ("kernel",) and bool(is_called or projection(module))
+
+
+def is_called_layer(path: Path) -> bool:
+    """Checks an array for the name of a layer: `w_ih`, `up`, `wq`, `out_proj`."""
+    said = words("".join(path))
+    is_called = {*said} & (_LAYERS | IN_BLOCK | {"down", "gate", "wo", "fc"})
+    return bool(is_called or projection("".join(path)) or {*said[:1]} & KERNELS)
 
 
 def is_low_rank(path: Path) -> bool:

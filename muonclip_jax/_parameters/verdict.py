@@ -1,16 +1,36 @@
 """The verdict on one parameter, by its name and shape, a reading, or the user."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from optax.contrib import MuonDimensionNumbers
+
+
+#: Who decided. An "unread" leaf is named: the reading does not know it.
+Source = Literal["named", "read", "unread", "given", "hidden"]
+
+
+class EitherWay(MuonDimensionNumbers):
+    """Dimension numbers of either direction: a mask hides the bias that decides."""
 
 
 class Verdict(NamedTuple):
-    """The verdict on one parameter.
-
-    A verdict that is not known is a guess, which the user is asked about.
-    """
+    """The verdict on one parameter. Its fields decide, and `why` is only printed."""
 
     label: str  # "matrix", "embedding", "head", "router", "vector" or "frozen"
     numbers: Any  # of a matrix: `MuonDimensionNumbers`, or `MatrixAxes` as given
-    why: str  # what says so, in words; with a "?" at the end where evidence is weak
+    kind: str  # the rule that fired, or the use that a trace shows
+    source: Source = "named"
+    is_known: bool = True  # else `numbers` are a guess, which the user is asked about
+    is_sure: bool = True  # else there is little evidence
     line: str = ""  # file and line of the use, where a trace shows it
-    is_known: bool = True
+    note: str = ""  # more to print than the kind
+
+    @property
+    def why(self) -> str:
+        """Says in words what decided, with a "?" at the end if evidence is weak."""
+        said = f"{self.kind}{self.note}" + "?" * (not self.is_sure)
+        if self.source == "unread":
+            return f"not traced: {said}"
+        if self.source == "read":
+            return f"traced{self.note}" if self.is_known else said
+        return said if self.source == "named" else self.source

@@ -98,9 +98,8 @@ class ModelReading:
         ):
             axes, by_name = (_axes(x.numbers, len(leaf.shape)) for x in (v, name))
             label, shape = v.label + ("" if v.is_known else "?"), str(tuple(leaf.shape))
-            rows.append([paths.show(path), shape, label, axes, v.why, v.line or "-"])
-            why = name.why.removesuffix("?")
-            why = f"{by_name} ({why})" if name.is_known else "nothing"
+            rows.append([paths.show(path), shape, label, axes, v.kind, v.line or "-"])
+            why = f"{by_name} ({name.kind}{name.note})" if name.is_known else "nothing"
             is_same = axes == by_name and name.is_known
             said.append("" if is_same or not v.is_known else why)
             own.append((label, math.prod(leaf.shape), 1))

@@ -36,15 +36,15 @@ def verdicts(
 
     def verdict(i: int, shape: Shape) -> Verdict:
         if not is_float[i]:
-            return Verdict("vector", None, "no floats", "")
+            return Verdict("vector", None, "no floats", "read")
         own = [note for note in uses.notes if note.number == i]
         of = {note.kind: note for note in reversed(own)}  # the first of each kind
         if not own:
-            return Verdict("vector", None, "not used", "", is_known=False)
+            return Verdict("vector", None, "not used", "read", is_known=False)
 
         def said(label: str, kind: str, words: str = "", **more: Any) -> Verdict:
-            line = of[kind].line
-            return Verdict(label, None, words or kind, line, **more)
+            about = {"source": "read", "line": of[kind].line, **more}
+            return Verdict(label, None, words or kind, **about)
 
         if i in frozen:
             return said("frozen", own[0].kind, "its gradient is stopped")

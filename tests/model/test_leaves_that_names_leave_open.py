@@ -395,3 +395,52 @@ def test_a_kernel_of_a_module_that_no_name_knows_is_what_the_reading_says():
 
     reading = mc.read_model(loss, params, jax.ShapeDtypeStruct((8, 16), jnp.float32))
     assert mc.param_labels(params, model=reading)["Gain_0"]["kernel"] == "vector"
+
+
+def test_a_deep_model_asks_in_few_lines_that_lead_out():
+    """The reading first, then a mapping; each kind of leaf is one line."""
+    layer = {
+        "experts": {"up": jnp.ones((4, 8, 16)), "down": jnp.ones((4, 16, 8))},
+        "mix": {"kernel": jnp.ones((8, 3, 2, 8))},
+        "proj": {"kernel": jnp.ones((8, 8))},
+    }
+    layers = {f"layers_{i}": layer for i in range(40)}
+    params = layers | {"odd": jnp.ones((4, 2, 2))} | run("Dense_", 8, 12, 11, 10)
+    with pytest.raises(ValueError, match="cannot decide") as error:
+        mc.muon(1e-3).init(params)
+    question, rest = str(error.value).split("Let the loss decide: model=mc.read_model")
+    assert question.splitlines()[1:] == [
+        "  layers_0/experts/down (4, 16, 8) and 39 more like layers_*/experts/down",
+        "  layers_0/experts/up (4, 8, 16) and 39 more like layers_*/experts/up",
+        "  layers_0/mix/kernel (8, 3, 2, 8) and 39 more like layers_*/mix/kernel",
+        "  odd (4, 2, 2)",
+    ]
+    mapping, unsure = rest.split("Decided with little evidence:\n")
+    assert mapping.count("MuonDimensionNumbers(") == 4 and len(str(error.value)) < 2000
+    assert unsure == (
+        "  adamw for Dense_2/kernel (11, 10): output head: nothing takes its outputs?"
+    )
+
+
+@pytest.mark.parametrize(
+    "path, shape",
+    [
+        ("ssm/poles", (64, 4)),  # few rows may be gains or positions
+        ("mixer/coefficients", (3, 64)),
+        ("net/Conv_0/kernel", (4, 3, 3, 8, 16)),  # or four windows of 3 x 3
+        ("net/conv/kernel", (2, 5, 8, 16)),
+        ("net/symm/kernel", (8, 3, 8)),  # outputs at either end
+    ],
+)
+def test_what_may_as_well_be_something_else_is_asked_about(path, shape):
+    *modules, name = path.split("/")
+    node = {name: jnp.ones(shape)} | ({"bias": jnp.ones(8)} if "symm" in path else {})
+    for module in reversed(modules):
+        node = {module: node}
+    mlp = {"up": dense(64, 256), "down": dense(256, 64)}
+    assert asked({"mlp": mlp} | node) == {path}
+
+
+def test_few_rows_under_the_name_of_a_layer_are_a_matrix():
+    cell = arrays(w_i=(5, 48), weight_hh=(16, 48), up_proj=(3, 64), w=(4, 64))
+    assert not asked({"cell": cell})

@@ -301,12 +301,12 @@ def test_the_guess_to_paste_takes_a_window_whole(leaf, shape, numbers):
 def test_gains_over_two_axes_with_their_shifts_are_no_matrices():
     """Equinox's `LayerNorm((24, 40))` in a list, with no name of its own."""
     gain = {"weight": (24, 40), "bias": (24, 40)}
-    params = {"layers": [linear(40, 24), gain, linear(9, 40), {"weight": (24, 40)}]}
-    text = mc.describe(abstract(params), attention=[])
+    layers = [linear(40, 24), gain, {"weight": (24, 40)}, linear(9, 40)]
+    text = mc.describe(abstract({"layers": layers}), attention=[])
     rows = {row.split()[0]: row for row in text.splitlines() if row}
     assert "adamw      norm" in rows["layers/1/weight"]
     # Without its shift it looks like a layer, but its number says nothing.
-    assert "outputs first?" in rows["layers/3/weight"]
+    assert "outputs first?" in rows["layers/2/weight"]
     assert "outputs first " in rows["layers/0/weight"]
 
 

@@ -35,6 +35,40 @@ def test_mup_is_the_root_of_fan_out_over_fan_in():
         np.testing.assert_allclose(updates["mup"][name], expected, rtol=1e-6)
 
 
+def test_a_scale_of_ones_own_gets_the_sizes_of_every_matrix():
+    """Each piece of a fused kernel by its own shape, and experts one by one."""
+    numbers = {
+        "qkv": mc.MatrixAxes(0, 1, parts=(4, 6, 2)),
+        "experts": Numbers(-2, -1),
+        "turned": Numbers(1, 0),
+    }
+    shapes = {"qkv": (8, 12), "experts": (3, 8, 5), "turned": (7, 8)}
+    grads = {name: normal(shape, *shape) for name, shape in shapes.items()}
+    seen, found = set(), {}
+
+    def scale(fan_in, fan_out):
+        seen.add((fan_in, fan_out))
+        return fan_out / (1 + fan_in)
+
+    for rms in (scale, "mup"):
+        tx = mc.scale_by_muon(consistent_rms=rms, dimension_numbers=numbers)
+        found[rms], _ = tx.update(grads, tx.init(grads))
+    assert seen == {(8, 4), (8, 6), (8, 2), (8, 5), (8, 7)}
+    outputs = {"qkv": np.repeat([4, 6, 2], (4, 6, 2)), "experts": 5, "turned": 7}
+    for name, n in outputs.items():
+        ratio = n / 9 / np.sqrt(n / 8)
+        expected = found["mup"][name] * jnp.asarray(ratio, jnp.float32)
+        np.testing.assert_allclose(found[scale][name], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", ["0.2", None, -1.0, float("nan"), jnp.ones(2)])
+def test_a_scale_that_is_no_number_names_the_sizes(value):
+    tx = mc.scale_by_muon(consistent_rms=lambda fan_in, fan_out: value)
+    grads = {"w": normal(0, 3, 4)}
+    with pytest.raises(ValueError, match=r"consistent_rms\(3, 4\) must be"):
+        tx.update(grads, tx.init(grads))
+
+
 @pytest.mark.parametrize("width", [32, 128])
 def test_what_a_step_does_to_features_does_not_depend_on_the_width(width):
     """Two layers whose widths grow move the root mean square of their output alike."""
@@ -81,7 +115,7 @@ def test_steps_fall_with_the_width():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="must be a number or 'mup' or None, got 'mu'"):
+    with pytest.raises(ValueError, match="or 'mup' or None or a function.*, got 'mu'"):
         mc.muon(1e-2, consistent_rms="mu")
     with pytest.raises(ValueError, match="'mup'"):
         mc.scale_by_muon(consistent_rms="rms")

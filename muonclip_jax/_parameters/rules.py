@@ -1,0 +1,276 @@
+"""What a leaf is by its name, its shape and what is next to it: a list of rules.
+
+Leaves are first written as Flax would have them, one layer of each stack, so that one
+list serves all libraries. The first rule that holds decides; `outputs` then has the
+rules on kernels that write the output.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from . import names
+from .layers import find_stacks, Leaf, leaves_of, without_ones
+from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
+from .outputs import Outputs
+from .paths import is_masked, Path, PathedTree
+from .stacks import IN_FRONT, StackAxes
+from .verdict import EitherWay, Verdict
+
+
+_WINDOW = 8  # of a convolution over time, at most
+_PATCH = 16  # of any convolution, at most
+
+
+class Rule(NamedTuple):
+    """A kind of leaf, when it holds, and what is said of it.
+
+    The condition of a matrix returns its sides. "asked" is no label: the user is asked.
+    """
+
+    kind: str
+    holds: Callable[[Leaf], Any]
+    label: str = "vector"
+    is_sure: Callable[[Leaf], bool] = lambda x: True
+
+    def verdict(self, leaf: Leaf) -> Verdict | None:
+        found = self.holds(leaf)
+        if not found:
+            return None
+        if self.label == "asked":
+            return Verdict("matrix", _guess(leaf), self.kind, is_known=False)
+        numbers = leaf.numbers(*found) if isinstance(found, Sides) else None
+        # Biases show which way round weights are, those of others, too.
+        is_open = leaf.hides and (leaf.own[-1:] == ("weight",) or leaf.bias == ())
+        if numbers and leaf.rank == 2 and is_open:
+            numbers = EitherWay(*numbers)
+        return Verdict(self.label, numbers, self.kind, is_sure=self.is_sure(leaf))
+
+
+def is_named(x: Leaf) -> bool:
+    """A kernel with a bias, or in a module that has a name, not a number in a list."""
+    return x.is_layer or (x.is_kernel and bool(x.module and not x.module.isdigit()))
+
+
+def is_small(x: Leaf) -> bool:
+    """A few rows may be gains, as FermiNet's, or it is like what is next to it."""
+    is_few = 1 < min(x.shape) < _WINDOW and max(x.shape) >= 16
+    is_few &= not names.is_called_layer(x.path[-1:])
+    return (is_few or x.is_part) and not (x.is_kernel or names.is_low_rank(x.path))
+
+
+def is_depthwise(x: Leaf) -> bool:
+    """One input for each output, in a window; Keras has one output for each input."""
+    is_window = x.is_conv or without_ones(x.bias or ()) == x.shape[-1:]
+    is_window |= len(x.window) > 1 and len({*x.window}) == 1
+    is_one = (x.features == 1 and is_window) or x.shape[-1] == 1
+    return is_one and {*x.window} != {1}
+
+
+def is_open(x: Leaf) -> bool:
+    """Nothing around an array says what its axes are, or several layouts fit it.
+
+    A mask hides norms and biases, which would show stacks and windows.
+    """
+    if x.hides and (x.own[-1:] == ("weight",) or (x.role in WITH_HEADS and x.rank > 3)):
+        return True
+    if len(x.letters) == 1 or as_expert(x):
+        return False
+    is_stack = x.is_turned and not x.bias and max(x.window) > _PATCH
+    return bool(x.letters) or not x.is_kernel or is_stack
+
+
+def by_layout(x: Leaf) -> Sides | None:
+    return sides_of(x.letters[0]) if x.letters else None
+
+
+def as_expert(x: Leaf) -> Sides | None:
+    """The sides of a kernel of as many experts as its router has outputs.
+
+    HuggingFace has outputs first in some models: what is called down gives features,
+    and what is called up or gate takes them.
+    """
+    features, count = x.experts or (0, 0)
+    if x.rank < 3 or x.shape[-3] != count or features not in x.shape[-2:]:
+        return None
+    said = {*names.words(x.own[-1]), *names.words(x.module)}
+    is_told = said & {"up", "gate", "down"} and x.shape[-2] != x.shape[-1]
+    is_turned = is_told and (x.shape[-1] == features) != ("down" in said)
+    return Sides((-1,), (-2,)) if is_turned else DENSE
+
+
+def by_bias(x: Leaf) -> Sides | None:
+    """A bias has one entry per output, which separates input axes from output axes."""
+    bias, rank = without_ones(x.bias or ()), x.rank
+    fitting = [
+        Sides(range(len(bias) - n - rank, -n), range(-n, 0))
+        for n in range(1, len(bias) + 1)
+        if len(bias) < rank and bias == x.shape[: len(bias) - n] + x.shape[-n:]
+    ]
+    # Both ends may be the outputs: NetKet keeps them in front. Convolutions do not.
+    is_either = bias == x.shape[: len(bias)] and not (x.is_conv or x.is_turned)
+    return fitting[0] if len(fitting) == 1 and not is_either else None
+
+
+def as_window(x: Leaf) -> Sides | None:
+    """All but the outputs. Without a bias, a window of unequal sides may be scanned."""
+    if not x.is_conv or x.bias:
+        return by_bias(x) if x.is_conv else None
+    return Sides(range(-x.rank, -1), (-1,)) if len({*x.window}) == 1 else None
+
+
+DENSE = Sides((-2,), (-1,))
+
+#: Whatever the rank. A table is looked up; with a bias it is a layer, such as patches.
+RULES = (
+    Rule("vector", lambda x: x.rank < 2 or 0 in x.shape),
+    Rule("bias", lambda x: x.kind == "bias"),
+    # A shift of the same shape makes a gain of a kernel, whatever its name.
+    Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
+    # Nothing looks up one row: it is added.
+    Rule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
+    Rule("embedding", lambda x: x.is_table),
+    Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
+    Rule("output head: named so", lambda x: x.kind == "head", "head"),
+    Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
+)
+#: Leaves of two axes. One row of weights has no singular values to make even.
+OF_TWO_AXES = (
+    Rule("one output", lambda x: x.is_row and not names.is_low_rank(x.path)),
+    Rule("router", lambda x: x.experts, "router"),
+    # RecurrentGemma: (window, channels).
+    Rule(
+        "depthwise convolution",
+        lambda x: x.is_conv and min(x.shape) <= _WINDOW,
+        is_sure=lambda x: False,
+    ),
+    Rule("open", is_small, "asked"),
+    Rule("outputs first", lambda x: x.is_turned and DENSE, "matrix", is_named),
+    Rule("inputs, outputs", lambda x: DENSE, "matrix", is_named),
+)
+#: Leaves of more axes: shapes together decide, or a bias, or the name of a window.
+OF_MORE_AXES = (
+    Rule("open", is_open, "asked"),
+    Rule("attention", lambda x: x.role in ATTENTION and by_layout(x), "matrix"),
+    Rule("shapes together", by_layout, "matrix"),
+    Rule("experts of a router", as_expert, "matrix"),
+    Rule("depthwise convolution", is_depthwise, is_sure=lambda x: False),
+    Rule("convolution", as_window, "matrix"),
+    Rule("bias shape", by_bias, "matrix"),
+    Rule(
+        "one layer", lambda x: not x.bias and {*x.shape[:-2]} == {1} and DENSE, "matrix"
+    ),
+    Rule("open", lambda x: True, "asked"),
+)
+
+
+def _guess(x: Leaf) -> Any:
+    """Axes to be checked by the user: of heads, a window, or a stack of kernels."""
+    if x.rank == 3 and x.module in WITH_HEADS:
+        return x.numbers((-3,), (-2, -1))
+    is_square = x.rank > 3 and len({*x.window}) == 1
+    is_window = x.is_turned and x.rank > 2 and max(x.window) <= _PATCH
+    if is_square or is_window or (x.rank == 3 and x.module == "out"):
+        return x.numbers(range(-x.rank, -1), (-1,))
+    return x.numbers(*(((-3,), (-2,)) if x.is_turned and x.rank > 2 else DENSE))
+
+
+class ByNames:
+    """The leaves of a tree in Flax's words, and what each is."""
+
+    def __init__(self, tree: PathedTree, stack_axes: StackAxes = IN_FRONT):
+        self.leaf_at = tree.by_path()
+        self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
+        leaves = leaves_of(self.leaf_at, self.stacks)
+        for own, axes in tree.axis_names.items():
+            if "vocab" in axes:
+                first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
+                leaves[own] = leaves[own]._replace(
+                    kind="embedding" if first else "head"
+                )
+        # A mask of matrices hides vectors, and heads with them.
+        hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
+        layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
+        widths = {x.shape[0] for x in leaves.values() if x.kind == "norm" and x.shape}
+        # A mask of a kernel has its shape, a vector for each head its last two axes.
+        shapes = {(x.path[:-1], x.shape) for x in leaves.values() if x.is_kernel}
+        for x in leaves.values():
+            if (
+                x.rank > 2
+                and not layouts.get(x.own, ("", ()))[1]
+                and x.own not in experts
+            ):
+                shapes |= {(x.path[:-1], x.shape[:2]), (x.path[:-1], x.shape[-2:])}
+        self.leaves: Mapping[Path, Leaf] = {
+            own: x._replace(
+                role=layouts.get(own, ("", ()))[0],
+                letters=layouts.get(own, ("", ()))[1],
+                experts=experts.get(own),
+                is_part=math.prod(x.shape) in widths
+                or (x.path[:-1], x.shape) in shapes,
+                hides=any(map(names.is_vector, hidden)),
+            )
+            for own, x in leaves.items()
+        }
+        self.own = {leaf.path: own for own, leaf in leaves.items()}
+
+    def lacks_heads(self, kernel: Path) -> bool:
+        """Checks that no axis of a kernel of attention is of heads, as far as known."""
+        leaf = self.leaves.get(self.own.get(kernel, ()))
+        if leaf is None or leaf.rank < 3:
+            return True
+        return len(leaf.letters) == 1 and {*"NK"}.isdisjoint(leaf.letters[0])
+
+    def verdicts(self, per_head: bool = False) -> dict[Path, Verdict]:
+        """Returns the verdict on every leaf, by its own path."""
+        found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
+        if not any(x.hides for x in self.leaves.values()):
+            found |= Outputs(self.leaves, found, self.stacks).found()
+        for own, verdict in found.items():
+            start, depth = self.stacks[own]
+            if depth and verdict.numbers is not None and verdict.is_known:
+                sizes = self.leaf_at[own].shape[start : start + depth]
+                note = f"; stack of {' x '.join(map(str, sizes))} at axis {start}"
+                found[own] = verdict._replace(note=note)
+        return found
+
+    def _first(self, leaf: Leaf, per_head: bool) -> Verdict:
+        """The verdict of the first rule that holds."""
+        array = self.leaf_at[leaf.own]
+        if is_masked(array):
+            return Verdict("vector", None, "hidden", "hidden")
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            return Verdict("vector", None, "no floats")
+        rules = (*RULES, *(OF_TWO_AXES if leaf.rank == 2 else OF_MORE_AXES))
+        found = next(filter(None, (rule.verdict(leaf) for rule in rules)))
+        if per_head and found.kind == "attention" and leaf.role in WITH_HEADS:
+            inputs, outputs = sides_of(leaf.letters[0])
+            return found._replace(numbers=leaf.numbers(inputs, outputs[-1:]))
+        return found
+
+
+def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
+    """The shape of a router, by its path and those of the experts next to it."""
+    counts: set[tuple[Path, int]] = set()  # below each module; 0 if they have numbers
+    for x in leaves:
+        is_stack = x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])
+        for depth, name in enumerate(x.path):
+            if is_stack or names.words(name)[-1:] in (("expert",), ("experts",)):
+                counts.add((x.path[:depth], x.shape[-3] if x.rank > 2 else 0))
+    found: dict[Path, tuple[int, ...]] = {}
+    for router in leaves:
+        called = [x for x in router.path if not x.isdigit()]
+        called = called[: len(called) - router.is_kernel]
+        called = called[:-1] if called[-2:-1] == ["gates"] else called
+        last = names.words("".join(called[-1:]))[-1:]
+        at = router.path[: router.path.index(called[-1])] if called else ()
+        is_gate = last in (("gate",), ("gates",))
+        is_gate &= any((at, count) in counts for count in (0, *router.shape))
+        if router.rank == 2 and (last == ("router",) or is_gate):
+            found[router.own] = router.shape
+            inside = (x for x in leaves if x.path[: len(at)] == at and x.rank > 2)
+            fits = (x for x in inside if x.shape[-3] == router.shape[1])
+            found |= {x.own: router.shape for x in fits if not x.is_turned}
+    return found

@@ -1,0 +1,78 @@
+"""Stacks of layers, as the user gives them: an axis of a module, or its name."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from .paths import is_masked, LeafAt, Path, Shape, show, show_all, split
+
+
+#: The axis of the layers in the leaves of a module that is stacked, by its path.
+StackAxes = Mapping[str, int]
+IN_FRONT: StackAxes = MappingProxyType({})
+
+#: Axis names of layers and experts in MaxText, T5X, Haliax, penzai.
+_LAYERS = {"layers", "layer", "stack", "block", "blocks", "stacked", "num_layers"}
+_LAYERS |= {"dense_layers", "moe_layers"}
+_EXPERTS = {"exp", "expert", "experts"}  # a stack, but the last axis of a router
+
+
+class Stack(NamedTuple):
+    """The axes of a stack in a leaf: `depth` of them, from `start` on."""
+
+    start: int
+    depth: int
+
+    def sizes(self, shape: Shape) -> Shape:
+        return shape[self.start : self.start + self.depth]
+
+    def layer(self, shape: Shape) -> Shape:
+        """The shape of the leaf in one layer."""
+        return shape[: self.start] + shape[self.start + self.depth :]
+
+
+def stack_at(axis: int, rank: int, depth: int) -> Stack | None:
+    """A stack that begins at an axis or, from the end, ends there, if it can."""
+    start = axis if axis >= 0 else axis + rank + 1 - depth
+    return Stack(start, depth) if 0 <= start <= rank - depth else None
+
+
+def given_stacks(
+    leaf_at: LeafAt,
+    stack_axes: StackAxes,
+    axis_names: Mapping[Path, tuple[str, ...]],
+) -> dict[Path, Stack]:
+    """The stacks of leaves whose modules `stack_axes` names, or whose axes have names.
+
+    **Raises:** `ValueError` for modules that the params lack, and for leaves that lack
+    the axis.
+    """
+    given = {split(module): axis for module, axis in stack_axes.items()}
+    starts = {path[:n] for path in leaf_at for n in range(len(path) + 1)}
+    absent = [m for m in given if m not in starts and not leaf_at.hides(m)]
+    if absent and leaf_at:
+        raise ValueError(f"stack_axes names {show_all(absent)}, which the params lack")
+    found: dict[Path, Stack] = {}
+    strays = []
+    for path, leaf in leaf_at.items():
+        if is_masked(leaf):
+            continue
+        rank = len(leaf.shape)
+        around = [given[path[:n]] for n in range(len(path) + 1) if path[:n] in given]
+        named = [
+            i
+            for i, x in enumerate(axis_names.get(path, ()))
+            if x in _LAYERS or (x in _EXPERTS and i < rank - 1)
+        ]
+        if around:
+            # A number for each layer has one axis, wherever the others have theirs.
+            axis = around[-1] if rank > 1 else 0
+            stack = stack_at(axis, rank, min(1, rank))
+            found[path] = stack or Stack(0, 0)
+            shape = tuple(leaf.shape)
+            strays += [] if stack else [f"'{show(path)}' {shape} lacks axis {axis}"]
+        elif named and named[-1] - named[0] == len(named) - 1:
+            found[path] = Stack(named[0], len(named))
+    if strays:
+        raise ValueError(f"stack_axes of {show_all(given)}: {', '.join(strays)}")
+    return found
