@@ -189,7 +189,9 @@ class LayerReader:
         # A query that the key gates is linear in its own kernel, but not in the key's:
         # the key stays.
         scaled = [
-            _Scaled([p for x in self.pairs for p in x[i]], self.events[i])
+            _Scaled(
+                [p for x in self.pairs for p in (x.query, x.key)[i]], self.events[i]
+            )
             for i in (0, 1)
         ]
         for i, why in self._again(scaled, self.arrays, ways).items():
