@@ -83,7 +83,7 @@ def test_the_same_in_every_mode(name, mode):
     expected = two_steps(tx, contextlib.nullcontext)
     actual = two_steps(tx, MODES[mode], is_eager=mode in EAGER)
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    # A code of 8 bits may round to its neighbour where sums are in another order.
+    # A code of 8 bits may round to its neighbor where sums are in another order.
     codes = jnp.int8
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         tolerance = (

@@ -183,7 +183,7 @@ def softmaxes_of_tiles_joined_by_logarithms(p, x, keys, values):
     return end(p, x, own + mixed(jax.nn.softmax(b) * two, values))
 
 
-# The square is not linear in the query, whatever is beside it.
+# The square is not linear in the query, whatever is next to it.
 @case(SAYS, one(), X, KEYS, VALUES, attention="said")
 def cache_with_squared_logits(p, x, keys, values):
     q, k, v = qkv(p, x)

@@ -85,7 +85,7 @@ def test_recurrent_flash_attention():
 
 
 def test_block_banded_attention_of_gencast():
-    """Blocks attend to themselves and both neighbours, under one maximum."""
+    """Blocks attend to themselves and both neighbors, under one maximum."""
     blocks, size = 3, 2
 
     def fun(p, x, masks):
