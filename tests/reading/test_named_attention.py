@@ -35,7 +35,7 @@ def _written(p, x, y):
 
 
 def test_a_memory_of_transformer_xl():
-    """Its keys are made of activations that the segment before left behind."""
+    """Its keys are made of activations that the segment before left."""
     n, m = 4, 3
 
     def shifted(x):  # so that each query has its distances
