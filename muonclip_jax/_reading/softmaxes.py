@@ -1,7 +1,8 @@
-"""Where attention is: products that are normalized, and then weigh activations.
+"""Finds attention: products that are normalized and then weigh activations.
 
-A product of query and key becomes weights by an exponential that is divided by its own
-sum. From there it is followed back, with labels. `suspicion` names all others.
+A product of query and key becomes weights when its exponential is divided by a sum of
+such exponentials. From there, labels are followed back to the product. `suspicion`
+names the attention that has another form.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
 from .scaling import Scaling
 
 
-# By their last operand, or a power of it; `exp(logits - log(sum))` does.
+# They divide by their last operand or a power of it, as `exp(logits - log(sum))` does.
 _DIVIDES = names("div integer_pow exp exp2 pow")
 
 
@@ -26,12 +27,12 @@ class Product(NamedTuple):
     """A product of query and key, as it enters a softmax."""
 
     at: Eqn
-    keys: frozenset[int]  # axes of its labels that the softmax is over
-    # For each operand, the dimension of the product that each of its own is.
+    keys: frozenset[int]  # the axes of its labels along which the softmax sums
+    # For each operand, the product's dimension that each operand dimension becomes.
     to: list[list[int | None]]
-    # Pairs of dimensions of the operands that it sums over.
+    # The pairs of operand dimensions that the product sums over.
     over: list[tuple[int, int]]
-    # Axes of its labels that one operand alone has.
+    # For each operand, the axes of the labels that it alone has.
     free: tuple[frozenset[int], frozenset[int]]
 
     @property
@@ -49,38 +50,39 @@ class Product(NamedTuple):
 
     @property
     def is_key(self) -> list[bool]:
-        """For each operand, whether it alone has what the softmax is over."""
+        """For each operand, whether all axes of the softmax belong to it alone."""
         return [bool(self.keys) and self.keys <= x for x in self.free]
 
     def operand(self, i: int) -> Atom:
         return self.at.inputs()[i]
 
     def side(self, i: int, label: Label) -> Label:
-        """The label of an operand, from that of the product."""
+        """Returns the label of an operand from the label of the product."""
         return small(moved(label, self.lead, self.to[i]))
 
     def over_of(self, i: int) -> Labels:
-        """Marks along the dimensions of an operand that are summed over."""
+        """Returns marks along the dimensions of an operand that are summed over."""
         atom, dims = self.operand(i), [pair[i] for pair in self.over]
         return atom.marks(d for d in dims if atom.shape[d] > 1)
 
 
 @dataclasses.dataclass
 class Path:
-    """The path between a product and what was made of it."""
+    """The equations between a product and an array that was computed from it."""
 
-    way: list[Eqn] = dataclasses.field(default_factory=list)  # all equations on it
-    # What it was multiplied with or divided by: which operand, and the result's labels.
+    way: list[Eqn] = dataclasses.field(default_factory=list)  # all of them
+    # Multiplications and divisions, the index of the factor, and the result's labels.
     factors: list[tuple[Eqn, int, Labels]] = dataclasses.field(default_factory=list)
+    # Sums, and the index of the operand that the product has no part in.
     added: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
     nonlinear: list[Eqn] = dataclasses.field(default_factory=list)
     joins: list[Eqn] = dataclasses.field(default_factory=list)
 
 
-#: An array, and axes of it that something is over.
+#: An array, and the axes along which it is summed.
 Over = tuple[Atom, tuple[int, ...]]
 
-#: Where weights meet activations, and which operand they are.
+#: An equation in which weights meet activations, and the index of the weights.
 Place = tuple[Eqn, int]
 
 
@@ -91,17 +93,17 @@ class Softmax(NamedTuple):
     exps: list[Eqn]
     over: list[Over]
     places: list[Place]
-    is_summed: bool = True  # it is seen to divide by a sum
+    is_summed: bool = True  # the division by a sum was found
 
 
 def known_number(factor: Atom) -> float:
-    """The number that logits are multiplied with, if it is one; else NaN."""
+    """Returns the number that logits are multiplied with, or NaN if it is unknown."""
     number = factor.number
     return number if isinstance(number, int | float) and number else math.nan
 
 
 def exponent(at: Eqn) -> int | None:
-    """Which operand an exponential is of."""
+    """Returns the index of the exponent, or `None` for other equations."""
     if at.name in ("exp", "exp2"):
         return 0
     if at.name == "pow" and isinstance(at.inputs()[0].number, int | float):
@@ -110,7 +112,7 @@ def exponent(at: Eqn) -> int | None:
 
 
 def _summed(at: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Which operand an equation sums entries of, and along which axes."""
+    """Yields the operands whose entries an equation sums, and along which axes."""
     params, inputs = at.eqn.params, at.inputs()
     if at.name == "reduce_sum":
         yield 0, tuple(params["axes"])
@@ -132,15 +134,15 @@ class Softmaxes:
         self.graph, self.facts = graph, facts
         self.scaling = Scaling(graph, facts)
         self.equations = list(graph.top.equations())
-        # The sums by which softmaxes divide, with the products that they are of.
+        # The sums by which softmaxes may divide, with the bits of their products.
         self.sums = list(self._sums())
         self.summed = union(bits for bits, _ in self.sums)
-        # Parameters that no gradient reaches are as good as data.
+        # Parameters that no gradient reaches count as data.
         trained = union(x.trained for x in facts.outputs)
         self.frozen = {*members(union(x.leaves for x in facts.outputs) & ~trained)}
 
     def _sums(self) -> Iterator[tuple[int, Over]]:
-        """Products, what is summed of their exponentials, and along which axes."""
+        """Yields products with the arrays and axes that sum their exponentials."""
         for at in self.equations:
             if at.name in ("add", "add_any"):  # piece by piece, or key by key
                 one, two = (x.alone for x in self.facts.inputs(at))
@@ -151,7 +153,7 @@ class Softmaxes:
                     yield bits, (at.inputs()[i], axes)
 
     def all(self) -> Iterator[Softmax]:
-        """Groups of products that were normalized and weigh activations."""
+        """Yields the groups of products that are normalized and weigh activations."""
         weighed: list[tuple[int, Place]] = []
         exps: dict[int, list[Eqn]] = {}
         for at in self.equations:
@@ -167,16 +169,16 @@ class Softmaxes:
             places = [x for b, x in weighed if b & bits]
             if places and bits & ~seen:
                 seen |= bits
-                # Where it divides by no sum that is seen along an axis, as one that
-                # values with a column of ones bring, it is over what it weighs.
+                # The sum may be hidden, for example in a column of ones of the values.
+                # The softmax then sums along the axes along which it weighs values.
                 sums = [x for b, x in self.sums if b & bits]
                 over = [x for x in sums if x[1]] or [self._over(*x) for x in places]
                 yield Softmax(bits, own, over, places, bool(sums))
 
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
-        """Exponentials of the same products, or that one sum divides."""
+        """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        handed: set[int] = set()  # sums that a loop goes on with
+        handed: set[int] = set()  # sums that a loop continues
         for frame in (frame for at in self.equations for frame in at.inside):
             for i in frame.carried:
                 start, own = frame.outer[i].atom, frame.inputs[i]
@@ -187,7 +189,7 @@ class Softmaxes:
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
             pairs = itertools.combinations(own, 2)
-            # Of others one part of the products has a softmax of its own, too.
+            # Otherwise some of the products also have a softmax of their own.
             if bits in handed or any(not x[0] & y[0] for x, y in pairs):
                 groups = [x for x in groups if x not in own]
                 joint = [exp for _, of in own for exp in of]
@@ -195,7 +197,7 @@ class Softmaxes:
         return groups
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
-        """For each axis of what a product became, its dimensions that this comes of."""
+        """Returns the dimensions of a product that each axis comes from, or `None`."""
         at = self.facts.products[bit]
         labels, _ = self.to_product(atom, atom.each(), bit)
         if labels is None:
@@ -203,26 +205,26 @@ class Softmaxes:
         lead, rank = len(at.frame.lead), len(at.output().shape)
 
         def comes(label: Label, axis: int) -> bool:
-            # Not where a slice only left zeros around the same marks.
+            # A slice that leaves zeros around equal marks does not count.
             line = along(label, axis)
             return len(line) > 1 and (is_varied(line) or bool(line.all()))
 
         return [{d for d in range(rank) if comes(x, lead + d)} for x in labels]
 
     def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
-        """The products whose exponentials weigh other activations here."""
+        """Yields the products whose exponentials weigh other activations here."""
         for i in (0, 1):
             mine, other = facts[i], facts[1 - i]
             own = mine.weights | mine.mixed
             if not own or own & (other.weights | other.products):
                 continue
-            # Entry by entry each weighs a vector: it is the same along a dimension.
+            # An entrywise weight is repeated along a dimension, so it weighs a vector.
             is_vector = self.is_repeated(at, i) and bool(own & self.summed)
             if (other.is_deep or other.has_data) and (at.contracted or is_vector):
                 yield own, (at, i)
 
     def _over(self, at: Eqn, i: int) -> Over:
-        """The axes of weights along which they differ, and what they weigh, too."""
+        """Returns the weights and the axes that they share with the values."""
         if at.contracted:
             return at.inputs()[i], tuple(pair[i] for pair in at.contracted)
         to = self._to(at)
@@ -230,13 +232,13 @@ class Softmaxes:
         return at.inputs()[i], tuple(a for a, d in enumerate(to[i]) if d in both)
 
     def _to(self, at: Eqn) -> list[list[int | None]]:
-        """Of a product, the dimension of it that each of its operands' becomes."""
+        """Returns the product's dimension that each operand dimension becomes."""
         if at.name in PRODUCTS:
             return at.to
         return [self._dims(x, at.output()) for x in at.inputs()]
 
     def is_repeated(self, at: Eqn, i: int) -> bool:
-        """Whether an operand is repeated along a dimension of an entrywise result."""
+        """Returns whether an operand is repeated along a dimension of the result."""
         atom = at.inputs()[i]
         return atom.shape != at.output().shape or bool(self.graph.copied(atom))
 
@@ -245,7 +247,7 @@ class Softmaxes:
     def to_product(
         self, atom: Atom, labels: Labels, bit: int
     ) -> tuple[Labels | None, "Path"]:
-        """The labels of a product's result, from those of what was made of it."""
+        """Follows an array back to a product: its labels, or `None`, and the path."""
         found: list[Labels] = []
         path, target = Path(), self.facts.products[bit]
 
@@ -261,9 +263,9 @@ class Softmaxes:
             if at.name in ("mul", "div") and len(linear) == 1:
                 path.factors.append((at, 1 - linear[0], origin.labels))
             elif at.name in ("mul", "div"):
-                path.nonlinear.append(at)  # of itself, as what it is divided by
+                path.nonlinear.append(at)  # both operands come from the product
             elif at.name == "tanh":
-                pass  # a softcap: the logits are those before it
+                pass  # a softcap: the logits are taken before it
             elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
                 path.nonlinear.append(at)
             elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
@@ -281,7 +283,7 @@ class Softmaxes:
         return out, path
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
-        """The maxima of some products' logits that an array was made of."""
+        """Returns the maxima of some products' logits from which an array comes."""
         found: list[Eqn] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
@@ -297,7 +299,7 @@ class Softmaxes:
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
-        """A product, with its dimensions that the softmax is over."""
+        """Returns a product with the dimensions along which the softmax sums."""
         bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
         to = self._to(at)
         own = [frozenset(lead + d for d in x if d is not None) for x in to]
@@ -310,23 +312,23 @@ class Softmaxes:
             along = self._along(bit, atom)
             if along is not None:
                 kept.update(*along)
-                # An axis whose entries were put in order comes of what is left.
+                # Sorted entries lose their labels: the axis gets the remaining ones.
                 left = {a - lead for x in free for a in x} - kept
                 of_axes = (
                     along[a] or (left if atom.shape[a] > 1 else ()) for a in axes
                 )
                 found.append(frozenset(lead + d for x in of_axes for d in x))
         if at.name in ("mul", "sub"):
-            # What nothing comes of entry by entry was summed over.
+            # Shared dimensions that reach no axis afterwards were summed over.
             over = [(d, d) for d in sorted(shared(to) - kept) if dims[d] > 1]
         else:
             over = at.contracted
-        # Of several softmaxes of the same logits the one over what one side alone has.
+        # The logits may have several softmaxes: prefer one over axes of one side alone.
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
         if not keys & apart and self.facts.weight_of(at) is None:
-            # A loop may take key by key: one side's, and what they weigh.
+            # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in at.inputs())
             weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
             loops = {x.of: x.axis for x in at.frame.lead if x.of in a ^ b}
@@ -337,7 +339,7 @@ class Softmaxes:
         return Product(at, keys, to, over, free)
 
     def _trips(self, atom: Atom) -> set[Any]:
-        """The loops of which each trip has another one of an array."""
+        """Returns the loops in which each trip uses another slice of an array."""
         loops = [x for x in atom.frame.lead if x.is_loop and x.size > 1]
         found: set[Any] = set()
 
@@ -353,7 +355,7 @@ class Softmaxes:
         return found
 
     def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
-        """The dimensions of an entrywise product along which an operand is no copy."""
+        """Returns the result's dimensions along which an operand is not repeated."""
         if len(atom.shape) != len(out.shape):
             return [None] * len(atom.shape)
         same = self.graph.copied(atom)
@@ -361,18 +363,18 @@ class Softmaxes:
         return [d if d not in same and n == m else None for d, (n, m) in pairs]
 
     def products(self, softmax: Softmax) -> list[Product]:
-        """The products of query and key; none where a softmax is no attention's."""
+        """Returns the products of query and key, or none if it is not attention."""
         bits, products = softmax.bits, self.facts.products.items()
         every = [self._product(at, softmax) for bit, at in products if bit & bits]
         every = [p for p in every if p.over]
         own = [p for p in every if self._is_of_activations(p.at)]
-        # What query and key were made of may enter the softmax again, as their squares.
+        # The inputs of query and key may enter the softmax again, for example squared.
         past = union(f.events for p in own for f in self.facts.inputs(p.at))
         more = [p for p in every if own and not self.facts.event(p.at) & past]
         own += [p for p in more if p not in own and self._is_relative(p)]
-        # Logits with keys from elsewhere are divided by the same sum.
+        # Logits with keys that are plain data may be divided by the same sum.
         own += [p for p in more if p not in own and self._is_of_data(p)]
-        # Exponentials that no sum divides are decays, as of a state space.
+        # Exponentials without a sum are decays, as in a state-space model.
         asked = every if softmax.is_summed else []
         own = own or [p for p in asked if self._is_asked(p)]
         return own or [
@@ -389,43 +391,44 @@ class Softmaxes:
         return bool(a.leaves and b.leaves) and not is_weighted
 
     def _is_of_data(self, product: Product) -> bool:
-        """Whether one side is data as they are."""
+        """Returns whether one side is data that no parameter changed."""
         facts = self.facts.inputs(product.at)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
         return is_of_data and any(f.is_deep for f in facts)
 
     def _has_examples(self, product: Product) -> bool:
-        """Whether data are of the examples that the other side has, and no table."""
+        """Returns whether the data differ by example, unlike a table."""
         return product.at.name != "mul" and bool(shared(product.to))
 
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
-        """Whether what is weighed has a vector for each key: else it may be a loss."""
+        """Returns whether each key has a value vector; without one it may be a loss."""
         bit = self.facts.product(product.at)
         for at, i in softmax.places if softmax.is_summed else ():
             to, (atom, axes) = self._to(at), self._over(at, i)
             own = {d for d in to[1 - i] if d is not None} - {*to[i]}
             along = self._along(bit, atom) or []
             keys = {product.lead + d for a in axes for d in (along[a] if along else ())}
-            # Entries that were put in order, as the nearest, come of any.
+            # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
             if is_over and any(at.output().shape[d] > 1 for d in own):
                 return True
         return False
 
     def _is_relative(self, product: Product) -> bool:
-        """Whether a parameter is the key of one more product, as relative positions.
+        """Returns whether a parameter is the key, as relative positions are.
 
-        What activations have along queries and keys already is a bias.
+        If the activations already have both queries and keys, the product is a bias.
         """
         i = self.facts.weight_of(product.at)
         keys = product.keys
         return i is not None and (not keys or bool(keys & product.free[i]))
 
     def _is_asked(self, product: Product) -> bool:
-        """Whether parameters are the queries of what activations are the keys of.
+        """Returns whether parameters are the queries and activations the keys.
 
-        The softmax is over what the activations alone have, as positions; a router's is
-        over the outputs of its kernel. Learned queries are several, or have a kernel.
+        The softmax then sums along axes of the activations, such as positions. A
+        router's softmax sums along the outputs of its kernel. Learned queries either
+        are several or have a kernel.
         """
         i = self.facts.weight_of(product.at)
         if i is None or product.at.name == "mul":
