@@ -1,7 +1,7 @@
-"""Where logits enter a softmax, and which head each of them is of there.
+"""Finds where logits enter a softmax, and the head of each logit there.
 
-Scaled and masked, but before the softmax subtracts their maximum. The recorder takes
-the largest there.
+At this place the logits are scaled and masked, and their maximum is not subtracted
+yet. The recorder takes the largest logits there.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ Box = dict[int, tuple[int, int]]
 
 @dataclasses.dataclass
 class Site:
-    """Where logits are an operand of an equation, and what they are there.
+    """An equation that has logits as an operand, and their layout there.
 
-    - `at`: the equation, and which `operand` of it they are.
-    - `axes`: those along which it forms their maximum, if it does.
-    - `dims`: the dimensions along which heads are.
-    - `rows`: for each head which of the entries of `dims`, in C order, are its own.
-    - `boxes`: where there is more than logits, such as a sink, the parts that are: of
-      each dimension from where to where.
-    - `factor`: what they are multiplied with before the exponential.
-    - `way`: if a softcap or a bias comes after the products, the equations from these
-        to here, each with its operands that are a bias.
-    - `added`: the lines where a bias is added that parameters make, with these.
+    - `at`: the equation; `operand` is the index of the logits.
+    - `axes`: the axes along which the equation takes their maximum, if it does.
+    - `dims`: the dimensions of the heads.
+    - `rows`: for each head, the indices of its entries of `dims`, in C order.
+    - `boxes`: if the operand holds more than logits, such as a sink, the parts that are
+        logits: start and end along each dimension.
+    - `factor`: the factor of the logits between here and the exponential.
+    - `way`: if a softcap or a bias follows the products, the equations from the
+        products to here, each with the operands that are a bias.
+    - `added`: the lines that add a bias made by parameters, with these parameters.
     """
 
     at: Eqn
@@ -60,20 +60,20 @@ class Site:
         return self.at.inputs()[self.operand]
 
     def largest(self, x: Any) -> jax.Array:
-        """The maximum of the logits of every head, `(heads,)`."""
+        """Returns the maximum of the logits of every head, `(heads,)`."""
         if jaxprs.is_statistic(self.at.eqn):
             return x
         x = jax.lax.stop_gradient(x)
         if not self.boxes and not {*self.dims} & {*self.axes}:
-            # The maximum that the softmax forms, and with it a sum along the same axes,
-            # which shows NaN: 3.9 % of the bytes of GPT-2 at 4 layers of 256 as XLA
-            # counts on CPU, 1.2 % without the sum (benchmarks/record_attention.py).
-            # That of the softmax would cost nothing, but rows that see nothing make it
-            # NaN, too.
+            # This repeats the maximum of the softmax, and adds a sum along the same
+            # axes to find NaN. By XLA's count on CPU it costs 3.9 % of the bytes of
+            # GPT-2 at 4 layers of 256, and 1.2 % without the sum
+            # (benchmarks/record_attention.py). The softmax's own maximum would be free,
+            # but a row that sees no key makes it NaN, too.
             x = jnp.expand_dims(largest(x, self.axes), self.axes)
         axes = [i for i in range(x.ndim) if i not in self.dims]
         parts = [largest(_cut(x, box), axes).ravel() for box in self.boxes or [{}]]
-        found = functools.reduce(jnp.maximum, parts)  # NaN, if one is
+        found = functools.reduce(jnp.maximum, parts)  # NaN if any part is
         return largest(found[self.rows], 1) * self.factor
 
 
@@ -84,11 +84,11 @@ def _cut(x: jax.Array, box: Box) -> jax.Array:
 
 
 class Unclear(Exception):
-    """Logits that enter a softmax in a way that cannot be recorded."""
+    """Raised for logits that enter a softmax in a way that cannot be recorded."""
 
 
 class Apart(Exception):
-    """Heads, or products of other heads each, that enter different softmaxes."""
+    """Raised if heads, or products with different heads, enter different softmaxes."""
 
 
 Read = Sequence[tuple[Product, Heads]]
@@ -97,9 +97,9 @@ Read = Sequence[tuple[Product, Heads]]
 def sites_of(
     reader: Softmaxes, read: Read, exps: Sequence[Eqn], bits: int
 ) -> tuple[list[Site], list[Path]]:
-    """Where the products of a layer enter its softmax, and the ways of all of them.
+    """Returns where the products of a layer enter its softmax, and their paths.
 
-    Once where all logits are joined; tiles of keys are exponentiated one by one.
+    There is one site if all logits are joined, and one for each exponential of a tile.
     """
     if named := _statistic(reader, read[-1][0]):
         return [named], []
@@ -125,14 +125,14 @@ _LOST = "could not be followed into the softmax"
 
 
 def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
-    """The ways of products to a site, of which is noted where heads are there."""
+    """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = read[-1]
     atom, bit = site.atom, reader.facts.product(product.at)
     labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
     if labels is None:
         raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
-    # A part of these entries may be nobody's, which `is_varied` would not see.
+    # Some of these entries may belong to no head, which `is_varied` would not see.
     marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
     dims = enumerate(zip(atom.shape, marked, strict=False))
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
@@ -141,9 +141,9 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
     others = (reader.facts.product(other.at) for other, _ in read[:-1])
     ways = [*(reader.to_product(atom, atom.whole, x)[1] for x in others), path]
     if any(way.joins for way in ways):
-        # One query may have its logits with keys of several kinds joined, as with their
-        # means. Joined along the axis of heads they are of other heads in each product,
-        # which are no heads of one layer.
+        # Joining the logits of a query with several kinds of keys, such as keys and
+        # their means, is fine. Logits joined along the axis of heads have different
+        # heads in each product, so they are not one layer.
         for other, of in read:
             rows, _ = _rows(reader, site, other, of)
             if not np.array_equal(rows, site.rows):
@@ -152,7 +152,7 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
                     "each of them a softmax of its own"
                 )
             site.boxes.append(_box(reader, site, reader.facts.product(other.at)))
-        if {} in site.boxes:  # one of them is everywhere
+        if {} in site.boxes:  # the logits of one product fill the operand
             site.boxes = []
     _note_biases(reader, site, [product for product, _ in read], bits)
     return ways
@@ -161,7 +161,7 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
 def _note_biases(
     reader: Softmaxes, site: Site, products: Sequence[Product], bits: int
 ) -> None:
-    """Notes what is added to the logits that query and key have no part in."""
+    """Notes which operands are added to the logits without query and key in them."""
     way: dict[Address, set[int]] = {}
     is_capped = False
     for product in products:
@@ -181,7 +181,7 @@ def _note_biases(
 
 
 def _statistic(reader: Softmaxes, product: Product) -> Site | None:
-    """Where the maxima that a kernel returns are named as the statistic."""
+    """Returns the equation that names a kernel's maxima as the statistic, if any."""
     frame = product.at.frame
     while frame.kind != "kernel":
         if frame.caller is None:
@@ -196,7 +196,7 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
 
 
 def _is_of(reader: Softmaxes, atom: Atom, call: Eqn) -> bool:
-    """Whether an array is made of what an equation returns, and of little else."""
+    """Returns whether an array depends on the results of an equation."""
     found: list[Eqn] = []
 
     def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
@@ -210,11 +210,11 @@ def _is_of(reader: Softmaxes, atom: Atom, call: Eqn) -> bool:
 
 
 def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
-    """From an exponential back to where its operand was not shifted yet.
+    """Goes back from an exponential to its operand before it was shifted.
 
-    A softmax subtracts the maximum of its logits, and their log-sum-exp, or any other
-    number that all logits of a query share. `None` where these are what it is of: what
-    was summed before another maximum was known is rescaled.
+    A softmax subtracts the maximum of its logits, their log-sum-exp, or any other
+    number that all logits of a query share. Returns `None` if the exponential is taken
+    of such numbers alone: it then rescales earlier sums to a new maximum.
     """
     base: Any = exp.inputs()[0].number if exp.name == "pow" else None
     factor = math.log(base or 2) if exp.name != "exp" else 1.0
@@ -232,7 +232,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
         if not own or not moves(at, 0):
             return found
         if at.name in ("mul", "div") and len(own) > 1:
-            return found  # what is divided by a spread of its own is no shift
+            return found  # logits divided by their own spread are not shifted
         if at.name == "sub" and own[0] == 0:
             if maxima := reader.maxima(inputs[1], facts[0].products & bits):
                 axes = tuple(maxima[0].eqn.params["axes"])
@@ -248,7 +248,7 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
 def _rows(
     reader: Softmaxes, site: Site, product: Product, heads: Heads
 ) -> tuple[np.ndarray, Path]:
-    """The rows of each head, entries along the dimensions of heads, and their way."""
+    """Returns `Site.rows` for a product, and the path from the product to the site."""
     atom = site.atom
     count = math.prod(atom.shape[d] for d in site.dims)
     cannot = (
@@ -262,11 +262,11 @@ def _rows(
     bit = reader.facts.product(product.at)
     labels, path = reader.to_product(atom, (label,), bit)
     assert labels is not None
-    # Each product has its heads along axes of its own: one with relative positions by
-    # a skew may have another order.
+    # Each product has its own axes of heads: one with skewed relative positions may
+    # order them differently.
     found = joined_but(labels[0], [a for a in heads.axes if a >= product.lead])
     local = heads.label
-    # On a mesh each device has its own heads, the first those of the first device.
+    # On a mesh each device has its own heads: take those of the first device.
     for lead_of in product.at.frame.lead:
         if lead_of.axis in heads.axes:
             local = local.take([0], lead_of.axis)
@@ -292,13 +292,13 @@ def _rows(
 
 
 def _box(reader: Softmaxes, site: Site, bit: int) -> Box:
-    """Where a product's logits are along dimensions that have more than these."""
+    """Returns the span of a product's logits along dimensions that they do not fill."""
     atom = site.atom
     box: Box = {}
     for d, n in enumerate(atom.shape):
         if n == 1 or d in site.dims:
             continue
-        # Marks that are numbers are joined by their maximum: of n and of -n.
+        # Float marks are joined by their maximum: marks n and -n give both ends.
         up = atom.along(d, np.arange(n, dtype=float))
         low, high = math.inf, -math.inf
         labels, _ = reader.to_product(atom, (up, -up), bit)
