@@ -1,4 +1,4 @@
-"""`record_attention`: a function that returns the largest logit of every head, too."""
+"""Defines `record_attention`, which adds the largest logit of every head."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -42,30 +42,30 @@ def record_attention(
 ) -> Callable[P, tuple[Any, Any]]:
     """Makes a function that also returns the largest logit of every head.
 
-    It runs the operations of `fun` one by one, with a maximum added at every softmax of
-    attention; values and gradients do not change. It composes with `jax.jit`,
-    `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside of `fun`. Call it
-    under `jax.jit`, like any training step, since it traces `fun` in every call. NNX
-    objects among the arguments are updated as by `fun`.
+    The function runs the operations of `fun` one by one and takes a maximum at every
+    softmax of attention. Values and gradients do not change. It composes with
+    `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`, outside and inside `fun`.
+    Call it under `jax.jit`, like any training step, because every call traces `fun`.
+    NNX objects among the arguments are updated as by `fun`.
 
-    The statistic is the maximum over batch, queries and keys of the logits that query
-    and key make: scaled, over the visible pairs, before a softcap, and without a bias
-    that neither of them enters. An array that is added hides a pair where its entry is
-    -9,900 or less. Layers that [`qk_clip`][] cannot scale have no statistic:
+    The statistic is the maximum over batch, queries and keys of the scaled logits of
+    all visible pairs. It is taken before a softcap, and without biases that do not
+    depend on query or key. An array that is added to the logits hides a pair where its
+    entry is -9,900 or less. Layers that [`qk_clip`][] cannot scale have no statistic:
     `read_model(...).refused` lists them.
 
     **Arguments:**
 
     - `fun`: `fun(params, *args, **kwargs)`, as for [`read_model`][].
     - `has_aux`: whether `fun` returns a pair whose second element is auxiliary.
-    - `strict`: whether to raise an error for an operation that cannot be read, such as
-        a Pallas kernel, and that may be attention, since several of its inputs are
-        activations. Set it to `False` if you know that none is.
+    - `strict`: whether to raise an error for an operation that may be attention but
+        cannot be read, such as a Pallas kernel with several activations as inputs. Set
+        it to `False` if you know that no such operation is attention.
 
-    **Returns:** a function of the same arguments that returns `(out, stats)`, with
-    `has_aux` `(out, (aux, stats))`. Pass `stats` as `attention_stats`. It has a leaf
-    `<path of the layer>/max_logits` for each layer of `read_model(...).attention`, of
-    shape `(heads,)`, or `(*stack, heads)` for layers that `jax.lax.scan` runs.
+    **Returns:** a function of the same arguments that returns `(out, stats)`, or
+    `(out, (aux, stats))` with `has_aux`. Pass `stats` as `attention_stats`. It has a
+    leaf `<path of the layer>/max_logits` for each layer of `read_model(...).attention`.
+    The shape is `(heads,)`, or `(*stack, heads)` for layers that `jax.lax.scan` runs.
 
     **Raises:** `ValueError`, with file and line, if logits cannot be recorded.
 
@@ -100,12 +100,12 @@ def record_attention(
     return recorded
 
 
-#: The statistics that are known by now, by the number of their site.
+#: The statistics found up to now, by the number of their site.
 Stats = dict[int, jax.Array]
 
 
 def _run(call: Call, strict: bool) -> tuple[Any, Any]:
-    """A function's result, and the statistics."""
+    """Returns the function's result and the statistics."""
     _, layers, hidden = read_call(call)
     if strict and hidden:
         raise ValueError(
@@ -123,16 +123,16 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
     outs, found = _Recorder(sites).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
     of_sites = (found[i] for i in range(len(sites)))
-    # A softmax whose logits enter it at several places has the largest of all of them.
+    # If logits enter a softmax at several sites, the statistic is their maximum.
     rows = (
         functools.reduce(jnp.maximum, [next(of_sites) for _ in layer.sites])
         for layer in own
     )
     for named in clipped:
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
-        # A layer that is called more than once has the largest of all its calls.
-        # Through `lax.scan` calls are a stack only if their parameters are.
-        # Heads that are trips of a loop are one axis with those of each trip.
+        # A layer that is called more than once has the maximum over its calls. Trips of
+        # `lax.scan` are a stack only if their parameters are. If a loop runs over
+        # heads, its axis and the heads of each trip become one axis.
         depths = (len(layer.loops) for layer in named.found)
         own = [next(rows) for _ in named.found]
         own = [x.reshape((*x.shape[:n], -1)) for x, n in zip(own, depths, strict=True)]
@@ -141,7 +141,7 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
 
 
 class _Logits(NamedTuple):
-    """Logits after a softcap or a bias, and the part that query and key make."""
+    """Logits after a softcap or a bias, and the logits of query and key alone."""
 
     value: Any
     own: Any  # -inf where the bias hides a pair
@@ -156,7 +156,7 @@ def _own(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, as `_Logits` where they are that in `like`."""
+    """Returns the arrays, as `_Logits` wherever `like` has `_Logits`."""
     return [
         _Logits(x, x) if isinstance(of, _Logits) and not isinstance(x, _Logits) else x
         for of, x in zip(like, arrays, strict=True)
@@ -164,13 +164,13 @@ def _split_as(like: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
 
 
 class _Recorder:
-    """Runs a jaxpr again, and forms the maximum where logits enter a softmax."""
+    """Runs a jaxpr again and takes the maximum where logits enter a softmax."""
 
     def __init__(self, sites: Sequence[tuple[Layer, Site]]):
         self._layers = {n: layer for n, (layer, _) in enumerate(sites)}
         self._sites = {n: site for n, (_, site) in enumerate(sites)}
-        # Equations between products and softmaxes, each with the operands that are a
-        # bias, and the equations around these.
+        # Equations between products and softmaxes, with the operands that are a bias;
+        # and the equations whose inner jaxprs hold them.
         self._way: dict[Address, set[int]] = {}
         for _, site in sites:
             for at, biases in site.way.items():
@@ -193,11 +193,11 @@ class _Recorder:
                     stats[n] = site.largest(*_own([logits]))
             return self._split(eqn, inputs, outs, at)
 
-        # All equations, dead ones too: effects, names and random keys stay as they are.
+        # Dead equations run, too, so that effects, names and random keys do not change.
         return body.run(values, step), stats
 
     def _inside(self, at: Address) -> dict[int, Layer]:
-        """The layers whose logits are in the jaxpr that an equation runs."""
+        """Returns the layers with a site in the jaxpr that an equation runs."""
         places = {n: site.at.at for n, site in self._sites.items()}
         return {
             n: self._layers[n] for n, x in places.items() if x[: len(at)] == at != x
@@ -206,16 +206,16 @@ class _Recorder:
     def _split(
         self, eqn: Any, inputs: list[Any], outs: list[Any], at: Address
     ) -> list[Any]:
-        """The outputs of an equation, as `_Logits` from the first bias or softcap on.
+        """Returns an equation's outputs, as `_Logits` from the first bias or softcap.
 
-        The equation runs once more, on what query and key make, without its biases.
+        The equation runs a second time, without biases, on logits of query and key.
         """
         biases, is_cap = self._way.get(at), eqn.primitive.name == "tanh"
         is_split = any(isinstance(x, _Logits) for x in inputs)
         if biases is None or not (biases or is_cap or is_split):
             return outs
         own = jax.lax.stop_gradient(_own(inputs))
-        if is_cap:  # divided by the cap; the product with the cap follows
+        if is_cap:  # skip tanh: the division by the cap and the product with it cancel
             return [_Logits(*outs, *own)]
         for i in biases:
             sign = -1 if eqn.primitive.name == "sub" and i == 1 else 1
@@ -223,7 +223,7 @@ class _Recorder:
         return [*map(_Logits, outs, jaxprs.bound(eqn, own))]
 
     def _again(self, eqn: Any, inputs: list[Any], at: Address) -> Any:
-        """The outputs of an equation, and the statistics of the sites in it."""
+        """Returns the outputs of an equation and the statistics of its inner sites."""
         inside, rule = self._inside(at), kernels.rule_of(eqn)
         if not inside and (rule or at not in self._around):
             return jaxprs.bound(eqn, _values(inputs)), {}
@@ -243,7 +243,7 @@ class _Recorder:
                     f"query and key have {layer.heads}: give it an axis of heads"
                 )
             return jaxprs.bound(eqn, inputs), dict.fromkeys(inside, found)
-        # What runs its jaxpr often, not at all or on every device: each by a method.
+        # Loops, branches and `shard_map` have a method each.
         if again := getattr(self, f"_{eqn.primitive.name}", None):
             with jaxprs.written_as(eqn):
                 return again(eqn, inputs, at)
@@ -252,8 +252,8 @@ class _Recorder:
         if call := jaxprs.call_again(eqn, lambda *x: self.run(body, x, at)):
             with jaxprs.written_as(eqn):
                 return call(*inputs[own])
-        # Its rules are for derivatives of its outputs alone: the logits are formed once
-        # more alongside it, without any. XLA sees that both are the same and keeps one.
+        # The rules of a custom derivative cover its own outputs only. The body runs a
+        # second time for the statistics, without gradients. XLA merges the two runs.
         stopped = jax.lax.stop_gradient(inputs[own])
         again, stats = self.run(body, stopped, at)
         both = zip(jaxprs.bound(eqn, _values(inputs)), again, strict=True)
@@ -261,7 +261,7 @@ class _Recorder:
         return outs, stats
 
     def _start(self, trip: Any, start: list[Any], at: Address) -> list[Any]:
-        """What a loop begins with, as `_Logits` where any trip makes that of it."""
+        """Returns a loop's initial carry, as `_Logits` where a trip returns these."""
         if at not in self._around:
             return start
         split = _split_as(jax.eval_shape(trip, start), start)
@@ -304,13 +304,13 @@ class _Recorder:
             state, stats = trip(both[0])
             return state, jax.tree.map(jnp.maximum, both[1], stats)
 
-        # It carries the statistics along with its state, and may run no trip at all.
+        # The loop carries the statistics. They begin at -inf: it may run no trip.
         start = self._start(lambda x: trip(x)[0], start, at)
         shapes = jax.eval_shape(lambda x: trip(x)[1], start)
         return jax.lax.while_loop(is_on, step, (start, _nothing(shapes)))
 
     def _cond(self, eqn: Any, inputs: list[Any], at: Address):
-        """Heads of a branch that is not run have no logits: -inf."""
+        """Runs the chosen branch; heads of other branches get -inf."""
         (index, *args), every = inputs, {}
         like: list[Any] = [None] * len(eqn.outvars)
 
@@ -328,11 +328,11 @@ class _Recorder:
         return jax.lax.switch(index, [functools.partial(whole, r) for r in runs], args)
 
     def _shard_map(self, eqn: Any, inputs: list[Any], at: Address):
-        """Devices along some axes have other heads; along the rest, other batches."""
+        """Runs on each device: some mesh axes split the heads, others the batch."""
         body: Any = jaxprs.called(eqn)
         own, of_heads, specs = jaxprs.manual_in(eqn), {}, {}
         for n, layer in self._inside(at).items():
-            # What is outside of it, loops and other axes, has its part later.
+            # Loops and mesh axes outside of it are handled by their own equations.
             stack = [None for loop in layer.loops if loop[: len(at)] == at]
             of_heads[n] = tuple(name for name in layer.devices if name in own)
             specs[n] = PartitionSpec(*stack, of_heads[n] or None)
@@ -341,7 +341,7 @@ class _Recorder:
             outs, stats = self.run(body, inputs, at)
             for n, x in stats.items():
                 over = tuple(a for a in own if a not in of_heads[n])
-                # Where types are checked, `pmax` takes only what varies over its axes.
+                # With `check_vma`, `pmax` accepts only values that vary over its axes.
                 x = varying(x, over) if over and eqn.params["check_vma"] else x
                 stats[n] = largest_of_devices(x, over) if over else x
             return outs, stats
