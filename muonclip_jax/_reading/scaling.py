@@ -1,8 +1,8 @@
-"""The scales of an array: for each summand, the parameters that it is linear in.
+"""Finds how to scale an array: the parameters in which each summand is linear.
 
 To double an array, one factor of every summand has to double. QK-Clip needs no more, so
-this is followed back no further than to the factor that a clip would choose: of
-`W_b (W_a x)` to W_b, if its entries are of one head each.
+the search stops at the factor that a clip would choose. In `W_b (W_a x)` it stops at
+`W_b` if each entry of `W_b` belongs to one head.
 """
 
 import itertools
@@ -18,23 +18,21 @@ from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
 
 class Factor(NamedTuple):
-    """A parameter that a summand is a product with, and what its entries are marked."""
+    """A parameter among the factors of a summand, with the labels of its entries."""
 
     parameter: int
     labels: Labels
-    # Where it met an activation, as a bit; 0 before.
-    event: int = 0
-    # It is the kernel of a product, and no gain, bias or table.
-    is_kernel: bool = False
-    # False after something nonlinear, such as the division of a norm: that says where
-    # heads are, by the kernel's outputs, though only a gain after it can scale them.
+    event: int = 0  # the bit of the equation where it met an activation; 0 before
+    is_kernel: bool = False  # the kernel of a product, not a gain, bias or table
+    # False after something nonlinear, such as the division in a norm. The outputs of
+    # the kernel still show where heads are, but only a gain after it can scale them.
     is_linear: bool = True
-    # An index that is no counter of a loop picked entries.
+    # An index picked entries, and the index is not a loop counter.
     is_picked: bool = False
 
 
 class Summand(NamedTuple):
-    """A product of factors, the last that was applied first; `why` there is none."""
+    """A product of factors, last applied first; `why` says why it has none."""
 
     factors: tuple[Factor, ...]
     why: str = ""
@@ -46,11 +44,11 @@ class Summand(NamedTuple):
 
 Sum = tuple[Summand, ...]
 
-# Longer sums are followed no further. A clip needs one factor for each summand: a
-# projection, its bias, an adapter's product, for each of few sources.
+# The search gives up on longer sums. A clip needs one factor for each summand, and
+# attention has few: a projection, its bias, an adapter's product, for each source.
 _MOST_SUMMANDS = 12
 
-#: Whether a kernel is followed no further, by its labels and its operand's.
+#: Returns whether the search stops at a kernel, from its labels and its operand's.
 IsLast = Callable[[Labels, Labels], bool]
 
 
@@ -58,10 +56,10 @@ def never(kernel: Labels, other: Labels) -> bool:
     return False
 
 
-# So many products are multiplied out on the way to what made an activation.
+# The search multiplies out at most this many nested products.
 _DEEPEST = 4
 
-# So many equations, one after another: each is a few calls deep.
+# The search follows at most this many equations in a row: each is a few calls deep.
 _LONGEST = 80
 
 ADDED = "data or constants are added to"
@@ -73,10 +71,10 @@ NORMED = (
 
 
 class Way(NamedTuple):
-    """How far an array was followed back, and with what."""
+    """How far an array was followed back, with which labels and limits."""
 
     labels: Labels
-    seen: frozenset[Any] = frozenset()  # what loops carry that it came through
+    seen: frozenset[Any] = frozenset()  # the loop carries that it passed through
     depth: int = 0  # products that were multiplied out
     steps: int = 0  # equations
     deepest: int = _DEEPEST
@@ -97,13 +95,14 @@ class Scaling:
         is_last: IsLast = never,
         deepest: int = _DEEPEST,
     ) -> Sum:
-        """The summands of an array.
+        """Returns the summands of an array.
 
-        `is_last` judges a kernel by its labels and those of what it is applied to,
-        which is then not followed, nor what more than `deepest` products were before.
+        `is_last` receives the labels of a kernel and of its operand. If it returns
+        true, the search does not follow the operand. It also stops after `deepest`
+        nested products.
         """
-        # What is known is of these labels, and of where to stop. Within one call it is
-        # needed: a residual stream would be gone through once for each way to it.
+        # Known sums hold only for the same labels and limits, so each call starts anew.
+        # Without them, a residual stream would be followed once for each way to it.
         self._known = {}
         return self._of(atom, Way(labels, is_last=is_last, deepest=deepest))
 
@@ -139,7 +138,7 @@ class Scaling:
         if name in ("mul", "div", *PRODUCTS):
             return self._product(at, facts, back, way)
         if name in ELEMENTWISE:
-            # The norm of an axis, a clamp: no factor of what is left scales it.
+            # A nonlinear function such as a norm or a clamp: no factor scales it.
             made = (self._operand(at, i, back[i], way) for i in back if facts[i].leaves)
             why = NORMED if name in _OF_NORMS else why
             return [unscaled([s for x in made for s in x], why)]
@@ -160,14 +159,14 @@ class Scaling:
     def _operand(self, at: Eqn, i: int, move: Move, way: Way) -> Sum:
         own = way._replace(labels=tuple(map(move, way.labels)))
         found = self._of(at.inputs()[i], own)
-        # Of a table of positions all rows are meant, of a stack of kernels one.
+        # An index picks one kernel of a stack, but reads all rows of a position table.
         is_stack = i == 0 and self._facts.of(at.output()).is_weight
         if at.name in ("dynamic_slice", "gather") and is_stack and _is_any(at):
             return changed(found, is_picked=True)
         return found
 
     def _met(self, at: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
-        """Marks factors that were a parameter up to here with this equation."""
+        """Notes this equation in the factors that were still a parameter here."""
         event = self._facts.event(at)
         if not (fact.is_weight and (event or is_kernel)):
             return found
@@ -181,7 +180,7 @@ class Scaling:
     def _product(
         self, at: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
     ) -> Iterable[Summand]:
-        """Of both operands every summand with every other's."""
+        """Multiplies each summand of one operand with each summand of the other."""
         is_matrix, is_quotient = at.name in PRODUCTS, at.name == "div"
 
         def side(i: int, deeper: int = 0) -> Sum:
@@ -197,7 +196,7 @@ class Scaling:
             return side(0 if facts[0].leaves else 1)
         if is_quotient:
             return side(0)
-        # The weight first: it was applied last, as B is in x @ (A @ B).
+        # The weight comes first because it was applied last, like B in x @ (A @ B).
         is_weight = [fact.is_weight for fact in facts[:2]]
         is_second = is_weight[1] and (is_matrix or not is_weight[0])
         one, two = (1, 0) if is_second else (0, 1)
@@ -206,7 +205,7 @@ class Scaling:
             other = tuple(map(back[two], way.labels))
             if all(way.is_last(s.linear[0].labels, other) for s in first):
                 return first
-        # A norm's other side is made of nothing else than what it norms.
+        # The factor of a norm depends on nothing but the array that it normalizes.
         is_norm = not (
             facts[two].events & ~facts[one].events
             or facts[two].leaves & ~facts[one].leaves
@@ -214,15 +213,15 @@ class Scaling:
         if (is_norm and not is_weight[one]) or way.depth >= way.deepest:
             return first
         second = side(two, deeper=1)
-        # Each summand needs one factor alone: either side has one for all of them.
+        # Each summand needs only one factor, and either side has one for all of them.
         if len(first) * len(second) > 2 * _MOST_SUMMANDS:
             return first if len(first) <= len(second) else second
         pairs = itertools.product(first, second)
         return [Summand((*x.factors, *y.factors), x.why or y.why) for x, y in pairs]
 
     def _finite_case(self, at: Eqn) -> int | None:
-        """Of `where(isnan(x), 0, x)` and such, the case that finite entries have: x."""
-        # `select_n` has the case for False first, after the test itself.
+        """Returns the operand of finite entries, as x in `where(isnan(x), 0, x)`."""
+        # The operands of `select_n` are the condition, the case for False, for True.
         made = self._graph.made_by(at.inputs()[0])
         if len(made) != 1 or len(at.eqn.invars) != 3:
             return None
@@ -237,7 +236,7 @@ class Scaling:
 
 
 def changed(found: Sum, **changes: Any) -> Sum:
-    """The sum with all factors changed alike."""
+    """Returns the sum with the same changes made to all factors."""
     return tuple(
         s._replace(factors=tuple(f._replace(**changes) for f in s.factors))
         for s in found
@@ -248,9 +247,9 @@ _OF_NORMS = names("rsqrt sqrt integer_pow square pow log logistic tanh")
 
 
 def _apart(summand: Summand, other: Fact) -> Summand:
-    """A factor scales a product if the other side does not change with it.
+    """Marks factors as not linear if the other side of a product changes with them.
 
-    Of `x * rsqrt(var(x))` the kernel that made x scales nothing.
+    In `x * rsqrt(var(x))`, the kernel that made `x` does not scale the product.
     """
 
     def of(f: Factor) -> Factor:
@@ -265,7 +264,7 @@ def _apart(summand: Summand, other: Fact) -> Summand:
 
 
 def unscaled(summands: Iterable[Summand], why: str) -> Summand:
-    """The rest of summands where nothing scales them: where their axes are."""
+    """Returns one summand without linear factors, which still shows where axes are."""
     summands = list(summands)
     found: dict[Any, Factor] = {}
     for s in summands:
@@ -278,11 +277,11 @@ def unscaled(summands: Iterable[Summand], why: str) -> Summand:
 
 
 def summed(summands: Iterable[Summand]) -> Sum:
-    """A sum, with the summands of the same factors as one."""
+    """Returns a sum in which summands with the same factors are merged."""
     found: dict[Any, Summand] = {}
     for s in summands:
         key = (
-            # Those that a mean was taken of are no less along an axis for it.
+            # Merging x with mean(x) would hide along which axes the labels of x vary.
             tuple((*f[0:1], *f[2:5], _axes(f.labels)) for f in s.factors),
             s.why if not s.factors else "",
         )
@@ -310,7 +309,7 @@ def _joined(a: Factor, b: Factor) -> Factor:
 
 
 def _is_any(at: Eqn) -> bool:
-    """Whether an index, unknown which, picks one entry of a parameter."""
+    """Returns whether an index with unknown value picks one entry of a parameter."""
     of, *starts = at.inputs()
     if at.name == "gather":
         return starts[0].number is None
