@@ -1,9 +1,10 @@
 """Finds attention that was not understood, by one rule.
 
-A product of two activations that goes through something nonlinear and then weighs a
+A product of two activations that passes through a nonlinear function and then weighs a
 third activation is attention, whatever stands between. `Softmaxes` knows the forms that
-can be read. This module follows every other product forward, as a bit in a few sets,
-and asks at the end whether it weighs along what one operand alone has: keys.
+can be read. This module follows every other product forward, as a bit in a few sets.
+At the end it asks whether the product weighs along axes that one operand alone has:
+these are the keys.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,15 +24,15 @@ from .uses import ALGEBRA
 
 
 class Taint(NamedTuple):
-    """The products that a variable was made of, a bit for each."""
+    """The products that a variable depends on, with a bit for each product."""
 
-    entrywise: int = 0  # multiplied entry by entry, and nothing was summed yet
+    entrywise: int = 0  # multiplied entry by entry, and not summed yet
     linear: int = 0
-    bent: int = 0  # went through something nonlinear
-    exponential: int = 0  # those of the bent that an exponential bent
-    totals: int = 0  # a sum of their entries is in it
-    choice: int = 0  # a mask or an index was made of them
-    varied: int = 0  # a bit that is unset where all are copies along some axis
+    bent: int = 0  # passed through a nonlinear function
+    exponential: int = 0  # the bent products that passed through an exponential
+    totals: int = 0  # the variable contains a sum of their entries
+    choice: int = 0  # a mask or an index depends on them
+    varied: int = 0  # 0 if the variable is repeated along some axis, else 1
 
     @property
     def all(self) -> int:
@@ -45,15 +46,15 @@ _COPY, _ARRAY = Taint(), Taint(varied=1)
 
 
 class Product(NamedTuple):
-    """A product of two activations, or what a matrix over its entries made of it."""
+    """A product of two activations, or the result of mixing its entries."""
 
     eqn: Eqn
     root: Eqn  # the product itself
-    of: list[set[int]]  # its dimensions that each one of the result comes of
+    of: list[set[int]]  # for each dimension of the result, those of the product in it
 
 
 _SUMS = names("reduce_sum cumsum sort cumlogsumexp fft")
-# The result is a number for many entries.
+# Primitives that reduce many entries to one number, where the search ends.
 _ENDS = ALGEBRA | names(
     "reduce_max reduce_min argmax argmin reduce_and reduce_or cummax cummin pmax pmin"
 )
@@ -65,9 +66,9 @@ _CONV = "conv_general_dilated"
 def suspicions(
     reader: Softmaxes, layers: Sequence[Layer]
 ) -> tuple[list[Layer], list[Layer]]:
-    """Attention besides `layers`: what may be a softmax, and what has none.
+    """Returns attention besides `layers`: with a possible softmax, and without one.
 
-    The second kind, such as attention by sigmoids, is no error: it is not clipped.
+    Attention without a softmax, such as by sigmoids, is not clipped and is no error.
     """
     found = _Suspicion(reader, {eqn for layer in layers for eqn in layer.products})
     refused, without_softmax, seen = [], [], set()
@@ -103,7 +104,7 @@ def _all(sets: Iterable[set[int]]) -> set[int]:
 
 
 class _Suspicion(Forward[Taint]):
-    """Follows products of two activations, but those that were `read`."""
+    """Follows products of two activations, except the products in `read`."""
 
     def __init__(self, reader: Softmaxes, read: set[Eqn]):
         super().__init__(_COPY)
@@ -111,16 +112,16 @@ class _Suspicion(Forward[Taint]):
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.products: dict[int, Product] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
-        # Products that a kernel took for features: no logits, wherever else they go.
+        # Products that a kernel used as features: they are not logits anywhere.
         self._ended = 0
-        # Where an operand with some products in it weighs the other.
+        # The equations and operands that weigh the other operand, with their products.
         self.sites: dict[tuple[Eqn, int], int] = {}
-        # Those that weigh something after an exponential, or with a sum of their own.
+        # Products that weigh after an exponential, or after a sum of their entries.
         self.exponential = self.normalized = 0
         self.run(self._reader.graph.top, [_ARRAY] * len(self._reader.graph.top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
-        if all(x is _ARRAY or x is _COPY for x in values):  # as nearly everywhere
+        if all(x is _ARRAY or x is _COPY for x in values):  # the common case, fast
             return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
 
@@ -152,13 +153,13 @@ class _Suspicion(Forward[Taint]):
         if not any(out[:-1]) or name in _ENDS:
             return _ARRAY if out.varied else _COPY
         if name in ("gather", "dynamic_slice"):
-            return taints[0]  # an index is no part of what it picks
+            return taints[0]  # picked entries do not depend on the index
         if name == "select_n":
             bent = out.bent | out.linear & taints[0].choice
             return self.either(taints[1:])._replace(bent=bent)
         if name == "div":
             a, b = taints
-            if not a.all:  # a denominator, but where a sigmoid is written out
+            if not a.all:  # a denominator, unless it is a sigmoid written out
                 return _ARRAY._replace(bent=b.exponential, totals=b.totals)
             bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
             return a._replace(bent=bent, totals=totals)
@@ -166,29 +167,29 @@ class _Suspicion(Forward[Taint]):
             out = self._summed(at, out)
         if exponent(at) is not None or name == "expm1":
             return out.nonlinear()._replace(exponential=out.bent | out.linear)
-        if name in ("log", "log1p"):  # a softplus, or the logarithm of a softmax
+        if name in ("log", "log1p"):  # a softplus or a log-softmax
             return out.nonlinear()._replace(exponential=0)
         if name in ("integer_pow", "square") and out.entrywise:
-            return out  # the square of a difference has a product in it
+            return out  # the square of a difference contains the product
         return out.nonlinear() if name in _BENDS else out
 
     def _is_of_two(self, at: Eqn) -> bool:
-        """Whether both operands are activations that parameters made."""
+        """Returns whether both operands are activations that depend on parameters."""
         facts, (x, y) = self._facts.inputs(at)[:2], at.inputs()[:2]
         if at.name not in PRODUCTS:
             return x.var is not y.var and all(f.is_deep for f in facts)
         return all(f.leaves for f in facts) and self._facts.weight_of(at) is None
 
     def _of_two(self, at: Eqn, taints: list[Taint], out: Taint) -> Taint:
-        """What is made of two activations, of which one may weigh the other."""
+        """Combines two activations; one of them may weigh the other."""
         is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
-        # Of two operands that do not both have copies, neither is an outer product's.
+        # An entrywise outer product repeats both operands, each along other axes.
         is_alike = at.name not in PRODUCTS and any(map(self._is_full, at.inputs()))
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
             if not (at.contracted or other - own):
-                # After an exponential, a weight for each entry. Else gates and norms.
+                # Without an exponential, weights for each entry are gates or norms.
                 bits &= taints[i].exponential if own - other else 0
             if not taints[1 - i].linear | taints[1 - i].bent:
                 self._met(at, i, bits, taints[i])
@@ -200,7 +201,7 @@ class _Suspicion(Forward[Taint]):
             return out._replace(linear=out.linear | is_linear, entrywise=entrywise)
         x, y = self._facts.inputs(at)[:2]
         if not is_product or x.sole == y.sole not in (None, -1):
-            return out  # of one kernel's outputs alone, as in `silu`
+            return out  # both operands are outputs of one kernel, as in `silu`
         return out._replace(entrywise=self._born(at))
 
     def _met(self, at: Eqn, i: int, bits: int, taint: Taint) -> None:
@@ -210,7 +211,7 @@ class _Suspicion(Forward[Taint]):
             self.normalized |= bits & taint.totals
 
     def _summed(self, at: Eqn, out: Taint) -> Taint:
-        """What is summed along what both operands have is a product of theirs."""
+        """Returns the taint of a sum: along shared dimensions it completes products."""
         params, products, totals = at.eqn.params, 0, out.totals
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
         for bit in _each(out.all) if at.name != "fft" else ():
@@ -223,13 +224,13 @@ class _Suspicion(Forward[Taint]):
         return out._replace(linear=out.linear | made, totals=totals, entrywise=rest)
 
     def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
-        """What a product with a weight or data leaves of products, or makes one."""
+        """Returns the taint after a product with a weight or with data, maybe keys."""
         fact, other = (self._facts.inputs(at)[j] for j in (i, 1 - i))
         out = self._mixed(at, i, taint) if taint.all else _ARRAY
         if other.leaves or not (other.has_data and at.contracted):
             return out
-        # Keys or values among the arguments: only an exponential makes attention of it.
-        # Numbers that a table of codes weighs are an expectation.
+        # Keys or values may be arguments: attention to them needs an exponential.
+        # Probabilities times a table of numbers, not vectors, are an expectation.
         is_vector = any(o is not None and o not in at.to[i] for o in at.to[1 - i])
         of_two = (b for b in _each(taint.exponential) if self._is_of_two(self._root(b)))
         self._met(at, i, taint.exponential if is_vector else union(of_two), taint)
@@ -238,10 +239,10 @@ class _Suspicion(Forward[Taint]):
         return out._replace(linear=out.linear | self._born(at)) if is_key else out
 
     def _mixed(self, at: Eqn, i: int, taint: Taint) -> Taint:
-        """Products after a matrix or a window.
+        """Returns the taint after a matrix or a convolution.
 
-        Over features, it is a layer that is applied to what was attended to. Over keys,
-        or queries, it makes new logits.
+        A matrix over features is a layer after attention, so its products end. A matrix
+        over keys or queries makes new logits.
         """
         atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
@@ -259,7 +260,7 @@ class _Suspicion(Forward[Taint]):
             along, (a, b) = self._along(bit, atom), self._sides_of(bit)
             if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
-            # Heads are mixed as logits or as weights. What was normed is no longer one.
+            # Mixed heads stay logits or weights; after a norm, heads count as features.
             heads = a & b if bit & taint.bent & ~taint.exponential else set()
             dims = [along[d] for d in over]
             if not all(dims) or self._is_of_features(bit, _all(dims), heads):
@@ -276,7 +277,7 @@ class _Suspicion(Forward[Taint]):
     # Products, by dimensions of their result.
 
     def _born(self, at: Eqn) -> int:
-        """The bit of a product, unless it is read, or of constants or one-hot rows."""
+        """Returns the bit of a product; 0 if read, of constants or of one-hot rows."""
         facts = self._facts.inputs(at)[:2]
         leaves = {*members(union(f.leaves for f in facts))}
         is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
@@ -290,9 +291,9 @@ class _Suspicion(Forward[Taint]):
         return bit
 
     def _to(self, at: Eqn) -> Sequence[Sequence[int | None]]:
-        """For each operand, the dimension of the result that each of its own is.
+        """Returns the result's dimension that each dimension of an operand becomes.
 
-        Entry by entry, those of which it is no copy.
+        In an entrywise product, dimensions of repeated entries have `None`.
         """
         if at.name in PRODUCTS:
             return at.to if at.name != _CONV else ((), ())
@@ -319,7 +320,7 @@ class _Suspicion(Forward[Taint]):
         return self._sides(self._root(bit))
 
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
-        """Whether dimensions are outputs that one operand has, or `heads`."""
+        """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
         at = self.products[bit].root
         a, b = self._sides(at)
         dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
@@ -328,10 +329,7 @@ class _Suspicion(Forward[Taint]):
         return any(self.makers.is_output(x, d) for x, d in own)
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
-        """For each axis of an array, the dimensions of a product that it comes of.
-
-        Nothing where the labels are lost.
-        """
+        """Returns the product's dimensions in each axis, or `[]` if labels are lost."""
         (target, _, of), found = self.products[bit], []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
@@ -355,11 +353,11 @@ class _Suspicion(Forward[Taint]):
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
-        """Whether it weighs along what one operand of a product alone has."""
+        """Returns whether a site weighs along axes that one operand alone has."""
         along, (a, b) = self._along(bit, site.inputs()[i]), self._sides_of(bit)
         dtype = self.products[bit].root.output().var.aval.dtype
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
-            return True  # lags are the keys, which no operand has
+            return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
             {d for d in x if not self._is_of_features(bit, {d}, set())}
             for x in (a - b, b - a)
@@ -367,7 +365,7 @@ class _Suspicion(Forward[Taint]):
         own, other = self._to(site)[:: -1 if i else 1]
         dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
         if not site.contracted and not {*other} - {*own}:
-            # A weight for each entry: the values are the same for all queries.
+            # With a weight for each entry, the values are the same for all queries.
             dims = {d for d, o in enumerate(own) if o in other}
             queries = _all(x for d, x in enumerate(along) if d not in dims)
             a, b = b if queries & a else set(), a if queries & b else set()
