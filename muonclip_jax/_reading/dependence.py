@@ -1,8 +1,8 @@
-"""The entries of parameters that an array changes with, linearly or not.
+"""Finds the entries of parameters that an array depends on, linearly or not.
 
-A clip scales entries that logits are linear in. That holds only if logits do not change
-with the same entries in a second way, such as by a gate. Facts cannot show it where
-query and key are parts of one fused kernel, so labels go back to the entries.
+A clip scales entries in which the logits are linear. It works only if the logits do not
+depend on the same entries in a second way, such as through a gate. Facts hold for whole
+parameters, but query and key may share a fused kernel, so labels go back to entries.
 """
 
 from collections.abc import Iterator
@@ -18,24 +18,24 @@ from .primitives import moves
 
 
 class Use(NamedTuple):
-    """Entries of a parameter that an array changes with."""
+    """Entries of a parameter that an array depends on."""
 
     parameter: int
     label: Label  # of the parameter
-    event: int  # where they meet an activation; 0 if they have met none yet
-    line: str  # where this way joins others, if it does
+    event: int  # where they meet an activation; 0 if they meet none
+    line: str  # where this route meets others, or a primitive without a rule; else ""
 
 
 class Dependence:
-    """Follows arrays back to all their parameters, up to the inputs of a layer."""
+    """Follows arrays back to all their parameters within a layer."""
 
     def __init__(self, graph: Graph, facts: Facts, attention: int):
         self._graph, self._facts = graph, facts
-        # What the weights of attention change with is an input of later layers.
+        # Products whose attention weights end the search: they feed later layers.
         self._attention = attention
 
     def uses(self, atom: Atom, events: int, parameters: int) -> Iterator[Use]:
-        """How an array changes with parameters that meet activations at some events."""
+        """Yields an array's uses of parameters that meet activations at some events."""
         graph, facts = self._graph, self._facts
         met: list[tuple[Atom, Labels, int, str]] = []
         lost: list[tuple[Eqn, str]] = []
@@ -71,7 +71,7 @@ class Dependence:
             if event & events or not event:
                 for parameter, label in self._entries(weight, labels):
                     yield Use(parameter, label, event, line)
-        for at, line in lost:  # it has no rule, so that any entry may be in it
+        for at, line in lost:  # it has no rule, so it may depend on any entry
             own = facts.of(at.output()).events & events
             for parameter in members(parameters):
                 if event := own & facts.meetings(parameter):
