@@ -1,4 +1,4 @@
-"""Forward over all frames of a graph, once: a value for each variable."""
+"""Computes a value for each variable of a graph, in one pass over its frames."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -12,30 +12,30 @@ Value = TypeVar("Value")
 
 
 class Forward(Generic[Value]):
-    """Subclasses say what a primitive makes, and what one of several values is."""
+    """A forward pass; subclasses define `primitive` and `either`."""
 
     def __init__(self, nothing: Value):
         self._nothing = nothing
         self._of: dict[Atom, Value] = {}
 
     def primitive(self, at: Eqn) -> Value:
-        """The value of an equation's results."""
+        """Returns the value of an equation's results."""
         raise NotImplementedError
 
     def either(self, values: Sequence[Value]) -> Value:
-        """One of several, no matter which."""
+        """Returns the value of a variable that may have any of these values."""
         raise NotImplementedError
 
     def result(self, at: Eqn, atom: Atom, value: Value) -> Value:
-        """The value of one result."""
+        """Returns the value of one result, from that of its equation."""
         return value
 
     def begun(self, value: Value) -> Value:
-        """What a loop carries, as its trip begins."""
+        """Returns the value of a loop's carry at the beginning of a trip."""
         return value
 
     def more(self, at: Eqn) -> Value:
-        """The value of what a kernel returns besides what its example does."""
+        """Returns the value of a kernel's outputs that its plain function lacks."""
         return self.either(self.inputs(at))
 
     def of(self, atom: Atom) -> Value:
@@ -43,7 +43,7 @@ class Forward(Generic[Value]):
         return self._nothing if is_literal else self._of.get(atom, self._nothing)
 
     def inputs(self, at: Eqn) -> list[Value]:
-        """The values of what an equation is of."""
+        """Returns the values of an equation's operands."""
         return [self.of(atom) for atom in at.inputs()]
 
     def run(self, frame: Frame, inputs: Sequence[Value]) -> list[Value]:
@@ -56,16 +56,16 @@ class Forward(Generic[Value]):
         return [self.of(atom) for atom in frame.outputs]
 
     def called(self, at: Eqn) -> list[Value]:
-        """The values of the results of an equation with jaxprs in it."""
+        """Returns the values of the results of an equation with inner jaxprs."""
         runs: Any = [self._inside(inner) for inner in at.inside]
         outs = [self.either(values) for values in zip(*runs, strict=True)]
         n = len(at.eqn.outvars)
         return [*outs[:n], *[self.more(at)] * (n - len(outs))]
 
     def _inside(self, inner: Frame) -> list[Value]:
-        """The results of a run, those of all trips if it is a loop's.
+        """Returns the values of a frame's results, for a loop after all trips.
 
-        That ends: what a value can be made of only grows.
+        The iteration ends because values only grow.
         """
         own = [self.of(x.atom) for x in inner.outer]
         while True:
