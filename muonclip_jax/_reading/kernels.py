@@ -1,8 +1,8 @@
-"""Kernels of attention, whose logits no equation has: what each of them computes.
+"""Defines what kernels of attention compute, because no equation has their logits.
 
-A kernel is read as the plain attention that it stands for, and its statistic is formed
-alongside it, in memory that does not grow with the square of the length. The kernels of
-JAX, tokamax and this package are four uses of the rule that teaches one.
+The reading replaces a kernel by plain attention. The statistic is computed next to the
+kernel, in memory that does not grow with the square of the length. `attention_rule`
+teaches a kernel; the kernels of JAX, tokamax and this package are taught below.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from . import jaxprs
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRule:
-    """The attention that a kernel's calls are: the result of [`attention_rule`][]."""
+    """The attention that a kernel computes: the result of [`attention_rule`][]."""
 
     fun: Callable[..., Any]
     maxima: Callable[..., Any] | int | None
     name: str
     file: str
     of: Any
-    functions: Sequence[Any]  # if it has any: its own, and those of its derivatives
+    functions: Sequence[Any]  # the kernel's function and its derivative rules, if any
 
     def rank(self, eqn: Any, name: str, file: str) -> int | None:
-        """How surely an equation, by its place, calls the kernel; `None` if not."""
+        """Returns how surely an equation calls the kernel; `None` if it does not."""
         if self.name != name:
             return None
         if isinstance(self.of, str):
@@ -42,8 +42,8 @@ class AttentionRule:
             return 0 if self.of is eqn.primitive else None
         if self.file != file:
             return None
-        # All that a factory makes begins at one place. The functions that an equation
-        # holds, as those of its derivatives, are the kernel's own or another's.
+        # Functions from one factory begin at the same line. The functions that an
+        # equation holds, such as its derivative rules, show which kernel it calls.
         places = [_place(x) for x in self.functions]
         alike = [x for x in jaxprs.functions_in(eqn) if _place(x) in places]
         is_own = all(x in self.functions for x in alike)
@@ -51,18 +51,18 @@ class AttentionRule:
         return len(alike) if is_own else None
 
     def body(self, eqn: Any) -> jaxprs.Inner:
-        """The jaxpr of the plain function, on the inputs of a call."""
+        """Returns the jaxpr of the plain function, on the inputs of a call."""
         shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
         return jaxprs.trace(lambda *inputs: _called(self.fun, eqn, inputs), *shapes)
 
     def largest(self, eqn: Any, inputs: Sequence[Any]) -> Any:
-        """The largest logit of every head of a call; `None` where none can be had."""
+        """Returns the largest logit of every head, or `None` if it is not available."""
         if not callable(self.maxima):
             return None
         return _called(self.maxima, eqn, inputs)
 
 
-#: In the order in which they were taught.
+#: All rules, in the order in which they were taught.
 _RULES: list[AttentionRule] = []
 
 
@@ -75,26 +75,28 @@ def attention_rule(
     """Teaches [`read_model`][] and [`record_attention`][] a kernel of yours.
 
     A kernel is a primitive, a function with `jax.custom_vjp` or `jax.custom_jvp`, or a
-    Pallas kernel. After this call, best made where the kernel is defined, all calls of
-    the kernel are read as calls of `fun`, a plain function that computes the same. It
-    may leave out masks and scales, which do not change what is linear.
+    Pallas kernel. After this call, all calls of the kernel are read as calls of `fun`,
+    a plain function that computes the same. `fun` may omit masks and scales, which do
+    not affect linearity. It is best to teach a kernel where it is defined.
 
     **Arguments:**
 
-    - `fun`: `fun(*inputs)`, on the inputs of a call, returns the output, or outputs in
-        order. If it has an argument `params`, it gets the parameters of the equation.
-    - `of`: the kernel: a function, a primitive, or a name. For a function of a library
-        write `"name at end/of/file.py"`, with the file that defines it.
+    - `fun`: `fun(*inputs)` receives the inputs of a call and returns the output, or
+        the outputs in order. An argument named `params` receives the parameters of the
+        equation.
+    - `of`: the kernel: a function, a primitive, or a name. For a function of a library,
+        write `"name at end/of/file.py"` with the file that defines it.
     - `maxima`: `maxima(*inputs)` returns the largest logit of every head, `(heads,)`,
-        as [`max_logits`][] does; or the index of the output that has them for every
-        row. Without it the kernel's layers are read but not recorded.
+        as [`max_logits`][] does. An integer is instead the index of the output that
+        holds the largest logit of every row. Without `maxima`, the kernel's layers are
+        read but not recorded.
 
-    **Returns:** the rule. It belongs to this very function or primitive: another one
+    **Returns:** the rule. It holds for this function or primitive only: another one
     of the same name, or from the same factory, needs its own. A name stands for all
     functions that fit it. If several rules fit a call, the last one is used.
 
-    **Raises:** `ValueError` for an `of` that is not a function, primitive or name, and
-    for a function or primitive that has a rule.
+    **Raises:** `ValueError` if `of` is not a function, primitive or name, or if the
+    function or primitive already has a rule.
 
     !!! example
 
@@ -140,7 +142,7 @@ def attention_rule(
 
 
 def rule_of(eqn: Any) -> AttentionRule | None:
-    """The rule of the kernel that an equation calls, if it was taught one."""
+    """Returns the rule of the kernel that an equation calls, if there is one."""
     place = jaxprs.kernel_name(eqn)
     ranked = [(rank, x) for x in _RULES if (rank := x.rank(eqn, *place)) is not None]
     if not ranked:
@@ -160,7 +162,7 @@ def rule_of(eqn: Any) -> AttentionRule | None:
 
 
 def _functions(of: Any) -> list[Any]:
-    """The plain function of a kernel, and those of its derivatives."""
+    """Returns the function of a kernel and the functions of its derivative rules."""
     found, inside = [], of if callable(of) else None
     while inside is not None:
         found += [getattr(inside, name, None) for name in ("fwd", "bwd", "jvp")]
@@ -171,26 +173,26 @@ def _functions(of: Any) -> list[Any]:
 
 
 def _place(function: Any) -> tuple[str, str]:
-    """Its name and where it begins, as traces write them."""
+    """Returns a function's name and where it begins, as traces write them."""
     code = function.__code__
     return code.co_name, f"{code.co_filename}:{code.co_firstlineno}".replace("\\", "/")
 
 
 def _called(fun: Callable[..., Any], eqn: Any, inputs: Sequence[Any]) -> Any:
-    """With the primitive and parameters of the equation where `fun` asks for them."""
+    """Calls `fun`, with the equation's primitive and parameters if it takes them."""
     wanted = inspect.signature(fun).parameters
     given = {"params": eqn.params, "primitive": eqn.primitive}
     return fun(*inputs, **{k: v for k, v in given.items() if k in wanted})
 
 
-# The kernels of JAX and tokamax, and that of `mc.splash_attention`.
+# The kernels of JAX and tokamax, and the kernel of `mc.splash_attention`.
 
 
 def _plain(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0
 ) -> jax.Array:
-    """Attention of `(batch, heads, length, dim)`, without mask and scale."""
-    if key.ndim < query.ndim:  # one head, for all of the query's
+    """Computes attention of `(batch, heads, length, dim)`, without mask and scale."""
+    if key.ndim < query.ndim:  # all query heads share one key head
         key, value = (jnp.expand_dims(x, -3) for x in (key, value))
     group = query.shape[-3] // key.shape[-3]
     key, value = (jnp.repeat(x, group, -3) for x in (key, value))
@@ -205,10 +207,10 @@ def _lengths_first(
 
 
 def _of_arrays(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """For kernels of Pallas, which have scale and mask in their code.
+    """Adapts plain attention to Pallas kernels, whose code has scale and mask.
 
-    Of their inputs the first three of real numbers are query, key and value: tables of
-    blocks, which come before, and segments are of integers.
+    Query, key and value are the first three floating-point inputs. Segments are
+    integers, and so are the tables of blocks, which come first.
     """
 
     def of_inputs(*inputs: jax.Array) -> jax.Array:
@@ -224,9 +226,9 @@ attention_rule(
     _of_arrays(_plain),
     of="_flash_attention_kernel at pallas/ops/tpu/flash_attention.py",
 )
-# Splash attention calls kernels of many names, for segments, one key head and what a
-# gradient needs, all from this function. For `mc.splash_attention` it returns three
-# outputs: that of attention, logarithms of sums, maxima.
+# Splash attention has kernels of many names: for segments, for one key head and for
+# gradients. This function calls all of them. For `mc.splash_attention` it returns the
+# result of attention, log-sum-exps and maxima.
 _SPLASH = "tpu/splash_attention/splash_attention_kernel.py"
 attention_rule(
     _of_arrays(_plain), of=f"_splash_attention_custom at pallas/ops/{_SPLASH}"
@@ -246,10 +248,10 @@ def _cudnn(*inputs: Any, params: Any) -> jax.Array:
 
 
 def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | None:
-    """`jax.nn.dot_product_attention(implementation="cudnn")`.
+    """Returns the maxima of `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-    Its inputs are query, key, value, bias (masks in it as large negative numbers), the
-    lengths of query and key, and what paged and packed sequences need; its parameters
+    The inputs are query, key, value, bias (with masks as large negative numbers), the
+    lengths of query and key, and arrays for paged and packed sequences. The parameters
     are the same from JAX 0.8 to 0.12.
     """
     mask = getattr(params["mask_type"], "name", str(params["mask_type"]))
@@ -264,13 +266,13 @@ def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | Non
     if bias.size:
         options["bias"] = bias
     if "PADDING" in mask:
-        # As segments: what is padding on either side is of no segment in common.
+        # Padding of the query and of the key gets segments that match no other segment.
         lengths = zip((query, key), (query_lengths, key_lengths), strict=True)
         is_padding = [jnp.arange(x.shape[1]) >= n[:, None] for x, n in lengths]
         options["query_segment_ids"] = jnp.where(is_padding[0], 1, 0)
         options["key_segment_ids"] = jnp.where(is_padding[1], 2, 0)
     if window := params["sliding_window_length"]:
-        # A query sees itself and those before it, `window` in all.
+        # A query sees `window` keys: its own and the ones before it.
         options["local_window_size"] = (window - 1, 0)
     formed = functools.partial(
         max_logits, query, key, is_causal="CAUSAL" in mask, **options
@@ -289,8 +291,8 @@ def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | Non
     return jax.lax.platform_dependent(cuda=by_sums, default=formed)
 
 
-#: Logits are stretched to at most this much, so that a sum of their exponentials is its
-#: largest term. A kernel rounds an exponent of `x` by `2^-24 x`: here by a quarter.
+#: Logits are stretched to at most this size, so that the largest exponential dominates
+#: the sum. A kernel rounds an exponent `x` by `2^-24 x`: here by a quarter.
 _STRETCHED = 2.0**22
 
 
@@ -301,12 +303,12 @@ def largest_by_sums(
     scale: float,
     heads: int,
 ) -> jax.Array:
-    """The largest logits by a kernel that returns logarithms of sums of exponentials.
+    """Returns the largest logits, by a kernel that returns log-sum-exps.
 
-    With logits `b` times as large, `log(sum(exp(b x))) / b` is between the largest `x`
-    and `log(keys) / b` above it: for 8,192 keys 2e-6 of what the norms of query and key
-    allow, and far less unless all logits are alike. On an H100 it takes a tenth of the
-    time in which the logits are formed (`benchmarks/accelerator.py`).
+    With logits `b` times as large, `log(sum(exp(b x))) / b` exceeds the largest `x` by
+    at most `log(keys) / b`. For 8,192 keys this is 2e-6 of the bound on logits by the
+    norms of query and key, and far less unless all logits are alike. On an H100 it
+    takes a tenth of the time of forming the logits (`benchmarks/accelerator.py`).
 
     `heads` is the axis of the heads in query and key; `log_sums(query, scale)` returns
     `(batch, heads, queries)`.
@@ -314,7 +316,7 @@ def largest_by_sums(
     bound = abs(scale) * _longest(query, heads)
     of_keys = _longest(key, heads)
     bound *= jnp.repeat(of_keys, bound.size // of_keys.size)
-    # A power of two, by which the query is scaled without rounding, in float16 too.
+    # A power of two scales the query without rounding, in float16 too.
     power = -jnp.ceil(jnp.log2(jnp.maximum(bound, 2.0**-14)))
     shape = [-1 if axis == heads else 1 for axis in range(query.ndim)]
     stretched = query * jnp.exp2(power).astype(query.dtype).reshape(shape)
@@ -323,7 +325,7 @@ def largest_by_sums(
 
 
 def _longest(x: jax.Array, heads: int) -> jax.Array:
-    """The largest norm of the vectors of each head."""
+    """Returns the largest norm of the vectors of each head."""
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), -1)
     others = tuple(axis for axis in range(squares.ndim) if axis != heads)
     return jnp.sqrt(jnp.max(squares, others))
