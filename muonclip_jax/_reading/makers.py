@@ -1,4 +1,4 @@
-"""Which kernels made an activation, and along which of its dimensions."""
+"""Finds the kernels that made an activation, and the dimensions of their outputs."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from .scaling import Scaling
 
 
 class Maker(NamedTuple):
-    """A parameter in the weight of a product, which made an activation."""
+    """A parameter in the weight of a product that made an activation."""
 
     at: Eqn
     number: int
@@ -25,7 +25,7 @@ class Makers:
         self._outputs: dict[tuple[Atom, int], bool] = {}
 
     def of(self, atom: Atom, labels: Labels) -> Iterator[Maker]:
-        """The parameters of the nearest products with weights, with their labels."""
+        """Yields the parameters of the nearest products with weights."""
         found: list[tuple[Eqn, int, Labels]] = []
 
         def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
@@ -51,12 +51,12 @@ class Makers:
                     yield Maker(at, f.parameter, f.labels)
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
-        """The dimensions that distinguish the outputs of each kernel, in its order."""
+        """Returns the dimensions of each kernel's outputs, the major ones first."""
         found: dict[int, dict[int, tuple[int, int]]] = {}
         for _, number, labels in self.of(atom, atom.each()):
             for d, label in enumerate(labels):
                 for axis in varied(label):
-                    # Major ones change less often along an axis.
+                    # The marks of a major dimension change less often along an axis.
                     line = label.swapaxes(0, axis).reshape(label.shape[axis], -1)
                     changes = int((line[1:] != line[:-1]).any(1).sum())
                     found.setdefault(number, {}).setdefault(d, (axis, changes))
@@ -65,7 +65,7 @@ class Makers:
         }
 
     def is_output(self, atom: Atom, d: int) -> bool:
-        """Whether a dimension is of outputs of kernels, or of columns of tables."""
+        """Returns whether a dimension holds kernel outputs, or columns of a table."""
         if (atom, d) not in self._outputs:
             labels = atom.marks([d])
             found = [x.labels for x in self.of(atom, labels)]
