@@ -30,8 +30,7 @@ class Product(NamedTuple):
     keys: frozenset[int]  # the axes of its labels along which the softmax sums
     # For each operand, the product's dimension that each operand dimension becomes.
     to: list[list[int | None]]
-    # The pairs of operand dimensions that the product sums over.
-    over: list[tuple[int, int]]
+    over: list[tuple[int, int]]  # pairs of operand dimensions that it sums over
     # For each operand, the axes of the labels that it alone has.
     free: tuple[frozenset[int], frozenset[int]]
 
@@ -45,12 +44,12 @@ class Product(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The length of its labels."""
+        """Returns the number of axes of its labels."""
         return self.at.output().rank
 
     @property
     def is_key(self) -> list[bool]:
-        """For each operand, whether all axes of the softmax belong to it alone."""
+        """Returns for each operand whether it alone has the axes of the softmax."""
         return [bool(self.keys) and self.keys <= x for x in self.free]
 
     def operand(self, i: int) -> Atom:
@@ -426,9 +425,8 @@ class Softmaxes:
     def _is_asked(self, product: Product) -> bool:
         """Returns whether parameters are the queries and activations the keys.
 
-        The softmax then sums along axes of the activations, such as positions. A
-        router's softmax sums along the outputs of its kernel. Learned queries either
-        are several or have a kernel.
+        The softmax is then along positions of the activations; a router's softmax is
+        along the outputs of its kernel. Learned queries are several, or have a kernel.
         """
         i = self.facts.weight_of(product.at)
         if i is None or product.at.name == "mul":
