@@ -99,7 +99,7 @@ def sites_of(
 ) -> tuple[list[Site], list[Path]]:
     """Returns where the products of a layer enter its softmax, and their paths.
 
-    There is one site if all logits are joined, and one for each exponential of a tile.
+    There is one site if all logits are joined, and one for each tile of keys if not.
     """
     if named := _statistic(reader, read[-1][0]):
         return [named], []
