@@ -3,8 +3,7 @@
 A product of two activations that passes through a nonlinear function and then weighs a
 third activation is attention, whatever stands between. `Softmaxes` knows the forms that
 can be read. This module follows every other product forward, as a bit in a few sets.
-At the end it asks whether the product weighs along axes that one operand alone has:
-these are the keys.
+It then asks whether the product weighs along keys: axes that one operand alone has.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
