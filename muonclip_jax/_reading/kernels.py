@@ -81,9 +81,8 @@ def attention_rule(
 
     **Arguments:**
 
-    - `fun`: `fun(*inputs)` receives the inputs of a call and returns the output, or
-        the outputs in order. An argument named `params` receives the parameters of the
-        equation.
+    - `fun`: `fun(*inputs)` takes a call's inputs and returns the output, or outputs in
+        order. If it has an argument `params`, it gets the parameters of the equation.
     - `of`: the kernel: a function, a primitive, or a name. For a function of a library,
         write `"name at end/of/file.py"` with the file that defines it.
     - `maxima`: `maxima(*inputs)` returns the largest logit of every head, `(heads,)`,
