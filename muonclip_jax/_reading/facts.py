@@ -1,7 +1,6 @@
 """Facts about what each variable is made of, found in one forward pass.
 
-A fact is a few bits per variable. It says where to look; labels then go back from
-there.
+A fact has a few bits. It says where to look; labels then go back from there.
 """
 
 import functools
@@ -20,7 +19,7 @@ from .primitives import KNOWN, moves, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
-    """What a variable was made of; a set is an integer with one bit per member.
+    """The origins of a variable; a set is an integer with one bit per member.
 
     An event is an equation in which parameters meet activations. It identifies a use of
     the parameters, which may be used again elsewhere.
@@ -30,8 +29,7 @@ class Fact(NamedTuple):
     trained: int = 0  # parameters that receive a gradient through this variable
     has_data: bool = False
     # A parameter that was not yet multiplied with an activation. Data may have been: a
-    # weight times a mask, a scale, noise or an average of the arguments is still a
-    # weight.
+    # mask, a scale, noise or an average among the arguments leaves a weight a weight.
     is_weight: bool = False
     # Broadcast along new dimensions, as learned tokens are, so not a weight. The same
     # after data was added (positions), or after an index picked rows.
@@ -48,11 +46,10 @@ class Fact(NamedTuple):
     # The only kernel whose outputs these are, possibly after elementwise functions; -1
     # if there are several kernels, `None` if no kernel made them.
     sole: int | None = None
-    # Products of two values that depend on parameters. `products`: this is a function
-    # of their entries, entry by entry. `weights`: of their exponential. `sums`: of the
-    # sum of the exponentials. `shares`: of the exponential divided by that sum.
-    # `mixed`: of such weights after a product with a parameter. `pairs`: products not
-    # yet summed over.
+    # Products of two values that depend on parameters. This is a function, entry by
+    # entry, of `products`, of the exponential of `weights`, of the sum of that for
+    # `sums`, of the exponential divided by the sum for `shares`, of such weights after
+    # a product with a parameter for `mixed`. No sum was taken of `pairs` yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
@@ -67,7 +64,7 @@ class Fact(NamedTuple):
 
     @property
     def alone(self) -> int:
-        """The same; 0 if other exponentials are factors, as a state's decays are."""
+        """The same; 0 if they weigh other products, as a state's decays do."""
         return 0 if self.products & ~self.weights else self.unshared
 
     @property
@@ -106,7 +103,7 @@ class Facts(Forward[Fact]):
         self._bits: dict[Eqn, int] = {}
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
-        self.own = 0  # events in which a weight's own norm is computed
+        self.own = 0  # events in which a weight is applied to compute its own norm
         inputs = [
             Fact(1 << i, 1 << i, is_weight=i not in tokens)
             if i in graph.parameters
@@ -163,8 +160,7 @@ class Facts(Forward[Fact]):
     def called(self, at: Eqn) -> list[Fact]:
         outs = super().called(at)
         if at.name == "cond":
-            # The index of the branch affects the result, too, as a router of experts
-            # does.
+            # The index of the branch affects the result, too, as a router of experts.
             past = self.inputs(at)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
         return outs
@@ -207,8 +203,7 @@ class Facts(Forward[Fact]):
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         """Returns the fact of a product, with a weight or of two activations."""
         a, b = inputs[:2]
-        # A product with logits, or with softmax weights, makes a new value that is
-        # neither.
+        # A product with logits or softmax weights makes a new value that is neither.
         out = out._replace(**dict.fromkeys(_OF_PRODUCTS, 0), is_onehot=False)
         if not out.leaves:
             return out
@@ -221,8 +216,7 @@ class Facts(Forward[Fact]):
         out = self._met(at, out)
         out = out._replace(is_weight=False, is_pair=False, is_spread=False)
         if not (a.leaves and b.leaves):
-            # A matrix that is no parameter, such as ones, sums the exponentials or
-            # mixes them.
+            # A matrix that is no parameter, such as ones, sums or mixes exponentials.
             weights, other = a.weights | b.weights, at.to[1 if a.leaves else 0]
             sums = a.unshared | b.unshared if at.contracted else 0
             is_matrix = any(d not in at.shared for d in other if d is not None)
@@ -305,9 +299,8 @@ class Facts(Forward[Fact]):
             and self._is_of_norms(at, inputs)
         ):
             # A weight divided by its norm, computed with a vector from the arguments:
-            # the products in that computation are no uses of the weight. An activation
-            # may also be scaled by numbers computed from the weight, as for eight bits;
-            # that is a use.
+            # products in the norm are no uses of it. An activation that is scaled by
+            # numbers computed from its weight, as for eight bits, is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_weight=True, has_data=True, events=0, ends=0)
         return self._met(at, out) if weights else out
@@ -361,8 +354,7 @@ def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """Returns the fact of a sum; a residual sum resets `ends`.
 
-    In a residual sum one summand depends on the other. Later layers, if any, then write
-    the output.
+    In a residual sum one summand depends on the other; later layers write the output.
     """
     if at.name == "add" and out.is_deep and _is_straight_through(facts, at):
         out = out._replace(is_onehot=True)
@@ -440,7 +432,7 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _logarithm(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Returns the fact of a logarithm, which undoes the exponential, as in softplus."""
+    """Clears softmax weights: a logarithm, as in softplus, is no exponential."""
     return out._replace(weights=0, mixed=0)
 
 
