@@ -2,9 +2,8 @@
 
 Every run of a jaxpr is a `Frame`: a function that is called twice has two, and the body
 of a loop has one for all its trips. `Graph.origins` goes one step back from a variable
-to the equation, parameter or constant that made it, through any frames in between.
-Labels go along. Their lead has a dimension for every loop and every axis of a mesh
-around the frame.
+to its equation, parameter or constant, through any frames in between. Labels go along;
+their lead has a dimension for every loop and every axis of a mesh around the frame.
 """
 
 import math
@@ -256,7 +255,8 @@ class Origin(NamedTuple):
     atom: Atom | None = None  # set if no equation made it
 
 
-#: Returns the operands to follow from an origin, each with a value to carry there.
+#: A function from an origin to the operands to follow, each with a value to carry
+#: there.
 Ahead = Callable[[Origin, Any], Iterable[tuple[int, Any]]]
 
 
@@ -291,9 +291,8 @@ class Graph:
     ) -> None:
         """Goes back from an array through the equations that made it.
 
-        At each origin `ahead(origin, carried)` returns the operands to follow and the
-        value to carry to each. This does not recurse: a residual stream goes through
-        all layers.
+        At each origin `ahead(origin, carried)` returns the operands to follow and what
+        to carry to each. No recursion: a residual stream goes through all layers.
         """
         known: set[Any] = set()
         places = [(atom, labels, frozenset(), carried)] if labels else []
@@ -326,7 +325,7 @@ class Graph:
             # callers rely on copies, so these must be certain.
             if not back:
                 own.update(d for d in dims if is_varied(origin.labels[d]))
-            elif at and at.name == "gather":  # each index picks other entries
+            elif at and at.name == "gather":  # each index picks its own entries
                 offset = at.eqn.params["dimension_numbers"].offset_dims
                 lead, rank = at.output().lead, at.output().rank
                 rows = {*range(lead, rank)} - {lead + d for d in offset}
@@ -386,8 +385,7 @@ class Graph:
         yield from self.origins(outer, labels, seen)
 
 
-# Meshes: a dimension that axes cut into m blocks of n becomes (m, n). The m is the
-# devices'.
+# Meshes: a dimension that is cut into m blocks of n becomes (m, n), with m for devices.
 
 
 def _onto_devices(label: Label, inner: Frame, k: int) -> Label:
