@@ -16,7 +16,7 @@ from .jaxprs import names, shape_of
 from .labels import full, joined, Label, moved, placed, reshaped, Shape, small
 
 
-#: Returns the label of an operand, from the label of a result.
+#: A function from the label of a result to the label of an operand.
 Move = Callable[[Label], Label]
 Moves = list[tuple[int, Move]]
 
@@ -199,7 +199,7 @@ def _split(op: Op) -> Moves:
 
 @_rule("concatenate stack")
 def _concatenate(op: Op) -> Moves:
-    # `stack` makes a new dimension; it exists from JAX 0.12 on
+    # the dimension, from JAX 0.12 on
     is_new = op.at.name == "stack"
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
@@ -316,7 +316,7 @@ def _product(op: Op) -> Moves:
 def sides(eqn: Any) -> list[list[int | None]]:
     """Returns the dimension of the result that each dimension of an operand becomes.
 
-    It is `None` for a dimension that is summed over, or that picks a group's matrix.
+    `None` is for a dimension that is summed over, or that picks a group's matrix.
     """
     if eqn.primitive.name == "conv_general_dilated":
         return _sides_of_conv(eqn)
@@ -332,7 +332,7 @@ def sides(eqn: Any) -> list[list[int | None]]:
     ranks = [len(shape_of(x)) for x in eqn.invars[:2]]
     free_a = [i for i in range(ranks[0]) if i not in (*ca, *ba)]
     free_b = [i for i in range(ranks[1]) if i not in (*cb, *bb, *groups)]
-    # The result's order is: batch dimensions, the left free ones, the right free ones.
+    # The result has batch dimensions first, then the free ones of each side.
     orders = [*first, *ba, *free_a], [*first, *bb, *[None] * len(free_a), *free_b]
     return [
         [order.index(i) if i in order else None for i in range(rank)]
@@ -422,7 +422,7 @@ def _exchanged(op: Op) -> Moves:
         label = reshaped(label, op.lead, op.out, apart)
         # The block that came from each device, for the device that has it now.
         label = label.swapaxes(devices[0], op.lead + joins)
-        # That axis numbers the blocks of the dimension that was split.
+        # The axis numbers the blocks of the dimension that was split.
         own = op.lead + joins
         label = np.moveaxis(label, own, op.lead + split)
         before = (*op.ins[0][:split], count, op.ins[0][split] // count)
