@@ -2,13 +2,12 @@
 
 A label has one entry for every entry of an array, or one along a dimension where it
 does not vary. It goes from a result to an operand by the transpose of the operation,
-with a union in place of a sum: each entry of the operand gets the marks of all entries
-of the result to which it contributes. A mark for every head, put on the logits of
-attention, thus arrives at the parameters as the heads that each of their entries
-serves.
+with a union in place of a sum: an entry of the operand gets the marks of all entries to
+which it contributes. A mark for every head, put on the logits of attention, thus
+arrives at the parameters as the heads that each of their entries serves.
 
 In front of the array's own dimensions, a label has one for every loop and every axis of
-a mesh around it: its `lead`, along which the trips and devices are. Marks are bits, of
+a mesh around it: its `lead`, along which are trips and devices. Marks are bits, of
 Python integers or of `int64`, joined by `or`; or floats, joined by their maximum.
 """
 
@@ -22,10 +21,9 @@ Label = np.ndarray
 Shape = tuple[int, ...]
 
 
-# The largest label that `placed` makes to show where a slice is. With positions and one
-# more axis, labels would be as large as activations; the label of another axis then
-# shows which entries are not reached. Exact labels, of heads, have to show it
-# themselves.
+# The largest label that `placed` makes. With positions and one more axis, labels would
+# be as large as activations; the label of another axis shows which entries are not
+# reached. Exact labels, of heads, have to show that themselves.
 _LARGEST = {"O": 1 << 22, "i": 1 << 16, "f": 1 << 16}
 
 
@@ -105,8 +103,8 @@ def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
 
     An exact mark is one bit. The others have two bits for every binary digit of the
     entry's number, one of which is set, so the union of two entries never equals the
-    mark of one. That shows where a label varies, in 64 bits, where one bit per entry
-    would not fit.
+    mark of one. They show in 64 bits where a label varies; one bit per entry would not
+    fit.
     """
     if exact:
         label = np.empty(size, object)
@@ -124,8 +122,7 @@ def dimensions(
     """Returns one label with marks for every dimension of an array.
 
     On devices a dimension of one entry may be a block of a larger one. It gets two
-    marks, as if it had more entries: they show where it goes when blocks are put
-    together.
+    marks, which show where it goes when blocks are put together.
     """
     least = 2 if on_devices else 1
     return tuple(marks(rank, lead + d, max(n, least)) for d, n in enumerate(shape))
@@ -144,7 +141,7 @@ def placed(label: Label, axis: int, size: int, at: slice) -> Label:
 def moved(label: Label, lead: int, to: Sequence[int | None]) -> Label:
     """Returns the label of an operand whose dimensions `to` maps to the result's.
 
-    It is `None` for a dimension that is summed over, or broadcast from one entry.
+    `None` is for a dimension that is summed over, or broadcast from one entry.
     """
     kept = [lead + d for d in to if d is not None]
     gone = [i for i in range(lead, label.ndim) if i not in kept]
@@ -160,13 +157,13 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
     Dimensions are grouped into the shortest runs of the same size on both sides. A run
     gets all its entries only if the label varies in it.
     """
-    # drop the second mark that `dimensions` gives to one entry
+    # one entry, one mark: see `dimensions`
     for d, n in enumerate(old):
         if n == 1:
             label = joined(label, [lead + d])
     # A reshape keeps the order of all entries. Two runs of dimensions with the same
     # product, after runs with the same product, thus hold the same entries: (6, 4) as
-    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order of its entries
+    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order of entries
     # matches them.
     runs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
