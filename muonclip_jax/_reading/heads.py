@@ -30,8 +30,7 @@ class Heads(NamedTuple):
         groups = sorted(distinct(label), key=lambda m: (m & -m, m))
         numbers = {m: i for i, m in enumerate(groups)}
         if sum(m.bit_count() for m in groups) != union(groups).bit_count():
-            # Groups overlap: some entries serve several heads, others only one of
-            # these.
+            # Groups overlap: some entries serve several heads, others one.
             numbers = dict.fromkeys(groups, 0)
         owner = np.empty(label.shape, int)
         owner.ravel()[:] = [numbers[m] if m else -1 for m in label.ravel().tolist()]
@@ -45,12 +44,12 @@ class TooMany(Exception):
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Heads:
     """Returns the heads of a product whose query is operand `order[0]`.
 
-    Along heads, the entries of a side come from different parameters. Devices may be
-    heads, if each has some of them, and so may the trips of a loop. A kernel has its
-    heads along its outputs. All summands, such as biases, adapters and a second stream
-    of tokens, agree about heads. A table of positions, applied before the kernel or
-    added to its output, distinguishes positions instead; so do learned tokens without a
-    kernel, which have positions where the other side has none.
+    Along heads, a side has different entries of parameters. Devices may be heads, if
+    each has some of them, and so may the trips of a loop. A kernel has its heads along
+    its outputs. All summands, such as biases, adapters and a second stream of tokens,
+    agree about heads. A table of positions, before a kernel or added to its output,
+    distinguishes positions instead. So do learned tokens without a kernel, whose
+    positions the other side does not have.
     """
     lead, rank = product.lead, product.rank
     over = {a for a, _ in product.over} if product.at.name == "mul" else set()
@@ -126,7 +125,7 @@ def _classes(
 
 
 def _is_nearest(n: int) -> IsLast:
-    """Returns a test whether a kernel made the dimensions that the product sums over.
+    """Returns a test of whether a kernel made the dimensions that a product sums over.
 
     The kernel's labels show it: the first `n` are of other dimensions.
     """
