@@ -18,9 +18,8 @@ class Call(NamedTuple):
     arrays: list[int]  # indices of its leaves that are arrays
     body: jaxprs.Inner
     values: list[Any]  # the arrays to run it on
-    # Returns the function's result, from the jaxpr's outputs. It also updates objects
-    # of NNX among the arguments, as the function does; until it is called, they do not
-    # change.
+    # Returns the function's result, from the jaxpr's outputs. NNX objects among the
+    # arguments change only when it is called.
     outputs: Callable[[Sequence[Any]], Any]
 
 
@@ -41,9 +40,9 @@ def call_of(
 def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
     """Traces a function of objects as one of their state, which it also returns.
 
-    NNX's own bookkeeping for transformations runs it on copies. All arguments and
-    results share one graph, so an object that appears twice stays one object, also if
-    it is new.
+    NNX's bookkeeping for transformations runs it on copies. All arguments and results
+    share one graph, so an object that appears twice stays one object, also if it is
+    new.
     """
     is_object = nnx.graph.is_graph_node
 
@@ -106,8 +105,8 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
             flat[i] = x
         out = fun(tree.unflatten(flat[:end]), *treedef.unflatten(flat[end:]))
         out, structure = jax.tree.flatten(out)
-        # An argument that is returned unchanged is returned as it was given. Keep no
-        # tracer: it would outlive its trace.
+        # An argument that is returned unchanged is returned as given. A stored tracer
+        # would outlive its trace.
         came = {id(x): given[i] for i, x in zip(at, arrays, strict=True)}
         made = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in came]
         kept = [None if i in made else came.get(id(x), x) for i, x in enumerate(out)]
