@@ -73,7 +73,8 @@ class Loop(NamedTuple):
     consts: int
     carry: int
     trips: int | None = None  # `None` for a `while`: only a run shows them
-    # Only a `while` has a condition; its own inputs come first, `first` of them.
+    # Only a `while` has a condition; its `first` constants come before all other
+    # inputs.
     condition: Inner | None = None
     first: int = 0
 
@@ -219,10 +220,9 @@ def functions_in(eqn: Any) -> list[Any]:
 def line(eqns: Eqns) -> str:
     """Returns the file and line of the model that an equation comes from, or `"?"`.
 
-    This is the innermost frame outside frameworks, in the traceback of the last
-    equation or of those around it: a function that JAX has already traced does not know
-    its caller. If all frames are in frameworks, it is the innermost frame that JAX
-    considers a user's.
+    Takes the innermost frame outside frameworks, of the equation or of those around it:
+    a function that JAX has already traced does not know its caller. If all frames are
+    in frameworks, takes the innermost one that JAX considers a user's.
     """
     frames = [
         frame
@@ -242,8 +242,7 @@ def line(eqns: Eqns) -> str:
 @contextlib.contextmanager
 def written_as(eqn: Any) -> Iterator[None]:
     """Binds operations under the names and the line of an equation."""
-    # Otherwise errors and profiles would name the recorder's line, and lose named
-    # scopes.
+    # Otherwise errors and profiles name the recorder's line and lose named scopes.
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:
@@ -263,9 +262,8 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def call_again(eqn: Any, fun: Any) -> Any:
     """Returns a function of arrays that runs as the equation runs its jaxpr.
 
-    The result is a pair: the list of the equation's outputs, and additional outputs.
-    Returns `None` for a call that cannot have additional outputs because of a
-    derivative rule.
+    It returns a pair: the list of the equation's outputs, and additional outputs.
+    `None` is for a call whose derivative rule allows no additional outputs.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
