@@ -82,8 +82,8 @@ def named_layers(
     for i, group in enumerate(groups):
         (_, roles, refusal), *_ = group
         module, start, below = modules[i], "", len("/".join((*modules[i], "")))
-        # Several layers in one module have the paths of their first leaves, with a
-        # number where these are equal, too. Their leaves are then named from the root.
+        # Layers in the same module get the path of their first leaf, with a number
+        # where these are equal, too, and their leaves are named from the root.
         if clipped.count(module) > 1 and roles:
             same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
@@ -113,9 +113,8 @@ def _roles(
         return (), (
             "a parameter is in several of its products, which ask for different scales"
         )
-    # QK-Clip computes these shares again from all queries and all keys, if they are the
-    # same for a single product of them. It rejects a query with fewer heads than its
-    # key.
+    # QK-Clip computes these shares again from all queries and all keys, if one product
+    # of them has the same. It rejects a query with fewer heads than its key.
     groups = query, key, []
     is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
     if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
