@@ -177,7 +177,7 @@ def read_model(
 
 
 def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
-    """Returns the reading and, for the recorder, all layers and hidden operations."""
+    """Returns the reading; for the recorder, all layers and what may hide more."""
     tree = call.tree
     own = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
     shown = tree._replace(
