@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     parameter: int
     leaf: OwnedLeaf  # which entries; `layers.py` adds the path
-    why: str = ""  # why the layer of each entry is not known, else empty
+    why: str = ""  # why the layer of an entry is unknown, or empty
 
     @property
     def mask(self) -> np.ndarray:
@@ -159,8 +159,8 @@ class LayerReader:
         self.bits = 0
         self.pairs: list[Pair] = []
         self.queries: set[int] = set()
-        # All queries and keys, and for both roles the events where scaled entries meet
-        # activations.
+        # All queries and keys, and the events where the scaled entries of each side are
+        # used.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
         self.clipped = 0
@@ -172,8 +172,7 @@ class LayerReader:
             for p in self.products
             if p.at.name == "sub"
         ]
-        # First the products whose key is known: they show which parameters make
-        # queries.
+        # First products whose key is known: they show which parameters make queries.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
 
@@ -187,8 +186,8 @@ class LayerReader:
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # frozen logits count as data
         ways = self._ways_to_softmax()
-        # A query that the key gates is linear in its own kernel, but not in the key's.
-        # The key is then not scaled.
+        # A query that the key gates is linear in its own kernel but not in the key's,
+        # so the key is not scaled.
         scaled = [
             _Scaled(
                 [p for x in self.pairs for p in (x.query, x.key)[i]], self.events[i]
@@ -353,7 +352,7 @@ class LayerReader:
         return (0, 1) if is_key[1] else (1, 0)
 
     def _lost(self, product: Product) -> str:
-        """Returns what hides the axes of a product's softmax, for people, or ""."""
+        """Returns what hides the axes of a product's softmax; empty if nothing does."""
         bit = self.softmaxes.facts.product(product.at)
         for exp in self.exps:
             atom = exp.inputs()[-1]
@@ -374,8 +373,7 @@ class LayerReader:
     def _tokens(self, product: Product) -> set[int]:
         """Returns parameters that are themselves queries or keys, not their weights.
 
-        In a product of a token and its kernel, the kernel made the dimensions summed
-        over.
+        In a product of token and kernel, the kernel made the dimensions summed over.
         """
         found: set[int] = set()
         for i, atom in enumerate(product.at.inputs()[:2]):
@@ -391,11 +389,10 @@ class LayerReader:
     def _by_region(self, product: Product, order: tuple[int, int], heads: Heads):
         """Iterates over regions of the sum, with the parts for query and key.
 
-        The parts have one factor of every summand of a side; `None` marks a side with a
-        summand that has none. A region is a range of the summed dimension in which
-        summands are alike. The key of latent attention is joined from two parts: one
-        has heads, and the other, which a rotary embedding turns, is the same for all
-        heads.
+        A side has one factor of each of its summands, or no parts if a summand has no
+        factor. A region is a range of the summed dimension in which summands are alike.
+        The key of latent attention joins two parts: one has heads, and the other, which
+        a rotary embedding turns, is the same for all of them.
         """
         leads = product.at.frame.lead
         loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
