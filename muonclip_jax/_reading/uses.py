@@ -57,20 +57,20 @@ ALGEBRA = names(
 class Uses:
     """The notes of a graph, and other evidence of what parameters are.
 
-    A kernel may produce one number for each head: a gate, step or decay. Qwen trains
-    such kernels with AdamW. They show where their outputs are first multiplied with the
-    outputs of another kernel: they have fewer dimensions, with one number for all
-    features of a head. In GLU, adaLN and squeeze-and-excitation, both sides have the
-    same dimensions. In an outer product of a key and a value, neither side has the
-    dimensions of the other.
+    A kernel may make one number for each head: a gate, step or decay. Qwen trains such
+    kernels with AdamW. The trace shows them where their outputs are first multiplied
+    with another kernel's: they have fewer dimensions, with one number for all features
+    of a head. In GLU, adaLN and squeeze-and-excitation, both sides have the same
+    dimensions. In an outer product of key and value, neither side has the dimensions of
+    the other.
     """
 
     def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self._makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
-        # Pairs of a parameter and an axis along which its entries are matrices of
-        # experts.
+        # Pairs of a parameter and an axis along which its entries are experts'
+        # matrices.
         self.experts: set[tuple[int, int]] = set()
         # For such pairs, a bit for each entry whose outputs were sliced off.
         self.cuts: dict[tuple[int, int], int] = defaultdict(int)
@@ -154,17 +154,16 @@ class Uses:
         """Notes a primitive without a rule, which may do anything."""
         self._use("unknown", at, *facts)
         # Attention needs at least a query and a key. An operation on one array is an
-        # activation function or a norm; an operation on an array and data is a mask or
-        # a lookup.
+        # activation function or a norm; one on an array and data is a mask or a lookup.
         if sum(f.is_deep for f in facts) > 1 and at.name not in ALGEBRA:
             self.hidden.append(at)
 
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
         """Notes a kernel whose outputs decide an order, as a router's do.
 
-        An output of a router appears by itself in each entry of the array. Distances to
-        the codes of a vector quantizer are sums over all outputs, and logits of heads
-        are sums over some, so no kernel before them is a router.
+        In the array, each entry is a different output of a router. Distances to the
+        codes of a vector quantizer are sums over all outputs, and logits of heads are
+        sums over some, so no kernel before them is a router.
         """
         self._use("elementwise", at, *facts)
         ends = facts[0].ends
@@ -252,8 +251,7 @@ class Uses:
                         for axis in varied(label)
                     ]
                     ranks = {axis for axis, is_over in axes if is_over}
-                    # Without other evidence, the first factor has the inputs, as in x @
-                    # (A @ B).
+                    # Without other evidence, the first has the inputs: x @ (A @ B).
                     others = {axis for axis, _ in axes} - ranks
                     roles = [(axis, "rank") for axis in sorted(ranks)]
                     roles += [(axis, free) for axis in sorted(others)]
@@ -270,12 +268,12 @@ class Uses:
             self._is_feature(inputs[j], facts[j], own)
 
     def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
-        """Notes experts that made an activation; returns their axes of the weight.
+        """Notes experts that made an activation; returns the weight's expert axes.
 
-        Entries that go to different matrices are of experts. The same holds for entries
+        Entries that go to different matrices are experts. The same holds for entries
         that the softmax of a router weighed, if a product then sums over them and over
-        inputs. If it sums over the weighed entries alone, these are the input, as
-        classes are for an expected embedding.
+        inputs. If it sums over the weighed entries alone, they are inputs: classes, in
+        an expected embedding.
         """
         if at.name == "conv_general_dilated" or not other.is_deep:
             return set()
@@ -323,7 +321,7 @@ class Uses:
         return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
 
     def _weighed(self, atom: Atom) -> set[int]:
-        """Returns the dimensions along which a router weighed an array.
+        """Returns the dimensions along which a router's weights for an array vary.
 
         A router weighs by a softmax over its outputs, by its choice, or by one-hot
         rows.
@@ -363,8 +361,7 @@ class Uses:
             if at.name == "mul" and not self._reader.is_repeated(at, i):
                 continue
             made = self._state(at, 1 - i)
-            # A key is no router, either: its softmax was seen where the key met a
-            # value.
+            # A key is no router: its softmax was seen where the key met a value.
             for of in made:
                 for fact in self._facts.inputs(of):
                     for _, router in self._routers(fact.weights):
@@ -374,9 +371,9 @@ class Uses:
                     self.chosen |= self._facts.event(router) & ~other.events
 
     def _state(self, at: Eqn, i: int) -> list[Eqn]:
-        """Returns where linear attention made the state of keys and values it keeps.
+        """Returns the equations that made a state that linear attention keeps.
 
-        The operand has the key's features along the dimensions that the product sums
+        The state has the key's features along the dimensions that the product sums
         over, and the value's along the rest. A product of key and value made it, after
         all products with weights. The outputs of experts have both from one array.
         """
@@ -453,10 +450,9 @@ class Uses:
             self.features.add(fact.sole)
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
-        """Notes single entries that are sliced along a parameter's own axis.
+        """Notes slices of one entry along a parameter's axis, perhaps a matrix's.
 
-        Each may be a matrix's outputs: `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)`
-        has two matrices in w.
+        `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
         """
         if not (fact.is_deep and (starts := _one_entry(at))):
             return
