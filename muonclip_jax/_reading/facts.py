@@ -46,10 +46,10 @@ class Fact(NamedTuple):
     # The only kernel whose outputs these are, possibly after elementwise functions; -1
     # if there are several kernels, `None` if no kernel made them.
     sole: int | None = None
-    # Products of two values that depend on parameters. This is a function, entry by
-    # entry, of `products`, of the exponential of `weights`, of the sum of that for
-    # `sums`, of the exponential divided by the sum for `shares`, of such weights after
-    # a product with a parameter for `mixed`. No sum was taken of `pairs` yet.
+    # Products of two values that depend on parameters, of which this is a function
+    # entry by entry. `weights` are those whose exponential it has, `sums` the sum of
+    # that, `shares` the exponential divided by that sum, and `mixed` such weights after
+    # a product with a parameter. `pairs` are products over which no sum was taken yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
@@ -64,7 +64,7 @@ class Fact(NamedTuple):
 
     @property
     def alone(self) -> int:
-        """The same; 0 if they weigh other products, as a state's decays do."""
+        """The same; 0 if these weigh other products, as a state's decays do."""
         return 0 if self.products & ~self.weights else self.unshared
 
     @property
@@ -248,8 +248,8 @@ class Facts(Forward[Fact]):
             return of._replace(past=past)
         pairs = zip(params["slice_sizes"], shape, strict=True)
         if sum(n == m > 1 for n, m in pairs) > 1:
-            # Whole matrices were picked: experts that tokens choose, or tokens. A later
-            # product shows which.
+            # Matrices: experts that tokens choose, or tokens. A later product shows
+            # which.
             return of._replace(has_data=True, is_shifted=True, past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
