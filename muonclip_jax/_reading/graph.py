@@ -255,8 +255,7 @@ class Origin(NamedTuple):
     atom: Atom | None = None  # set if no equation made it
 
 
-#: A function from an origin to the operands to follow, each with a value to carry
-#: there.
+#: A function from an origin to the operands to follow, with a value to carry to each.
 Ahead = Callable[[Origin, Any], Iterable[tuple[int, Any]]]
 
 
