@@ -103,8 +103,8 @@ def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
 
     An exact mark is one bit. The others have two bits for every binary digit of the
     entry's number, one of which is set, so the union of two entries never equals the
-    mark of one. They show in 64 bits where a label varies; one bit per entry would not
-    fit.
+    mark of one. They show in 64 bits where a label varies, too long for one bit per
+    entry.
     """
     if exact:
         label = np.empty(size, object)
@@ -163,8 +163,8 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
             label = joined(label, [lead + d])
     # A reshape keeps the order of all entries. Two runs of dimensions with the same
     # product, after runs with the same product, thus hold the same entries: (6, 4) as
-    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order of entries
-    # matches them.
+    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order matches
+    # entries.
     runs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         i2, j2 = min(i + 1, len(old)), min(j + 1, len(new))
