@@ -61,18 +61,17 @@ class Uses:
     kernels with AdamW. The trace shows them where their outputs are first multiplied
     with another kernel's: they have fewer dimensions, with one number for all features
     of a head. In GLU, adaLN and squeeze-and-excitation, both sides have the same
-    dimensions. In an outer product of key and value, neither side has the dimensions of
-    the other.
+    dimensions. In an outer product of key and value, each side lacks dimensions of the
+    other.
     """
 
     def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self._makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
-        # Pairs of a parameter and an axis along which its entries are experts'
-        # matrices.
+        # Parameters, each with an axis along which its entries are experts' matrices.
         self.experts: set[tuple[int, int]] = set()
-        # For such pairs, a bit for each entry whose outputs were sliced off.
+        # For such an axis, a bit for each entry whose outputs were sliced off.
         self.cuts: dict[tuple[int, int], int] = defaultdict(int)
         self.scales: set[int] = set()  # kernels whose outputs scale those of others
         self.features: set[int] = set()  # kernels whose outputs are used as features
@@ -272,8 +271,8 @@ class Uses:
 
         Entries that go to different matrices are experts. The same holds for entries
         that the softmax of a router weighed, if a product then sums over them and over
-        inputs. If it sums over the weighed entries alone, they are inputs: classes, in
-        an expected embedding.
+        inputs. If it sums over the weighed entries alone, they are inputs, as the
+        classes of an expected embedding.
         """
         if at.name == "conv_general_dilated" or not other.is_deep:
             return set()
@@ -323,8 +322,7 @@ class Uses:
     def _weighed(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which a router's weights for an array vary.
 
-        A router weighs by a softmax over its outputs, by its choice, or by one-hot
-        rows.
+        Its weights are a softmax over its outputs, its choice, or one-hot rows.
         """
         dims: set[int] = set()
 
