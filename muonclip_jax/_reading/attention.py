@@ -159,7 +159,7 @@ class LayerReader:
         self.bits = 0
         self.pairs: list[Pair] = []
         self.queries: set[int] = set()
-        # All queries and keys, and the events where the scaled entries of each side are
+        # All queries and keys, and the events where scaled entries of each side are
         # used.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
