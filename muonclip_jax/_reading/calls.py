@@ -41,8 +41,7 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
     """Traces a function of objects as one of their state, which it also returns.
 
     NNX's bookkeeping for transformations runs it on copies. All arguments and results
-    share one graph, so an object that appears twice stays one object, also if it is
-    new.
+    share one graph, so an object that appears twice stays one object, even a new one.
     """
     is_object = nnx.graph.is_graph_node
 
