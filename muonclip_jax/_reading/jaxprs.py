@@ -73,8 +73,7 @@ class Loop(NamedTuple):
     consts: int
     carry: int
     trips: int | None = None  # `None` for a `while`: only a run shows them
-    # Only a `while` has a condition; its `first` constants come before all other
-    # inputs.
+    # Only a `while` has a condition; its `first` constants precede all other inputs.
     condition: Inner | None = None
     first: int = 0
 
