@@ -209,7 +209,6 @@ class Facts(Forward[Fact]):
             return out
         out = out._replace(products=self.new_product(at))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
-            # A product of two parameters is one parameter of low rank.
             out = out._replace(is_spread=False, is_shifted=False)
             return out._replace(is_weight=True, is_pair=True)
         i = self.weight_of(at)
@@ -248,8 +247,7 @@ class Facts(Forward[Fact]):
             return of._replace(past=past)
         pairs = zip(params["slice_sizes"], shape, strict=True)
         if sum(n == m > 1 for n, m in pairs) > 1:
-            # Matrices: experts that tokens choose, or tokens. A later product shows
-            # which.
+            # Matrices: experts that tokens choose, or tokens. A later product shows it.
             return of._replace(has_data=True, is_shifted=True, past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
