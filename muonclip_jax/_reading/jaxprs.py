@@ -157,10 +157,7 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 def mesh_cuts(eqn: Any, specs: str, i: int) -> dict[int, tuple[str, ...]]:
-    """Returns the dimensions of an input or output (`"out"`) that `shard_map` cuts.
-
-    Each comes with the mesh axes that cut it.
-    """
+    """Returns mesh axes that cut dimensions of `shard_map`'s i-th input or output."""
     sizes, cuts = eqn.params["mesh"].shape, {}
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
         names = (names,) if isinstance(names, str) else tuple(names or ())
