@@ -159,8 +159,7 @@ class LayerReader:
         self.bits = 0
         self.pairs: list[Pair] = []
         self.queries: set[int] = set()
-        # All queries and keys, and the events where scaled entries of each side are
-        # used.
+        # All queries and keys, and the events where entries scaled for each are used.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
         self.clipped = 0
@@ -341,9 +340,9 @@ class LayerReader:
             known = [bool(x & self.queries) for x in made]
             is_key = [known[1 - i] and not known[i] for i in (0, 1)]
         if not any(is_key):
-            # Axes of one entry do not show what the softmax is over. Neither do
-            # gathered pairs, as for the edges of a graph. Query heads may share a key,
-            # so the larger side is the query.
+            # Axes of one entry do not show what the softmax is over, nor do gathered
+            # pairs, as for the edges of a graph. Query heads may share a key, so the
+            # query is larger.
             is_paired = product.keys <= shared(product.to)
             sizes = [math.prod(product.shape[d] for d in x) for x in product.free]
             if self._lost(product) or min(sizes) > 1 or not is_paired:
