@@ -86,7 +86,7 @@ class ModelReading:
         return (*layers, *hidden)
 
     def table(self, *, collapse: bool = True) -> Table:
-        """The table that is printed; `collapse=False` lists every leaf and layer."""
+        """Returns the printed table; `collapse=False` lists every leaf and layer."""
         rows = [["path", "shape", "label", "inputs > outputs", "use", "line"]]
         # The verdict by names, where it differs. Leaves without a verdict by names
         # count as described by the reading.
