@@ -19,7 +19,7 @@ from .primitives import KNOWN, moves, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
-    """The origins of a variable; a set is an integer with one bit per member.
+    """The facts about one variable; a set is an integer with one bit per member.
 
     An event is an equation in which parameters meet activations. It identifies a use of
     the parameters, which may be used again elsewhere.
