@@ -258,8 +258,8 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def call_again(eqn: Any, fun: Any) -> Any:
     """Returns a function of arrays that runs as the equation runs its jaxpr.
 
-    It returns a pair: the list of the equation's outputs, and additional outputs.
-    `None` is for a call whose derivative rule allows no additional outputs.
+    It returns a pair: the list of the equation's outputs, and additional outputs. A
+    call with its own derivative rule cannot have these and gives `None`.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
