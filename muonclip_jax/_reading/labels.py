@@ -141,7 +141,7 @@ def placed(label: Label, axis: int, size: int, at: slice) -> Label:
 def moved(label: Label, lead: int, to: Sequence[int | None]) -> Label:
     """Returns the label of an operand whose dimensions `to` maps to the result's.
 
-    `None` is for a dimension that is summed over, or broadcast from one entry.
+    Dimensions that are summed over, or broadcast from one entry, map to `None`.
     """
     kept = [lead + d for d in to if d is not None]
     gone = [i for i in range(lead, label.ndim) if i not in kept]
