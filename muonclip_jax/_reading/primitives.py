@@ -316,7 +316,7 @@ def _product(op: Op) -> Moves:
 def sides(eqn: Any) -> list[list[int | None]]:
     """Returns the dimension of the result that each dimension of an operand becomes.
 
-    `None` is for a dimension that is summed over, or that picks a group's matrix.
+    Dimensions that are summed over, or that pick a group's matrix, map to `None`.
     """
     if eqn.primitive.name == "conv_general_dilated":
         return _sides_of_conv(eqn)
