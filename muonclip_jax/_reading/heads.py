@@ -48,8 +48,8 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     each has some of them, and so may the trips of a loop. A kernel has its heads along
     its outputs. All summands, such as biases, adapters and a second stream of tokens,
     agree about heads. A table of positions, before a kernel or added to its output,
-    distinguishes positions instead. So do learned tokens without a kernel, whose
-    positions the other side does not have.
+    distinguishes positions instead. Learned tokens without a kernel do the same; the
+    other side does not have their positions.
     """
     lead, rank = product.lead, product.rank
     over = {a for a, _ in product.over} if product.at.name == "mul" else set()
