@@ -183,7 +183,7 @@ class LayerReader:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
-            return None  # frozen logits count as data
+            return None  # frozen logits are as good as data
         ways = self._ways_to_softmax()
         # A query that the key gates is linear in its own kernel but not in the key's,
         # so the key is not scaled.
@@ -342,7 +342,7 @@ class LayerReader:
         if not any(is_key):
             # Axes of one entry do not show what the softmax is over, nor do gathered
             # pairs, as for the edges of a graph. Query heads may share a key, so the
-            # query is larger.
+            # larger side is the query.
             is_paired = product.keys <= shared(product.to)
             sizes = [math.prod(product.shape[d] for d in x) for x in product.free]
             if self._lost(product) or min(sizes) > 1 or not is_paired:
