@@ -1,6 +1,6 @@
-"""Attention, read backwards: what makes each head's logits larger.
+"""Attention, read backwards: the parameters that scale each head's logits.
 
-From the product of query and key to the parts of parameters that a clip scales.
+Goes from the product of query and key to the entries of parameters that a clip scales.
 """
 
 import dataclasses
@@ -23,43 +23,43 @@ from .sites import Apart, Site, sites_of, Unclear
 from .softmaxes import Path, Product, Softmaxes
 
 
-# Dimensions that a product sums over are cut into regions up to this length.
+# The longest dimension of a product's sum that is divided into regions.
 _LONGEST = 1 << 14
 
 
 class Part(NamedTuple):
-    """Entries of a parameter that are linear in logits."""
+    """Entries of a parameter in which logits are linear."""
 
     parameter: int
-    leaf: OwnedLeaf  # which entries; it gets its path with its layer
-    why: str = ""  # it is not known which layer an entry is of
+    leaf: OwnedLeaf  # which entries; `layers.py` adds the path
+    why: str = ""  # why the layer of an entry is unknown, or empty
 
     @property
     def mask(self) -> np.ndarray:
-        """Which entries of the parameter it has; it broadcasts."""
+        """A mask of its entries that broadcasts to the parameter's shape."""
         return np.expand_dims(self.leaf.owners >= 0, self.leaf.stack)
 
     def meets(self, other: "Part") -> bool:
-        """Whether both have some entry of one parameter."""
+        """Whether both have an entry of one parameter in common."""
         is_same = self.parameter == other.parameter
         return is_same and not self.leaf.is_apart_from(other.leaf)
 
     def joined_with(self, other: "Part") -> "Part":
-        """Both as one, as several products of the same entries scale them once."""
+        """Returns the union: several products of the same entries scale them once."""
         if self.leaf.stack != other.leaf.stack:
             return other
         return self._replace(leaf=self.leaf.joined_with(other.leaf))
 
 
 class Pair(NamedTuple):
-    """What scales query and key of a product; a side that nothing scales is empty."""
+    """The parts that scale query and key of a product; a side without any is empty."""
 
     query: list[Part]
     key: list[Part]
-    whys: list[str]  # why nothing scales a side
+    whys: list[str]  # for each side, why nothing scales it
 
     def without(self, i: int, why: str) -> "Pair":
-        """The pair of which one side stays."""
+        """Returns the pair without the parts of one side."""
         whys = [why if j == i else x for j, x in enumerate(self.whys)]
         return Pair([] if i == 0 else self.query, [] if i == 1 else self.key, whys)
 
@@ -76,16 +76,16 @@ PARTIAL = (
 
 @dataclasses.dataclass
 class Layer:
-    """An attention layer: what a clip may scale, and where its logits are."""
+    """An attention layer: the parts that a clip may scale, and its logits' places."""
 
     products: list[Eqn]
     heads: int = 0
     pairs: list[Pair] = dataclasses.field(default_factory=list)
-    # All parameters that either side was made of, and of these learned queries.
+    # All parameters that made either side, and the learned queries or keys among them.
     makers: set[int] = dataclasses.field(default_factory=set)
     tokens: set[int] = dataclasses.field(default_factory=set)
-    devices: tuple[str, ...] = ()  # axes of a mesh along which heads are
-    # Loops whose trips are different layers, or different heads.
+    devices: tuple[str, ...] = ()  # mesh axes along which heads are
+    # Loops whose trips are different layers, and loops whose trips are different heads.
     loops: frozenset[Any] = frozenset()
     loops_of_heads: frozenset[Any] = frozenset()
     sites: list[Site] = dataclasses.field(default_factory=list)
@@ -102,15 +102,15 @@ class Layer:
 
 
 class _Array(NamedTuple):
-    """An array that enters logits, and of which scaled entries it is linear in."""
+    """An array that enters logits; `role` says which scaled entries it is linear in."""
 
     atom: Atom
     role: int | None
-    line: str = ""  # where it does, if that is known
+    line: str = ""  # the line where it enters, if known
 
 
 class _Scaled(NamedTuple):
-    """Entries that a clip would scale, and where they meet activations."""
+    """Entries that a clip would scale, and the events where they meet activations."""
 
     parts: list[Part]
     events: set[int]
@@ -124,7 +124,7 @@ class _Scaled(NamedTuple):
 
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
-    """One for each softmax of products of query and key."""
+    """Returns a layer for each softmax of products of query and key."""
     softmax_of = ((x, softmaxes.products(x)) for x in softmaxes.all())
     made = [(products, x.exps) for x, products in softmax_of if products]
     facts = softmaxes.facts
@@ -135,12 +135,12 @@ def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
         reader.read_products()
     clipped = union(event for x in readers for side in x.events for event in side)
     found = [reader.read(clipped) for reader in readers]
-    # In the order in which the function calls them: paths may be numbered by it.
+    # Layers are in the order of their calls, since paths may be numbered by it.
     return sorted((x for x in found if x), key=lambda x: x.products[0].at)
 
 
 class LayerReader:
-    """The reading of the products that one softmax is of."""
+    """Reads the products of query and key that enter one softmax."""
 
     def __init__(
         self,
@@ -153,41 +153,40 @@ class LayerReader:
         self.products, self.exps = products, exps
         self.layer = Layer([p.at for p in products])
         self.refusals: list[str] = []
-        # What was read so far: the products but those that are biases, as bits, too;
-        # what scales their sides; and the parameters of their queries.
+        # The results so far: the products without biases, also as bits; the parts that
+        # scale their sides; and the parameters of their queries.
         self.found: list[tuple[Product, Heads]] = []
         self.bits = 0
         self.pairs: list[Pair] = []
         self.queries: set[int] = set()
-        # Queries and keys, and for each of both where what scales it meets activations.
+        # All queries and keys, and the events where entries scaled for each are used.
         self.arrays: list[_Array] = []
         self.events: tuple[set[int], set[int]] = set(), set()
         self.clipped = 0
 
     def read_products(self) -> None:
-        """Notes what scales each product."""
+        """Notes which parameters scale each product."""
         self.refusals += [
             f"query and key are subtracted at {p.at.line}, and their distance squared"
             for p in self.products
             if p.at.name == "sub"
         ]
-        # Products of which the softmax's dimensions are known first: they show what the
-        # query's parameters are.
+        # First products whose key is known: they show which parameters make queries.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
 
     def read(self, clipped: int) -> Layer | None:
-        """Reads the rest; `clipped` are the events of what scales any layer."""
+        """Reads the rest; `clipped` are the events of scaled entries of any layer."""
         layer, self.clipped = self.layer, clipped
         counts = {heads.number for _, heads in self.found}
         if len(counts) > 1:
             self.refusals.append(f"its products have {sorted(counts)} heads")
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
-            return None  # as good as data
+            return None  # frozen logits are as good as data
         ways = self._ways_to_softmax()
-        # A query that the key gates is linear in its own kernel, but not in the key's:
-        # the key stays.
+        # A query that the key gates is linear in its own kernel but not in the key's,
+        # so the key is not scaled.
         scaled = [
             _Scaled(
                 [p for x in self.pairs for p in (x.query, x.key)[i]], self.events[i]
@@ -196,7 +195,7 @@ class LayerReader:
         ]
         for i, why in self._again(scaled, self.arrays, ways).items():
             self.pairs = [x.without(i, why) for x in self.pairs]
-        # Where nothing scales the product, there may be a factor of the logits.
+        # If nothing scales the product, a factor of the logits may.
         is_unscaled = [(x.query, x.key) for x in self.pairs] == [([], [])]
         if is_unscaled and ways and (own := self._temperature(ways[-1])):
             self.pairs = [Pair(own, [], [])]
@@ -219,11 +218,11 @@ class LayerReader:
         return layer
 
     def _read_product(self, product: Product) -> None:
-        """Notes what scales the sides of a product, along its heads."""
+        """Notes which parameters scale the sides of a product, along its heads."""
         layer, facts = self.layer, self.softmaxes.facts
         order = self._query_first(product)
         if order is None:
-            # The product of a parameter and what is no query is a bias.
+            # A product of a parameter with an array that is no query is a bias.
             if facts.weight_of(product.at) is None:
                 self.refusals.append(
                     self._lost(product)
@@ -247,7 +246,7 @@ class LayerReader:
         self.bits |= facts.product(product.at)
 
     def _ways_to_softmax(self) -> list[Path]:
-        """The paths from products to their softmax, whose sites are noted."""
+        """Returns the paths from products to their softmax, and notes its sites."""
         if not self.found:
             return []
         ways: list[Path] = []
@@ -264,10 +263,10 @@ class LayerReader:
     def _again(
         self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
     ) -> dict[int, str]:
-        """Which of the scaled entries enter logits in a second way, and where.
+        """Returns the sides whose scaled entries enter logits again, and where.
 
-        `arrays` are all that query, key or a temperature is made of. What is added to
-        logits or multiplied with them may not change with scaled entries at all.
+        `arrays` are all queries, keys and temperatures. An array that is added to
+        logits, or multiplied with them, must not depend on scaled entries at all.
         """
         facts, found = self.softmaxes.facts, {}
         own = {x.atom for x in arrays}
@@ -276,7 +275,7 @@ class LayerReader:
             atom = at.inputs()[i]
             if atom not in own and not facts.of(atom).products & self.bits:
                 arrays = [*arrays, _Array(atom, None, at.line)]
-        # As query or key of an earlier call of the layer they made the layer's input.
+        # Exclude the layer's input, which scaled entries made in its earlier calls.
         before: dict[int, int] = {}
         for parts, events in scaled:
             for x in (part.parameter for part in parts):
@@ -296,7 +295,7 @@ class LayerReader:
         return found
 
     def _temperature(self, path: Path) -> list[Part] | None:
-        """Parameters that the logits themselves are multiplied with."""
+        """Returns the parts of a temperature, which multiplies the logits."""
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
         of = {1 << int(x): 1 << h for h, row in enumerate(rows) for x in row}
@@ -306,7 +305,7 @@ class LayerReader:
                 for entry, head in of.items():
                     label |= np.where((labels[0] & entry) != 0, head, 0).astype(object)
                 move, atom = dict(moves(at, 0))[i], at.inputs()[i]
-                # Trips are layers here as they are to the sides of a product.
+                # Trips are layers here, as they are for the sides of a product.
                 loops = [x for x in at.frame.lead if x.is_loop]
                 loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
@@ -322,18 +321,18 @@ class LayerReader:
         return None
 
     def _group(self, heads: list[list[int]]) -> None:
-        """Makes one head of several that one temperature scales, as XCiT's does."""
+        """Joins heads that share a temperature, as in XCiT, into one."""
         for site in self.layer.sites:
             if 1 < len(heads) < len(site.rows):
                 site.rows = np.array([site.rows[own].ravel() for own in heads])
                 self.layer.heads = len(heads)
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
-        """Which operand is the query.
+        """Returns the operands in the order query, key; `None` if that is not known.
 
-        The softmax is over dimensions of the key alone. Where these are lost, as by
-        Transformer-XL's shift of relative positions, the query has a parameter that the
-        query of another product has, too.
+        The softmax is over dimensions that only the key has. If these cannot be
+        followed, as with Transformer-XL's shift of relative positions, the query is the
+        side that shares a parameter with the query of another product.
         """
         is_key = product.is_key
         if not any(is_key):
@@ -341,8 +340,9 @@ class LayerReader:
             known = [bool(x & self.queries) for x in made]
             is_key = [known[1 - i] and not known[i] for i in (0, 1)]
         if not any(is_key):
-            # Axes of one entry do not show what the softmax is over, nor do pairs that
-            # were gathered, as for the edges of a graph. Query heads may share a key.
+            # Axes of one entry do not show what the softmax is over, nor do gathered
+            # pairs, as for the edges of a graph. Query heads may share a key, so the
+            # larger side is the query.
             is_paired = product.keys <= shared(product.to)
             sizes = [math.prod(product.shape[d] for d in x) for x in product.free]
             if self._lost(product) or min(sizes) > 1 or not is_paired:
@@ -351,7 +351,7 @@ class LayerReader:
         return (0, 1) if is_key[1] else (1, 0)
 
     def _lost(self, product: Product) -> str:
-        """What hides from a product's softmax which axes it is over."""
+        """Returns what hides the axes of a product's softmax; empty if nothing does."""
         bit = self.softmaxes.facts.product(product.at)
         for exp in self.exps:
             atom = exp.inputs()[-1]
@@ -364,15 +364,15 @@ class LayerReader:
         return ""
 
     def _factors(self, product: Product, i: int) -> Iterator[Factor]:
-        """The factors of an operand, marked along what the product sums over."""
+        """Iterates over an operand's factors, marked along the dimensions summed."""
         atom = product.operand(i)
         labels = product.over_of(i) or atom.whole
         return (f for s in self.softmaxes.scaling.of(atom, labels) for f in s.factors)
 
     def _tokens(self, product: Product) -> set[int]:
-        """Parameters that are queries, or keys, as activations are: no weight of them.
+        """Returns parameters that are themselves queries or keys, not their weights.
 
-        Of a token and its kernel the kernel made what the product sums over.
+        In a product of token and kernel, the kernel made the dimensions summed over.
         """
         found: set[int] = set()
         for i, atom in enumerate(product.at.inputs()[:2]):
@@ -386,11 +386,12 @@ class LayerReader:
         return found
 
     def _by_region(self, product: Product, order: tuple[int, int], heads: Heads):
-        """One factor of every summand of query and key, or `None` if one has none.
+        """Iterates over regions of the sum, with the parts for query and key.
 
-        Once for each range of what is summed over in which summands are alike. The key
-        of latent attention is joined: one part has heads, the other, which a rotary
-        embedding turns, is the same for all of them.
+        A side has one factor of each of its summands, or no parts if a summand has no
+        factor. A region is a range of the summed dimension in which summands are alike.
+        The key of latent attention joins two parts: one has heads, and the other, which
+        a rotary embedding turns, is the same for all of them.
         """
         leads = product.at.frame.lead
         loops = [x for x in leads if x.is_loop and x.axis not in heads.axes]
@@ -413,11 +414,11 @@ class LayerReader:
                 out.append(parts)
                 whys.append(why)
             if out[0] == [] or out[1] == []:
-                continue  # zeros: nothing is there
+                continue  # zeros contribute nothing
             yield Pair(out[0] or [], out[1] or [], whys)
 
     def _regions(self, product: Product, i: int) -> list[Any]:
-        """Where along what is summed over an operand's summands are alike."""
+        """Returns the regions of the sum in which an operand's summands are alike."""
         if len(product.over) != 1:
             return [None]
         (pair,), atom = product.over, product.operand(i)
@@ -444,16 +445,16 @@ class LayerReader:
             self.layer.makers |= {f.parameter for f in made}
         for s in found:
             if any(not f.labels[0].any() for f in s.factors):
-                continue  # the summand is elsewhere
+                continue  # the summand is in another region
             linear = [f for f in s.linear if f.parameter not in self.softmaxes.frozen]
             made = [(self._part(f, heads, loops), f.event) for f in linear]
             if not made:
                 return None, FROZEN if s.linear else s.why or NORMED, events
-            # The last that was applied is first; but only what distinguishes heads can
-            # be scaled for each of them.
+            # The factor applied last comes first. Only a factor that distinguishes
+            # heads can be scaled for each of them.
             own = [x for x in made if x[0].leaf.heads == heads.number > 1]
             own = own or [x for x in made if x[0].leaf.heads > 1]
-            # What another summand is scaled by is scaled here, too.
+            # Prefer entries that already scale another summand.
             again = [x for x in own or made if any(map(x[0].meets, parts.values()))]
             best, event = (again or own or made)[0]
             events.add(event)
@@ -485,7 +486,7 @@ FROZEN = "what makes it is frozen, so that no parameter scales"
 
 
 def _disagree(a: OwnedLeaf, b: OwnedLeaf) -> bool:
-    """Whether some entry is of one head here, and of another there."""
+    """Whether some entry belongs to different heads in both."""
     if a.stack != b.stack or a.heads != b.heads:
         return False
     one, other = np.broadcast_arrays(a.owners, b.owners)

@@ -15,11 +15,11 @@ class Call(NamedTuple):
     """A function as the jaxpr of the arrays among its arguments, parameters first."""
 
     tree: paths.PathedTree  # the parameters
-    arrays: list[int]  # which of its leaves are arrays
+    arrays: list[int]  # indices of its leaves that are arrays
     body: jaxprs.Inner
-    values: list[Any]  # what to run it on
-    # What the function returns, of the jaxpr's outputs. Objects of NNX among the
-    # arguments are then as the function leaves them: until it is called, nothing is.
+    values: list[Any]  # the arrays to run it on
+    # Returns the function's result, from the jaxpr's outputs. NNX objects among the
+    # arguments change only when it is called.
     outputs: Callable[[Sequence[Any]], Any]
 
 
@@ -27,8 +27,8 @@ class Call(NamedTuple):
 def call_of(
     fun: Callable[..., Any], params: Any, /, *args: Any, **kwargs: Any
 ) -> Iterator[Call]:
-    """Traces a function; what is no array among its arguments stays as it is."""
-    # Objects of NNX come with an import of Flax: nobody else needs one.
+    """Traces a function on the arrays among its arguments; other arguments stay."""
+    # Only code that imports Flax has objects of NNX; nobody else has to install it.
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         yield _traced(lambda p, x, named: fun(p, *x, **named), params, args, kwargs)
@@ -38,10 +38,10 @@ def call_of(
 
 
 def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
-    """As a function of the state of objects that returns what becomes of it, too.
+    """Traces a function of objects as one of their state, which it also returns.
 
-    It is run on copies, by NNX's own bookkeeping for transformations: one graph for all
-    arguments and results, so that what is one object stays one, also if it is new.
+    NNX's bookkeeping for transformations runs it on copies. All arguments and results
+    share one graph, so an object that appears twice stays one object, even a new one.
     """
     is_object = nnx.graph.is_graph_node
 
@@ -64,10 +64,10 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
             return context.merge(graph, *states)
 
     objects, others, treedef = parted(rest)
-    # Variables without a module are a tree as any other.
+    # Variables without a module are an ordinary tree.
     is_module = any(not isinstance(x, nnx.Variable | None) for x in parted(params)[0])
     graph, own, state = split(params if is_module else None, objects)
-    # Of a module, parameters are what `nnx.state(params, nnx.Param)` has.
+    # The parameters of a module are those of `nnx.state(params, nnx.Param)`.
     given = own.get(0, own) if is_module else params
 
     def of_state(params: Any, state: Any, others: Any) -> Any:
@@ -84,7 +84,7 @@ def _on_objects(nnx: Any, fun: Any, params: Any, rest: Any) -> Call:
 
     def outputs(values: Sequence[Any]) -> Any:
         of_objects, out, is_same = call.outputs(values)
-        # Where objects of an outer trace are, as in a closure, nothing may be written.
+        # Objects of an outer trace, as in a closure, must not be written to.
         made = out[0] if is_same else merged(*of_objects, is_inner=False)[-1]
         return joined(made, *out)
 
@@ -104,8 +104,8 @@ def _traced(fun: Callable[..., Any], params: Any, *rest: Any) -> Call:
             flat[i] = x
         out = fun(tree.unflatten(flat[:end]), *treedef.unflatten(flat[end:]))
         out, structure = jax.tree.flatten(out)
-        # What is returned as it came in is what was given. No tracer is kept: it would
-        # outlive its trace.
+        # An argument that is returned unchanged is returned as given. A stored tracer
+        # would outlive its trace.
         came = {id(x): given[i] for i, x in zip(at, arrays, strict=True)}
         made = [i for i, x in enumerate(out) if paths.is_array(x) and id(x) not in came]
         kept = [None if i in made else came.get(id(x), x) for i, x in enumerate(out)]

@@ -1,6 +1,6 @@
-"""Facts on what each variable is made of: found once, forward, a few bits each.
+"""Facts about what each variable is made of, found in one forward pass.
 
-These say where to look: labels are followed back from there.
+A fact has a few bits. It says where to look; labels then go back from there.
 """
 
 import functools
@@ -19,37 +19,37 @@ from .primitives import KNOWN, moves, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
-    """The makings of a variable; of sets, a bit for each member.
+    """The facts about one variable; a set is an integer with one bit per member.
 
-    An event is an equation in which parameters meet activations: it stands for what
-    comes of it, where the same parameters may be used again elsewhere.
+    An event is an equation in which parameters meet activations. It identifies a use of
+    the parameters, which may be used again elsewhere.
     """
 
     leaves: int = 0  # parameters
-    trained: int = 0  # those that a gradient reaches from here
+    trained: int = 0  # parameters that receive a gradient through this variable
     has_data: bool = False
-    # A parameter that no activation was multiplied with yet. Data alone may have been:
-    # a mask, a scale, noise or an average among the arguments leaves a weight a weight.
+    # A parameter that was not yet multiplied with an activation. Data may have been: a
+    # mask, a scale, noise or an average among the arguments leaves a weight a weight.
     is_weight: bool = False
-    # It was copied along new dimensions, as tokens are: no weight. So are those that
-    # data were added to, which are their positions, or that an index picked.
+    # Broadcast along new dimensions, as learned tokens are, so not a weight. The same
+    # after data was added (positions), or after an index picked rows.
     is_spread: bool = False
     is_shifted: bool = False
     is_pair: bool = False  # a product of parameters
-    # A comparison with 0, 1, 2, ..., and these numbers.
+    # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
     is_onehot: bool = False
     is_counter: bool = False
-    events: int = 0  # since the innermost loop's trip began
-    past: int = 0  # all of them
-    # The products with parameters since which no other came.
+    events: int = 0  # events since the current trip of the innermost loop began
+    past: int = 0  # events since the start of the function
+    # Products with parameters that no later product with a parameter followed.
     ends: int = 0
-    # The kernel whose outputs alone these are, up to what each goes through by itself;
-    # -1 for those of several, `None` for what no kernel made.
+    # The only kernel whose outputs these are, possibly after elementwise functions; -1
+    # if there are several kernels, `None` if no kernel made them.
     sole: int | None = None
-    # Products of two values made by parameters, of which it is entry by entry a
-    # function; of those in `weights`, the exponential; in `sums`, the sum of these; in
-    # `shares`, what was divided by that; in `mixed`, such weights after a product with
-    # a parameter. `pairs` are products that nothing was summed of yet.
+    # Products of two values that depend on parameters, of which this is a function
+    # entry by entry. `weights` are those whose exponential it has, `sums` the sum of
+    # that, `shares` the exponential divided by that sum, and `mixed` such weights after
+    # a product with a parameter. `pairs` are products over which no sum was taken yet.
     products: int = 0
     weights: int = 0
     sums: int = 0
@@ -59,28 +59,28 @@ class Fact(NamedTuple):
 
     @property
     def unshared(self) -> int:
-        """The products of whose exponentials a sum is that of a softmax."""
+        """Products whose exponentials were not yet divided by their sum."""
         return self.weights & ~self.shares
 
     @property
     def alone(self) -> int:
-        """The same, of exponentials that weigh nothing, as a state's decays do."""
+        """The same; 0 if these weigh other products, as a state's decays do."""
         return 0 if self.products & ~self.weights else self.unshared
 
     @property
     def is_deep(self) -> bool:
-        """Whether it is an activation that parameters had a part in."""
+        """Whether this is an activation that depends on parameters."""
         return self.leaves != 0 and not self.is_weight
 
     @property
     def is_token(self) -> bool:
-        """Whether it is a parameter that meets others as an activation does."""
+        """Whether this is a parameter that is used as an activation."""
         return self.is_weight and (self.is_spread or self.is_shifted)
 
 
 DATA = Fact(has_data=True)
 
-# Equations that give indices of entries, and some the entries, too.
+# Equations that return indices of entries; some return the entries, too.
 _ORDERS = names("sort top_k approx_top_k argmax argmin")
 
 
@@ -89,21 +89,21 @@ def union(bits: Iterable[int]) -> int:
 
 
 def members(bits: int) -> list[int]:
-    """The numbers of the bits that are set."""
+    """Returns the numbers of the bits that are set."""
     return [i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 class Facts(Forward[Fact]):
-    """The facts of all variables of a graph."""
+    """The facts about all variables of a graph."""
 
     def __init__(self, graph: Graph, tokens: frozenset[int] = frozenset()):
         super().__init__(Fact())
         self.graph = graph
-        self.products: dict[int, Eqn] = {}  # by their bit
+        self.products: dict[int, Eqn] = {}  # keyed by bit
         self._bits: dict[Eqn, int] = {}
         self._events: dict[Eqn, int] = {}
         self._past_of: dict[int, int] = {}
-        self.own = 0  # events in which weights are applied to find their own norm
+        self.own = 0  # events in which a weight is applied to compute its own norm
         inputs = [
             Fact(1 << i, 1 << i, is_weight=i not in tokens)
             if i in graph.parameters
@@ -113,11 +113,11 @@ class Facts(Forward[Fact]):
         self.outputs = self.run(graph.top, inputs)
 
     def event(self, at: Eqn) -> int:
-        """The bit of an equation where parameters meet activations; 0 if none do."""
+        """Returns the bit of an event; 0 for other equations."""
         return self._events.get(at, 0)
 
     def meetings(self, parameter: int) -> int:
-        """The events in which a parameter meets activations, as a part of a weight."""
+        """Returns the events in which a parameter, in a weight, meets activations."""
         return self._meetings.get(parameter, 0)
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class Facts(Forward[Fact]):
         return found
 
     def upstream(self, event: int) -> int:
-        """The events that an event's operands come from."""
+        """Returns the events that the operands of an event depend on."""
         return self.of(self._at[event].output()).events & ~event if event else 0
 
     @functools.cached_property
@@ -139,11 +139,11 @@ class Facts(Forward[Fact]):
         return {event: at for at, event in self._events.items()}
 
     def product(self, at: Eqn) -> int:
-        """The bit of a product; 0 for other equations."""
+        """Returns the bit of a product; 0 for other equations."""
         return self._bits.get(at, 0)
 
     def before(self, events: int) -> int:
-        """All that events come from, but themselves."""
+        """Returns the events that the given events depend on, without themselves."""
         return union(past & ~e for e, past in self._past_of.items() if e & events)
 
     def either(self, values: Sequence[Fact]) -> Fact:
@@ -151,7 +151,7 @@ class Facts(Forward[Fact]):
         return first if all(x == first for x in others) else _union(values)
 
     def begun(self, value: Fact) -> Fact:
-        """Each trip has parameters of its own, and events before it are no news."""
+        """Clears the events of earlier trips: each trip has parameters of its own."""
         return value._replace(events=0)
 
     def result(self, at: Eqn, atom: Atom, value: Fact) -> Fact:
@@ -160,7 +160,7 @@ class Facts(Forward[Fact]):
     def called(self, at: Eqn) -> list[Fact]:
         outs = super().called(at)
         if at.name == "cond":
-            # Whatever picks the branch has made the result, too: a router, of experts.
+            # The index of the branch affects the result, too, as a router of experts.
             past = self.inputs(at)[0].past
             outs = [x._replace(past=x.past | past) if x.is_deep else x for x in outs]
         return outs
@@ -183,7 +183,7 @@ class Facts(Forward[Fact]):
         return rule(self, at, inputs, out) if rule else out
 
     def weight_of(self, at: Eqn) -> int | None:
-        """Which operand of a product is the weight of the other; `None` for neither."""
+        """Returns which operand is the weight for the other; `None` for neither."""
         a, b, *_ = self.inputs(at)
         if a.is_weight and b.is_weight:
             tokens = [a.is_token, b.is_token]
@@ -196,50 +196,48 @@ class Facts(Forward[Fact]):
         return None
 
     def _is_copied(self, at: Eqn, i: int) -> bool:
-        """Whether an operand is the same in every example that the other one has."""
+        """Whether an operand is the same for all examples of the other operand."""
         copied = self.graph.copied(at.inputs()[i])
         return any(at.to[i][d] in at.shared for d in copied)
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-        """A sum of products: of an activation and its weight, or of any two."""
+        """Returns the fact of a product, with a weight or of two activations."""
         a, b = inputs[:2]
-        # What products, or the weights of a softmax, are multiplied with is something
-        # new.
+        # A product with logits or softmax weights makes a new value that is neither.
         out = out._replace(**dict.fromkeys(_OF_PRODUCTS, 0), is_onehot=False)
         if not out.leaves:
             return out
         out = out._replace(products=self.new_product(at))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
-            # Two parameters make one of low rank.
             out = out._replace(is_spread=False, is_shifted=False)
             return out._replace(is_weight=True, is_pair=True)
         i = self.weight_of(at)
         out = self._met(at, out)
         out = out._replace(is_weight=False, is_pair=False, is_spread=False)
         if not (a.leaves and b.leaves):
-            # By a matrix that is no parameter, as of ones, they are summed or mixed.
+            # A matrix that is no parameter, such as ones, sums or mixes exponentials.
             weights, other = a.weights | b.weights, at.to[1 if a.leaves else 0]
             sums = a.unshared | b.unshared if at.contracted else 0
             is_matrix = any(d not in at.shared for d in other if d is not None)
             mixed = weights if is_matrix else 0
             out = out._replace(sums=sums and sums | out.products, mixed=mixed)
         if i is None:
-            # What another activation is multiplied with is no output yet.
+            # An activation that is multiplied with another one is no output yet.
             is_sum = a.is_deep and b.is_deep and at.contracted
-            # Attention of two hops: weights of weights are weights.
+            # Attention of two hops: weights times weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
             return out._replace(sole=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
-        if other.is_onehot:  # a lookup, which is no layer of its own
+        if other.is_onehot:  # a lookup, which does not count as a layer
             return out._replace(ends=0, sole=None)
         kernels = members(weight.leaves)
         sole = kernels[0] if len(kernels) == 1 else -1
         return out._replace(ends=self.event(at), sole=sole)
 
     def _picked(self, at: Eqn, inputs: list[Fact]) -> Fact:
-        """Entries of a parameter: one part of it, rows, or matrices."""
+        """Returns the fact of entries of a parameter: a slice, rows or matrices."""
         of, past = inputs[0], union(x.past for x in inputs)
         if at.name == "dynamic_slice":
             return of._replace(past=past)
@@ -249,17 +247,17 @@ class Facts(Forward[Fact]):
             return of._replace(past=past)
         pairs = zip(params["slice_sizes"], shape, strict=True)
         if sum(n == m > 1 for n, m in pairs) > 1:
-            # Matrices, as experts that tokens choose, or tokens: a product shows which.
+            # Matrices: experts that tokens choose, or tokens. A later product shows it.
             return of._replace(has_data=True, is_shifted=True, past=past)
-        # A row of a table. Whatever chose it, as an output head does the next token, is
-        # not what feeds the layers after it.
+        # A row of a table. Its index does not count as an input of the layers that
+        # follow: an output head, for example, chooses the next token.
         return self._met(at, of)._replace(is_weight=False, is_spread=False)
 
     def _is_shift(self, at: Eqn, inputs: list[Fact]) -> bool:
-        """Whether data are added to a weight, or multiplied with each of its entries.
+        """Whether data is added to a weight, or multiplied with each of its entries.
 
-        A kernel is scaled, too, or masked. Only where it then meets another kernel in a
-        product is it taken for what that is applied to.
+        A kernel may be scaled or masked by data, too. A shifted weight therefore counts
+        as an activation only where it meets another kernel in a product.
         """
         data = [x for x, f in zip(at.inputs(), inputs, strict=True) if f == DATA]
         is_sum = at.name in ("add", "sub")
@@ -267,24 +265,24 @@ class Facts(Forward[Fact]):
         return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
 
     def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
-        """Whether what is no weight is the same for many of the result's entries."""
+        """Whether the operands that are no weights repeat over many entries."""
         deep = [x for x, f in zip(at.inputs(), inputs, strict=True) if f.is_deep]
         return all(math.prod(x.shape) == 1 or self.graph.copied(x) for x in deep)
 
     def _met(self, at: Eqn, out: Fact) -> Fact:
-        """What an equation in which parameters meet activations makes, with its bit."""
+        """Returns the fact `out` of an equation after registering it as an event."""
         bit = self._events.setdefault(at, 1 << len(self._events))
         self._past_of[bit] = self._past_of.get(bit, 0) | out.past | bit
         return out._replace(events=out.events | bit, past=out.past | bit)
 
     def new_product(self, at: Eqn) -> int:
-        """The bit of what turns out to be a product of two activations, or may be."""
+        """Returns a bit for an equation that is, or may become, a product."""
         bit = self._bits.setdefault(at, 1 << len(self._bits))
         self.products[bit] = at
         return bit
 
     def _mixed(self, at: Eqn, inputs: list[Fact]) -> Fact:
-        """The facts of several values that are combined entry by entry."""
+        """Returns the fact of several values that are combined entry by entry."""
         out = _union(inputs)
         if not out.leaves:
             return out
@@ -298,18 +296,18 @@ class Facts(Forward[Fact]):
             and at.name in ("mul", "div")
             and self._is_of_norms(at, inputs)
         ):
-            # A weight divided by its norm, which a vector among the arguments helped to
-            # find: these products are none of its uses. What a weight is applied to is
-            # scaled by numbers found from it, too, as for eight bits; that is a use.
+            # A weight divided by its norm, computed with a vector from the arguments:
+            # products in the norm are no uses of it. An activation that is scaled by
+            # numbers computed from its weight, as for eight bits, is a use.
             self.own |= union(x.events for x in deep)
             return out._replace(is_weight=True, has_data=True, events=0, ends=0)
         return self._met(at, out) if weights else out
 
 
 def is_choice(at: Eqn, atom: Atom) -> bool:
-    """Whether a value is a mask or an index: it decides what is taken.
+    """Whether a value is a mask or an index, which decides what is taken.
 
-    Integers else may be logits, as products of eight bits are.
+    Other integers may be logits, as 8-bit products are.
     """
     dtype = atom.var.aval.dtype
     is_index = at.name in _ORDERS and not jnp.issubdtype(dtype, jnp.inexact)
@@ -321,7 +319,7 @@ _JOINED = [
     *("leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS),
     *("has_data", "is_spread", "is_shifted", "is_pair"),
 ]
-# Logits by which a mask was made are none that it masks, as those of an indexer.
+# Logits that made a mask, as an indexer's do, are not the logits that it masks.
 _NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 
 
@@ -336,55 +334,54 @@ def _union(facts: Sequence[Fact]) -> Fact:
     )
 
 
-# Primitives that make more of their operands than `_mixed` says.
+# Primitives whose result has other facts than `_mixed` returns.
 
 
 def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     (a, b), (x, y) = inputs, at.inputs()
     if a.is_deep and b.is_deep and x.var is not y.var:
-        # Summed over, it is a product of query and key that is written out.
+        # After a sum it is a product of query and key, written out.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
     is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
-    # What was summed in part is rescaled before the next part is added.
+    # A partial sum is rescaled before the next part is added.
     shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
     shares |= out.shares
     return out._replace(shares=shares, is_onehot=is_onehot)
 
 
 def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """After a residual sum the layer has not the last word.
+    """Returns the fact of a sum; a residual sum resets `ends`.
 
-    There one summand comes from the other, and the output is written by what comes
-    later, if anything.
+    In a residual sum one summand depends on the other; later layers write the output.
     """
     if at.name == "add" and out.is_deep and _is_straight_through(facts, at):
         out = out._replace(is_onehot=True)
     deep = [x for x in inputs if x.is_deep]
     shape = at.output().shape
     if len(deep) != 2 or math.prod(shape) == 1:
-        return out  # a sum of losses, one number, is none of layers
+        return out  # one number is a sum of losses, not of layers
     if at.name == "sub" and all(x.shape != shape for x in at.inputs()):
-        # Of all pairs: its square, summed over, has a product in it.
+        # Differences of all pairs: the sum of their squares contains a product.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
-    # Of exponentials, as piece by piece, and from trip to trip.
+    # A sum of exponentials, computed piece by piece or trip by trip.
     one, other = (x.alone for x in deep)
     if at.name in ("add", "add_any") and one and other:
         out = out._replace(sums=out.sums | one | other)
     a, b = (x.ends for x in deep)
-    # What no layer wrote is as good as written by all that it comes from.
+    # If no layer wrote a summand, all events before it count as its writers.
     is_after = facts.before(a) & (b or deep[1].past)
     is_before = facts.before(b) & (a or deep[0].past)
     if a == b or not (is_after or is_before):
         return out
-    first = at.inputs()[inputs.index(deep[bool(is_after)])]  # of the two
+    first = at.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
     own = (b, a)[bool(is_after)]
     return out._replace(ends=own if _is_number(facts, first) else 0)
 
 
 def _is_number(facts: Facts, atom: Atom) -> bool:
-    """Whether activations are one number for all outputs, as the norm in a distance.
+    """Whether activations are one number for all outputs, as the norm in a distance is.
 
-    Parameters that were added, one for each output, are none of these.
+    Added parameters, one for each output, do not count.
     """
     found: list[Eqn | None] = []
 
@@ -402,10 +399,10 @@ def _is_number(facts: Facts, atom: Atom) -> bool:
 
 
 def _is_straight_through(facts: Facts, at: Eqn) -> bool:
-    """Whether a sum is `x + (rows - x)`: one-hot rows, with a gradient of `x`."""
+    """Whether a sum is `x + (rows - x)`: one-hot rows with the gradient of `x`."""
 
     def makers(atom: Atom) -> list[Eqn]:
-        """The equations before `stop_gradient`, wherever that is."""
+        """Returns the equations that made an array, past any `stop_gradient`."""
         made = facts.graph.made_by(atom)
         is_stopped = [x.name for x in made] == ["stop_gradient"]
         return makers(made[0].inputs()[0]) if is_stopped else made
@@ -433,7 +430,7 @@ def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _logarithm(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Of exponentials it is none: a softplus weighs as other functions do."""
+    """Clears softmax weights: a logarithm, as in softplus, is no exponential."""
     return out._replace(weights=0, mixed=0)
 
 
@@ -449,25 +446,25 @@ def _running_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _gathered(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Logits say what is picked, as the keys of the largest: what it is has none."""
+    """Returns the fact of picked entries; logits in the index do not count."""
     of = inputs[0]
     return out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
 
 
 def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """The sum of a softmax over the edges of a graph."""
+    """Adds the sum of a softmax over the edges of a graph."""
     return out._replace(sums=out.sums | inputs[-1].unshared)
 
 
 def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """The denominator's logits are none of the result's."""
+    """Returns the fact of a quotient; logits in the denominator do not count."""
     a, b = inputs
     shares = a.shares | a.weights & b.sums
     return _gathered(facts, at, inputs, out)._replace(shares=shares)
 
 
 def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """The maximum of logits is a number to subtract, no logit."""
+    """Clears logits: their maximum is a number to subtract."""
     return out._replace(**_NO_LOGITS)
 
 
@@ -485,7 +482,7 @@ def _stop(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _equal(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """One-hot rows are `index == arange(n)`."""
+    """Marks one-hot rows: `index == arange(n)`."""
     return out._replace(is_onehot=any(x.is_counter for x in inputs))
 
 

@@ -1,10 +1,9 @@
 """A jaxpr as a graph: which equation made each variable, through loops and calls.
 
-Every run of a jaxpr is a `Frame`: that of a function which is called twice has two, and
-the body of a loop has one for all its trips. `Graph.origins` is one step back from a
-variable to the equation, parameter or constant that it is, through whatever frames are
-between; a label goes along, with a dimension in its lead for every loop and every axis
-of a mesh that the frame is in.
+Every run of a jaxpr is a `Frame`: a function that is called twice has two, and the body
+of a loop has one for all its trips. `Graph.origins` goes one step back from a variable
+to its equation, parameter or constant, through any frames in between. Labels go along;
+their lead has a dimension for every loop and every axis of a mesh around the frame.
 """
 
 import math
@@ -54,20 +53,20 @@ class Atom(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The length of its labels."""
+        """The number of dimensions of its labels."""
         return self.lead + len(self.shape)
 
     @property
     def number(self) -> Number:
-        """The value that all its entries have, where it is known."""
+        """The value of all its entries, if it is known."""
         return number_of(self)
 
     def marks(self, axes: Iterable[int]) -> Labels:
-        """A label for each of some dimensions, with marks along it."""
+        """Returns one label for each given dimension, with marks along it."""
         return tuple(marks(self.rank, self.lead + d, self.shape[d]) for d in axes)
 
     def along(self, d: int, line: np.ndarray) -> Label:
-        """A label that has these marks along one dimension."""
+        """Returns a label with the given marks along one dimension."""
         return line.reshape([-1 if a == self.lead + d else 1 for a in range(self.rank)])
 
     @property
@@ -84,19 +83,19 @@ class Atom(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """The variable outside of a frame that an input of it is."""
+    """The variable outside a frame that is passed as one of the frame's inputs."""
 
     atom: Atom
-    # "same" in all trips, "carry" from one to the next, or a "slice" for each.
+    # "same" in all trips, a "carry" from trip to trip, or a "slice" for each trip.
     how: str = "same"
 
 
 class Eqn:
-    """An equation in its frame; there is one object of each."""
+    """An equation in its frame; each has one object."""
 
     def __init__(self, frame: "Frame", i: int):
         self.frame, self.i, self.eqn = frame, i, frame.jaxpr.eqns[i]
-        # The runs of the jaxprs that it has: of each branch, or of the one it calls.
+        # The frames of its jaxprs: one for each branch, or one for a call or loop.
         self.inside = list(_frames_in(self))
 
     @property
@@ -109,9 +108,10 @@ class Eqn:
 
     @property
     def eqns(self) -> jaxprs.Eqns:
-        """The equation, after those that it is inside of.
+        """The calls around the equation, outermost first, then the equation itself.
 
-        What a kernel stands for was written elsewhere: its line is that of its call.
+        An equation in the example of a kernel has the line of the kernel's call, since
+        the example itself was written elsewhere.
         """
         caller = self.frame.caller
         outer = caller.eqns if caller else ()
@@ -123,20 +123,20 @@ class Eqn:
 
     @property
     def to(self) -> list[list[int | None]]:
-        """Of a product, the dimension of it that each of its operands' becomes."""
+        """The dimension of the product that each dimension of an operand becomes."""
         return sides(self.eqn)
 
     @property
     def shared(self) -> set[int]:
-        """Of a product, the dimensions that both of its operands have."""
+        """The dimensions of a product that both of its operands have."""
         return shared(self.to)
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a product, and none that is entry by entry.
+        """Whether this is a product that is not entry by entry.
 
-        That sums over nothing, and one side has nothing else: some norms apply their
-        gain by `einsum("...k,k->...k")`.
+        An entry-by-entry product sums over nothing, and one operand has only shared
+        dimensions: some norms apply their gain by `einsum("...k,k->...k")`.
         """
         if self.name == "dot_general":
             return not any(map(self.shared.issuperset, self.to))
@@ -144,7 +144,7 @@ class Eqn:
 
     @property
     def contracted(self) -> list[tuple[int, int]]:
-        """The dimensions of both operands that a product sums over, in pairs."""
+        """The pairs of dimensions of both operands that a product sums over."""
         if self.name != "dot_general":
             return []
         (a, b), _ = self.eqn.params["dimension_numbers"]
@@ -175,11 +175,11 @@ class Frame:
         self.jaxpr, self.caller, self.kind = body.jaxpr, caller, kind
         self.outer, self.lead = list(outer), tuple(lead)
         self.at: Address = (*caller.at, branch) if caller else (branch,)
-        # It has what a kernel stands for.
+        # Whether it runs the example of a kernel, or is inside one.
         self.is_rule = kind == "kernel" or bool(caller and caller.frame.is_rule)
         how = [x.how for x in self.outer]
         start = how.count("same")
-        # Those of the inputs that go from one trip to the next.
+        # The inputs that go from one trip to the next.
         self.carried = range(start, start + how.count("carry"))
         self.consts = dict(zip(self.jaxpr.constvars, body.consts, strict=True))
         self.inputs = [Atom(self, var) for var in self.jaxpr.invars]
@@ -191,7 +191,7 @@ class Frame:
         }
 
     def equations(self) -> Iterator[Eqn]:
-        """All equations that are live, those of inner frames after their own."""
+        """Iterates over all live equations; inner frames follow their caller."""
         for at in self.live:
             yield at
             for frame in at.inside:
@@ -199,7 +199,7 @@ class Frame:
 
 
 def _frames_in(at: Eqn) -> Iterator[Frame]:
-    """The frames of the jaxprs that an equation runs."""
+    """Iterates over the frames of the jaxprs that an equation runs."""
     eqn, inputs, lead = at.eqn, at.inputs(), at.frame.lead
     if loop := jaxprs.loop(eqn):
         inputs = inputs[loop.first :]
@@ -225,7 +225,7 @@ def _frames_in(at: Eqn) -> Iterator[Frame]:
 
 
 def _most_trips(loop: jaxprs.Loop) -> int:
-    """The size of what a `while` loop's body picks entries from: its trips, at most."""
+    """Returns the most trips of a `while`: the longest axis its body picks from."""
     sizes, jaxpr = [1], loop.body.jaxpr
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -240,22 +240,22 @@ def _most_trips(loop: jaxprs.Loop) -> int:
     return max(sizes)
 
 
-#: What loops carry, with labels, that was gone through before.
+#: Loop carries that were already followed back, each with its labels.
 Seen = frozenset[Any]
 
 
 class Origin(NamedTuple):
-    """The origin of a variable: an equation's result, a parameter, or else data."""
+    """The origin of a variable: an equation's result, a parameter, or data."""
 
     labels: Labels
     seen: Seen
     at: Eqn | None = None
     k: int = 0  # which result of the equation
     parameter: int | None = None
-    atom: Atom | None = None  # where it is no equation's
+    atom: Atom | None = None  # set if no equation made it
 
 
-#: By which operands to go on from an origin, and what to carry there.
+#: A function from an origin to the operands to follow, with a value to carry to each.
 Ahead = Callable[[Origin, Any], Iterable[tuple[int, Any]]]
 
 
@@ -269,9 +269,9 @@ class Graph:
     def origins(
         self, atom: Atom, labels: Labels, seen: Seen = frozenset()
     ) -> Iterator[Origin]:
-        """The origins of a variable, after frames are entered and left."""
+        """Returns the origins of a variable, across function calls and loops."""
         frame, var = atom
-        # Of no entry anything is asked: ways end here that a slice or a sum goes past.
+        # The label is empty: no entry of this variable contributes, so stop.
         if any((x == nothing(x)).all() for x in labels):
             return
         if isinstance(var, Literal) or var in frame.consts:
@@ -290,8 +290,8 @@ class Graph:
     ) -> None:
         """Goes back from an array through the equations that made it.
 
-        At each origin `ahead(origin, carried)` says by which operands to go on, and
-        what to carry there. No recursion: a residual stream goes through all layers.
+        At each origin `ahead(origin, carried)` returns the operands to follow and what
+        to carry to each. No recursion: a residual stream goes through all layers.
         """
         known: set[Any] = set()
         places = [(atom, labels, frozenset(), carried)] if labels else []
@@ -312,7 +312,7 @@ class Graph:
                         places.append((at.inputs()[i], own, origin.seen, by[i]))
 
     def copied(self, atom: Atom) -> set[int]:
-        """The dimensions along which an array is a copy, as far as its making shows."""
+        """Returns the dimensions along which an array is known to be a copy."""
         dims = range(len(atom.shape))
         own = {d for d, n in enumerate(atom.shape) if n == 1}
 
@@ -320,11 +320,11 @@ class Graph:
             at, back = origin.at, []
             if at and depth < 9 and at.name not in PRODUCTS:
                 back = [] if at.name.startswith("reduce_") else moves(at, origin.k)
-            # What is not followed to its end counts as no copy: who asks acts on
-            # copies, and may do so only where they are sure.
+            # A dimension that cannot be followed to its end does not count as a copy:
+            # callers rely on copies, so these must be certain.
             if not back:
                 own.update(d for d in dims if is_varied(origin.labels[d]))
-            elif at and at.name == "gather":  # each index picks entries of its own
+            elif at and at.name == "gather":  # each index picks its own entries
                 offset = at.eqn.params["dimension_numbers"].offset_dims
                 lead, rank = at.output().lead, at.output().rank
                 rows = {*range(lead, rank)} - {lead + d for d in offset}
@@ -335,16 +335,16 @@ class Graph:
         return {*dims} - own
 
     def made_by(self, atom: Atom) -> list[Eqn]:
-        """The equations that made an array: one, or several where it is of a branch."""
+        """Returns the equations that made an array: several if branches made it."""
         return [x.at for x in self.origins(atom, atom.whole) if x.at]
 
     def _inside(
         self, inner: Frame, k: int, labels: Labels, seen: Seen
     ) -> Iterator[Origin]:
-        """The k-th result of a call, in the frame that it runs."""
+        """Returns the origins of a call's k-th result, in the frame that it runs."""
         at = inner.caller
         assert at is not None
-        if k >= len(inner.outputs):  # what a kernel returns besides
+        if k >= len(inner.outputs):  # a result that the kernel's example does not have
             yield Origin(labels, seen, at, k)
             return
         lead, own = len(at.frame.lead), labels
@@ -354,12 +354,12 @@ class Graph:
         elif inner.kind == "mesh":
             own = tuple(_onto_devices(x, inner, k) for x in labels)
         yield from self.origins(inner.outputs[k], own, seen)
-        if is_carry:  # a loop without trips returns what it began with
+        if is_carry:  # a loop without trips returns its initial carry
             start = inner.outer[inner.carried[k]].atom
             yield from self.origins(start, labels, seen)
 
     def _outside(self, atom: Atom, labels: Labels, seen: Seen) -> Iterator[Origin]:
-        """An input of a frame, as what it is outside."""
+        """Returns the origins of a frame's input, outside of the frame."""
         frame, i = atom.frame, atom.frame.place[atom.var]
         if frame.caller is None:
             is_one = i in self.parameters
@@ -370,11 +370,11 @@ class Graph:
         if frame.kind == "mesh":
             labels = tuple(_off_devices(x, frame, i) for x in labels)
         elif frame.kind == "loop" and how != "slice":
-            # The trips' dimension of a slice is the first of what it is a slice of.
+            # The trips of a slice are the first dimension of the array that it slices.
             labels = tuple(joined(x, [lead]).squeeze(lead) for x in labels)
         if how == "carry":
-            # Once more around with the same labels brings nothing new. There are
-            # finitely many, so that this ends.
+            # Another trip back with the same labels brings nothing new. There are
+            # finitely many labels, so this ends.
             key = atom, *map(key_of, labels)
             if key in seen:
                 return
@@ -384,12 +384,11 @@ class Graph:
         yield from self.origins(outer, labels, seen)
 
 
-# Meshes: a dimension that axes cut into m blocks of n is of shape (m, n), the first of
-# which is the device's.
+# Meshes: a dimension that is cut into m blocks of n becomes (m, n), with m for devices.
 
 
 def _onto_devices(label: Label, inner: Frame, k: int) -> Label:
-    """The label of a result of `shard_map`, as of each device's block of it."""
+    """Returns the label of each device's block, from that of `shard_map`'s result."""
     eqn = inner.caller.eqn  # type: ignore
     lead = len(inner.caller.frame.lead)  # type: ignore
     sizes = {x.of: x.size for x in inner.lead[lead:]}
@@ -413,7 +412,7 @@ def _onto_devices(label: Label, inner: Frame, k: int) -> Label:
 
 
 def _off_devices(label: Label, frame: Frame, i: int) -> Label:
-    """The label of each device's block of an input, as of the whole of it."""
+    """Returns the label of a whole input, from the label of each device's block."""
     lead = frame.outer[i].atom.lead
     devices = {x.of: x for x in frame.lead[lead:]}
     cuts = jaxprs.mesh_cuts(frame.caller.eqn, "in", i)  # type: ignore

@@ -1,4 +1,4 @@
-"""The heads of a product of query and key: along which dimensions, and how many."""
+"""The heads of a product of query and key: their dimensions and their number."""
 
 import math
 from typing import NamedTuple
@@ -12,25 +12,25 @@ from .scaling import Factor, IsLast, never, Scaling
 from .softmaxes import Product
 
 
-# Heads are counted exactly along dimensions of at most so many entries. Each of these
-# may be a head with a bit of its own: 2**14 marks of 2**14 bits are 32 MiB.
+# The most entries along dimensions in which heads are counted exactly. Each entry may
+# be a head with a bit of its own: 2**14 marks of 2**14 bits are 32 MiB.
 _MOST = 1 << 14
 
 
 class Heads(NamedTuple):
     """The heads of a product."""
 
-    axes: tuple[int, ...]  # of its labels, along which they are
-    label: Label  # of the product, a bit for each head
+    axes: tuple[int, ...]  # axes of the product's labels along which heads are
+    label: Label  # label of the product, with a bit for each head
     number: int
 
     def owners(self, label: Label) -> tuple[np.ndarray, int]:
-        """The head, or group of heads, of each entry, and how many there are."""
+        """Returns the head, or group of heads, of each entry, and their number."""
         # In the order of the first head in each: `m & -m` is the lowest bit of a mark.
         groups = sorted(distinct(label), key=lambda m: (m & -m, m))
         numbers = {m: i for i, m in enumerate(groups)}
         if sum(m.bit_count() for m in groups) != union(groups).bit_count():
-            # Some entries are of several heads, of which others are of one.
+            # Groups overlap: some entries serve several heads, others one.
             numbers = dict.fromkeys(groups, 0)
         owner = np.empty(label.shape, int)
         owner.ravel()[:] = [numbers[m] if m else -1 for m in label.ravel().tolist()]
@@ -38,18 +38,18 @@ class Heads(NamedTuple):
 
 
 class TooMany(Exception):
-    """Dimensions with heads that are too long to count them."""
+    """Raised if dimensions with heads are too long to count the heads."""
 
 
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Heads:
-    """The heads of a product whose query is the first operand in `order`.
+    """Returns the heads of a product whose query is operand `order[0]`.
 
-    Along them a side's entries are of other parameters. Devices are one, if each has
-    some of the heads, and the trips of a loop. What a kernel makes has its outputs; all
-    summands, such as biases, adapters and a second stream of tokens, agree in what is a
-    head. A table of positions, before the kernel or added to what it makes,
-    distinguishes positions, and so do learned tokens alone, which have positions where
-    the other side has none.
+    Along heads, a side has different entries of parameters. Devices may be heads, if
+    each has some of them, and so may the trips of a loop. A kernel has its heads along
+    its outputs. All summands, such as biases, adapters and a second stream of tokens,
+    agree about heads. A table of positions, before a kernel or added to its output,
+    distinguishes positions instead. Learned tokens without a kernel do the same; the
+    other side does not have their positions.
     """
     lead, rank = product.lead, product.rank
     over = {a for a, _ in product.over} if product.at.name == "mul" else set()
@@ -75,11 +75,11 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
 def _axes_of(
     scaling: Scaling, product: Product, order: tuple[int, int], sizes: dict[int, int]
 ) -> list[int]:
-    """The axes along which heads are; others are batches and positions."""
+    """Returns the axes along which heads are; other axes are batches and positions."""
     loops = {x.axis for x in product.at.frame.lead if x.is_loop}
     n, chosen = len(sizes), set()
-    # What the last kernel is applied to, is followed to the one before if that has no
-    # heads: a rotation, say, which is one for all of them.
+    # If the last kernel has no heads, as a rotation shared by all of them, the second
+    # pass follows its operand to the kernel before.
     for is_last in (_is_nearest(n), never):
         for i in order if not chosen else ():
             own = (marks(product.rank, a, size) for a, size in sizes.items())
@@ -101,10 +101,10 @@ def _axes_of(
 def _classes(
     scaling: Scaling, product: Product, order: tuple[int, int], label: Label, count: int
 ) -> list[int]:
-    """The head of each entry along the axes of heads.
+    """Returns the head of each entry along the axes of heads.
 
-    A head is what some kernel has entries of its own for; along the rest of a dimension
-    all have the same: it is the batch's.
+    Entries are of different heads if some kernel has different entries for them. Along
+    the rest of a dimension all heads are the same: it is the batch's.
     """
     signs: list[np.ndarray] = []
     sides = [(i, own) for i in order if is_varied(own := product.side(i, label))]
@@ -125,25 +125,25 @@ def _classes(
 
 
 def _is_nearest(n: int) -> IsLast:
-    """Whether a kernel made what the product sums over.
+    """Returns a test of whether a kernel made the dimensions that a product sums over.
 
-    So shows its label, of which the `n` before are of something else.
+    The kernel's labels show it: the first `n` are of other dimensions.
     """
     return lambda kernel, _: len(kernel) == n or any(map(is_varied, kernel[n:]))
 
 
 def _maker(factors: tuple[Factor, ...], n: int) -> Factor | None:
-    """The last kernel; that which made what the product sums over, if one did."""
+    """Returns the last kernel, preferably one that made what the product sums over."""
     kernels = [f for f in factors if f.is_kernel]
     own = [f for f in kernels if any(is_varied(x) for x in f.labels[n:])]
     return (own or kernels or [None])[0]
 
 
 def _along(axes: dict[int, int], loops: set[int], labels: Labels) -> set[int]:
-    """Along which axes of a product, or loops around it, a leaf has heads.
+    """Returns the axes of a product, or loops around it, along which a leaf has heads.
 
-    A loop's trips are layers where each has one entry of a stack, and heads where each
-    has several entries of an axis.
+    A loop's trips are layers if each has one entry of a stack, and heads if each has
+    several entries of an axis.
     """
     own = {a: x for a, x in zip(axes, labels, strict=False) if is_varied(x)}
     return {a for a, x in own.items() if a not in loops or _is_shared_out(x)}
@@ -156,7 +156,7 @@ def _is_shared_out(label: Label) -> bool:
 
 
 def shows_all(kernel: Labels, other: Labels) -> bool:
-    """Whether what a kernel is applied to distinguishes no more heads than itself."""
+    """Whether a kernel's operand distinguishes no more heads than the kernel itself."""
     found = distinct(kernel[0])
     is_apart = all(m.bit_count() == 1 for m in found) and len(found) > 1
     return is_apart or not is_varied(other[0])
@@ -169,6 +169,6 @@ def _bits(numbers: np.ndarray) -> Label:
 
 
 def bits_of(mark: int, n: int) -> np.ndarray:
-    """The bits of a mark, as booleans."""
+    """Returns the bits of a mark, as booleans."""
     raw = np.frombuffer(int(mark).to_bytes((n + 7) // 8, "little"), np.uint8)
     return np.unpackbits(raw, bitorder="little")[:n].astype(bool)

@@ -1,7 +1,7 @@
-"""The format of a jaxpr, read here alone, for all versions of JAX that are supported.
+"""The format of a jaxpr, for all supported versions of JAX.
 
-No other module of this wing knows where an equation keeps the jaxprs that it runs, what
-the parameters of a loop are called, or where it has the line of code it comes from.
+No other module in `_reading` knows where an equation keeps its jaxprs, how the
+parameters of a loop are named, or where the line of code is recorded.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from jax.extend.core import Literal
 from .._model.statistics import STATISTIC
 
 
-# Where an equation keeps the one jaxpr that it runs once, on its last inputs if it has
-# more of them than the jaxpr: jit, pjit, closed_call, core_call, remat2, checkpoint,
-# custom_jvp_call, custom_vjp_call, custom_vmap_call, shard_map. `jax.pmap` is a jitted
-# shard_map in all versions from 0.8 on.
+# Parameters in which an equation keeps the one jaxpr that it runs once. If the equation
+# has more inputs than the jaxpr, it runs on the last ones. For jit, pjit, closed_call,
+# core_call, remat2, checkpoint, custom_jvp_call, custom_vjp_call, custom_vmap_call and
+# shard_map; since JAX 0.8, `jax.pmap` is a jitted shard_map.
 _RUN_ONCE = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
-# These keep a jaxpr, too, but it runs on references, on blocks, or on a transpose.
+# These keep a jaxpr, too, but run it on references, on blocks or on a transpose.
 _OPAQUE = (
     *("pallas_call", "tpu_custom_call", "triton_kernel_call", "custom_partitioning"),
     *("ffi_call", "custom_call", "pure_callback", "io_callback", "run_state"),
@@ -39,7 +39,7 @@ _FRAMEWORKS = re.compile(
 
 
 def names(words: str) -> frozenset[str]:
-    """The names of primitives, or of other things, between spaces."""
+    """Returns the names in a string, separated by spaces."""
     return frozenset(words.split())
 
 
@@ -54,7 +54,7 @@ class Inner(NamedTuple):
         values: Sequence[Any],
         step: Callable[[int, Any, list[Any]], Sequence[Any]],
     ) -> list[Any]:
-        """Its outputs, where `step` gives those of an equation from its inputs."""
+        """Returns its outputs; `step` computes those of one equation from inputs."""
         env = dict(zip(self.jaxpr.invars, values, strict=True))
         env |= zip(self.jaxpr.constvars, self.consts, strict=True)
 
@@ -67,43 +67,43 @@ class Inner(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A `scan` or a `while`: inputs are `consts`, then `carry`, then what it slices."""
+    """A `scan` or a `while`: inputs are `consts`, then `carry`, then sliced arrays."""
 
     body: Inner
     consts: int
     carry: int
-    trips: int | None = None  # those of a `while` only a run shows
-    # A `while` has one, and in front of all other inputs those of it alone.
+    trips: int | None = None  # `None` for a `while`: only a run shows them
+    # Only a `while` has a condition; its `first` constants precede all other inputs.
     condition: Inner | None = None
     first: int = 0
 
 
-#: An equation, after those that it is inside of.
+#: The equations around an equation, outermost first, then the equation itself.
 Eqns = tuple[Any, ...]
 
-#: Where an equation is: its place in the jaxpr, and so on for those inside of it.
+#: The place of an equation in the jaxpr, preceded by the places of those around it.
 Address = tuple[int, ...]
 
 
 def inner(closed: Any) -> Inner:
-    """A jaxpr, open or closed, taken apart."""
+    """Takes an open or closed jaxpr apart."""
     return Inner(getattr(closed, "jaxpr", closed), getattr(closed, "consts", ()))
 
 
 def trace(fun: Any, *args: Any) -> Inner:
-    """The jaxpr of a function of arrays, or of their shapes."""
+    """Returns the jaxpr of a function of arrays, or of their shapes."""
     return inner(jax.make_jaxpr(fun)(*args))
 
 
 def called(eqn: Any) -> Inner | None:
-    """The jaxpr that an equation runs once; `None` if it is no such call."""
+    """Returns the jaxpr that an equation runs once; `None` if it is no such call."""
     keys = _RUN_ONCE if eqn.primitive.name not in _OPAQUE else ()
     found = (inner(eqn.params.get(key)) for key in keys)
     return next((body for body in found if hasattr(body.jaxpr, "eqns")), None)
 
 
 def loop(eqn: Any) -> Loop | None:
-    """The loop that an equation is, if it is one."""
+    """Returns the loop that an equation runs; `None` if it is no loop."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
         body, consts = inner(params["body_jaxpr"]), params["body_nconsts"]
@@ -133,16 +133,16 @@ def adds_one(jaxpr: Any, before: Any, after: Any) -> bool:
 
 
 def is_statistic(eqn: Any) -> bool:
-    """Whether an array is named as the statistic of attention."""
+    """Whether an equation names an array as the statistic of attention."""
     return eqn.primitive.name == "name" and eqn.params["name"] == STATISTIC
 
 
 def live(jaxpr: Any) -> list[int]:
-    """The places of the equations that outputs depend on.
+    """Returns the places of the equations on which outputs depend.
 
-    Statistics of attention are among them, though most losses do not return these.
+    Statistics of attention count as outputs, though most losses do not return them.
     """
-    # By their identity, since literals among them have no hash.
+    # Compared by identity, since literals have no hash.
     wanted, kept = {id(v) for v in jaxpr.outvars}, []
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if is_statistic(eqn) or any(id(v) in wanted for v in eqn.outvars):
@@ -152,15 +152,12 @@ def live(jaxpr: Any) -> list[int]:
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable; a token or a reference has none to speak of."""
+    """Returns the shape of a variable; `()` for a token or a reference."""
     return tuple(map(int, getattr(atom.aval, "shape", ())))
 
 
 def mesh_cuts(eqn: Any, specs: str, i: int) -> dict[int, tuple[str, ...]]:
-    """The dimensions that `shard_map` cuts of its i-th input, or output (`"out"`).
-
-    Each with the axes of the mesh that do.
-    """
+    """Returns mesh axes that cut dimensions of `shard_map`'s i-th input or output."""
     sizes, cuts = eqn.params["mesh"].shape, {}
     for dim, names in enumerate(eqn.params[f"{specs}_specs"][i]):
         names = (names,) if isinstance(names, str) else tuple(names or ())
@@ -170,20 +167,20 @@ def mesh_cuts(eqn: Any, specs: str, i: int) -> dict[int, tuple[str, ...]]:
 
 
 def manual_in(eqn: Any) -> tuple[str, ...]:
-    """The axes of its mesh over which `shard_map` maps."""
+    """Returns the mesh axes over which `shard_map` maps."""
     axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return tuple(name for name in eqn.params["mesh"].axis_names if name in axes)
 
 
 def axes_of(eqn: Any) -> tuple[str, ...]:
-    """The axes of a mesh that a collective is over."""
-    # Sums and maxima have them as "axes", what moves data as "axis_name".
+    """Returns the mesh axes of a collective."""
+    # Sums and maxima call them "axes"; primitives that move data call them "axis_name".
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return (found,) if isinstance(found, str) else tuple(found)
 
 
 def kernel_name(eqn: Any) -> tuple[str, str]:
-    """The function that an equation calls and its file:line, else its primitive."""
+    """Returns the function that an equation calls and its file:line, or a primitive."""
     keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
     for body in (inner(eqn.params.get(key)).jaxpr for key in keys):
         if info := getattr(getattr(body, "debug_info", None), "func_src_info", None):
@@ -193,7 +190,7 @@ def kernel_name(eqn: Any) -> tuple[str, str]:
 
 
 def functions_in(eqn: Any) -> list[Any]:
-    """The functions that an equation holds, such as those of a custom derivative.
+    """Returns the functions that an equation holds, as for a custom derivative.
 
     They are inside closures and wrappers of JAX, whose fields have these names.
     """
@@ -217,11 +214,11 @@ def functions_in(eqn: Any) -> list[Any]:
 
 
 def line(eqns: Eqns) -> str:
-    """The file and line of the model that an equation comes from, or `"?"`.
+    """Returns the file and line of the model that an equation comes from, or `"?"`.
 
-    The innermost frame that is of no framework, of the last equation or of those that
-    it is inside of: functions that JAX has traced before do not know who calls them.
-    Where all are, the innermost of those that JAX considers a user's.
+    Takes the innermost frame outside frameworks, of the equation or of those around it:
+    a function that JAX has already traced does not know its caller. If all frames are
+    in frameworks, takes the innermost one that JAX considers a user's.
     """
     frames = [
         frame
@@ -235,13 +232,13 @@ def line(eqns: Eqns) -> str:
     return f"{frame.file_name.replace(chr(92), '/').split('/')[-1]}:{frame.start_line}"
 
 
-# How an equation is bound again, for the recorder.
+# Binding an equation again, for the recorder.
 
 
 @contextlib.contextmanager
 def written_as(eqn: Any) -> Iterator[None]:
-    """Gives what is bound inside the names and the line of an equation."""
-    # Errors and profiles would name the recorder's own line, and lose named scopes.
+    """Binds operations under the names and the line of an equation."""
+    # Otherwise errors and profiles name the recorder's line and lose named scopes.
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with source_info_util.user_context(traceback, name_stack=names), eqn.ctx.manager:
@@ -249,7 +246,7 @@ def written_as(eqn: Any) -> Iterator[None]:
 
 
 def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation on other values."""
+    """Returns the outputs of an equation on other values."""
     params = eqn.primitive.get_bind_params(eqn.params)
     # Before JAX 0.10, functions that it calls came apart from other parameters.
     functions, params = params if isinstance(params, tuple) else ((), params)
@@ -259,14 +256,14 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def call_again(eqn: Any, fun: Any) -> Any:
-    """A function of arrays that is run as an equation runs the jaxpr in it.
+    """Returns a function of arrays that runs as the equation runs its jaxpr.
 
-    It returns a pair of the list of outputs that the equation has, and more. `None` for
-    a call that cannot have more outputs, since a rule of its own gives its derivatives.
+    It returns a pair: the list of the equation's outputs, and additional outputs. A
+    call with its own derivative rule cannot have these and gives `None`.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in ("jit", "pjit"):
-        # XLA's programs, profiles and the jaxpr of the result call it by this name.
+        # XLA's programs, profiles and the new jaxpr call it by this name.
         fun.__name__ = params["name"]
         shardings = {
             "in_shardings": tuple(params["in_shardings"]),
@@ -280,13 +277,13 @@ def call_again(eqn: Any, fun: Any) -> Any:
 
 
 def scan_again(eqn: Any, fun: Any, carry: Any, slices: Any) -> Any:
-    """`jax.lax.scan` of a function in place of an equation's jaxpr."""
+    """Runs `jax.lax.scan` of a function in place of an equation's jaxpr."""
     names = ("length", "reverse", "unroll")
     return jax.lax.scan(fun, carry, slices, **{n: eqn.params[n] for n in names})
 
 
 def shard_map_again(eqn: Any, fun: Any, more_specs: Any) -> Any:
-    """`jax.shard_map` of a function that returns what the equation does, and more."""
+    """Returns `jax.shard_map` of a function with additional outputs."""
     params = eqn.params
     return jax.shard_map(
         fun,

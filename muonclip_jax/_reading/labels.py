@@ -1,14 +1,14 @@
-"""Labels of arrays, and how they go back through an equation to its operands.
+"""Labels of arrays, and the operations that take them back through an equation.
 
-A label has one entry for every entry of an array, or one along dimensions where it does
-not vary. From what each entry of a result is marked with follows what each entry of an
-operand has a part in: the transpose of the operation, with a union in place of a sum.
-So a mark for every head, put on the logits of attention, arrives at the parameters as
-the heads that each of their entries serves.
+A label has one entry for every entry of an array, or one along a dimension where it
+does not vary. It goes from a result to an operand by the transpose of the operation,
+with a union in place of a sum: an entry of the operand gets the marks of all entries to
+which it contributes. A mark for every head, put on the logits of attention, thus
+arrives at the parameters as the heads that each of their entries serves.
 
-In front of an array's own dimensions a label has one for every loop and every axis of a
-mesh around it, its `lead`: along it are trips and devices. Marks are bits, of Python's
-integers or of `int64`, joined by `or`; or floats, joined by their maximum.
+In front of the array's own dimensions, a label has one for every loop and every axis of
+a mesh around it: its `lead`, along which are trips and devices. Marks are bits, of
+Python integers or of `int64`, joined by `or`; or floats, joined by their maximum.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,19 +21,19 @@ Label = np.ndarray
 Shape = tuple[int, ...]
 
 
-# Labels are not made larger than that to say where they end: along positions and one
-# more axis they would be as large as activations. Where nothing is reached, that of
-# another axis says so. Exact ones, of heads, have to say it themselves.
+# The largest label that `placed` makes. With positions and one more axis, labels would
+# be as large as activations; the label of another axis shows which entries are not
+# reached. Exact labels, of heads, have to show that themselves.
 _LARGEST = {"O": 1 << 22, "i": 1 << 16, "f": 1 << 16}
 
 
 def nothing(label: Label) -> Any:
-    """The mark of entries that have no part in anything."""
+    """Returns the mark of entries that contribute to nothing."""
     return -np.inf if label.dtype.kind == "f" else 0
 
 
 def joined(label: Label, axes: Iterable[int]) -> Label:
-    """The union along axes, which stay with one entry."""
+    """Returns the union along axes, which keep one entry."""
     join = np.maximum if label.dtype.kind == "f" else np.bitwise_or
     for axis in axes:
         if label.shape[axis] > 1:
@@ -42,35 +42,35 @@ def joined(label: Label, axes: Iterable[int]) -> Label:
 
 
 def either(a: Label, b: Label) -> Label:
-    """The union of two labels of one array."""
+    """Returns the union of two labels of one array."""
     join = np.maximum if a.dtype.kind == "f" else np.bitwise_or
     return join(a, b)
 
 
 def key_of(label: Label) -> Any:
-    """A key that is the same for equal labels."""
+    """Returns a key that is the same for equal labels."""
     is_exact = label.dtype.kind == "O"
     return label.shape, tuple(label.ravel().tolist()) if is_exact else label.tobytes()
 
 
 def joined_but(label: Label, axes: Iterable[int]) -> Label:
-    """The union along all axes except some."""
+    """Returns the union along all axes except some."""
     kept = {*axes}
     return joined(label, (a for a in range(label.ndim) if a not in kept))
 
 
 def along(label: Label, axis: int) -> Label:
-    """The marks along one axis."""
+    """Returns the marks along one axis."""
     return joined_but(label, [axis]).ravel()
 
 
 def distinct(label: Label) -> set[int]:
-    """The marks that there are."""
+    """Returns all different marks of a label, without the empty one."""
     return {*label.ravel().tolist()} - {0}
 
 
 def is_varied(label: Label) -> bool:
-    """Whether entries have different marks, those without any aside."""
+    """Whether entries have different marks; entries without a mark do not count."""
     if label.dtype.kind == "O":
         return label.size > 1 and len(distinct(label)) > 1
     marked = label[label != 0]
@@ -78,13 +78,13 @@ def is_varied(label: Label) -> bool:
 
 
 def varied(label: Label) -> list[int]:
-    """The axes along which entries have different marks."""
+    """Returns the axes along which entries have different marks."""
     axes = (a for a, n in enumerate(label.shape) if n > 1)
     return [a for a in axes if is_varied(along(label, a))]
 
 
 def small(label: Label) -> Label:
-    """The label with one entry along axes where all are the same."""
+    """Returns the label with one entry along axes where all entries are the same."""
     for axis in range(label.ndim):
         if label.shape[axis] > 1:
             first = label.take([0], axis)
@@ -94,16 +94,17 @@ def small(label: Label) -> Label:
 
 
 def full(label: Label, axis: int, size: int) -> Label:
-    """The label with all entries along an axis."""
+    """Returns the label with all entries along an axis."""
     return np.repeat(label, size, axis) if label.shape[axis] == 1 else label
 
 
 def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
-    """A mark of its own for every entry along an axis.
+    """Returns a label with a different mark for every entry along an axis.
 
-    Exact ones are a bit each. The others have two bits for every binary digit of the
-    entry's number, one of them set: so a union of different entries is no mark of one,
-    in 64 bits, and where a label varies is seen where exact ones are too long.
+    An exact mark is one bit. The others have two bits for every binary digit of the
+    entry's number, one of which is set, so the union of two entries never equals the
+    mark of one. They show in 64 bits where a label varies, too long for one bit per
+    entry.
     """
     if exact:
         label = np.empty(size, object)
@@ -118,19 +119,19 @@ def marks(rank: int, axis: int, size: int, exact: bool = False) -> Label:
 def dimensions(
     rank: int, shape: Shape, lead: int, on_devices: bool
 ) -> tuple[Label, ...]:
-    """Marks along every dimension of an array.
+    """Returns one label with marks for every dimension of an array.
 
     On devices a dimension of one entry may be a block of a larger one. It gets two
-    marks, as if there were more, which show where it goes when blocks are put together.
+    marks, which show where it goes when blocks are put together.
     """
     least = 2 if on_devices else 1
     return tuple(marks(rank, lead + d, max(n, least)) for d, n in enumerate(shape))
 
 
 def placed(label: Label, axis: int, size: int, at: slice) -> Label:
-    """The label of what a slice was taken from: nothing around it."""
+    """Returns the label of the array that a slice was taken from, empty around it."""
     if label.shape[axis] == 1 and label.size * size > _LARGEST[label.dtype.kind]:
-        return label  # around it, as well
+        return label  # too large to show where the slice is: marks all entries
     shape = [size if i == axis else n for i, n in enumerate(label.shape)]
     around = np.full(shape, nothing(label), label.dtype)
     around[(*[slice(None)] * axis, at)] = label
@@ -138,9 +139,9 @@ def placed(label: Label, axis: int, size: int, at: slice) -> Label:
 
 
 def moved(label: Label, lead: int, to: Sequence[int | None]) -> Label:
-    """The label of an operand each of whose dimensions goes to one of the result.
+    """Returns the label of an operand whose dimensions `to` maps to the result's.
 
-    `None` where it is summed over or has one entry for many of the result's.
+    Dimensions that are summed over, or broadcast from one entry, map to `None`.
     """
     kept = [lead + d for d in to if d is not None]
     gone = [i for i in range(lead, label.ndim) if i not in kept]
@@ -151,17 +152,19 @@ def moved(label: Label, lead: int, to: Sequence[int | None]) -> Label:
 
 
 def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
-    """The label of an array of shape `new`, from that of one of shape `old`.
+    """Returns the label of an array in shape `new`, from its label in shape `old`.
 
-    Dimensions are grouped into the least runs of the same size on both sides; only
-    where a label varies in a run does it get all the run's entries.
+    Dimensions are grouped into the shortest runs of the same size on both sides. A run
+    gets all its entries only if the label varies in it.
     """
-    for d, n in enumerate(old):  # no more than it has: see `dimensions`
+    # one entry, one mark: see `dimensions`
+    for d, n in enumerate(old):
         if n == 1:
             label = joined(label, [lead + d])
-    # A reshape keeps the order of all entries, so that two runs of dimensions with one
-    # product, after runs with one product, hold the same entries: (6, 4) as (2, 3, 4)
-    # is 6 as (2, 3), and 4 as 4. Within such a run only the order of all says which.
+    # A reshape keeps the order of all entries. Two runs of dimensions with the same
+    # product, after runs with the same product, thus hold the same entries: (6, 4) as
+    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order matches
+    # entries.
     runs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         i2, j2 = min(i + 1, len(old)), min(j + 1, len(new))

@@ -1,4 +1,4 @@
-"""Attention layers as QK-Clip is given them: leaves by their paths, each layer once."""
+"""Attention layers for QK-Clip: each layer once, with its leaves by their paths."""
 
 import dataclasses
 import itertools
@@ -13,12 +13,12 @@ from .attention import Layer, Part
 
 
 class NamedLayer(NamedTuple):
-    """An attention layer by its path, the deepest module that holds all its leaves."""
+    """An attention layer with its path: the deepest module that has all its leaves."""
 
     path: paths.Path
-    layer: AttentionLayer | None  # as QK-Clip is given it, if it can scale it
-    refusal: str  # why not, for people; else empty
-    found: tuple[Layer, ...]  # several where one layer is called often
+    layer: AttentionLayer | None  # as QK-Clip receives it; `None` if it cannot scale it
+    refusal: str  # why it cannot, for people; else empty
+    found: tuple[Layer, ...]  # several if one layer is called several times
 
 
 Roles = tuple[tuple[OwnedLeaf, ...], ...]
@@ -34,18 +34,18 @@ class _Call(NamedTuple):
 
     @property
     def known(self) -> Any:
-        """What is equal in all calls of one layer."""
+        """A key that is equal for all calls of one layer."""
         if not self.layer.parts:
             return self.refusal, self.layer.makers, self.layer.line
-        # A leaf may take the whole in one call, and half of it in another.
+        # A leaf may take the whole scale in one call, and half of it in another.
         alone = {leaf.path for leaves in self.roles[2:] for leaf in leaves}
         return bool(self.refusal), {x.parameter for x in self.layer.parts}, alone
 
     def is_of(self, other: "_Call") -> bool:
-        """Whether it is another call of the same layer.
+        """Whether this is another call of the same layer.
 
-        It has the parameters of the other, but not different parts of these, as layers
-        have that a Python loop picks from a stack.
+        Both calls have the same parameters. Different parts of them, as a Python loop
+        picks from a stack, are different layers.
         """
         return self.known == other.known and not any(
             x.path == y.path and x.is_apart_from(y)
@@ -57,18 +57,18 @@ class _Call(NamedTuple):
 def named_layers(
     layers: Sequence[Layer], leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> list[NamedLayer]:
-    """Every layer once, however often the function calls it."""
+    """Returns every layer once, however often the function calls it."""
     calls = [_Call(x, *_roles(x, leaf_paths, shapes)) for x in layers]
     groups: list[list[_Call]] = []
-    # Those first of which it is known where the heads are.
+    # First the calls whose heads are known.
     for call in sorted(calls, key=lambda call: bool(call.refusal)):
         group = next((group for group in groups if call.is_of(group[0])), None)
         if group is None:
             groups.append([call])
         else:
             group.append(call)
-    # The path of a layer is that of its statistic, and of nothing else: the deepest
-    # module that holds all leaves, or all that the logits were made of.
+    # The path of a layer, under which its statistic is recorded, is unique: the deepest
+    # module that holds all leaves, or all parameters that made the logits.
     modules, firsts = [], []
     for (layer, roles, _), *_ in groups:
         own = {part.parameter for part in layer.parts} or layer.makers
@@ -82,8 +82,8 @@ def named_layers(
     for i, group in enumerate(groups):
         (_, roles, refusal), *_ = group
         module, start, below = modules[i], "", len("/".join((*modules[i], "")))
-        # Of several layers in one module each is at its first leaf, with a number where
-        # others are there, too, and its leaves are named from the root.
+        # Layers in the same module get the path of their first leaf, with a number
+        # where these are equal, too, and their leaves are named from the root.
         if clipped.count(module) > 1 and roles:
             same_first = [j for j, first in enumerate(firsts) if first == firsts[i]]
             number = (str(same_first.index(i)),) if len(same_first) > 1 else ()
@@ -100,7 +100,7 @@ def named_layers(
 def _roles(
     layer: Layer, leaf_paths: Sequence[paths.Path], shapes: Sequence[Shape]
 ) -> tuple[Roles, str]:
-    """Query, key and rotary query, by paths from the root, or why there are none."""
+    """Returns query, key and rotary query by paths from the root, or a refusal."""
     if layer.refusal:
         return (), layer.refusal
     pairs = [(pair.query, pair.key) for pair in layer.pairs]
@@ -113,13 +113,13 @@ def _roles(
         return (), (
             "a parameter is in several of its products, which ask for different scales"
         )
-    # QK-Clip finds these shares again from all queries and all keys, if as one product
-    # these have the same. It takes a query of fewer heads than its key for a mistake.
+    # QK-Clip computes these shares again from all queries and all keys, if one product
+    # of them has the same. It rejects a query with fewer heads than its key.
     groups = query, key, []
     is_query = {part.leaf.heads for part in query} <= {1, layer.heads}
     if not (is_query and query and key) or {*shares} != {*(as_one or ())}:
-        # A side that takes the whole is a rotary query. Its partner is not named, so
-        # that it stays.
+        # A side that takes the whole scale counts as a rotary query. Its partner is not
+        # named, so QK-Clip does not scale it.
         groups = [], [], []
         for pair, of_pair in zip(pairs, shares, strict=True):
             for i, share in enumerate(of_pair):

@@ -1,6 +1,6 @@
 """Numbers that are known when a function is traced, as many indices are.
 
-A loop's counter is known, too, though not its value: to each trip its own.
+A loop's counter is known to be the number of the trip, though not its value.
 """
 
 import operator
@@ -18,7 +18,7 @@ class Lead(NamedTuple):
     """A dimension in front of labels: trips of a loop, or devices along a mesh axis."""
 
     axis: int  # its place in the lead
-    of: Address | str  # of the loop's equation, or the name of the mesh axis
+    of: Address | str  # the address of the loop, or the name of the mesh axis
     size: int
 
     @property
@@ -26,7 +26,7 @@ class Lead(NamedTuple):
         return not isinstance(self.of, str)
 
 
-#: A number, the trips of a loop that counts from zero, or `None`: not known.
+#: A number, the trips of a loop that counts from zero, or `None` if not known.
 Number = int | float | Lead | None
 
 _ON_NUMBERS: dict[str, Callable[..., Any]] = {
@@ -45,13 +45,13 @@ _AS_IT_IS = ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "
 
 
 def number_of(atom: Any) -> Number:
-    """The value that all entries of a variable have."""
+    """Returns the value of all entries of a variable."""
     frame, var = atom
     if isinstance(var, Literal) or var in frame.consts:
         value = var.val if isinstance(var, Literal) else frame.consts[var]
         try:
             value = value.item() if hasattr(value, "item") else value
-        except Exception:  # an array, a key, or what another trace has
+        except Exception:  # an array, a key, or a tracer of another trace
             return None
         return value if isinstance(value, int | float) else None
     if var in frame.place:
@@ -66,7 +66,7 @@ def number_of(atom: Any) -> Number:
         return None
     values = [number_of(x) for x in at.inputs()]
     if at.name in ("select_n", "clamp", "max", "min"):
-        # `where(i < 0, i + n, i)` is what an index becomes before it is used.
+        # JAX turns an index into `where(i < 0, i + n, i)` before it uses it.
         for value in values:
             if isinstance(value, Lead):
                 return value

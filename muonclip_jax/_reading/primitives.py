@@ -1,8 +1,8 @@
-"""How labels go back through each primitive: what its operands have a part in.
+"""How labels go back through each primitive: which entries of its operands contribute.
 
-Of every operand that a result is linear in. What is linear for factors above zero
-alone, as a maximum is, counts: those of QK-Clip are. A primitive without a rule here is
-unknown to the reading, and named where it matters.
+A rule covers every operand in which a result is linear. Linear for positive factors, as
+a maximum is, is enough: QK-Clip's factors are positive. The reading cannot follow a
+primitive without a rule; the reading names it if it matters.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from .jaxprs import names, shape_of
 from .labels import full, joined, Label, moved, placed, reshaped, Shape, small
 
 
-#: From the label of a result to that of an operand.
+#: A function from the label of a result to the label of an operand.
 Move = Callable[[Label], Label]
 Moves = list[tuple[int, Move]]
 
 
 class Op(NamedTuple):
-    """A result of an equation, as the rules below need it."""
+    """A result of an equation, as the rules below receive it."""
 
     at: Any  # the `Eqn`
     k: int  # which result
@@ -38,7 +38,7 @@ class Op(NamedTuple):
         return len(self.at.frame.lead)
 
     def through(self, to: Sequence[int | None]) -> Move:
-        """To an operand each of whose dimensions goes to one of the result."""
+        """Returns the move to an operand whose dimensions `to` maps to the result's."""
         lead = self.lead
         return lambda label: small(moved(label, lead, to))
 
@@ -55,10 +55,10 @@ def _rule(primitives: str) -> Callable[[Callable[[Op], Moves]], Callable[[Op], M
 
 
 def moves(at: Any, k: int) -> Moves:
-    """How the label of an equation's `k`-th result goes back to its operands.
+    """Returns how the label of the `k`-th result goes back to each operand.
 
-    Those of products among them: a product is linear in each of its two. None for what
-    no rule is known of.
+    A product has a move for each of its two operands, since it is linear in each. The
+    list is empty for a primitive without a rule.
     """
     rule = _RULES.get(at.name)
     if rule is None:
@@ -79,7 +79,7 @@ def _same(op: Op) -> Moves:
     return [(i, op.through([*range(len(of))] if of == op.out else [None] * len(of)))]
 
 
-#: Those whose result's entries are no operand's, but made of one of each.
+#: Primitives that compute each entry of the result from one entry of each operand.
 ELEMENTWISE = names(
     "mul div log log1p exp exp2 expm1 logistic rsqrt sqrt cbrt pow integer_pow "
     "square erf erfc erf_inv sin cos tan tanh sinh cosh asin acos atan atan2 asinh "
@@ -92,7 +92,7 @@ ELEMENTWISE = names(
 
 @_rule(" ".join(("add sub add_any max min select_n complex nextafter", *ELEMENTWISE)))
 def _entrywise(op: Op) -> Moves:
-    """Operands that are numbers, or have axes of one entry, are broadcast."""
+    """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
 
     def to(of: Shape) -> list[int | None]:
         if len(of) != len(op.out):
@@ -140,7 +140,7 @@ def _reduce(op: Op) -> Moves:
 
 @_rule("cumsum cummax cummin cumlogsumexp reduce_window_sum fft")
 def _along(op: Op) -> Moves:
-    """After what mixes entries along a dimension, or all."""
+    """Returns the moves of an operation that mixes entries along dimensions."""
     if op.ins[0] != op.out:
         return [(0, op.through([None] * len(op.ins[0])))]
     params = op.params
@@ -150,7 +150,7 @@ def _along(op: Op) -> Moves:
 
 @_rule("sort top_k approx_top_k")
 def _ordered(op: Op) -> Moves:
-    """Entries along an axis, in another order or the first of these."""
+    """Returns the moves of a sort, or of the first entries of one."""
     if op.k >= len(op.ins):
         return []  # indices
     own = len(op.out)
@@ -164,7 +164,7 @@ def _rev(op: Op) -> Moves:
     return [(0, lambda x: np.flip(x, tuple(a for a in axes if x.shape[a] > 1)))]
 
 
-# What takes entries from some places, or puts them there.
+# Primitives that take entries from some places, or put them there.
 
 
 @_rule("slice")
@@ -190,7 +190,7 @@ def _split(op: Op) -> Moves:
     at = slice(sum(sizes[: op.k]), sum(sizes[: op.k + 1]))
 
     def move(label: Label) -> Label:
-        if op.at.name == "unstack":  # the axis goes
+        if op.at.name == "unstack":  # the result lacks the axis
             label = np.expand_dims(label, op.lead + axis)
         return placed(label, op.lead + axis, size, at)
 
@@ -199,7 +199,8 @@ def _split(op: Op) -> Moves:
 
 @_rule("concatenate stack")
 def _concatenate(op: Op) -> Moves:
-    is_new = op.at.name == "stack"  # the dimension, from JAX 0.12 on
+    # the dimension, from JAX 0.12 on
+    is_new = op.at.name == "stack"
     dim = op.params["axis" if is_new else "dimension"]
     sizes = (1 if is_new else x[dim] for x in op.ins)
     ends, axis = list(itertools.accumulate(sizes, initial=0)), op.lead + dim
@@ -238,7 +239,7 @@ def _dynamic_slice(op: Op) -> Moves:
 
 
 def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
-    """The label of what entries were picked from, some along each dimension."""
+    """Returns the label of the operand that entries were picked from."""
     for d, start in starts.items():
         size, axis = op.ins[0][d], op.lead + d
         if out[d] == size:
@@ -249,9 +250,9 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
             at = min(max(at, 0), size - out[d])
             label = placed(label, axis, size, slice(at, at + out[d]))
         elif at is None or isinstance(at, float) or out[d] > 1:
-            label = joined(label, [axis])  # any, and so all
+            label = joined(label, [axis])  # any entry may be picked, so all contribute
         else:
-            # The i-th trip of a loop has the i-th entry.
+            # The i-th trip of a loop picks the i-th entry.
             trips, most = full(label, at.axis, at.size), min(at.size, size)
             rows = [trips.take([i], at.axis) for i in range(most)]
             rows = [placed(x, axis, size, slice(i, i + 1)) for i, x in enumerate(rows)]
@@ -262,7 +263,7 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
 
 @_rule("dynamic_update_slice scatter scatter-add scatter_add")
 def _update(op: Op) -> Moves:
-    """A sum, of which the second summand may be anywhere."""
+    """Returns the moves of a sum whose second summand may be anywhere in the result."""
     i = 1 if op.at.name == "dynamic_update_slice" else 2
     new, own = op.ins[i], range(len(op.out))
     to: list[int | None] = [None] * len(new)
@@ -282,8 +283,8 @@ def _gather(op: Op) -> Moves:
     rest = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
     for d, j in zip(*batch, strict=True):
-        to[d] = rest[j]  # what both sides have in common, as `vmap` leaves it
-    # By one index, not one for each token: a slice.
+        to[d] = rest[j]  # batch dimensions, as `vmap` makes them
+    # A single index is a slice; one index per token is not.
     index = op.at.inputs()[1]
     starts = dict.fromkeys(numbers.start_index_map, index)
     is_slice = len(numbers.offset_dims) == len(op.out)
@@ -302,7 +303,7 @@ def _gather(op: Op) -> Moves:
     return [(0, move)]
 
 
-# Products: to which dimension of the result each of an operand's goes.
+# Products: each dimension of an operand goes to one of the result, or to none.
 
 PRODUCTS = names("dot_general ragged_dot_general ragged_dot conv_general_dilated")
 
@@ -313,9 +314,9 @@ def _product(op: Op) -> Moves:
 
 
 def sides(eqn: Any) -> list[list[int | None]]:
-    """The dimension of the result that each of both operands becomes.
+    """Returns the dimension of the result that each dimension of an operand becomes.
 
-    `None` if it is summed over, or picks a group's matrix.
+    Dimensions that are summed over, or that pick a group's matrix, map to `None`.
     """
     if eqn.primitive.name == "conv_general_dilated":
         return _sides_of_conv(eqn)
@@ -325,13 +326,13 @@ def sides(eqn: Any) -> list[list[int | None]]:
         groups = numbers.rhs_group_dimensions
         (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
         if {*numbers.lhs_ragged_dimensions} & {*ca}:
-            first = [-1]  # the result has a dimension of groups, each summed by itself
+            first = [-1]  # the result has a dimension of groups, each summed separately
     else:
         (ca, cb), (ba, bb) = params["dimension_numbers"]
     ranks = [len(shape_of(x)) for x in eqn.invars[:2]]
     free_a = [i for i in range(ranks[0]) if i not in (*ca, *ba)]
     free_b = [i for i in range(ranks[1]) if i not in (*cb, *bb, *groups)]
-    # Of the result, batch dimensions are first, then what is free on each side.
+    # The result has batch dimensions first, then the free ones of each side.
     orders = [*first, *ba, *free_a], [*first, *bb, *[None] * len(free_a), *free_b]
     return [
         [order.index(i) if i in order else None for i in range(rank)]
@@ -346,7 +347,7 @@ def _sides_of_conv(eqn: Any) -> list[list[int | None]]:
     batch, feature, *_ = numbers.lhs_spec
     image[batch], out = numbers.out_spec[:2]
     kernel[numbers.rhs_spec[0]] = out
-    # In groups as many as features, each goes its own way: Mamba's and ConvNeXt's.
+    # With one group per feature, features stay separate, as in Mamba and ConvNeXt.
     features = shape_of(eqn.invars[0])[feature], shape_of(eqn.outvars[0])[out]
     if eqn.params["feature_group_count"] > 1 and features[0] == features[1]:
         image[feature] = out
@@ -354,11 +355,11 @@ def _sides_of_conv(eqn: Any) -> list[list[int | None]]:
 
 
 def shared(to: Sequence[Sequence[int | None]]) -> set[int]:
-    """Of a product's dimensions those that both operands have."""
+    """Returns the dimensions of a product that both operands have."""
     return {d for d in to[0] if d is not None} & {d for d in to[1] if d is not None}
 
 
-# What devices exchange: along the axes of a mesh, which are in the lead.
+# Collectives exchange data along the axes of a mesh, which are in the lead.
 
 
 def _devices(op: Op) -> list[int]:
@@ -368,7 +369,7 @@ def _devices(op: Op) -> list[int]:
 
 @_rule("psum psum_invariant psum2 pmax pmin")
 def _summed(op: Op) -> Moves:
-    """All have the result that each has a part in."""
+    """Returns the moves of a reduction to which all devices contribute."""
     return [(op.k, lambda label: joined(label, _devices(op)))]
 
 
@@ -383,7 +384,7 @@ def _gathered(op: Op) -> Moves:
         label = reshaped(label, op.lead, op.out, apart)
         if len(devices) != 1 or label.shape[op.lead + dim] == 1:
             return small(joined(label, [op.lead + dim]).squeeze(op.lead + dim))
-        # The block of each device.
+        # Each device contributes one block.
         return small(label.swapaxes(devices[0], op.lead + dim).squeeze(op.lead + dim))
 
     return [(0, move)]
@@ -391,7 +392,7 @@ def _gathered(op: Op) -> Moves:
 
 @_rule("psum_scatter reduce_scatter")
 def _scattered(op: Op) -> Moves:
-    """The sum of all, of which each has a block."""
+    """Returns the moves of a sum over devices of which each keeps one block."""
     dim, count = op.params["scatter_dimension"], op.params["axis_size"]
 
     def move(label: Label) -> Label:
@@ -407,7 +408,7 @@ def _scattered(op: Op) -> Moves:
 
 @_rule("all_to_all")
 def _exchanged(op: Op) -> Moves:
-    """Each sends a block along one dimension to each, and joins along another."""
+    """Returns the moves of `all_to_all`: split one dimension, join along another."""
     params = op.params
     split, joins = params["split_axis"], params["concat_axis"]
 
@@ -421,7 +422,7 @@ def _exchanged(op: Op) -> Moves:
         label = reshaped(label, op.lead, op.out, apart)
         # The block that came from each device, for the device that has it now.
         label = label.swapaxes(devices[0], op.lead + joins)
-        # That dimension is the blocks of the one that was cut.
+        # The axis numbers the blocks of the dimension that was split.
         own = op.lead + joins
         label = np.moveaxis(label, own, op.lead + split)
         before = (*op.ins[0][:split], count, op.ins[0][split] // count)
@@ -431,7 +432,7 @@ def _exchanged(op: Op) -> Moves:
 
 
 def _lost(label: Label, op: Op) -> Label:
-    """Of entries that may have come from anywhere."""
+    """Returns the label of an operand whose entries may come from anywhere."""
     label = joined(label, [*_devices(op), *range(op.lead, label.ndim)])
     return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
 
@@ -441,7 +442,7 @@ RANDOM = names(
     "threefry2x32"
 )
 
-#: Primitives that no parameter and no attention is lost sight of in.
+#: Primitives through which parameters and attention can still be followed.
 KNOWN = RANDOM.union(_RULES) | names(
     "iota reduce_and reduce_or reduce_prod reduce_xor argmax argmin top_k "
     "approx_top_k sort axis_index cumprod"

@@ -1,4 +1,4 @@
-"""`read_model`: what a function does with every parameter."""
+"""`read_model`: how a function uses every parameter."""
 
 import dataclasses
 import math
@@ -56,8 +56,8 @@ class ModelReading:
     attention: tuple[AttentionLayer, ...]
     unknown: tuple[str, ...]
     not_clipped: tuple[str, ...]
-    # The arrays among the params, as shapes, and what was found of each; of attention,
-    # what can be scaled and what cannot; and operations that may hide more of it.
+    # The arrays among the params, as shapes, with the verdict on each; attention layers
+    # that can and cannot be scaled; and operations that may hide more attention.
     _tree: paths.PathedTree = dataclasses.field(repr=False)
     _verdicts: tuple[Verdict, ...] = dataclasses.field(repr=False)
     _layers: tuple[NamedLayer, ...] = dataclasses.field(repr=False)
@@ -86,10 +86,10 @@ class ModelReading:
         return (*layers, *hidden)
 
     def table(self, *, collapse: bool = True) -> Table:
-        """The table that is printed; `collapse=False` lists every leaf and layer."""
+        """Returns the printed table; `collapse=False` lists every leaf and layer."""
         rows = [["path", "shape", "label", "inputs > outputs", "use", "line"]]
-        # What names say where that is something else. Leaves that they leave open are
-        # described: by the reading.
+        # The verdict by names, where it differs. Leaves without a verdict by names
+        # count as described by the reading.
         tree, said = self._tree, ["names say"]
         named = resolve_verdicts(None, tree, described=tree.paths)
         own = []
@@ -177,7 +177,7 @@ def read_model(
 
 
 def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
-    """The reading; for the recorder all layers, and operations that may hide some."""
+    """Returns the reading; for the recorder, all layers and what may hide more."""
     tree = call.tree
     own = [(tree.paths[i], tree.leaves[i]) for i in call.arrays]
     shown = tree._replace(
@@ -190,8 +190,8 @@ def read_call(call: Call) -> tuple[ModelReading, list[NamedLayer], list[str]]:
     tokens: frozenset[int] = frozenset()
     while True:
         # A parameter that is looked up or added to activations is no weight where it
-        # meets another parameter: learned queries are made keys of by a kernel. The
-        # first pass shows which these are.
+        # meets another parameter: a kernel makes keys from learned queries. The first
+        # pass finds such parameters.
         reader = Softmaxes(graph, Facts(graph, tokens))
         layers = attention_layers(reader)
         uses = Uses(reader, tokens)

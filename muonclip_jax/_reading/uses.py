@@ -17,19 +17,19 @@ from .softmaxes import Softmaxes
 
 
 class Note(NamedTuple):
-    """One use of a parameter, by its place among the leaves.
+    """One use of a parameter; `number` is its place among the leaves.
 
-    It is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to or
-    multiplied with activations), used with `"data"` alone, a `"factor"` of a product of
-    two parameters, or `"unknown"`.
+    The kind is `"contracted"`, `"depthwise"`, `"looked up"`, `"elementwise"` (added to
+    or multiplied with activations), `"data"` (used with data alone), `"factor"` (of a
+    product of two parameters) or `"unknown"`.
     """
 
     kind: str
     number: int
     at: Eqn | None = None
     event: int = 0
-    # Axes of the parameter, each as an "input", "output", "stack" or "rank" (summed
-    # over between two parameters).
+    # Axes of the parameter with the role of each: "input", "output", "stack" or "rank"
+    # (summed over between two parameters).
     roles: tuple[tuple[int, str], ...] = ()
 
     @property
@@ -41,12 +41,12 @@ class Note(NamedTuple):
         return self.at.line if self.at else ""
 
 
-# Which of several is greatest may decide where activations go.
+# Primitives that find the greatest of several, which may decide where activations go.
 _CHOICES = names("argmax argmin top_k approx_top_k sort")
 
 _MULTIPLIES = PRODUCTS | {"mul"}
 
-# Linear algebra may hide what it does with parameters, but no attention.
+# Linear algebra may hide how it uses parameters, but it hides no attention.
 ALGEBRA = names(
     "triangular_solve cholesky lu lu_pivots_to_permutation qr householder_product "
     "eigh eig svd schur tridiagonal tridiagonal_solve custom_linear_solve geqrf "
@@ -55,30 +55,30 @@ ALGEBRA = names(
 
 
 class Uses:
-    """The notes of a graph, and what else shows what parameters are.
+    """The notes of a graph, and other evidence of what parameters are.
 
-    Kernels whose outputs are one number for each head, gates, steps and decays, are
-    trained by AdamW (Qwen). The trace shows them where they first meet the outputs of
-    other kernels: they are multiplied with them, along fewer dimensions, one number for
-    all features of a head. What GLU, adaLN and squeeze-and-excitation multiply has as
-    many dimensions as what it is multiplied with, and of a key and a value in an outer
-    product neither has those of the other.
+    A kernel may make one number for each head: a gate, step or decay. Qwen trains such
+    kernels with AdamW. The trace shows them where their outputs are first multiplied
+    with another kernel's: they have fewer dimensions, with one number for all features
+    of a head. In GLU, adaLN and squeeze-and-excitation, both sides have the same
+    dimensions. In an outer product of key and value, each side lacks dimensions of the
+    other.
     """
 
     def __init__(self, reader: Softmaxes, tokens: frozenset[int]):
         self._reader, self._facts, self._graph = reader, reader.facts, reader.graph
         self._makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.notes: list[Note] = [Note("elementwise", i) for i in tokens]
-        # Parameters, each with an axis along which its entries are matrices of experts.
+        # Parameters, each with an axis along which its entries are experts' matrices.
         self.experts: set[tuple[int, int]] = set()
-        # Along such an axis, entries whose outputs went their own way, a bit each.
+        # For such an axis, a bit for each entry whose outputs were sliced off.
         self.cuts: dict[tuple[int, int], int] = defaultdict(int)
         self.scales: set[int] = set()  # kernels whose outputs scale those of others
-        self.features: set[int] = set()  # those whose outputs are used as features
-        self.fed = 0  # events that activations came from that a weight was applied to
-        self.chosen = 0  # those whose outputs decide where activations go
-        self.kept = 0  # those of which linear attention keeps outputs: keys
-        # Operations that activations went through and that cannot be read.
+        self.features: set[int] = set()  # kernels whose outputs are used as features
+        self.fed = 0  # events that the operand of a later weight depends on
+        self.chosen = 0  # events whose outputs decide where activations go
+        self.kept = 0  # events of keys, whose outputs linear attention keeps
+        # Unreadable operations through which activations went.
         self.hidden: list[Eqn] = []
         for at in reader.equations:
             if at.inside:
@@ -93,9 +93,9 @@ class Uses:
         return {note.number for note in self.notes if note.kind in kinds}
 
     def _use(self, kind: str, at: Eqn, *facts: Fact) -> None:
-        """Notes the same use of all parameters that the weights among operands are of.
+        """Notes the same use of all parameters in the operands that are weights.
 
-        None of a product of parameters, whose own use is to be its factors.
+        A product of parameters gets no note; its factors have theirs.
         """
         for fact in facts:
             own = members(fact.leaves) if fact.is_weight and not fact.is_pair else ()
@@ -138,31 +138,31 @@ class Uses:
             self._cut(at, inputs[0], facts[0])
 
     def _handed(self, at: Eqn) -> None:
-        """A parameter that is what a loop begins with, or that a branch returns."""
+        """Notes a parameter that a loop starts with, or that a branch returns."""
         of, first = self._facts.of, at.inside[0]
         pairs = [(first.outer[i].atom, first.inputs[i]) for i in first.carried]
         if at.name == "cond":
             branches = (zip(x.outputs, at.outputs(), strict=True) for x in at.inside)
             pairs += itertools.chain(*branches)
         for given, taken in pairs:
-            # A loop's carry, or a result, that other trips or branches make otherwise.
+            # Other trips or branches make this carry or result from activations.
             if of(given).is_weight and not of(taken).is_weight:
                 self._use("elementwise", at, of(given))
 
     def _unknown(self, at: Eqn, facts: list[Fact]) -> None:
-        """A primitive without a rule: it may have done anything."""
+        """Notes a primitive without a rule, which may do anything."""
         self._use("unknown", at, *facts)
-        # Attention needs query and key at least; an operation on one array is an
-        # activation or a norm, and that on an array and data a mask or a lookup.
+        # Attention needs at least a query and a key. An operation on one array is an
+        # activation function or a norm; one on an array and data is a mask or a lookup.
         if sum(f.is_deep for f in facts) > 1 and at.name not in ALGEBRA:
             self.hidden.append(at)
 
     def _choice(self, at: Eqn, atom: Atom, facts: list[Fact]) -> None:
-        """Notes that what decides an order may decide where activations go.
+        """Notes a kernel whose outputs decide an order, as a router's do.
 
-        So the outputs of a router do, which are seen in the array, each apart.
-        Distances to the codes of a vector quantizer are sums over outputs, and logits
-        of heads over some: no kernel before them is a router.
+        In the array, each entry is a different output of a router. Distances to the
+        codes of a vector quantizer are sums over all outputs, and logits of heads are
+        sums over some, so no kernel before them is a router.
         """
         self._use("elementwise", at, *facts)
         ends = facts[0].ends
@@ -195,7 +195,7 @@ class Uses:
         self._is_feature(inputs[1 - i], other)
 
     def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
-        """Notes what the axes of each parameter are in the weight of a product."""
+        """Notes the roles of each parameter's axes in the weight of a product."""
         atom, stack, kind = at.inputs()[i], at.shared, "contracted"
         to, lead = at.to[i], atom.lead
         if at.name == "conv_general_dilated":
@@ -231,8 +231,8 @@ class Uses:
                         for axis in varied(label)
                     )
                 )
-                # A gain of the weight: what has not both sides, unless a part of a
-                # product.
+                # A factor without both an input and an output axis is a gain of the
+                # weight, unless it is part of a product of parameters.
                 is_alone = len(summand.factors) == 1 or is_pair
                 is_weight = is_alone or {"input", "output"} <= {x for _, x in roles}
                 used = kind if is_weight else "elementwise"
@@ -240,7 +240,7 @@ class Uses:
                 self.notes.append(Note(used, f.parameter, at, event, roles))
 
     def _of_parameters(self, at: Eqn, inputs: list[Atom]) -> None:
-        """Two parameters make one of low rank, which is the weight of what follows."""
+        """Notes the factors of a product of parameters, a later product's weight."""
         for atom, own, free in zip(inputs, at.to, ("input?", "output?"), strict=False):
             for summand in self._reader.scaling.of(atom, atom.each()):
                 for f in summand.factors:
@@ -250,8 +250,7 @@ class Uses:
                         for axis in varied(label)
                     ]
                     ranks = {axis for axis, is_over in axes if is_over}
-                    # Where nothing else shows, inputs are the first's, as in
-                    # x @ (A @ B).
+                    # Without other evidence, the first has the inputs: x @ (A @ B).
                     others = {axis for axis, _ in axes} - ranks
                     roles = [(axis, "rank") for axis in sorted(ranks)]
                     roles += [(axis, free) for axis in sorted(others)]
@@ -268,12 +267,12 @@ class Uses:
             self._is_feature(inputs[j], facts[j], own)
 
     def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
-        """Notes what of an activation's making are experts; the weight's dimensions.
+        """Notes experts that made an activation; returns the weight's expert axes.
 
-        Entries that go to different matrices are of experts. So are those that the
-        softmax of a router has weighed before a product sums over them and over inputs:
-        of each expert. Where it sums over what was weighed alone, that is the input, as
-        classes are of an expected embedding.
+        Entries that go to different matrices are experts. The same holds for entries
+        that the softmax of a router weighed, if a product then sums over them and over
+        inputs. If it sums over the weighed entries alone, they are inputs, as the
+        classes of an expected embedding.
         """
         if at.name == "conv_general_dilated" or not other.is_deep:
             return set()
@@ -296,7 +295,7 @@ class Uses:
         return {pairs[d] for d in dims if d in pairs}
 
     def _routers(self, bits: int) -> list[tuple[int, Eqn]]:
-        """Of products those with a weight over whose outputs a softmax is taken."""
+        """Returns the products with a weight over whose outputs a softmax is taken."""
         found = []
         for k in members(bits):
             at = self._facts.products[1 << k]
@@ -316,15 +315,14 @@ class Uses:
         return found
 
     def _varied(self, atom: Atom) -> set[int]:
-        """The axes of an array's labels along which it is no copy."""
+        """Returns the axes of an array's labels along which it may be no copy."""
         same = self._graph.copied(atom)
         return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
 
     def _weighed(self, atom: Atom) -> set[int]:
-        """The dimensions along which a router has weighed an array, all else alike.
+        """Returns the dimensions along which a router's weights for an array vary.
 
-        By a softmax over its outputs, by what it chose, or, without one, by one-hot
-        rows.
+        Its weights are a softmax over its outputs, its choice, or one-hot rows.
         """
         dims: set[int] = set()
 
@@ -333,8 +331,8 @@ class Uses:
             if at is None or (at.name in PRODUCTS and at.contracted):
                 return
             facts, is_product = self._facts.inputs(at), at.name in _MULTIPLIES
-            # What was weighed before comes of a router, too: of two operands that do,
-            # the gate is the one along fewer dimensions, or of one-hot rows.
+            # Both operands may depend on a router. The gate is then the one that varies
+            # along fewer dimensions, or the one-hot one.
             varied = [self._varied(x) if is_product else set() for x in at.inputs()]
             routed = [f.is_onehot or f.events & self.chosen for f in facts]
             rank = [len(n) - f.is_onehot for n, f in zip(varied, facts, strict=True)]
@@ -357,11 +355,12 @@ class Uses:
         for i, (mine, other) in enumerate((facts[:2], facts[1::-1])):
             if not (mine.is_deep and other.is_deep and mine.weights | self.chosen):
                 continue
-            # Entry by entry it is a gate of features, and no mixture of anything.
+            # Entry by entry it is a gate of features and mixes nothing.
             if at.name == "mul" and not self._reader.is_repeated(at, i):
                 continue
             made = self._state(at, 1 - i)
-            for of in made:  # nor is a key, whose softmax was seen where it met a value
+            # A key is no router: its softmax was seen where the key met a value.
+            for of in made:
                 for fact in self._facts.inputs(of):
                     for _, router in self._routers(fact.weights):
                         self.kept |= self._facts.event(router)
@@ -370,14 +369,14 @@ class Uses:
                     self.chosen |= self._facts.event(router) & ~other.events
 
     def _state(self, at: Eqn, i: int) -> list[Eqn]:
-        """Where an operand was made that linear attention keeps of keys and values.
+        """Returns the equations that made a state that linear attention keeps.
 
-        Along what the product sums over it has the key's features, and along the rest
-        the value's: their product made it, after all products with weights. What
-        experts made has both from the same.
+        The state has the key's features along the dimensions that the product sums
+        over, and the value's along the rest. A product of key and value made it, after
+        all products with weights. The outputs of experts have both from one array.
         """
         atom, dims = at.inputs()[i], range(len(at.inputs()[i].shape))
-        if at.name == "mul":  # and a sum, later
+        if at.name == "mul":  # a sum follows the product
             own, others = (self._varied(x) for x in (atom, at.inputs()[1 - i]))
             own, others = ({a - atom.lead for a in x} for x in (own, others))
             own = {d for d in own if atom.shape[d] > 1}
@@ -407,7 +406,7 @@ class Uses:
         return found
 
     def _scales(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
-        """Notes what outputs are that are multiplied with others for the first time."""
+        """Notes whether outputs scale others, where both are first multiplied."""
         if len(facts) < 2:
             return
         for i in (0, 1):
@@ -424,8 +423,8 @@ class Uses:
                 if number != kernel and dims
             ]
             if own and theirs:
-                # Heads come before their features in every kernel. What scaled them
-                # before, as the steps of a state do, is a number for each head, too.
+                # In every kernel, heads come before their features. An earlier factor,
+                # such as the steps of a state, has one number for each head, too.
                 n = len(own)
                 is_more = [n < len(x) and {*own} == {*x[:n]} for x in theirs]
                 others_fit = all(
@@ -442,14 +441,14 @@ class Uses:
         return [d + skipped for d in dims]
 
     def _is_feature(self, atom: Atom, fact: Fact, dims: set[int] | None = None) -> None:
-        """Notes that outputs are features: here they are added, or summed over."""
+        """Notes that outputs are features: here they are added or summed over."""
         if not fact.is_deep or fact.sole in (None, -1):
             return
         if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
             self.features.add(fact.sole)
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
-        """A slice of one entry along a parameter's own axis may be a matrix's outputs.
+        """Notes slices of one entry along a parameter's axis, perhaps a matrix's.
 
         `gate, up = jnp.einsum("btd,cdf->cbtf", x, w)` has two matrices in w.
         """
@@ -464,10 +463,10 @@ class Uses:
 
 
 def _one_entry(at: Eqn) -> dict[int, list[int]]:
-    """The dimensions of which an equation takes single entries, and which."""
+    """Returns the single entries that an equation takes, by their dimension."""
     atom, found = at.inputs()[0], {}
     for k in range(len(at.eqn.outvars)):
-        # Its rule says where the entries of a result were taken from.
+        # Its rule shows where the entries of a result were taken from.
         (_, move), *_ = moves(at, k)
         taken = move(*at.output(k).whole)
         for d, n in enumerate(atom.shape):

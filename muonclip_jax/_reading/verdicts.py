@@ -1,4 +1,4 @@
-"""The verdict on each parameter, by the uses that were noted."""
+"""The verdict on each parameter, from its noted uses."""
 
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -21,15 +21,15 @@ def verdicts(
     is_float: Sequence[bool],
     frozen: Set[int],
 ) -> list[Verdict]:
-    """One for each parameter; no gradient reaches those that are `frozen`."""
-    # An axis all of whose entries go their own way is a stack, too.
+    """Returns one verdict per parameter; those in `frozen` receive no gradient."""
+    # An axis is also a stack if each of its entries is sliced off for a separate use.
     own_ways = {
         (i, a) for (i, a), of in uses.cuts.items() if of + 1 == 1 << shapes[i][a]
     }
     experts = uses.experts | own_ways
-    # What another product with a parameter is applied to is no output; what decides
-    # where activations go is no router unless something comes of it. Heads are cut
-    # apart as experts are, but of one matrix.
+    # An output head feeds no further weight. A router selects activations, and its
+    # selection is used. Kernels with one number for each head scale other outputs, but
+    # are not used as features themselves.
     heads = union(out.ends for out in outs) & ~uses.fed
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
@@ -38,7 +38,7 @@ def verdicts(
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "read")
         own = [note for note in uses.notes if note.number == i]
-        of = {note.kind: note for note in reversed(own)}  # the first of each kind
+        of = {note.kind: note for note in reversed(own)}  # the first note of each kind
         if not own:
             return Verdict("vector", None, "not used", "read", is_known=False)
 
@@ -82,19 +82,19 @@ def verdicts(
 def _axes(
     uses: list[Note], shape: Shape, experts: Set[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes that are inputs, and those that are outputs; all others are a stack."""
+    """Returns the input axes and the output axes; all other axes are a stack."""
     votes: list[Counter[str]] = [Counter() for _ in shape]
     for axis, role in (pair for use in uses for pair in use.roles):
         votes[axis][role] += 1
-    # Uses may disagree: a tied kernel is applied both ways. Most decide, and outputs
-    # where as many say so, since heads that are joined are outputs first.
+    # Uses may disagree: a tied kernel is applied both ways. The majority decides. A tie
+    # counts as an output, since heads that are joined are outputs first.
     roles = {
         i: "input" if vote["input"] > vote["output"] else "output"
         for i, vote in enumerate(votes)
         if shape[i] > 1 and (vote["input"] or vote["output"])
     }
-    # Applied both ways as often, as the weight of a tied autoencoder is: the first use
-    # says which side is the input.
+    # No axis has a majority of inputs, as in a tied autoencoder, whose weight is
+    # applied both ways: the first use decides which side is the input.
     if "input" not in roles.values() and any(vote["input"] for vote in votes):
         sides = ("input", "output")
         roles = {i: x for i, x in uses[0].roles if x in sides and shape[i] > 1}
@@ -103,12 +103,12 @@ def _axes(
         for i, vote in enumerate(votes):
             if vote["input?"] or vote["output?"]:
                 roles[i] = "input" if vote["input?"] else "output"
-    # Summed over with another parameter: the side of the matrix that is missing. One
-    # between two others is summed over on both sides. Where no side is missing, it is
-    # a stack of which a sum is the matrix.
+    # An axis that is summed over with another parameter is the side that the matrix
+    # lacks; a factor between two others has two such axes. If no side is missing, the
+    # axis is a stack whose sum is the matrix.
     if not {"input", "output"} <= {*roles.values()}:
         missing = "output" if "input" in roles.values() else "input"
-        # Heads and their features in one axis are an output, and summed over.
+        # Heads and their features in one axis are an output that is also summed over.
         ranks = ranks or [i for i, vote in enumerate(votes) if vote["rank"]]
         own = [i for i in ranks if i not in roles]
         roles |= dict.fromkeys(
@@ -118,8 +118,8 @@ def _axes(
         tuple(sorted(i for i in roles if roles[i] == side))
         for side in ("input", "output")
     )
-    # Of more than one axis, or there would be no output left.
+    # Keep at least one axis as an output.
     outputs = tuple(i for i in outputs if i not in experts) or outputs
-    if not inputs:  # a number of inputs that is one has no digits, but it is there
+    if not inputs:  # an axis with one input has no marks, but is still an input
         inputs = tuple(i for i, n in enumerate(shape) if n == 1 and not votes[i])[:1]
     return inputs, outputs
