@@ -33,7 +33,7 @@ class Use(NamedTuple):
     def first_heads(self) -> np.ndarray:
         """Returns, for each head of the layer, the first head that shares its entries.
 
-        Heads are numbered in the row of all layers. Heads that share a key are in a run.
+        Heads are numbered in the row of all layers. Heads with one key are in a run.
         """
         shape, depth = self.layer.shape, len(self.row) - 1
         group = max(1, shape[-1] // max(1, self.row[-1]))
@@ -44,7 +44,7 @@ class Use(NamedTuple):
         return np.broadcast_to(heads[axes], shape)
 
     def row_of(self, row: jax.Array) -> jax.Array:
-        """Returns one value per group of heads that share entries, `(*stack, heads)`."""
+        """Returns a value per group of heads that share entries, `(*stack, heads)`."""
         if self.is_whole:
             return row
         at = np.unique(self.first_heads()) - self.layer.start
