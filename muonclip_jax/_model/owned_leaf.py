@@ -20,7 +20,7 @@ class OwnedLeaf:
 
     **Arguments:**
 
-    - `path`: path below the layer or, with a slash in front, from the root of the params.
+    - `path`: path below the layer, or, with a slash in front, from the params' root.
     - `stack`: the axes of the leaf that are a stack of layers, the outermost first.
     - `owners`: the head of each entry, -1 where no head scales it. Integers that
         broadcast to one layer of the leaf, without the axes of the stack.
@@ -63,7 +63,7 @@ class OwnedLeaf:
         return np.expand_dims(self.owners >= 0, self.stack)
 
     def owned(self, shape: Shape) -> "OwnedLeaf | None":
-        """Returns itself if the leaf can have this shape; same API as [`HeadLeaf`][]."""
+        """Returns itself if the shape fits, else `None`, as `HeadLeaf.owned` does."""
         layer = [n for i, n in enumerate(shape) if i not in self.stack]
         is_deep = len(shape) == len(layer) + len(self.stack)
         if not is_deep or len(layer) != self.owners.ndim:
@@ -126,8 +126,8 @@ class OwnedLeaf:
             entry = entries.get(at)
             if entry is None or self.along(axis)[1] < 2:
                 continue  # whole, or cut where the head does not depend on it
-            # Block i of the leaf must hold the i-th of `counts[at]` equal runs of heads,
-            # because a row cut by the same entry has that run on the same device.
+            # Block i of the leaf must hold the i-th of `counts[at]` equal runs of
+            # heads: a row cut by the same entry has that run on the same device.
             blocks = np.array_split(self.owners, counts[at], axis)
             runs = np.array_split(np.arange(self.heads), counts[at])
             pairs = zip(blocks, runs, strict=True)
