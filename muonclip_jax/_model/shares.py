@@ -16,7 +16,7 @@ is used. No head may scale entries that other heads have, too. The rules, in ord
 If a layer then has nothing left to scale, all layers that share entries with it are
 clipped as one: the rules apply to the leaves of all of them, and heads with a scaled
 entry in common get their smallest gamma. No head stays above the threshold. A head that
-shares entries with a head further above it ends below the threshold.
+shares entries with a head further above the threshold ends below it.
 """
 
 import functools
@@ -102,7 +102,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
 def _scaled_in(
     layers: Sequence[BoundLayer], contested: Collection[int]
 ) -> list[Scaled]:
-    """Returns the scaled leaves of layers clipped as one; `contested` uses should stay."""
+    """Returns the scaled leaves of layers clipped as one, best no `contested` ones."""
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
     pairs = [pair for pair in ((query, key), (alone, [])) if any(pair)]
