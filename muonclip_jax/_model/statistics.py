@@ -16,7 +16,7 @@ STATISTIC = "max_logits"
 
 
 def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
-    """Returns the maximum along axes: NaN if an entry is NaN, `-inf` without entries."""
+    """Returns the maximum along axes: NaN if one entry is, `-inf` without entries."""
     # On CPU, XLA's maximum of many numbers loses a NaN; its sum does not. The sum is
     # also NaN if both infinities occur. Scaled by 2**-64 it cannot overflow. XLA forms
     # both in one pass, or the second pass costs a fraction of the product before it.
