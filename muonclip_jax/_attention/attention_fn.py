@@ -44,7 +44,7 @@ def attention_fn(
     `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which
     makes Flax pass `module`; otherwise this is only Flax's attention. The statistic,
     `(heads,)` float32 as from [`max_logits`][], is sown into `intermediates` in Linen
-    and `nnx.Intermediate` in NNX. If a layer is called twice, it is the maximum of both.
+    and `nnx.Intermediate` in NNX. A layer that is called twice has the maximum of both.
 
     **Arguments:**
 
