@@ -37,7 +37,7 @@ def blockwise_attention(
     key_segment_ids: jax.Array | None = None,
     block_size: int = 512,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Computes attention and the largest product of query and key, per head.
+    r"""Computes attention and the largest logit of query and key, per head.
 
     $$\mathrm{softmax}(s\,QK^\top + \mathrm{bias})\,V \qquad\text{and}\qquad
       S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh}$$
@@ -103,10 +103,10 @@ def _by_window(logits: Logits) -> Logits:
     return dataclasses.replace(logits, size=size, span=size + before + after)
 
 
-# The derivative is written by hand, because skipping hidden blocks of a causal mask needs
-# a traced number of trips, and JAX does not differentiate such loops. Loops over all
-# blocks under `jax.checkpoint` were 3 to 5 times slower: they go back through the running
-# rows. Here the saved sum of a row gives the weights of any block at once.
+# The derivative is written by hand. Skipping hidden blocks of a causal mask needs a loop
+# with a traced number of trips, which JAX does not differentiate. Loops over all blocks
+# under `jax.checkpoint` were 3 to 5 times slower, because they go back through the
+# running rows. Here the saved sum of a row gives the weights of any block at once.
 @jax.custom_vjp
 def _attend(logits: Logits, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _attend_forward(logits, value)[0]
@@ -157,7 +157,7 @@ class _Softmax(NamedTuple):
     largest: jax.Array  # (batch..., heads, rows)
     total: jax.Array  # of exp(logits - largest)
     output: jax.Array  # (batch..., heads, rows, value_dim), to be divided by total
-    alone: jax.Array  # the largest product of query and key, without the bias
+    alone: jax.Array  # the largest logit without the bias
 
 
 def _forward(logits: Logits, value: jax.Array):
@@ -199,7 +199,7 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
     """Returns the softmax of a block of queries over all keys that they see.
 
     Let `m` be the maximum and `l` the sum over the keys so far. A block with maximum
-    `m'` and sum `l'` (of exponentials relative to `m'`) updates them to `max(m, m')` and
+    `m'` and sum `l'` (of exponentials from `m'`) updates them to `max(m, m')` and
     `exp(m - max) l + exp(m' - max) l'` (arXiv:1805.02867, section 3.1). The output has
     the sum's recurrence. Without a bias the maximum is the statistic, at no cost.
     """
@@ -298,8 +298,8 @@ def _gradient(
     return *jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays), d_scale
 
 
-# Both products below round the weights to the other factor's dtype, as fused kernels do:
-# matrix units are fast if both factors are bfloat16. Sums stay in the weights' dtype.
+# Both products below round the weights to the other factor's dtype, as fused kernels
+# do: matrix units are fast if both factors are bfloat16. Sums stay in the weights' dtype.
 def _weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
     """Returns the weighted sums of the values, `(batch..., heads, length, dim)`."""
     summed = jnp.einsum(
