@@ -22,8 +22,8 @@ from .._options import array, FINITE, flag, FLOATS, number, whole_number
 #: How many keys a query sees before and after itself; `None` for all.
 Window = tuple[int | None, int | None]
 
-# A bias of this or less hides its pair. Many masks add -1e4, which is -9984 in bfloat16,
-# and one array may hold a mask and a bias.
+# A bias of at most this hides its pair. Many masks add -1e4, which is -9984 in
+# bfloat16, and one array may hold a mask and a bias.
 _HIDES = -9900.0
 
 # More keys than any sequence has; sums with a position still fit 32-bit integers.
@@ -36,7 +36,7 @@ class Logits:
     """Logits before they are formed: queries, keys, and which query sees which key.
 
     They cover all queries and keys, or a block of `size` queries and `size` keys. With
-    a `span`, a block of queries has one block of `span` keys, numbered by its first key.
+    a `span`, a block of queries has one block of `span` keys, whose number is its first.
     """
 
     query: jax.Array  # (batch..., length, heads, head_dim)
@@ -180,13 +180,13 @@ def logits_and_values(
     window: Window,
     size: int | None = None,
 ) -> tuple[Logits, list[jax.Array]]:
-    """The logits and the values, of one batch; `ValueError` where they do not fit.
+    """Returns logits and values with one batch shape; `ValueError` if they do not fit.
 
-    Without a size of blocks there is one of all.
+    Without a `size` there is a single block.
     """
     shape, (query, key, *arrays) = fitting(query, key, *values)
-    # Logits in float32 whatever the dtypes, as in jax.nn. In bfloat16, of 8 bits, a
-    # logit near 100 would be rounded by up to 0.25, and its exponential by a quarter.
+    # Logits are in float32 for all short dtypes, as in jax.nn. bfloat16 has 8 bits: it
+    # would round a logit near 100 by up to 0.25, and its exponential by a quarter.
     is_double = any(x.dtype == jnp.float64 for x in (query, key, *arrays))
     dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
     logits = Logits(
