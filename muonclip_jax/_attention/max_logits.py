@@ -13,7 +13,7 @@ from .logits import Logits, logits_and_values, make_window, result_specs, vary_a
 
 # Up to this many pairs, all logits are formed at once, and XLA shares them with an
 # attention that forms them anyway. Beyond it, blocks of its root are folded one by one.
-# Either way at most 2**20 logits per head and example exist at a time: 4 MiB in float32.
+# Either way at most 2**20 logits, 4 MiB in float32, per head and example exist at once.
 _PAIRS_AT_ONCE = 1 << 20
 _BLOCK = 1 << 10
 
@@ -30,7 +30,7 @@ def max_logits(
     query_segment_ids: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    r"""Returns the largest product of query and key, per head.
+    r"""Returns the largest logit of query and key, per head.
 
     $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh}$$
 
