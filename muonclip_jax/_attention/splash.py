@@ -16,8 +16,8 @@ from .logits import fitting, make_window, scalar, segments, Window
 
 _LANES = 128  # of a TPU's vector registers; blocks and lengths are multiples of it
 
-# If a row sees nothing, the kernel writes its DEFAULT_MASK_VALUE, -0.7 times the largest
-# float32 (-2.4e38), divided by log2(e) with use_base2_exp. No logit comes near.
+# For a row that sees nothing, the kernel writes its DEFAULT_MASK_VALUE, -0.7 times the
+# largest float32 (-2.4e38), divided by log2(e) with use_base2_exp. No logit comes near.
 _NOTHING = -1e37
 
 
@@ -59,7 +59,7 @@ def splash_attention(
     bfloat16 the kernel rounds the scaled query, and the statistic with it, to about
     0.3 % (0.1 % with `use_base2_exp=False`).
 
-    **Raises:** `ValueError` for `logits_soft_cap`, because the kernel keeps the maxima of
+    **Raises:** `ValueError` for `logits_soft_cap`, since the kernel keeps the maxima of
     the capped logits; for arrays that do not fit, float64 and axes of size zero; and
     for arrays on a mesh outside such a `shard_map`. `ImportError` without tokamax.
 
