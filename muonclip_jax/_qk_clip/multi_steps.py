@@ -37,7 +37,7 @@ class MultiStepsState(NamedTuple):
     - `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`, `skip_state`: as in
         `optax.MultiStepsState`.
     - `running`: float32, `(all heads,)`; the largest logits since the last real step,
-        or the smallest float32 right after one; no heads without an inner [`qk_clip`][].
+        the smallest float32 right after one; no heads without an inner [`qk_clip`][].
 
     !!! example
 
