@@ -103,10 +103,10 @@ def _by_window(logits: Logits) -> Logits:
     return dataclasses.replace(logits, size=size, span=size + before + after)
 
 
-# The derivative is written by hand. Skipping hidden blocks of a causal mask needs a loop
-# with a traced number of trips, which JAX does not differentiate. Loops over all blocks
-# under `jax.checkpoint` were 3 to 5 times slower, because they go back through the
-# running rows. Here the saved sum of a row gives the weights of any block at once.
+# The derivative is written by hand. To skip hidden blocks of a causal mask, a loop needs
+# a traced number of trips, which JAX does not differentiate. Loops over all blocks under
+# `jax.checkpoint` were 3 to 5 times slower, because they go back through the running
+# rows. Here the saved sum of a row gives the weights of any block at once.
 @jax.custom_vjp
 def _attend(logits: Logits, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _attend_forward(logits, value)[0]
@@ -299,7 +299,7 @@ def _gradient(
 
 
 # Both products below round the weights to the other factor's dtype, as fused kernels
-# do: matrix units are fast if both factors are bfloat16. Sums stay in the weights' dtype.
+# do: matrix units are fast if both factors are bfloat16. Sums keep the weights' dtype.
 def _weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
     """Returns the weighted sums of the values, `(batch..., heads, length, dim)`."""
     summed = jnp.einsum(
