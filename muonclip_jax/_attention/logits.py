@@ -36,7 +36,7 @@ class Logits:
     """Logits before they are formed: queries, keys, and which query sees which key.
 
     They cover all queries and keys, or a block of `size` queries and `size` keys. With
-    a `span`, a block of queries has one block of `span` keys, whose number is its first.
+    a `span`, a block of queries has one block of `span` keys, numbered by the first.
     """
 
     query: jax.Array  # (batch..., length, heads, head_dim)
