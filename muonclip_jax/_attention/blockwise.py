@@ -103,9 +103,9 @@ def _by_window(logits: Logits) -> Logits:
     return dataclasses.replace(logits, size=size, span=size + before + after)
 
 
-# The derivative is written by hand. To skip hidden blocks of a causal mask, a loop needs
-# a traced number of trips, which JAX does not differentiate. Loops over all blocks under
-# `jax.checkpoint` were 3 to 5 times slower, because they go back through the running
+# The derivative is written by hand. A loop that skips hidden blocks of a causal mask has
+# a traced number of trips, and JAX does not differentiate it. Loops over all blocks
+# under `jax.checkpoint` were 3 to 5 times slower: they go back through the running
 # rows. Here the saved sum of a row gives the weights of any block at once.
 @jax.custom_vjp
 def _attend(logits: Logits, value: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -290,8 +290,8 @@ def _gradient(
     arrays = (logits.query, logits.key, value, logits.bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
     grads = jax.lax.fori_loop(0, logits.blocks[0], fold_row, vary_as(zeros, logits))
-    # The scale multiplies here, since a row is smaller than its logits.
-    # Its gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
+    # Multiply by the scale only here, since a row is smaller than its logits. The
+    # scale's gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
     d_query, d_key, d_value, d_bias = grads
     d_scale = jnp.sum(d_query * logits.query.astype(dtype))
     grads = (logits.scale * d_query, logits.scale * d_key, d_value, d_bias)
