@@ -103,8 +103,8 @@ def _by_window(logits: Logits) -> Logits:
     return dataclasses.replace(logits, size=size, span=size + before + after)
 
 
-# The derivative is written by hand. A loop that skips hidden blocks of a causal mask has
-# a traced number of trips, and JAX does not differentiate it. Loops over all blocks
+# The derivative is written by hand. A loop that skips what a causal mask hides has a
+# traced number of trips, and JAX does not differentiate it. Loops over all blocks
 # under `jax.checkpoint` were 3 to 5 times slower: they go back through the running
 # rows. Here the saved sum of a row gives the weights of any block at once.
 @jax.custom_vjp
