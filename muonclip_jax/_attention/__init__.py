@@ -2,5 +2,5 @@
 
 In: queries, keys, values. Out: attention's output and one statistic per head.
 Imports `_model` for the name of the statistic and `_parameters` for names and paths;
-`attention_fn` alone imports Flax.
+only `attention_fn` imports Flax.
 """

@@ -15,7 +15,7 @@ from .logits import logits_and_values, make_window
 from .max_logits import in_blocks, statistic
 
 
-#: Query, key, value and options to output and statistic.
+#: Maps query, key, value and options to output and statistic.
 AttentionKernel = Callable[..., tuple[jax.Array, jax.Array]]
 
 
@@ -38,7 +38,7 @@ def attention_fn(
     is_causal: bool = False,
     kernel: AttentionKernel | None = None,
 ) -> jax.Array:
-    """Flax attention that also sows `max_logits` alongside its `query` and `key`.
+    """Computes Flax attention, and sows `max_logits` next to its `query` and `key`.
 
     Pass it as `attention_fn` to `flax.linen.MultiHeadDotProductAttention` or
     `flax.nnx.MultiHeadAttention` and call the layer with `sow_weights=True`, which
@@ -48,20 +48,19 @@ def attention_fn(
 
     **Arguments:**
 
-    - `kernel`: computes output and statistic in place of Flax: a function of query, key
-        and value, and of the `bias`, `mask` and `is_causal` that the layer is given,
-        that returns `(output, max_logits)`, such as [`blockwise_attention`][] and
-        [`splash_attention`][]. Bind it with
-        `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The layer's
-        `precision` and `force_fp32_for_softmax` do not reach it.
+    - `kernel`: a function that returns `(output, max_logits)` in place of Flax, such as
+        [`blockwise_attention`][] and [`splash_attention`][]. Its arguments are query,
+        key and value, and the layer's `bias`, `mask` and `is_causal` if given. Bind it
+        with `functools.partial(mc.attention_fn, kernel=mc.blockwise_attention)`. The
+        layer's `precision` and `force_fp32_for_softmax` do not reach it.
     - all others: as Flax passes them; query `(batch..., length, heads, head_dim)`,
         key and value `(batch..., key_length, key_heads, head_dim)`.
 
     **Returns:** the output of attention, `(batch..., length, heads, head_dim)`, in the
     dtype that Flax gives it.
 
-    **Raises:** `ValueError` for statistics of an earlier call that are still on an NNX
-    module, and for a layer with dropout or einsums together with a `kernel`.
+    **Raises:** `ValueError` if an NNX module still holds the statistics of an earlier
+    call, and for a layer with dropout or einsums together with a `kernel`.
 
     !!! example
 
@@ -91,9 +90,9 @@ def attention_fn(
         arrays = [x if dtype is None else x.astype(dtype) for x in (query, key, value)]
         options: dict[str, Any] = {} if bias is None else dict(bias=bias)
         if mask is not None:
-            options["mask"] = jnp.asarray(mask, bool)  # Flax makes them of numbers
+            options["mask"] = jnp.asarray(mask, bool)  # Flax's masks are numbers
         if is_causal:
-            # Only then: a kernel that has no such argument works without.
+            # Passed only if true, so that a kernel may lack the argument.
             options["is_causal"] = is_causal
         output, found = kernel(*arrays, **options)
         if module is not None:
@@ -114,23 +113,23 @@ def attention_fn(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
-    # Linen passes only arguments that it finds in a signature: hence no **options.
-    # NNX's attention (Flax 0.12) drops the precision on its way to jax.nn, has the
-    # softmax in float32 for float64 too, and wants full masks for several batch axes.
-    # Linen's does none of that, but forms all logits itself.
+    # No **options in the signature, since Linen passes only arguments that it names.
+    # NNX's attention (Flax 0.12) drops the precision on its way to jax.nn, computes the
+    # softmax in float32 even for float64, and needs full masks for several batch axes.
+    # Linen's has none of these faults, but forms all logits itself.
     is_double = jnp.result_type(query if dtype is None else dtype) == jnp.float64
     by_linen = precision is not None or query.ndim > 4 or is_double
     by_linen = by_linen or any(of_linen.values())
     if module is not None:
-        # The same logits a second time, but not to XLA: where Flax calls jax.nn, whose
-        # einsum ours repeats, it computes the product once for both.
+        # These are the same logits a second time. If Flax calls jax.nn, our einsum is
+        # the same as there, and XLA computes the product once for both.
         shown = (_of_rank(query.ndim, bias), _of_rank(query.ndim, mask))
         window = make_window(is_causal, None)
         logits, _ = logits_and_values(query, key, [], *shown, None, None, None, window)
         by_jax = not by_linen and dropout_rate == 0
         _sow(module, statistic(logits if by_jax else in_blocks(logits)))
     if by_linen:
-        # Linen's attention has no shared keys and no causal masks.
+        # Linen's attention knows no shared keys and no causal masks.
         group = query.shape[-2] // key.shape[-2]
         if group > 1:
             key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
@@ -140,8 +139,8 @@ def attention_fn(
             mask = causal if mask is None else jnp.logical_and(mask, causal)
         common["mask"] = mask
         return nn.dot_product_attention(query, key, value, **common, **of_linen)
-    # For short dtypes jax.nn computes the softmax in float32, which mixes dtypes: under
-    # strict promotion of the caller that would be an error.
+    # For short dtypes jax.nn computes the softmax in float32. This mixes dtypes, which
+    # is an error if the caller uses strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return nnx.dot_product_attention(
             query, key, value, **common, is_causal=is_causal
@@ -149,19 +148,19 @@ def attention_fn(
 
 
 def _of_rank(rank: int, x: jax.Array | None) -> jax.Array | None:
-    """A mask or bias without the leading axes of size one that `jax.nn` wants."""
+    """Removes the leading axes of size one that `jax.nn` needs from a mask or bias."""
     if x is None or set(x.shape[: max(x.ndim - rank, 0)]) != {1}:
         return x
     return x.reshape(x.shape[-rank:])
 
 
 def _sow(module: nn.Module | nnx.Module, statistic: jax.Array) -> None:
-    # A plain sow appends to a tuple. By maximum, a layer that is called twice has one
-    # statistic, of the shape that nn.scan and nn.remat stack.
+    # A plain sow appends to a tuple. With a maximum, a layer that is called twice has
+    # one statistic, in the shape that nn.scan and nn.remat stack.
     fold: dict[str, Any] = dict(reduce_fn=jnp.maximum, init_fn=lambda: -jnp.inf)
     if isinstance(module, nnx.Module):
-        # Outside nnx.capture the value stays on the module, and the maximum with
-        # last step's logits would clip the head again and again, down to zero.
+        # Outside nnx.capture the value stays on the module. The maximum with the last
+        # step's logits would clip the head again and again, down to zero.
         if isinstance(getattr(module, STATISTIC, None), nnx.Variable):
             raise ValueError(
                 f"{type(module).__name__} still holds the max_logits of an earlier "

@@ -1,6 +1,6 @@
-"""Attention and its largest logits in one pass, in memory linear in the length.
+"""Computes attention and its largest logits in one pass, in linear memory.
 
-A running softmax over blocks of keys; the gradient recomputes the blocks.
+It runs the softmax over blocks of keys; the gradient recomputes the blocks.
 """
 
 import dataclasses
@@ -37,27 +37,28 @@ def blockwise_attention(
     key_segment_ids: jax.Array | None = None,
     block_size: int = 512,
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Attention and the largest logit that query and key make, per head.
+    r"""Computes attention and the largest logit of query and key, per head.
 
     $$\mathrm{softmax}(s\,QK^\top + \mathrm{bias})\,V \qquad\text{and}\qquad
       S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh}$$
 
     Output, gradient and statistic equal those of `jax.nn.dot_product_attention` and
-    [`max_logits`][], but no more than a block of logits is in memory at once. The
-    output for a query that sees no key is zero. Softmax and sums are in float32, or in
-    float64 if an array is.
+    [`max_logits`][], but only one block of logits is in memory at once. The output is
+    zero for a query that sees no key. Softmax and sums are in float32, or in float64 if
+    an array is.
 
     **Arguments:**
 
     - `value`: `(batch..., key_length, key_heads, value_dim)`.
-    - `block_size`: queries and keys in a block. A window with two ends (`is_causal` is
-        one) of no more than a block is formed by itself, without the other keys.
+    - `block_size`: number of queries and of keys in a block. If a window with two ends
+        (`is_causal` is one end) is no longer than a block, its logits are formed alone,
+        without the other keys.
     - all others: as for [`max_logits`][].
 
     **Returns:** the output, `(batch..., length, heads, value_dim)` in the dtype of
     `value`, and the statistic, `(heads,)` float32 without gradient.
 
-    **Raises:** `ValueError` where shapes do not fit, as for [`max_logits`][].
+    **Raises:** `ValueError` if shapes do not fit, as for [`max_logits`][].
 
     !!! example
 
@@ -92,27 +93,27 @@ def blockwise_attention(
 
 
 def _by_window(logits: Logits) -> Logits:
-    """The same logits, to be formed for a narrow window at once, with few others."""
+    """Sets the blocks so that a narrow window is formed at once, with few others."""
     before, after = logits.window
     if before is None or after is None or not 0 <= before + after <= logits.size:
         return logits
-    # Blocks of queries as long as the window: of the logits that are formed half are
-    # seen. Shorter ones are products too small to be fast.
+    # With blocks of queries as long as the window, half of the formed logits are seen.
+    # Shorter blocks make products that are too small to be fast.
     size = min(logits.size, max(before + after, _LEAST_ROWS))
     return dataclasses.replace(logits, size=size, span=size + before + after)
 
 
-# The derivative is written by hand, since JAX differentiates no loop of a traced number
-# of trips, and skipping what a causal mask hides needs one. Loops over all blocks under
-# `jax.checkpoint` were measured to be 3 to 5 times slower: they go back through the
-# running rows, where the saved sum of a row gives the weights of any block at once.
+# The derivative is written by hand. A loop that skips what a causal mask hides has a
+# traced number of trips, and JAX does not differentiate it. Loops over all blocks
+# under `jax.checkpoint` were 3 to 5 times slower: they go back through the running
+# rows. Here the saved sum of a row gives the weights of any block at once.
 @jax.custom_vjp
 def _attend(logits: Logits, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _attend_forward(logits, value)[0]
 
 
-# Forward and gradient enter automatic axes each by itself, not both inside of one: what
-# is saved between them is then sharded as the caller's arrays.
+# Forward and gradient enter automatic axes separately, so that the residuals between
+# them are sharded like the caller's arrays.
 def _attend_forward(logits: Logits, value: jax.Array):
     output, log_total, found = on_automatic_axes(
         _forward, logits, value, results=result_specs(logits.query)
@@ -123,7 +124,7 @@ def _attend_forward(logits: Logits, value: jax.Array):
 def _attend_backward(residuals, cotangents):
     logits, value, *_ = residuals
     arrays = (logits.query, logits.key, value, logits.bias, logits.scale)
-    # The statistic goes through a stop_gradient: its cotangent, the second, is zero.
+    # The second cotangent, of the statistic, is zero because of its stop_gradient.
     d_query, d_key, d_value, d_bias, d_scale = on_automatic_axes(
         _gradient,
         *residuals,
@@ -142,7 +143,7 @@ def _attend_backward(residuals, cotangents):
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
-# Compiled, since an eager call of a loop over new functions would compile it again.
+# Compiled, because an eager loop over new functions would compile at every call.
 _attend_compiled = jax.jit(_attend)
 
 
@@ -151,12 +152,12 @@ _LEAST_ROWS = 128
 
 
 class _Softmax(NamedTuple):
-    """Running rows of a softmax times values."""
+    """The running rows of a softmax times values."""
 
     largest: jax.Array  # (batch..., heads, rows)
     total: jax.Array  # of exp(logits - largest)
     output: jax.Array  # (batch..., heads, rows, value_dim), to be divided by total
-    alone: jax.Array  # the largest that query and key make, without the bias
+    alone: jax.Array  # the largest logit without the bias
 
 
 def _forward(logits: Logits, value: jax.Array):
@@ -164,17 +165,17 @@ def _forward(logits: Logits, value: jax.Array):
     *batch, queries, heads, _ = logits.query.shape
     put = jax.lax.dynamic_update_slice_in_dim
 
-    # The last block is moved in, onto queries that are done: they get the same again.
+    # The last block overlaps queries that are done; they get the same result again.
     def attend(i: jax.Array, done):
         output, log_total, statistic = done
         row = _attend_row(logits, value, i)
         seen = row.total > 0
         block = row.output / jnp.where(seen, row.total, 1)[..., None]
         # One array in place of maximum and sum (FlashAttention-2, arXiv:2307.08691,
-        # 3.1.1). Infinite where nothing is seen: the gradient's weights are then zero.
+        # 3.1.1). Infinite if nothing is seen, so that the gradient's weights are zero.
         logs = jnp.where(seen, row.largest + jnp.log(row.total), jnp.inf)
         others = tuple(a for a in range(logs.ndim) if a != logs.ndim - 2)
-        # A maximum over keys may lose a NaN, but the sum over them does not.
+        # A maximum over keys may lose a NaN; the sum does not.
         rows = jnp.where(jnp.isnan(row.total), jnp.nan, row.alone)
         block = jnp.swapaxes(block, -3, -2).astype(output.dtype)
         return (
@@ -195,11 +196,11 @@ def _forward(logits: Logits, value: jax.Array):
 
 
 def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
-    """The softmax of a block of queries over all the keys that they see.
+    """Returns the softmax of a block of queries over all keys that they see.
 
-    With the maximum `m` and the sum `l` of the keys so far, a block with maximum `m'`
-    and sum `l'` (of exponentials from their own maximum) makes them `max(m, m')` and
-    `exp(m - max) l + exp(m' - max) l'` (arXiv:1805.02867, section 3.1); the output has
+    Let `m` be the maximum and `l` the sum over the keys so far. A block with maximum
+    `m'` and sum `l'` (of exponentials from `m'`) updates them to `max(m, m')` and
+    `exp(m - max) l + exp(m' - max) l'` (arXiv:1805.02867, section 3.1). The output has
     the sum's recurrence. Without a bias the maximum is the statistic, at no cost.
     """
     *batch, queries, heads, _ = logits.query.shape
@@ -208,8 +209,8 @@ def _attend_row(logits: Logits, value: jax.Array, i: jax.Array) -> _Softmax:
         formed = logits.of_block(i, j)
         values = logits.columns(value, j, axis=-3)
         highest = jnp.maximum(running.largest, formed.max(-1, initial=-jnp.inf))
-        # A row that has seen nothing yet has no finite maximum to take off: -inf less
-        # -inf would be NaN.
+        # A row that has seen nothing yet has no finite maximum to subtract: -inf minus
+        # -inf is NaN.
         shift = jnp.where(jnp.isfinite(highest), highest, 0)
         alone = highest
         if logits.bias is not None:
@@ -247,8 +248,8 @@ def _gradient(
 
         dV = P^T dO,   dP = dO V^T,   dS = P * (dP - mean),   mean = rowsum(dO * O)
 
-    (arXiv:2205.14135, appendix B.2), block by block: `mean`, which is the sum of
-    `P * dP` over all keys, is known before the first block.
+    (arXiv:2205.14135, appendix B.2), block by block. `mean` is the sum of `P * dP` over
+    all keys, and is known before the first block.
     """
     dtype, size, key_heads = logits.scale.dtype, logits.size, value.shape[-2]
     mean = jnp.sum(d_output.astype(dtype) * output.astype(dtype), axis=-1)
@@ -258,7 +259,7 @@ def _gradient(
     def fold_row(i: jax.Array, grads):
         start = i * size
         d_rows, means = logits.rows(d_output, i, axis=-3), logits.rows(mean, i, axis=-1)
-        # The last block is moved in, onto queries that are done: no weight for them.
+        # The last block overlaps queries that are done; give them no weight.
         is_done = logits.rows(logits.query_positions, i, axis=-1) < start
         logs = logits.rows(log_total, i, axis=-1)
         logs = jnp.where(jnp.broadcast_to(is_done, logs.shape), jnp.inf, logs)
@@ -285,22 +286,22 @@ def _gradient(
 
         return jax.lax.fori_loop(*logits.seen_by(i), fold, grads)
 
-    # In the dtype of the logits: a row of d_key is a sum over all blocks of queries.
+    # In the dtype of the logits, because a row of d_key sums over all query blocks.
     arrays = (logits.query, logits.key, value, logits.bias)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
     grads = jax.lax.fori_loop(0, logits.blocks[0], fold_row, vary_as(zeros, logits))
-    # So far without the scale: one product with a row in place of one with its logits.
-    # Its own gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
+    # Multiply by the scale only here, since a row is smaller than its logits. The
+    # scale's gradient is sum_ij dS_ij q_i k_j = sum_i q_i (sum_j dS_ij k_j).
     d_query, d_key, d_value, d_bias = grads
     d_scale = jnp.sum(d_query * logits.query.astype(dtype))
     grads = (logits.scale * d_query, logits.scale * d_key, d_value, d_bias)
     return *jax.tree.map(lambda g, x: g.astype(x.dtype), grads, arrays), d_scale
 
 
-# Both products below round the weights to the dtype of what they weigh, as fused
-# kernels do: matrix units are fast where both factors are bfloat16. Sums stay wide.
+# Both products below round the weights to the other factor's dtype, as fused kernels
+# do: matrix units are fast if both factors are bfloat16. Sums keep the weights' dtype.
 def _weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """`(batch..., heads, length, dim)`: the values of the keys, by their weights."""
+    """Returns the weighted sums of the values, `(batch..., heads, length, dim)`."""
     summed = jnp.einsum(
         "...kgts,...skh->...kgth",
         grouped(weights, values.shape[-2], axis=-3).astype(values.dtype),
@@ -311,9 +312,9 @@ def _weigh(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _gather(weights: jax.Array, rows: jax.Array, key_heads: int) -> jax.Array:
-    """`(batch..., key_length, key_heads, dim)`: the rows of the queries, by weight.
+    """Returns weighted sums of query rows, `(batch..., key_length, key_heads, dim)`.
 
-    Summed over the query heads that share a key (`g`), as its gradient is.
+    Sums over the query heads that share a key (`g`), as the key's gradient does.
     """
     return jnp.einsum(
         "...kgts,...tkgh->...skh",
@@ -325,15 +326,15 @@ def _gather(weights: jax.Array, rows: jax.Array, key_heads: int) -> jax.Array:
 
 def _add(target: jax.Array, block: jax.Array, starts: dict[int, Any]) -> jax.Array:
     """Adds a block that begins at `starts`, by axis."""
-    # JAX moves a block in that would not fit: at the end, where `block_of` did so, too,
-    # and along an axis of a bias that only broadcasts.
+    # JAX moves a block that would not fit: at the end, as `_block_of` did, and along an
+    # axis of a bias that only broadcasts.
     indices = [starts.get(axis, 0) for axis in range(-target.ndim, 0)]
     old = jax.lax.dynamic_slice(target, indices, block.shape)
     return jax.lax.dynamic_update_slice(target, old + block, indices)
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The transpose of broadcasting from `shape`."""
+    """Sums an array to `shape`: the transpose of broadcasting."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     spread = tuple(axis for axis, size in enumerate(shape) if size == 1)
     return x.sum(spread, keepdims=True)

@@ -1,7 +1,7 @@
-"""The logits as they enter the softmax: checked arguments, visibility, blocks.
+"""The logits that enter the softmax: checked arguments, visibility, blocks.
 
-Every kernel of this package starts here: `fitting` checks shapes, and `Logits` have
-all that decides who sees whom, and form themselves, at once or a block at a time.
+Each kernel of this package starts here. `fitting` checks shapes. `Logits` hold all that
+decides which query sees which key, and form the logits at once or block by block.
 """
 
 import dataclasses
@@ -22,21 +22,21 @@ from .._options import array, FINITE, flag, FLOATS, number, whole_number
 #: How many keys a query sees before and after itself; `None` for all.
 Window = tuple[int | None, int | None]
 
-# An entry of a bias hides its pair from here on. Many masks add -1e4, which is -9984 in
+# A bias of at most this hides its pair. Many masks add -1e4, which is -9984 in
 # bfloat16, and one array may hold a mask and a bias.
 _HIDES = -9900.0
 
-# More keys than there are, yet sums with a position stay inside of 32-bit integers.
+# More keys than any sequence has; sums with a position still fit 32-bit integers.
 _ALL = 1 << 30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """Logits that are not formed yet: queries, keys, and who sees whom.
+    """Logits before they are formed: queries, keys, and which query sees which key.
 
-    They are of all queries and keys, or of a block of them, of `size` each. With a
-    `span` a block of queries has one block of so many keys, whose number is its first.
+    They cover all queries and keys, or a block of `size` queries and `size` keys. With
+    a `span`, a block of queries has one block of `span` keys, numbered by the first.
     """
 
     query: jax.Array  # (batch..., length, heads, head_dim)
@@ -45,7 +45,7 @@ class Logits:
     mask: jax.Array | None  # likewise
     query_segments: jax.Array | None  # (batch..., length)
     key_segments: jax.Array | None  # (batch..., key_length)
-    query_positions: jax.Array  # (length,), which a block cannot know by itself
+    query_positions: jax.Array  # (length,), stored since a block has no offset
     key_positions: jax.Array  # (key_length,)
     scale: jax.Array  # in the dtype of the logits
     window: Window = dataclasses.field(metadata={"static": True})
@@ -58,16 +58,16 @@ class Logits:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """How many blocks of queries and of keys there are."""
+        """Returns the numbers of blocks of queries and of keys."""
         queries, keys = self.lengths
         return -(-queries // self.size), -(-keys // self.size)
 
     def rows(self, x: Any, i: jax.Array, *, axis: int) -> Any:
-        """A block of what has an axis of queries; at the end it is moved in."""
+        """Returns a block along an axis of queries; the last one is moved to fit."""
         return _block_of(x, i * self.size, self.lengths[0], self.size, axis)
 
     def columns(self, x: Any, j: jax.Array, *, axis: int) -> Any:
-        """A block of what has an axis of keys."""
+        """Returns a block along an axis of keys."""
         size = self.size if self.span is None else self.span
         return _block_of(x, self.first_key(j), self.lengths[1], size, axis)
 
@@ -76,14 +76,14 @@ class Logits:
 
     @property
     def alone(self) -> "Logits":
-        """What query and key make: a bias is left of which only hides pairs."""
+        """Returns the logits without the bias; its hidden pairs stay hidden."""
         if self.bias is None:
             return self
         bias = without_bias(self.bias.astype(self.scale.dtype))
         return dataclasses.replace(self, bias=bias)
 
     def block(self, i: jax.Array, j: jax.Array) -> "Logits":
-        """The logits of block `i` of the queries and `j` of the keys."""
+        """Returns the logits of block `i` of the queries and `j` of the keys."""
         return dataclasses.replace(
             self,
             query=self.rows(self.query, i, axis=-3),
@@ -97,19 +97,19 @@ class Logits:
         )
 
     def form(self) -> jax.Array:
-        """The input of the softmax, `(batch..., heads, length, key_length)`.
+        """Returns the input of the softmax, `(batch..., heads, length, key_length)`.
 
-        Positional embeddings are in query and key by now, and there is no soft cap:
-        before one, logits grow all the same (arXiv:2507.20534, section 2.1).
+        Query and key already have positional embeddings. There is no soft cap, because
+        logits before a cap still grow (arXiv:2507.20534, section 2.1).
         """
-        # Scaled after the product: in bfloat16 a scaled query would be rounded again.
+        # Scale after the product: in bfloat16 a scaled query would be rounded again.
         logits = product(self.query, self.key, self.scale.dtype) * self.scale
         if self.bias is not None:
             bias = self.bias.astype(logits.dtype)
             logits = logits + jnp.broadcast_to(bias, logits.shape)
         visible = [] if self.mask is None else [self.mask]
-        # The window is compared here and not made a mask by the caller, who would have
-        # to hold length x key_length of it.
+        # Compare the window here: a mask from the caller would take length x key_length
+        # of memory.
         ahead = self.key_positions[None, :] - self.query_positions[:, None]
         before, after = self.window
         if before is not None:
@@ -119,17 +119,17 @@ class Logits:
         if self.query_segments is not None and self.key_segments is not None:
             same = self.query_segments[..., :, None] == self.key_segments[..., None, :]
             visible.append(same[..., None, :, :])
-        # Not by a large negative number, as in jax.nn: it would be the largest logit of
-        # a head that sees nothing.
+        # Not a large negative number, as in jax.nn: it would be the largest logit of a
+        # head that sees nothing.
         for shown in visible:
             shown = jnp.broadcast_to(shown, logits.shape)
             logits = jnp.where(shown, logits, -jnp.inf)
         return logits
 
     def of_block(self, i: jax.Array, j: jax.Array, *, alone: bool = False) -> jax.Array:
-        """The logits of a block, every key in one block only.
+        """Returns the logits of a block, with each key in one block only.
 
-        The last block is moved in to fit, onto keys that the one before it has.
+        The last block is moved to fit, so it overlaps the block before it.
         """
         block = self.block(i, j)
         logits = (block.alone if alone else block).form()
@@ -137,14 +137,14 @@ class Logits:
         return jnp.where(jnp.broadcast_to(is_done, logits.shape), -jnp.inf, logits)
 
     def seen_by(self, i: jax.Array) -> tuple[Any, Any]:
-        """The range of the key blocks that block `i` of the queries sees.
+        """Returns the range of key blocks that block `i` of the queries sees.
 
-        It halves the work of a causal mask. Arrays as masks are not looked into: what
-        they hide is known only at run time.
+        This halves the work of a causal mask. Mask arrays do not narrow the range,
+        because their values are known only at run time.
         """
         queries, _ = self.lengths
         rows = min(queries, self.size)
-        # Of the last block, which is moved in, the first query is an earlier one.
+        # The last block is moved to fit, so it starts earlier than `i * size`.
         start = jnp.minimum(i * self.size, queries - rows)
         before, after = self.window
         first, last = 0, self.blocks[1]
@@ -161,8 +161,8 @@ class Logits:
 def without_bias(bias: jax.Array, sign: int = 1) -> jax.Array:
     """Returns zeros in place of a bias, but infinity where it hides a pair.
 
-    A NaN stays. `sign` is -1 for a bias that is subtracted. One number for all pairs
-    hides none of them.
+    A NaN stays. `sign` is -1 for a bias that is subtracted. A single number for all
+    pairs hides no pair.
     """
     hides = (sign * bias <= _HIDES) & (jnp.ndim(bias) > 0)
     return jnp.where(hides, -sign * jnp.inf, jnp.where(jnp.isnan(bias), bias, 0))
@@ -180,13 +180,13 @@ def logits_and_values(
     window: Window,
     size: int | None = None,
 ) -> tuple[Logits, list[jax.Array]]:
-    """The logits and the values, of one batch; `ValueError` where they do not fit.
+    """Returns logits and values with one batch shape; `ValueError` if they do not fit.
 
-    Without a size of blocks there is one of all.
+    Without a `size` there is a single block.
     """
     shape, (query, key, *arrays) = fitting(query, key, *values)
-    # Logits in float32 whatever the dtypes, as in jax.nn. In bfloat16, of 8 bits, a
-    # logit near 100 would be rounded by up to 0.25, and its exponential by a quarter.
+    # Logits are in float32 for all short dtypes, as in jax.nn. bfloat16 has 8 bits: it
+    # would round a logit near 100 by up to 0.25, and its exponential by a quarter.
     is_double = any(x.dtype == jnp.float64 for x in (query, key, *arrays))
     dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
     logits = Logits(
@@ -207,7 +207,7 @@ def logits_and_values(
 def fitting(
     query: jax.Array, key: jax.Array, *values: jax.Array
 ) -> tuple[tuple[int, ...], list[jax.Array]]:
-    """The logits' `(batch..., heads, length, key_length)`, and all with that batch."""
+    """Returns the shape of the logits, and all arrays with its batch axes."""
     given = zip(("query", "key", "value"), (query, key, *values), strict=False)
     named = [(name, array(name, x)) for name, x in given]
     arrays = [x for _, x in named]
@@ -244,12 +244,12 @@ def broadcasting(
     dtype: Any = None,
     of: str = "the logits {}, (batch..., heads, length, key_length)",
 ) -> Any:
-    """An array that broadcasts to the logits, or to `of`, left as small as it is."""
+    """Checks that an array broadcasts to `shape`; returns it without broadcasting."""
     if x is None:
         return None
     x = jnp.asarray(array(name, x, real=True), dtype)
     try:
-        # Equal, since (3, 1) and (1, 4) broadcast, but to something larger than either.
+        # Compare, because (3, 1) and (1, 4) broadcast to a shape larger than either.
         fits = np.broadcast_shapes(x.shape, shape) == tuple(shape)
     except ValueError:
         fits = False
@@ -260,7 +260,7 @@ def broadcasting(
 
 
 def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Segment ids of queries and of keys, `(batch..., length)` each."""
+    """Returns segment ids of queries and of keys, `(batch..., length)` each."""
     if query_ids is None and key_ids is None:
         return None, None
     if query_ids is None:
@@ -279,7 +279,7 @@ def segments(query_ids: Any, key_ids: Any, shape: tuple[int, ...]) -> tuple[Any,
 
 
 def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
-    """The scale of the logits, one over the root of `head_dim` by default."""
+    """Returns the scale of the logits, `1/sqrt(head_dim)` by default."""
     if scale is None:
         scale = 1 / math.sqrt(max(head_dim, 1))
     number("scale", scale, FINITE)
@@ -287,7 +287,7 @@ def scalar(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
 
 
 def make_window(is_causal: bool, local: Any) -> Window:
-    """A window from one number for both sides, or a pair; any integers will do."""
+    """Returns a window from one number for both sides, or from a pair of integers."""
     pair = tuple(local) if np.iterable(local) else (local, local)
     if len(pair) != 2:
         raise ValueError(f"local_window_size must be one number or a pair, got {local}")
@@ -303,11 +303,11 @@ def make_window(is_causal: bool, local: Any) -> Window:
 
 
 def vary_as(tree: Any, like: Any) -> Any:
-    """The same arrays, typed as varying wherever an array of `like` varies.
+    """Returns the arrays typed as varying along each axis on which `like` varies.
 
-    Under `jax.shard_map` a loop carries arrays of one type, so that zeros have to be
-    typed as what is added to them. Transposed, this sums over the devices the gradient
-    of what was the same on all of them.
+    Under `jax.shard_map` a loop carries arrays of one type, so zeros need the type of
+    the arrays that are added to them. The transpose sums a gradient over the devices on
+    which its array was the same.
     """
     axes = {axis for x in jax.tree.leaves(like) for axis in manual_axes(x)}
     return jax.tree.map(lambda x: varying(x, tuple(sorted(axes))), tree)
@@ -316,7 +316,7 @@ def vary_as(tree: Any, like: Any) -> Any:
 def result_specs(
     query: jax.Array,
 ) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """Specs of output, log-sum-exp and statistic on explicit axes: the query's."""
+    """Returns specs of output, log-sum-exp and statistic, from the query's spec."""
     *batch, length, heads, _ = explicit_spec(query)
     return (
         PartitionSpec(*batch, length, heads, None),
@@ -326,12 +326,12 @@ def result_specs(
 
 
 def product(query: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:
-    """All inner products, `(batch..., heads, length, key_length)` of the dtype."""
+    """Returns all inner products, `(batch..., heads, length, key_length)`."""
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
-    # Spelled as in jax.nn.dot_product_attention, so that XLA's common subexpression
-    # elimination computes the product once for Flax's attention and the statistic.
-    # A plain einsum over (key_heads, group) is another program to it.
+    # Written as in jax.nn.dot_product_attention, so that XLA's common subexpression
+    # elimination computes the product once for Flax's attention and the statistic. It
+    # does not recognize a plain einsum over (key_heads, group).
     einsum = functools.partial(
         jnp.einsum, "...tnh,...snh->...nts", preferred_element_type=dtype
     )
@@ -341,7 +341,7 @@ def product(query: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:
 
 
 def grouped(x: jax.Array, key_heads: int, *, axis: int) -> jax.Array:
-    """Query heads as `(key_heads, query heads that share one)`.
+    """Reshapes query heads to `(key_heads, query heads per key head)`.
 
     Repeating the keys instead would cost as much memory as full multi-head attention.
     """
@@ -350,9 +350,9 @@ def grouped(x: jax.Array, key_heads: int, *, axis: int) -> jax.Array:
 
 
 def _block_of(x: Any, start: jax.Array, length: int, size: int, axis: int) -> Any:
-    """One block along an axis; an axis that only broadcasts stays."""
+    """Returns one block along an axis; an axis that only broadcasts stays."""
     if x is None or x.ndim < -axis or x.shape[axis] != length or length <= size:
         return x
-    # A slice that would end beyond the array is moved in by JAX: no padding, and every
-    # block has one shape. Who uses it has to know which rows come twice.
+    # JAX moves a slice that would end beyond the array. All blocks have one shape,
+    # without padding, but the caller must know which rows come twice.
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis % x.ndim)

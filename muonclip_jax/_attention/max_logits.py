@@ -1,4 +1,4 @@
-"""The largest logit of every head, in memory that grows with the length alone."""
+"""Computes the largest logit of each head, in memory linear in the length."""
 
 import dataclasses
 import math
@@ -11,10 +11,9 @@ from .._model.statistics import largest
 from .logits import Logits, logits_and_values, make_window, result_specs, vary_as
 
 
-# Up to this many pairs the logits are formed at once: XLA then shares them with an
-# attention that forms them anyway. Beyond, blocks of its root are folded one by one.
-# Either way at most 2**20 logits, 4 MiB in float32, of each head and example exist at a
-# time.
+# Up to this many pairs, all logits are formed at once, and XLA shares them with an
+# attention that forms them anyway. Beyond it, blocks of its root are folded one by one.
+# Either way at most 2**20 logits, 4 MiB in float32, per head and example exist at once.
 _PAIRS_AT_ONCE = 1 << 20
 _BLOCK = 1 << 10
 
@@ -31,12 +30,12 @@ def max_logits(
     query_segment_ids: jax.Array | None = None,
     key_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    r"""The largest logit that query and key make, per head.
+    r"""Returns the largest logit of query and key, per head.
 
     $$S_h = \max_{b,i,j} \; s\, q_{bih} \cdot k_{bjh}$$
 
     over the visible pairs, without the bias, which QK-Clip cannot scale. Long sequences
-    are processed in blocks, so that memory does not grow with the square of the length.
+    are processed in blocks, so memory does not grow with the square of the length.
 
     **Arguments:**
 
@@ -45,21 +44,21 @@ def max_logits(
     - `key`: `(batch..., key_length, key_heads, head_dim)`, where `key_heads` divides
         `heads`.
     - `bias`: broadcasts to `(batch..., heads, length, key_length)`. An entry of -9,900
-        or less hides its pair, as in masks that are added; a single number hides none.
-    - `mask`: broadcasts as `bias`; true (or nonzero) where a query sees a key.
-    - `is_causal`: whether a query sees no later key.
+        or less hides its pair, as in additive masks; a single number hides no pair.
+    - `mask`: broadcasts like `bias`; true (or nonzero) where a query sees a key.
+    - `is_causal`: whether later keys are hidden from a query.
     - `scale`: one number, traced or not; `1/sqrt(head_dim)` by default.
     - `local_window_size`: how many keys before and after itself a query sees, as in
         `jax.nn.dot_product_attention`.
     - `query_segment_ids`: integers that broadcast to `(batch..., length)`; a query sees
         keys of its own segment.
-    - `key_segment_ids`: those of the keys; the query's if left out.
+    - `key_segment_ids`: segments of the keys; default: the query's.
 
     **Returns:** `(heads,)` float32, without gradient; `-inf` for a head that sees no
     pair, NaN if a logit is NaN.
 
-    **Raises:** `ValueError` where heads or sizes of query and key do not fit, where a
-    bias, a mask or segments do not broadcast, and for the segments of keys alone.
+    **Raises:** `ValueError` if heads or sizes of query and key do not fit, if a bias, a
+    mask or segments do not broadcast, and if only the keys have segments.
 
     !!! example
 
@@ -80,19 +79,19 @@ def max_logits(
 
 
 def in_blocks(logits: Logits) -> Logits:
-    """The same, to be formed block by block if there are many."""
+    """Returns the same logits, set to be formed in blocks if there are many pairs."""
     if math.prod(logits.lengths) <= _PAIRS_AT_ONCE:
         return logits
     return dataclasses.replace(logits, size=_BLOCK)
 
 
-# Compiled, since an eager call of a loop over new functions would compile it again.
+# Compiled, because an eager loop over new functions would compile at every call.
 @jax.jit
 def statistic(logits: Logits) -> jax.Array:
-    """The largest of all logits, per head, `(heads,)` float32."""
-    # The statistic decides how weights are scaled after the step and is no part of the
-    # loss. Stopped at the inputs, and not at the result, it keeps no logits for a
-    # backward pass, and JAX need not differentiate a loop of a traced number of trips.
+    """Returns the largest logit of each head, `(heads,)` float32."""
+    # The statistic is not part of the loss. Stop the gradient at the inputs and not at
+    # the result: then no logits are kept for a backward pass, and JAX need not
+    # differentiate a loop with a traced number of trips.
     logits = jax.lax.stop_gradient(logits)
     *_, spec = result_specs(logits.query)
     is_one = max(logits.lengths) <= logits.size
@@ -106,14 +105,14 @@ def _largest(logits: Logits) -> jax.Array:
 
 
 def _fold(logits: Logits) -> jax.Array:
-    """The running maximum over blocks; those at the end overlap, which does no harm.
+    """Returns the maximum over blocks; at the end they overlap, which is harmless.
 
     This is blockwise attention without its exponentials, values and gradient.
     """
 
     def fold_row(i: jax.Array, running: jax.Array) -> jax.Array:
         def fold(j: jax.Array, running: jax.Array) -> jax.Array:
-            # Unlike XLA's reduction, this maximum of two keeps a NaN on CPU.
+            # Unlike XLA's reduction, a maximum of two arrays keeps NaN on CPU.
             return jnp.maximum(running, _largest(logits.block(i, j)))
 
         return jax.lax.fori_loop(*logits.seen_by(i), fold, running)

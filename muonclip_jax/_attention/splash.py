@@ -1,4 +1,4 @@
-"""Attention and its largest logits from tokamax's splash kernel on TPU."""
+"""Computes attention and its largest logits with tokamax's splash kernel on TPU."""
 
 import functools
 from typing import Any
@@ -14,10 +14,10 @@ from .._options import whole_number
 from .logits import fitting, make_window, scalar, segments, Window
 
 
-_LANES = 128  # of a TPU's vector registers, of which blocks and lengths are multiples
+_LANES = 128  # of a TPU's vector registers; blocks and lengths are multiples of it
 
-# Where nothing is seen the kernel writes its DEFAULT_MASK_VALUE, -0.7 times the largest
-# float32 (-2.4e38), over log2(e) with use_base2_exp. No logit comes near.
+# For a row that sees nothing, the kernel writes its DEFAULT_MASK_VALUE, -0.7 times the
+# largest float32 (-2.4e38), divided by log2(e) with use_base2_exp. No logit comes near.
 _NOTHING = -1e37
 
 
@@ -36,9 +36,9 @@ def splash_attention(
     interpret: bool = False,
     **config: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Splash attention on TPU, and the largest logits that it keeps for its gradient.
+    """Computes splash attention on TPU, and the largest logits it keeps for gradients.
 
-    The statistic, as [`max_logits`][] defines it, costs nothing in training: the kernel
+    The statistic, as in [`max_logits`][], costs nothing in training, because the kernel
     forms the row maxima anyway. Needs tokamax (`pip install 'muonclip_jax[tokamax]'`).
     Under `jit` with sharded arrays wrap the call in
     `jax.shard_map(..., check_vma=False)`, like any Pallas kernel.
@@ -72,8 +72,8 @@ def splash_attention(
 
     ??? cite "References"
 
-        Dao et al., "FlashAttention", arXiv:2205.14135, of which splash attention is a
-        form for TPU and sparse masks.
+        Dao et al., "FlashAttention", arXiv:2205.14135. Splash attention is its form for
+        TPU and sparse masks.
     """
     if logits_soft_cap is not None:
         raise ValueError(
@@ -101,8 +101,8 @@ def splash_attention(
     padded = _padded(length), _padded(key_length)
     splash = _tokamax()
     rows, columns = (_largest_block(size, block_size) for size in padded)
-    # Forward and both halves of the gradient in the same blocks: any other field of
-    # tokamax's config is for the caller to tune.
+    # Forward and both halves of the gradient use the same blocks. The caller may tune
+    # any other field of tokamax's config.
     blocks = dict(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns
     )
@@ -112,7 +112,7 @@ def splash_attention(
         save_residuals=True,
         q_seq_shards=1,
     )
-    # The kernel knows no scale: the query has to bring it.
+    # The kernel has no scale argument, so scale the query.
     factor = scalar(scale, query.shape[-1], jnp.float32)
     scaled = (query.astype(jnp.float32) * factor).astype(query.dtype)
     # From (batch..., length, heads, dim) to (batch, heads, padded length, dim).
@@ -124,32 +124,32 @@ def splash_attention(
         ids = (jnp.zeros((*batch[:-2], n), jnp.int32) for n in shape[-2:])
     rows_of_ids = [x.reshape(-1, x.shape[-1]) for x in ids if x is not None]
     if rows_of_ids:
-        # Keys that are padding are of a segment that no query has.
+        # Padded keys get a segment that no query has.
         nowhere = jnp.min(rows_of_ids[0]) - 1
         of_rows = (_pad(x, -1, nowhere) for x in rows_of_ids)
         arguments.append(splash.SegmentIds(*of_rows))
     output, residuals = jax.vmap(kernel)(*arguments)
-    # The kernel skips the blocks of a query that sees no key.
+    # The kernel skips blocks whose queries see no key.
     before, after = (max(padded) if side is None else side for side in window)
     at = np.arange(length)
     seen = jnp.asarray(
         np.maximum(at - before, 0) <= np.minimum(at + after, key_length - 1)
     )
-    # A maximum may lose a NaN, but the sum does not.
+    # A maximum may lose a NaN; the sum does not.
     is_nan = jnp.isnan(residuals["logsumexp"])
     maxima = jnp.where(is_nan, jnp.nan, residuals["max_logits"])
-    # Rows that see no key are left unwritten, which may be anything, NaN included.
+    # The kernel does not write rows that see no key; they may hold anything, even NaN.
     output = jnp.swapaxes(output[:, :, :length], 1, 2)
     output = jnp.where(seen[None, :, None, None], output, 0)
-    # By its name `record_attention` finds it, though a loss does not return it.
+    # The name lets `record_attention` find it, although the loss does not return it.
     statistic = checkpoint_name(_statistic(maxima, seen), STATISTIC)
     return output.reshape(*batch, output.shape[-1]), statistic
 
 
 def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:
-    """The `(heads,)` maxima of `(batch, heads, padded length)`."""
+    """Returns the `(heads,)` maxima of `(batch, heads, padded length)`."""
     maxima = row_maxima[..., : seen.size]
-    # Segments hide all keys from a row of a batch where the band shows some.
+    # Segments may hide all keys from a row that the window lets see some.
     is_hidden = ~seen[None, None] | (maxima <= _NOTHING)
     maxima = jnp.where(is_hidden, -jnp.inf, maxima)
     return jax.lax.stop_gradient(largest(maxima, (0, 2)))
@@ -157,7 +157,7 @@ def _statistic(row_maxima: jax.Array, seen: jax.Array) -> jax.Array:
 
 def _tokamax() -> Any:
     try:
-        # Private, so that pyproject.toml has an upper bound. What 0.0.17 exports takes
+        # Private, so pyproject.toml has an upper bound. The public API of 0.0.17 takes
         # neither a mask that the kernel computes nor `interpret`.
         from tokamax._src.ops.experimental.tpu.splash_attention import (  # pyright: ignore[reportMissingImports]
             splash_attention_kernel,
@@ -171,9 +171,9 @@ def _tokamax() -> Any:
 
 @functools.cache
 def _mask(masks: Any, shape: tuple[int, int], window: Window) -> Any:
-    """The keys that queries see, computed in the kernel: no array of both lengths.
+    """Returns a mask that the kernel computes, without an array of both lengths.
 
-    Once for each shape: each has a function of its own, for which `jit` would compile.
+    Cached by shape: each mask has a function of its own, for which `jit` would compile.
     """
     before, after = (
         None if side is None or side >= max(shape) - 1 else side for side in window
@@ -194,6 +194,6 @@ def _padded(length: int) -> int:
 
 
 def _largest_block(length: int, limit: int) -> int:
-    # Of those that divide the length, as the kernel wants it: 640 at most 512 is 128.
+    # The kernel needs a block that divides the length: for 640, at most 512, it is 128.
     blocks = range(_LANES, min(length, max(limit, _LANES)) + 1, _LANES)
     return max(block for block in blocks if length % block == 0)

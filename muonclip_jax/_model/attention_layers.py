@@ -1,7 +1,7 @@
-"""Attention layers as QK-Clip sees them: described, read, or stock Flax's by name.
+"""Attention layers for QK-Clip: described, read from the model, or found by name.
 
-By names it is exact or an error: a layer that is found has all leaves that scale its
-logits, and attention that only looks like one names the reading of the model.
+Names find the layers of stock Flax. A layer found by name has all leaves that scale its
+logits. Anything that only looks like one raises an error that points to `read_model`.
 """
 
 import re
@@ -20,7 +20,7 @@ from .head_leaf import HeadLeaf
 from .owned_leaf import OwnedLeaf
 
 
-#: A leaf as people write it, or as a reading has it.
+#: A leaf written by hand, or found by a reading.
 Leaf = HeadLeaf | OwnedLeaf
 
 
@@ -28,25 +28,25 @@ class AttentionLayer(NamedTuple):
     """An attention layer: its statistic, and the leaves that QK-Clip scales.
 
     The statistic of the layer at `path` is the leaf `<path>/max_logits` of shape
-    `(*stack, heads)`, of the logits that query and key make; a leaf named here has the
+    `(*stack, heads)`: the largest logits of query and key. A leaf named here has the
     axes of `stack`, unless the layers of the stack share it. Leaves are
-    [`HeadLeaf`][]s; those of a reading list the head of every entry.
+    [`HeadLeaf`][]s; a reading's leaves list the head of every entry.
 
     **Arguments:**
 
-    - `path`: of the module, from the root of the params.
+    - `path`: path of the module, from the root of the params.
     - `query`, `key`: leaves that share the scaling, `gamma**alpha` and
-        `gamma**(1-alpha)`. A key that several query heads or several layers share is
-        left alone, and `query` is scaled by the whole `gamma`; likewise for a shared
+        `gamma**(1-alpha)`. If several query heads or several layers share the key,
+        the key stays and `query` is scaled by the whole `gamma`; likewise for a shared
         query. A leaf that is both is scaled by `gamma**0.5`, for every `alpha`. If
         these rules leave nothing to scale in a layer, it is clipped together with the
-        layers that share its leaves, by the smallest `gamma` of them.
-    - `rotary_query`: leaves of a query whose key all heads share and which stays as it
-        is, such as the rotary part of multi-head latent attention. They are scaled by
-        the whole `gamma` for every `alpha`. If no parameter scales the key (or the
-        query), list the leaves of the other here, and leave `query` and `key` empty.
-    - `threshold`: of this layer, if it differs from that of [`qk_clip`][]: a number, an
-        array with one for each layer of the stack, or a schedule.
+        layers that share its leaves, by their smallest `gamma`.
+    - `rotary_query`: leaves of a query whose key stays because all heads share it, such
+        as the rotary part of multi-head latent attention. They are scaled by the whole
+        `gamma` for every `alpha`. If no parameter scales the key (or the query), list
+        the leaves of the other here, and leave `query` and `key` empty.
+    - `threshold`: threshold of this layer, if it differs from the one of [`qk_clip`][]:
+        a number, an array with a number per layer of the stack, or a schedule.
 
     !!! example
 
@@ -72,7 +72,7 @@ class AttentionLayer(NamedTuple):
         return self.query + self.rotary_query + self.key
 
     def path_of(self, leaf: Leaf) -> paths.Path:
-        """The path of one of its leaves from the root of the params."""
+        """Returns the path of a leaf from the root of the params."""
         path = paths.split(leaf.path.removeprefix("/"))
         return path if leaf.path.startswith("/") else paths.split(self.path) + path
 
@@ -85,30 +85,30 @@ Attention = Sequence[AttentionLayer] | Callable[[Any], Sequence[AttentionLayer]]
 
 
 class LayersRead(NamedTuple):
-    """The attention layers of a reading, of whose leaves the params may have a part."""
+    """The attention layers of a reading; the params may lack some of their leaves."""
 
     model: Model
 
 
-#: However layers were given, and those of a reading.
+#: Layers given by the user, or found by a reading.
 Layers = Attention | LayersRead
 
-#: What to say where names do not decide.
+#: The advice in errors where names do not decide.
 READ_IT = "model=mc.read_model(loss, params, *batch)"
 
 
 def show_layer(layer: AttentionLayer) -> str:
-    """Writes the path of a layer."""
+    """Returns the path of a layer as text."""
     return paths.show_module(paths.split(layer.path))
 
 
 def layers_of(model: Model | None, attention: Attention | None) -> Layers | None:
-    """The attention layers: as given, else as read, whatever the reading refuses."""
+    """Returns the given layers, else the layers read; ignores refusals."""
     return attention if attention is not None or model is None else LayersRead(model)
 
 
 def attention_of(model: Model | None, attention: Attention | None) -> Layers | None:
-    """The attention layers: as given, else as read.
+    """Returns the given layers, else the layers read.
 
     **Raises:** `ValueError` for a reading with logits that no parameter scales.
     """
@@ -139,17 +139,17 @@ def flax_attention_layers(
 
     **Arguments:**
 
-    - `params`: of the model.
-    - `stack_axes`: the axis of the layers in the leaves of a module that `nn.scan` or
-        `nnx.vmap` stacks, if not the first, such as `{"decoder/layers": 1}`, or -1 for
-        the last. For `attention=` write
+    - `params`: params of the model.
+    - `stack_axes`: the axis along which `nn.scan` or `nnx.vmap` stacks the layers of a
+        module, if it is not the first: such as `{"decoder/layers": 1}`, or -1 for the
+        last axis. For `attention=` write
         `functools.partial(mc.flax_attention_layers, stack_axes=...)`.
 
     **Returns:** a list of [`AttentionLayer`][].
 
     **Raises:** `ValueError`, naming the layers, if query and key are normalized after
-    their projection (`normalize_qk=True`), where scaling the weights has no effect, and
-    if projections have leaves besides kernel and bias, such as LoRA's.
+    their projection (`normalize_qk=True`), because scaling the weights then has no
+    effect; and if projections have leaves besides kernel and bias, such as LoRA's.
 
     !!! example
 
@@ -162,7 +162,7 @@ def flax_attention_layers(
         ('attn', 'query/kernel')
     """
     if getattr(params, "shape", None) == ():
-        # No layers would be found in it, and nothing would be clipped.
+        # A number has no layers, so nothing would be clipped, without an error.
         raise ValueError(
             "flax_attention_layers needs the params, got a number, such as the step: "
             "optax.inject_hyperparams calls every function as a schedule, unless it "
@@ -177,11 +177,11 @@ def _by_names(
     reading, modules = ByNames(tree, stack_axes), {}
     leaf_at = reading.leaf_at
     for path in leaf_at:
-        # A mask may hide a projection as one, of which the name stays in sight. With
-        # a key that it shows, what it hides need not be a projection.
+        # A mask may hide a whole projection; only its name is then left. If the mask
+        # shows the key, the hidden leaf need not be a projection.
         is_one = path[-1:] == ("query",) and path in leaf_at.hidden
         module = path[:-1] if is_one else path[:-2]
-        # A query alone is no attention: a model for search has one, too.
+        # A query without a key is not attention: search models have one, too.
         key = (*module, "key", "kernel")
         is_query = is_one or path[-2:] == ("query", "kernel")
         if is_query and key in leaf_at and (not is_one or is_masked(leaf_at[key])):
@@ -189,16 +189,16 @@ def _by_names(
     layers = []
     for module in modules:
         leaves: dict[str, list[Leaf]] = {"query": [], "key": []}
-        # A plain kernel lacks the axis of heads. Counted as if it had one, it does not
-        # fit, and QK-Clip refuses it; else its features would be taken for layers.
+        # A plain kernel lacks the axis of heads. Count one more axis, so that it does
+        # not fit and QK-Clip refuses it. Otherwise its features would pass for layers.
         is_plain = reading.lacks_heads((*module, "query", "kernel"))
         for role, found in leaves.items():
             for name, ndim in (("kernel", 3), ("bias", 2)):
                 path = (*module, role, name)
                 if path in leaf_at:
                     rank = len(getattr(leaf_at[path], "shape", ()))
-                    # Each leaf's own: a stack in the last axis begins elsewhere in a
-                    # bias than in its kernel.
+                    # Per leaf, since a stack in the last axis begins at different axes
+                    # of a kernel and its bias.
                     start = reading.stacks[path].start if path in reading.stacks else 0
                     ndim = rank + 1 if is_plain and rank else ndim
                     found.append(HeadLeaf(f"{role}/{name}", ndim, stack_axis=start))
@@ -210,21 +210,21 @@ def _by_names(
 
 
 def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) -> None:
-    """Raises for leaves of a projection besides its kernel and its bias."""
+    """Raises if a projection has leaves besides its kernel and its bias."""
     owner = {layer.path_of(leaf): layer for layer in layers for leaf in layer.leaves}
     owner_of = {path[:-1]: layer for path, layer in owner.items()}
     strays: dict[AttentionLayer, list[paths.Path]] = {}
     for path in leaf_at:
         found = [owner_of.get(path[:n]) for n in range(1, len(path))]
-        # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` alongside `query`:
-        # the path of the kernel, after one more module somewhere on the way.
+        # Linen's WeightNorm keeps `WeightNorm_0/query/kernel/scale` next to `query`:
+        # the path of the kernel with one more module in it.
         n = path.index("kernel") + 1 if "kernel" in path[:-1] else 0
         found += [owner.get(path[:i] + path[i + 1 : n]) for i in range(n - 2)]
         for layer in found if path not in owner else ():
             strays.setdefault(layer, []).append(path) if layer else None
     for layer, others in strays.items():
-        # A gain, a mask or an adapter may undo the scaling or need the same, and the
-        # logits would not show it.
+        # A gain, a mask or an adapter may undo the scaling, or need the same scaling.
+        # The logits would not show it.
         raise ValueError(
             f"QK-Clip cannot act on '{show_layer(layer)}' by names: they do not say "
             f"what {paths.show_all(others)} do to the logits, so scaling the kernels "
@@ -236,20 +236,20 @@ def _check_no_others(layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt) ->
 def resolve_attention(
     attention: Layers | None, tree: paths.PathedTree
 ) -> tuple[list[AttentionLayer], paths.LeafAt]:
-    """Returns the layers, whichever way they were given, and all of their leaves.
+    """Returns the layers, however they were given, and all leaves by path.
 
-    **Raises:** `ValueError` for what is no sequence of layers, for leaves that are not
-    there, for layers at one path, and for attention that QK-Clip cannot act on.
+    **Raises:** `ValueError` if `attention` is not a sequence of layers, if leaves are
+    missing, if two layers have one path, or if QK-Clip cannot act on a layer.
     """
     if not tree.paths:  # as for `resolve_verdicts`
         return [], tree.by_path()
     if isinstance(attention, LayersRead):
         model = attention.model
         check_read(model, tree)
-        # What the params lack no optimizer has, as if a mask hid it.
+        # Leaves that the params lack count as hidden by a mask.
         hidden = dict.fromkeys(model.verdicts, MaskedNode())
         return list(model.attention), paths.LeafAt(hidden | tree.by_path())
-    # A layer by itself is a sequence, too: a named tuple.
+    # A single layer is a named tuple, and would pass for a sequence.
     found: Any = [attention] if isinstance(attention, AttentionLayer) else attention
     if attention is None:
         found = _by_names(tree)
@@ -266,7 +266,7 @@ def resolve_attention(
             raise ValueError(f"{wanted}; got a sequence with {layer!r}")
         for role in ROLES:
             leaves = getattr(layer, role)
-            # A leaf that is not in a tuple is one of strings and numbers itself.
+            # A bare leaf is a named tuple, too, of strings and numbers.
             is_tuple = isinstance(leaves, tuple) and not isinstance(leaves, HeadLeaf)
             if not is_tuple or not all(isinstance(x, Leaf) for x in leaves):
                 raise ValueError(
@@ -299,11 +299,11 @@ _QK = "(query|q|key|k|qk|querykey|queries|keys)"
 _NORM = (
     "(head|layer|group|rms|l|ln)*(norm|ln|normali[sz]ation|normali[sz]e|normali[sz]er)"
 )
-# Norms of query and key after their projection (arXiv:2302.05442), as Flax, Gemma,
-# Qwen and diffusers spell them: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
+# Norms of query and key after their projection (arXiv:2302.05442), spelled as in Flax,
+# Gemma, Qwen and diffusers: `query_ln`, `_query_norm`, `q_norm`, `norm_added_q`.
 _QK_NORM = re.compile(f"{_QK}{_NORM}(layer|scale|gain|weight|fn)*|{_NORM}(added)?{_QK}")
 # Latent attention (arXiv:2405.04434) has norms before the up-projections of query, and
-# of key and value. They come before the heads, and scaling after them does its work.
+# of key and value. They come before the heads, so scaling the up-projections works.
 _OF_LATENT_QUERY = re.compile(f"q{_NORM}|{_NORM}q")
 _OF_LATENT_KEY = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv")
 
@@ -311,7 +311,7 @@ _OF_LATENT_KEY = re.compile(f"kv(a|b|c|lora|latent|compressed)*{_NORM}|{_NORM}kv
 def _check_not_normalized(
     layers: Sequence[AttentionLayer], leaf_at: paths.LeafAt
 ) -> None:
-    """Raises for norms alongside the projections of a layer that are not its leaves."""
+    """Raises if a norm next to a layer's projections is not one of its leaves."""
     letters = {name: re.sub(r"[^a-z]", "", name.lower()) for x in leaf_at for name in x}
     norms: dict[paths.Path, dict[str, str]] = {}
     for path in leaf_at:
@@ -328,8 +328,8 @@ def _check_not_normalized(
         for module in {path[:n] for path in leaves for n in range(depth, len(path))}:
             here = norms.get(module, {})
             of_key = {name for name, x in here.items() if _OF_LATENT_KEY.fullmatch(x)}
-            # `q_norm` may be either kind. It is the latent's where a layer is known to
-            # be latent attention, or has the norm of the latent key and value.
+            # `q_norm` may be either kind. It belongs to the latent query if the layer
+            # is latent attention, or has the norm of the latent key and value.
             is_latent = bool(layer.rotary_query or of_key)
             strays[layer.path] = strays.get(layer.path, []) + [
                 name
@@ -338,8 +338,8 @@ def _check_not_normalized(
                 if not (is_latent and _OF_LATENT_QUERY.fullmatch(x))
             ]
     if any(strays.values()):
-        # Silent otherwise: the statistics would stay where they are, and step after
-        # step the kernels would shrink.
+        # Without this error the statistics would stay, and the kernels would shrink
+        # at every step.
         modules = [paths.show_module(paths.split(x)) for x in strays if strays[x]]
         found = sorted({name for each in strays.values() for name in each})
         raise ValueError(
@@ -354,21 +354,20 @@ def _check_not_normalized(
 def check_none_overlooked(
     tree: paths.PathedTree, layers: Sequence[AttentionLayer]
 ) -> None:
-    """Raises for attention that its names show, where Flax's are looked for."""
-    # Silent otherwise: a model in which nothing is found trains like any other, and no
-    # head is ever clipped.
+    """Raises if names show attention that the search for Flax's names missed."""
+    # Without this error the model would train, and no head would ever be clipped.
     reading = ByNames(tree)
     known = {paths.split(layer.path) for layer in layers}
     overlooked = []
     for path, own in reading.own.items():
-        # A model for search has a query, too. A key alongside it makes it attention.
+        # Search models have a query, too. With a key next to it, it is attention.
         is_query = path[-2:] == ("query", "kernel")
         is_query &= (*path[:-2], "key", "kernel") in reading.own
-        # Gemma's, in DeepMind's library and its ports: one einsum for key and value, or
+        # Gemma in DeepMind's library and its ports: one einsum for key and value, or
         # for all three.
         is_query |= "".join(path[-2:-1]) in ("q_einsum", "qkv_einsum")
-        # With a frozen kernel out of the params, as in a partition of trainable leaves,
-        # the factors of LoRA are all that is left of the query.
+        # If a partition of trainable leaves leaves out the frozen kernel, the query
+        # consists of its LoRA factors only.
         is_query |= names.is_low_rank(path) and any(
             names.projection(name) == "query" for name in path[-3:-1]
         )

@@ -1,4 +1,4 @@
-"""An attention layer bound to its leaves: its heads, and who shares them."""
+"""An attention layer bound to its leaves: which heads it has, and which share them."""
 
 import math
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from .owned_leaf import OwnedLeaf
 
 
 class Use(NamedTuple):
-    """A leaf in one of its roles in a layer."""
+    """A leaf of a layer in one role."""
 
     layer: "BoundLayer"
     path: Path
     leaf: OwnedLeaf
-    row: tuple[int, ...]  # (*stack, heads) as the leaf has them
+    row: tuple[int, ...]  # (*stack, heads) of the leaf
     role: str
 
     @property
@@ -27,24 +27,24 @@ class Use(NamedTuple):
         return self.row == self.layer.shape
 
     def meets(self, other: "Use") -> bool:
-        """Whether both have some entry of one leaf."""
+        """Whether both use some entry of the same leaf."""
         return self.path == other.path and not self.leaf.is_apart_from(other.leaf)
 
     def first_heads(self) -> np.ndarray:
-        """For every head of the layer the first of those that share its entries.
+        """Returns, for each head of the layer, the first head that shares its entries.
 
-        They are numbered in the row of all layers; those that share a key are in a run.
+        Heads are numbered in the row of all layers. Heads with one key are in a run.
         """
         shape, depth = self.layer.shape, len(self.row) - 1
         group = max(1, shape[-1] // max(1, self.row[-1]))
         heads = np.arange(math.prod(shape)).reshape(shape)
         heads = heads[..., np.arange(shape[-1]) // group * group] + self.layer.start
-        # What has fewer axes all layers along the others share.
+        # All layers along the axes that the leaf lacks share it.
         axes = (slice(None),) * depth + (slice(0, 1),) * (len(shape) - 1 - depth)
         return np.broadcast_to(heads[axes], shape)
 
     def row_of(self, row: jax.Array) -> jax.Array:
-        """The values of the first of heads that share entries, `(*stack, heads)`."""
+        """Returns a value per group of heads that share entries, `(*stack, heads)`."""
         if self.is_whole:
             return row
         at = np.unique(self.first_heads()) - self.layer.start
@@ -52,12 +52,12 @@ class Use(NamedTuple):
 
 
 class BoundLayer:
-    """The heads of a layer as they can be scaled, and its leaves.
+    """The leaves of a layer and the heads that they scale.
 
-    Shapes are those of the whole leaves, which mapped axes may cut: whether query heads
-    share a key shows in the whole layer alone.
+    Shapes are global, although mapped axes may cut the leaves: only the whole layer
+    shows whether query heads share a key.
 
-    **Raises:** `ValueError`, naming the leaves, where their heads do not fit together.
+    **Raises:** `ValueError`, naming the leaves, if their heads do not fit together.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BoundLayer:
     ):
         self.path = split(layer.path)
         self.threshold = layer.threshold
-        # Among all layers, and of its first head in the row of all heads.
+        # The number of the layer, and of its first head in the row of all heads.
         self.index, self.start = index, start
         own = map(layer.path_of, layer.leaves)
         shapes = {path: tuple(leaf_at[path].shape) for path in own}
@@ -82,29 +82,29 @@ class BoundLayer:
                     stack = (shapes[path][axis] for axis in leaf.stack)
                     row = (*stack, leaf.heads)
                     self.uses.append(Use(self, path, leaf, row, role))
-        #: `(*stack, heads)` of the layer. Leaves may have less: those that several
-        #: heads share, or all layers of the stack.
+        #: `(*stack, heads)` of the layer. A leaf may have fewer, if several heads or
+        #: all layers of the stack share it.
         self.shape: tuple[int, ...] = (
             *max((use.row[:-1] for use in self.uses), key=len, default=()),
             max((use.row[-1] for use in self.uses), default=0),
         )
         if len(self.uses) < len(layer.leaves) or not all(map(self._fits, self.uses)):
-            # Flax kernels are named, since another layout (features last, say) is the
-            # likely cause: the numbers of heads then disagree.
+            # The error names Flax's layout, because another layout (such as features
+            # last) is the likely cause: the numbers of heads then disagree.
             raise ValueError(
                 f"the heads of attention layer '{show_module(self.path)}' do not fit "
                 f"together: {self.leaves}. Expected Flax kernels (*stack, features, "
                 "heads, head_dim) with key heads that divide the query's. For other "
                 f"layouts use {READ_IT}, or describe them in attention="
             )
-        # A query that all heads share does not say how many there are. Where the
-        # statistic has others than the key, they are clipped together.
+        # A query that all heads share does not show the number of heads. If the
+        # statistic has another number than the key, all heads are clipped together.
         of_query = [use.leaf for use in self.uses if use.role != "key"]
         self.is_shared = all(leaf.is_of_all for leaf in of_query)
 
     def _fits(self, use: Use) -> bool:
         heads, own = self.shape[-1], use.row[-1]
         is_part = self.shape[: len(use.row) - 1] == use.row[:-1]
-        # Keys may be shared by groups of query heads, and any leaf by all heads.
+        # Groups of query heads may share keys, and all heads may share any leaf.
         is_count = use.role == "key" or own in (1, heads)
         return is_part and is_count and (heads % own == 0 if own else not heads)

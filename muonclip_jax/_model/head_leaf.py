@@ -1,4 +1,4 @@
-"""One leaf of an attention layer, and where in it the heads are, as people write it."""
+"""One leaf of an attention layer and the place of its heads, written by hand."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,22 +15,22 @@ class HeadLeaf(NamedTuple):
 
     **Arguments:**
 
-    - `path`: below the layer, `"query/kernel"`, or from the root of the params with a
-        slash in front, `"/encoder/query"`.
-    - `ndim`: how many axes the leaf has in one layer; all others are a stack of layers.
-    - `axis`: the axis of the heads, from the end, after `split`; if heads are in
-        groups, a tuple of axes, the one that counts groups first; `None` for a leaf
+    - `path`: path below the layer, `"query/kernel"`, or from the root of the params
+        with a slash in front, `"/encoder/query"`.
+    - `ndim`: number of axes in one layer; all other axes are a stack of layers.
+    - `axis`: the axis of the heads, from the end, after `split`. If heads are in
+        groups, a tuple of axes, first the one that counts groups. `None` for a leaf
         that all heads share, such as the gain of a norm.
     - `split`: if heads have no axis of their own, the sizes into which an axis is
         reshaped: `(heads, head_dim)`, or `(3, heads, head_dim)` for fused kernels. One
-        of them may be -1, as in a reshape.
+        size may be -1, as in a reshape.
     - `part`: an axis from the end, after `split`, and the slice of it that belongs to
         this layer; a tuple of such pairs if several axes are cut. The rest of the leaf
-        belongs to others, such as the keys after the queries in one axis of heads.
-    - `stack_axis`: where the axes of a stack begin, if not in front, or, from the end,
-        where they stop: -1 for the last. The other arguments describe the leaf as if
-        they were in front.
-    - `split_axis`: the axis that is split, from the end: -2 for a kernel of
+        has other uses, such as the keys after the queries in one axis of heads.
+    - `stack_axis`: the first axis of the stack, if it is not in front; a negative
+        number is the last axis of the stack, from the end. The other arguments
+        describe the leaf as if the stack were in front.
+    - `split_axis`: the axis that `split` splits, from the end: -2 for a kernel of
         `(heads * head_dim, features)`, as in PyTorch and Equinox.
 
     !!! example
@@ -53,11 +53,11 @@ class HeadLeaf(NamedTuple):
     split_axis: int = -1
 
     def owned(self, shape: Shape) -> OwnedLeaf | None:
-        """The head of each entry in a leaf of this shape; `None` if it does not fit.
+        """Returns the head of each entry in a leaf of this shape; `None` if unfit.
 
-        The one reading of `axis`, `split` and `part`: all else goes by the owners.
+        Only this function interprets `axis`, `split` and `part`.
 
-        **Raises:** `ValueError` where `stack_axis` is out of range.
+        **Raises:** `ValueError` if `stack_axis` is out of range.
         """
         depth = max(0, len(shape) - self.ndim)
         stack = stack_at(self.stack_axis, len(shape), depth) if depth else Stack(0, 0)
@@ -69,8 +69,8 @@ class HeadLeaf(NamedTuple):
         layer = stack.layer(shape)
         if len(layer) != self.ndim or not -self.ndim <= self.split_axis < 0:
             return None
-        # A size of -1 rounds down: 10 into heads of 4 would be two heads and a rest
-        # that no head scales.
+        # A size of -1 rounds down: 10 entries would be two heads of 4, and a rest that
+        # no head scales.
         view = self._view(layer)
         if math.prod(view) != math.prod(layer):
             return None
@@ -78,11 +78,12 @@ class HeadLeaf(NamedTuple):
             return None
         rank, stop = len(view), len(view) + self.split_axis + 1
         split = range(stop - len(self.split), stop if self.split else 0)
-        # In full where heads differ, and along factors, which are one axis again below.
+        # Full size along axes of heads and parts, and along the sizes of `split`, which
+        # become one axis again below.
         named = {i % rank for i in (*self.head_axes, *self.parts)} | {*split}
         owners = np.full([n if i in named else 1 for i, n in enumerate(view)], -1)
         meant = tuple(self.parts.get(i - rank, slice(None)) for i in range(rank))
-        # Heads are counted by the axes in the order given, which need not be theirs.
+        # `head_axes` says in which order heads are counted; the leaf may have another.
         counts = [owners[meant].shape[i] for i in self.head_axes]
         heads = np.arange(math.prod(counts)).reshape(counts)
         order = sorted(range(len(counts)), key=self.head_axes.__getitem__)
@@ -96,19 +97,19 @@ class HeadLeaf(NamedTuple):
 
     @property
     def head_axes(self) -> tuple[int, ...]:
-        """The axes of the heads, from the end, after `split`."""
+        """Returns the axes of the heads, from the end, after `split`."""
         if self.axis is None:
             return ()
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     @property
     def parts(self) -> dict[int, slice]:
-        """The axes that are cut, after `split`, and what is meant of them."""
+        """Returns the slice of each axis that `part` cuts, after `split`."""
         pairs: Any = self.part or ()
         return dict([pairs] if pairs and isinstance(pairs[0], int) else pairs)
 
     def _view(self, shape: Shape) -> Shape:
-        """The shape of one layer after `split`."""
+        """Returns the shape of one layer after `split`."""
         at = len(shape) + self.split_axis
         known = math.prod(part for part in self.split if part != -1)
         sizes = (shape[at] // known if part == -1 else part for part in self.split)

@@ -1,4 +1,4 @@
-"""Which head owns each entry of a leaf: what a layer is scaled and cut by."""
+"""The head that owns each entry of a leaf: QK-Clip scales and Muon splits by it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from .._parameters.paths import Shape
 class OwnedLeaf:
     """A leaf of an attention layer, with the head that owns each of its entries.
 
-    Leaves are equal if their fields are: `owners` has one entry along every axis on
-    which nothing depends, whatever it was made of.
+    Leaves with equal fields are equal. `owners` is reduced to one entry along each axis
+    on which it does not depend, so equal owners have equal shapes.
 
     **Arguments:**
 
-    - `path`: below the layer or, with a slash in front, from the root of the params.
+    - `path`: path below the layer, or, with a slash in front, from the params' root.
     - `stack`: the axes of the leaf that are a stack of layers, the outermost first.
-    - `owners`: integers that broadcast to one layer of the leaf, which has no axes of
-        the stack: the head of each entry, -1 where no head scales it.
-    - `heads`: how many heads are counted. Heads that share all their entries count as
-        one, so that it is 1 for a gain of all heads.
-    - `is_of_all`: whether all heads share it, however many they are: `heads` is then no
-        number of heads.
+    - `owners`: the head of each entry, -1 where no head scales it. Integers that
+        broadcast to one layer of the leaf, without the axes of the stack.
+    - `heads`: number of heads. Heads that share all their entries count as one: a gain
+        that all heads share has 1.
+    - `is_of_all`: whether all heads share the leaf. `heads` then does not say how many
+        there are.
     """
 
     path: str
@@ -37,8 +37,8 @@ class OwnedLeaf:
     is_of_all: bool = False
 
     def __post_init__(self):
-        # Two rules may describe one leaf by owners of different shapes, and layers are
-        # found again by their leaves: as small as they can be, these compare by bytes.
+        # Two rules may give one leaf owners of different shapes, and leaves are keys of
+        # layers. The smallest shape is unique, so bytes can be compared.
         owners = np.asarray(self.owners, np.int32)
         for axis in range(owners.ndim):
             first = owners.take([0], axis) if owners.shape[axis] else owners
@@ -59,11 +59,11 @@ class OwnedLeaf:
 
     @property
     def mask(self) -> np.ndarray:
-        """True for entries that some head owns; it broadcasts to the whole leaf."""
+        """Returns True for entries that a head owns; broadcasts to the whole leaf."""
         return np.expand_dims(self.owners >= 0, self.stack)
 
     def owned(self, shape: Shape) -> "OwnedLeaf | None":
-        """The leaf itself if it can have this shape, as [`HeadLeaf`][] has it made."""
+        """Returns itself if the shape fits, else `None`, as `HeadLeaf.owned` does."""
         layer = [n for i, n in enumerate(shape) if i not in self.stack]
         is_deep = len(shape) == len(layer) + len(self.stack)
         if not is_deep or len(layer) != self.owners.ndim:
@@ -76,35 +76,35 @@ class OwnedLeaf:
         return not (self.mask & other.mask).any()
 
     def joined_with(self, other: "OwnedLeaf") -> "OwnedLeaf":
-        """One description of the entries of two, where both have the same stack."""
+        """Returns the union of two descriptions that have the same stack."""
         owners = np.maximum(*np.broadcast_arrays(self.owners, other.owners))
         heads = max(self.heads, other.heads)
         return dataclasses.replace(self, owners=owners, heads=heads)
 
     def spread(self, of_heads: Any, rest: int = 1) -> Any:
-        """Gives every entry what its head has in `(*stack, heads)`, others the `rest`.
+        """Returns the value of each entry's head, from `(*stack, heads)`.
 
-        It broadcasts to the whole leaf: factors multiply it. Numbers of NumPy stay
-        NumPy's.
+        Entries without a head get `rest`. The result broadcasts to the whole leaf. It
+        is a NumPy array if `of_heads` is.
         """
-        # Entries without an owner read the first head's, which `where` then replaces.
+        # Entries without an owner read the first head's value; `where` replaces it.
         at, xp = np.maximum(self.owners, 0), jnp
         if isinstance(of_heads, np.ndarray):
             found, xp = of_heads[..., at], np
         else:
-            # Without the promise XLA clamps the indices, or fills, on every update.
+            # Without the promise XLA clamps the indices or fills, at every update.
             found = of_heads.at[..., at].get(mode="promise_in_bounds")
         found = xp.where(self.owners < 0, rest, found)
         return xp.moveaxis(found, range(len(self.stack)), self.stack)
 
     def along(self, axis: int) -> tuple[int, int]:
-        """How many entries of one line along an axis have an owner, and how many own.
+        """Returns how many entries of a line along an axis are owned, and by how many.
 
-        An axis of heads has as many of one as of the other, and one on which the head
-        does not depend has 1 owner. In between, heads are a part of the axis.
+        On an axis of heads both numbers are equal. If the head does not depend on the
+        axis, there is 1 owner. Otherwise heads are a part of the axis.
         """
-        # Sorted, every head begins where its number first appears: -1, for nobody, is
-        # what comes before the line, so that it begins nothing.
+        # In sorted order each head begins where its number first appears. Prepending
+        # -1 (no owner) keeps -1 from counting as a beginning.
         ordered = np.sort(self.owners, axis)
         owned = (ordered >= 0).sum(axis)
         own = (np.diff(ordered, axis=axis, prepend=-1) > 0).sum(axis)
@@ -113,11 +113,11 @@ class OwnedLeaf:
     def row_spec(
         self, cut: PartitionSpec, counts: Sequence[int]
     ) -> PartitionSpec | None:
-        """The spec of a row `(*stack, heads)` where `cut` is that of the leaf.
+        """Returns the spec of a row `(*stack, heads)`, if `cut` is the leaf's spec.
 
-        `counts` says into how many blocks each entry cuts. `None` where a block of the
-        leaf has no run of consecutive heads, as one of the fused (3, heads, head_dim)
-        has heads of the query and of no key, or the other way round.
+        `counts` has the number of blocks for each entry of `cut`. Returns `None` if a
+        block has no run of consecutive heads: a block of a fused (3, heads, head_dim)
+        may have heads of the query but not of the key, or the other way round.
         """
         rest = (i for i in range(self.mask.ndim) if i not in self.stack)
         entries = dict(enumerate(cut))
@@ -126,8 +126,8 @@ class OwnedLeaf:
             entry = entries.get(at)
             if entry is None or self.along(axis)[1] < 2:
                 continue  # whole, or cut where the head does not depend on it
-            # Block i of the leaf has to hold the i-th of as many equal runs of heads:
-            # that is what a row cut by the same entry has on the same device.
+            # Block i of the leaf must hold the i-th of `counts[at]` equal runs of
+            # heads: a row cut by the same entry has that run on the same device.
             blocks = np.array_split(self.owners, counts[at], axis)
             runs = np.array_split(np.arange(self.heads), counts[at])
             pairs = zip(blocks, runs, strict=True)

@@ -1,4 +1,4 @@
-"""One matrix per attention head, wherever the attention layers say that heads are."""
+"""Splits matrices into one per attention head, as the attention layers say."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from .owned_leaf import OwnedLeaf
 
 
 class MatrixRules(NamedTuple):
-    """The user's word on matrices, from which the verdicts on any tree follow."""
+    """The user's arguments about matrices; they determine the verdicts on any tree."""
 
     dimension_numbers: DimensionNumbers | None
     per_head: bool | None
     model: Model | None
-    layers: Layers | None  # whose heads are cut apart
+    layers: Layers | None  # layers whose heads are split
 
     def verdicts(self, tree: paths.PathedTree) -> list[Verdict]:
-        """The verdict on each leaf, with heads as matrices where they are to be.
+        """Returns the verdict on each leaf, with one matrix per head where wanted.
 
         As in Kimi K3 (arXiv:2607.24653, section 2.5) and GLM-5 (arXiv:2602.15763).
         """
@@ -46,20 +46,20 @@ class MatrixRules(NamedTuple):
                 path = layer.path_of(leaf)
                 own = described.setdefault(path, [])
                 is_hidden = paths.is_masked(leaf_at[path])
-                # Where one does not fit, QK-Clip's `init` says why.
+                # If a leaf does not fit, QK-Clip's `init` says why.
                 if not is_hidden and (owned := leaf.owned(tuple(leaf_at[path].shape))):
-                    # The parts of a query with a rotary embedding and without are one
-                    # head.
+                    # The parts of a query with and without a rotary embedding are one
+                    # head, so `query` and `rotary_query` are not distinguished.
                     own.append((leaf in layer.key, owned))
         found = resolve_verdicts(numbers, tree, model=model, described=described)
-        # A reading knows heads by the logits, which have none of the value's. An axis
-        # that stock layers have for these counts with a reading as it does without.
+        # A reading finds heads through the logits, so it does not know the value's
+        # heads. Names decide these, as they do without a reading.
         is_named = is_cut and model is not None
         named = ByNames(tree).verdicts(per_head=True) if is_named else {}
         for i, (path, verdict) in enumerate(zip(tree.paths, found, strict=True)):
             given, must = verdict.numbers, bool(self.per_head)
-            # A bias goes to AdamW, whatever heads it has; what the user has cut stays,
-            # and what the user has given, unless heads were asked for.
+            # A bias goes to AdamW, whatever its heads. A matrix that the user has split
+            # stays. Axes that the user has given stay unless per_head=True.
             if given is None or isinstance(given, MatrixAxes):
                 continue
             if verdict.source == "given" and not must:
@@ -67,7 +67,7 @@ class MatrixRules(NamedTuple):
             if described.get(path):
                 shape = tuple(leaf_at[path].shape)
                 axes: Any = _of_heads(path, shape, given, described[path], must)
-                # What names leave open, the description of the heads decides.
+                # The description of the heads decides what names leave open.
                 kind = verdict.kind if verdict.is_known else "heads"
                 found[i] = verdict._replace(numbers=axes, kind=kind, is_known=True)
             elif path in named and _cuts(
@@ -83,22 +83,22 @@ def matrix_rules(
     dimension_numbers: DimensionNumbers | None,
     attention: Attention | None = None,
 ) -> MatrixRules:
-    """The rules of what the user gave; heads are those of `attention`, else of `model`.
+    """Returns the rules; heads come from `attention`, else from `model`.
 
-    `None` for `per_head` cuts what can be cut.
+    `per_head=None` splits every leaf that can be split.
     """
-    # What was made before, as by `muonclip` for `muon`, is all there is.
+    # `muonclip` makes the rules before it calls `muon`.
     if isinstance(dimension_numbers, MatrixRules):
         return dimension_numbers
     check_model(model)
     per_head = per_head if per_head is None else flag("per_head", per_head)
-    # Layers that QK-Clip cannot act on have heads all the same.
+    # Layers that QK-Clip cannot act on have heads, too.
     layers = layers_of(model, attention)
     return MatrixRules(dimension_numbers, per_head, model, layers)
 
 
 def _cuts(named: Verdict, given: Axes, shape: tuple[int, ...]) -> bool:
-    """Whether a name shows an axis of heads among a kernel's outputs."""
+    """Whether a kernel's name shows an axis of heads among its outputs."""
     if named.numbers is None or named.kind != "attention":
         return False
     view, by_name = (matrix_view(shape, x) for x in (given, named.numbers))
@@ -113,18 +113,18 @@ def _of_heads(
     leaves: Sequence[tuple[bool, OwnedLeaf]],
     must: bool,
 ) -> Axes:
-    """The axes of a leaf, with the outputs of each of its heads as a matrix."""
+    """Returns the axes of a leaf, with the outputs of each head as a matrix."""
     (_, leaf), *_ = leaves
     if all(x.owners.size == 1 for _, x in leaves):
-        return given  # of all heads at once
+        return given  # all heads share the leaf
     reduction, output = given.reduction_axis, given.output_axis
     axes = [i for i in range(len(shape)) if i not in leaf.stack]
     along = dict(zip(axes, map(leaf.along, range(len(axes))), strict=True))
     cut = {i for i in axes if leaf.mask.shape[i] > 1 and along[i][1] == 1}
     heads = {i for i in axes if along[i][1] > 1}
     if len(axes) > 2 and all(along[i][0] == along[i][1] for i in heads):
-        # Heads have axes of their own: these are a stack. So is the axis that has key
-        # and value in Gemma's kernel of both. An axis of one head is not seen as one.
+        # Heads have axes of their own, which become a stack. The axis of key and value
+        # in Gemma's joint kernel is a stack, too. An axis with one head is not found.
         rest = [i for i in axes if i not in heads and shape[i] > 1]
         if len(rest) == 3 and len(cut) == 1:
             rest.remove(*cut)
@@ -132,12 +132,12 @@ def _of_heads(
             reduction, output = rest
             if not cut & {*rest}:
                 return type(given)(reduction, output)
-            # A part of each head's outputs, as the key of a latent kernel is.
+            # The leaf owns a part of each head's outputs, such as a latent key.
             output = tuple(sorted((*heads, output)))
     view = matrix_view(shape, MatrixAxes(reduction, output))
-    # Which head each output belongs to, queries even and keys odd: keys may be fewer.
-    # What no head scales, such as the value in a fused kernel, is a matrix of its own
-    # from one head to the next.
+    # The head of each output, even numbers for queries and odd ones for keys, of which
+    # there may be fewer. Outputs that no head scales, such as the value in a fused
+    # kernel, form a matrix of their own from one head to the next.
     alone = tuple(n if i in view.output else 1 for i, n in enumerate(shape))
     inputs = tuple(i for i in range(len(shape)) if i not in view.output)
     owner = np.full(alone, -1)

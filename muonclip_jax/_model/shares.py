@@ -1,22 +1,22 @@
-"""The share of gamma that each side of a product of query and key is scaled by.
+"""The share of gamma for each side of a product of query and key.
 
-A clip scales a logit by gamma if the shares of query and key make up the whole gamma,
-in each product that the logit is a sum of. Entries of a leaf have one share, wherever
-they are used. No head may scale entries that other heads have, too. So, in this order:
+A logit is a sum of products. A clip scales it by gamma if the shares of query and key
+make up the whole gamma in each product. An entry of a leaf has one share, wherever it
+is used. No head may scale entries that other heads have, too. The rules, in order:
 
-1. A side that no parameter scales stays, and the other side takes the whole. The key of
-   a rotary query is such a side.
-2. A side with a leaf that several heads or several layers share stays, and the other
-   takes the whole, as the paper has it for the rotary key (arXiv:2507.20534, algorithm
-   1; the paper does not mention keys that groups of heads or layers share).
-3. Entries that are query and key of one product are both its factors: half for each
-   side, whatever alpha is. If both sides are shared, each takes half, too.
-4. Else the query takes alpha, and the key the rest.
+1. If no parameter scales a side, it stays, and the other side takes the whole. The key
+   of a rotary query is such a side.
+2. If several heads or several layers share a leaf of a side, it stays, and the other
+   takes the whole, as in the paper for the rotary key (arXiv:2507.20534, algorithm 1;
+   the paper does not mention keys that groups of heads or layers share).
+3. If the same entries are query and key of one product, each side takes half, whatever
+   alpha is. If both sides are shared, each takes half, too.
+4. Otherwise the query takes alpha, and the key the rest.
 
 If a layer then has nothing left to scale, all layers that share entries with it are
-clipped as one: the rule is applied to the leaves of all of them, and heads that have a
-scaled entry in common get the smallest gamma of them. No head stays above the
-threshold; heads that share with a head further above it end below it.
+clipped as one: the rules apply to the leaves of all of them, and heads with a scaled
+entry in common get their smallest gamma. No head stays above the threshold. A head that
+shares entries with a head further above the threshold ends below it.
 """
 
 import functools
@@ -34,7 +34,7 @@ from .bound_layer import BoundLayer, Use
 
 Share = Literal["alpha", "rest", "half", "whole"]
 
-#: A leaf that is scaled for the heads of its layer, and by what share of their gamma.
+#: A leaf that is scaled for the heads of its layer, and its share of their gamma.
 Scaled = tuple[Use, Share]
 
 
@@ -43,12 +43,12 @@ def shares_of(
 ) -> list[tuple[Share | None, Share | None]] | None:
     """Returns the shares of query and key in each product, `None` for one that stays.
 
-    Each side lists its leaves, as `Use` or anything else that has `meets`. The result
-    is `None` if no shares are exact.
+    Each side lists its leaves, as `Use` or another type with `meets`. The result is
+    `None` if no shares are exact.
     """
-    # A share is a power of gamma, and the powers of a product's sides add up to 1. So
-    # all sides that are connected have a power x or 1 - x. Number i stands for the
-    # power of side i, and number n + i for one minus this power; equal powers join.
+    # A share is a power of gamma. The powers of a product's two sides add up to 1, so
+    # connected sides have a power x or 1 - x. Number i stands for the power of side i,
+    # and number n + i for one minus this power; equal powers are joined.
     sides = [side for pair in pairs for side in pair]
     n = len(sides)
     equal = [(i, n + (i ^ 1)) for i in range(n)]
@@ -56,7 +56,7 @@ def shares_of(
         if any(a.meets(b) for a, b in itertools.product(sides[i], sides[j])):
             equal += [(i, j), (n + i, n + j)]
     first = _joined(2 * n, equal)
-    stays = np.zeros(2 * n, int)  # 1 where a side had better stay, 2 where it has to
+    stays = np.zeros(2 * n, int)  # 1 if a side should stay, 2 if it must
     wishes = [int(any(map(is_shared, side))) if side else 2 for side in sides]
     np.maximum.at(stays, first[:n], wishes)
     shares: list[Share | None] = []
@@ -66,7 +66,7 @@ def shares_of(
         if own == other or stays[own] == stays[other] == 1:
             shares.append("half")
         elif stays[own] == stays[other]:
-            # The smallest number of all that are connected is that of a query.
+            # The smallest connected number belongs to a query.
             shares.append("alpha" if own < other else "rest")
         else:
             shares.append("whole" if stays[own] < stays[other] else None)
@@ -74,11 +74,11 @@ def shares_of(
 
 
 def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
-    """The scales of all layers, by the rule above."""
-    # By `id`, since equal leaves of two layers are two uses. All of them are alive in
-    # `layers` as long as the set is.
+    """Returns the scaled leaves of all layers, by the rules above."""
+    # By `id`, because equal leaves of two layers are two uses. `layers` keeps all uses
+    # alive as long as the set.
     contested: set[int] = set()  # uses of entries that other layers have, too
-    numbers: list[tuple[int, int]] = []  # of layers that have entries in common
+    numbers: list[tuple[int, int]] = []  # pairs of layers with entries in common
     for uses in _meeting(use for layer in layers for use in layer.uses):
         for one, other in itertools.combinations(uses, 2):
             if one.layer is not other.layer and one.meets(other):
@@ -90,8 +90,8 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
         groups.setdefault(int(first_of[layer.index]), []).append(layer)
     scaled: list[Scaled] = []
     for group in groups.values():
-        # Each layer by itself as long as that leaves alone what others have, too: then
-        # no layer is scaled for another's logits. Only where it cannot be are all one.
+        # Scale each layer by itself if it can leave shared entries alone: then no layer
+        # is scaled for another's logits. Otherwise clip the whole group as one.
         found = [x for layer in group for x in _scaled_in([layer], contested)]
         if any(id(use) in contested for use, _ in found):
             found = _scaled_in(group, set())
@@ -102,7 +102,7 @@ def scaled_leaves(layers: Sequence[BoundLayer]) -> list[Scaled]:
 def _scaled_in(
     layers: Sequence[BoundLayer], contested: Collection[int]
 ) -> list[Scaled]:
-    """The scales of layers as of one, of which some entries are best left alone."""
+    """Returns the scaled leaves of layers clipped as one, best no `contested` ones."""
     every = [use for layer in layers for use in layer.uses]
     query, alone, key = ([x for x in every if x.role == role] for role in ROLES)
     pairs = [pair for pair in ((query, key), (alone, [])) if any(pair)]
@@ -127,10 +127,10 @@ def _scaled_in(
 def clipped_together(
     layers: Sequence[BoundLayer], scaled: Sequence[Scaled]
 ) -> np.ndarray:
-    """For every head of the row of all layers the first that it is clipped with."""
+    """Returns, for each head in the row of all layers, the first it is clipped with."""
     pairs: set[tuple[int, int]] = set()
-    # Heads meet in two ways: by one leaf that several of them own at once, as a gain or
-    # a key of grouped queries, and by entries that several layers use.
+    # Heads are clipped together if they share a leaf (a gain, or a key of grouped
+    # queries), or if their layers use the same entries.
     for use in (use for use, _ in scaled if not use.is_whole):
         first = use.first_heads().ravel()
         pairs |= {*zip(first.tolist(), itertools.count(use.layer.start))}
@@ -139,7 +139,7 @@ def clipped_together(
             use.leaf.spread(np.unique(use.first_heads()).reshape(use.row), -1)
             for use in uses
         ]
-        # Each entry joins the first head that has it with all others that do.
+        # Each entry joins the first head that has it with all other heads that do.
         first = functools.reduce(lambda a, b: np.where(a < 0, b, a), rows)
         for row in rows:
             both = np.broadcast_arrays(first, row)
@@ -148,7 +148,7 @@ def clipped_together(
 
 
 def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
-    """The uses of one leaf, leaf by leaf, where some of its entries have several."""
+    """Returns the uses of each leaf that has entries with several uses."""
     by_path: dict[Path, list[Use]] = {}
     for use in uses:
         by_path.setdefault(use.path, []).append(use)
@@ -159,9 +159,9 @@ def _meeting(uses: Iterable[Use]) -> list[list[Use]]:
 
 
 def _joined(count: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """For each number the smallest that a chain of pairs connects it with."""
-    # Pairs are few, of layers or heads that share a leaf, so that every union may pass
-    # over all numbers: no tree of parents is needed.
+    """Returns, for each number, the smallest that a chain of pairs connects it to."""
+    # Few layers or heads share a leaf, so each union may pass over all numbers; a tree
+    # of parents is not needed.
     found = np.arange(count)
     for one, other in pairs:
         low, high = sorted((found[one], found[other]))

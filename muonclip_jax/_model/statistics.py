@@ -1,4 +1,4 @@
-"""Per-head statistics, read from whatever Flax returns."""
+"""Reads the per-head statistics that Flax returns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ STATISTIC = "max_logits"
 
 
 def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
-    """The maximum along axes, NaN wherever one entry is; `-inf` of no entries."""
-    # XLA's maximum of many numbers loses a NaN on CPU, its sum does not. That is NaN
-    # for both infinities together, too, and cannot overflow, scaled down so far. The
-    # compiler forms both in one pass, or one that takes a fraction of the product in
-    # front of it. In float16 the factor would be zero, and make -inf NaN.
+    """Returns the maximum along axes: NaN if one entry is, `-inf` without entries."""
+    # On CPU, XLA's maximum of many numbers loses a NaN; its sum does not. The sum is
+    # also NaN if both infinities occur. Scaled by 2**-64 it cannot overflow. XLA forms
+    # both in one pass, or the second pass costs a fraction of the product before it.
+    # In float16 the factor would be zero and turn -inf into NaN.
     found = jnp.max(x, axes, initial=-jnp.inf)
     scaled = x.astype(np.promote_types(x.dtype, np.float32)) * 2.0**-64
     is_nan = jnp.isnan(jnp.sum(scaled, axes)) & (found < jnp.inf)
@@ -28,18 +28,18 @@ def largest(x: jax.Array, axes: int | Sequence[int]) -> jax.Array:
 
 
 def largest_of_devices(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The maximum over axes of a mesh, NaN wherever one device has one."""
-    # A maximum over devices loses every NaN on CPU.
+    """Returns the maximum over mesh axes: NaN if one device has a NaN."""
+    # On CPU a maximum over devices loses every NaN.
     found, is_nan = jax.lax.pmax((x, jnp.isnan(x).astype(x.dtype)), axes)
     return jnp.where(is_nan > 0, jnp.nan, found)
 
 
 def read_attention_stats(attention_stats: Any) -> dict[paths.Path, jax.Array]:
-    """Finds the `max_logits` leaves; several entries of a plain sow are maximized."""
+    """Returns the `max_logits` leaves by path: the maximum, if a sow has several."""
     tree = paths.flatten(attention_stats)
     stats: dict[paths.Path, jax.Array] = {}
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        # Linen's `sow` stores a tuple, with an entry for each call of the module.
+        # Linen's `sow` stores a tuple with one entry per call of the module.
         at = path
         while at and at[-1].isdigit():
             at = at[:-1]

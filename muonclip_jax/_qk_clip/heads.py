@@ -2,8 +2,8 @@
 
 statistics -> row -> gamma -> one row per layer and share -> one scale per leaf.
 
-One row, since it needs one collective and one state of the same structure for every
-model, where an array for each layer would need as many as there are layers.
+One row needs one collective, and one state with the same structure for every model. An
+array per layer would need as many as there are layers.
 """
 
 import dataclasses
@@ -52,28 +52,28 @@ _HOW_TO_RECORD = (
 )
 
 
-#: A logit in the state that nobody has seen. Finite, for `jax_debug_infs`.
+#: A logit in the state before the first statistic. Finite, for `jax_debug_infs`.
 UNKNOWN = float(np.finfo(np.float32).min)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Combined:
-    """Statistics that have been read, as `multi_steps` gives them to `qk_clip`.
+    """Statistics that `multi_steps` has read and passes to `qk_clip`.
 
-    A pytree, since they pass through the `jit` and the condition of `optax.MultiSteps`.
+    A pytree, because it passes through the `jit` and condition of `optax.MultiSteps`.
     """
 
     of_layers: dict[Path, jax.Array]
-    # The replicas of which they are the maximum; static, since names are no arrays.
+    # The replicas over which the maximum was taken; static, since names are not arrays.
     reduced_over: AxisNames = dataclasses.field(metadata={"static": True})
 
 
 class Heads:
     """The attention layers that the mask shows, in one row of all their heads.
 
-    The row is of the whole layers, and the same on all devices: mapped axes that cut
-    the heads change neither the state nor which layer a head belongs to.
+    Each device has the same row, of whole layers. Mapped axes that cut the heads change
+    neither the state nor which layer a head belongs to.
     """
 
     def __init__(self, layout: Layout, attention: Layers | None):
@@ -95,7 +95,7 @@ class Heads:
                 at = len(self.layers), self.count
                 self.layers.append(BoundLayer(layer, leaf_at, *at))
                 self.count += math.prod(self.layers[-1].shape)
-            elif len(hidden) < len(own):  # a layer may be hidden, but only whole
+            elif len(hidden) < len(own):  # a mask may hide only whole layers
                 raise ValueError(
                     f"the optimizer is not given {show_all(hidden)}, but the rest of "
                     f"attention layer '{show_layer(layer)}': a mask hides them, or "
@@ -108,16 +108,16 @@ class Heads:
         self._scaled = scaled_leaves(self.layers)
 
     def shares(self) -> list[tuple[Use, Share | None]]:
-        """Every use of a leaf, and its share of gamma; `None` for one that stays."""
+        """Returns each use of a leaf and its share of gamma; `None` if it stays."""
         shares: dict[int, Share] = {id(use): share for use, share in self._scaled}
         uses = (use for layer in self.layers for use in layer.uses)
         return [(use, shares.get(id(use))) for use in uses]
 
     def read(self, attention_stats: Any) -> jax.Array:
-        """The statistic of all heads, `(all heads,)` float32, over all replicas.
+        """Returns the maximum over replicas of each head, `(all heads,)` float32.
 
-        **Raises:** `ValueError`, naming the paths, where statistics are missing or do
-        not fit, and where they are known to differ along a mapped axis.
+        **Raises:** `ValueError`, naming the paths, if statistics are missing, do not
+        fit, or are known to differ along a mapped axis.
         """
         if attention_stats is None:
             raise ValueError(
@@ -129,13 +129,13 @@ class Heads:
                 "or, as mc.multi_steps needs, write a subclass that does"
             )
         if isinstance(attention_stats, Combined):
-            # A mask around qk_clip may hide layers that multi_steps has.
+            # `multi_steps` may have layers that a mask around `qk_clip` hides.
             found = attention_stats.of_layers
             self._check_matched(found)
             return _to_row([self._checked(layer, found)[0] for layer in self.layers])
         row = self._whole_row(read_attention_stats(attention_stats))
-        # State is the same on all devices: one that is not would be refused by the
-        # out_specs of shard_map, far from here.
+        # The state must be the same on all devices. Otherwise the out_specs of
+        # shard_map would raise an error far from here.
         if along := manual_axes(row):
             raise ValueError(
                 f"the attention_stats differ along {sorted(along)}: name the axes that "
@@ -145,26 +145,26 @@ class Heads:
         return row
 
     def _whole_row(self, stats: dict[Path, jax.Array]) -> jax.Array:
-        """The statistics, checked, as one row: the maximum over replicas, all heads."""
+        """Checks the statistics; returns their maximum over replicas, as one row."""
         self._check_matched(stats)
         checked = [self._checked(layer, stats) for layer in self.layers]
-        # Heads of one device are not those of another: along axes that cut the
-        # statistics there is no maximum, unless the heads share a leaf and go by the
-        # largest of all, whichever device has it.
+        # Axes that cut the statistics have other heads on each device, so take no
+        # maximum along them. Heads that all share a leaf go by the largest of all
+        # heads, whichever device has it.
         over = []
         for layer, (_, spec) in zip(self.layers, checked, strict=True):
             axes = self._all_axes if layer.is_shared else self._replicas
             over.append(tuple(axis for axis in axes if axis not in cut_axes(spec)))
         parts: list[Any] = [x for x, _ in checked]
         for axes in dict.fromkeys(over):
-            # One collective for all layers that need the same.
+            # One collective for all layers with the same axes.
             alike = [i for i, of_layer in enumerate(over) if of_layer == axes]
             shapes = [parts[i].shape for i in alike]
             row = _to_row([parts[i] for i in alike])
-            # Axes along which types know the row to be the same need no collective.
+            # No collective along axes where the type says that the row is the same.
             if differ := differing(row, axes) if row.size else ():
-                # A NaN on one replica has to be seen by all of them, and a maximum over
-                # devices may drop it. Infinite, it is left alone and counted the same.
+                # All replicas must see a NaN of one, and a maximum over devices may
+                # drop it. As infinity it survives, and is counted in the same way.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
             for i, part in zip(alike, _divide(row, shapes), strict=True):
                 parts[i] = gather(part, checked[i][1])
@@ -173,14 +173,14 @@ class Heads:
     def clip(
         self, attention_stats: Any, threshold: Any, alpha: Any, at: Callable[[Any], Any]
     ) -> tuple[jax.Array, jax.Array, dict[Path, jax.Array]]:
-        """The row of logits, that of gamma, and the scale of each leaf."""
-        # The compiler would shard the row as the heads are, and all after it.
+        """Returns the row of logits, the row of gamma, and the scale of each leaf."""
+        # Otherwise XLA would shard the row and all that follows like the heads.
         logits = replicated(self.read(attention_stats), self._mesh_specs)
         gamma = self.joint(gammas(logits, self.thresholds(threshold, at)))
         return logits, gamma, self.scales(gamma, at(alpha))
 
     def check_state(self, row: jax.Array) -> None:
-        """Raises for a row of the state that has not all heads."""
+        """Raises if a row of the state does not have all heads."""
         if row.shape != (self.count,):
             raise ValueError(
                 f"the state of qk_clip is of {row.size} heads, but the params have "
@@ -190,18 +190,18 @@ class Heads:
             )
 
     def combined(self, row: jax.Array) -> Combined:
-        """Statistics that need no collective any more, for what is inside."""
+        """Returns the statistics for an inner `qk_clip`, which needs no collective."""
         pairs = zip(self.layers, self.by_layer(row), strict=True)
         return Combined({layer.path: x for layer, x in pairs}, self._replicas)
 
     def by_layer(self, row: jax.Array) -> list[jax.Array]:
-        """An array `(*stack, heads)` for each layer."""
+        """Returns an array `(*stack, heads)` for each layer."""
         return _divide(row, [layer.shape for layer in self.layers])
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
-        """The threshold of each head; `at` is a schedule's value at this step.
+        """Returns the threshold of each head; `at` gives a schedule's value now.
 
-        A layer of a stack may have a number for each of its layers.
+        A stack may have one number for each of its layers.
         """
         rows = []
         for layer in self.layers:
@@ -211,7 +211,7 @@ class Heads:
                 own = number(f"threshold of {name}", own, POSITIVE, *kinds)
             threshold = at(default if own is None else own)
             if not isinstance(threshold, jax.Array):
-                # Infinite to watch alone, and then the largest, for `jax_debug_infs`.
+                # Infinity only watches; `jax_debug_infs` needs a finite number.
                 threshold = np.minimum(threshold, np.finfo(np.float32).max)
             threshold = jnp.asarray(threshold, jnp.float32)
             stack = layer.shape[:-1]
@@ -225,19 +225,19 @@ class Heads:
         return _to_row(rows)
 
     def joint(self, gamma: jax.Array) -> jax.Array:
-        """The smallest gamma of heads that can only be scaled together, for all."""
-        # In most models no head shares what is scaled: no gather and no scatter then.
+        """Gives heads that can only be scaled together their smallest gamma."""
+        # In most models no heads share scaled entries: no gather, no scatter.
         first = clipped_together(self.layers, self._scaled)
         if np.array_equal(first, np.arange(self.count)):
             return gamma
         return jnp.ones_like(gamma).at[first].min(gamma)[first]
 
     def scales(self, gamma: jax.Array, alpha: Any) -> dict[Path, jax.Array]:
-        """The scale of each leaf, in an array that broadcasts to it."""
-        # A logit is bilinear in the weights of query and key, biases included. It is
-        # scaled by the product of both shares: gamma for any alpha, since the powers
-        # add up to 1, and S becomes gamma * S = tau.
-        # A schedule may leave [0, 1], or be NaN, which would undo or destroy.
+        """Returns the scale of each leaf, as an array that broadcasts to it."""
+        # A logit is bilinear in the weights of query and key, biases included. The
+        # product of both shares scales it: by gamma for any alpha, since the powers add
+        # up to 1. S becomes gamma * S = tau.
+        # A schedule outside [0, 1] would undo the clip, and NaN would destroy weights.
         alpha = jnp.where(alpha > 0, jnp.minimum(alpha, 1), 0)
         rows = {
             "alpha": gamma**alpha,
@@ -249,20 +249,19 @@ class Heads:
         scales: dict[Path, jax.Array] = {}
         for use, share in self._scaled:
             scale = use.leaf.spread(use.row_of(by_layer[share][use.layer.index]))
-            # Parts of a leaf have entries of their own; entries that several layers or
-            # roles have are scaled once.
+            # Parts of a leaf have different entries. Entries that several layers or
+            # roles use are scaled once.
             scales[use.path] = jnp.minimum(scales.get(use.path, 1), scale)
-        # Made for whole leaves, since only these know which head an entry belongs to.
+        # Computed for whole leaves: only they show which head an entry belongs to.
         return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
 
     def _checked(
         self, layer: BoundLayer, stats: Mapping[Path, jax.Array]
     ) -> tuple[jax.Array, PartitionSpec]:
-        """The statistic of the heads as they can be scaled, and how it is cut.
+        """Returns the statistic of a layer's scalable heads, and how it is sharded.
 
-        Inside `jax.shard_map` it may be of all heads, or of those of this device. The
-        shape says which: it is that of the whole layer, or what the spec of the query
-        makes of it.
+        Inside `jax.shard_map` it may have all heads, or only the heads of this device.
+        The shape decides: the whole layer's, or this device's part by the query's spec.
         """
         statistic, expected = stats[layer.path], layer.shape
         name = show((*layer.path, STATISTIC))
@@ -279,14 +278,14 @@ class Heads:
             row = largest(statistic, -1)[..., None].repeat(layer.shape[-1], -1)
         if statistic.shape == expected:
             return row, PartitionSpec()
-        use = max(layer.uses, key=lambda use: use.is_whole)  # of the query, if it is
+        use = max(layer.uses, key=lambda use: use.is_whole)  # the query's, if whole
         cut = self._cut_at[use.path]
         mesh = jax.sharding.get_abstract_mesh().shape
         spec = use.leaf.row_spec(cut, blocks_along(cut, len(cut), mesh))
         counts = blocks_along(spec or PartitionSpec(), len(expected), mesh)
         parts = [divmod(n, by) for n, by in zip(expected, counts, strict=True)]
-        # Blocks that end within a head, or have heads from several places (those of a
-        # split axis), have no statistic of their own.
+        # A block that ends within a head, or has heads from several places (on a split
+        # axis), has no statistic of its own.
         if spec is None or any(rest for _, rest in parts):
             raise ValueError(
                 f"{sorted(cut_axes(cut))} cut '{show(use.path)}' "
@@ -325,22 +324,22 @@ class Heads:
 
 
 def gammas(logits: jax.Array, threshold: Any) -> jax.Array:
-    """`tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
+    """Returns `tau/S` where a finite `S` exceeds `tau`, exactly 1 elsewhere; float32.
 
-    A schedule may fall to 0 or below, which no scaling reaches: nothing is clipped.
+    No scaling reaches a threshold of 0 or below, as of a schedule: it clips nothing.
     """
     threshold = jnp.asarray(threshold, jnp.float32)
-    # An infinite S would make gamma 0, and the head would be dead for good; a NaN would
-    # spread to all its weights. Both come of a forward pass that overflowed and not of
-    # how large the weights are, so such heads are counted and left alone.
+    # An infinite S would make gamma 0 and the head dead for good; a NaN would spread to
+    # all its weights. Both come from an overflow in the forward pass, not from the size
+    # of the weights, so such heads are counted and not scaled.
     over = jnp.isfinite(logits) & (logits > threshold) & (threshold > 0)
-    # Not tau / max(S, tau): where a device multiplies by a reciprocal, tau / tau need
-    # not be 1, and a head under the threshold keeps its bits by an exact 1 only.
+    # Not tau / max(S, tau): on a device that multiplies by a reciprocal, tau / tau may
+    # differ from 1, and only an exact 1 keeps the bits of a head under the threshold.
     return jnp.where(over, threshold / jnp.where(over, logits, 1), 1)
 
 
 def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
-    # Explicit axes that shard heads differently cannot be concatenated: on every device
+    # Arrays sharded differently on explicit axes cannot be concatenated: replicate them
     # first. The empty array is for models without attention.
     whole = (resharded(x, PartitionSpec()) for x in arrays)
     flat = [x.ravel().astype(jnp.float32) for x in whole]

@@ -1,8 +1,8 @@
-"""Micro-batches: gradients are averaged, the statistics of the heads maximized.
+"""Micro-batches: averages the gradients and takes the maximum of the statistics.
 
-The paper's S is the largest logit of the batch of a step (arXiv:2507.20534, section
-2.1), which micro-batches are parts of. A sum or mean over them, as for gradients, would
-make gamma too small by their number, or miss a head that grew in one of them.
+The paper's S is the largest logit of a step's batch (arXiv:2507.20534, section 2.1), of
+all its micro-batches. If statistics were added like gradients, gamma would be too small
+by the number of micro-batches; a mean would miss a head that grew in one of them.
 """
 
 from __future__ import annotations  # help() shows aliases by name
@@ -32,12 +32,12 @@ from .qk_clip import QKClipState, states_in
 
 
 class MultiStepsState(NamedTuple):
-    """State of [`multi_steps`][]: that of `optax.MultiSteps`, and a maximum.
+    """The state of `optax.MultiSteps`, plus the running maximum of the logits.
 
     - `mini_step`, `gradient_step`, `inner_opt_state`, `acc_grads`, `skip_state`: as in
         `optax.MultiStepsState`.
     - `running`: float32, `(all heads,)`; the largest logits since the last real step,
-        the smallest float32 after one; no heads where no [`qk_clip`][] is inside.
+        the smallest float32 right after one; no heads without an inner [`qk_clip`][].
 
     !!! example
 
@@ -61,13 +61,13 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     @staticmethod
     def has_updated(state: Any) -> jax.Array:
-        """Whether the last micro-batch ended in a real step, as optax has it."""
-        # An `nnx.Optimizer` holds variables in place of arrays.
+        """Whether the last micro-batch ended in a real step, as in optax."""
+        # An `nnx.Optimizer` holds variables, not arrays.
         done, real = map(jnp.asarray, (state.mini_step, state.gradient_step))
         return (done == 0) & (real > 0)
 
     def gradient_transformation(self) -> optax.GradientTransformation:
-        """Itself, which optax's `MultiSteps` is not."""
+        """Returns itself; optax's `MultiSteps` has to be converted."""
         return self
 
 
@@ -85,12 +85,12 @@ def multi_steps(
 ) -> MultiSteps:
     """`optax.MultiSteps` for optimizers with [`qk_clip`][] in them.
 
-    Every micro-batch has its own `attention_stats`; the real step clips once, by their
-    maximum. (`optax.MultiSteps` gives `qk_clip` only the statistics of the last
+    Each micro-batch has its own `attention_stats`; the real step clips once, by their
+    maximum. (`optax.MultiSteps` passes `qk_clip` only the statistics of the last
     micro-batch, without an error: heads with larger logits in another are clipped too
-    little.) Micro-batches that `should_skip_update_fn` rejects do not count. Other
-    arguments of the update are passed to `opt` unchanged. If `opt` has no `qk_clip`, no
-    statistics are needed.
+    little.) Micro-batches that `should_skip_update_fn` rejects do not count. `opt` gets
+    other arguments of the update unchanged. Without a `qk_clip` in `opt`, statistics
+    are not needed.
 
     **Arguments:**
 
@@ -101,8 +101,8 @@ def multi_steps(
     - `model`: as given to `opt`.
     - `attention`: as given to `opt`.
     - `shardings`: as given to `opt`.
-    - `axis_name`: as given to `opt`; that of [`muonclip`][], [`muon`][] and
-        [`qk_clip`][] need not be repeated unless they are in a chain. Gradients are
+    - `axis_name`: as given to `opt`. If `opt` is [`muonclip`][], [`muon`][] or
+        [`qk_clip`][] itself, and not a chain, you need not repeat it. Gradients are
         averaged over the replicas before they are accumulated, so that all replicas
         accumulate the same.
     - `options`: other arguments of the installed `optax.MultiSteps`, such as
@@ -145,12 +145,12 @@ def multi_steps(
         should_skip_update_fn=should_skip_update_fn,
         **options,
     )
-    # Optax makes the branches of its condition anew in each call, which an eager call
-    # would compile each time.
+    # Optax makes new branches for its condition in each call; an eager call would
+    # compile them each time.
     compiled = jax.jit(steps.update)
 
     def heads_of(layout: Layout) -> Heads:
-        # Not before: attention that a clip would refuse is no matter without one.
+        # Called only if there is a clip: without one, refused attention is no error.
         return Heads(layout, attention_of(model, attention))
 
     def init_fn(params: optax.Params) -> MultiStepsState:
@@ -159,8 +159,8 @@ def multi_steps(
         is_clipped = bool(states_in(first.inner_opt_state, QKClipState))
         count = heads_of(layout).count if is_clipped else 0
         mesh_specs = layout.mesh_specs()
-        # Optax's own zeros depend on no parameter, so that under `jit` nothing says how
-        # they are sharded.
+        # Optax's own zeros do not depend on the params, so `jit` would not know how to
+        # shard them.
         sums = layout.tree.of(first.acc_grads)
         parts = [StatePart(i, getattr(x, "dtype", None)) for i, x in enumerate(sums)]
         first = first._replace(
@@ -185,26 +185,26 @@ def multi_steps(
             heads = heads_of(layout)
             heads.check_state(running)
             largest = heads.read(attention_stats)
-            # A head that sees no key has -inf, which nothing yet is not less than.
+            # Not `both` at first: a head that sees no key has -inf, below UNKNOWN.
             both = jnp.maximum(running, largest)
             largest = jnp.where(before.mini_step == 0, largest, both)
             attention_stats = heads.combined(largest)
-        # Averaged in every micro-batch, not in the real step alone: sums would differ
-        # by replica, a checkpoint would keep one replica's, and where one skips a
-        # micro-batch the others would wait in the collective of the real step.
+        # Average in every micro-batch, not only in the real step. Otherwise sums would
+        # differ by replica, and a checkpoint would keep one replica's. If one replica
+        # skipped a micro-batch, the others would wait in the real step's collective.
         updates = layout.averaged(updates)
-        # Whatever else `opt` takes may be a string, a flag or a function, which are no
-        # arguments of a `jit`: it gets them as from optax, which traces arrays.
+        # Other arguments of `opt` may be strings, flags or functions, which `jit` does
+        # not accept. Then call optax directly, which traces only arrays.
         others = jax.tree.leaves(extra_args)
         is_traced = all(isinstance(x, jax.Array) for x in others)
         update = compiled if is_traced else steps.update
         if attention_stats is not None:
             extra_args["attention_stats"] = attention_stats
-        # optax divides by an integer, so strict promotion would refuse it.
+        # Strict promotion would refuse optax's division by an integer.
         with jax.numpy_dtype_promotion("standard"):
             updates, after = update(updates, before, params, **extra_args)
-        # Optax does not say what it did with the micro-batch, but counts: `mini_step`
-        # stays where one is skipped, and starts again after a real step.
+        # Optax's counters show what it did with the micro-batch: `mini_step` stays if
+        # it was skipped, and restarts after a real step.
         counted = after.mini_step != before.mini_step
         running = jnp.where(counted, largest, running)
         real = after.gradient_step != before.gradient_step

@@ -1,11 +1,11 @@
-"""QK-Clip: attention heads whose logits grew too large get smaller projections.
+"""QK-Clip: scales down the projections of attention heads whose logits are too large.
 
 statistics, attention layers -> gamma per head -> scale per leaf -> params or updates.
 
-Explicit here, where the paper (arXiv:2507.20534, section 2.1) is silent: biases scale
-with their kernel; a key shared by several query heads or layers is left alone, as the
-paper leaves the shared rotary key, and the query gets the whole gamma (`shares`); a
-head without a finite statistic is left alone.
+Choices on which the paper (arXiv:2507.20534, section 2.1) is silent: biases scale with
+their kernel; a key that several query heads or layers share stays, like the paper's
+shared rotary key, and the query gets the whole gamma (`shares`); a head without a
+finite statistic stays.
 """
 
 from __future__ import annotations  # help() shows aliases by name
@@ -32,20 +32,20 @@ from .heads import Heads, UNKNOWN
 
 
 class QKClipState(NamedTuple):
-    """State of [`qk_clip`][], with the heads of the last step, for `optax.tree.get`.
+    """The state of [`qk_clip`][]: all heads at the last step, for `optax.tree.get`.
 
-    The heads of all layers are in one row, so that the structure of the state is the
-    same for every model; `scalars(..., heads=True)` returns them by layer. On a mesh
-    and inside `jax.shard_map` every device has the whole row.
+    The heads of all layers are in one row, so every model has a state of the same
+    structure; `scalars(..., heads=True)` returns them by layer. On a mesh and inside
+    `jax.shard_map` every device has the whole row.
 
     - `step`: int32, `()`; updates so far, for schedules.
-    - `max_logit`: float32, `()`; the largest finite $S$; if there is none, the smallest
-        float32, since `jax_debug_infs` refuses an infinite state.
+    - `max_logit`: float32, `()`; the largest finite $S$, or the smallest float32 if no
+        $S$ is finite (`jax_debug_infs` refuses an infinite state).
     - `num_clipped`: int32, `()`; heads that were scaled.
     - `num_nonfinite`: int32, `()`; heads whose $S$ is infinite or NaN.
     - `max_logits`: float32, `(all heads,)`; $S$.
-    - `gamma`: float32, `(all heads,)`; 1 where the head was left alone.
-    - `last_clip`: int32, `(all heads,)`; step of the last clip, -1 if there was none.
+    - `gamma`: float32, `(all heads,)`; 1 if the head was not scaled.
+    - `last_clip`: int32, `(all heads,)`; step of the last clip, or -1.
 
     !!! example
 
@@ -82,12 +82,12 @@ def qk_clip(
       W_k \leftarrow \gamma^{1-\alpha} W_k$$
 
     applied to the weights after the update, biases of query and key included. A bias
-    that is added to the logits stays, and is no part of $S$. For leaves that heads,
-    layers, or query and key share, see [`AttentionLayer`][]. Updates of all other heads
-    and leaves keep their values bit for bit. Whatever the dtypes, the scaled weight is
-    computed in float32 and rounded once, as by [`clip_qk`][]: updates of the leaves
-    that `qk_clip` scales are at least float32, and `optax.apply_updates` adds them
-    before it rounds. All other updates keep their dtype.
+    that is added to the logits stays, and $S$ does not include it. For leaves that
+    heads, layers, or query and key share, see [`AttentionLayer`][]. Updates of all
+    other heads and leaves keep their values bit for bit. In every dtype, the scaled
+    weight is computed in float32 and rounded once, as in [`clip_qk`][]: updates of
+    scaled leaves are at least float32, and `optax.apply_updates` adds them before it
+    rounds. All other updates keep their dtype.
 
     A sum of weight and update is exact to $2^{-24}$ of the old weight, so a scaled
     weight has a relative error of $2^{-24}$ over its scale: up to 1e-4 for $S$ up to
@@ -109,16 +109,16 @@ def qk_clip(
         logits and clips nothing.
     - `alpha`: the query's share of the scaling, in [0, 1], or a schedule of it, whose
         values after the first step are clipped to that range.
-    - `model`: what [`read_model`][] returns; its attention layers are clipped.
+    - `model`: the result of [`read_model`][]; its attention layers are clipped.
     - `attention`: a sequence of [`AttentionLayer`][] or a function of the params that
         returns one; it overrides `model`. Without either it is
         [`flax_attention_layers`][], which finds the attention of stock Flax.
     - `shardings`: as for [`muon`][]; needed inside a `jax.shard_map` whose axes cut
-        query and key. The layer's statistics may then be of all heads or of those of
-        the device, and the state is of all heads on every device.
+        query and key. A layer's statistics may then have all heads or only the heads of
+        the device. The state has all heads on every device.
     - `axis_name`: the axis of `jax.pmap` or `jax.shard_map`, or a tuple of axes, over
         which the batch is divided; one collective takes the maximum of the statistics
-        over it. Under `jit` nothing is needed.
+        over it. Under `jit` leave it out.
 
     **Returns:** an `optax.GradientTransformationExtraArgs` whose `update` needs
     `params` and `attention_stats`: a pytree that mirrors the modules, with a leaf
@@ -174,8 +174,8 @@ def qk_clip(
             gamma=jnp.ones(heads.count, jnp.float32),
             last_clip=jnp.full(heads.count, -1, jnp.int32),
         )
-        # Here and after each step, or the first step would change how state is sharded:
-        # `jit` would compile twice, and a program compiled ahead would refuse it.
+        # Replicated here and after each step. Otherwise the first step would change the
+        # sharding: `jit` would compile twice, and a program compiled ahead would fail.
         return replicated(state, layout.mesh_specs())
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
@@ -200,7 +200,7 @@ def qk_clip(
         state = QKClipState(
             step=jnp.asarray(optax.safe_increment(state.step)),
             max_logit=jnp.max(logits, initial=UNKNOWN, where=finite),
-            # Under `jax_enable_x64` a sum of int32 is int64, another state than before.
+            # Under `jax_enable_x64` a sum of int32 is int64, which changes the state.
             num_clipped=jnp.sum(clipped, dtype=jnp.int32),
             num_nonfinite=jnp.sum(~finite, dtype=jnp.int32),
             max_logits=logits,
@@ -223,13 +223,13 @@ def clip_qk(
     shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
 ) -> optax.Params:
-    """QK-Clip as a function on params, for loops that cannot pass extra arguments.
+    """Applies QK-Clip to params, for loops that cannot pass extra arguments.
 
     Call it after the optimizer step with the statistics of the same step.
 
     **Arguments:**
 
-    - `params`: after the step.
+    - `params`: params after the step.
     - `attention_stats`: as for the update of [`qk_clip`][].
     - `threshold`: as for [`qk_clip`][], but not a schedule.
     - `alpha`: as for [`qk_clip`][], but not a schedule.
@@ -276,38 +276,38 @@ def clip_qk(
 
 
 def states_in(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
-    """The parts of an optimizer's state that are of a kind, the outermost of each."""
+    """Returns the outermost parts of an optimizer's state that are of a `kind`."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
 
 
 def _scale_weight(param: jax.Array, scale: jax.Array) -> jax.Array:
-    """The scaled weight; entries whose scale is 1 keep their bits."""
+    """Returns the scaled weight; entries with a scale of 1 keep their bits."""
     wide, scale = np.promote_types(param.dtype, jnp.float32), _sharded_as(param, scale)
     scaled = (param.astype(wide) * scale.astype(wide)).astype(param.dtype)
     return jnp.where(scale == 1, param, scaled)
 
 
 def _scale_update(update: jax.Array, param: jax.Array, scale: jax.Array) -> jax.Array:
-    """The update after which `param` is `scale * (param + update)`, rounded once."""
-    # Float32 at least: in bfloat16, the difference between a weight and a smaller one
-    # is rounded to more than the smaller one's last place. Of 10,000 clipped weights
-    # 2,226 were wrong by an update in bfloat16, none by one in float32.
+    """Returns the update to `scale * (param + update)`, which is rounded once."""
+    # At least float32: in bfloat16, the difference between a weight and a smaller one
+    # is rounded to more than the smaller one's last place. A bfloat16 update made 2,226
+    # of 10,000 clipped weights wrong; a float32 update made none wrong.
     wide = np.promote_types(np.promote_types(param.dtype, jnp.float32), update.dtype)
     old, step = param.astype(wide), update.astype(wide)
     scale = _sharded_as(param, scale)
-    # The target is rounded before the old weight is taken off: old + (target - old) is
-    # then the target itself once `optax.apply_updates` has rounded the sum. But what
-    # the sum leaves is a multiple of the old weight's last place, 2**-24 of it: scaled
-    # by less than that a head would be zero for good, where the next step can clip it
-    # again. So at most by 2**-14, to a relative error of 2**-10.
+    # Round the target before subtracting the old weight: `optax.apply_updates` rounds
+    # old + (target - old), which is then the target itself. But that sum is a multiple
+    # of the old weight's last place, 2**-24 of it. A smaller scale would make the head
+    # zero for good, although the next step can clip it again. The scale is therefore at
+    # least 2**-14, which gives a relative error of 2**-10.
     scale = jnp.maximum(scale, 2**9 * float(jnp.finfo(wide).eps))
     target = ((old + step) * scale.astype(wide)).astype(param.dtype)
     return jnp.where(scale == 1, step, target.astype(wide) - old)
 
 
 def _sharded_as(param: jax.Array, scale: jax.Array) -> jax.Array:
-    """On explicit axes of a mesh, arrays of one shape join only if sharded alike."""
+    """Shards the scale like the weight, as JAX requires on explicit mesh axes."""
     spec = explicit_spec(param)
     is_cut = scale.shape == param.shape and any(spec)
     return resharded(scale, spec, like=param) if is_cut else scale
