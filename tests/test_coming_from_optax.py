@@ -224,7 +224,7 @@ def state():
     theirs = optax.contrib.muon(1.0).init(MATRIX)
     assert optax.tree.get(theirs, "ns_coeffs").size == 3
     kept = mc.scale_by_muon().init(MATRIX)
-    assert kept.count == 0 and len(jax.tree.leaves(kept)) == 2
+    assert kept.count == 0 and kept.unit == 1 and len(jax.tree.leaves(kept)) == 3
     chex.assert_trees_all_equal_shapes(kept.mu, MATRIX)
 
 

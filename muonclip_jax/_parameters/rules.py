@@ -264,6 +264,10 @@ def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
         called = [x for x in router.path if not x.isdigit()]
         called = called[: len(called) - router.is_kernel]
         called = called[:-1] if called[-2:-1] == ["gates"] else called
+        # A router may be a module of its own, with a layer inside.
+        is_module = (names.words(x)[-1:] == ("router",) for x in called)
+        end = next((i + 1 for i, x in enumerate(is_module) if x), len(called))
+        called = called[:end]
         last = names.words("".join(called[-1:]))[-1:]
         at = router.path[: router.path.index(called[-1])] if called else ()
         is_gate = last in (("gate",), ("gates",))

@@ -100,3 +100,10 @@ def test_the_rule_that_asks(why):
 def test_no_rule_is_left_out():
     fired = {why.removesuffix("?") for why in (*FIRED, *ASKED)}
     assert {rule.kind for rule in RULES} - {"open"} <= fired
+
+
+@pytest.mark.parametrize("router", ["router/kernel", "router/scores/kernel"])
+def test_a_router_may_have_a_layer_inside(router):
+    rows = rows_of({f"moe/{router}": (64, 5), "moe/experts/up/kernel": (5, 64, 40)})
+    assert "router" in rows[f"moe/{router}"].split("adamw")[1]
+    assert "experts of a router" in rows["moe/experts/up/kernel"]
