@@ -129,7 +129,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def gigabytes(compiled: Any) -> float:
-    """Of arguments, results that take no argument's place, and temporaries."""
+    """The memory of arguments, new results and temporaries, as the compiler plans it."""
     plan = compiled.memory_analysis()
     results = plan.output_size_in_bytes - plan.alias_size_in_bytes
     return (plan.argument_size_in_bytes + results + plan.temp_size_in_bytes) / 1e9

@@ -49,7 +49,7 @@ class ScaleByMuonState(NamedTuple):
 
 
 def _unit(momentum: Any) -> float:
-    """What momentum is divided by to be stored.
+    """Returns the number by which momentum is divided before it is stored.
 
     float16 ends at 65,504, and gradients of size g add up to at most g / (1 - beta),
     20 g with the usual 0.95. In units of 32 momentum is finite where gradients in

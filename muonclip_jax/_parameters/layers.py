@@ -163,8 +163,8 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         is_told = first != last and 0 < len(bias) < len(shape)
         return len(bias) * first if is_told else None
 
-    # What is called a weight has its outputs first in Equinox and Haliax. That counts
-    # where the biases do not disagree: square kernels do not vote, nor those without.
+    # In Equinox and Haliax the outputs of a `weight` come first, unless the biases of
+    # other weights disagree. Square kernels, and kernels without a bias, have no vote.
     votes = [bool(x) for x in map(outputs_first, kernels & weights) if x is not None]
     weights_turned = votes.count(True) >= votes.count(False)
     found: dict[Path, Leaf] = {}

@@ -187,12 +187,9 @@ class LayerReader:
         ways = self._ways_to_softmax()
         # A query that the key gates is linear in its own kernel but not in the key's,
         # so the key is not scaled.
-        scaled = [
-            _Scaled(
-                [p for x in self.pairs for p in (x.query, x.key)[i]], self.events[i]
-            )
-            for i in (0, 1)
-        ]
+        queries = [part for x in self.pairs for part in x.query]
+        keys = [part for x in self.pairs for part in x.key]
+        scaled = [*map(_Scaled, (queries, keys), self.events)]
         for i, why in self._again(scaled, self.arrays, ways).items():
             self.pairs = [x.without(i, why) for x in self.pairs]
         # If nothing scales the product, a factor of the logits may.

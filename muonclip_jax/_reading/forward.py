@@ -1,5 +1,6 @@
 """Computes a value for each variable of a graph, in one pass over its frames."""
 
+import abc
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -11,20 +12,20 @@ from .graph import Atom, Eqn, Frame
 Value = TypeVar("Value")
 
 
-class Forward(Generic[Value]):
+class Forward(abc.ABC, Generic[Value]):
     """A forward pass; subclasses define `primitive` and `either`."""
 
     def __init__(self, nothing: Value):
         self._nothing = nothing
         self._of: dict[Atom, Value] = {}
 
+    @abc.abstractmethod
     def primitive(self, at: Eqn) -> Value:
         """Returns the value of an equation's results."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def either(self, values: Sequence[Value]) -> Value:
         """Returns the value of a variable that may have any of these values."""
-        raise NotImplementedError
 
     def result(self, at: Eqn, atom: Atom, value: Value) -> Value:
         """Returns the value of one result, from that of its equation."""

@@ -268,7 +268,7 @@ class _Suspicion(Forward[Taint]):
             now[bit] = bit
             if over or at.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(Product(at, self.products[bit].root, made))
+                now[bit] = self._bit(Product(at, self._root(bit), made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
         return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
@@ -320,7 +320,7 @@ class _Suspicion(Forward[Taint]):
 
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
         """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
-        at = self.products[bit].root
+        at = self._root(bit)
         a, b = self._sides(at)
         dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
         pairs = zip(at.inputs(), self._to(at), strict=False)
@@ -354,7 +354,7 @@ class _Suspicion(Forward[Taint]):
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
         """Returns whether a site weighs along axes that one operand alone has."""
         along, (a, b) = self._along(bit, site.inputs()[i]), self._sides_of(bit)
-        dtype = self.products[bit].root.output().var.aval.dtype
+        dtype = self._root(bit).output().var.aval.dtype
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
