@@ -56,7 +56,14 @@ def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-def gpt2(width: int, layers: int, heads: int, words: int, length: int):
+def gpt2(
+    width: int,
+    layers: int,
+    heads: int,
+    words: int,
+    length: int,
+    attend: Callable[..., jax.Array] = attend,
+):
     """Shapes of a model with fused kernels and a tied embedding, and its loss."""
     layer = {
         "norm1": (width,),

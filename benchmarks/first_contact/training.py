@@ -20,7 +20,7 @@ import optax
 from evidence.texts import text
 from optax.contrib import MuonDimensionNumbers
 from optax_main import as_on_main
-from record_attention import normed
+from record_attention import gpt2
 
 import muonclip_jax as mc
 
@@ -129,7 +129,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def gigabytes(compiled: Any) -> float:
-    """The memory of arguments, new results and temporaries, as the compiler plans it."""
+    """The planned memory of arguments, new results and temporaries."""
     plan = compiled.memory_analysis()
     results = plan.output_size_in_bytes - plan.alias_size_in_bytes
     return (plan.argument_size_in_bytes + results + plan.temp_size_in_bytes) / 1e9
@@ -180,55 +180,39 @@ def gradient(model: Model, records: bool) -> Callable[..., Any]:
 
 
 def initial(model: Model) -> Any:
-    """Normal with GPT-2's deviation of 0.02, and gains of one; a layer is `h0`, ..."""
-    width = model.width
-    matrices = {
-        "qkv": (width, 3 * width),
-        "out": (width, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-    }
-    tables = {"wte": (model.words, width), "wpe": (model.context, width)}
-    layer = matrices | {"norm1": (width,), "norm2": (width,)}
-    shapes = {
-        **tables,
-        "norm": (width,),
-        **{f"h{i}": layer for i in range(model.layers)},
-    }
-    keys = iter(jax.random.split(jax.random.key(0), 6 * model.layers + 3))
-
-    def draw(shape: tuple[int, ...]) -> jax.Array:
-        if len(shape) == 1:
-            return jnp.ones(shape)
-        return 0.02 * jax.random.normal(next(keys), shape)
-
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    """Normal with GPT-2's deviation of 0.02, and gains of one."""
+    shapes, _ = shapes_and_loss(model)
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    drawn = [
+        jnp.ones(shape) if len(shape) == 1 else 0.02 * jax.random.normal(key, shape)
+        for key, shape in zip(keys, leaves, strict=True)
+    ]
+    return treedef.unflatten(drawn)
 
 
 def loss_of(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
-    """The mean loss of the next token of `(batch, context + 1)`."""
+    """The mean loss of the next token of `(batch, context)`."""
+    _, loss = shapes_and_loss(model)
+    return loss(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokens)
+
+
+def shapes_and_loss(model: Model) -> tuple[Any, Callable[..., jax.Array]]:
+    layers, width, heads, words, context, *_ = model
+    return gpt2(width, layers, heads, words, context, attend=by_kernel)
+
+
+def by_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal attention by cuDNN's kernel on GPU."""
     kernel = "cudnn" if platform() == "gpu" else "xla"
-    p = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    x = p["wte"][tokens[:, :-1]] + p["wpe"]
-    for i in range(model.layers):
-        h = p[f"h{i}"]
-        qkv = normed(x, h["norm1"]) @ h["qkv"]
-        heads = qkv.reshape(*x.shape[:2], 3, model.heads, -1)
-        query, key, value = (heads[:, :, i] for i in range(3))
-        y = jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=kernel
-        )
-        x = x + y.reshape(x.shape) @ h["out"]
-        x = x + jax.nn.gelu(normed(x, h["norm2"]) @ h["up"]) @ h["down"]
-    logits = normed(x, p["norm"]) @ p["wte"].T
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens[:, 1:]
+    out = jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation=kernel
     )
-    return losses.mean()
+    return out.reshape(*out.shape[:2], -1)
 
 
 def batch(model: Model, step: int) -> jax.Array:
-    """Tokens of two bytes, `(batch, context + 1)`."""
-    pairs = text("code").batch(model.batch, 2 * model.context + 1, 0, step)
+    """Tokens of two bytes, `(batch, context)`."""
+    pairs = text("code").batch(model.batch, 2 * model.context - 1, 0, step)
     first, second = pairs[:, ::2], pairs[:, 1::2]
     return jnp.asarray((256 * first + second) % model.words)
