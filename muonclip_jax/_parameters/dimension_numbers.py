@@ -59,8 +59,8 @@ def flax_dimension_numbers(
     Embeddings, positions, norms, biases, routers and leaves of rank 0 or 1 in one layer
     are `None`, for AdamW. An output head is `None`, too: its name says so, or the size
     of the vocabulary, or it is the one layer with a bias whose outputs no other layer
-    uses. Any other leaf that may be a head raises an error. A leaf of rank 2 with an unknown name is a
-    matrix. [`describe`][] shows the rule that decided.
+    uses. Any other leaf that may be a head raises an error. A leaf of rank 2 with an
+    unknown name is a matrix. [`describe`][] shows the rule that decided.
 
     **Arguments:**
 
