@@ -7,7 +7,6 @@ import pytest
 import tune_train_lm
 from evidence import tuning
 from evidence.run import Run
-from tables import Report
 from tune_train_lm import GRIDS, Place
 
 
@@ -78,13 +77,3 @@ def test_rates_of_the_example_are_walked_to(monkeypatch, best):
     assert list(found) == seen and len(set(seen)) == len(seen)
     assert min(found, key=lambda place: found[place]) == best
     assert set(GRIDS["adamw"].next_to(Place(*best))) <= set(found)
-
-
-def test_losses_stand_by_rate_and_decay(capsys):
-    report = Report(argparse.Namespace(json=None))
-    found = {Place(2e-2, 0.5): 1.5, Place(1e-2, 0.5): 2.0, Place(2e-2, 1.0): 1.75}
-    tune_train_lm.write(report, "muon", GRIDS["muon"], found)
-    *_, heads, _, smaller, larger = capsys.readouterr().out.splitlines()
-    assert heads == "|  | 0.5 | 1 |"
-    assert smaller == "| 0.01 | 2.0000 | - |"
-    assert larger == "| 0.02 | 1.5000 | 1.7500 |"

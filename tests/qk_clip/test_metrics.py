@@ -154,11 +154,6 @@ def test_several_qk_clips_are_refused_and_none_has_no_heads():
     assert all(name.startswith("param_norm/") for name in found)
 
 
-def test_of_other_params_it_says_so():
-    with pytest.raises(ValueError, match="holds 10 heads, the params 4"):
-        numbers_of(mc.qk_clip().init(PARAMS), {"head": PARAMS["head"]})
-
-
 def thresholds(**of):
     """Layers of stock Flax with thresholds of their own."""
 
