@@ -120,66 +120,6 @@ def plain_loop(make):
     return params
 
 
-def test_nanodo_counts_by_the_fields_of_multi_steps():
-    """google-deepmind/nanodo: every optimizer in `optax.MultiSteps`, whose state gives
-    the step for metrics and checkpoints."""
-
-    def loop(make, wrap=optax.MultiSteps):
-        tx, params = wrap(make(0.02), every_k_schedule=2), PARAMS
-        state, counts = tx.init(params), []
-
-        @jax.jit
-        def step(params, state, tokens):
-            (_, stats), grads = jax.value_and_grad(
-                mc.record_attention(loss), has_aux=True
-            )(params, tokens)
-            extra = {"attention_stats": stats} if wrap is mc.multi_steps else {}
-            updates, state = tx.update(grads, state, params, **extra)
-            return optax.apply_updates(params, updates), state
-
-        for tokens in TOKENS:
-            params, state = step(params, state, tokens)
-            assert state.acc_grads.keys() == PARAMS.keys()
-            counts.append((int(state.gradient_step), int(state.mini_step)))
-            assert bool(tx.has_updated(state)) == (counts[-1][1] == 0)
-        assert counts == [(0, 1), (1, 0), (1, 1), (2, 0)]
-        return params
-
-    expected = check_same(loop)
-    clip_nothing = functools.partial(mc.muonclip, beta=0.9, threshold=1e9)
-    assert_close(loop(clip_nothing, mc.multi_steps), expected, of_newton_schulz(16))
-
-
-def test_gpt_jax_accumulates_updates_by_apply_every():
-    """jenkspt/gpt-jax: the chain ends in `optax.apply_every`. Muon may be before it,
-    the clip only after it."""
-
-    def loop(make, *last):
-        steps = optax.clip_by_global_norm(1.0), make(0.02), optax.apply_every(2)
-        tx, params = optax.chain(*steps, *last), PARAMS
-        state, measure = tx.init(params), mc.record_attention(loss)
-        for i, tokens in enumerate(TOKENS):
-            # Nothing moves between, where updates are added up.
-            before, (_, stats) = params, measure(params, tokens)
-            updates, state = tx.update(
-                gradient(params, tokens), state, params, attention_stats=stats
-            )
-            params = optax.apply_updates(params, updates)
-            is_same = jax.tree.map(lambda x, y: bool((x == y).all()), before, params)
-            assert last or all(jax.tree.leaves(is_same)) == (i % 2 == 0)
-        return params
-
-    check_same(loop)
-    # At rate 0 the logits that are measured again are those of the clip alone.
-    still = functools.partial(mc.muon, weight_decay=0.0, learning_rate=0.0)
-    after = loop(lambda rate: still(), mc.qk_clip(2.0, model=reading()))
-    before, after = (
-        np.asarray(mc.record_attention(loss)(p, TOKENS[-1])[1]["attn"]["max_logits"])
-        for p in (PARAMS, after)
-    )
-    assert (before > 2.0).all() and (after <= 2.0 * (1 + 1e-5)).all()
-
-
 class OwnTrainState(struct.PyTreeNode):
     """Of kvfrans/jax-diffusion-transformer, which does not use Flax's own."""
 

@@ -12,7 +12,6 @@ from evidence.lab import Lab, Unfinished
 from evidence.optimizers import hyperparameters, schedule
 from evidence.run import Run
 from evidence.texts import HELD_OUT, Text, text
-from evidence.training import evaluates
 
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -33,22 +32,6 @@ def test_schedules():
     at = hyperparameters(Run(steps=200, learning_rate=0.5, adam_learning_rate=0.1))
     rates = np.float32([0.5, 0.1, 0.1])
     assert at[9] == (*rates, math.inf, None)
-
-
-@pytest.mark.parametrize("share, steps", [(0.0, 0), (0.001, 1), (0.01, 4), (0.2, 80)])
-def test_a_warm_up_takes_its_share_of_the_steps(share, steps):
-    factors = schedule(Run(steps=400, schedule="constant", warm_up=share))
-    expected = [min(1.0, step / steps) if steps else 1.0 for step in range(1, 401)]
-    np.testing.assert_allclose(factors, expected)
-
-
-def test_evaluations_are_spread_evenly_and_the_last_is_at_the_end():
-    run = Run(steps=400, evaluations=10)
-    assert [i + 1 for i in range(400) if evaluates(run, i)] == list(range(40, 401, 40))
-    run = Run(steps=30, evaluations=4)
-    places = [i + 1 for i in range(30) if evaluates(run, i)]
-    assert len(places) == 4 and places[-1] == 30
-    assert [i for i in range(30) if evaluates(run.but(evaluations=1), i)] == [29]
 
 
 def test_parts_of_a_text_do_not_overlap(tmp_path):

@@ -17,7 +17,7 @@ import muonclip_jax as mc
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-D, H, K, E, R, L, T = 10, 4, 2, 6, 3, 2, 5
+D, H, K, E, R, T = 10, 4, 2, 6, 3, 5
 X = np.asarray(normal(0, T, D), np.float64)
 
 
@@ -25,66 +25,40 @@ def rand(*shape):
     return normal((*shape, 7), *shape)
 
 
-def projection(heads, *, flat, lead=(), leaf="kernel", prefix=""):
-    """A kernel, its bias and two factors, as nnx.LoRALinear and qwix name them."""
-    outputs = (heads * E,) if flat else (heads, E)
-    factors = {
-        f"{prefix}lora_a": rand(*lead, D, R),
-        f"{prefix}lora_b": rand(*lead, R, *outputs),
-    }
-    factors = {"lora": factors} if flat and not prefix else factors
-    return {leaf: rand(*lead, D, *outputs), "bias": rand(*lead, *outputs)} | factors
+def projection():
+    """A kernel, its bias and two factors, as nnx.LoRALinear names them."""
+    factors = {"lora_a": rand(D, R), "lora_b": rand(R, H, E)}
+    return {"kernel": rand(D, H, E), "bias": rand(H, E)} | factors
 
 
-def project(layer, heads, x, xp=np):
+def project(layer, x, xp):
     """The kernel and the product of the factors apart."""
-    factors = layer.get("lora", layer)
-    a, b = (
-        next(x for n, x in factors.items() if n.endswith(end))
-        for end in ("lora_a", "lora_b")
-    )
-    kernel, bias = layer.get("kernel", layer.get("w")), layer["bias"]
     if xp is np:
-        kernel, bias, a, b = (np.asarray(w, np.float64) for w in (kernel, bias, a, b))
-    y = x @ kernel.reshape(D, -1) + x @ a @ b.reshape(R, -1) + bias.reshape(-1)
-    return y.reshape(T, heads, E)
+        layer = {name: np.asarray(w, np.float64) for name, w in layer.items()}
+    low = x @ layer["lora_a"] @ layer["lora_b"].reshape(R, -1)
+    y = x @ layer["kernel"].reshape(D, -1) + low + layer["bias"].reshape(-1)
+    return y.reshape(T, H, E)
 
 
-def logits(query, key, key_heads, x=X, xp=np):
+def logits(attn, x=X, xp=np):
     """`(heads, query, key)`, by NumPy in float64."""
-    q, k = project(query, H, x, xp), project(key, key_heads, x, xp)
-    return xp.einsum("qhe,khe->hqk", q, xp.repeat(k, H // key_heads, 1))
+    q, k = (project(attn[name], x, xp) for name in ("query", "key"))
+    return xp.einsum("qhe,khe->hqk", q, k)
 
 
-def attend(params, x, names=("query", "key"), key_heads=H, is_scanned=False):
+def attend(params, x):
     """The same as a function to read, in JAX."""
-
-    def of_layer(attn):
-        query, key = (attn[name] for name in names)
-        weights = jax.nn.softmax(logits(query, key, key_heads, x, jnp))
-        return jnp.einsum(
-            "hqk,khe->qhe", weights, project(key, key_heads, x, jnp)[:, :1]
-        )
-
     attn = params["attn"]
-    return jax.lax.map(of_layer, attn) if is_scanned else of_layer(attn)
+    value = project(attn["key"], x, jnp)[:, :1]
+    return jnp.einsum("hqk,khe->qhe", jax.nn.softmax(logits(attn, x, jnp)), value)
 
 
 def largest(attn):
-    return logits(attn["query"], attn["key"], H).max((1, 2))
+    return logits(attn).max((1, 2))
 
 
-def in_layer(attn, i):
-    return attn if i is None else jax.tree.map(lambda x: x[i], attn)
-
-
-def flax_params(**extra):
-    return {
-        "attn": {
-            "query": projection(H, flat=False) | extra,
-            "key": projection(H, flat=False),
-        }
-    }
+def flax_params():
+    return {"attn": {"query": projection(), "key": projection()}}
 
 
 def labels(params):

@@ -11,7 +11,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from layers import flat_layer, fused_layer
 
 import muonclip_jax as mc
 
@@ -139,29 +138,3 @@ def test_statistics_of_all_layers_in_one_collective():
     assert int(new_state.num_clipped) == 2 * LAYERS
 
 
-KERNELS = {
-    "an axis of heads": (
-        {name: {"kernel": (8, 8, 4), "bias": (8, 4)} for name in ("query", "key")},
-        None,
-    ),
-    "flat": (
-        {name: {"kernel": (8, 32), "bias": (32,)} for name in ("query", "key")},
-        [flat_layer("a", 4, "query", "key", bias=True)],
-    ),
-    "fused": (
-        {"c_attn": {"kernel": (8, 96), "bias": (96,)}},
-        [fused_layer("a", 4, bias=True)],
-    ),
-    "turned": (
-        {name: {"weight": (32, 8)} for name in ("query_proj", "key_proj")},
-        [
-            mc.AttentionLayer(
-                "a",
-                *(
-                    (mc.HeadLeaf(f"{x}/weight", 2, -3, (-1, 4), split_axis=-2),)
-                    for x in ("query_proj", "key_proj")
-                ),
-            )
-        ],
-    ),
-}

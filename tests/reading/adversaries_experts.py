@@ -185,7 +185,7 @@ def experts_by_a_branch(p, x):
     return (x + y) @ p["head"]
 
 
-@case(EXPERTS, MOE, X, taste=True)
+@case(EXPERTS, MOE, X)
 def experts_mixed_softly(p, x):
     def experts(p, x):
         gate = jax.nn.softmax(x @ p["router"])

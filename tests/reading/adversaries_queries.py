@@ -441,3 +441,105 @@ def windows_on_query_and_key(p, x):
 
     q, k = (cut(conv(x @ p[n], p[n + "_window"])) for n in "qk")
     return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+
+
+# Heads in other places of their leaves.
+
+
+FOUR = one(q=(D, 16), k=(D, 8), v=(D, 8), o=(16, D))
+
+
+@case("q 2|01; k v o 0|1; head head", one(q=(4, 6, D), k=(D, 24)), X, attention="read")
+def heads_that_are_tiles_of_two_axes(p, x):
+    y = jnp.einsum("btd,mnd->btmn", x, p["q"]).reshape(B, T, 2, 2, 2, 3)
+    q = y.transpose(0, 1, 4, 2, 3, 5).reshape(B, T, 4, 6)
+    w = soft(scores(q, cut(x @ p["k"], 4)))
+    return end(p, x, mixed(w, (x @ p["v"]).reshape(B, T, 4, 3)))
+
+
+@case(SAYS, FOUR, X, attention="read")
+def heads_backwards_and_keys_in_turn(p, x):
+    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
+    k, v = (jnp.tile(y, (1, 1, 2, 1)) for y in (k, v))
+    return end(p, x, mixed(soft(scores(q[:, :, ::-1], k)), v))
+
+
+@case(SAYS, FOUR, X, attention="read")
+def heads_by_their_place_in_a_group(p, x):
+    q = (x @ p["q"]).reshape(B, T, 2, 2, 4).swapaxes(2, 3).reshape(B, T, 4, 4)
+    k, v = (jnp.repeat(cut(x @ p[n], 2), 2, 2) for n in "kv")
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case(
+    "q* k v o 0|1; head head",
+    one(q=None, q1=(D, 8), q2=(D, 8), k=(D, 16), v=(D, 16), o=(16, D)),
+    X,
+    attention="read",
+)
+def heads_of_two_kernels_in_a_row(p, x):
+    q = jnp.concatenate([cut(x @ p["q1"], 2), cut(x @ p["q2"], 2)], 2)
+    k = cut(x @ p["k"], 4)
+    k = jnp.concatenate([k[:, :, 2:], k[:, :, :2]], 2)
+    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"], 4)))
+
+
+@case(
+    "qkv o 0|1; qkv_bias vector; head head",
+    one(q=None, k=None, v=None, qkv=(D, 32), qkv_bias=(32,), o=(16, D)),
+    X,
+    attention="read",
+)
+def heads_of_queries_then_of_keys(p, x):
+    """Phi-3's."""
+    y = cut(x @ p["qkv"] + p["qkv_bias"], 8)
+    k, v = (jnp.repeat(y[:, :, i : i + 2], 2, 2) for i in (4, 6))
+    return end(p, x, mixed(soft(scores(y[:, :, :4], k)), v))
+
+
+@case(
+    "qkv any; o 0|1; head head",
+    one(q=None, k=None, v=None, qkv=(D, 8, K), o=(16, D)),
+    X,
+    attention="read",
+)
+def heads_of_queries_then_of_keys_on_an_axis(p, x):
+    y = jnp.einsum("btd,dhk->bthk", x, p["qkv"])
+    q, k, v = jnp.split(y, [4, 6], axis=2)
+    k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
+    return end(p, x, mixed(soft(scores(q, k)), v))
+
+
+@case("qk v o 0|1; head head", one(q=None, k=None, qk=(D, 42)), X, attention="read")
+def first_and_last_entries_of_a_head_are_its_query(p, x):
+    y = cut(x @ p["qk"])
+    q = jnp.concatenate([y[..., :2], y[..., 10:]], -1)
+    return end(p, x, mixed(soft(scores(q, y[..., 2:8])), cut(x @ p["v"])))
+
+
+@case(
+    "qkv any; o 0|1; head head",
+    one(q=None, k=None, v=None, qkv=(D, 3, H, 2 * K)),
+    X,
+    attention="read",
+)
+def query_and_key_in_corners_of_one_array(p, x):
+    y = jnp.einsum("btd,dahk->btahk", x, p["qkv"])
+    w = soft(scores(y[:, :, 0, :, :K], y[:, :, 2, :, K:]))
+    return end(p, x, mixed(w, y[:, :, 1, :, :K]))
+
+
+@case("q* k* v o 0|1; head head", one(q2=(D, D), k2=(D, D)), X, attention="read")
+def two_streams_that_meet_in_the_logits(p, x):
+    """Image and text have kernels of their own."""
+    q, k = (
+        cut(jnp.concatenate([x[:, :2] @ p[n], x[:, 2:] @ p[n + "2"]], 1)) for n in "qk"
+    )
+    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
+
+
+@case(SAYS, one(), X, attention="read")
+def features_padded_with_zeros(p, x):
+    q, k, v = qkv(p, x)
+    q, k = (jnp.pad(y, ((0, 0),) * 3 + ((0, 2),)) for y in (q, k))
+    return end(p, x, mixed(soft(scores(q, k)), v))
