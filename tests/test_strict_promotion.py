@@ -104,6 +104,8 @@ def each(function, count, options=ATTENTION, dtypes=(FLOAT, jnp.bfloat16)):
 
 
 blocks = functools.partial(mc.blockwise_attention, block_size=4)
+
+
 def in_linen():
     layer = nn.MultiHeadDotProductAttention(3, attention_fn=mc.attention_fn)
     x = normal(0, 2, 9, 12)

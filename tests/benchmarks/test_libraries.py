@@ -1,7 +1,6 @@
 """The comparison of libraries: what it reads off the curves, and a new library."""
 
 import importlib.util
-import json
 import sys
 
 import numpy as np
@@ -31,56 +30,6 @@ def script():
 def test_steps_to_a_loss_are_read_off_between_the_points(script, goal, steps):
     curve = [[10, 3.0], [20, 2.0], [30, 2.0], [40, 1.0]]
     np.testing.assert_equal(script.steps_to(curve, goal), steps)
-
-
-class Stranger:
-    """Gradient descent, as a library that somebody adds."""
-
-    package = "stranger"
-
-    def __init__(self, params, leaves, decay):
-        assert leaves.keys() == params.keys() and decay == 0.1
-        self.params, self.leaves = params, leaves
-
-    def step(self, gradients, rate):
-        assert {k: x.shape for k, x in gradients.items()} == {
-            k: x.shape for k, x in self.params.items()
-        }
-        self.params = {k: x - rate * gradients[k] for k, x in self.params.items()}
-        return self.params
-
-    def state_bytes(self):
-        return 0
-
-
-@pytest.mark.more
-def test_a_stranger_is_tuned_trained_timed_and_goes_on_where_it_stopped(
-    script, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(script, "TIMED", script.MODEL)
-    monkeypatch.setattr(script, "SEEDS", (1, 2))
-    file = tmp_path / "results.jsonl"
-    script.measure("stranger", Stranger, script.Results(file), 10)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    summaries = {x["schedule"]: x for x in lines if "library" in x}
-    assert list(summaries) == ["constant", "cosine"]
-    for schedule, summary in summaries.items():
-        tuned = {
-            x["of"]: x["tune"]
-            for x in lines
-            if "seed 0" in x["of"] and ("cosine" in x["of"]) == (schedule == "cosine")
-        }
-        best = min(tuned, key=tuned.get)
-        assert f"rate {summary['rate']:g}," in best and len(tuned) > 2
-        assert [c[-1][0] for c in summary["curves"]] == [10, 10]
-        assert summary["version"].startswith("stranger")
-    timed, memory = lines[-2:]
-    assert timed["state"] == 0 < timed["ms"] and memory["peak"] >= 0
-    before = file.read_text()
-    script.measure("stranger", Stranger, script.Results(file), 10)
-    assert file.read_text() == before
-    # AdamW's row is the goal: a table without it is empty.
-    assert not script.table(script.Results(file)).rows
 
 
 class Copies:

@@ -60,23 +60,6 @@ def _later(x, steps):
     return x + steps if is_count else x
 
 
-@pytest.mark.parametrize("mu_dtype", [None, "int8"])
-def test_a_constant_schedule_is_the_number(mu_dtype):
-    made = [
-        mc.muon(
-            0.1, beta=beta, mu_dtype=mu_dtype, orthogonalizer=mc.NewtonSchulz(steps=2)
-        )
-        for beta in (0.8, lambda count: 0.8)
-    ]
-    updates = []
-    for tx in made:
-        state = tx.init(PARAMS)
-        for _ in range(2):
-            update, state = jax.jit(tx.update)(PARAMS, state, PARAMS)
-        updates.append(update["w"])
-    np.testing.assert_array_equal(*updates)
-
-
 @pytest.mark.parametrize("made, given", [(RISING, 0.9), (0.9, RISING)])
 def test_a_run_goes_on_with_a_beta_of_the_other_kind(made, given):
     tx = mc.scale_by_muon(beta=made)

@@ -116,29 +116,6 @@ def test_update_has_the_root_mean_square_of_adamw(shape):
     assert 0.2 * 0.68 < rms < 0.2 * 1.2
 
 
-def test_attention_kernels_are_orthogonalized_over_fused_axes():
-    kernel = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, 4)), jnp.float32)
-    out = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 6)), jnp.float32)
-    params = {
-        "query": {"kernel": kernel},
-        "key": {"kernel": kernel},
-        "out": {"kernel": out},
-    }
-    tx = mc.scale_by_muon(beta=0.0, per_head=False)
-    updates, _ = tx.update(params, tx.init(params))
-    for name, flat in (("query", (6, 12)), ("out", (12, 6))):
-        leaf = params[name]["kernel"]
-        expected = (
-            0.2
-            * np.sqrt(12)
-            * polynomial_of(
-                np.asarray(leaf, np.float64).reshape(flat), mc.NS_COEFFS["keller"]
-            )
-        )
-        actual = updates[name]["kernel"].reshape(flat)
-        np.testing.assert_allclose(actual, expected, atol=1e-4)
-
-
 def test_per_head_matrices():
     """Every head of query, key and value is orthogonalized by itself."""
     kernel = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3, 4)), jnp.float32)
@@ -157,16 +134,6 @@ def test_per_head_matrices():
     np.testing.assert_allclose(
         updates["out"]["kernel"].reshape(12, 6), exact, atol=1e-4
     )
-
-
-def test_matrices_of_a_stack_do_not_mix():
-    stack = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 9)), jnp.float32)
-    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)
-    tx = mc.scale_by_muon(dimension_numbers=numbers)
-    whole, _ = tx.update({"kernel": stack}, tx.init({"kernel": stack}))
-    for i in range(3):
-        one, _ = tx.update({"kernel": stack[i]}, tx.init({"kernel": stack[i]}))
-        chex.assert_trees_all_close(whole["kernel"][i], one["kernel"], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -193,28 +160,6 @@ def test_init_accepts_abstract_params():
             jax.eval_shape(tx.init, params), concrete
         )
         tx.init(params)
-
-
-def test_weight_decay_mask_as_tree_and_as_function():
-    params = {
-        "w": jnp.ones((3, 3)),
-        "v": jnp.ones((3, 3)),
-        "b": jnp.ones(3),
-        "c": jnp.ones(3),
-    }
-    mask = {"w": True, "v": False, "b": True, "c": False}
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    decayed = [
-        mc.muon(0.1, weight_decay=0.5, weight_decay_mask=given).update(
-            zeros, mc.muon(0.1, weight_decay_mask=given).init(params), params
-        )[0]
-        for given in (mask, lambda p: {k: mask[k] for k in p})
-    ]
-    chex.assert_trees_all_equal(*decayed)
-    expected = {
-        k: jnp.full_like(p, -0.05 if mask[k] else 0.0) for k, p in params.items()
-    }
-    chex.assert_trees_all_close(decayed[0], expected)
 
 
 def test_learning_rate_schedule():

@@ -37,22 +37,6 @@ def test_equals_a_loop_over_entries(rate):
         np.testing.assert_allclose(update, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"w": True, "b": False, "s": False},
-        lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
-    ],
-)
-def test_masks(mask):
-    tx = mc.add_cautious_decayed_weights(0.1, mask)
-    updates, _ = tx.update(UPDATES, tx.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(
-        updates["w"], naive(UPDATES["w"], PARAMS["w"], 0.1), rtol=1e-6
-    )
-    np.testing.assert_array_equal(updates["b"], UPDATES["b"])
-
-
 @pytest.mark.parametrize("is_cautious", [False, True])
 def test_schedules_count_their_steps(is_cautious):
     """Optax 0.2.6 decays by the first value of a schedule for ever."""

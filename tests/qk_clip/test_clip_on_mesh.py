@@ -136,5 +136,3 @@ def test_statistics_of_all_layers_in_one_collective():
     _, new_state = compiled(params, split)
     assert float(new_state.max_logit) == 403.0
     assert int(new_state.num_clipped) == 2 * LAYERS
-
-

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import randomize
-from jax.sharding import Mesh, PartitionSpec
 
 import muonclip_jax as mc
 
@@ -59,20 +58,6 @@ def test_replicas_under_pmap():
         each = jax.tree.map(lambda p, i=i: p[i], params)
         chex.assert_trees_all_close(each, EXPECTED, rtol=1e-6)
     np.testing.assert_array_equal(largest, 800)
-
-
-def test_replicas_under_shard_map():
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
-    split, whole = PartitionSpec("data"), PartitionSpec()
-    mapped = jax.shard_map(
-        lambda stats: clip(jax.tree.map(lambda s: s[0], stats)),
-        mesh=mesh,
-        in_specs=split,
-        out_specs=whole,
-    )
-    params, largest = jax.jit(mapped)(STATS)
-    chex.assert_trees_all_close(params, EXPECTED, rtol=1e-6)
-    assert largest == 800
 
 
 def test_one_collective_for_all_layers():
