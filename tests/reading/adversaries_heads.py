@@ -23,31 +23,7 @@ from pieces_of_cases import (
 )
 
 
-@case(SAYS + "; mix 0|1~1|0~vector", one(mix=(H, H)), X, attention="said", scaled="mix")
-def talking_heads_before(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("bhqk,hg->bgqk", scores(q, k), p["mix"])
-    return end(p, x, mixed(soft(logits), v))
-
-
-@case("q o 0|1; k v 0|1; head head", one(k=(D, K), v=(D, K)), X, attention="read")
-def one_key_for_all(p, x):
-    q, k, v = cut(x @ p["q"]), x @ p["k"], x @ p["v"]
-    w = soft(jnp.einsum("bqhd,bkd->bhqk", q, k) * K**-0.5)
-    y = jnp.einsum("bhqk,bkd->bqhd", w, v)
-    return end(p, x, y.reshape(B, T, D))
-
-
 GROUPED = one(q=(D, 16), k=(D, 8), v=(D, 8), o=(16, D))
-
-
-@case(SAYS, GROUPED, X, attention="read")
-def groups_by_reshape(p, x):
-    q, k, v = cut(x @ p["q"], 4), cut(x @ p["k"], 2), cut(x @ p["v"], 2)
-    q = q.reshape(B, T, 2, 2, 4)
-    w = soft(jnp.einsum("bqgrd,bkgd->bgrqk", q, k) * 0.5, heads=(-4, -3))
-    y = jnp.einsum("bgrqk,bkgd->bqgrd", w, v)
-    return end(p, x, y.reshape(B, T, 16))
 
 
 @case(SAYS, GROUPED, X, attention="read")
@@ -74,12 +50,6 @@ def tied_query_and_key(p, x):
 def tied_query_and_key_with_gains(p, x):
     y, v = cut(x @ p["qk"]), cut(x @ p["v"])
     return end(p, x, mixed(soft(scores(y * p["q_gain"], y * p["k_gain"])), v))
-
-
-@case("q o kv 0|1; head head", one(k=None, v=None, kv=(D, D)), X, attention="read")
-def tied_key_and_value(p, x):
-    q, k = cut(x @ p["q"]), cut(x @ p["kv"])
-    return end(p, x, mixed(soft(scores(q, k)), k))
 
 
 @case(
@@ -135,18 +105,6 @@ def difference_of_two_softmaxes(p, x):
 # Loops of heads, and of everything else.
 
 
-@case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="said")
-def heads_and_biases_sliced_in_a_python_loop(p, x):
-    ys = []
-    for h in range(H):
-        own = slice(h * K, (h + 1) * K)
-        q = x @ p["q"][:, own] + p["q_bias"][own]
-        k = x @ p["k"][:, own] + p["k_bias"][own]
-        w = soft(q @ k.mT, heads=(), layer="all", merge="heads")
-        ys.append(w @ (x @ p["v"][:, own]))
-    return end(p, x, jnp.concatenate(ys, -1))
-
-
 def _one_head(q, k, v):
     w = soft(
         jnp.einsum("bqd,bkd->bqk", q, k) * K**-0.5, heads=(), layer="all", merge="heads"
@@ -163,19 +121,4 @@ def heads_in_a_fori_loop(p, x):
         return jax.lax.dynamic_update_index_in_dim(y, _one_head(*own), h, 2)
 
     y = jax.lax.fori_loop(0, H, step, jnp.zeros_like(v))
-    return end(p, x, y.reshape(B, T, D))
-
-
-@case(
-    "q k v 1|2~1|02; o 0|1; head head",
-    one(q=(H, D, K), k=(H, D, K), v=(H, D, K)),
-    X,
-    attention="read",
-)
-def heads_by_vmap(p, x):
-    def head(q, k, v):
-        q, k, v = x @ q, x @ k, x @ v
-        return soft(q @ k.mT * K**-0.5, heads=-4) @ v
-
-    y = jax.vmap(head, out_axes=2)(p["q"], p["k"], p["v"])
     return end(p, x, y.reshape(B, T, D))

@@ -75,22 +75,10 @@ def without_nans(p, x):
     return end(p, x, mixed(soft(scores(q, k)), v))
 
 
-@case(SAYS, one(), X, attention="said")
-def query_through_a_gelu(p, x):
-    q, k, v = qkv(p, x)
-    return end(p, x, mixed(soft(scores(jax.nn.gelu(q), k)), v))
-
-
 @case(SAYS, one(), X, attention="read")
 def query_and_key_through_relus(p, x):
     q, k, v = qkv(p, x)
     return end(p, x, mixed(soft(scores(jax.nn.relu(q), jax.nn.relu(k))), v))
-
-
-@case(SAYS + "; *_bias vector", one(q_bias=(D,), k_bias=(D,)), X, attention="read")
-def flat_biases(p, x):
-    q, k = cut(x @ p["q"] + p["q_bias"]), cut(x @ p["k"] + p["k_bias"])
-    return end(p, x, mixed(soft(scores(q, k)), cut(x @ p["v"])))
 
 
 # Positions.
@@ -118,20 +106,6 @@ def rotary_complex(p, x):
 
     q, k, v = qkv(p, x)
     return end(p, x, mixed(soft(scores(turn(q), turn(k))), v))
-
-
-@case(
-    SAYS + "; table vector~embedding",
-    one(table=(2 * T - 1, K)),
-    X,
-    attention="said",
-    scaled="table",
-)
-def positions_added_to_keys(p, x):
-    q, k, v = qkv(p, x)
-    keys = k[:, None] + p["table"][DISTANCE][None, :, :, None]
-    logits = jnp.einsum("bqhd,bqkhd->bhqk", q, keys)
-    return end(p, x, mixed(soft(logits), v))
 
 
 @case(

@@ -15,7 +15,6 @@ from pieces_of_cases import (
     gains,
     H,
     K,
-    KEY,
     mixed,
     one,
     qkv,
@@ -46,14 +45,6 @@ def base_two_by_power(p, x):
     q, k, v = qkv(p, x)
     e = jnp.power(2.0, noted(scores(q, k), unit=np.log(2)))
     return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def by_logsumexp(p, x):
-    q, k, v = qkv(p, x)
-    logits = noted(scores(q, k))
-    w = jnp.exp(logits - jax.nn.logsumexp(logits, -1, keepdims=True))
-    return end(p, x, mixed(w, v))
 
 
 @case(SAYS, one(), X, attention="read")
@@ -96,13 +87,6 @@ def with_a_sink(p, x):
     sink = jnp.broadcast_to(p["sink"][:, None, None], (B, H, T, 1))
     w = jax.nn.softmax(jnp.concatenate([logits, sink], -1))[..., :-1]
     return end(p, x, mixed(w, v))
-
-
-@case(SAYS + "; temperature vector", one(temperature=gains(H)), X, attention="read")
-def with_a_temperature_for_each_head(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / p["temperature"][:, None, None]
-    return end(p, x, mixed(soft(logits), v))
 
 
 @case(
@@ -190,21 +174,6 @@ def squared_relus_divided_by_their_sum(p, x):
     return end(p, x, mixed(w / (w.sum(-1, keepdims=True) + 1e-6), v))
 
 
-@case(SAYS, one(), X, attention="read")
-def weights_masked_again_and_divided(p, x):
-    q, k, v = qkv(p, x)
-    w = soft(scores(q, k)) * CAUSAL
-    return end(p, x, mixed(w / w.sum(-1, keepdims=True), v))
-
-
-@case(SAYS, one(), X, attention="read")
-def two_softmaxes_of_the_same_logits(p, x):
-    q, k, v = qkv(p, x)
-    logits = noted(scores(q, k))
-    w = jax.nn.softmax(logits) + 0.1 * jax.nn.softmax(logits, -2)
-    return end(p, x, mixed(w, v))
-
-
 @case(SAYS, one(), X, attention="said")
 def sparsemax_by_a_threshold(p, x):
     q, k, v = qkv(p, x)
@@ -220,14 +189,6 @@ def over_two_axes_at_once(p, x):
     w = jax.nn.softmax(noted(logits, heads=-5), axis=(-2, -1))
     y = jnp.einsum("bhyxrc,brchd->byxhd", w, v)
     return end(p, x, y.reshape(x.shape))
-
-
-@case(SAYS, one(), X, KEY, attention="read")
-def weights_dropped_by_a_key(p, x, key):
-    q, k, v = qkv(p, x)
-    w = soft(scores(q, k))
-    keep = jax.random.bernoulli(jax.random.wrap_key_data(key), 0.7, w.shape)
-    return end(p, x, mixed(jnp.where(keep, w / 0.7, 0), v))
 
 
 @case(SAYS, one(), X, attention="said")
@@ -250,14 +211,3 @@ def sticks_that_break(p, x):
     logits = scores(q, k)
     left = jnp.cumsum(jax.nn.log_sigmoid(-logits), -1) - jax.nn.log_sigmoid(-logits)
     return end(p, x, mixed(jnp.exp(jax.nn.log_sigmoid(logits) + left), v))
-
-
-@case(SAYS, one(), array("long", B, 8, D, scale=1.5), attention="read")
-def landmarks(p, x):
-    """Nystrom: three softmaxes of queries, keys and their means."""
-    q, k, v = qkv(p, x)
-    few = [2 * t.reshape(B, 4, 2, H, K).mean(2) for t in (q, k)]
-    a = soft(scores(q, few[1]), layer="all", merge="largest")
-    b = soft(scores(few[0], few[1]), layer="all", merge="largest")
-    c = soft(scores(few[0], k), layer="all", merge="largest")
-    return end(p, x, mixed(a @ (2 * jnp.eye(4) - b) @ c, v))
