@@ -31,16 +31,6 @@ def _two_largest(p, x):
 
 
 @case(EXPERTS, MOE, X)
-def experts_weighed_before_the_down_product(p, x):
-    def experts(p, x):
-        y = jax.nn.silu(jnp.einsum("btd,edf->btef", x, p["wi"]))
-        y = y * _two_largest(p, x)[..., None]
-        return jnp.einsum("btef,efd->btd", y, p["wo"])
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
 def experts_with_a_capacity(p, x):
     def experts(p, x):
         gate = _two_largest(p, x).reshape(-1, 4)
@@ -51,19 +41,6 @@ def experts_with_a_capacity(p, x):
         y = jnp.einsum("ecf,efd->ecd", y, p["wo"])
         y = jnp.einsum("nec,ne,ecd->nd", slots, gate, y)
         return y.reshape(x.shape)
-
-    return _moe(p, x, experts)
-
-
-@case(EXPERTS, MOE, X)
-def experts_that_choose_tokens(p, x):
-    def experts(p, x):
-        flat = x.reshape(-1, D)
-        gate = jax.nn.softmax(flat @ p["router"])
-        weight, chosen = jax.lax.top_k(gate.T, 3)
-        y = jax.nn.silu(jnp.einsum("ecd,edf->ecf", flat[chosen], p["wi"]))
-        y = jnp.einsum("ecf,efd->ecd", y, p["wo"]) * weight[..., None]
-        return jnp.zeros_like(flat).at[chosen].add(y).reshape(x.shape)
 
     return _moe(p, x, experts)
 

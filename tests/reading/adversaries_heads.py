@@ -76,20 +76,6 @@ def latent_with_rotary_parts(p, x):
 
 
 @case(
-    "kv q o 0|1; k_up any; v_up any; head head",
-    one(k=None, v=None, kv=(D, 6), k_up=(6, H, K), v_up=(6, H, K)),
-    X,
-    attention="read",
-)
-def latent_absorbed_into_the_query(p, x):
-    q, latent = cut(x @ p["q"]), x @ p["kv"]
-    q = jnp.einsum("bqhk,chk->bqhc", q, p["k_up"])
-    w = soft(jnp.einsum("bqhc,bkc->bhqk", q, latent))
-    y = jnp.einsum("bhqk,bkc,chd->bqhd", w, latent, p["v_up"])
-    return end(p, x, y.reshape(B, T, D))
-
-
-@case(
     "q1 q2 k1 k2 v o 0|1; mix vector; head head",
     one(q=None, k=None, q1=(D, D), q2=(D, D), k1=(D, D), k2=(D, D), mix=(H,)),
     X,

@@ -17,7 +17,6 @@ from pieces_of_cases import (
     scores,
     soft,
     T,
-    unit,
     weights,
     X,
 )
@@ -44,26 +43,9 @@ def dropped_connections(p, x, key):
     return mlp(p, x, jnp.where(keep, p["up"] / 0.7, 0))
 
 
-@case(SAYS + "; up_spread 0|1~vector", {**MLP, "up_spread": array("s", D, F)}, X, KEY)
-def variational_weights(p, x, key):
-    key = jax.random.wrap_key_data(key)
-    noise = jax.random.normal(key, (D, F))
-    return mlp(p, x, p["up"] + jax.nn.softplus(p["up_spread"] - 3) * noise)
-
-
 @case(SAYS, MLP, X, {"up": array("t", D, F), "down": array("u", F, D)})
 def averages_of_all_as_a_teacher(p, x, teacher):
     return mlp(p, x, p["up"]), mlp({**p, **teacher}, x, teacher["up"])
-
-
-@case(SAYS, MLP, X, gains(()), gains(()))
-def eight_bits_with_scales_among_the_arguments(p, x, of_input, of_kernel):
-    def rounded(y, scale):
-        low = (y / scale).astype(jnp.float8_e4m3fn).astype(y.dtype)
-        return y + jax.lax.stop_gradient(low * scale - y)
-
-    up = rounded(p["up"], of_kernel)
-    return (x + jax.nn.gelu(rounded(x, of_input) @ up) @ p["down"]) @ p["head"]
 
 
 @case(SAYS, MLP, X)
@@ -105,16 +87,6 @@ def spectral_norm_by_vectors_among_the_arguments(p, x, u, w):
 def weight_norm(p, x):
     up = p["up"] / jnp.linalg.norm(p["up"], axis=0, keepdims=True)
     return mlp(p, x, up * p["gain"])
-
-
-@case(SAYS, MLP, X)
-def rows_of_length_one(p, x):
-    return mlp(p, x, unit(p["up"]), unit(p["down"]))
-
-
-@case(SAYS + "; a b 0|1", {**MLP, **weights(a=(D, 2), b=(2, F))}, X)
-def low_rank_added(p, x):
-    return mlp(p, x, p["up"] + p["a"] @ p["b"])
 
 
 @case(
@@ -171,12 +143,6 @@ READ = "q k v o 0|1; head head"
 @case(READ, QKV, X, array("b", D, D), array("c", D, D), attention="said")
 def both_with_kernels_of_the_arguments_added(p, x, b, c):
     return _attended(p, x, p["q"] + b, p["k"] + c)
-
-
-@case(READ, QKV, X, array("u", D), array("w", D), attention="read")
-def query_divided_by_its_spectral_norm(p, x, u, w):
-    norm = jnp.abs(jnp.einsum("d,de,e->", u, p["q"], w))
-    return _attended(p, x, 3 * p["q"] / norm, p["k"])
 
 
 @case(READ + "; *_gain vector", {**QKV, "q_gain": gains(D)}, X, attention="read")

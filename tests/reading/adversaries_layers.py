@@ -107,11 +107,3 @@ def ordinary_differential_equation(p, x):
 
 
 # Recurrence.
-
-
-@case("w u 0|1; head head", weights(w=(D, D), u=(D, D), head=(D, C)), X)
-def recurrent_by_a_while_loop(p, x):
-    def step(i, h):
-        return jnp.tanh(x[:, i] @ p["w"] + h @ p["u"])
-
-    return jax.lax.fori_loop(0, T, step, jnp.zeros((B, D))) @ p["head"]

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from by_numbers import noted
 from pieces_of_cases import (
-    array,
     B,
     case,
     CAUSAL,
@@ -180,22 +179,6 @@ def sparsemax_by_a_threshold(p, x):
     logits = noted(scores(q, k))
     w = jax.nn.relu(logits - logits.mean(-1, keepdims=True))
     return end(p, x, mixed(w / jnp.maximum(w.sum(-1, keepdims=True), 1e-6), v))
-
-
-@case(SAYS, one(), array("grid", B, 3, 4, D), attention="read")
-def over_two_axes_at_once(p, x):
-    q, k, v = qkv(p, x)
-    logits = jnp.einsum("byxhd,brchd->bhyxrc", q, k) * 0.5
-    w = jax.nn.softmax(noted(logits, heads=-5), axis=(-2, -1))
-    y = jnp.einsum("bhyxrc,brchd->byxhd", w, v)
-    return end(p, x, y.reshape(x.shape))
-
-
-@case(SAYS, one(), X, attention="said")
-def exponents_clamped(p, x):
-    q, k, v = qkv(p, x)
-    e = jnp.exp(jnp.minimum(noted(scores(q, k)), 30.0))
-    return end(p, x, mixed(e / e.sum(-1, keepdims=True), v))
 
 
 @case(SAYS, one(), X, attention="read")
