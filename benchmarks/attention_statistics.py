@@ -4,8 +4,9 @@
 
 Each row compares AdamW's step on a small GPT-2 with the largest logits recorded to the
 step without, for an attention that forms all logits and for the blockwise one. The two
-take turns, and the ratio is the median over neighbors. Temporaries are those that XLA
-plans; a step that needs more of them than `--memory` is not timed.
+take turns, and the ratio is the median over neighbors. Temporaries and bytes accessed
+are those that XLA plans; a step that needs more temporaries than `--memory` is not
+timed.
 """
 
 import argparse
@@ -29,6 +30,7 @@ COLUMNS = {
     "ms without": ".1f",
     "ms with": ".1f",
     "with / without": ".3f",
+    "bytes accessed": ".3f",
     "MiB without": ".0f",
     "MiB with": ".0f",
 }
@@ -73,12 +75,16 @@ def figures(
     programs, inputs = steps(shapes, loss, length)
     plans = [program.memory_analysis() for program in programs.values()]
     mib = [plan.temp_size_in_bytes / 2**20 for plan in plans]
+    without, recording = (
+        x.cost_analysis()["bytes accessed"] for x in programs.values()
+    )
+    plan = [recording / without, *mib]
     if max(mib) > 1024 * args.memory:
-        return [None, None, None, *mib]
+        return [None, None, None, *plan]
     sides = {k: functools.partial(run, *inputs) for k, run in programs.items()}
     times = alternate(sides, args.repeats)
     ms = [1e3 * statistics.median(times[name]) for name in programs]
-    return [*ms, ratio(times, "with", "without"), *mib]
+    return [*ms, ratio(times, "with", "without"), *plan]
 
 
 def steps(
