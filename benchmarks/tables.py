@@ -4,11 +4,13 @@
     python benchmarks/tables.py --check  # names the pages that differ, and fails
 
 A page has a table between two comments. The first names a file of
-`benchmarks/results`, the table in it and, where it is not all of the table, patterns of
-the rows' first cells and the columns:
+`benchmarks/results`, the table in it and, where it is not all of the table, how its
+rows begin, as a pattern, and the columns. Cells and names are joined by a semicolon:
 
-    <!-- table accelerator_h100 Fast rows="GPT-2.*" columns="time; ours, ms" -->
+    <!-- table accelerator_h100 Fast rows="GPT-2.*;" columns="time; ours, ms" -->
     <!-- end of table -->
+
+`<!-- tables of reading -->` begins what `benchmarks/reading_libraries.py` prints.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from environment import environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-BETWEEN = re.compile(r"(<!-- table (.*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+BETWEEN = re.compile(
+    r"^(<!-- (tables? .*?) -->\n).*?^(<!-- end of table -->)$", re.DOTALL | re.MULTILINE
+)
 
 Cell = str | float | None
 
@@ -64,8 +68,8 @@ class Table:
     def markdown(self) -> str:
         return "\n".join([self.head(), *map(self.line, self.rows)])
 
-    def part(self, rows: str = ".*", columns: str = "") -> "Table":
-        """The rows whose first cell matches, and the named columns of them.
+    def part(self, rows: str = "", columns: str = "") -> "Table":
+        """The rows that begin as the pattern says, and the named columns of them.
 
         **Raises:** `ValueError` if there is no such row or column.
         """
@@ -73,9 +77,9 @@ class Table:
         if unknown := set(names) - set(self.columns):
             raise ValueError(f"no column {unknown}; there are {list(self.columns)}")
         places = [list(self.columns).index(name) for name in names]
-        chosen = [row for row in self.rows if re.fullmatch(rows, str(row[0]))]
+        chosen = [x for x in self.rows if re.match(rows, "; ".join(map(str, x)))]
         if not chosen:
-            raise ValueError(f"no row is {rows!r}")
+            raise ValueError(f"no row begins with {rows!r}")
         formats = {name: self.columns[name] for name in names}
         return Table(formats, [[row[i] for i in places] for row in chosen])
 
@@ -143,20 +147,27 @@ def with_tables(page: str) -> str:
     """The page with all tables from results."""
 
     def renewed(match: re.Match[str]) -> str:
-        name, title, *options = shlex.split(match[2])
-        part = dict(option.split("=", 1) for option in options)
-        return f"{match[1]}\n{kept(name, title).part(**part).markdown()}\n\n{match[3]}"
+        return f"{match[1]}\n{named(match[2])}\n\n{match[3]}"
 
     return BETWEEN.sub(renewed, page)
 
 
+def named(comment: str) -> str:
+    """What belongs after the comment."""
+    if comment == "tables of reading":
+        from reading import kept as of_reading
+
+        return of_reading.page()
+    _, name, title, *options = shlex.split(comment)
+    part = dict(option.split("=", 1) for option in options)
+    return kept(name, title).part(**part).markdown()
+
+
 def pages() -> list[Path]:
     root = HERE.parent
-    return [
-        root / "README.md",
-        *sorted(HERE.glob("*.md")),
-        *sorted(root.glob("docs/*.md")),
-    ]
+    folders = (HERE, HERE / "reading", root / "docs")
+    found = [file for folder in folders for file in folder.glob("*.md")]
+    return [root / "README.md", *sorted(found)]
 
 
 def main() -> None:
