@@ -133,12 +133,8 @@ def test_the_readme_has_the_counts_of_the_readings_and_the_shares_of_the_report(
     right = f"{of['right']:,} of {of['leaves']:,} in {of['models']} models"
     assert right in readme and of["wrong"] == 0
     report = (ROOT / "benchmarks/report.md").read_text()
-    code, prose = (
-        re.search(
-            r"tuned with (\d+)% ± (\d)% \(code\) and (\d+% ± \d)% \(prose\)", report
-        )
-        .expand(r"\1 ± \2|\3")
-        .replace("% ±", " ±")
-        .split("|")
-    )
-    assert f"{code} % (code) and {prose} % (prose) of the tokens" in readme
+    of_text = dict.fromkeys(("code", "prose"))
+    for name in of_text:
+        share, half = re.search(rf"(\d+)% ± (\d+)% \({name}\)", report).groups()
+        of_text[name] = f"{share} ± {half} % ({name})"
+    assert f"{' and '.join(of_text.values())} of the tokens" in readme
