@@ -22,12 +22,7 @@ import numpy as np
 from gpt2 import separate, stacked
 from gpu_chips import Chip, CHIPS, COMPILER_OPTIONS, gpus
 from gpu_compiler import process
-from gpu_program import (
-    exchanged_bytes,
-    sum_of,
-    Work,
-    work_by_kind,
-)
+from gpu_program import exchanged_bytes, sum_of, Work, work_by_kind
 from hlo_program import parse
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models import KIMI_K2_STAGE

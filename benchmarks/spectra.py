@@ -42,7 +42,7 @@ SINGULAR_VALUES = {
     "rank 1": np.ones(1),
     "rank 10": np.ones(10),
 }
-FORMS = (
+FORMS: Sequence[tuple[Any, str]] = (
     ("standard", "float32"),
     ("gram", "float32"),
     ("standard", "bfloat16"),
