@@ -96,7 +96,10 @@ def test_lower_precision_shows_in_the_errors():
 
 def test_spectra_are_what_they_are_called():
     matrices = synthetic()
-    singular = {k: np.linalg.svd(x, compute_uv=False) for k, x in matrices.items()}
+    singular = {}
+    for name, x in matrices.items():
+        gram = x.astype(np.float64) @ x.T.astype(np.float64)
+        singular[name] = np.sqrt(np.maximum(np.linalg.eigvalsh(gram), 0))[::-1]
     assert all(x.shape == (256, 1024) for x in matrices.values())
     assert singular["1 to 1e-4"][-1] == pytest.approx(1e-4, rel=0.01)
     assert singular["power law 1/k"][9] == pytest.approx(0.1, rel=1e-3)
