@@ -1,93 +1,73 @@
-"""The benchmark of the attention statistic, run small: not its times, but the rest."""
+"""What recording costs, run small: not its times, but the rest."""
 
 import argparse
 import json
-import pathlib
+import time
 
+import attention_statistics
+import jax
+import jax.numpy as jnp
 import pytest
-from attention_statistics import timings
-from helpers import run_script
+from attention_statistics import ATTENTIONS, figures
+from helpers import ROOT, run_script
+from language_models import gpt2, kimi_k2
+
+import muonclip_jax as mc
 
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-SCRIPT = BENCHMARKS / "attention_statistics.py"
-SMALL = ["--layers=1", "--width=8", "--heads=2", "--pairs=2", "--seconds=0"]
-LENGTHS = ["--lengths", "512", "1024"]
-VARIANTS = ("materialised", "blockwise")
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "new" / "figures.json"
-    # Enough for every step but those with all logits of the longest.
-    limits = ["--memory", "0.02", "--least-pairs", "2"]
-    ran = run_script(SCRIPT, *SMALL, *LENGTHS, *limits, "--out", out)
-    rows = json.loads(out.read_text())["rows"]
-    return ran.stdout, {(row["variant"], row["length"]): row for row in rows}
-
-
-@pytest.mark.more
-def test_every_variant_and_length_has_a_row_in_table_and_file(result):
-    printed, rows = result
-    assert "commit" in printed and "load" in printed
-    assert set(rows) == {(v, n) for v in VARIANTS for n in (512, 1024)}
-    for variant, length in rows:
-        assert f"| {variant} | {length} |" in printed
-
-
-@pytest.mark.more
-def test_every_row_that_ran_has_its_pairs(result):
-    _, rows = result
-    ran = [row for row in rows.values() if "ratio" in row]
-    assert {row["pairs"] for row in ran} == {2}
-
-
-class Clocked:
-    """A step that takes the times given, and notes when it is its turn."""
-
-    def __init__(self, name, times, turns):
-        self.name, self.times, self.turns = name, iter(times), turns
-
-    def start(self):
-        pass
-
-    def seconds(self):
-        self.turns.append(self.name)
-        return next(self.times)
-
-
-def test_the_ratio_is_the_median_over_the_pairs_that_take_turns():
-    turns = []
-    without = Clocked("without", [1.0, 2.0, 4.0], turns)
-    recording = Clocked("with", [1.1, 2.4, 20.0], turns)
-    args = argparse.Namespace(pairs=3, least_pairs=3, seconds=0)
-    row = timings(without, recording, args)
-    assert turns == ["without", "with", "with", "without", "without", "with"]
-    assert row["pairs"] == 3 and row["ratio"] == pytest.approx(1.2)
-    assert row["ratio_quartiles"] == pytest.approx([1.15, 3.1])
-    assert (row["time_without"], row["time_with"]) == pytest.approx((2000, 2400))
+def test_kimi_k2_is_read_from_shapes_within_seconds():
+    shapes, loss = kimi_k2()
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    start = time.perf_counter()
+    reading = mc.read_model(loss, params, tokens)
+    assert time.perf_counter() - start < 10
+    assert not reading.unknown and not reading.refused
+    labels, numbers = reading.labels["layers"], reading.dimension_numbers["layers"]
+    assert labels["router"] == "router" and labels["norm1"] == "vector"
+    for name in ("experts_gate", "experts_up", "experts_down"):
+        assert tuple(numbers[name]) == (2, 3)
+    assert tuple(numbers["q_b"]) == (1, 2)
+    assert reading.labels["embed"] == "embedding"
+    assert reading.labels["lm_head"] == "head"
+    first, layers = reading.attention
+    assert (first.path, layers.path) == ("first", "layers")
+    assert [leaf.path for leaf in layers.leaves] == ["q_b", "q_b", "kv_b"]
+    assert layers.query[0].heads == 64
 
 
 @pytest.mark.more
-def test_what_needs_too_much_memory_is_not_run_and_says_so(result):
-    printed, rows = result
-    skipped = {row for row, figures in rows.items() if "ratio" not in figures}
-    assert skipped == {("materialised", 1024)}
-    assert printed.count("more than --memory") == 1
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_recording_adds_no_memory_and_no_arithmetic_to_speak_of(name):
+    shapes, loss = gpt2(16, 1, 2, 32, 64, ATTENTIONS[name])
+    programs, _ = attention_statistics.steps(shapes, loss, 64)
+    plans = {k: x.memory_analysis().temp_size_in_bytes for k, x in programs.items()}
+    work = {k: x.cost_analysis()["flops"] for k, x in programs.items()}
+    assert plans["with"] < plans["without"] * 1.05
+    assert work["with"] < work["without"] * 1.05
 
 
 @pytest.mark.more
-def test_blockwise_memory_grows_with_the_length_and_the_other_with_its_square(result):
-    printed, rows = result
-    for variant, square in zip(VARIANTS, (True, False), strict=True):
-        longer, shorter = rows[variant, 1024], rows[variant, 512]
-        factor = longer["memory_with"] / shorter["memory_with"]
-        assert (3.5 < factor < 4.2) if square else factor < 2.1
-        assert f"512 to 1024 x{factor:.2f}" in printed
+def test_blockwise_memory_grows_with_the_length_and_the_other_with_its_square():
+    args = argparse.Namespace(layers=1, width=8, heads=2, repeats=1, memory=0.0)
+    for name, most, least in (("all logits", 4.2, 3.5), ("blockwise", 2.1, 1.0)):
+        shorter, longer = (figures(ATTENTIONS[name], n, args) for n in (512, 1024))
+        assert shorter[:3] == [None, None, None]  # more than no memory at all
+        assert least < longer[-1] / shorter[-1] < most
 
 
 @pytest.mark.more
-def test_the_statistic_adds_no_memory_to_logits_that_exist_anyway(result):
-    _, rows = result
-    row = rows["materialised", 1024]
-    assert row["memory_with"] < 1.05 * row["memory_without"]
+def test_every_attention_and_length_has_a_row(tmp_path):
+    file = tmp_path / "new" / "figures.json"
+    small = ["--layers=1", "--width=8", "--heads=2", "--repeats=2"]
+    script = ROOT / "benchmarks" / "attention_statistics.py"
+    run_script(script, *small, "--lengths", "16", "32", "--json", file)
+    (table,) = json.loads(file.read_text())["tables"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    found = {(row["attention"], row["length"]) for row in rows}
+    assert found == {(name, n) for name in ATTENTIONS for n in (16, 32)}
+    assert all(row["with / without"] > 0 for row in rows)

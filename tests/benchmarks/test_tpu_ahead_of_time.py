@@ -1,7 +1,6 @@
 """The benchmark that compiles for TPU: on CPU, and with libtpu where there is one."""
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ import tpu_ahead_of_time
 from hlo_costs import Costs, Traffic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from matplotlib.figure import Figure
 from models import Model, models
 from optax_main import RELEASED
 from shares import even_flops, loops_of_devices
@@ -190,20 +188,6 @@ def test_table_and_file(capsys, tmp_path):
     report.write()
     (content,) = json.loads(args.json.read_text())["tables"]
     assert [row[4] for row in content["rows"]] == [1.0, 4.0]
-
-
-def test_bars_are_as_long_as_the_cycles(monkeypatch, tmp_path):
-    axes = Figure().subplots()
-    picture = contextlib.nullcontext(axes)
-    monkeypatch.setattr(tpu_ahead_of_time, "picture", lambda *_, **__: picture)
-    tpu_ahead_of_time.draw(tmp_path / "a.png", UPDATES)
-    ours, optax = axes.containers
-    assert [bar.get_width() for bar in ours] == [1.0, 1.0]
-    assert [bar.get_width() for bar in optax] == [4.0, 4.0]
-    middles = [bar.get_y() + bar.get_height() for bar in ours]
-    assert middles == pytest.approx([bar.get_y() for bar in optax])
-    assert middles == pytest.approx(axes.get_yticks())
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(SMALL)
 
 
 ON_TPU = """
