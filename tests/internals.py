@@ -16,7 +16,13 @@ import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
 from muonclip_jax._layout.layout import read_layout
-from muonclip_jax._matrices.stacks import matrix_view, MatrixView, plan_stacks, unstack
+from muonclip_jax._matrices.stacks import (
+    Matrices,
+    matrix_view,
+    MatrixView,
+    plan_stacks,
+    unstack,
+)
 from muonclip_jax._mesh.by_constraint import (
     divide_stacks,
     orthogonalize_by_constraint,
@@ -72,6 +78,7 @@ __all__ = [
     "Facts",
     "Graph",
     "Heads",
+    "Matrices",
     "MatrixView",
     "OwnedLeaf",
     "Part",
@@ -158,4 +165,7 @@ def orthogonalized(
     solver: Solver, leaves: list[Any], views: list[MatrixView | None]
 ) -> list[Any]:
     """Leaves at one place, orthogonal."""
-    return orthogonalize(solver, leaves, views, read_layout(list(leaves)))
+    layout = read_layout(list(leaves))
+    pairs = zip(layout.leaves, views, strict=True)
+    given = [leaf._replace(view=view) for leaf, view in pairs]
+    return [leaf.array for leaf in orthogonalize(solver, given, layout)]

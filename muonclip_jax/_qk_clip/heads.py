@@ -24,7 +24,6 @@ from .._layout.layout import (
     gather,
     Layout,
     own_block,
-    shared_axes,
 )
 from .._layout.shardings import blocks_along
 from .._layout.state import replicated
@@ -81,9 +80,8 @@ class Heads:
         layers, leaf_at = resolve_attention(attention, tree)
         if attention is None:
             check_none_overlooked(tree, layers)
-        self._cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
-        self._replicas, self._mesh_specs = layout.replicas, layout.mesh_specs()
-        self._all_axes = shared_axes(layout.cuts, layout.replicas)
+        self._leaves = {leaf.path: leaf for leaf in layout.leaves}
+        self._layout = layout
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
         self.layers: list[BoundLayer] = []
@@ -151,9 +149,9 @@ class Heads:
         # Axes that cut the statistics have other heads on each device, so take no
         # maximum along them. Heads that all share a leaf go by the largest of all
         # heads, whichever device has it.
-        over = []
+        over, shared = [], self._layout.shared_axes
         for layer, (_, spec) in zip(self.layers, checked, strict=True):
-            axes = self._all_axes if layer.is_shared else self._replicas
+            axes = shared if layer.is_shared else self._layout.replicas
             over.append(tuple(axis for axis in axes if axis not in cut_axes(spec)))
         parts: list[Any] = [x for x, _ in checked]
         for axes in dict.fromkeys(over):
@@ -175,7 +173,7 @@ class Heads:
     ) -> tuple[jax.Array, jax.Array, dict[Path, jax.Array]]:
         """Returns the row of logits, the row of gamma, and the scale of each leaf."""
         # Otherwise XLA would shard the row and all that follows like the heads.
-        logits = replicated(self.read(attention_stats), self._mesh_specs)
+        logits = replicated(self.read(attention_stats), self._layout.mesh)
         gamma = self.joint(gammas(logits, self.thresholds(threshold, at)))
         return logits, gamma, self.scales(gamma, at(alpha))
 
@@ -191,12 +189,13 @@ class Heads:
 
     def combined(self, row: jax.Array) -> Combined:
         """Returns the statistics for an inner `qk_clip`, which needs no collective."""
-        pairs = zip(self.layers, self.by_layer(row), strict=True)
-        return Combined({layer.path: x for layer, x in pairs}, self._replicas)
+        of_layers = {layer.path: x for layer, x in self.by_layer(row).items()}
+        return Combined(of_layers, self._layout.replicas)
 
-    def by_layer(self, row: jax.Array) -> list[jax.Array]:
+    def by_layer(self, row: jax.Array) -> dict[BoundLayer, jax.Array]:
         """Returns an array `(*stack, heads)` for each layer."""
-        return _divide(row, [layer.shape for layer in self.layers])
+        parts = _divide(row, [layer.shape for layer in self.layers])
+        return dict(zip(self.layers, parts, strict=True))
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
         """Returns the threshold of each head; `at` gives a schedule's value now.
@@ -248,12 +247,13 @@ class Heads:
         by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
         for use, share in self._scaled:
-            scale = use.leaf.spread(use.row_of(by_layer[share][use.layer.index]))
+            scale = use.leaf.spread(use.row_of(by_layer[share][use.layer]))
             # Parts of a leaf have different entries. Entries that several layers or
             # roles use are scaled once.
             scales[use.path] = jnp.minimum(scales.get(use.path, 1), scale)
         # Computed for whole leaves: only they show which head an entry belongs to.
-        return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
+        cuts = {path: self._leaves[path].cut for path in scales}
+        return {path: own_block(x, cuts[path]) for path, x in scales.items()}
 
     def _checked(
         self, layer: BoundLayer, stats: Mapping[Path, jax.Array]
@@ -279,11 +279,12 @@ class Heads:
         if statistic.shape == expected:
             return row, PartitionSpec()
         use = max(layer.uses, key=lambda use: use.is_whole)  # the query's, if whole
-        cut = self._cut_at[use.path]
-        mesh = jax.sharding.get_abstract_mesh().shape
-        spec = use.leaf.row_spec(cut, blocks_along(cut, len(cut), mesh))
-        counts = blocks_along(spec or PartitionSpec(), len(expected), mesh)
-        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=True)]
+        leaf, mesh = self._leaves[use.path], jax.sharding.get_abstract_mesh().shape
+        cut, shape = leaf.cut, leaf.whole.shape
+        counts = [count for _, count in blocks_along(shape, cut, mesh)]
+        spec = use.leaf.row_spec(cut, counts)
+        blocks = blocks_along(expected, spec or PartitionSpec(), mesh)
+        parts = [divmod(*block) for block in blocks]
         # A block that ends within a head, or has heads from several places (on a split
         # axis), has no statistic of its own.
         if spec is None or any(rest for _, rest in parts):

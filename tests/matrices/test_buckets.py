@@ -1,5 +1,6 @@
 """Stacks of same-shape matrices against every leaf by itself."""
 
+import itertools
 import re
 
 import chex
@@ -12,6 +13,7 @@ from helpers import matrix_of, normal, polynomial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
+    Matrices,
     matrix_view,
     orthogonalized,
     plan_stacks,
@@ -45,9 +47,11 @@ def gpt2_shapes(layers):
     return dict(attention + up + down)
 
 
-def plan_of(shapes, dtype=jnp.float32):
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    return plan_stacks(leaves, [matrix_view(shape, PLAIN).wide for shape in shapes])
+def plan_of(shapes, dtypes=(jnp.float32,), is_wide=True, **options):
+    leaves = map(jax.ShapeDtypeStruct, shapes, itertools.cycle(dtypes))
+    views = ((x, matrix_view(x.shape, PLAIN)) for x in leaves)
+    found = [Matrices(x, view.wide if is_wide else view) for x, view in views]
+    return plan_stacks(enumerate(found), **options)
 
 
 def leaf_of(shape, dtype, seed):
@@ -71,12 +75,7 @@ def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
     shapes = [(12, 64, 256), (256, 64)]
     plan = plan_of(shapes)
     assert list(map(str, plan)) == ["13 x 64 x 256 float32 from 2 leaves"]
-    views = [matrix_view(shape, PLAIN).wide for shape in shapes]
-    mixed = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in zip(shapes, DTYPES[:2], strict=True)
-    ]
-    assert list(map(str, plan_stacks(mixed, views))) == [
+    assert list(map(str, plan_of(shapes, DTYPES[:2]))) == [
         "12 x 64 x 256 float32 from 1 leaf",
         "1 x 64 x 256 bfloat16 from 1 leaf",
     ]
@@ -84,9 +83,8 @@ def test_stacked_leaves_share_a_stack_and_dtypes_do_not():
 
 def test_tall_matrices_that_are_not_transposed_have_stacks_of_their_own():
     shapes = [(4, 6), (6, 4), (2, 6, 4), (5, 5)]
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    views = [matrix_view(shape, PLAIN) for shape in shapes]
-    assert [(stack.shape, stack.count) for stack in plan_stacks(leaves, views)] == [
+    plan = plan_of(shapes, is_wide=False)
+    assert [(stack.shape, stack.count) for stack in plan] == [
         ((4, 6), 1),
         ((6, 4), 3),
         ((5, 5), 1),
@@ -95,9 +93,7 @@ def test_tall_matrices_that_are_not_transposed_have_stacks_of_their_own():
 
 def test_stacks_of_several_leaves_stay_below_a_size():
     shapes = [(4, 6), (6, 4), (4, 6), (9, 4, 6), (4, 6)]
-    leaves = [jnp.zeros(shape) for shape in shapes]
-    views = [matrix_view(shape, PLAIN).wide for shape in shapes]
-    plan = plan_stacks(leaves, views, max_entries=48)
+    plan = plan_of(shapes, max_entries=48)
     assert [[part.leaf for part in stack.parts] for stack in plan] == [
         [0, 1],
         [2],

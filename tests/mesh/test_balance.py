@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from internals import (
     Cut,
     groups_of,
+    Matrices,
     matrix_view,
     MOST_SLOTS,
     plan_exchanges,
@@ -41,19 +42,18 @@ works = st.tuples(st.integers(1, 40), st.integers(1, 1000), st.sampled_from(ROUT
 
 
 def shared_out(works, mesh):
-    counts, costs, cuts = zip(*works, strict=True)
-    groups = [groups_of(cut, mesh) for cut in cuts]
-    shares = share_out(counts, costs, groups, int(np.prod(list(mesh.values()))))
+    stacks = [(count, cost, groups_of(cut, mesh)) for count, cost, cut in works]
+    shares = share_out(stacks, int(np.prod(list(mesh.values()))))
     loads = np.zeros(np.prod(list(mesh.values())))
-    for cost, group, share in zip(costs, groups, shares, strict=True):
+    for (_, cost, group), share in zip(stacks, shares, strict=True):
         loads[group] += cost * share.counts
     return shares, loads
 
 
 def test_no_stack_on_a_mesh_has_more_leaves_than_compilers_put_together_fast():
     view, n = matrix_view((8, 16), MuonDimensionNumbers(-2, -1)), 600
-    kinds = [np.dtype("float32")] * n, [view] * n, [PartitionSpec("a")] * n
-    plan = plan_exchanges(solver("cpu"), *kinds, MESH)
+    leaf = Matrices(np.zeros((8, 16), np.float32), view, PartitionSpec("a"))
+    plan = plan_exchanges(solver("cpu"), [leaf] * n, MESH)
     assert max(len(stack.parts) for stack, _, _ in plan) == 256
     leaves = [part.leaf for stack, _, _ in plan for part in stack.parts]
     assert sorted(leaves) == list(range(n))
@@ -121,10 +121,10 @@ specs = [
     P(),
 ]
 cuts = [cut_of(view, spec, mesh) for spec in specs]
-groups = [groups_of(cut, mesh) for cut in cuts]
-shares = share_out([9] * 3, [3.0, 5.0, 2.0], groups, 32)
-for cut, group, share in zip(cuts, groups, shares):
-    print(cut, group.tolist(), share.counts.tolist(), share.slots, sep="\\n")
+costs = iter([3.0, 5.0, 2.0])
+stacks = [(9, next(costs), groups_of(cut, mesh)) for cut in cuts]
+for cut, stack, share in zip(cuts, stacks, share_out(stacks, 32)):
+    print(cut, stack[2].tolist(), share.counts.tolist(), share.slots, sep="\\n")
 """
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
     divide_stacks,
+    Matrices,
     matrix_view,
     on_one_device,
     orthogonalize_by_constraint,
@@ -94,17 +95,21 @@ def placed(layout):
     return mesh, jax.device_put(random_leaves(), shardings)
 
 
+def matrices_of(leaves):
+    return [Matrices(x, view) for x, view in zip(leaves, VIEWS, strict=True)]
+
+
 def route_on(mesh):
     return jax.jit(
-        functools.partial(
-            orthogonalize_by_constraint, SOLVER, views=VIEWS, mesh=mesh.abstract_mesh
+        lambda leaves: orthogonalize_by_constraint(
+            SOLVER, matrices_of(leaves), mesh.abstract_mesh
         )
     )
 
 
 @functools.cache
 def alone():
-    return on_one_device(SOLVER, random_leaves(), views=VIEWS)
+    return on_one_device(SOLVER, matrices_of(random_leaves()))
 
 
 @pytest.mark.parametrize("layout", few(LAYOUTS, "three axes"))
@@ -116,7 +121,8 @@ def test_same_as_on_one_device(layout):
 @pytest.mark.parametrize("layout", few(LAYOUTS, "three axes", "experts"))
 def test_devices_iterate_their_share_without_waiting_for_others(layout):
     mesh, leaves = placed(layout)
-    plan = divide_stacks(SOLVER, stacks_of(leaves, VIEWS, mesh.size), mesh.size)
+    stacks = stacks_of(matrices_of(leaves), mesh.size)
+    plan = divide_stacks(SOLVER, stacks, mesh.size)
     once = {f"stack{i}": 1 for i in range(len(plan))}
     text = route_on(mesh).lower(leaves).compile().as_text()
     costs = hlo_costs(text, once)
@@ -161,11 +167,10 @@ def test_not_taken_with_explicit_axes():
     assert "all_to_all" in lowered_for("tpu", AxisType.Explicit)
 
 
-def loads_of(counts, costs, devices):
-    shares = share_in_a_row(counts, costs, devices)
-    return sum(
-        cost * share.counts for cost, share in zip(costs, shares, strict=True)
-    ), shares
+def loads_of(stacks, devices):
+    shares = share_in_a_row(stacks, devices)
+    pairs = zip(stacks, shares, strict=True)
+    return sum(cost * share.counts for (_, cost), share in pairs), shares
 
 
 @given(
@@ -174,8 +179,8 @@ def loads_of(counts, costs, devices):
 )
 @settings(max_examples=60, deadline=None)
 def test_slots_hold_all_matrices_in_order(stacks, devices):
-    counts, costs = zip(*stacks, strict=True)
-    for count, share in zip(counts, loads_of(counts, costs, devices)[1], strict=True):
+    _, shares = loads_of(stacks, devices)
+    for (count, _), share in zip(stacks, shares, strict=True):
         before, after = share.padding
         filled = np.pad(np.ones(count, int), (before, after))
         by_device = filled.reshape(devices, share.slots)
@@ -186,7 +191,8 @@ def test_slots_hold_all_matrices_in_order(stacks, devices):
 
 def test_devices_without_a_large_matrix_take_the_small_ones():
     """Llama-1B on 64 devices: 48 large matrices, and 32 and 32 smaller ones."""
-    loads, (squares, large, small) = loads_of([32, 48, 32], [258.0, 601.0, 9.0], 64)
+    stacks = [(32, 258.0), (48, 601.0), (32, 9.0)]
+    loads, (squares, large, small) = loads_of(stacks, 64)
     assert loads.max() == 601
     assert large.counts.max() == 1 and squares.counts.max() == 2
     assert not (large.counts * (squares.counts + small.counts)).any()
@@ -195,11 +201,14 @@ def test_devices_without_a_large_matrix_take_the_small_ones():
 def test_leaves_of_many_matrices_have_stacks_of_their_own():
     """As the experts of a model whose dense layers have matrices of the same shape."""
     shapes = (3, 8, 16), (2, 8, 16), (32, 8, 16), (2, 16, 8), (4, 8, 8, 16)
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    views = [matrix_view(shape, MuonDimensionNumbers(-2, -1)) for shape in shapes]
+    axes = MuonDimensionNumbers(-2, -1)
+    leaves = [
+        Matrices(jax.ShapeDtypeStruct(shape, jnp.float32), matrix_view(shape, axes))
+        for shape in shapes
+    ]
 
     def together(devices):
-        stacks = stacks_of(leaves, views, devices)
+        stacks = stacks_of(leaves, devices)
         return [[part.leaf for part in stack.parts] for stack in stacks]
 
     assert together(8) == [[0, 1], [3], [2], [4]]

@@ -49,7 +49,7 @@ def test_owners_have_whole_matrices_and_blocks_come_back(mesh, shape, numbers, s
     view = matrix_view(shape, numbers)
     local, cut = local_view(view, spec, mesh.shape), cut_of(view, spec, mesh.shape)
     groups = groups_of(cut, mesh.shape)
-    (share,) = share_out([local.count], [1.0], [groups], 8)
+    (share,) = share_out([(local.count, 1.0, groups)], 8)
 
     def exchange(leaf):
         matrices = to_owners(local.to_matrices(leaf), cut, share)
