@@ -17,7 +17,6 @@ from internals import (
     plan_exchanges,
     SharedStack,
     solver,
-    stacks_of,
 )
 from models import Model
 from optax.contrib import MuonDimensionNumbers
@@ -58,8 +57,7 @@ def _trips(model: Model, platform: str) -> dict[str, np.ndarray]:
 
 def _trips_untold(model: Model, platform: str) -> dict[str, np.ndarray]:
     devices = math.prod(model.mesh.values())
-    stacks = stacks_of(_leaves(model), devices)
-    plan = divide_stacks(solver(platform), stacks, devices)
+    plan = divide_stacks(solver(platform), _leaves(model), devices)
     trips = {}
     for i, (stack, share) in enumerate(plan):
         trips |= _loop(f"stack{i}", share.counts, share.slots, stack.shape, platform)

@@ -26,7 +26,6 @@ from muonclip_jax._matrices.stacks import (
 from muonclip_jax._mesh.by_constraint import (
     divide_stacks,
     orthogonalize_by_constraint,
-    stacks_of,
 )
 from muonclip_jax._mesh.exchange import (
     Cut,
@@ -119,7 +118,6 @@ __all__ = [
     "share_in_a_row",
     "share_out",
     "splash_statistic",
-    "stacks_of",
     "to_blocks",
     "to_owners",
     "unstack",

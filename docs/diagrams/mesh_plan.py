@@ -93,7 +93,7 @@ class Plan:
         ((_, member),) = np.argwhere(groups_of(cut, self.mesh) == device)
         here = list(
             itertools.chain.from_iterable(
-                self._held(self.leaves[part.leaf], device) for part in stack.parts
+                self._held(self.leaves[i], device) for i, _ in stack.parts
             )
         )
         first, count = int(share.counts[:member].sum()), int(share.counts[member])

@@ -105,17 +105,15 @@ class Layout(NamedTuple):
         if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
             return None, leaves
         ambient = None if ambient.empty else ambient
-        found = [(leaf, *found_sharding(leaf, ambient)) for leaf in leaves]
-        placed = [(mesh, leaf._replace(spec=spec)) for leaf, mesh, spec in found]
-        meshes = [(mesh, leaf) for mesh, leaf in placed if mesh is not None]
-        if not meshes:
+        found = [found_sharding(leaf, ambient) for leaf in leaves]
+        on_one = [leaf for leaf in found if leaf.mesh is not None]
+        if not on_one:
             return None, leaves
-        check_one_mesh(meshes)
+        check_one_mesh(on_one)
         # One that names its devices, if there is one.
-        mesh = next((m for m, _ in meshes if isinstance(m, Mesh)), meshes[0][0])
-        if AxisType.Manual in mesh.axis_types:
-            return None, leaves
-        return mesh, [leaf for _, leaf in placed]
+        meshes = [leaf.mesh for leaf in on_one]
+        mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
+        return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, found)
 
     def places(self, leaves: Sequence[Leaf]) -> list[tuple[Place, dict[int, Matrices]]]:
         """Groups leaves that have a view by where they are; by their index."""
@@ -331,7 +329,7 @@ def on_whole_blocks(
     blocks: Sequence[Matrices],
     kept: Callable[[Matrices], PartitionSpec] = lambda _: PartitionSpec(),
 ) -> list[jax.Array]:
-    """`function(leaves)` by every device, of leaves that `kept` alone cuts; cut again."""
+    """`function(leaves)` by every device, of leaves cut as `kept` says; cut again."""
     whole, cuts = [], []
     for x in blocks:
         spec = kept(x)

@@ -27,7 +27,8 @@ class Leaf(NamedTuple):
     - `whole`: the same with the shape of the whole leaf.
     - `given`: its entry in `shardings=`, or `None`.
     - `cut`: how mapped axes cut it; `PartitionSpec()` if it is whole.
-    - `spec`: how a mesh shards it, as `Layout.on_mesh` finds; `None` if nobody said.
+    - `mesh`, `spec`: how a mesh shards it, as `Layout.on_mesh` finds; `None` if nobody
+        said.
     - `view`: of the whole leaf; `None` if it is hidden or holds no matrix.
     """
 
@@ -36,6 +37,7 @@ class Leaf(NamedTuple):
     whole: Any
     given: Any
     cut: PartitionSpec
+    mesh: Any = None
     spec: PartitionSpec | None = None
     view: MatrixView | None = None
     verdict: Verdict | None = None
@@ -120,14 +122,14 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     return own is not None and _same(own_mesh, mesh) and _cuts(own) == _cuts(spec)
 
 
-def found_sharding(leaf: Leaf, ambient: AbstractMesh | None) -> tuple[Any, Any]:
-    """The mesh of a leaf, or else the one around it, and its spec."""
+def found_sharding(leaf: Leaf, ambient: AbstractMesh | None) -> Leaf:
+    """The leaf with its mesh, or else the one around it, and its spec."""
     path, array, given = leaf.path, leaf.array, leaf.given
     if is_masked(array):
-        return None, None
+        return leaf
     mesh, spec = _of_array(array)
     if given is None:
-        return (mesh or ambient), spec
+        return leaf._replace(mesh=mesh or ambient, spec=spec)
     if isinstance(given, NamedSharding):
         wanted = given.mesh, given.spec
     else:
@@ -145,7 +147,7 @@ def found_sharding(leaf: Leaf, ambient: AbstractMesh | None) -> tuple[Any, Any]:
             f"does not divide it evenly on {_show(wanted[0])}"
         )
     _check_agree(path, array, (mesh, spec), wanted)
-    return wanted
+    return leaf._replace(mesh=wanted[0], spec=wanted[1])
 
 
 def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
@@ -161,13 +163,14 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     return sharding.mesh, sharding.spec
 
 
-def check_one_mesh(meshes: Sequence[tuple[Any, Leaf]]) -> None:
-    (first, one), *others = meshes
-    for mesh, leaf in others:
-        if not _same(mesh, first):
+def check_one_mesh(leaves: Sequence[Leaf]) -> None:
+    first, *others = leaves
+    for leaf in others:
+        if not _same(leaf.mesh, first.mesh):
             raise ValueError(
-                f"'{show(one.path)}' and '{show(leaf.path)}' are on different meshes: "
-                f"{_show(first, one.spec)} and {_show(mesh, leaf.spec)}"
+                f"'{show(first.path)}' and '{show(leaf.path)}' are on different "
+                f"meshes: {_show(first.mesh, first.spec)} and "
+                f"{_show(leaf.mesh, leaf.spec)}"
             )
 
 

@@ -171,11 +171,8 @@ class Matrices:
         return dataclasses.replace(self, array=array)
 
 
-class Part(NamedTuple):
-    """The matrices of one leaf, by its index, in a stack."""
-
-    leaf: int
-    matrices: Matrices
+#: The matrices of one leaf in a stack, after the index of the leaf.
+Part = tuple[int, Matrices]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +208,7 @@ class Stack:
         return f"{self.count} x {m} x {n} {self.dtype} from {len(self.parts)} {leaves}"
 
 
-def plan_stacks(
-    leaves: Iterable[tuple[int, Matrices]], max_entries: float = math.inf
-) -> list[Stack]:
+def plan_stacks(leaves: Iterable[Part], max_entries: float = math.inf) -> list[Stack]:
     """Groups the matrices of leaves, which have an index, by shape and dtype.
 
     Arrays need only a dtype, so abstract ones will do. Nothing is padded: matrices of
@@ -223,12 +218,12 @@ def plan_stacks(
     groups: dict[tuple[tuple[int, int], jnp.dtype], list[Part]] = {}
     for index, leaf in leaves:
         key = leaf.view.matrix_shape, jnp.dtype(leaf.array.dtype)
-        groups.setdefault(key, []).append(Part(index, leaf))
+        groups.setdefault(key, []).append((index, leaf))
     stacks = []
     for (shape, dtype), group in groups.items():
         parts, entries = [], 0
         for part in group:
-            size = math.prod(part.matrices.view.shape)
+            size = math.prod(part[1].view.shape)
             if parts and (entries + size > max_entries or len(parts) == MOST_LEAVES):
                 stacks.append(Stack(shape, dtype, tuple(parts)))
                 parts, entries = [], 0

@@ -38,7 +38,7 @@ def orthogonalize_by_constraint(
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
     pieces, unite = divide([leaf.of(keep_sharding(leaf.array)) for leaf in leaves])
-    plan = divide_stacks(solver, stacks_of(pieces, mesh.size), mesh.size)
+    plan = divide_stacks(solver, pieces, mesh.size)
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
 
     def constrained(x: jax.Array, *spec: Any) -> jax.Array:
@@ -80,8 +80,10 @@ def orthogonalize_by_constraint(
     return [*map(sharded_like, unite(results), (leaf.array for leaf in leaves))]
 
 
-def stacks_of(leaves: Sequence[Matrices], devices: int) -> list[Stack]:
-    """Groups matrices into stacks.
+def divide_stacks(
+    solver: Solver, leaves: Sequence[Matrices], devices: int
+) -> list[DividedStack]:
+    """Groups matrices into stacks, and divides each among the devices.
 
     Tall ones are not turned, since a mesh often cuts all leaves along one axis. A leaf
     of many has a stack of its own: it may be cut along them. XLA copies arrays that are
@@ -94,11 +96,6 @@ def stacks_of(leaves: Sequence[Matrices], devices: int) -> list[Stack]:
         view = dataclasses.replace(leaf.view, batch=leaf.view.batch[::-1])
         group = many if view.count >= MANY * devices else few
         group.append((i, dataclasses.replace(leaf, view=view)))
-    return [*plan_stacks(few), *(stack for x in many for stack in plan_stacks([x]))]
-
-
-def divide_stacks(
-    solver: Solver, stacks: Sequence[Stack], devices: int
-) -> list[DividedStack]:
+    stacks = plan_stacks(few) + [stack for x in many for stack in plan_stacks([x])]
     work = [(stack.count, solver.cost(stack.shape, stack.dtype)) for stack in stacks]
     return [*zip(stacks, share_in_a_row(work, devices), strict=True)]

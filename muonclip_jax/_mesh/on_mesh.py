@@ -157,8 +157,8 @@ def share_among_devices(
     results: list[Any] = list(pieces)
     for (stack, cut, share), matrices in zip(plan, iterated, strict=True):
         blocks = to_blocks(matrices, cut, share)
-        local = stack.parts[0].matrices.view.matrix_shape
-        stack.scatter(blocks.reshape(-1, *local), results)
+        _, block = stack.parts[0]
+        stack.scatter(blocks.reshape(-1, *block.view.matrix_shape), results)
     return unite([*map(_stored, results)])
 
 
@@ -189,8 +189,7 @@ def plan_exchanges(
         share, rest = divmod(own.count, math.prod(mesh[n] for n in cut.members))
         is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
         key = cut, jnp.dtype(leaf.array.dtype), i if is_apart else None
-        part = Part(i, dataclasses.replace(leaf, view=own))
-        groups.setdefault(key, []).append(part)
+        groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=own)))
     stacks = [
         (Stack(cut.shape, dtype, tuple(parts[i : i + MOST_LEAVES])), cut)
         for (cut, dtype, _), parts in groups.items()

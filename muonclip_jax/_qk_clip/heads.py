@@ -145,28 +145,28 @@ class Heads:
     def _whole_row(self, stats: dict[Path, jax.Array]) -> jax.Array:
         """Checks the statistics; returns their maximum over replicas, as one row."""
         self._check_matched(stats)
-        checked = [self._checked(layer, stats) for layer in self.layers]
         # Axes that cut the statistics have other heads on each device, so take no
         # maximum along them. Heads that all share a leaf go by the largest of all
         # heads, whichever device has it.
-        over, shared = [], self._layout.shared_axes
-        for layer, (_, spec) in zip(self.layers, checked, strict=True):
-            axes = shared if layer.is_shared else self._layout.replicas
-            over.append(tuple(axis for axis in axes if axis not in cut_axes(spec)))
-        parts: list[Any] = [x for x, _ in checked]
-        for axes in dict.fromkeys(over):
-            # One collective for all layers with the same axes.
-            alike = [i for i, of_layer in enumerate(over) if of_layer == axes]
-            shapes = [parts[i].shape for i in alike]
-            row = _to_row([parts[i] for i in alike])
+        shared, replicas = self._layout.shared_axes, self._layout.replicas
+        groups: dict[AxisNames, dict[BoundLayer, tuple[jax.Array, PartitionSpec]]] = {}
+        for layer in self.layers:
+            x, spec = self._checked(layer, stats)
+            axes = shared if layer.is_shared else replicas
+            over = tuple(axis for axis in axes if axis not in cut_axes(spec))
+            groups.setdefault(over, {})[layer] = x, spec
+        found: dict[BoundLayer, jax.Array] = {}
+        # One collective for all layers with the same axes.
+        for axes, group in groups.items():
+            row = _to_row([x for x, _ in group.values()])
             # No collective along axes where the type says that the row is the same.
             if differ := differing(row, axes) if row.size else ():
                 # All replicas must see a NaN of one, and a maximum over devices may
                 # drop it. As infinity it survives, and is counted in the same way.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
-            for i, part in zip(alike, _divide(row, shapes), strict=True):
-                parts[i] = gather(part, checked[i][1])
-        return _to_row(parts)
+            parts = _divide(row, {layer: x.shape for layer, (x, _) in group.items()})
+            found |= {layer: gather(x, group[layer][1]) for layer, x in parts.items()}
+        return _to_row([found[layer] for layer in self.layers])
 
     def clip(
         self, attention_stats: Any, threshold: Any, alpha: Any, at: Callable[[Any], Any]
@@ -194,8 +194,7 @@ class Heads:
 
     def by_layer(self, row: jax.Array) -> dict[BoundLayer, jax.Array]:
         """Returns an array `(*stack, heads)` for each layer."""
-        parts = _divide(row, [layer.shape for layer in self.layers])
-        return dict(zip(self.layers, parts, strict=True))
+        return _divide(row, {layer: layer.shape for layer in self.layers})
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
         """Returns the threshold of each head; `at` gives a schedule's value now.
@@ -347,6 +346,9 @@ def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.zeros(0, jnp.float32), *flat])
 
 
-def _divide(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    parts = unstack(row, tuple(math.prod(shape) for shape in shapes))
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _divide(
+    row: jax.Array, shapes: Mapping[BoundLayer, tuple[int, ...]]
+) -> dict[BoundLayer, jax.Array]:
+    parts = unstack(row, tuple(math.prod(shape) for shape in shapes.values()))
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {layer: part.reshape(shape) for (layer, shape), part in pairs}

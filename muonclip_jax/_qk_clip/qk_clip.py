@@ -191,12 +191,10 @@ def qk_clip(
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
         logits, gamma, scale_at = heads.clip(attention_stats, threshold, alpha, at)
-        given = layout.tree.of(updates)
+        param_at = layout.tree.by_path()
         scaled = [
-            _scale_update(u, leaf.array, scale_at[leaf.path])
-            if leaf.path in scale_at
-            else u
-            for leaf, u in zip(layout.leaves, given, strict=True)
+            _scale_update(x, param_at[path], scale_at[path]) if path in scale_at else x
+            for path, x, *_ in layout.of(updates)
         ]
         finite, clipped = jnp.isfinite(logits), gamma < 1
         state = QKClipState(

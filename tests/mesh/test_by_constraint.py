@@ -19,7 +19,6 @@ from internals import (
     orthogonalize_by_constraint,
     share_in_a_row,
     solver,
-    stacks_of,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -121,8 +120,7 @@ def test_same_as_on_one_device(layout):
 @pytest.mark.parametrize("layout", few(LAYOUTS, "three axes", "experts"))
 def test_devices_iterate_their_share_without_waiting_for_others(layout):
     mesh, leaves = placed(layout)
-    stacks = stacks_of(matrices_of(leaves), mesh.size)
-    plan = divide_stacks(SOLVER, stacks, mesh.size)
+    plan = divide_stacks(SOLVER, matrices_of(leaves), mesh.size)
     once = {f"stack{i}": 1 for i in range(len(plan))}
     text = route_on(mesh).lower(leaves).compile().as_text()
     costs = hlo_costs(text, once)
@@ -208,8 +206,8 @@ def test_leaves_of_many_matrices_have_stacks_of_their_own():
     ]
 
     def together(devices):
-        stacks = stacks_of(leaves, devices)
-        return [[part.leaf for part in stack.parts] for stack in stacks]
+        plan = divide_stacks(SOLVER, leaves, devices)
+        return [[i for i, _ in stack.parts] for stack, _ in plan]
 
     assert together(8) == [[0, 1], [3], [2], [4]]
     assert together(9) == [[0, 1, 2, 4], [3]]
