@@ -26,7 +26,7 @@ from .._axes import (
 )
 from .._matrices.stacks import Matrices
 from .._parameters import paths
-from .._parameters.paths import is_masked, Path, PathedTree, show
+from .._parameters.paths import is_masked, PathedTree, show
 from .shardings import (
     along,
     blocks_along,
@@ -205,13 +205,19 @@ def read_layout(
     **Raises:** `ValueError`, naming the path, for shardings that are none, that do not
     fit, or whose axes the mesh lacks; for an `axis_name` that is no axis here.
     """
-    tree = paths.flatten(params)
-    manual = _mapped_axes()
-    given = given_shardings(shardings, tree, of_blocks=bool(manual))
+    tree, mesh = paths.flatten(params), jax.sharding.get_abstract_mesh()
+    given = given_shardings(shardings, tree, of_blocks=bool(mesh.manual_axes))
     leaves = []
     for path, x, entry in zip(tree.paths, tree.leaves, given, strict=True):
-        cut = _manual_spec(path, x, entry, manual)
-        whole = _whole(x, cut) if cut_axes(cut) else x
+        whole, cut = x, PartitionSpec()
+        if mesh.manual_axes and entry is not None and not is_masked(x):
+            spec = entry.spec if isinstance(entry, NamedSharding) else entry
+            check_spec(path, x.shape, spec, mesh)
+            # A spec may name automatic axes, too. Along these what is at hand is whole,
+            # and XLA sees to its blocks.
+            cut = along(mesh.manual_axes, spec)
+            shape = tuple(map(math.prod, blocks_along(x.shape, cut, mesh.shape)))
+            whole = jax.ShapeDtypeStruct(shape, x.dtype) if cut_axes(cut) else x
         leaves.append(Leaf(path, x, whole, entry, cut))
     return Layout(tree, tuple(leaves), axis_names(axis_name))
 
@@ -339,25 +345,6 @@ def on_whole_blocks(
     return [own_block(*pair) for pair in zip(results, cuts, strict=True)]
 
 
-def _whole(block: Any, cut: PartitionSpec) -> jax.ShapeDtypeStruct:
-    """The leaf of which this is a block."""
-    mesh = jax.sharding.get_abstract_mesh().shape
-    shape = map(math.prod, blocks_along(block.shape, cut, mesh))
-    return jax.ShapeDtypeStruct(tuple(shape), block.dtype)
-
-
 def _mapped_axes() -> frozenset[str]:
     """The axes of the mesh that a `jax.shard_map` or `jax.pmap` around this maps."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def _manual_spec(
-    path: Path, leaf: Any, given: Any, manual: Collection[str]
-) -> PartitionSpec:
-    if given is None or is_masked(leaf) or not manual:
-        return PartitionSpec()
-    spec = given.spec if isinstance(given, NamedSharding) else given
-    check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
-    # A spec may name automatic axes, too. Along these what is at hand is whole, and XLA
-    # sees to its blocks.
-    return along(manual, spec)

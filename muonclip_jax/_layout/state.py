@@ -1,6 +1,7 @@
 """State that is sharded as the params are, from the start and after every step."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,21 @@ def zeros_like(params: Any, layout: Layout, dtype: DTypeLike | None) -> Any:
     """A tree of zeros like the params."""
     parts = [StatePart(leaf.path, dtype) for leaf in layout.leaves]
     return layout.tree.unflatten(zero_parts(params, layout, parts))
+
+
+def zeros_by_path(params: Any, layout: Layout, parts: Mapping[str, Any]) -> Any:
+    """Zeros in place of trees of parts, by the paths of leaves."""
+    # In the order of the leaves, in which zeros are made; JAX sorts a dict by its keys.
+    return by_path(layout, zero_parts(params, layout, OrderedDict(parts)))
+
+
+def by_path(layout: Layout, state: Mapping[str, Any]) -> Any:
+    """State that is not like the params, by their paths.
+
+    Without params it is one number: `optax.tree.map_params` makes a state without
+    them, and takes what is where that has a number for no part of the params.
+    """
+    return dict(state) if layout.leaves else jnp.zeros(())
 
 
 def zero_parts(params: Any, layout: Layout, tree: Any) -> Any:

@@ -1,11 +1,10 @@
 """A tree of leaves as a trace reads it, once: paths, matrices, shardings."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -45,15 +44,6 @@ def optimizer_of(leaf: Leaf) -> str:
     if leaf.view:
         return "muon"
     return FROZEN if leaf.verdict and leaf.verdict.label == FROZEN else "adamw"
-
-
-def keyed(layout: Layout, state: Mapping[str, Any]) -> Any:
-    """State that is not like the params, by their paths.
-
-    Without params it is one number: `optax.tree.map_params` makes a state without
-    them, and takes what is where that has a number for no part of the params.
-    """
-    return dict(state) if layout.leaves else jnp.zeros(())
 
 
 def for_leaves(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +15,11 @@ from jax.typing import ArrayLike, DTypeLike
 from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes, Layout
 from .._layout.shardings import Leaf
-from .._layout.state import zero_parts, zeros_like
+from .._layout.state import by_path, zeros_by_path, zeros_like
 from .._matrices.stacks import MatrixView
 from .._options import begins, is_float, SHARE
 from .._parameters import paths
 from . import eight_bits
-from .leaves import keyed
 
 
 class ScaleByMuonState(NamedTuple):
@@ -115,7 +113,14 @@ class Momentum(NamedTuple):
             _refuse(layout, lambda leaf: jnp.iscomplexobj(leaf.array), _COMPLEX)
             _refuse(layout, lambda leaf: cut_axes(leaf.cut), _CUT)
         mu = zeros_like(params, layout, self.dtype)
-        scales = _zero_scales(params, layout) if self.dtype == np.int8 else None
+        scales = None
+        if self.dtype == np.int8:
+            parts = {
+                paths.show(leaf.path): eight_bits.parts_of_scales(leaf.path, leaf.view)
+                for leaf in layout.leaves
+                if leaf.view and math.prod(leaf.view.shape)
+            }
+            scales = zeros_by_path(params, layout, parts)
         # Counted for every beta, so that a run can go on with a schedule.
         count, unit = jnp.zeros((), jnp.int32), jnp.asarray(_unit(mu), jnp.float32)
         return ScaleByMuonState(mu, scales, count, unit)
@@ -154,20 +159,10 @@ class Momentum(NamedTuple):
                 )
             ahead[i] = leaf._replace(array=x)
         mu = layout.tree.unflatten(kept)
-        by_path = keyed(layout, scales) if is_coded else None
+        coded = by_path(layout, scales) if is_coded else None
         count = optax.safe_increment(state.count)
-        after = ScaleByMuonState(mu, by_path, count, jnp.asarray(unit, jnp.float32))
+        after = ScaleByMuonState(mu, coded, count, jnp.asarray(unit, jnp.float32))
         return ahead, after
-
-
-def _zero_scales(params: optax.Params, layout: Layout) -> Any:
-    # In the order of the leaves, in which zeros are made; a dict has that of names.
-    scales = OrderedDict(
-        (paths.show(leaf.path), eight_bits.parts_of_scales(leaf.path, leaf.view))
-        for leaf in layout.leaves
-        if leaf.view and math.prod(leaf.view.shape)
-    )
-    return keyed(layout, zero_parts(params, layout, scales))
 
 
 def _refuse(layout: Layout, is_of: Callable[[Leaf], Any], problem: str) -> None:

@@ -1,7 +1,6 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
 import math
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import optax
 from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
 from .._layout.layout import check_gradients, cut_axes, gather, Layout, own_block
 from .._layout.shardings import but_along, Leaf, Shardings
-from .._layout.state import StatePart, zero_parts
+from .._layout.state import by_path, StatePart, zeros_by_path
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import Matrices, MatrixView
 from .._model.per_head import matrix_rules
@@ -20,7 +19,7 @@ from .._options import check_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
-from .leaves import check_matrices_only, keyed, read_leaves
+from .leaves import check_matrices_only, read_leaves
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -123,14 +122,12 @@ def neuron_normalization(
     """`normalize_neurons` for leaves; those without a view pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
-        # In the order of the leaves, in which zeros are made; a dict has that of names.
-        parts = OrderedDict(
-            (name, StatePart(leaf.path, jnp.float32, sizes))
+        parts = {
+            name: StatePart(leaf.path, jnp.float32, sizes)
             for leaf in layout.leaves
             for name, sizes in _state_of(leaf).items()
-        )
-        v = zero_parts(params, layout, parts)
-        return NormalizeNeuronsState(keyed(layout, v))
+        }
+        return NormalizeNeuronsState(zeros_by_path(params, layout, parts))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
@@ -145,7 +142,7 @@ def neuron_normalization(
                 x, *v = _normalize_leaf(matrices, v, b2, eps)
                 after |= zip(names, v, strict=True)
             results.append(x)
-        v = keyed(layout, after)
+        v = by_path(layout, after)
         return layout.tree.unflatten(results), NormalizeNeuronsState(v)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
