@@ -179,20 +179,20 @@ class Layout(NamedTuple):
         shared = self.shared_axes
         if not shared or not is_checked(shared):
             return
-        for path, x, _, _, cut, *_ in leaves:
-            if not isinstance(x, jax.Array):
+        for leaf in leaves:
+            if not isinstance(leaf.array, jax.Array):
                 continue
-            own, given = manual_axes(x), cut_axes(cut)
+            own, given = manual_axes(leaf.array), cut_axes(leaf.cut)
             if differs := own.intersection(shared).difference(given):
                 raise ValueError(
-                    f"'{show(path)}' differs along {sorted(map(str, differs))}: say in "
-                    "shardings how these axes cut it, or name them in axis_name, to "
-                    "average gradients over them"
+                    f"'{show(leaf.path)}' differs along {sorted(map(str, differs))}: "
+                    "say in shardings how these axes cut it, or name them in "
+                    "axis_name, to average gradients over them"
                 )
             if whole := set(given).difference(own):
                 raise ValueError(
-                    f"shardings says that {sorted(whole)} cut '{show(path)}', but it "
-                    "is the same on all devices along them: give jax.shard_map the "
+                    f"shardings says that {sorted(whole)} cut '{show(leaf.path)}', but "
+                    "it is the same on all devices along them: give jax.shard_map the "
                     "same in_specs as shardings, or leave the axes out of shardings"
                 )
 

@@ -160,7 +160,7 @@ class Matrices:
     A pytree of the array alone: all else is known when a program is traced.
     """
 
-    array: jax.Array
+    array: Any  # a `jax.Array`; in a plan what has its dtype will do
     view: MatrixView = dataclasses.field(metadata={"static": True})
     spec: PartitionSpec = dataclasses.field(
         default=PartitionSpec(), metadata={"static": True}

@@ -145,13 +145,13 @@ class Momentum(NamedTuple):
         scales: dict[str, eight_bits.Scales] = {}
         if is_coded := self.dtype == np.int8:
             _refuse(layout, lambda leaf: cut_axes(leaf.cut), _CUT)
-        for i, (leaf, view) in enumerate((x, x.view) for x in gradients):
-            if view is None:
+        for i, leaf in enumerate(gradients):
+            if leaf.view is None:
                 continue
             if is_coded:
                 name = paths.show(leaf.path)
                 kept[i], scales[name], x = _accumulate_in_8_bits(
-                    beta, kept[i], last[name], leaf.array, self.nesterov, view
+                    beta, kept[i], last[name], leaf.array, self.nesterov, leaf.view
                 )
             else:
                 kept[i], x = _accumulate(
