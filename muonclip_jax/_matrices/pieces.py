@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     - `view`: its matrices.
     - `of`: for each axis of the view, the axis of the leaf that it is, or is the major
         factor of: what a mesh cuts there, it cuts here.
-    - `units`: the first and the last but one of the units that it is.
+    - `units`: where the units that it is begin and end.
     - `own`: its units and the rest, cut into heads.
     """
 
