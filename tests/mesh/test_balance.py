@@ -121,8 +121,7 @@ specs = [
     P(),
 ]
 cuts = [cut_of(view, spec, mesh) for spec in specs]
-costs = iter([3.0, 5.0, 2.0])
-stacks = [(9, next(costs), groups_of(cut, mesh)) for cut in cuts]
+stacks = [(9, cost, groups_of(cut, mesh)) for cost, cut in zip([3.0, 5.0, 2.0], cuts)]
 for cut, stack, share in zip(cuts, stacks, share_out(stacks, 32)):
     print(cut, stack[2].tolist(), share.counts.tolist(), share.slots, sep="\\n")
 """
