@@ -9,6 +9,7 @@ nothing is exchanged for them.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,16 +27,18 @@ class Piece(NamedTuple):
     """One part of a leaf, as an array of its own.
 
     - `view`: its matrices.
-    - `of`: for each axis of the view, the axis of the leaf that it is, or is the major
-        factor of: what a mesh cuts there, it cuts here.
+    - `axes`: those of the view.
     - `units`: where the units that it is begin and end.
-    - `own`: its units and the rest, cut into heads.
     """
 
     view: MatrixView
-    of: tuple[int | None, ...]
-    units: tuple[int, int]
-    own: "list[_Axis]"
+    axes: "list[_Axis]"
+    units: tuple[int, int] = (0, 0)
+
+    @property
+    def of(self) -> list[int | None]:
+        """The axis of the leaf that each axis is, or is the major factor of."""
+        return [axis.of for axis in self.axes]
 
 
 #: From arrays in the place of pieces to arrays in the place of leaves.
@@ -56,7 +59,7 @@ def divide(leaves: Sequence[Matrices]) -> tuple[list[Matrices], Unite]:
     return [piece for leaf, cut in cuts for piece in cut.divide(leaf)], unite
 
 
-def pieces_of(view: MatrixView) -> tuple[Piece, ...]:
+def pieces_of(view: MatrixView) -> list[Piece]:
     """The pieces of a whole leaf."""
     return _Slicing.of(view).pieces
 
@@ -99,18 +102,15 @@ class _Slicing:
     """
 
     shape: tuple[int, ...]  # of the whole leaf
-    before: list[_Axis]
-    groups: list[_Axis]
-    rest: list[_Axis]
-    after: list[_Axis]
-    pieces: tuple[Piece, ...]
+    axes: list[_Axis]
+    sliced: int  # the axis of units, if there are several pieces
+    pieces: list[Piece]
 
     @classmethod
     def of(cls, view: MatrixView) -> "_Slicing":
         plain = [_Axis(n, i) for i, n in enumerate(view.shape)]
         if view.division is None:
-            piece = Piece(view, tuple(range(len(plain))), (0, 0), [])
-            return cls(view.shape, plain, [], [], [], (piece,))
+            return cls(view.shape, plain, 0, [Piece(view, plain)])
         parts = view.division.parts
         first, stop = view.output[0], view.output[-1] + 1
         before, after = plain[:first], plain[stop:]
@@ -125,13 +125,16 @@ class _Slicing:
         outputs = _factored(outputs, {group, unit})
         groups = [a for a in outputs if a.inner >= group]
         rest = [a for a in outputs if a.inner < unit]
+
+        def units(count: int) -> list[_Axis]:
+            # What is sliced is cut by no mesh: a block of all units, of which it has
+            # some, would have a part of each slice, or none.
+            return [_Axis(count, None, unit)] if len(parts) > 1 else []
+
         pieces, stop = [], 0
         for size, head_dim in parts:
             start, stop = stop, stop + size // unit
-            # What is sliced is cut by no mesh: a block of all units, of which it has
-            # some, would have a part of each slice, or none.
-            sliced = [_Axis(stop - start, None, unit)] if len(parts) > 1 else []
-            found = sliced + rest
+            found = units(stop - start) + rest
             if head_dim is not None:
                 found = _factored(found, {head_dim})
             axes = [*before, *groups, *found, *after]
@@ -142,40 +145,29 @@ class _Slicing:
             stacked = [
                 j for j in at if head_dim is not None and axes[j].inner >= head_dim
             ]
-            pieces.append(
-                Piece(
-                    MatrixView(
-                        (*(place[j] for j in view.batch), *stacked),
-                        tuple(place[j] for j in view.reduction),
-                        tuple(j for j in at if j not in stacked),
-                        tuple(a.size for a in axes),
-                        view.is_directed,
-                    ),
-                    tuple(a.of for a in axes),
-                    (start, stop),
-                    found,
-                )
+            own = MatrixView(
+                (*(place[j] for j in view.batch), *stacked),
+                tuple(place[j] for j in view.reduction),
+                tuple(j for j in at if j not in stacked),
+                tuple(a.size for a in axes),
+                view.is_directed,
             )
-        return cls(view.shape, before, groups, rest, after, tuple(pieces))
+            pieces.append(Piece(own, axes, (start, stop)))
+        axes = [*before, *groups, *units(stop), *rest, *after]
+        return cls(view.shape, axes, len(before) + len(groups), pieces)
 
     def divide(self, leaf: Matrices) -> list[Matrices]:
         # A leaf of one piece, or of heads that have axes already, comes through as it
         # is: to the shape that it has, `lax.reshape` is no operation.
-        local, is_sliced = self._local(leaf.array.shape), len(self.pieces) > 1
-        before, after = local(self.before + self.groups), local(self.after)
-        units = [self.pieces[-1].units[1]] if is_sliced else []
-        middle = [*units, *local(self.rest)]
-        whole = jax.lax.reshape(leaf.array, (*before, *middle, *after))
-        slices = [
-            jax.lax.slice_in_dim(whole, *x.units, axis=len(before))
-            if is_sliced
-            else whole
-            for x in self.pieces
-        ]
+        local = self._local(leaf.array.shape)
+        slices = [jax.lax.reshape(leaf.array, local(self.axes))]
+        if len(self.pieces) > 1:
+            cut = functools.partial(jax.lax.slice_in_dim, *slices, axis=self.sliced)
+            slices = [cut(*piece.units) for piece in self.pieces]
         entries = dict(enumerate(leaf.spec))
         return [
             Matrices(
-                jax.lax.reshape(x, (*before, *local(piece.own), *after)),
+                jax.lax.reshape(x, local(piece.axes)),
                 piece.view,
                 PartitionSpec(*map(entries.get, piece.of)),  # type: ignore[arg-type]
             )
@@ -187,13 +179,12 @@ class _Slicing:
         if len(self.pieces) == 1:
             return jax.lax.reshape(next(found), shape)
         local = self._local(shape)
-        before, after = local(self.before + self.groups), local(self.after)
-        middle = local(self.rest)
+        before, after = self.axes[: self.sliced], self.axes[self.sliced + 1 :]
         slices = [
-            jax.lax.reshape(next(found), (*before, stop - start, *middle, *after))
+            jax.lax.reshape(next(found), (*local(before), stop - start, *local(after)))
             for start, stop in (piece.units for piece in self.pieces)
         ]
-        return jax.lax.reshape(jnp.concatenate(slices, len(before)), shape)
+        return jax.lax.reshape(jnp.concatenate(slices, self.sliced), shape)
 
     def _local(self, shape: tuple[int, ...]) -> Callable[[Sequence[_Axis]], list[int]]:
         """Makes a function from axes to their sizes in a block of this shape."""

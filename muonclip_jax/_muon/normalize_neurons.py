@@ -154,7 +154,8 @@ def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
     if view is None or not math.prod(view.shape):
         return {}
     found = {}
-    for j, (piece, of, *_) in enumerate(pieces_of(view)):
+    for j, part in enumerate(pieces_of(view)):
+        piece = part.view
         if not (short := _short_axes(piece)):
             continue
         if view.division is None:
@@ -162,7 +163,7 @@ def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
         # Outputs of a piece are one axis of its state, and not sharded.
         kept = [1 if i in short else n for i, n in enumerate(piece.shape)]
         outer = set(range(len(view.shape))) - {*view.output}
-        count = math.prod(kept[at] for at, i in enumerate(of) if i not in outer)
+        count = math.prod(kept[at] for at, i in enumerate(part.of) if i not in outer)
         sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
         is_wide = piece.fan_in < piece.fan_out
         found[f"{path}/{j}"] = sizes | dict.fromkeys(
