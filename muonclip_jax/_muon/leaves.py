@@ -69,7 +69,8 @@ def for_leaves(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         layout = read(params)
-        return counts_replicated(build(layout).init(params), layout.mesh)
+        mesh = layout.mesh  # first, since it raises for shardings that do not agree
+        return counts_replicated(build(layout).init(params), mesh)
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state(name, isinstance(state, state_type))
