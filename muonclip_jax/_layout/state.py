@@ -40,10 +40,10 @@ def zeros_like(params: Any, layout: Layout, dtype: DTypeLike | None) -> Any:
 def zeros_by_path(params: Any, layout: Layout, parts: Mapping[str, Any]) -> Any:
     """Zeros in place of trees of parts, by the paths of leaves."""
     # In the order of the leaves, in which zeros are made; JAX sorts a dict by its keys.
-    return by_path(layout, zero_parts(params, layout, OrderedDict(parts)))
+    return state_by_path(layout, zero_parts(params, layout, OrderedDict(parts)))
 
 
-def by_path(layout: Layout, state: Mapping[str, Any]) -> Any:
+def state_by_path(layout: Layout, state: Mapping[str, Any]) -> Any:
     """State that is not like the params, by their paths.
 
     Without params it is one number: `optax.tree.map_params` makes a state without

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._axes import explicit_spec, on_automatic_axes
 from .._layout.layout import cut_axes, Layout
 from .._layout.shardings import Leaf
-from .._layout.state import by_path, zeros_by_path, zeros_like
+from .._layout.state import state_by_path, zeros_by_path, zeros_like
 from .._matrices.stacks import MatrixView
 from .._options import begins, is_float, SHARE
 from .._parameters import paths
@@ -159,7 +159,7 @@ class Momentum(NamedTuple):
                 )
             ahead[i] = leaf._replace(array=x)
         mu = layout.tree.unflatten(kept)
-        coded = by_path(layout, scales) if is_coded else None
+        coded = state_by_path(layout, scales) if is_coded else None
         count = optax.safe_increment(state.count)
         after = ScaleByMuonState(mu, coded, count, jnp.asarray(unit, jnp.float32))
         return ahead, after

@@ -11,7 +11,7 @@ import optax
 from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
 from .._layout.layout import check_gradients, cut_axes, gather, Layout, own_block
 from .._layout.shardings import but_along, Leaf, Shardings
-from .._layout.state import by_path, StatePart, zeros_by_path
+from .._layout.state import state_by_path, StatePart, zeros_by_path
 from .._matrices.pieces import divide, pieces_of
 from .._matrices.stacks import Matrices, MatrixView
 from .._model.per_head import matrix_rules
@@ -142,7 +142,7 @@ def neuron_normalization(
                 x, *v = _normalize_leaf(matrices, v, b2, eps)
                 after |= zip(names, v, strict=True)
             results.append(x)
-        v = by_path(layout, after)
+        v = state_by_path(layout, after)
         return layout.tree.unflatten(results), NormalizeNeuronsState(v)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
