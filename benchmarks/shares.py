@@ -12,12 +12,11 @@ import numpy as np
 from internals import (
     divide_stacks,
     groups_of,
+    Matrices,
     matrix_view,
-    MatrixView,
     plan_exchanges,
     SharedStack,
     solver,
-    stacks_of,
 )
 from models import Model
 from optax.contrib import MuonDimensionNumbers
@@ -39,7 +38,7 @@ def even_flops(model: Model, platform: str) -> float:
     """Floating-point operations of each device if all did as many."""
     flops = 0.0
     for stack, cut, share in _plan(model, platform):
-        one = solver(platform).cost(stack.shape, jnp.dtype(stack.dtype))
+        one = solver(platform).cost(stack.shape, stack.dtype)
         groups = len(groups_of(cut, model.mesh))
         flops += 2.0 * one * groups * int(share.counts.sum())
     return flops / math.prod(model.mesh.values())
@@ -57,10 +56,8 @@ def _trips(model: Model, platform: str) -> dict[str, np.ndarray]:
 
 
 def _trips_untold(model: Model, platform: str) -> dict[str, np.ndarray]:
-    leaves, views = _leaves(model)
     devices = math.prod(model.mesh.values())
-    stacks = stacks_of(leaves, views, devices)
-    plan = divide_stacks(solver(platform), stacks, devices)
+    plan = divide_stacks(solver(platform), _leaves(model), devices)
     trips = {}
     for i, (stack, share) in enumerate(plan):
         trips |= _loop(f"stack{i}", share.counts, share.slots, stack.shape, platform)
@@ -76,22 +73,13 @@ def _loop(
 
 
 def _plan(model: Model, platform: str) -> list[SharedStack]:
-    leaves, views = _leaves(model)
-    return plan_exchanges(
-        solver(platform),
-        [leaf.dtype for leaf in leaves],
-        views,
-        [model.specs[name] for name in _names(model)],
-        model.mesh,
-    )
+    return plan_exchanges(solver(platform), _leaves(model), model.mesh)
 
 
-def _leaves(model: Model) -> tuple[list[jax.ShapeDtypeStruct], list[MatrixView]]:
+def _leaves(model: Model) -> list[Matrices]:
     dtype, axes = model.mu_dtype or "float32", MuonDimensionNumbers(-2, -1)
-    shapes = [model.shapes[name] for name in _names(model)]
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
-    return leaves, [matrix_view(shape, axes) for shape in shapes]
-
-
-def _names(model: Model) -> list[str]:
-    return sorted(model.shapes.keys() - set(model.adam))
+    names = sorted(model.shapes.keys() - set(model.adam))
+    leaves = [jax.ShapeDtypeStruct(model.shapes[x], jnp.dtype(dtype)) for x in names]
+    views = (matrix_view(leaf.shape, axes) for leaf in leaves)
+    specs = (model.specs[name] for name in names)
+    return [*map(Matrices, leaves, views, specs)]

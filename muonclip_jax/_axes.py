@@ -88,18 +88,19 @@ def on_automatic_axes(
     return automatic(*arguments)
 
 
-def on_whole_leaves(function: Callable[[Any], list], leaves: list) -> list:
+def on_whole_leaves(function: Callable[[Any], list], leaves: Any) -> list:
     """`function(leaves)` of whole leaves, by every device; results sharded as those."""
-    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
+    arrays = jax.tree.leaves(leaves)
+    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
         return function(leaves)
-    specs = [explicit_spec(x) for x in leaves]
+    specs = [explicit_spec(x) for x in arrays]
     # Where no mesh is set, zeros that derivatives of slices are made of are on none,
     # and meet arrays that have one in their type. Where one is set, the axes cannot be
     # made automatic: JAX 0.8 has no derivative of that.
     if jax.sharding.get_abstract_mesh().empty:
         return on_automatic_axes(function, leaves, results=specs)
-    results = function([resharded(x, PartitionSpec()) for x in leaves])
-    return [resharded(x, spec) for x, spec in zip(results, specs, strict=True)]
+    whole = jax.tree.map(lambda x: resharded(x, PartitionSpec()), leaves)
+    return jax.tree.map(resharded, function(whole), specs)
 
 
 def on_whole_matrices(

@@ -8,23 +8,19 @@ from typing import Any
 
 import optax
 
-from ._layout.layout import read_layout
+from ._layout.layout import Layout, read_layout
+from ._layout.shardings import Leaf
 from ._matrices.pieces import pieces_of
-from ._matrices.stacks import MatrixView, plan_stacks
+from ._matrices.stacks import Matrices, MatrixView, plan_stacks
 from ._model.attention_layers import Attention, Layers, layers_of, LayersRead
 from ._model.per_head import matrix_rules
+from ._muon.leaves import optimizer_of, read_leaves
 from ._muon.muon import muon
 from ._muon.weight_decay import check_rates, decay_mask, Mask
 from ._options import flag
 from ._parameters import paths
-from ._parameters.dimension_numbers import (
-    DimensionNumbers,
-    FROZEN,
-    optimizers_of,
-    views_of,
-)
+from ._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from ._parameters.given import Model
-from ._parameters.verdict import Verdict
 from ._qk_clip.heads import Heads
 from ._tables import leaf_table, Row, totals
 
@@ -102,11 +98,8 @@ def describe(
     if params is None:
         raise ValueError("describe needs the params, got None")
     params = paths.params_of(params)
-    tree = paths.flatten(params)
     rules = matrix_rules(per_head, model, dimension_numbers, attention)
-    verdicts = rules.verdicts(tree)
-    views = views_of(verdicts, tree)
-    optimizers = optimizers_of(verdicts, views)
+    layout = read_leaves(params, rules)
     layers = layers_of(model, attention)
     try:
         roles, refusal = _roles(layers, params), ""
@@ -116,41 +109,36 @@ def describe(
         if attention is not None:
             raise
         roles, refusal = {}, str(error)
-    columns: list[Row] = [_COLUMNS]
-    entries = zip(*tree[:2], views, optimizers, verdicts, strict=True)
-    columns += [_row(*entry, roles) for entry in entries]
-    rates = (weight_decay, adam_weight_decay)
+    rates, names, decays = (weight_decay, adam_weight_decay), _COLUMNS, None
     if any(x is not None for x in (*rates, weight_decay_mask)):
-        decays = ["decay", *_decays(tree, optimizers, *rates, weight_decay_mask)]
         # Alongside the optimizer, which it is an argument of.
-        columns = [
-            (*row[:4], decay, *row[4:])
-            for row, decay in zip(columns, decays, strict=True)
-        ]
-    blocks = [_totals(tree, optimizers)]
+        names = (*names[:4], "decay", *names[4:])
+        decays = _decays(layout, *rates, weight_decay_mask)
+    columns: list[Row] = [names, *(_row(x, roles, decays) for x in layout.leaves)]
+    blocks = [_totals(layout)]
     if flag("stacks", stacks):
         # As on CPU and GPU, which turn tall matrices and stack them with wide ones.
         pieces = [
-            (leaf, piece.view.wide)
-            for leaf, view in zip(tree.leaves, views, strict=True)
-            for piece in (pieces_of(view) if view else ())
+            Matrices(leaf.array, piece.view.wide)
+            for leaf in layout.leaves
+            for piece in (pieces_of(leaf.view) if leaf.view else ())
         ]
-        plan = plan_stacks([x for x, _ in pieces], [view for _, view in pieces])
-        stacked = [*map(str, plan)] or ["nothing"]
+        stacked = [*map(str, plan_stacks(enumerate(pieces)))] or ["nothing"]
         blocks += [["orthogonalized together:", *stacked]]
     blocks += [[refusal]] if refusal else []
     read = layers.model if isinstance(layers, LayersRead) else None
     return leaf_table(columns, blocks, model=read, collapse=flag("collapse", collapse))
 
 
-def _totals(tree: paths.PathedTree, optimizers: list[str]) -> list[str]:
+def _totals(layout: Layout) -> list[str]:
     """The state of each optimizer: momentum for Muon, two moments for AdamW."""
     own, copies = [], {"muon": 1, "adamw": 2, FROZEN: 0}
-    for leaf, name in zip(tree.leaves, optimizers, strict=True):
-        if not paths.is_masked(leaf):
-            count = math.prod(leaf.shape)
-            own.append((name, count, copies[name] * count * leaf.dtype.itemsize))
-    is_frozen = FROZEN in optimizers
+    for leaf in layout.leaves:
+        x, name = leaf.array, optimizer_of(leaf)
+        if not paths.is_masked(x):
+            count = math.prod(x.shape)
+            own.append((name, count, copies[name] * count * x.dtype.itemsize))
+    is_frozen = FROZEN in map(optimizer_of, layout.leaves)
     groups, whole = [*copies][: 2 + is_frozen], "all" if is_frozen else "both"
     return totals(("optimizer", "state"), own, groups, whole, _bytes)
 
@@ -164,48 +152,47 @@ def _bytes(count: int) -> str:
 
 
 def _decays(
-    tree: paths.PathedTree,
-    optimizers: list[str],
+    layout: Layout,
     of_muon: optax.ScalarOrSchedule | None,
     of_adam: optax.ScalarOrSchedule | None,
     mask: Mask,
-) -> list[str]:
+) -> dict[paths.Path, str]:
     """The decay of each leaf: a number, a schedule, or nothing."""
     if of_muon is None:
         of_muon = _DEFAULT_DECAY
     if of_adam is None:
         of_adam = of_muon
     check_rates(weight_decay=of_muon, adam_weight_decay=of_adam)
-    masks = decay_mask(mask, tree)
+    masks = decay_mask(mask, layout.tree)
     if masks is None:
         # Not `True`: what a mask around this hides has no entry, either.
-        masks = tree.unflatten([True] * len(optimizers))
-    by_name = {"muon": of_muon, "adamw": of_adam, FROZEN: 0}
-    rates = [by_name[name] for name in optimizers]
-    shown = ["schedule" if callable(x) else f"{x:g}" for x in rates]
-    return [
-        text if is_on is True and text != "0" else "-"
-        for text, is_on in zip(shown, tree.of(masks), strict=True)
-    ]
+        masks = layout.tree.unflatten([True] * len(layout.leaves))
+    rates = {"muon": of_muon, "adamw": of_adam, FROZEN: 0}
+    shown = {
+        name: "schedule" if callable(x) else f"{x:g}" if x else "-"
+        for name, x in rates.items()
+    }
+    return {
+        leaf.path: shown[optimizer_of(leaf)] if leaf.array is True else "-"
+        for leaf in layout.of(masks)
+    }
 
 
 def _row(
-    path: paths.Path,
-    leaf: Any,
-    view: MatrixView | None,
-    optimizer: str,
-    verdict: Verdict,
+    leaf: Leaf,
     roles: dict[paths.Path, list[str]],
+    decays: dict[paths.Path, str] | None,
 ) -> tuple[str, ...]:
-    if paths.is_masked(leaf):
-        return (paths.show(path), "masked", "-", "-", "-", "-")
+    path, x = leaf.path, leaf.array
+    is_seen, decay = not paths.is_masked(x), [decays[path]] if decays else []
     return (
         paths.show(path),
-        str(tuple(leaf.shape)),
-        _matrices(view) if view else "-",
-        optimizer,
-        verdict.why,
-        " + ".join(roles.get(path, ["-"])),
+        str(tuple(x.shape)) if is_seen else "masked",
+        _matrices(leaf.view) if leaf.view else "-",
+        optimizer_of(leaf) if is_seen else "-",
+        *decay,
+        leaf.verdict.why if leaf.verdict and is_seen else "-",
+        " + ".join(roles.get(path, ["-"])) if is_seen else "-",
     )
 
 

@@ -156,7 +156,7 @@ def _of_heads(
     since = jnp.where(state.last_clip < 0, -1, state.step - 1 - state.last_clip)
     rows = {"max_logit": state.max_logits, "gamma": state.gamma}
     for kind, row in (rows | {"steps_since_clip": since}).items():
-        for layer, x in zip(heads.layers, heads.by_layer(row), strict=True):
+        for layer, x in heads.by_layer(row).items():
             name = f"{kind}/{paths.show_module(layer.path)}"
             if kind == "max_logit":
                 # As of all: a head that overflowed is counted, and hides no other.

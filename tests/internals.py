@@ -14,10 +14,9 @@ import muonclip_jax._muon.muon as muon_module
 import muonclip_jax._muon.scale_by_muon as scale_module
 import muonclip_jax._muonclip as muonclip_module
 from muonclip_jax._attention.splash import _statistic as splash_statistic
-from muonclip_jax._matrices.stacks import matrix_view, MatrixView
+from muonclip_jax._matrices.stacks import Matrices, matrix_view, MatrixView
 from muonclip_jax._mesh.by_constraint import (
     divide_stacks,
-    stacks_of,
 )
 from muonclip_jax._mesh.exchange import (
     Cut,
@@ -62,6 +61,7 @@ __all__ = [
     "Cut",
     "Facts",
     "Graph",
+    "Matrices",
     "MatrixView",
     "SharedStack",
     "Softmaxes",
@@ -93,7 +93,6 @@ __all__ = [
     "share_in_a_row",
     "share_out",
     "splash_statistic",
-    "stacks_of",
 ]
 
 

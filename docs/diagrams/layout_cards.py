@@ -162,7 +162,7 @@ def exchanges_of(plan: Plan) -> tuple[list[str], list[str]]:
     there: dict[str, list[str]] = {}
     back: dict[str, list[str]] = {}
     for stack, cut, _ in plan.stacks:
-        names = " and ".join(plan.leaves[part.leaf].name for part in stack.parts)
+        names = " and ".join(plan.leaves[i].name for i, _ in stack.parts)
         if cut.sharded:
             kind = f"all-to-all over {' and '.join(cut.sharded)}"
             for way in (there, back):

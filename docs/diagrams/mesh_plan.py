@@ -5,9 +5,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from internals import groups_of, matrix_view, plan_exchanges, SharedStack, solver
+from internals import (
+    groups_of,
+    Matrices,
+    matrix_view,
+    plan_exchanges,
+    SharedStack,
+    solver,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
@@ -42,13 +48,11 @@ class Plan:
         self._mesh = jax.make_mesh(
             tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)
         )
-        self.stacks = plan_exchanges(
-            SOLVER,
-            [jnp.dtype("float32")] * len(leaves),
-            [matrix_view(leaf.shape, AXES) for leaf in leaves],
-            [leaf.spec for leaf in leaves],
-            mesh,
+        given = (
+            (jax.ShapeDtypeStruct(leaf.shape, "float32"), leaf.spec) for leaf in leaves
         )
+        matrices = [Matrices(x, matrix_view(x.shape, AXES), spec) for x, spec in given]
+        self.stacks = plan_exchanges(SOLVER, matrices, mesh)
 
     def coordinates(self, device: int) -> dict[str, int]:
         sizes = tuple(self.mesh.values())
@@ -65,7 +69,7 @@ class Plan:
     def costs(self, device: int) -> list[tuple[int, float]]:
         """Stack and cost of each matrix that a device iterates."""
         return [
-            (i, SOLVER.cost(each.stack.shape, jnp.dtype(each.stack.dtype)))
+            (i, SOLVER.cost(each.stack.shape, each.stack.dtype))
             for i, each in enumerate(self.stacks)
             for _ in self._owned(each, device)
         ]
@@ -89,7 +93,7 @@ class Plan:
         ((_, member),) = np.argwhere(groups_of(cut, self.mesh) == device)
         here = list(
             itertools.chain.from_iterable(
-                self._held(self.leaves[part.leaf], device) for part in stack.parts
+                self._held(self.leaves[i], device) for i, _ in stack.parts
             )
         )
         first, count = int(share.counts[:member].sum()), int(share.counts[member])

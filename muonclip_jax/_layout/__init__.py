@@ -2,5 +2,5 @@
 
 In: params or updates, what the user says of them (`shardings=`, `axis_name=`).
 Out: one `Layout`, which statistics, masks, norms and means ask.
-Imports `_parameters` (paths, prefixes).
+Imports `_parameters` (paths, prefixes) and `_matrices`.
 """

@@ -1,16 +1,16 @@
 """Where the leaves of a tree are, read once a trace.
 
 Outside of `jax.shard_map` and `jax.pmap` every leaf is whole, and on a mesh it may be
-sharded (`Layout.mesh_specs`). Inside, a mapped axis does one of three things to a leaf:
-it cuts it, so that the leaf at hand is a block of the whole one (`cuts`, as
+sharded (`Layout.on_mesh`). Inside, a mapped axis does one of three things to a leaf:
+it cuts it, so that the leaf at hand is a block of the whole one (`Leaf.cut`, as
 `shardings=` says); it divides the batch, so that gradients and statistics differ along
 it but the leaf does not (`replicas`, those of `axis_name=`); or nothing. Masks, shapes,
 means, norms and statistics that mapped axes change ask here.
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +24,9 @@ from .._axes import (
     is_checked,
     manual_axes,
 )
+from .._matrices.stacks import Matrices
 from .._parameters import paths
-from .._parameters.paths import is_masked, Path, PathedTree, show
+from .._parameters.paths import is_masked, PathedTree, show
 from .shardings import (
     along,
     blocks_along,
@@ -33,9 +34,8 @@ from .shardings import (
     check_spec,
     found_sharding,
     given_shardings,
+    Leaf,
     mesh_axes,
-    MeshSpecs,
-    Place,
     Shardings,
 )
 
@@ -43,25 +43,58 @@ from .shardings import (
 #: Names of mapped axes.
 AxisNames = tuple[Hashable, ...]
 
-#: How mapped axes cut each leaf; `PartitionSpec()` if it is whole.
-Cuts = tuple[PartitionSpec, ...]
+
+class Place(NamedTuple):
+    """Where some leaves are: what decides how they are orthogonalized.
+
+    - "one device": every matrix is at hand.
+    - "mesh": sharded on a `mesh` as their specs say.
+    - "manual": blocks, which the mapped `axes` cut as their specs say.
+    - "unknown": sharded on a `mesh`, as the compiler alone knows.
+    """
+
+    kind: Literal["one device", "mesh", "manual", "unknown"]
+    mesh: Any = None
+    axes: AxisNames = ()
 
 
 class Layout(NamedTuple):
     """The leaves of a tree, and how mapped axes and meshes divide each of them."""
 
-    tree: PathedTree  # the leaves at hand, blocks where mapped axes cut them
-    whole: PathedTree  # the same with the shapes of the whole leaves
-    given: tuple[Any, ...]  # what `shardings=` says of each leaf, or None
-    cuts: Cuts
+    tree: PathedTree
+    leaves: tuple[Leaf, ...]
     replicas: AxisNames  # those of `axis_name=`
 
-    def mesh_specs(self, arrays: Sequence[Any] | None = None) -> MeshSpecs | None:
-        """The mesh of the leaves, or of arrays in their place, and their specs.
+    @property
+    def whole(self) -> PathedTree:
+        """The tree with the shapes of the whole leaves."""
+        return self.tree._replace(leaves=tuple(leaf.whole for leaf in self.leaves))
 
-        `None` if on none. What the user gave counts; else what arrays and, with
-        explicit axes, tracers say. With automatic axes a tracer knows its mesh but not
-        its spec.
+    @property
+    def mesh(self) -> Any:
+        """The mesh of the leaves, `None` if they are on none."""
+        return self.on_mesh(self.leaves)[0]
+
+    @property
+    def shared_axes(self) -> AxisNames:
+        """The axes along which devices share the work on all leaves.
+
+        An axis of `vmap` alongside those of a mesh has no devices of its own.
+        """
+        cut = (axis for leaf in self.leaves for axis in cut_axes(leaf.cut))
+        found, manual = dict.fromkeys((*self.replicas, *cut)), _mapped_axes()
+        return tuple(a for a in found if a in manual) or tuple(found)
+
+    def of(self, tree: Any) -> list[Leaf]:
+        """The leaves with the arrays of another tree of this structure."""
+        pairs = zip(self.leaves, self.tree.of(tree), strict=True)
+        return [leaf._replace(array=x) for leaf, x in pairs]
+
+    def on_mesh(self, leaves: Sequence[Leaf]) -> tuple[Any, Sequence[Leaf]]:
+        """The mesh of leaves, `None` if they are on none, and the leaves with specs.
+
+        What the user gave counts; else what arrays and, with explicit axes, tracers
+        say. With automatic axes a tracer knows its mesh but not its spec.
 
         **Raises:** `ValueError`, naming the paths, for shardings that contradict each
         other or do not fit the leaves.
@@ -70,54 +103,41 @@ class Layout(NamedTuple):
         # Inside `jax.shard_map` leaves are what a device holds. Where axes of the mesh
         # divide what `jax.vmap` maps over, work that devices shared would mix that.
         if AxisType.Manual in ambient.axis_types or is_batched_by_mesh():
-            return None
+            return None, leaves
         ambient = None if ambient.empty else ambient
-        arrays = self.tree.leaves if arrays is None else arrays
-        entries = zip(self.tree.paths, arrays, self.given, strict=True)
-        found = [found_sharding(*entry, ambient) for entry in entries]
-        meshes = [
-            (path, spec, mesh)
-            for path, (mesh, spec) in zip(self.tree.paths, found, strict=True)
-            if mesh is not None
-        ]
-        if not meshes:
-            return None
-        check_one_mesh(meshes)
+        found = [found_sharding(leaf, ambient) for leaf in leaves]
+        on_one = [leaf for leaf in found if leaf.mesh is not None]
+        if not on_one:
+            return None, leaves
+        check_one_mesh(on_one)
         # One that names its devices, if there is one.
-        mesh = next((m for *_, m in meshes if isinstance(m, Mesh)), meshes[0][2])
-        if AxisType.Manual in mesh.axis_types:
-            return None
-        return MeshSpecs(mesh, tuple(spec for _, spec in found))
+        meshes = [leaf.mesh for leaf in on_one]
+        mesh = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
+        return (None, leaves) if AxisType.Manual in mesh.axis_types else (mesh, found)
 
-    def places(
-        self, arrays: Sequence[Any], chosen: Sequence[bool]
-    ) -> Iterator[tuple[Place, list[int]]]:
-        """Groups chosen arrays, in the order of the leaves, by where they are.
-
-        Of the leaves of one mesh some may be unknown.
-        """
-        seen = [i for i, is_chosen in enumerate(chosen) if is_chosen]
-        if not seen:
-            return
+    def places(self, leaves: Sequence[Leaf]) -> list[tuple[Place, dict[int, Matrices]]]:
+        """Groups leaves that have a view by where they are; by their index."""
+        if not any(leaf.view for leaf in leaves):
+            return []
         # Inside `shard_map` or `pmap` a leaf is what this device holds, whatever mesh
         # is set around: the mapped axes alone say what others hold.
-        if axes := shared_axes(self.cuts, self.replicas):
-            cuts = tuple(self.cuts[i] for i in seen)
-            yield Place("manual", specs=cuts, axes=axes), seen
-            return
-        mesh_specs = self.mesh_specs(arrays)
-        # The program without a mesh is shorter.
-        if mesh_specs is None or mesh_specs.mesh.size == 1:
-            yield Place("one device"), seen
-            return
-        mesh, specs = mesh_specs
-        # Two places of one mesh: what is known is exchanged by a plan, in fewer bytes
-        # than what XLA makes of constraints, and one leaf that nobody spoke of must not
-        # cost the others that.
-        if known := [i for i in seen if specs[i] is not None]:
-            yield Place("mesh", mesh, tuple(specs[i] for i in known)), known
-        if unknown := [i for i in seen if specs[i] is None]:
-            yield Place("unknown", mesh), unknown
+        axes = self.shared_axes
+        mesh, leaves = (None, leaves) if axes else self.on_mesh(leaves)
+        found: dict[Place, dict[int, Matrices]] = {}
+        for i, leaf in enumerate(leaves):
+            spec, place = leaf.spec, Place("one device")
+            if axes:
+                spec, place = leaf.cut, Place("manual", axes=axes)
+            # The program without a mesh is shorter.
+            elif mesh is not None and mesh.size > 1:
+                place = Place("unknown" if spec is None else "mesh", mesh)
+            if leaf.view:
+                matrices = Matrices(leaf.array, leaf.view, spec or PartitionSpec())
+                found.setdefault(place, {})[i] = matrices
+        # There may be two places of one mesh, of which what is known goes first. It is
+        # exchanged by a plan, in fewer bytes than what XLA makes of constraints, and
+        # one leaf that nobody spoke of must not cost the others that.
+        return sorted(found.items(), key=lambda group: group[0].kind)
 
     def averaged(self, gradients: Any, attention_stats: Any = None) -> Any:
         """Averages gradients over the replicas, and keeps how they are sharded from
@@ -129,7 +149,7 @@ class Layout(NamedTuple):
         **Raises:** `ValueError` as `check_replicas` does, and for gradients that are no
         floats.
         """
-        check_gradients(self.tree)
+        check_gradients(self.leaves)
         if self.replicas:
             check_replicas(self.replicas, attention_stats)
         # Momentum is a sum of itself and a gradient, and XLA shards a sum as one of its
@@ -139,43 +159,40 @@ class Layout(NamedTuple):
         if not self.replicas:
             return gradients
 
-        def mean(x: Any, cut: PartitionSpec) -> Any:
+        def mean(leaf: Leaf) -> Any:
             # An axis may be both, as with FSDP, which divides the batch and cuts the
             # leaves: along it the gradients of a block have been reduced and scattered
             # by the user, and what other devices have are other entries.
-            along = tuple(a for a in self.replicas if a not in cut_axes(cut))
+            x, cut = leaf.array, cut_axes(leaf.cut)
+            along = tuple(a for a in self.replicas if a not in cut)
             over = () if is_masked(x) else differing(x, along)
             return jax.lax.pmean(x, over) if over else x
 
-        pairs = zip(self.tree.of(gradients), self.cuts, strict=True)
-        return self.tree.unflatten(mean(*pair) for pair in pairs)
+        return self.tree.unflatten(map(mean, self.of(gradients)))
 
-    def check_types(self, arrays: Sequence[Any]) -> None:
-        """Raises where the types of `shard_map` contradict `shardings=`.
-
-        `arrays` are in the place of the leaves, and have been averaged.
-        """
+    def check_types(self, leaves: Sequence[Leaf]) -> None:
+        """Raises where the types of averaged leaves contradict `shardings=`."""
         # With `check_vma` the type of an array says along which axes it may differ.
         # Work is shared along these axes in the belief that leaves are the same, or cut
         # as was said; where the belief is wrong every device would return another
         # update, silently.
-        shared = shared_axes(self.cuts, self.replicas)
+        shared = self.shared_axes
         if not shared or not is_checked(shared):
             return
-        for path, x, cut in zip(self.tree.paths, arrays, self.cuts, strict=True):
-            if not isinstance(x, jax.Array):
+        for leaf in leaves:
+            if not isinstance(leaf.array, jax.Array):
                 continue
-            own, given = manual_axes(x), cut_axes(cut)
+            own, given = manual_axes(leaf.array), cut_axes(leaf.cut)
             if differs := own.intersection(shared).difference(given):
                 raise ValueError(
-                    f"'{show(path)}' differs along {sorted(map(str, differs))}: say in "
-                    "shardings how these axes cut it, or name them in axis_name, to "
-                    "average gradients over them"
+                    f"'{show(leaf.path)}' differs along {sorted(map(str, differs))}: "
+                    "say in shardings how these axes cut it, or name them in "
+                    "axis_name, to average gradients over them"
                 )
             if whole := set(given).difference(own):
                 raise ValueError(
-                    f"shardings says that {sorted(whole)} cut '{show(path)}', but it "
-                    "is the same on all devices along them: give jax.shard_map the "
+                    f"shardings says that {sorted(whole)} cut '{show(leaf.path)}', but "
+                    "it is the same on all devices along them: give jax.shard_map the "
                     "same in_specs as shardings, or leave the axes out of shardings"
                 )
 
@@ -188,20 +205,21 @@ def read_layout(
     **Raises:** `ValueError`, naming the path, for shardings that are none, that do not
     fit, or whose axes the mesh lacks; for an `axis_name` that is no axis here.
     """
-    tree = paths.flatten(params)
-    manual = _mapped_axes()
-    given = given_shardings(shardings, tree, of_blocks=bool(manual))
-    cuts = (PartitionSpec(),) * len(given)
-    if manual:
-        entries = zip(tree.paths, tree.leaves, given, strict=True)
-        cuts = tuple(_manual_spec(*entry, manual) for entry in entries)
-    whole = tuple(
-        _whole(leaf, cut) if cut_axes(cut) else leaf
-        for leaf, cut in zip(tree.leaves, cuts, strict=True)
-    )
-    return Layout(
-        tree, tree._replace(leaves=whole), tuple(given), cuts, axis_names(axis_name)
-    )
+    tree, mesh = paths.flatten(params), jax.sharding.get_abstract_mesh()
+    given = given_shardings(shardings, tree, of_blocks=bool(mesh.manual_axes))
+    leaves = []
+    for path, x, entry in zip(tree.paths, tree.leaves, given, strict=True):
+        whole, cut = x, PartitionSpec()
+        if mesh.manual_axes and entry is not None and not is_masked(x):
+            spec = entry.spec if isinstance(entry, NamedSharding) else entry
+            check_spec(path, x.shape, spec, mesh)
+            # A spec may name automatic axes, too. Along these what is at hand is whole,
+            # and XLA sees to its blocks.
+            cut = along(mesh.manual_axes, spec)
+            shape = tuple(map(math.prod, blocks_along(x.shape, cut, mesh.shape)))
+            whole = jax.ShapeDtypeStruct(shape, x.dtype) if cut_axes(cut) else x
+        leaves.append(Leaf(path, x, whole, entry, cut))
+    return Layout(tree, tuple(leaves), axis_names(axis_name))
 
 
 def axis_names(axis_name: Any) -> AxisNames:
@@ -264,9 +282,9 @@ def check_replicas(replicas: AxisNames, attention_stats: Any = None) -> None:
         )
 
 
-def check_gradients(tree: PathedTree) -> None:
+def check_gradients(leaves: Sequence[Leaf]) -> None:
     """Raises, naming the path, for a gradient of integers, bools or `float0`."""
-    for path, x in zip(tree.paths, tree.leaves, strict=True):
+    for path, x, *_ in leaves:
         dtype = getattr(x, "dtype", type(x))
         if not (is_masked(x) or jax.numpy.issubdtype(dtype, np.inexact)):
             name = "float0" if dtype == jax.dtypes.float0 else np.dtype(dtype).name
@@ -281,16 +299,6 @@ def differing(x: jax.Array, along: AxisNames) -> AxisNames:
     """The axes among `along` along which an array may differ, as far as types know."""
     own = manual_axes(x)
     return tuple(axis for axis in along if axis in own or not is_checked((axis,)))
-
-
-def shared_axes(cuts: Cuts, replicas: AxisNames) -> AxisNames:
-    """The axes along which devices share the work on all leaves.
-
-    An axis of `vmap` alongside those of a mesh has no devices of its own.
-    """
-    found = dict.fromkeys((*replicas, *(a for cut in cuts for a in cut_axes(cut))))
-    manual = _mapped_axes()
-    return tuple(a for a in found if a in manual) or tuple(found)
 
 
 def cut_axes(
@@ -324,36 +332,20 @@ def own_block(x: jax.Array, cut: PartitionSpec) -> jax.Array:
 
 
 def on_whole_blocks(
-    function: Callable[[list], list],
-    cuts: Sequence[PartitionSpec],
-    blocks: Sequence[jax.Array],
+    function: Callable[[list[Matrices]], list[jax.Array]],
+    blocks: Sequence[Matrices],
+    kept: Callable[[Matrices], PartitionSpec] = lambda _: PartitionSpec(),
 ) -> list[jax.Array]:
-    """`function(leaves)` by every device for whole leaves, cut again."""
-    whole = [gather(*pair) for pair in zip(blocks, cuts, strict=True)]
+    """`function(leaves)` by every device, of leaves cut as `kept` says; cut again."""
+    whole, cuts = [], []
+    for x in blocks:
+        spec = kept(x)
+        cuts.append(along({*cut_axes(x.spec)} - {*cut_axes(spec)}, x.spec))
+        whole.append(Matrices(gather(x.array, cuts[-1]), x.view, spec))
     results = function(whole)
     return [own_block(*pair) for pair in zip(results, cuts, strict=True)]
-
-
-def _whole(block: Any, cut: PartitionSpec) -> jax.ShapeDtypeStruct:
-    """The leaf of which this is a block."""
-    mesh = jax.sharding.get_abstract_mesh().shape
-    counts = blocks_along(cut, len(block.shape), mesh)
-    shape = tuple(map(math.prod, zip(block.shape, counts, strict=True)))
-    return jax.ShapeDtypeStruct(shape, block.dtype)
 
 
 def _mapped_axes() -> frozenset[str]:
     """The axes of the mesh that a `jax.shard_map` or `jax.pmap` around this maps."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def _manual_spec(
-    path: Path, leaf: Any, given: Any, manual: Collection[str]
-) -> PartitionSpec:
-    if given is None or is_masked(leaf):
-        return PartitionSpec()
-    spec = given.spec if isinstance(given, NamedSharding) else given
-    check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
-    # A spec may name automatic axes, too. Along these what is at hand is whole, and XLA
-    # sees to its blocks.
-    return along(manual, spec)

@@ -1,15 +1,18 @@
 """On which mesh leaves are, and how its axes shard them, as far as it is known."""
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._matrices.stacks import MatrixView
 from .._parameters.given import broadcast
 from .._parameters.paths import is_function, is_masked, Path, PathedTree, show
+from .._parameters.verdict import Verdict
 
 
 #: A tree of `NamedSharding` or `PartitionSpec`, a prefix of one, or a function that
@@ -17,26 +20,27 @@ from .._parameters.paths import is_function, is_masked, Path, PathedTree, show
 Shardings = Any | Callable[[Any], Any]
 
 
-class MeshSpecs(NamedTuple):
-    """A mesh, and for every leaf its spec; `None` where nobody said."""
+class Leaf(NamedTuple):
+    """A leaf of a tree: where it is, and, once that is read, which matrices it holds.
 
-    mesh: Mesh | AbstractMesh
-    specs: tuple[PartitionSpec | None, ...]
-
-
-class Place(NamedTuple):
-    """Where some leaves are: what decides how they are orthogonalized.
-
-    - "one device": every matrix is at hand.
-    - "mesh": sharded on a `mesh` as `specs` say.
-    - "manual": blocks, which the mapped `axes` cut as `specs` say.
-    - "unknown": sharded on a `mesh`, as the compiler alone knows.
+    - `array`: at hand; a block where mapped axes cut the leaf, or what hides it.
+    - `whole`: the same with the shape of the whole leaf.
+    - `given`: its entry in `shardings=`, or `None`.
+    - `cut`: how mapped axes cut it; `PartitionSpec()` if it is whole.
+    - `mesh`, `spec`: how a mesh shards it, as `Layout.on_mesh` finds; `None` if nobody
+        said.
+    - `view`: of the whole leaf; `None` if it is hidden or holds no matrix.
     """
 
-    kind: Literal["one device", "mesh", "manual", "unknown"]
+    path: Path
+    array: Any
+    whole: Any
+    given: Any
+    cut: PartitionSpec
     mesh: Any = None
-    specs: Any = ()
-    axes: tuple[Any, ...] = ()
+    spec: PartitionSpec | None = None
+    view: MatrixView | None = None
+    verdict: Verdict | None = None
 
 
 class _Block:
@@ -91,11 +95,23 @@ def along(axes: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(names or None for names in entries))
 
 
-def blocks_along(spec: PartitionSpec, rank: int, mesh: Mapping[Any, int]) -> list[int]:
-    """The number of blocks along each axis of an array; `mesh` has sizes by name."""
+def but_along(axes: Collection[int], spec: PartitionSpec) -> PartitionSpec:
+    """The spec of an array that is whole along some of its axes."""
+    return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
+
+
+def blocks_along(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mapping[Any, int]
+) -> list[tuple[int, int]]:
+    """The size of each axis, and the number of blocks along it.
+
+    `mesh` has sizes by name.
+    """
     # A spec may have fewer entries than the array axes, which are whole then.
-    counts = [math.prod(mesh[name] for name in mesh_axes(entry)) for entry in spec]
-    return counts + [1] * (rank - len(counts))
+    return [
+        (size, math.prod(mesh[name] for name in mesh_axes(entry)))
+        for size, entry in itertools.zip_longest(shape, spec)
+    ]
 
 
 def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
@@ -106,15 +122,14 @@ def is_sharded_as(x: Any, mesh: Any, spec: PartitionSpec) -> bool:
     return own is not None and _same(own_mesh, mesh) and _cuts(own) == _cuts(spec)
 
 
-def found_sharding(
-    path: Path, leaf: Any, given: Any, ambient: AbstractMesh | None
-) -> tuple[Any, Any]:
-    """The mesh of a leaf, or else the one around it, and its spec."""
-    if is_masked(leaf):
-        return None, None
-    mesh, spec = _of_array(leaf)
+def found_sharding(leaf: Leaf, ambient: AbstractMesh | None) -> Leaf:
+    """The leaf with its mesh, or else the one around it, and its spec."""
+    path, array, given = leaf.path, leaf.array, leaf.given
+    if is_masked(array):
+        return leaf
+    mesh, spec = _of_array(array)
     if given is None:
-        return (mesh or ambient), spec
+        return leaf._replace(mesh=mesh or ambient, spec=spec)
     if isinstance(given, NamedSharding):
         wanted = given.mesh, given.spec
     else:
@@ -124,15 +139,15 @@ def found_sharding(
             f"shardings gives {given} for '{show(path)}', but there is no mesh: "
             "call jax.set_mesh, or give a jax.sharding.NamedSharding"
         )
-    check_spec(path, leaf.shape, wanted[1], wanted[0])
-    counts = blocks_along(wanted[1], len(leaf.shape), wanted[0].shape)
-    if any(size % n for size, n in zip(leaf.shape, counts, strict=True)):
+    check_spec(path, array.shape, wanted[1], wanted[0])
+    blocks = blocks_along(array.shape, wanted[1], wanted[0].shape)
+    if any(size % count for size, count in blocks):
         raise ValueError(
-            f"the sharding {wanted[1]} of '{show(path)}' of shape {tuple(leaf.shape)} "
+            f"the sharding {wanted[1]} of '{show(path)}' of shape {tuple(array.shape)} "
             f"does not divide it evenly on {_show(wanted[0])}"
         )
-    _check_agree(path, leaf, (mesh, spec), wanted)
-    return wanted
+    _check_agree(path, array, (mesh, spec), wanted)
+    return leaf._replace(mesh=wanted[0], spec=wanted[1])
 
 
 def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
@@ -148,13 +163,14 @@ def _of_array(leaf: jax.Array) -> tuple[Any, PartitionSpec | None]:
     return sharding.mesh, sharding.spec
 
 
-def check_one_mesh(meshes: list[tuple[Path, Any, Any]]) -> None:
-    first_path, first_spec, first = meshes[0]
-    for path, spec, mesh in meshes[1:]:
-        if not _same(mesh, first):
+def check_one_mesh(leaves: Sequence[Leaf]) -> None:
+    first, *others = leaves
+    for leaf in others:
+        if not _same(leaf.mesh, first.mesh):
             raise ValueError(
-                f"'{show(first_path)}' and '{show(path)}' are on "
-                f"different meshes: {_show(first, first_spec)} and {_show(mesh, spec)}"
+                f"'{show(first.path)}' and '{show(leaf.path)}' are on different "
+                f"meshes: {_show(first.mesh, first.spec)} and "
+                f"{_show(leaf.mesh, leaf.spec)}"
             )
 
 

@@ -1,6 +1,7 @@
 """State that is sharded as the params are, from the start and after every step."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,23 +18,38 @@ from jax.sharding import (
 from jax.typing import DTypeLike
 
 from .._axes import sharded_like
-from .._parameters.paths import is_masked
+from .._parameters.paths import is_masked, Path
 from .layout import cut_axes, Layout
-from .shardings import is_sharded_as, MeshSpecs
+from .shardings import but_along, is_sharded_as, Leaf
 
 
 class StatePart(NamedTuple):
     """A part of the state of one leaf: an array of its shape but for some sizes."""
 
-    leaf: int  # its number in the tree
+    path: Path  # of the leaf
     dtype: DTypeLike | None = None  # the leaf's if None
     sizes: Mapping[int, int] = {}  # by axis; along these it is not sharded
 
 
 def zeros_like(params: Any, layout: Layout, dtype: DTypeLike | None) -> Any:
     """A tree of zeros like the params."""
-    parts = [StatePart(i, dtype) for i in range(len(layout.tree.leaves))]
+    parts = [StatePart(leaf.path, dtype) for leaf in layout.leaves]
     return layout.tree.unflatten(zero_parts(params, layout, parts))
+
+
+def zeros_by_path(params: Any, layout: Layout, parts: Mapping[str, Any]) -> Any:
+    """Zeros in place of trees of parts, by the paths of leaves."""
+    # In the order of the leaves, in which zeros are made; JAX sorts a dict by its keys.
+    return state_by_path(layout, zero_parts(params, layout, OrderedDict(parts)))
+
+
+def state_by_path(layout: Layout, state: Mapping[str, Any]) -> Any:
+    """State that is not like the params, by their paths.
+
+    Without params it is one number: `optax.tree.map_params` makes a state without
+    them, and takes what is where that has a number for no part of the params.
+    """
+    return dict(state) if layout.leaves else jnp.zeros(())
 
 
 def zero_parts(params: Any, layout: Layout, tree: Any) -> Any:
@@ -42,60 +58,60 @@ def zero_parts(params: Any, layout: Layout, tree: Any) -> Any:
     Under `jit` nothing else says so to the compiler: zeros depend on no parameter.
     """
     parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, StatePart))
-    return treedef.unflatten(_zero_parts(params, layout, parts))
-
-
-def _zero_parts(params: Any, layout: Layout, parts: Sequence[StatePart]) -> list[Any]:
-    leaves = layout.tree.of(params)
-    mesh_specs = layout.mesh_specs(leaves)
-    owners = [leaves[part.leaf] for part in parts]
+    mesh, leaves = layout.on_mesh(layout.of(params))
+    leaf_at = {leaf.path: leaf for leaf in leaves}
+    owned = [(leaf_at[part.path], part) for part in parts]
     results = [
-        x if is_masked(x) else _zeros_like(x, part)
-        for x, part in zip(owners, parts, strict=True)
+        leaf.array if is_masked(leaf.array) else _zeros_like(leaf.array, part)
+        for leaf, part in owned
     ]
-    if mesh_specs is None:
-        return results
+    return treedef.unflatten(results if mesh is None else _put(results, owned, mesh))
+
+
+def _put(
+    results: list[Any], owned: Sequence[tuple[Leaf, StatePart]], mesh: Any
+) -> list[Any]:
+    """Puts zeros where the leaves of which they are parts are."""
     # Eager zeros have the sharding of the leaf by `zeros_like`, so only parts of
     # another shape, and what a tracer made, have to be put where they belong.
-    specs: Any = [_whole_along(mesh_specs.specs[x.leaf], x.sizes) for x in parts]
-    moved = [
-        i
-        for i, (x, spec) in enumerate(zip(results, specs, strict=True))
-        if spec is not None and not is_sharded_as(x, mesh_specs.mesh, spec)
-    ]
+    moved = {}
+    for i, (leaf, part) in enumerate(owned):
+        if leaf.spec is not None:
+            spec = but_along(part.sizes, leaf.spec)
+            if not is_sharded_as(results[i], mesh, spec):
+                moved[i] = spec, results[i].shape, results[i].dtype
     if moved:
-        mesh, own = mesh_specs.mesh, tuple(specs[i] for i in moved)
-        arrays = tuple((results[i].shape, results[i].dtype) for i in moved)
-        sharded = _zeros(mesh, own, arrays)
+        sharded = _zeros(mesh, tuple(moved.values()))
         is_here = isinstance(mesh, Mesh) and not isinstance(sharded[0], Tracer)
-        for i, x, spec in zip(moved, sharded, own, strict=True):
+        for (i, (spec, *_)), x in zip(moved.items(), sharded, strict=True):
             # The results of a program do not name axes of one device, which params do.
             if is_here and any(mesh.shape[name] == 1 for name in cut_axes(spec)):
                 x = jax.device_put(x, NamedSharding(mesh, spec))
             results[i] = x
-    if AxisType.Auto in mesh_specs.mesh.axis_types:
+    if AxisType.Auto in mesh.axis_types:
         # Programs replicate what has no entries, so that a step would move it.
         put = jax.jit(jnp.asarray)
         results = [x if is_masked(x) or x.size else put(x) for x in results]
-    for i, (x, part) in enumerate(zip(owners, parts, strict=True)):
+    traced = [i for i, (leaf, _) in enumerate(owned) if isinstance(leaf.array, Tracer)]
+    for i in traced:
         # Of automatic axes tracers say nothing.
-        if isinstance(x, Tracer) and layout.given[part.leaf] is None:
-            like = jnp.sum(x, tuple(part.sizes), keepdims=True) if part.sizes else x
+        leaf, part = owned[i]
+        if leaf.given is None:
+            axes, x = tuple(part.sizes), leaf.array
+            like = jnp.sum(x, axes, keepdims=True) if axes else x
             results[i] = sharded_like(results[i], like)
     # A tracer's mesh does not name its devices. A param does, but jit drops one that
     # nothing reads.
-    kept = [x for x in owners if isinstance(x, Tracer)]
+    kept = [owned[i][0].array for i in traced]
     return jax.lax.optimization_barrier((results, kept))[0] if kept else results
 
 
-def counts_replicated(state: Any, mesh_specs: MeshSpecs | None) -> Any:
+def counts_replicated(state: Any, mesh: Any) -> Any:
     """A state whose numbers, such as counts of steps, are on the mesh of the params."""
-    return jax.tree.map(
-        lambda x: x if jnp.ndim(x) else replicated(x, mesh_specs), state
-    )
+    return jax.tree.map(lambda x: x if jnp.ndim(x) else replicated(x, mesh), state)
 
 
-def replicated(state: Any, mesh_specs: MeshSpecs | None) -> Any:
+def replicated(state: Any, mesh: Any) -> Any:
     """A state's counts and rows, whole on all devices of the mesh of the params.
 
     A step returns counts so. Made on one device they would change their sharding in the
@@ -103,11 +119,11 @@ def replicated(state: Any, mesh_specs: MeshSpecs | None) -> Any:
     refuse the state that it returned. Rows of statistics the compiler would shard as
     the heads are.
     """
-    if mesh_specs is None:
+    if mesh is None:
         return state
     # Rows of statistics are some numbers for each head: to replicate them costs
     # nothing, and masks and metrics read them on every device.
-    mesh, whole = mesh_specs.mesh, PartitionSpec()
+    whole = PartitionSpec()
     is_left_open = AxisType.Auto in mesh.axis_types
 
     def put(x: jax.Array) -> jax.Array:
@@ -120,14 +136,6 @@ def replicated(state: Any, mesh_specs: MeshSpecs | None) -> Any:
         return jax.device_put(x, NamedSharding(mesh, whole))
 
     return jax.tree.map(put, state)
-
-
-def _whole_along(
-    spec: PartitionSpec | None, axes: Mapping[int, int]
-) -> PartitionSpec | None:
-    if spec is None:
-        return None
-    return PartitionSpec(*(None if i in axes else x for i, x in enumerate(spec)))
 
 
 def _zeros_like(x: Any, part: StatePart) -> jax.Array:
@@ -151,17 +159,17 @@ def _on_its_device(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     return jnp.zeros_like(x, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(mesh: Any, specs: tuple[PartitionSpec, ...], arrays: Any) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zeros(mesh: Any, arrays: tuple[tuple[PartitionSpec, Any, Any], ...]) -> list[Any]:
     blocks = [
         (NamedSharding(mesh, spec).shard_shape(shape), dtype)
-        for spec, (shape, dtype) in zip(specs, arrays, strict=True)
+        for spec, shape, dtype in arrays
     ]
     # Unlike constraints this is the same under automatic and explicit axes.
     return jax.shard_map(
         lambda: [jnp.zeros(*block) for block in blocks],
         mesh=mesh,
         in_specs=(),
-        out_specs=list(specs),
+        out_specs=[spec for spec, *_ in arrays],
         check_vma=False,
     )()

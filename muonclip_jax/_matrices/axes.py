@@ -90,12 +90,16 @@ class MatrixAxes:
                     f"parts={parts!r}, or be one number"
                 )
             object.__setattr__(self, "head_dim", tuple(head_dim))
-            sizes = [*head_dim]
-        else:
-            sizes = [head_dim] * len(parts or (0,))
-        for size, part in zip(sizes, parts or (0,), strict=True):
+        for part, size in parts_of(self, 0):
             if size is not None and part % whole_number("head_dim", size, 1):
                 raise ValueError(f"head_dim={size} does not divide the part of {part}")
+
+
+def parts_of(axes: MatrixAxes, outputs: int) -> list[tuple[int, int | None]]:
+    """Returns the size of each part, of so many outputs, and of a head in it."""
+    parts, head_dim = axes.parts or (outputs // axes.groups,), axes.head_dim
+    sizes = head_dim if isinstance(head_dim, tuple) else (head_dim,) * len(parts)
+    return [*zip(parts, sizes, strict=True)]
 
 
 #: What the entries of `dimension_numbers` are.

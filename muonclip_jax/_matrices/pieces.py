@@ -9,9 +9,10 @@ nothing is exchanged for them.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,63 +20,46 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .stacks import MatrixView
+from .stacks import Matrices, MatrixView
 
 
 class Piece(NamedTuple):
     """One part of a leaf, as an array of its own.
 
-    `of` says for each axis of the view which axis of the leaf it is, or is the major
-    factor of: what a mesh cuts there, it cuts here.
+    - `view`: its matrices.
+    - `axes`: those of the view.
+    - `units`: where the units that it is begin and end.
     """
 
     view: MatrixView
-    of: tuple[int | None, ...]
+    axes: "list[_Axis]"
+    units: tuple[int, int] = (0, 0)
 
-    def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """How the piece is sharded where this is how the leaf is."""
-        entries = dict(enumerate(spec))
-        return PartitionSpec(*(entries.get(i) for i in self.of))  # type: ignore[arg-type]
-
-
-class Pieces(NamedTuple):
-    """Leaves as pieces, and the way back from arrays in their place."""
-
-    arrays: list[jax.Array]
-    views: list[MatrixView]
-    specs: list[PartitionSpec]
-    unite: Callable[[Sequence[jax.Array]], list[jax.Array]]
+    @property
+    def of(self) -> list[int | None]:
+        """The axis of the leaf that each axis is, or is the major factor of."""
+        return [axis.of for axis in self.axes]
 
 
-def divide(
-    leaves: Sequence[jax.Array],
-    views: Sequence[MatrixView],
-    specs: Sequence[PartitionSpec] | None = None,
-) -> Pieces:
-    """Cuts leaves, or blocks of them, that `specs` shard along whole pieces."""
-    if specs is None:
-        specs = [PartitionSpec()] * len(leaves)
+#: From arrays in the place of pieces to arrays in the place of leaves.
+Unite = Callable[[Iterable[jax.Array]], list[jax.Array]]
+
+
+def divide(leaves: Sequence[Matrices]) -> tuple[list[Matrices], Unite]:
+    """Cuts leaves, or blocks of them, sharded along whole pieces; and the way back."""
     # Most models have no such leaf, and their program is what it was.
-    if not any(view.division for view in views):
-        return Pieces([*leaves], [*views], [*specs], list)
-    cuts = [_Slicing.of(view) for view in views]
-    arrays, pieces, piece_specs = [], [], []
-    for leaf, cut, spec in zip(leaves, cuts, specs, strict=True):
-        arrays += cut.divide(leaf)
-        pieces += [piece.view for piece in cut.pieces]
-        piece_specs += [piece.spec(spec) for piece in cut.pieces]
+    if not any(leaf.view.division for leaf in leaves):
+        return [*leaves], list
+    cuts = [(leaf, _Slicing.of(leaf.view)) for leaf in leaves]
 
-    def unite(found: Sequence[jax.Array]) -> list[jax.Array]:
+    def unite(found: Iterable[jax.Array]) -> list[jax.Array]:
         each = iter(found)
-        return [
-            cut.unite(list(itertools.islice(each, len(cut.pieces))), leaf.shape)
-            for leaf, cut in zip(leaves, cuts, strict=True)
-        ]
+        return [cut.unite(each, leaf.array.shape) for leaf, cut in cuts]
 
-    return Pieces(arrays, pieces, piece_specs, unite)
+    return [piece for leaf, cut in cuts for piece in cut.divide(leaf)], unite
 
 
-def pieces_of(view: MatrixView) -> tuple[Piece, ...]:
+def pieces_of(view: MatrixView) -> list[Piece]:
     """The pieces of a whole leaf."""
     return _Slicing.of(view).pieces
 
@@ -89,7 +73,7 @@ def along_outputs(
     if len(set(numbers)) == 1:
         return np.full((1,) * len(view.shape), numbers[0])
     assert view.division is not None
-    group = np.repeat(numbers, view.division.parts)
+    group = np.repeat(numbers, [size for size, _ in view.division.parts])
     shape = [n if i in view.output else 1 for i, n in enumerate(view.shape)]
     return np.tile(group, view.division.groups).reshape(shape)
 
@@ -114,25 +98,20 @@ class _Axis(NamedTuple):
 class _Slicing:
     """How a leaf is reshaped, `(*before, *groups, units, *rest, *after)`, and sliced.
 
-    A part is some of the units; without parts there is no such axis.
+    A part is some of the units; of one part alone there is no such axis.
     """
 
     shape: tuple[int, ...]  # of the whole leaf
-    before: list[_Axis]
-    groups: list[_Axis]
-    rest: list[_Axis]
-    after: list[_Axis]
-    units: tuple[int, ...]  # of each part
-    own: list[list[_Axis]]  # of each part: units and rest, cut into heads
-    pieces: tuple[Piece, ...]
+    axes: list[_Axis]
+    sliced: int  # the axis of units, if there are several pieces
+    pieces: list[Piece]
 
     @classmethod
     def of(cls, view: MatrixView) -> "_Slicing":
         plain = [_Axis(n, i) for i, n in enumerate(view.shape)]
         if view.division is None:
-            piece = Piece(view, tuple(range(len(plain))))
-            return cls(view.shape, plain, [], [], [], (), [[]], (piece,))
-        _, parts, head_dims = view.division
+            return cls(view.shape, plain, 0, [Piece(view, plain)])
+        parts = view.division.parts
         first, stop = view.output[0], view.output[-1] + 1
         before, after = plain[:first], plain[stop:]
         outputs, inner = [], 1
@@ -141,20 +120,23 @@ class _Slicing:
             inner *= axis.size
         # All parts begin and end at a multiple of their greatest common divisor, so one
         # axis of such units is sliced, whatever the sizes of the parts.
-        group, unit = sum(parts), math.gcd(*parts)
+        sizes = [size for size, _ in parts]
+        group, unit = sum(sizes), math.gcd(*sizes)
         outputs = _factored(outputs, {group, unit})
         groups = [a for a in outputs if a.inner >= group]
         rest = [a for a in outputs if a.inner < unit]
-        units = tuple(n // unit for n in parts) if len(parts) > 1 else ()
-        own, pieces = [], []
-        for i, head_dim in enumerate(head_dims):
+
+        def units(count: int) -> list[_Axis]:
             # What is sliced is cut by no mesh: a block of all units, of which it has
             # some, would have a part of each slice, or none.
-            sliced = [_Axis(units[i], None, unit)] if units else []
-            found = sliced + rest
+            return [_Axis(count, None, unit)] if len(parts) > 1 else []
+
+        pieces, stop = [], 0
+        for size, head_dim in parts:
+            start, stop = stop, stop + size // unit
+            found = units(stop - start) + rest
             if head_dim is not None:
                 found = _factored(found, {head_dim})
-            own.append(found)
             axes = [*before, *groups, *found, *after]
             # Outputs alone have an `inner`, which is 1 at least.
             place = {a.of: at for at, a in enumerate(axes) if not a.inner}
@@ -163,48 +145,46 @@ class _Slicing:
             stacked = [
                 j for j in at if head_dim is not None and axes[j].inner >= head_dim
             ]
-            pieces.append(
-                Piece(
-                    MatrixView(
-                        (*(place[j] for j in view.batch), *stacked),
-                        tuple(place[j] for j in view.reduction),
-                        tuple(j for j in at if j not in stacked),
-                        tuple(a.size for a in axes),
-                        view.is_directed,
-                    ),
-                    tuple(a.of for a in axes),
-                )
+            own = MatrixView(
+                (*(place[j] for j in view.batch), *stacked),
+                tuple(place[j] for j in view.reduction),
+                tuple(j for j in at if j not in stacked),
+                tuple(a.size for a in axes),
+                view.is_directed,
             )
-        return cls(view.shape, before, groups, rest, after, units, own, tuple(pieces))
+            pieces.append(Piece(own, axes, (start, stop)))
+        axes = [*before, *groups, *units(stop), *rest, *after]
+        return cls(view.shape, axes, len(before) + len(groups), pieces)
 
-    def divide(self, block: jax.Array) -> list[jax.Array]:
+    def divide(self, leaf: Matrices) -> list[Matrices]:
         # A leaf of one piece, or of heads that have axes already, comes through as it
         # is: to the shape that it has, `lax.reshape` is no operation.
-        local = self._local(block.shape)
-        before, after = local(self.before + self.groups), local(self.after)
-        middle = [*([sum(self.units)] if self.units else []), *local(self.rest)]
-        whole = jax.lax.reshape(block, (*before, *middle, *after))
-        starts = itertools.accumulate(self.units, initial=0)
-        slices = [
-            jax.lax.slice_in_dim(whole, start, start + n, axis=len(before))
-            for start, n in zip(starts, self.units, strict=False)
-        ]
+        local = self._local(leaf.array.shape)
+        slices = [jax.lax.reshape(leaf.array, local(self.axes))]
+        if len(self.pieces) > 1:
+            cut = functools.partial(jax.lax.slice_in_dim, *slices, axis=self.sliced)
+            slices = [cut(*piece.units) for piece in self.pieces]
+        entries = dict(enumerate(leaf.spec))
         return [
-            jax.lax.reshape(x, (*before, *local(own), *after))
-            for x, own in zip(slices or [whole], self.own, strict=True)
+            Matrices(
+                jax.lax.reshape(x, local(piece.axes)),
+                piece.view,
+                PartitionSpec(*map(entries.get, piece.of)),  # type: ignore[arg-type]
+            )
+            for x, piece in zip(slices, self.pieces, strict=True)
         ]
 
-    def unite(self, pieces: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """The leaf, or block, of this shape."""
-        if not self.units:
-            return jax.lax.reshape(pieces[0], shape)
+    def unite(self, found: Iterator[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """The leaf, or block, of this shape, from the next of its pieces."""
+        if len(self.pieces) == 1:
+            return jax.lax.reshape(next(found), shape)
         local = self._local(shape)
-        before, after = local(self.before + self.groups), local(self.after)
+        before, after = self.axes[: self.sliced], self.axes[self.sliced + 1 :]
         slices = [
-            jax.lax.reshape(x, (*before, n, *local(self.rest), *after))
-            for x, n in zip(pieces, self.units, strict=True)
+            jax.lax.reshape(next(found), (*local(before), stop - start, *local(after)))
+            for start, stop in (piece.units for piece in self.pieces)
         ]
-        return jax.lax.reshape(jnp.concatenate(slices, len(before)), shape)
+        return jax.lax.reshape(jnp.concatenate(slices, self.sliced), shape)
 
     def _local(self, shape: tuple[int, ...]) -> Callable[[Sequence[_Axis]], list[int]]:
         """Makes a function from axes to their sizes in a block of this shape."""

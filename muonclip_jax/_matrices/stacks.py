@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .._options import whole_number
-from .axes import Axes, MatrixAxes
+from .axes import Axes, MatrixAxes, parts_of
 
 
 #: The most separate leaves in a stack: compilers take time that grows with the square
@@ -23,13 +24,12 @@ MOST_LEAVES = 256
 class Division(NamedTuple):
     """How the outputs are matrices side by side: groups of the same parts.
 
-    A part with a `head_dim` is one matrix for each head of each group; one without is
-    one matrix of all groups.
+    Each part has a size and a `head_dim`: it is one matrix for each head of each group;
+    if that is `None`, it is one matrix of all groups.
     """
 
     groups: int
-    parts: tuple[int, ...]
-    head_dims: tuple[int | None, ...]
+    parts: tuple[tuple[int, int | None], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,60 +113,66 @@ def matrix_view(shape: tuple[int, ...], numbers: Axes) -> MatrixView:
 
 
 def _division(view: MatrixView, axes: MatrixAxes) -> Division | None:
-    outputs, groups, parts = view.fan_out, axes.groups, axes.parts
-    if parts is None:
-        parts = (outputs // groups,)
-    if sum(parts) * groups != outputs:
+    outputs, groups = view.fan_out, axes.groups
+    parts = parts_of(axes, outputs)
+    sizes = [size for size, _ in parts]
+    if sum(sizes) * groups != outputs:
         times = f"{groups} times " if groups > 1 else ""
         raise ValueError(
-            f"{times}the parts {list(parts)} are {sum(parts) * groups} outputs, but "
-            f"the leaf has {outputs}"
+            f"{times}the parts {sizes} are {sum(sizes) * groups} outputs, but the leaf "
+            f"has {outputs}"
         )
     if any(j != i + 1 for i, j in itertools.pairwise(view.output)):
         raise ValueError(
             f"the outputs {axes.output_axis} are cut into parts, so they have to be "
             "adjacent axes, in order"
         )
-    head_dims = axes.head_dim
-    if not isinstance(head_dims, tuple):
-        head_dims = (head_dims,) * len(parts)
-    for part, head_dim in zip(parts, head_dims, strict=True):
+    for part, head_dim in parts:
         if head_dim is not None and part % head_dim:
             raise ValueError(f"head_dim={head_dim} does not divide the {part} outputs")
     if groups == 1:
         # A part of one group is one matrix, as a part of one head is.
-        head_dims = tuple(h or n for h, n in zip(head_dims, parts, strict=True))
+        parts = [(part, head_dim or part) for part, head_dim in parts]
     # Pieces of one size that follow one another are heads: one reshape in place of many
     # slices, and a mesh may cut between any two of them.
-    size = head_dims[0] if len(set(head_dims)) == 1 else None
-    if size is not None:
-        groups, parts, head_dims = outputs // size, (size,), (size,)
+    size, *others = {head_dim for _, head_dim in parts}
+    if size is not None and not others:
+        groups, parts = outputs // size, [(size, size)]
     elif groups == 1:
-        pieces = list(zip(parts, head_dims, strict=True))
-        period = next(
-            n
-            for n in range(1, len(pieces) + 1)
-            if pieces == pieces[:n] * (len(pieces) // n)
-        )
-        groups = len(pieces) // period
-        parts, head_dims = parts[:period], head_dims[:period]
+        n = len(parts)
+        period = next(i for i in range(1, n + 1) if parts == parts[:i] * (n // i))
+        groups, parts = n // period, parts[:period]
     merged: list[tuple[int, int | None]] = []
-    for part, head_dim in zip(parts, head_dims, strict=True):
+    for part, head_dim in parts:
         if merged and head_dim is not None and merged[-1][1] == head_dim:
-            merged[-1] = merged[-1][0] + part, head_dim
-        else:
-            merged.append((part, head_dim))
+            part += merged.pop()[0]
+        merged.append((part, head_dim))
     if len(merged) == 1 and merged[0][1] in (None, outputs):
         return None
-    sizes, heads = zip(*merged, strict=True)
-    return Division(groups, sizes, heads)
+    return Division(groups, tuple(merged))
 
 
-class Part(NamedTuple):
-    """The matrices of one leaf, by its index, in a stack."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """The matrices of an array, and how devices divide it.
 
-    leaf: int
-    view: MatrixView
+    A pytree of the array alone: all else is known when a program is traced.
+    """
+
+    array: Any  # a `jax.Array`; in a plan what has its dtype will do
+    view: MatrixView = dataclasses.field(metadata={"static": True})
+    spec: PartitionSpec = dataclasses.field(
+        default=PartitionSpec(), metadata={"static": True}
+    )
+
+    def of(self, array: jax.Array) -> "Matrices":
+        """Returns those of another array."""
+        return dataclasses.replace(self, array=array)
+
+
+#: The matrices of one leaf in a stack, after the index of the leaf.
+Part = tuple[int, Matrices]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,25 +180,27 @@ class Stack:
     """Matrices of one shape and dtype, those of each leaf after those of another."""
 
     shape: tuple[int, int]  # of a matrix
-    dtype: str
+    dtype: jnp.dtype
     parts: tuple[Part, ...]
 
     @property
-    def count(self) -> int:
-        return sum(part.view.count for part in self.parts)
+    def counts(self) -> tuple[int, ...]:
+        """The matrices of each part."""
+        return tuple(x.view.count for _, x in self.parts)
 
-    def gather(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
-        """The matrices of all leaves, `(count, *shape)`."""
-        return jnp.concatenate(
-            [view.to_matrices(leaves[i]).astype(dtype) for i, view in self.parts]
-        )
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def gather(self, dtype: jnp.dtype) -> list[jax.Array]:
+        """The matrices of each leaf, `(count, *shape)`."""
+        return [x.view.to_matrices(x.array).astype(dtype) for _, x in self.parts]
 
     def scatter(self, stack: jax.Array, results: list[Any]) -> None:
         """Puts the leaves into `results`."""
-        counts = tuple(part.view.count for part in self.parts)
-        pieces = unstack(stack, counts)
-        for part, matrices in zip(self.parts, pieces, strict=True):
-            results[part.leaf] = part.view.from_matrices(matrices)
+        pieces = unstack(stack, self.counts)
+        for (i, x), matrices in zip(self.parts, pieces, strict=True):
+            results[i] = x.view.from_matrices(matrices)
 
     def __str__(self) -> str:
         m, n = self.shape
@@ -200,27 +208,22 @@ class Stack:
         return f"{self.count} x {m} x {n} {self.dtype} from {len(self.parts)} {leaves}"
 
 
-def plan_stacks(
-    leaves: Sequence[Any],
-    views: Sequence[MatrixView | None],
-    max_entries: float = math.inf,
-) -> list[Stack]:
-    """Groups matrices by shape and dtype.
+def plan_stacks(leaves: Iterable[Part], max_entries: float = math.inf) -> list[Stack]:
+    """Groups the matrices of leaves, which have an index, by shape and dtype.
 
-    `leaves` need only a dtype, so abstract ones will do. Nothing is padded: matrices
-    of different shapes, or of different dtypes, never share a stack. Of more than one
-    leaf a stack has at most `max_entries` entries.
+    Arrays need only a dtype, so abstract ones will do. Nothing is padded: matrices of
+    different shapes, or of different dtypes, never share a stack. A stack of several
+    leaves has at most `max_entries` entries.
     """
-    groups: dict[tuple[tuple[int, int], str], list[Part]] = {}
-    for index, (leaf, view) in enumerate(zip(leaves, views, strict=True)):
-        if view is not None:
-            key = view.matrix_shape, jnp.dtype(leaf.dtype).name
-            groups.setdefault(key, []).append(Part(index, view))
+    groups: dict[tuple[tuple[int, int], jnp.dtype], list[Part]] = {}
+    for index, leaf in leaves:
+        key = leaf.view.matrix_shape, jnp.dtype(leaf.array.dtype)
+        groups.setdefault(key, []).append((index, leaf))
     stacks = []
     for (shape, dtype), group in groups.items():
         parts, entries = [], 0
         for part in group:
-            size = math.prod(part.view.shape)
+            size = math.prod(part[1].view.shape)
             if parts and (entries + size > max_entries or len(parts) == MOST_LEAVES):
                 stacks.append(Stack(shape, dtype, tuple(parts)))
                 parts, entries = [], 0
@@ -251,15 +254,14 @@ def unstack(stack: jax.Array, counts: tuple[int, ...]) -> Sequence[jax.Array]:
         starts = list(itertools.accumulate(counts[:-1], initial=0))
         base = math.isqrt(starts[-1]) + 1
         digits = [(start - start % base, start % base) for start in starts]
-        known = sorted(set(itertools.chain(*digits)))
 
         # XLA folds `x + 1` in a loop of two passes, and with it the loop, not `x + i`.
-        def add(i: jax.Array, numbers: list[jax.Array]) -> list[jax.Array]:
+        def add(i: jax.Array, numbers: dict[int, jax.Array]) -> dict[int, jax.Array]:
             step = jnp.asarray(i, np.int32)  # under disable_jit a number
-            return [jax.lax.add(number, step) for number in numbers]
+            return {x: jax.lax.add(number, step) for x, number in numbers.items()}
 
-        opaque = jax.lax.fori_loop(0, 2, add, [np.int32(x - 1) for x in known])
-        opaque = dict(zip(known, opaque, strict=True))
+        known = {x: np.int32(x - 1) for x in sorted(itertools.chain(*digits))}
+        opaque = jax.lax.fori_loop(0, 2, add, known)
         inner, matrix = (np.int32(0),) * (stack.ndim - 1), stack.shape[1:]
         parts = []
         cut = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)

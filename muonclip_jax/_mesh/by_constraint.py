@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import keep_sharding, sharded_like
 from .._matrices.pieces import divide
-from .._matrices.stacks import MatrixView, plan_stacks, Stack
+from .._matrices.stacks import Matrices, plan_stacks, Stack
 from .._newton_schulz.solver import Solver
 from .exchange import Share, share_in_a_row
 from .on_mesh import iterate_share
@@ -34,17 +34,11 @@ DividedStack = tuple[Stack, Share]
 
 
 def orthogonalize_by_constraint(
-    solver: Solver,
-    leaves: Sequence[jax.Array],
-    *,
-    views: Sequence[MatrixView],
-    mesh: Mesh | AbstractMesh,
+    solver: Solver, leaves: Sequence[Matrices], mesh: Mesh | AbstractMesh
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that the automatic axes of `mesh` shard, somehow."""
-    given = leaves
-    pieces = divide([keep_sharding(x) for x in leaves], views)
-    leaves = pieces.arrays
-    plan = divide_stacks(solver, stacks_of(leaves, pieces.views, mesh.size), mesh.size)
+    pieces, unite = divide([leaf.of(keep_sharding(leaf.array)) for leaf in leaves])
+    plan = divide_stacks(solver, pieces, mesh.size)
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
 
     def constrained(x: jax.Array, *spec: Any) -> jax.Array:
@@ -61,11 +55,11 @@ def orthogonalize_by_constraint(
     def iterate_own(solver: Solver, slots: Sequence[jax.Array]) -> list[jax.Array]:
         device = jax.lax.axis_index(axes)
         counts = [jnp.asarray(share.counts)[device] for _, share in plan]
-        return iterate_share(solver, slots, counts)
+        return iterate_share(solver, [*zip(slots, counts, strict=True)])
 
     arrived = []
     for stack, share in plan:
-        matrices = stack.gather(leaves, solver.wire_dtype(jnp.dtype(stack.dtype)))
+        matrices = jnp.concatenate(stack.gather(solver.wire_dtype(stack.dtype)))
         slots = jnp.pad(matrices, [share.padding, (0, 0), (0, 0)])
         arrived.append(constrained(halfway(slots), axes, None, None))
     by_device = PartitionSpec(axes)
@@ -78,20 +72,18 @@ def orthogonalize_by_constraint(
         out_specs=by_device,
         check_vma=False,
     )(solver, arrived)
-    results = list(leaves)
+    results: list[Any] = list(pieces)
     for (stack, share), slots in zip(plan, iterated, strict=True):
         slots = constrained(halfway(slots), None, ANY, ANY)
         stack.scatter(slots[share.first : share.first + stack.count], results)
     results = [x.astype(np.promote_types(x.dtype, jnp.float32)) for x in results]
-    return [*map(sharded_like, pieces.unite(results), given)]
+    return [*map(sharded_like, unite(results), (leaf.array for leaf in leaves))]
 
 
-def stacks_of(
-    leaves: Sequence[jax.Array | jax.ShapeDtypeStruct],
-    views: Sequence[MatrixView],
-    devices: int,
-) -> list[Stack]:
-    """Groups matrices into stacks.
+def divide_stacks(
+    solver: Solver, leaves: Sequence[Matrices], devices: int
+) -> list[DividedStack]:
+    """Groups matrices into stacks, and divides each among the devices.
 
     Tall ones are not turned, since a mesh often cuts all leaves along one axis. A leaf
     of many has a stack of its own: it may be cut along them. XLA copies arrays that are
@@ -99,23 +91,11 @@ def stacks_of(
     """
     # Experts, which a mesh may cut, before layers, which it seldom does: a cut axis in
     # front stays cut when both become one.
-    ordered = [dataclasses.replace(view, batch=view.batch[::-1]) for view in views]
-    many = [i for i, view in enumerate(ordered) if view.count >= MANY * devices]
-    few = [i for i in range(len(views)) if i not in many]
-
-    def of(chosen: Sequence[int]) -> list[Stack]:
-        found = [view if i in chosen else None for i, view in enumerate(ordered)]
-        return plan_stacks(leaves, found)
-
-    return of(few) + [stack for i in many for stack in of([i])]
-
-
-def divide_stacks(
-    solver: Solver, stacks: Sequence[Stack], devices: int
-) -> list[DividedStack]:
-    shares = share_in_a_row(
-        [stack.count for stack in stacks],
-        [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
-        devices,
-    )
-    return list(zip(stacks, shares, strict=True))
+    few, many = [], []
+    for i, leaf in enumerate(leaves):
+        view = dataclasses.replace(leaf.view, batch=leaf.view.batch[::-1])
+        group = many if view.count >= MANY * devices else few
+        group.append((i, dataclasses.replace(leaf, view=view)))
+    stacks = plan_stacks(few) + [stack for x in many for stack in plan_stacks([x])]
+    work = [(stack.count, solver.cost(stack.shape, stack.dtype)) for stack in stacks]
+    return [*zip(stacks, share_in_a_row(work, devices), strict=True)]

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,9 +95,8 @@ class Share(NamedTuple):
         if len(self.counts) > MOST_RUNS:
             filled = np.flatnonzero(np.arange(self.slots) < self.counts[:, None])
             return jnp.take(x, filled, axis=0)
-        runs = np.arange(len(self.counts)) * self.slots
-        pairs = zip(runs, self.counts, strict=True)
-        return jnp.concatenate([x[i : i + n] for i, n in pairs if n])
+        runs = ((i * self.slots, n) for i, n in enumerate(self.counts))
+        return jnp.concatenate([x[i : i + n] for i, n in runs if n])
 
     def count_at(self, member: jax.Array | int) -> jax.Array | None:
         """The matrices of a device, its first ones; `None` if all slots are full."""
@@ -137,8 +136,7 @@ def local_view(
     view: MatrixView, spec: PartitionSpec, mesh: Mapping[str, int]
 ) -> MatrixView:
     """The view of what one device holds of the leaf."""
-    counts = blocks_along(spec, len(view.shape), mesh)
-    shape = (size // n for size, n in zip(view.shape, counts, strict=True))
+    shape = (size // n for size, n in blocks_along(view.shape, spec, mesh))
     return dataclasses.replace(view, shape=tuple(shape))
 
 
@@ -153,18 +151,17 @@ def to_owners(blocks: jax.Array, cut: Cut, share: Share) -> jax.Array:
     x = _all_to_all(x, cut)
     # From (device along each factor, slots, block of each factor): side by side
     # the devices along a factor and its blocks are it again.
-    devices, blocks_of = _sizes(cut)
-    x = x.reshape(*devices, share.slots, *blocks_of)
-    return x.transpose(_joined(len(devices))).reshape(share.slots, *cut.shape)
+    sides = _sides(cut)
+    x = x.reshape(*(n for n, _ in sides), share.slots, *(size for _, size in sides))
+    return x.transpose(_joined(len(sides))).reshape(share.slots, *cut.shape)
 
 
 def to_blocks(matrices: jax.Array, cut: Cut, share: Share) -> jax.Array:
     """The inverse of `to_owners`, on every device that has blocks of a matrix."""
-    devices, blocks_of = _sizes(cut)
-    sides = itertools.chain(*zip(devices, blocks_of, strict=True))
-    order = np.argsort(_joined(len(devices)))
-    x = matrices.reshape(share.slots, *sides).transpose(order)
-    x = x.reshape(-1, *blocks_of)
+    sides = _sides(cut)
+    order = np.argsort(_joined(len(sides)))
+    x = matrices.reshape(share.slots, *itertools.chain(*sides)).transpose(order)
+    x = x.reshape(-1, *(size for _, size in sides))
     x = _all_to_all(x, cut)
     if cut.replicated:
         x = gather_everywhere(x, cut.replicated, axis=0, tiled=True)
@@ -180,11 +177,10 @@ def _all_to_all(x: jax.Array, cut: Cut) -> jax.Array:
     return jax.lax.all_to_all(sent, cut.sharded, 0, 0, tiled=True).reshape(x.shape)
 
 
-def _sizes(cut: Cut) -> tuple[list[int], list[int]]:
+def _sides(cut: Cut) -> list[tuple[int, int]]:
     """Along each factor the number of devices, and the size of a block."""
-    devices = [jax.lax.axis_size(names) for _, names in cut.factors]
-    pairs = zip(cut.factors, devices, strict=True)
-    return devices, [size // count for (size, _), count in pairs]
+    counts = ((size, jax.lax.axis_size(names)) for size, names in cut.factors)
+    return [(count, size // count) for size, count in counts]
 
 
 def _joined(factors: int) -> list[int]:
@@ -194,58 +190,58 @@ def _joined(factors: int) -> list[int]:
 
 
 def share_out(
-    counts: Sequence[int],
-    costs: Sequence[float],
-    groups: Sequence[np.ndarray],
-    devices: int,
+    stacks: Sequence[tuple[int, float, np.ndarray]], devices: int
 ) -> list[Share]:
     """Gives each matrix, the most expensive first, to the least loaded device.
 
-    `groups` are numbers of devices `(groups, members)`: those of a group share out its
-    matrices, and every group does so alike.
+    A stack has a number of matrices, the cost of each, and numbers of devices `(groups,
+    members)`: those of a group share out its matrices, and every group does so alike.
     """
     # Longest processing time first (Graham, 1969): no device does more than one matrix
     # above the mean, if all may take all.
     # Ties go to devices at one place of all the groups of the stack that has most: the
     # groups share out alike, so what is not in all of them counts as if it were.
-    finest = max(groups, key=len)
+    finest = max((groups for *_, groups in stacks), key=len)
     rank = np.empty(devices)
     rank[finest.T.reshape(-1)] = np.arange(devices)
     loads, found = np.zeros(devices), {}
-    for i in sorted(range(len(counts)), key=lambda i: -costs[i]):
-        members = groups[i]
+    for i in _most_expensive_first(stacks):
+        count, cost, members = stacks[i]
         order = rank[members].min(axis=0)
         taken = np.zeros(members.shape[1], np.int32)
-        most = MOST_SLOTS * math.ceil(counts[i] / len(taken))
-        for _ in range(counts[i]):
+        most = MOST_SLOTS * math.ceil(count / len(taken))
+        for _ in range(count):
             busy = np.where(taken < most, loads[members].max(axis=0), np.inf)
             chosen = int(np.lexsort((order, busy))[0])
             taken[chosen] += 1
-            loads[members[:, chosen]] += float(costs[i])
+            loads[members[:, chosen]] += float(cost)
         found[i] = Share(0, taken, max(1, int(taken.max(initial=1))))
-    return [found[i] for i in range(len(counts))]
+    return [found[i] for i in range(len(stacks))]
 
 
-def share_in_a_row(
-    counts: Sequence[int], costs: Sequence[float], devices: int
-) -> list[Share]:
+def _most_expensive_first(stacks: Sequence[tuple[Any, ...]]) -> list[int]:
+    return sorted(range(len(stacks)), key=lambda i: -stacks[i][1])
+
+
+def share_in_a_row(stacks: Sequence[tuple[int, float]], devices: int) -> list[Share]:
     """Shares matrices out in a row, for arrays that XLA shards.
 
     To put them in any other order would be a gather, which it does not partition well.
     """
     loads, found = np.zeros(devices), {}
-    for i in sorted(range(len(counts)), key=lambda i: -costs[i]):
+    for i in _most_expensive_first(stacks):
+        count, cost = stacks[i]
         # Few devices with full slots, or more of them with half as many: the second is
         # better where the first stacks have left some devices nothing to do.
-        least = max(1, math.ceil(counts[i] / devices))
+        least = max(1, math.ceil(count / devices))
         shares = [
-            _where_least_busy(loads, counts[i], slots)
+            _where_least_busy(loads, count, slots)
             for slots in (least, MOST_SLOTS * least)
         ]
-        after = [loads + float(costs[i]) * share.counts for share in shares]
+        after = [loads + float(cost) * share.counts for share in shares]
         best = int(np.argmin([x.max() for x in after]))
         found[i], loads = shares[best], after[best]
-    return [found[i] for i in range(len(counts))]
+    return [found[i] for i in range(len(stacks))]
 
 
 def _where_least_busy(loads: np.ndarray, count: int, slots: int) -> Share:

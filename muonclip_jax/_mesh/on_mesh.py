@@ -4,7 +4,7 @@ Blocks of leaves -> whole matrices, each at the device that owns it -> iterated 
 blocks. Each stack needs two exchanges.
 """
 
-import functools
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._axes import is_checked, keep_sharding, resharded, varying
-from .._layout.layout import AxisNames, cut_axes, Cuts, on_whole_blocks
-from .._layout.shardings import along, blocks_along
+from .._layout.layout import AxisNames, on_whole_blocks
+from .._layout.shardings import along, blocks_along, but_along
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import MatrixView, MOST_LEAVES, Part, Stack, zero_after
+from .._matrices.stacks import Matrices, MOST_LEAVES, Part, Stack, zero_after
 from .._newton_schulz.solver import Solver
 from .exchange import (
     Cut,
@@ -47,25 +47,21 @@ class SharedStack(NamedTuple):
 
 
 def orthogonalize_on_mesh(
-    solver: Solver,
-    leaves: Sequence[jax.Array],
-    *,
-    views: Sequence[MatrixView],
-    mesh: Mesh | AbstractMesh,
-    specs: Sequence[PartitionSpec],
+    solver: Solver, leaves: Sequence[Matrices], mesh: Mesh | AbstractMesh
 ) -> list[jax.Array]:
-    """Orthogonalizes leaves that `specs` shard on `mesh`, and leaves them so."""
-    given = specs
-    specs = [_aligned(*pair, mesh.shape) for pair in zip(views, specs, strict=True)]
-    # Of most leaves these are the same. A fused kernel whose blocks show no piece is
-    # gathered along its outputs, by XLA, and cut again.
-    leaves = [
-        # The leaf itself stays where it is: without Nesterov's it is the momentum.
-        x if own == spec else _sharded(keep_sharding(x), mesh, spec)
-        for x, own, spec in zip(leaves, given, specs, strict=True)
-    ]
+    """Orthogonalizes leaves that their specs shard on `mesh`, and leaves them so."""
+    aligned = []
+    for leaf in leaves:
+        # Most leaves stay as they are. A fused kernel whose blocks show no piece is
+        # gathered along its outputs, by XLA, and cut again.
+        if (spec := _aligned(leaf, mesh.shape)) != leaf.spec:
+            # The leaf itself stays where it is: without Nesterov's it is the momentum.
+            x = _sharded(keep_sharding(leaf.array), mesh, spec)
+            leaf = Matrices(x, leaf.view, spec)
+        aligned.append(leaf)
+    specs = [leaf.spec for leaf in aligned]
 
-    def on_device(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
+    def on_device(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
         try:
             jax.lax.axis_size(tuple(mesh.axis_names))
         except NameError as error:
@@ -74,43 +70,39 @@ def orthogonalize_on_mesh(
                 "and devices along that axis cannot share Muon's work: map over an "
                 "axis that is not sharded, or use jax.shard_map"
             ) from error
-        return share_among_devices(
-            solver, leaves, views=views, mesh=mesh.shape, specs=specs
-        )
+        return share_among_devices(solver, leaves, mesh.shape)
 
     results = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(PartitionSpec(), list(specs)),
-        out_specs=list(specs),
+        in_specs=(PartitionSpec(), specs),
+        out_specs=specs,
         check_vma=False,  # as in `orthogonalize_by_constraint`
-    )(solver, list(leaves))
+    )(solver, aligned)
     return [
-        x if own == spec else _sharded(x, mesh, own)
-        for x, own, spec in zip(results, given, specs, strict=True)
+        x if leaf.spec == spec else _sharded(x, mesh, leaf.spec)
+        for x, leaf, spec in zip(results, leaves, specs, strict=True)
     ]
 
 
-def _aligned(
-    view: MatrixView, spec: PartitionSpec, mesh: Mapping[Any, int]
-) -> PartitionSpec:
+def _aligned(leaf: Matrices, mesh: Mapping[Any, int]) -> PartitionSpec:
     """The spec without what cuts through pieces, so that no block has all of one.
 
     Blocks of a fused query, key and value have entries of one or two of the three, so
     the outputs have to be gathered; blocks of whole groups or heads have pieces of
     their own.
     """
-    if view.division is None:
-        return spec
-    pieces, entries = pieces_of(view), []
-    counts = blocks_along(spec, len(spec), mesh)
-    for axis, (entry, count) in enumerate(zip(spec, counts, strict=True)):
+    if leaf.view.division is None:
+        return leaf.spec
+    pieces, through = pieces_of(leaf.view), set()
+    for axis, (_, count) in enumerate(blocks_along(leaf.view.shape, leaf.spec, mesh)):
         sizes = [
             piece.view.shape[piece.of.index(axis)] if axis in piece.of else 1
             for piece in pieces
         ]
-        entries.append(None if any(size % count for size in sizes) else entry)
-    return PartitionSpec(*entries)
+        if any(size % count for size in sizes):
+            through.add(axis)
+    return but_along(through, leaf.spec)
 
 
 def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
@@ -123,12 +115,7 @@ def _sharded(x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> ja
 
 
 def orthogonalize_by_replicas(
-    solver: Solver,
-    leaves: Sequence[jax.Array],
-    *,
-    views: Sequence[MatrixView],
-    cuts: Cuts,
-    axes: AxisNames,
+    solver: Solver, leaves: Sequence[Matrices], axes: AxisNames
 ) -> list[jax.Array]:
     """Orthogonalizes leaves that are the same along all axes that do not cut them.
 
@@ -141,26 +128,16 @@ def orthogonalize_by_replicas(
     # one device nothing differs, and no gather would take it back.
     several = tuple(name for name in axes if sizes[name] > 1)
     if several and is_checked(several):
-        leaves = [varying(x, several) for x in leaves]
-    aligned = (_aligned(*pair, sizes) for pair in zip(views, cuts, strict=True))
-    specs = [along(several, spec) for spec in aligned]
-    apart = [
-        along({*cut_axes(cut)} - {*cut_axes(spec)}, cut)
-        for cut, spec in zip(cuts, specs, strict=True)
-    ]
-    share = functools.partial(
-        share_among_devices, solver, views=views, mesh=sizes, specs=specs
+        leaves = [leaf.of(varying(leaf.array, several)) for leaf in leaves]
+    return on_whole_blocks(
+        lambda whole: share_among_devices(solver, whole, sizes),
+        leaves,
+        kept=lambda leaf: along(several, _aligned(leaf, sizes)),
     )
-    return on_whole_blocks(share, apart, leaves)
 
 
 def share_among_devices(
-    solver: Solver,
-    leaves: Sequence[jax.Array],
-    *,
-    views: Sequence[MatrixView],
-    mesh: Mapping[Any, int],
-    specs: Sequence[PartitionSpec],
+    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[Any, int]
 ) -> list[jax.Array]:
     """The work of one device: from its blocks of all leaves to the same, orthogonal.
 
@@ -168,23 +145,21 @@ def share_among_devices(
     """
     # Every process makes the same plan by itself: it follows from shapes, specs and
     # costs alone, in an order that no hash decides.
-    pieces = divide(leaves, views, specs)
-    leaves, views, specs = pieces[:3]
-    plan = plan_exchanges(solver, [x.dtype for x in leaves], views, specs, mesh)
-    arrived, counts = [], []
+    pieces, unite = divide(leaves)
+    plan, arrived = plan_exchanges(solver, pieces, mesh), []
     for stack, cut, share in plan:
         # What is iterated in half precision is sent in it, which halves the traffic.
-        blocks = stack.gather(leaves, solver.wire_dtype(jnp.dtype(stack.dtype)))
-        arrived.append(to_owners(blocks, cut, share))
+        blocks = jnp.concatenate(stack.gather(solver.wire_dtype(stack.dtype)))
+        whole = to_owners(blocks, cut, share)
         member = jax.lax.axis_index(cut.members) if cut.members else 0
-        counts.append(share.count_at(member))
-    iterated = iterate_share(solver, arrived, counts)
-    results: list[Any] = list(leaves)
+        arrived.append((whole, share.count_at(member)))
+    iterated = iterate_share(solver, arrived)
+    results: list[Any] = list(pieces)
     for (stack, cut, share), matrices in zip(plan, iterated, strict=True):
         blocks = to_blocks(matrices, cut, share)
-        local = stack.parts[0].view.matrix_shape
-        stack.scatter(blocks.reshape(-1, *local), results)
-    return pieces.unite([*map(_stored, results)])
+        _, block = stack.parts[0]
+        stack.scatter(blocks.reshape(-1, *block.view.matrix_shape), results)
+    return unite([*map(_stored, results)])
 
 
 def _stored(leaf: jax.Array) -> jax.Array:
@@ -200,43 +175,39 @@ def _stored(leaf: jax.Array) -> jax.Array:
 
 
 def plan_exchanges(
-    solver: Solver,
-    dtypes: Sequence[jnp.dtype],
-    views: Sequence[MatrixView],
-    specs: Sequence[PartitionSpec],
-    mesh: Mapping[str, int],
+    solver: Solver, leaves: Sequence[Matrices], mesh: Mapping[str, int]
 ) -> list[SharedStack]:
     """Matrices that share a stack, and who iterates them; the same on all devices."""
-    groups: dict[tuple[Cut, str, int | None], list[Part]] = {}
-    for i, (view, spec) in enumerate(zip(views, specs, strict=True)):
+    groups: dict[tuple[Cut, jnp.dtype, int | None], list[Part]] = {}
+    for i, leaf in enumerate(leaves):
+        view, spec = leaf.view, leaf.spec
         cut = cut_of(view, spec, mesh)
         if not cut.sharded and solver.commutes_with_transposition:
             view = view.wide  # a device has all of a matrix, and to turn it is free
             cut = cut_of(view, spec, mesh)
-        part = Part(i, local_view(view, spec, mesh))
-        share, rest = divmod(part.view.count, math.prod(mesh[n] for n in cut.members))
+        own = local_view(view, spec, mesh)
+        share, rest = divmod(own.count, math.prod(mesh[n] for n in cut.members))
         is_apart = not rest and share * math.prod(cut.shape) >= LARGE_SHARE
-        key = cut, jnp.dtype(dtypes[i]).name, i if is_apart else None
-        groups.setdefault(key, []).append(part)
-    stacks, cuts = [], []
-    for (cut, dtype, _), parts in groups.items():
-        for i in range(0, len(parts), MOST_LEAVES):
-            stacks.append(Stack(cut.shape, dtype, tuple(parts[i : i + MOST_LEAVES])))
-            cuts.append(cut)
-    shares = share_out(
-        [stack.count for stack in stacks],
-        [solver.cost(stack.shape, jnp.dtype(stack.dtype)) for stack in stacks],
-        [groups_of(cut, mesh) for cut in cuts],
-        math.prod(mesh.values()),
-    )
-    return [SharedStack(*each) for each in zip(stacks, cuts, shares, strict=True)]
+        key = cut, jnp.dtype(leaf.array.dtype), i if is_apart else None
+        groups.setdefault(key, []).append((i, dataclasses.replace(leaf, view=own)))
+    stacks = [
+        (Stack(cut.shape, dtype, tuple(parts[i : i + MOST_LEAVES])), cut)
+        for (cut, dtype, _), parts in groups.items()
+        for i in range(0, len(parts), MOST_LEAVES)
+    ]
+    work = [
+        (stack.count, solver.cost(stack.shape, stack.dtype), groups_of(cut, mesh))
+        for stack, cut in stacks
+    ]
+    shares = share_out(work, math.prod(mesh.values()))
+    return [SharedStack(*x, share) for x, share in zip(stacks, shares, strict=True)]
 
 
-def iterate_share(
-    solver: Solver,
-    stacks: Sequence[jax.Array],
-    counts: Sequence[jax.Array | None],
-) -> list[jax.Array]:
+#: The matrices of a stack that one device iterates: the first so many, or all.
+Counted = tuple[jax.Array, jax.Array | None]
+
+
+def iterate_share(solver: Solver, stacks: Sequence[Counted]) -> list[jax.Array]:
     """The matrices of each stack that one device iterates: the first `count`, or all.
 
     Where devices have different numbers of matrices, iteration starts once all stacks
@@ -245,26 +216,19 @@ def iterate_share(
     stack.
     """
     iterated = []
-    pairs = zip(_together(stacks, counts), counts, strict=True)
-    for i, (stack, count) in enumerate(pairs):
+    for i, (stack, count) in enumerate(_together(stacks)):
         # A name by which benchmarks know its loop.
         with jax.named_scope(f"stack{i}"):
-            iterated.append(solver.orthogonalize_all(stack, count))
-    return _together(iterated, counts)
+            iterated.append((solver.orthogonalize_all(stack, count), count))
+    return [x for x, _ in _together(iterated)]
 
 
-def _together(
-    arrays: Sequence[jax.Array], counts: Sequence[jax.Array | None]
-) -> list[jax.Array]:
-    """Makes arrays with a count available only once all of them are."""
-    uneven = [x for x, count in zip(arrays, counts, strict=True) if count is not None]
-    # Only arrays with a count wait: of the others every device has as many, and none is
+def _together(stacks: Sequence[Counted]) -> list[Counted]:
+    """Makes stacks with a count available only once all of them are."""
+    # Only stacks with a count wait: of the others every device has as many, and none is
     # late.
-    zero = zero_after(uneven)
-    return [
-        x if count is None else _wait_for(zero, x)
-        for x, count in zip(arrays, counts, strict=True)
-    ]
+    zero = zero_after([x for x, count in stacks if count is not None])
+    return [(x if n is None else _wait_for(zero, x), n) for x, n in stacks]
 
 
 def _wait_for(zero: jax.Array, x: jax.Array) -> jax.Array:

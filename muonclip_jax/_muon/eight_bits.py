@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from .._layout.state import StatePart
 from .._matrices.stacks import MatrixView
+from .._parameters.paths import Path
 
 
 LARGEST = 127  # code
@@ -68,10 +69,10 @@ def number_of_directions(view: MatrixView) -> int:
     return max(0, min(MOST_DIRECTIONS, math.floor(affordable - 2)))
 
 
-def parts_of_scales(leaf: int, view: MatrixView) -> Any:
+def parts_of_scales(path: Path, view: MatrixView) -> Any:
     """Describes the scale arrays of a leaf: a tree of parts of its state."""
     rows, columns = dict.fromkeys(view.output, 1), dict.fromkeys(view.reduction, 1)
-    part: Any = functools.partial(StatePart, leaf)
+    part: Any = functools.partial(StatePart, path)
     scales = part(jnp.bfloat16, rows), part(jnp.bfloat16, columns)
     count = number_of_directions(view)
     if not count:

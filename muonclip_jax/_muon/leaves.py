@@ -2,10 +2,9 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,91 +15,40 @@ from .._layout.layout import (
     OverReplicas,
     read_layout,
 )
-from .._layout.shardings import Shardings
+from .._layout.shardings import Leaf, Shardings
 from .._layout.state import counts_replicated
-from .._matrices.stacks import MatrixView
 from .._model.per_head import MatrixRules
 from .._options import check_state
 from .._parameters import paths
-from .._parameters.dimension_numbers import views_of
+from .._parameters.dimension_numbers import FROZEN, views_of
 from .._parameters.question import BEFORE_THE_MASK
-from .._parameters.verdict import Verdict
-
-
-class Leaves(NamedTuple):
-    """The leaves of a tree: where they are, and which of them hold matrices."""
-
-    layout: Layout
-    views: list[MatrixView | None]  # of whole leaves; None if hidden or no matrix
-    verdicts: list[Verdict]
-
-    @property
-    def tree(self) -> paths.PathedTree:
-        return self.layout.tree
-
-    def where(self, holds: Callable[[Any, MatrixView | None], Any]) -> list[paths.Path]:
-        """The paths of the leaves in sight of which something holds."""
-        entries = zip(*self.tree[:2], self.views, strict=True)
-        return [
-            p for p, x, view in entries if not paths.is_masked(x) and holds(x, view)
-        ]
-
-    def by_path(self, state: dict[str, Any]) -> Any:
-        """State that is not like the params, by their paths.
-
-        Without params it is one number: `optax.tree.map_params` makes a state without
-        them, and takes what is where that has a number for no part of the params.
-        """
-        return state if self.tree.paths else jnp.zeros(())
-
-    def check_params(self, params: Any) -> None:
-        """Raises where the params of the gradients, read here, are other leaves."""
-        if params is None:
-            return
-        try:
-            theirs = self.tree.of(params)
-        except (TypeError, ValueError):
-            given = paths.flatten(params)
-            own, its = set(self.tree.paths), set(given.paths)
-            others = [x for x in given.leaves if not paths.is_masked(x)]
-            which = [
-                f"the {name} lack {paths.show_all(sorted(x))}"
-                for name, x in {"gradients": its - own, "params": own - its}.items()
-                if x
-            ]
-            raise ValueError(
-                "gradients and params have different structures: "
-                + ("; ".join(which) or "their containers differ")
-                + (
-                    ". Give an Equinox model as eqx.filter(model, "
-                    "eqx.is_inexact_array), like its gradients"
-                )
-                * (not all(map(paths.is_array, others)))
-            ) from None
-        for path, own, leaf in zip(*self.tree[:2], theirs, strict=True):
-            if paths.is_masked(own) or paths.is_masked(leaf):
-                continue
-            if np.shape(own) != np.shape(leaf):
-                raise ValueError(
-                    f"the gradient of '{paths.show(path)}' has shape {np.shape(own)}, "
-                    f"but in the params it is {np.shape(leaf)}"
-                )
 
 
 def read_leaves(
     tree: Any,
     rules: MatrixRules,
-    shardings: Shardings | None,
+    shardings: Shardings | None = None,
     axis_name: Hashable | None = None,
-) -> Leaves:
+) -> Layout:
+    """The layout of a tree, with the matrices of its leaves."""
     layout = read_layout(tree, shardings, axis_name)
     verdicts = rules.verdicts(layout.whole)
-    return Leaves(layout, views_of(verdicts, layout.whole), verdicts)
+    views = views_of(verdicts, layout.whole)
+    entries = zip(layout.leaves, views, verdicts, strict=True)
+    leaves = (leaf._replace(view=v, verdict=verdict) for leaf, v, verdict in entries)
+    return layout._replace(leaves=tuple(leaves))
+
+
+def optimizer_of(leaf: Leaf) -> str:
+    """Returns the group of [`muon`][] that updates a leaf."""
+    if leaf.view:
+        return "muon"
+    return FROZEN if leaf.verdict and leaf.verdict.label == FROZEN else "adamw"
 
 
 def for_leaves(
     name: str,
-    build: Callable[[Leaves], optax.GradientTransformationExtraArgs],
+    build: Callable[[Layout], optax.GradientTransformationExtraArgs],
     state_type: type,
     rules: MatrixRules,
     *,
@@ -120,16 +68,16 @@ def for_leaves(
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        leaves = read(params)
-        mesh_specs = leaves.layout.mesh_specs()
-        return counts_replicated(build(leaves).init(params), mesh_specs)
+        layout = read(params)
+        mesh = layout.mesh  # first, since it raises for shardings that do not agree
+        return counts_replicated(build(layout).init(params), mesh)
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state(name, isinstance(state, state_type))
-        leaves = read(updates)
-        gradients = leaves.layout.averaged(updates, extra_args.get("attention_stats"))
-        leaves.check_params(params)
-        tx = build(leaves)
+        layout = read(updates)
+        gradients = layout.averaged(updates, extra_args.get("attention_stats"))
+        _check_params(layout, params)
+        tx = build(layout)
         # optax's Adam mixes dtypes, so strict promotion would refuse it.
         with jax.numpy_dtype_promotion("standard"):
             try:
@@ -144,6 +92,41 @@ def for_leaves(
         return jax.tree.map(lambda u, g: u.astype(g.dtype), results, gradients), after
 
     return over_replicas(init_fn, update_fn, axis_name)
+
+
+def _check_params(layout: Layout, params: Any) -> None:
+    """Raises where the params of the gradients, read here, are other leaves."""
+    if params is None:
+        return
+    try:
+        theirs = layout.of(params)
+    except (TypeError, ValueError):
+        given = paths.flatten(params)
+        own, its = set(layout.tree.paths), set(given.paths)
+        others = [x for x in given.leaves if not paths.is_masked(x)]
+        which = [
+            f"the {name} lack {paths.show_all(sorted(x))}"
+            for name, x in {"gradients": its - own, "params": own - its}.items()
+            if x
+        ]
+        raise ValueError(
+            "gradients and params have different structures: "
+            + ("; ".join(which) or "their containers differ")
+            + (
+                ". Give an Equinox model as eqx.filter(model, eqx.is_inexact_array), "
+                "like its gradients"
+            )
+            * (not all(map(paths.is_array, others)))
+        ) from None
+    for own, leaf in zip(layout.leaves, theirs, strict=True):
+        shapes = [
+            np.shape(x) for x in (own.array, leaf.array) if not paths.is_masked(x)
+        ]
+        if len({*shapes}) > 1:
+            raise ValueError(
+                f"the gradient of '{paths.show(leaf.path)}' has shape {shapes[0]}, but "
+                f"in the params it is {shapes[1]}"
+            )
 
 
 def _check_made_so(
@@ -177,17 +160,18 @@ def _check_made_so(
         )
 
 
-def check_matrices_only(leaves: Leaves, name: str) -> None:
+def check_matrices_only(layout: Layout, name: str) -> None:
     """Raises for leaves in sight that hold no matrix."""
-    if strays := leaves.where(lambda _, view: view is None):
+    in_sight = [leaf for leaf in layout.leaves if not paths.is_masked(leaf.array)]
+    if strays := [leaf.path for leaf in in_sight if leaf.view is None]:
         # The mask has to go by what this went by.
-        sources = {verdict.source for verdict in leaves.verdicts}
+        sources = {leaf.verdict and leaf.verdict.source for leaf in layout.leaves}
         by = ["model=reading"] * bool(sources & {"read", "unread"})
         by += ["dimension_numbers=n"] * ("given" in sources)
         by = ", ".join(by)
         mask = f"functools.partial(mc.matrix_mask, {by})" if by else "mc.matrix_mask"
         remedy = f"Wrap it as optax.masked(mc.{name}({by}), {mask})"
-        if not by and any(map(paths.is_masked, leaves.tree.leaves)):
+        if not by and len(in_sight) < len(layout.leaves):
             remedy = f"The mask may hide biases: write mc.{name}({BEFORE_THE_MASK})"
         raise ValueError(
             f"{name} got leaves that hold no matrix: {paths.show_all(strays)}. "
@@ -195,9 +179,10 @@ def check_matrices_only(leaves: Leaves, name: str) -> None:
         )
 
 
-def check_directed(leaves: Leaves) -> None:
+def check_directed(layout: Layout) -> None:
     """Raises for matrices of which it is not known which side is the input."""
-    if strays := leaves.where(lambda _, view: view and not view.is_directed):
+    found = layout.leaves
+    if strays := [x.path for x in found if x.view and not x.view.is_directed]:
         raise ValueError(
             "the mask hides the biases that show which axes are the inputs of "
             f"{paths.show_all(strays, at_most=3)}, and this consistent_rms depends on "

@@ -13,13 +13,13 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._axes import explicit_spec, on_automatic_axes
-from .._layout.layout import cut_axes
-from .._layout.state import zero_parts, zeros_like
+from .._layout.layout import cut_axes, Layout
+from .._layout.shardings import Leaf
+from .._layout.state import state_by_path, zeros_by_path, zeros_like
 from .._matrices.stacks import MatrixView
 from .._options import begins, is_float, SHARE
 from .._parameters import paths
 from . import eight_bits
-from .leaves import Leaves
 
 
 class ScaleByMuonState(NamedTuple):
@@ -65,6 +65,11 @@ _NO_FLOATS = (
     "{} are no floats of 16 bits or more. Give a mu_dtype, such as 'bfloat16', or keep "
     "what is not trained out of the params"
 )
+_CUT = (
+    "mu_dtype='int8' finds the largest directions of whole matrices, but shard_map "
+    "cuts {}; use mu_dtype='bfloat16' there, or update under jax.jit outside of "
+    "jax.shard_map"
+)
 
 
 #: A number, or a function from the count of steps to one.
@@ -99,16 +104,23 @@ class Momentum(NamedTuple):
     nesterov: bool
     dtype: np.dtype | None  # that of the params if None, codes if int8
 
-    def init(self, params: optax.Params, leaves: Leaves) -> ScaleByMuonState:
+    def init(self, params: optax.Params, layout: Layout) -> ScaleByMuonState:
         if callable(self.beta):
             begins("beta", self.beta(np.int32(0)), SHARE)
         if self.dtype is None:
-            _refuse(leaves, lambda x: not is_float(x.dtype), _NO_FLOATS)
+            _refuse(layout, lambda leaf: not is_float(leaf.array.dtype), _NO_FLOATS)
         elif self.dtype == np.int8:
-            _refuse(leaves, jnp.iscomplexobj, _COMPLEX)
-            _check_whole(leaves)
-        mu = zeros_like(params, leaves.layout, self.dtype)
-        scales = _zero_scales(params, leaves) if self.dtype == np.int8 else None
+            _refuse(layout, lambda leaf: jnp.iscomplexobj(leaf.array), _COMPLEX)
+            _refuse(layout, lambda leaf: cut_axes(leaf.cut), _CUT)
+        mu = zeros_like(params, layout, self.dtype)
+        scales = None
+        if self.dtype == np.int8:
+            parts = {
+                paths.show(leaf.path): eight_bits.parts_of_scales(leaf.path, leaf.view)
+                for leaf in layout.leaves
+                if leaf.view and math.prod(leaf.view.shape)
+            }
+            scales = zeros_by_path(params, layout, parts)
         # Counted for every beta, so that a run can go on with a schedule.
         count, unit = jnp.zeros((), jnp.int32), jnp.asarray(_unit(mu), jnp.float32)
         return ScaleByMuonState(mu, scales, count, unit)
@@ -116,16 +128,15 @@ class Momentum(NamedTuple):
     def update(
         self,
         state: ScaleByMuonState,
-        leaves: Leaves,
-        views: Sequence[MatrixView | None],
-        gradients: Sequence[jax.Array],
-    ) -> tuple[list[jax.Array], ScaleByMuonState]:
+        layout: Layout,
+        gradients: Sequence[Leaf],
+    ) -> tuple[list[Leaf], ScaleByMuonState]:
         """The momentum to orthogonalize, where there is a view, and the state."""
         beta: Any = self.beta(state.count) if callable(self.beta) else self.beta
         if not isinstance(self.beta, float | int):
             # A schedule's may be out of range, or NaN: a sum that grows, or is lost.
             beta = jnp.where(beta > 0, jnp.minimum(beta, 1), 0)
-        kept, ahead = leaves.tree.of(state.mu), list(gradients)
+        kept, ahead = layout.tree.of(state.mu), list(gradients)
         # By the state's dtypes: a file without types restores those it was saved with.
         unit = _unit(state.mu)
         old = state.unit / unit
@@ -133,52 +144,31 @@ class Momentum(NamedTuple):
         last: Any = state.scales
         scales: dict[str, eight_bits.Scales] = {}
         if is_coded := self.dtype == np.int8:
-            _check_whole(leaves)
-        for i, view in enumerate(views):
-            if view is None:
+            _refuse(layout, lambda leaf: cut_axes(leaf.cut), _CUT)
+        for i, leaf in enumerate(gradients):
+            if leaf.view is None:
                 continue
             if is_coded:
-                name = paths.show(leaves.tree.paths[i])
-                kept[i], scales[name], ahead[i] = _accumulate_in_8_bits(
-                    beta, kept[i], last[name], gradients[i], self.nesterov, view
+                name = paths.show(leaf.path)
+                kept[i], scales[name], x = _accumulate_in_8_bits(
+                    beta, kept[i], last[name], leaf.array, self.nesterov, leaf.view
                 )
             else:
-                kept[i], ahead[i] = _accumulate(
-                    beta, kept[i], gradients[i], self.nesterov, unit, old
+                kept[i], x = _accumulate(
+                    beta, kept[i], leaf.array, self.nesterov, unit, old
                 )
-        mu = leaves.tree.unflatten(kept)
-        by_path = leaves.by_path(scales) if is_coded else None
+            ahead[i] = leaf._replace(array=x)
+        mu = layout.tree.unflatten(kept)
+        coded = state_by_path(layout, scales) if is_coded else None
         count = optax.safe_increment(state.count)
-        after = ScaleByMuonState(mu, by_path, count, jnp.asarray(unit, jnp.float32))
+        after = ScaleByMuonState(mu, coded, count, jnp.asarray(unit, jnp.float32))
         return ahead, after
 
 
-def _zero_scales(params: optax.Params, leaves: Leaves) -> dict[str, eight_bits.Scales]:
-    scales = {
-        paths.show(leaves.tree.paths[i]): eight_bits.parts_of_scales(i, view)
-        for i, view in enumerate(leaves.views)
-        if view and math.prod(view.shape)
-    }
-    # As a list: zeros are made in the order of the leaves, which that of names is not.
-    zeros = zero_parts(params, leaves.layout, [*scales.values()])
-    return leaves.by_path(dict(zip(scales, zeros, strict=True)))
-
-
-def _refuse(leaves: Leaves, is_of: Callable[[Any], bool], problem: str) -> None:
-    """Raises for matrices of a dtype in which momentum cannot be kept."""
-    if found := leaves.where(lambda x, view: view and is_of(x)):
+def _refuse(layout: Layout, is_of: Callable[[Leaf], Any], problem: str) -> None:
+    """Raises for matrices of which momentum cannot be kept."""
+    if found := [leaf.path for leaf in layout.leaves if leaf.view and is_of(leaf)]:
         raise ValueError(problem.format(paths.show_all(found)))
-
-
-def _check_whole(leaves: Leaves) -> None:
-    cuts = zip(leaves.tree.paths, leaves.views, leaves.layout.cuts, strict=True)
-    found = [path for path, view, cut in cuts if view and cut_axes(cut)]
-    if found:
-        raise ValueError(
-            "mu_dtype='int8' finds the largest directions of whole matrices, but "
-            f"shard_map cuts {paths.show_all(found)}; use mu_dtype='bfloat16' there, "
-            "or update under jax.jit outside of jax.shard_map"
-        )
 
 
 @functools.partial(jax.jit, static_argnames=("nesterov", "unit"))

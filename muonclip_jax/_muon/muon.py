@@ -15,14 +15,15 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .._layout.layout import Layout
 from .._layout.shardings import Shardings
 from .._layout.state import zeros_like
 from .._model.per_head import matrix_rules
 from .._newton_schulz.newton_schulz import Orthogonalizer
 from .._options import BELOW_ONE, flag, NOT_NEGATIVE, number, SHARE
-from .._parameters.dimension_numbers import DimensionNumbers, FROZEN, optimizers_of
+from .._parameters.dimension_numbers import DimensionNumbers, FROZEN
 from .._parameters.given import Model
-from .leaves import for_leaves, Leaves
+from .leaves import for_leaves, optimizer_of
 from .momentum import RISING_BETA
 from .normalize_neurons import neuron_normalization
 from .scale_by_muon import make_direction, ShapeScale
@@ -142,37 +143,37 @@ def muon(
     # Optax's own, so that leaves which are no matrices follow `optax.adamw` to the bit.
     adam = optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=adam_mu_dtype)
 
-    def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+    def build(layout: Layout) -> optax.GradientTransformationExtraArgs:
         # Of the whole tree, which a function of it may look at, and as a tree of bools,
         # which both groups below see through their own masks.
-        mask = decay_mask(weight_decay_mask, leaves.layout.whole)
+        mask = decay_mask(weight_decay_mask, layout.whole)
         decay = functools.partial(
             decayed_weights, mask=mask, is_cautious=cautious_weight_decay
         )
         # After the direction and before decay: what it evens out is the update, and the
         # decay of a weight is no part of it (arXiv:2510.05491, Algorithm 1).
         normalization = (
-            [neuron_normalization(leaves, neuron_b2)] if neuron_b2 is not None else []
+            [neuron_normalization(layout, neuron_b2)] if neuron_b2 is not None else []
         )
         groups: dict[Hashable, optax.GradientTransformation] = {
             "muon": optax.chain(
-                direction.of(leaves),
+                direction.of(layout),
                 *normalization,
                 decay(weight_decay),
                 optax.scale_by_learning_rate(learning_rate),
             ),
             "adamw": optax.chain(
-                _sharded_like_params(adam, leaves, adam_mu_dtype),
+                _sharded_like_params(adam, layout, adam_mu_dtype),
                 decay(adam_weight_decay),
                 optax.scale_by_learning_rate(adam_learning_rate),
             ),
             # Always, so that a state has the same structure whatever is frozen.
             FROZEN: optax.set_to_zero(),
         }
-        labels = optimizers_of(leaves.verdicts, leaves.views)
+        labels = layout.tree.unflatten(map(optimizer_of, layout.leaves))
         # As a function, since a tree that is given to `partition` may not have other
         # containers than the params, which boxes and NNX's states are.
-        return optax.partition(groups, lambda _: leaves.tree.unflatten(labels))
+        return optax.partition(groups, lambda _: labels)
 
     return for_leaves(
         "muon",
@@ -185,11 +186,11 @@ def muon(
 
 
 def _sharded_like_params(
-    adam: optax.GradientTransformation, leaves: Leaves, mu_dtype: DTypeLike | None
+    adam: optax.GradientTransformation, layout: Layout, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
     def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
         # Under `jit` zeros depend on no param, and would be replicated.
-        mu, nu = (zeros_like(params, leaves.layout, x) for x in (mu_dtype, None))
+        mu, nu = (zeros_like(params, layout, x) for x in (mu_dtype, None))
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):

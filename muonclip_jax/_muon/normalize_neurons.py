@@ -1,6 +1,5 @@
 """NorMuon: the neurons of an orthogonalized update take steps of like size."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -8,20 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from .._axes import explicit_spec, impose_no_sharding, keep_sharding, on_automatic_axes
-from .._layout.layout import check_gradients, cut_axes, gather, own_block
-from .._layout.shardings import Shardings
-from .._layout.state import StatePart, zero_parts
+from .._layout.layout import check_gradients, cut_axes, gather, Layout, own_block
+from .._layout.shardings import but_along, Leaf, Shardings
+from .._layout.state import state_by_path, StatePart, zeros_by_path
 from .._matrices.pieces import divide, pieces_of
-from .._matrices.stacks import MatrixView
+from .._matrices.stacks import Matrices, MatrixView
 from .._model.per_head import matrix_rules
 from .._options import check_state, NOT_NEGATIVE, number, SHARE
 from .._parameters import paths
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
-from .leaves import check_matrices_only, Leaves, read_leaves
+from .leaves import check_matrices_only, read_leaves
 
 
 class NormalizeNeuronsState(NamedTuple):
@@ -100,60 +98,64 @@ def normalize_neurons(
 
     # Not by `for_leaves`, which keeps gradients from changing the sharding of state
     # that they are added to: updates are scaled where they are, and stay sharded so.
-    def of(tree: Any) -> optax.GradientTransformationExtraArgs:
-        leaves = read_leaves(tree, rules, shardings)
-        check_matrices_only(leaves, "normalize_neurons")
-        return neuron_normalization(leaves, b2, eps)
+    def read(tree: Any) -> Layout:
+        layout = read_leaves(tree, rules, shardings)
+        check_matrices_only(layout, "normalize_neurons")
+        return layout
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        return of(params).init(params)
+        return neuron_normalization(read(params), b2, eps).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         check_state("normalize_neurons", isinstance(state, NormalizeNeuronsState))
-        check_gradients(paths.flatten(updates))
-        return of(updates).update(updates, state, params, **extra_args)
+        layout = read(updates)
+        check_gradients(layout.leaves)
+        tx = neuron_normalization(layout, b2, eps)
+        return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def neuron_normalization(
-    leaves: Leaves, b2: float | jax.Array, eps: float | jax.Array = 1e-10
+    layout: Layout, b2: float | jax.Array, eps: float | jax.Array = 1e-10
 ) -> optax.GradientTransformationExtraArgs:
     """`normalize_neurons` for leaves; those without a view pass through."""
 
     def init_fn(params: optax.Params) -> NormalizeNeuronsState:
         parts = {
-            name: StatePart(i, jnp.float32, sizes)
-            for i, view in enumerate(leaves.views)
-            for name, sizes in _state_of(paths.show(leaves.tree.paths[i]), view).items()
+            name: StatePart(leaf.path, jnp.float32, sizes)
+            for leaf in layout.leaves
+            for name, sizes in _state_of(leaf).items()
         }
-        zeros = zero_parts(params, leaves.layout, [*parts.values()])
-        v = dict(zip(parts, zeros, strict=True))
-        return NormalizeNeuronsState(leaves.by_path(v))
+        return NormalizeNeuronsState(zeros_by_path(params, layout, parts))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        tree, results, after = leaves.tree, leaves.tree.of(updates), {}
-        of_leaves = zip(tree.paths, leaves.views, leaves.layout.cuts, strict=True)
-        for i, (path, view, cut) in enumerate(of_leaves):
-            if names := list(_state_of(paths.show(path), view)):
-                assert view is not None
+        results, after = [], {}
+        for leaf in layout.of(updates):
+            x = leaf.array
+            if names := list(_state_of(leaf)):
+                assert leaf.view is not None
                 check_state("normalize_neurons", {*names} <= {*state.v})
-                results[i], *v = _normalize_leaf(
-                    results[i], [state.v[name] for name in names], view, cut, b2, eps
-                )
+                matrices = Matrices(x, leaf.view, leaf.cut)
+                v = [state.v[name] for name in names]
+                x, *v = _normalize_leaf(matrices, v, b2, eps)
                 after |= zip(names, v, strict=True)
-        return tree.unflatten(results), NormalizeNeuronsState(leaves.by_path(after))
+            results.append(x)
+        v = state_by_path(layout, after)
+        return layout.tree.unflatten(results), NormalizeNeuronsState(v)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _state_of(path: str, view: MatrixView | None) -> dict[str, dict[int, int]]:
+def _state_of(leaf: Leaf) -> dict[str, dict[int, int]]:
     """The state of a leaf, by name: the sizes in which it differs from the leaf."""
+    path, view = paths.show(leaf.path), leaf.view
     if view is None or not math.prod(view.shape):
         return {}
     found = {}
-    for j, (piece, of) in enumerate(pieces_of(view)):
+    for j, part in enumerate(pieces_of(view)):
+        piece = part.view
         if not (short := _short_axes(piece)):
             continue
         if view.division is None:
@@ -161,7 +163,7 @@ def _state_of(path: str, view: MatrixView | None) -> dict[str, dict[int, int]]:
         # Outputs of a piece are one axis of its state, and not sharded.
         kept = [1 if i in short else n for i, n in enumerate(piece.shape)]
         outer = set(range(len(view.shape))) - {*view.output}
-        count = math.prod(n for n, i in zip(kept, of, strict=True) if i not in outer)
+        count = math.prod(kept[at] for at, i in enumerate(part.of) if i not in outer)
         sizes = dict.fromkeys(view.output, 1) | {view.output[0]: count}
         is_wide = piece.fan_in < piece.fan_out
         found[f"{path}/{j}"] = sizes | dict.fromkeys(
@@ -171,40 +173,34 @@ def _state_of(path: str, view: MatrixView | None) -> dict[str, dict[int, int]]:
 
 
 # An eager update shards its state as a program does.
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@jax.jit
 def _normalize_leaf(
-    o: jax.Array,
-    state: list[jax.Array],
-    view: MatrixView,
-    cut: PartitionSpec,
-    b2: Any,
-    eps: Any,
+    leaf: Matrices, state: list[jax.Array], b2: Any, eps: Any
 ) -> list[jax.Array]:
     """The update of a leaf, normalized, and its state."""
+    view = leaf.view
     if view.division is None:
-        return [*_normalize(o, state[0], view, cut, b2, eps)]
+        return [*_normalize(leaf, state[0], b2, eps)]
     # Parts are cut out of whole outputs.
-    entries = [(x, i in view.output) for i, x in enumerate(cut)]
-    of_outputs, others = (
-        PartitionSpec(*(x if i is side else None for x, i in entries))
-        for side in (True, False)
-    )
+    others = but_along(view.output, leaf.spec)
+    of_outputs = but_along({*range(len(view.shape))} - {*view.output}, leaf.spec)
 
     def normalize(o: jax.Array, *state: jax.Array) -> list[jax.Array]:
-        pieces = divide([gather(o, of_outputs)], [view], [others])
+        pieces, unite = divide([Matrices(gather(o, of_outputs), view, others)])
         waiting, after, results = list(state), [], []
-        for x, piece, spec in zip(*pieces[:3], strict=True):
-            if short := _short_axes(piece):
+        for piece in pieces:
+            x = piece.array
+            if short := _short_axes(piece.view):
                 v = waiting.pop(0)
                 shape = [1 if i in short else n for i, n in enumerate(x.shape)]
-                x, new = _normalize(x, v.reshape(shape), piece, spec, b2, eps)
+                x, new = _normalize(piece, v.reshape(shape), b2, eps)
                 after.append(new.reshape(v.shape))
             results.append(x)
-        (whole,) = pieces.unite(results)
+        (whole,) = unite(results)
         return [own_block(whole, of_outputs), *after]
 
-    specs = [explicit_spec(x) for x in (o, *state)]
-    return on_automatic_axes(normalize, o, *state, results=specs)
+    specs = [explicit_spec(x) for x in (leaf.array, *state)]
+    return on_automatic_axes(normalize, leaf.array, *state, results=specs)
 
 
 def _short_axes(view: MatrixView) -> tuple[int, ...]:
@@ -215,8 +211,9 @@ def _short_axes(view: MatrixView) -> tuple[int, ...]:
 
 
 def _normalize(
-    o: jax.Array, v: jax.Array, view: MatrixView, cut: PartitionSpec, b2: Any, eps: Any
+    leaf: Matrices, v: jax.Array, b2: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array]:
+    o, view, cut = leaf.array, leaf.view, leaf.spec
     short = _short_axes(view)
     long = view.output if short == view.reduction else view.reduction
     wide = o.astype(np.promote_types(o.dtype, jnp.float32))

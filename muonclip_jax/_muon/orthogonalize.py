@@ -1,5 +1,6 @@
 """Orthogonalizes leaves of matrices, wherever they are: four ways, one choice."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,21 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes import explicit_spec, on_automatic_axes, on_whole_leaves
-from .._layout.layout import Layout, on_whole_blocks
-from .._layout.shardings import Place
+from .._layout.layout import Layout, on_whole_blocks, Place
+from .._layout.shardings import Leaf
 from .._matrices.pieces import divide
-from .._matrices.stacks import MatrixView, plan_stacks, zero_after
+from .._matrices.stacks import Matrices, plan_stacks, zero_after
 from .._mesh.by_constraint import orthogonalize_by_constraint
 from .._mesh.on_mesh import orthogonalize_by_replicas, orthogonalize_on_mesh
 from .._newton_schulz.solver import Solver
 
 
-def orthogonalize(
-    solver: Solver,
-    leaves: Sequence[jax.Array],
-    views: Sequence[MatrixView | None],
-    layout: Layout,
-) -> list[jax.Array]:
+def orthogonalize(solver: Solver, leaves: Sequence[Leaf], layout: Layout) -> list[Leaf]:
     """Orthogonalizes every leaf that has a view; others pass through.
 
     Matrices of one shape share a stack, whichever leaves they come from. On a mesh its
@@ -33,53 +29,39 @@ def orthogonalize(
     # One program for each place, compiled under `jit` of its own: an eager update, and
     # the same leaves in another transformation, find it again.
     results = list(leaves)
-    for place, chosen in layout.places(leaves, [view is not None for view in views]):
-        found = _at_one_place(
-            solver,
-            [leaves[i] for i in chosen],
-            tuple(views[i] for i in chosen),
-            place,
-        )
-        for i, result in zip(chosen, found, strict=True):
-            results[i] = result
+    for place, chosen in layout.places(leaves):
+        found = _at_one_place(solver, [*chosen.values()], place)
+        for i, x in zip(chosen, found, strict=True):
+            results[i] = leaves[i]._replace(array=x)
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("views", "place"))
+@functools.partial(jax.jit, static_argnames="place")
 def _at_one_place(
-    solver: Solver,
-    leaves: list[jax.Array],
-    views: tuple[MatrixView, ...],
-    place: Place,
+    solver: Solver, leaves: list[Matrices], place: Place
 ) -> list[jax.Array]:
     """Orthogonalizes leaves of one place by the route for its kind."""
 
-    def alone(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
+    def alone(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
         """Whole leaves on every device by itself."""
-        on_device = functools.partial(on_one_device, solver, views=views)
+        on_device = functools.partial(on_one_device, solver)
         # With automatic axes, or none, `on_whole_leaves` changes nothing.
         whole = functools.partial(on_whole_leaves, on_device)
         if place.kind == "manual":
-            return on_whole_blocks(whole, place.specs, leaves)
+            return on_whole_blocks(whole, leaves)
         return whole(leaves)
 
-    def together(solver: Solver, leaves: list[jax.Array]) -> list[jax.Array]:
+    def together(solver: Solver, leaves: list[Matrices]) -> list[jax.Array]:
         if place.kind == "mesh":
             # Blocks are sent to the owners of matrices by a plan, in two exchanges a
             # stack.
-            return orthogonalize_on_mesh(
-                solver, leaves, views=views, mesh=place.mesh, specs=place.specs
-            )
+            return orthogonalize_on_mesh(solver, leaves, place.mesh)
         if place.kind == "unknown":
             # Only the compiler knows where blocks are, so it has to send them.
-            return orthogonalize_by_constraint(
-                solver, leaves, views=views, mesh=place.mesh
-            )
+            return orthogonalize_by_constraint(solver, leaves, place.mesh)
         # Devices of mapped axes are replicas, or hold blocks.
-        by_replicas = functools.partial(
-            orthogonalize_by_replicas, views=views, cuts=place.specs, axes=place.axes
-        )
-        specs = [explicit_spec(x) for x in leaves]
+        by_replicas = functools.partial(orthogonalize_by_replicas, axes=place.axes)
+        specs = [explicit_spec(leaf.array) for leaf in leaves]
         return on_automatic_axes(by_replicas, solver, leaves, results=specs)
 
     if place.kind == "one device":
@@ -89,20 +71,17 @@ def _at_one_place(
     return solver.on_its_platform(_differentiable(together, alone), leaves)
 
 
-def on_one_device(
-    solver: Solver, leaves: Sequence[jax.Array], *, views: Sequence[MatrixView]
-) -> list[jax.Array]:
+def on_one_device(solver: Solver, leaves: Sequence[Matrices]) -> list[jax.Array]:
     """Orthogonalizes leaves where every matrix is at hand, stack by stack."""
-    pieces = divide(leaves, views)
-    leaves, views = pieces.arrays, pieces.views
+    pieces, unite = divide(leaves)
     platform = solver.platform
     if platform.turns_tall and solver.commutes_with_transposition:
-        views = [view.wide for view in views]
-    results: list[Any] = list(leaves)
+        pieces = [dataclasses.replace(x, view=x.view.wide) for x in pieces]
+    results: list[Any] = list(pieces)
     done: list[jax.Array] = []
-    for stack in plan_stacks(leaves, views, platform.stack_entries):
-        dtype = np.promote_types(jnp.dtype(stack.dtype), jnp.float32)
-        parts = [view.to_matrices(leaves[i]).astype(dtype) for i, view in stack.parts]
+    for stack in plan_stacks(enumerate(pieces), platform.stack_entries):
+        dtype = np.promote_types(stack.dtype, jnp.float32)
+        parts = stack.gather(dtype)
         if done and platform.waits:
             zero = zero_after(done[-1:]).astype(dtype)
             parts = [x + zero for x in parts]
@@ -113,7 +92,7 @@ def on_one_device(
             # Preparation fuses with what made the leaves, and with a stack of them.
             done.append(solver.iterate(solver.prepare(*parts)))
         stack.scatter(done[-1], results)
-    return pieces.unite(results)
+    return unite(results)
 
 
 def _differentiable(

@@ -10,11 +10,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from .._layout.layout import own_block
-from .._layout.shardings import Shardings
+from .._layout.layout import Layout, own_block
+from .._layout.shardings import Leaf, Shardings
 from .._matrices.pieces import along_outputs
 from .._matrices.stacks import MatrixView
 from .._model.per_head import matrix_rules
@@ -23,7 +22,7 @@ from .._newton_schulz.solver import Solver
 from .._options import flag, float_dtype, NOT_NEGATIVE, number, SHARE
 from .._parameters.dimension_numbers import DimensionNumbers
 from .._parameters.given import Model
-from .leaves import check_directed, check_matrices_only, for_leaves, Leaves
+from .leaves import check_directed, check_matrices_only, for_leaves
 from .momentum import Momentum, RISING_BETA, ScaleByMuonState
 from .orthogonalize import orthogonalize
 
@@ -155,9 +154,9 @@ def scale_by_muon(
     """
     direction = make_direction(beta, nesterov, orthogonalizer, consistent_rms, mu_dtype)
 
-    def build(leaves: Leaves) -> optax.GradientTransformationExtraArgs:
-        check_matrices_only(leaves, "scale_by_muon")
-        return direction.of(leaves)
+    def build(layout: Layout) -> optax.GradientTransformationExtraArgs:
+        check_matrices_only(layout, "scale_by_muon")
+        return direction.of(layout)
 
     return for_leaves(
         "scale_by_muon",
@@ -223,39 +222,37 @@ class Direction(NamedTuple):
     scale: Scale
     rms: float | jax.Array | None  # of the update, if that does not depend on shape
 
-    def of(self, leaves: Leaves) -> optax.GradientTransformationExtraArgs:
+    def of(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """The transformation of leaves; those without a view pass through."""
         if self.rms is None:
             # A matrix and its transpose get two scales.
-            check_directed(leaves)
+            check_directed(layout)
 
         def init_fn(params: optax.Params) -> Any:
-            return self.momentum.init(params, leaves)
+            return self.momentum.init(params, layout)
 
         def update_fn(updates, state: Any, params=None, **extra_args):
             del params, extra_args
-            tree, gradients = leaves.tree, leaves.tree.of(updates)
             # A leaf without entries has nothing to orthogonalize and no scale.
-            views = [
-                view if view and math.prod(view.shape) else None
-                for view in leaves.views
+            gradients = [
+                leaf
+                if leaf.view and math.prod(leaf.view.shape)
+                else leaf._replace(view=None)
+                for leaf in layout.of(updates)
             ]
-            ahead, state = self.momentum.update(state, leaves, views, gradients)
-            leaves.layout.check_types(ahead)
-            directions = orthogonalize(self.solver, ahead, views, leaves.layout)
-            scaled = [
-                self._scale(d, view, cut).astype(g.dtype) if view else d
-                for d, view, cut, g in zip(
-                    directions, views, leaves.layout.cuts, gradients, strict=True
-                )
-            ]
-            return tree.unflatten(scaled), state
+            ahead, state = self.momentum.update(state, layout, gradients)
+            layout.check_types(ahead)
+            directions = orthogonalize(self.solver, ahead, layout)
+            return layout.tree.unflatten(map(self._scale, directions)), state
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
-    def _scale(
-        self, direction: jax.Array, view: MatrixView, cut: PartitionSpec
-    ) -> jax.Array:
+    def _scale(self, leaf: Leaf) -> jax.Array:
+        """The array in the gradient's dtype, scaled if the leaf has a view."""
+        direction, view = leaf.array, leaf.view
+        if view is None:
+            return direction
+
         def scale(view: MatrixView) -> Any:
             factor = self.scale(*view.matrix_shape)
             number(f"consistent_rms{view.matrix_shape}", factor, NOT_NEGATIVE)
@@ -264,6 +261,7 @@ class Direction(NamedTuple):
         if view.division is None:
             factor = scale(view)
         else:  # pieces are those of the whole leaf, of which this may be a block
-            factor = own_block(jnp.asarray(along_outputs(view, scale)), cut)
+            factor = own_block(jnp.asarray(along_outputs(view, scale)), leaf.cut)
         factor = factor if self.rms is None else self.rms * factor
-        return direction * jnp.asarray(factor, direction.dtype)
+        scaled = direction * jnp.asarray(factor, direction.dtype)
+        return scaled.astype(leaf.whole.dtype)

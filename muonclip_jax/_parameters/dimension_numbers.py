@@ -291,16 +291,6 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     return found
 
 
-def optimizers_of(
-    verdicts: Sequence[Verdict], views: Sequence[MatrixView | None]
-) -> list[str]:
-    """Returns for each leaf the group of [`muon`][] that updates it."""
-    return [
-        "muon" if view else FROZEN if verdict.label == FROZEN else "adamw"
-        for verdict, view in zip(verdicts, views, strict=True)
-    ]
-
-
 def views_of(
     verdicts: Sequence[Verdict], tree: paths.PathedTree
 ) -> list[MatrixView | None]:

@@ -24,7 +24,6 @@ from .._layout.layout import (
     gather,
     Layout,
     own_block,
-    shared_axes,
 )
 from .._layout.shardings import blocks_along
 from .._layout.state import replicated
@@ -81,9 +80,8 @@ class Heads:
         layers, leaf_at = resolve_attention(attention, tree)
         if attention is None:
             check_none_overlooked(tree, layers)
-        self._cut_at = dict(zip(tree.paths, layout.cuts, strict=True))
-        self._replicas, self._mesh_specs = layout.replicas, layout.mesh_specs()
-        self._all_axes = shared_axes(layout.cuts, layout.replicas)
+        self._leaves = {leaf.path: leaf for leaf in layout.leaves}
+        self._layout = layout
         self._known = {split(layer.path) for layer in layers}
         self._is_hidden = leaf_at.hides
         self.layers: list[BoundLayer] = []
@@ -147,35 +145,35 @@ class Heads:
     def _whole_row(self, stats: dict[Path, jax.Array]) -> jax.Array:
         """Checks the statistics; returns their maximum over replicas, as one row."""
         self._check_matched(stats)
-        checked = [self._checked(layer, stats) for layer in self.layers]
         # Axes that cut the statistics have other heads on each device, so take no
         # maximum along them. Heads that all share a leaf go by the largest of all
         # heads, whichever device has it.
-        over = []
-        for layer, (_, spec) in zip(self.layers, checked, strict=True):
-            axes = self._all_axes if layer.is_shared else self._replicas
-            over.append(tuple(axis for axis in axes if axis not in cut_axes(spec)))
-        parts: list[Any] = [x for x, _ in checked]
-        for axes in dict.fromkeys(over):
-            # One collective for all layers with the same axes.
-            alike = [i for i, of_layer in enumerate(over) if of_layer == axes]
-            shapes = [parts[i].shape for i in alike]
-            row = _to_row([parts[i] for i in alike])
+        shared, replicas = self._layout.shared_axes, self._layout.replicas
+        groups: dict[AxisNames, dict[BoundLayer, tuple[jax.Array, PartitionSpec]]] = {}
+        for layer in self.layers:
+            x, spec = self._checked(layer, stats)
+            axes = shared if layer.is_shared else replicas
+            over = tuple(axis for axis in axes if axis not in cut_axes(spec))
+            groups.setdefault(over, {})[layer] = x, spec
+        found: dict[BoundLayer, jax.Array] = {}
+        # One collective for all layers with the same axes.
+        for axes, group in groups.items():
+            row = _to_row([x for x, _ in group.values()])
             # No collective along axes where the type says that the row is the same.
             if differ := differing(row, axes) if row.size else ():
                 # All replicas must see a NaN of one, and a maximum over devices may
                 # drop it. As infinity it survives, and is counted in the same way.
                 row = jax.lax.pmax(jnp.where(jnp.isnan(row), jnp.inf, row), differ)
-            for i, part in zip(alike, _divide(row, shapes), strict=True):
-                parts[i] = gather(part, checked[i][1])
-        return _to_row(parts)
+            parts = _divide(row, {layer: x.shape for layer, (x, _) in group.items()})
+            found |= {layer: gather(x, group[layer][1]) for layer, x in parts.items()}
+        return _to_row([found[layer] for layer in self.layers])
 
     def clip(
         self, attention_stats: Any, threshold: Any, alpha: Any, at: Callable[[Any], Any]
     ) -> tuple[jax.Array, jax.Array, dict[Path, jax.Array]]:
         """Returns the row of logits, the row of gamma, and the scale of each leaf."""
         # Otherwise XLA would shard the row and all that follows like the heads.
-        logits = replicated(self.read(attention_stats), self._mesh_specs)
+        logits = replicated(self.read(attention_stats), self._layout.mesh)
         gamma = self.joint(gammas(logits, self.thresholds(threshold, at)))
         return logits, gamma, self.scales(gamma, at(alpha))
 
@@ -191,12 +189,12 @@ class Heads:
 
     def combined(self, row: jax.Array) -> Combined:
         """Returns the statistics for an inner `qk_clip`, which needs no collective."""
-        pairs = zip(self.layers, self.by_layer(row), strict=True)
-        return Combined({layer.path: x for layer, x in pairs}, self._replicas)
+        of_layers = {layer.path: x for layer, x in self.by_layer(row).items()}
+        return Combined(of_layers, self._layout.replicas)
 
-    def by_layer(self, row: jax.Array) -> list[jax.Array]:
+    def by_layer(self, row: jax.Array) -> dict[BoundLayer, jax.Array]:
         """Returns an array `(*stack, heads)` for each layer."""
-        return _divide(row, [layer.shape for layer in self.layers])
+        return _divide(row, {layer: layer.shape for layer in self.layers})
 
     def thresholds(self, default: Any, at: Callable[[Any], Any]) -> jax.Array:
         """Returns the threshold of each head; `at` gives a schedule's value now.
@@ -248,12 +246,13 @@ class Heads:
         by_layer = {share: self.by_layer(row) for share, row in rows.items()}
         scales: dict[Path, jax.Array] = {}
         for use, share in self._scaled:
-            scale = use.leaf.spread(use.row_of(by_layer[share][use.layer.index]))
+            scale = use.leaf.spread(use.row_of(by_layer[share][use.layer]))
             # Parts of a leaf have different entries. Entries that several layers or
             # roles use are scaled once.
             scales[use.path] = jnp.minimum(scales.get(use.path, 1), scale)
         # Computed for whole leaves: only they show which head an entry belongs to.
-        return {path: own_block(x, self._cut_at[path]) for path, x in scales.items()}
+        cuts = {path: self._leaves[path].cut for path in scales}
+        return {path: own_block(x, cuts[path]) for path, x in scales.items()}
 
     def _checked(
         self, layer: BoundLayer, stats: Mapping[Path, jax.Array]
@@ -279,11 +278,12 @@ class Heads:
         if statistic.shape == expected:
             return row, PartitionSpec()
         use = max(layer.uses, key=lambda use: use.is_whole)  # the query's, if whole
-        cut = self._cut_at[use.path]
-        mesh = jax.sharding.get_abstract_mesh().shape
-        spec = use.leaf.row_spec(cut, blocks_along(cut, len(cut), mesh))
-        counts = blocks_along(spec or PartitionSpec(), len(expected), mesh)
-        parts = [divmod(n, by) for n, by in zip(expected, counts, strict=True)]
+        leaf, mesh = self._leaves[use.path], jax.sharding.get_abstract_mesh().shape
+        cut, shape = leaf.cut, leaf.whole.shape
+        counts = [count for _, count in blocks_along(shape, cut, mesh)]
+        spec = use.leaf.row_spec(cut, counts)
+        blocks = blocks_along(expected, spec or PartitionSpec(), mesh)
+        parts = [divmod(*block) for block in blocks]
         # A block that ends within a head, or has heads from several places (on a split
         # axis), has no statistic of its own.
         if spec is None or any(rest for _, rest in parts):
@@ -346,6 +346,9 @@ def _to_row(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.zeros(0, jnp.float32), *flat])
 
 
-def _divide(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    parts = unstack(row, tuple(math.prod(shape) for shape in shapes))
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _divide(
+    row: jax.Array, shapes: Mapping[BoundLayer, tuple[int, ...]]
+) -> dict[BoundLayer, jax.Array]:
+    parts = unstack(row, tuple(math.prod(shape) for shape in shapes.values()))
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {layer: part.reshape(shape) for (layer, shape), part in pairs}

@@ -158,18 +158,18 @@ def multi_steps(
         first = steps.init(params)
         is_clipped = bool(states_in(first.inner_opt_state, QKClipState))
         count = heads_of(layout).count if is_clipped else 0
-        mesh_specs = layout.mesh_specs()
         # Optax's own zeros do not depend on the params, so `jit` would not know how to
         # shard them.
-        sums = layout.tree.of(first.acc_grads)
-        parts = [StatePart(i, getattr(x, "dtype", None)) for i, x in enumerate(sums)]
+        parts = [
+            StatePart(path, getattr(x, "dtype", None))
+            for path, x, *_ in layout.of(first.acc_grads)
+        ]
         first = first._replace(
             acc_grads=layout.tree.unflatten(zero_parts(params, layout, parts))
         )
-        nothing = replicated(jnp.full(count, UNKNOWN, jnp.float32), mesh_specs)
-        return counts_replicated(
-            MultiStepsState(**first._asdict(), running=nothing), mesh_specs
-        )
+        nothing = replicated(jnp.full(count, UNKNOWN, jnp.float32), layout.mesh)
+        state = MultiStepsState(**first._asdict(), running=nothing)
+        return counts_replicated(state, layout.mesh)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         check_state("multi_steps", isinstance(state, MultiStepsState))
@@ -209,7 +209,7 @@ def multi_steps(
         running = jnp.where(counted, largest, running)
         real = after.gradient_step != before.gradient_step
         running = jnp.where(real, UNKNOWN, running)
-        running = replicated(running, layout.mesh_specs())
+        running = replicated(running, layout.mesh)
         return updates, MultiStepsState(**after._asdict(), running=running)
 
     return MultiSteps(init_fn, update_fn)

@@ -176,7 +176,7 @@ def qk_clip(
         )
         # Replicated here and after each step. Otherwise the first step would change the
         # sharding: `jit` would compile twice, and a program compiled ahead would fail.
-        return replicated(state, layout.mesh_specs())
+        return replicated(state, layout.mesh)
 
     def update_fn(updates, state, params=None, *, attention_stats=None, **extra_args):
         del extra_args
@@ -191,10 +191,10 @@ def qk_clip(
         heads.check_state(state.gamma)
         at = functools.partial(_at, step=state.step)
         logits, gamma, scale_at = heads.clip(attention_stats, threshold, alpha, at)
-        tree = layout.tree
+        param_at = layout.tree.by_path()
         scaled = [
-            _scale_update(u, p, scale_at[path]) if path in scale_at else u
-            for path, p, u in zip(*tree[:2], tree.of(updates), strict=True)
+            _scale_update(x, param_at[path], scale_at[path]) if path in scale_at else x
+            for path, x, *_ in layout.of(updates)
         ]
         finite, clipped = jnp.isfinite(logits), gamma < 1
         state = QKClipState(
@@ -207,7 +207,7 @@ def qk_clip(
             gamma=gamma,
             last_clip=jnp.where(clipped, state.step, state.last_clip),
         )
-        return tree.unflatten(scaled), replicated(state, layout.mesh_specs())
+        return layout.tree.unflatten(scaled), replicated(state, layout.mesh)
 
     return over_replicas(init_fn, update_fn, axis_name)
 
@@ -269,8 +269,8 @@ def clip_qk(
     heads = Heads(layout, attention_of(model, attention))
     *_, scale_at = heads.clip(attention_stats, threshold, alpha, _at)
     scaled = [
-        _scale_weight(p, scale_at[path]) if path in scale_at else p
-        for path, p in zip(*layout.tree[:2], strict=True)
+        _scale_weight(x, scale_at[path]) if path in scale_at else x
+        for path, x, *_ in layout.leaves
     ]
     return layout.tree.unflatten(scaled)
 

@@ -37,11 +37,10 @@ works = st.tuples(st.integers(1, 40), st.integers(1, 1000), st.sampled_from(ROUT
 
 
 def shared_out(works, mesh):
-    counts, costs, cuts = zip(*works, strict=True)
-    groups = [groups_of(cut, mesh) for cut in cuts]
-    shares = share_out(counts, costs, groups, int(np.prod(list(mesh.values()))))
+    stacks = [(count, cost, groups_of(cut, mesh)) for count, cost, cut in works]
+    shares = share_out(stacks, int(np.prod(list(mesh.values()))))
     loads = np.zeros(np.prod(list(mesh.values())))
-    for cost, group, share in zip(costs, groups, shares, strict=True):
+    for (_, cost, group), share in zip(stacks, shares, strict=True):
         loads[group] += cost * share.counts
     return shares, loads
 
@@ -93,9 +92,8 @@ def test_an_expensive_matrix_leaves_every_group_of_experts_its_share(order):
 )
 @settings(max_examples=60, deadline=None)
 def test_slots_hold_all_matrices_in_order(stacks, devices):
-    counts, costs = zip(*stacks, strict=True)
-    shares = share_in_a_row(counts, costs, devices)
-    for count, share in zip(counts, shares, strict=True):
+    shares = share_in_a_row(stacks, devices)
+    for (count, _), share in zip(stacks, shares, strict=True):
         before, after = share.padding
         filled = np.pad(np.ones(count, int), (before, after))
         by_device = filled.reshape(devices, share.slots)
@@ -106,7 +104,7 @@ def test_slots_hold_all_matrices_in_order(stacks, devices):
 
 def test_devices_without_a_large_matrix_take_the_small_ones():
     """Llama-1B on 64 devices: 48 large matrices, and 32 and 32 smaller ones."""
-    shares = share_in_a_row([32, 48, 32], [258.0, 601.0, 9.0], 64)
+    shares = share_in_a_row([(32, 258.0), (48, 601.0), (32, 9.0)], 64)
     squares, large, small = (share.counts for share in shares)
     assert (258 * squares + 601 * large + 9 * small).max() == 601
     assert large.max() == 1 and squares.max() == 2
@@ -126,10 +124,9 @@ specs = [
     P(),
 ]
 cuts = [cut_of(view, spec, mesh) for spec in specs]
-groups = [groups_of(cut, mesh) for cut in cuts]
-shares = share_out([9] * 3, [3.0, 5.0, 2.0], groups, 32)
-for cut, group, share in zip(cuts, groups, shares):
-    print(cut, group.tolist(), share.counts.tolist(), share.slots, sep="\\n")
+stacks = [(9, cost, groups_of(cut, mesh)) for cost, cut in zip([3.0, 5.0, 2.0], cuts)]
+for cut, stack, share in zip(cuts, stacks, share_out(stacks, 32)):
+    print(cut, stack[2].tolist(), share.counts.tolist(), share.slots, sep="\\n")
 """
 
 

@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 from helpers import few, matrix_of, more, polynomial_of
-from internals import matrix_view, orthogonalize_on_mesh, platform_with, solver
+from internals import (
+    Matrices,
+    matrix_view,
+    orthogonalize_on_mesh,
+    platform_with,
+    solver,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -58,13 +64,14 @@ def test_matrices_come_back_orthogonal(name, batch, platform):
     ]
     with platform_with(platform, batch_entries=batch):
         route = functools.partial(
-            orthogonalize_on_mesh,
-            solver(platform, dtype="float32"),
-            views=[matrix_view(shape, PLAIN) for shape, _ in layout],
-            mesh=mesh,
-            specs=[spec for _, spec in layout],
+            orthogonalize_on_mesh, solver(platform, dtype="float32"), mesh=mesh
         )
-        results = jax.jit(route)(leaves)
+        results = jax.jit(route)(
+            [
+                Matrices(leaf, matrix_view(shape, PLAIN), spec)
+                for leaf, (shape, spec) in zip(leaves, layout, strict=True)
+            ]
+        )
     for leaf, result in zip(leaves, results, strict=True):
         assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
         matrices = np.float64(leaf).reshape(-1, *leaf.shape[-2:])

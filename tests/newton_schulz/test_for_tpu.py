@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, matrix_of, more, of_newton_schulz, polynomial_of
-from internals import matrix_view, on_one_device, platform_with, solver
+from internals import Matrices, matrix_view, on_one_device, platform_with, solver
 from optax.contrib import MuonDimensionNumbers
 
 import muonclip_jax as mc
@@ -48,12 +48,10 @@ def test_leaves_on_one_accelerator(platform, batch):
         jnp.asarray(matrices(*(1, *shape)[-3:], seed=i).reshape(shape), dtype)
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
-    views = [matrix_view(shape, PLAIN) for shape in shapes]
+    given = [Matrices(leaf, matrix_view(leaf.shape, PLAIN)) for leaf in leaves]
     with platform_with(platform, batch_entries=batch, stack_entries=batch / 2):
         its = solver(platform, dtype="float32")
-        results = jax.jit(lambda leaves: on_one_device(its, leaves, views=views))(
-            leaves
-        )
+        results = jax.jit(lambda leaves: on_one_device(its, leaves))(given)
     for leaf, result in zip(leaves, results, strict=True):
         assert result.dtype == jnp.float32
         stack = np.float64(leaf).reshape(-1, *leaf.shape[-2:])
