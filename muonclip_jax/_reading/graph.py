@@ -259,6 +259,11 @@ class Origin(NamedTuple):
 Ahead = Callable[[Origin, Any], Iterable[tuple[int, Any]]]
 
 
+def all_operands(at: Eqn, k: int) -> Iterable[int]:
+    """Follows all operands of an equation."""
+    return range(len(at.eqn.invars))
+
+
 class Graph:
     """All frames of a function whose first inputs are parameters."""
 
@@ -310,6 +315,24 @@ class Graph:
                     if i in by:
                         own = tuple(map(move, origin.labels))
                         places.append((at.inputs()[i], own, origin.seen, by[i]))
+
+    def walk(
+        self, atom: Atom, labels: Labels, follow: Callable[[Eqn, int], Iterable[int]]
+    ) -> list[Origin]:
+        """Goes back from an array and returns all origins on the way.
+
+        `follow(at, k)` returns the operands of an equation to follow from its `k`-th
+        result; where it returns none, the walk ends.
+        """
+        found: list[Origin] = []
+
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            found.append(origin)
+            at = origin.at
+            return [(i, None) for i in follow(at, origin.k)] if at else []
+
+        self.back(atom, labels, ahead)
+        return found
 
     def copied(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which an array is known to be a copy."""

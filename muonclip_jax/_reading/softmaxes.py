@@ -8,11 +8,11 @@ names the attention that has another form.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts, members, union
-from .graph import Atom, Eqn, Graph, Labels, Origin
+from .graph import all_operands, Atom, Eqn, Graph, Labels, Origin
 from .jaxprs import names
 from .labels import along, either, is_varied, Label, marks, moved, small
 from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
@@ -126,6 +126,15 @@ def _summed(at: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ..
                 yield i, tuple(pair[i] for pair in at.contracted)
 
 
+def dimensions_in(label: Label, at: Eqn) -> set[int]:
+    """Returns the dimensions of an equation's result along which a label varies."""
+    lead = len(at.frame.lead)
+    lines = [along(label, lead + d) for d in range(len(at.output().shape))]
+    # A slice that leaves zeros around equal marks does not count.
+    is_in = [len(x) > 1 and (is_varied(x) or bool(x.all())) for x in lines]
+    return {d for d, x in enumerate(is_in) if x}
+
+
 class Softmaxes:
     """Finds all attention of a graph."""
 
@@ -195,20 +204,10 @@ class Softmaxes:
                 groups.append((union(x for x, _ in own), joint))
         return groups
 
-    def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
-        """Returns the dimensions of a product that each axis comes from, or `None`."""
-        at = self.facts.products[bit]
+    def _along(self, bit: int, atom: Atom) -> list[set[int]]:
+        """Returns the dimensions of a product in each axis; `[]` if they are lost."""
         labels, _ = self.to_product(atom, atom.each(), bit)
-        if labels is None:
-            return None
-        lead, rank = len(at.frame.lead), len(at.output().shape)
-
-        def comes(label: Label, axis: int) -> bool:
-            # A slice that leaves zeros around equal marks does not count.
-            line = along(label, axis)
-            return len(line) > 1 and (is_varied(line) or bool(line.all()))
-
-        return [{d for d in range(rank) if comes(x, lead + d)} for x in labels]
+        return [dimensions_in(x, self.facts.products[bit]) for x in labels or ()]
 
     def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
         """Yields the products whose exponentials weigh other activations here."""
@@ -226,12 +225,15 @@ class Softmaxes:
         """Returns the weights and the axes that they share with the values."""
         if at.contracted:
             return at.inputs()[i], tuple(pair[i] for pair in at.contracted)
-        to = self._to(at)
+        to = self.to(at)
         both = shared(to)
         return at.inputs()[i], tuple(a for a, d in enumerate(to[i]) if d in both)
 
-    def _to(self, at: Eqn) -> list[list[int | None]]:
-        """Returns the product's dimension that each operand dimension becomes."""
+    def to(self, at: Eqn) -> list[list[int | None]]:
+        """Returns the product's dimension that each operand dimension becomes.
+
+        In an entrywise product, dimensions of repeated entries have `None`.
+        """
         if at.name in PRODUCTS:
             return at.to
         return [self._dims(x, at.output()) for x in at.inputs()]
@@ -285,22 +287,20 @@ class Softmaxes:
         """Returns the maxima of some products' logits from which an array comes."""
         found: list[Eqn] = []
 
-        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            at = origin.at
-            if at is None or at.name in PRODUCTS or at.name == "reduce_sum":
-                return []
+        def follow(at: Eqn, k: int) -> Iterable[int]:
             if at.name == "reduce_max" and self.facts.inputs(at)[0].products & bits:
                 found.append(at)
-                return []
-            return [(i, None) for i in range(len(at.eqn.invars))]
+            elif at.name not in PRODUCTS and at.name != "reduce_sum":
+                return all_operands(at, k)
+            return ()
 
-        self.graph.back(atom, atom.whole, ahead)
+        self.graph.walk(atom, atom.whole, follow)
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
         bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
-        to = self._to(at)
+        to = self.to(at)
         own = [frozenset(lead + d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
         found: list[frozenset[int]] = []
@@ -309,7 +309,7 @@ class Softmaxes:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
             along = self._along(bit, atom)
-            if along is not None:
+            if along:
                 kept.update(*along)
                 # Sorted entries lose their labels: the axis gets the remaining ones.
                 left = {a - lead for x in free for a in x} - kept
@@ -403,9 +403,9 @@ class Softmaxes:
         """Returns whether each key has a value vector; without one it may be a loss."""
         bit = self.facts.product(product.at)
         for at, i in softmax.places if softmax.is_summed else ():
-            to, (atom, axes) = self._to(at), self._over(at, i)
+            to, (atom, axes) = self.to(at), self._over(at, i)
             own = {d for d in to[1 - i] if d is not None} - {*to[i]}
-            along = self._along(bit, atom) or []
+            along = self._along(bit, atom)
             keys = {product.lead + d for a in axes for d in (along[a] if along else ())}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys

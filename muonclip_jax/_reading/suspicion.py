@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from .attention import Layer
 from .facts import is_choice, members, union
 from .forward import Forward
-from .graph import Atom, Eqn, Origin
+from .graph import Atom, Eqn
 from .jaxprs import names
 from .makers import Makers
 from .primitives import ELEMENTWISE, moves, PRODUCTS
-from .softmaxes import exponent, Softmaxes
+from .softmaxes import dimensions_in, exponent, Softmaxes
 from .uses import ALGEBRA
 
 
@@ -49,6 +49,7 @@ class Product(NamedTuple):
 
     eqn: Eqn
     root: Eqn  # the product itself
+    sides: tuple[set[int], set[int]]  # the dimensions of the product in its operands
     of: list[set[int]]  # for each dimension of the result, those of the product in it
 
 
@@ -183,7 +184,7 @@ class _Suspicion(Forward[Taint]):
         """Combines two activations; one of them may weigh the other."""
         is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
         # An entrywise outer product repeats both operands, each along other axes.
-        is_alike = at.name not in PRODUCTS and any(map(self._is_full, at.inputs()))
+        is_alike = at.name not in PRODUCTS and any(x.varied for x in taints)
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
@@ -214,7 +215,7 @@ class _Suspicion(Forward[Taint]):
         params, products, totals = at.eqn.params, 0, out.totals
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
         for bit in _each(out.all) if at.name != "fft" else ():
-            along, (a, b) = self._along(bit, at.inputs()[0]), self._sides_of(bit)
+            along, (a, b) = self._along(bit, at.inputs()[0]), self.products[bit].sides
             dims = _all(along[d] for d in axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
@@ -231,7 +232,8 @@ class _Suspicion(Forward[Taint]):
         # Keys or values may be arguments: attention to them needs an exponential.
         # Probabilities times a table of numbers, not vectors, are an expectation.
         is_vector = any(o is not None and o not in at.to[i] for o in at.to[1 - i])
-        of_two = (b for b in _each(taint.exponential) if self._is_of_two(self._root(b)))
+        bits = _each(taint.exponential)
+        of_two = (b for b in bits if self._is_of_two(self.products[b].root))
         self._met(at, i, taint.exponential if is_vector else union(of_two), taint)
         atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
         is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
@@ -256,7 +258,8 @@ class _Suspicion(Forward[Taint]):
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
             if is_entrywise and is_learned:
                 continue
-            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
+            along, product = self._along(bit, atom), self.products[bit]
+            a, b = product.sides
             if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
             # Mixed heads stay logits or weights; after a norm, heads count as features.
@@ -268,7 +271,7 @@ class _Suspicion(Forward[Taint]):
             now[bit] = bit
             if over or at.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(Product(at, self._root(bit), made))
+                now[bit] = self._bit(product._replace(eqn=at, of=made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
         return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
@@ -282,7 +285,8 @@ class _Suspicion(Forward[Taint]):
         is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
         if at in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
-        return self._bit(Product(at, at, [{d} for d in range(len(at.output().shape))]))
+        of = [{d} for d in range(len(at.output().shape))]
+        return self._bit(Product(at, at, self._sides(at), of))
 
     def _bit(self, product: Product) -> int:
         bit = self._bits.setdefault(product[:2], 1 << len(self._bits))
@@ -290,38 +294,16 @@ class _Suspicion(Forward[Taint]):
         return bit
 
     def _to(self, at: Eqn) -> Sequence[Sequence[int | None]]:
-        """Returns the result's dimension that each dimension of an operand becomes.
-
-        In an entrywise product, dimensions of repeated entries have `None`.
-        """
-        if at.name in PRODUCTS:
-            return at.to if at.name != _CONV else ((), ())
-        same = [
-            set() if self._is_full(x) else self._reader.graph.copied(x)
-            for x in at.inputs()
-        ]
-        return [
-            [d if n > 1 and d not in own else None for d, n in enumerate(x.shape)]
-            for x, own in zip(at.inputs(), same, strict=True)
-        ]
-
-    def _is_full(self, atom: Atom) -> bool:
-        return bool(self.of(atom).varied)
+        """Returns `Softmaxes.to`, without the dimensions of a convolution."""
+        return self._reader.to(at) if at.name != _CONV else ((), ())
 
     def _sides(self, at: Eqn) -> tuple[set[int], set[int]]:
         a, b = ({d for d in to if d is not None} for to in self._to(at))
         return a, b
 
-    def _root(self, bit: int) -> Eqn:
-        return self.products[bit].root
-
-    def _sides_of(self, bit: int) -> tuple[set[int], set[int]]:
-        return self._sides(self._root(bit))
-
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
         """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
-        at = self._root(bit)
-        a, b = self._sides(at)
+        _, at, (a, b), _ = self.products[bit]
         dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
         pairs = zip(at.inputs(), self._to(at), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
@@ -329,32 +311,27 @@ class _Suspicion(Forward[Taint]):
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the product's dimensions in each axis, or `[]` if labels are lost."""
-        (target, _, of), found = self.products[bit], []
+        target, *_, of = self.products[bit]
 
-        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if (at := origin.at) is target:
-                found.append(origin.labels)
-            if at is None or at is target:
-                return []
+        def follow(at: Eqn, k: int) -> list[int]:
             taints = [self._of.get(x, _COPY) for x in at.inputs()]
-            return [(i, None) for i, _ in moves(at, origin.k) if taints[i].all & bit]
+            back = moves(at, k) if at is not target else []
+            return [i for i, _ in back if taints[i].all & bit]
 
-        self._reader.graph.back(atom, atom.each(), ahead)
-        lead = len(target.frame.lead)
+        origins = self._reader.graph.walk(atom, atom.each(), follow)
+        found = [x.labels for x in origins if x.at is target]
         return [
-            _all(
-                x
-                for k in labels
-                for n, x in zip(k.shape[lead:], of, strict=True)
-                if n > 1
-            )
+            _all(of[d] for label in labels for d in dimensions_in(label, target))
             for labels in zip(*found, strict=True)
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
         """Returns whether a site weighs along axes that one operand alone has."""
-        along, (a, b) = self._along(bit, site.inputs()[i]), self._sides_of(bit)
-        dtype = self._root(bit).output().var.aval.dtype
+        along, (_, root, (a, b), _) = (
+            self._along(bit, site.inputs()[i]),
+            self.products[bit],
+        )
+        dtype = root.output().var.aval.dtype
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
