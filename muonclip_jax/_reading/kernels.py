@@ -30,10 +30,8 @@ class AttentionRule:
     of: Any
     functions: Sequence[Any]  # the kernel's function and its derivative rules, if any
 
-    def rank(self, eqn: Any, name: str, file: str) -> int | None:
-        """Returns how surely an equation calls the kernel; `None` if it does not."""
-        if self.name != name:
-            return None
+    def rank(self, eqn: Any, file: str) -> int | None:
+        """Returns how surely an equation of this name calls the kernel, or `None`."""
         if isinstance(self.of, str):
             code = f"/{file}".rsplit(":", 1)[0]
             is_there = not self.file or code.endswith(f"/{self.file}")
@@ -142,8 +140,9 @@ def attention_rule(
 
 def rule_of(eqn: Any) -> AttentionRule | None:
     """Returns the rule of the kernel that an equation calls, if there is one."""
-    place = jaxprs.kernel_name(eqn)
-    ranked = [(rank, x) for x in _RULES if (rank := x.rank(eqn, *place)) is not None]
+    name, file = jaxprs.kernel_name(eqn)
+    named = (x for x in _RULES if x.name == name)
+    ranked = [(rank, x) for x in named if (rank := x.rank(eqn, file)) is not None]
     if not ranked:
         return None
     _, rule = ranked[-1]

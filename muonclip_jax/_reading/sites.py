@@ -18,11 +18,11 @@ from .._model.statistics import largest
 from . import jaxprs, kernels
 from .facts import members
 from .graph import all_operands, Atom, Eqn
-from .heads import Heads
+from .heads import Heads, Refused
 from .jaxprs import Address
 from .labels import joined_but, marks
 from .primitives import moves
-from .softmaxes import known_number, Path, Product, Softmaxes
+from .softmaxes import Path, Product, Softmaxes
 
 
 @dataclasses.dataclass
@@ -79,10 +79,6 @@ class Unclear(Exception):
     """Raised for logits that enter a softmax in a way that cannot be recorded."""
 
 
-class Apart(Exception):
-    """Raised if heads, or products with different heads, enter different softmaxes."""
-
-
 Read = Sequence[tuple[Product, Heads]]
 
 
@@ -136,7 +132,7 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
         # their means, is fine. Logits joined along the axis of heads have different
         # heads in each product, so they are not one layer.
         if any(not np.array_equal(_rows(reader, site, *x)[0], site.rows) for x in read):
-            raise Apart(
+            raise Refused(
                 "logits of several products are joined, each of other heads: give each "
                 "of them a softmax of its own"
             )
@@ -214,7 +210,8 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
             elif own == [0, 1] or reader.maxima(inputs[1], bits):
                 found = Site(at, factor=factor)
         elif at.name in ("mul", "div") and len(own) == 1:
-            number = known_number(inputs[1 - own[0]])
+            number = inputs[1 - own[0]].number
+            number = number if isinstance(number, int | float) and number else math.nan
             factor = factor * number if at.name == "mul" else factor / number
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
@@ -250,7 +247,7 @@ def _rows(
         of[head] = of.get(head, 0) | entries
     rows = [members(of[head]) for head in sorted(of)]
     if any(rows) and not all(rows):
-        raise Apart(
+        raise Refused(
             f"the logits of only some heads enter the softmax at {site.at.line}: split "
             "query and key by heads before their product, and not their logits"
         )

@@ -7,7 +7,6 @@ names the attention that has another form.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,17 +34,14 @@ class Product(NamedTuple):
     free: tuple[frozenset[int], frozenset[int]]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.at.output().shape
-
-    @property
     def lead(self) -> int:
         return self.at.output().lead
 
     @property
-    def rank(self) -> int:
-        """Returns the number of axes of its labels."""
-        return self.at.output().rank
+    def sizes(self) -> dict[int, int]:
+        """Returns the size of each axis of its labels."""
+        every = *(x.size for x in self.at.frame.lead), *self.at.output().shape
+        return dict(enumerate(every))
 
     @property
     def is_key(self) -> list[bool]:
@@ -93,12 +89,6 @@ class Softmax(NamedTuple):
     over: list[Over]
     places: list[Place]
     is_summed: bool = True  # the division by a sum was found
-
-
-def known_number(factor: Atom) -> float:
-    """Returns the number that logits are multiplied with, or NaN if it is unknown."""
-    number = factor.number
-    return number if isinstance(number, int | float) and number else math.nan
 
 
 def exponent(at: Eqn) -> int | None:
@@ -406,7 +396,7 @@ class Softmaxes:
             to, (atom, axes) = self.to(at), self._over(at, i)
             own = {d for d in to[1 - i] if d is not None} - {*to[i]}
             along = self._along(bit, atom)
-            keys = {product.lead + d for a in axes for d in (along[a] if along else ())}
+            keys = {product.lead + d for a in axes if along for d in along[a]}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
             if is_over and any(at.output().shape[d] > 1 for d in own):
@@ -433,5 +423,5 @@ class Softmaxes:
             return False
         fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
-        is_many = any(product.shape[d - product.lead] > 1 for d in product.free[i])
+        is_many = any(product.sizes[a] > 1 for a in product.free[i])
         return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)

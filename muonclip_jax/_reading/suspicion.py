@@ -112,8 +112,6 @@ class _Suspicion(Forward[Taint]):
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.products: dict[int, Product] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
-        # Products that a kernel used as features: they are not logits anywhere.
-        self._ended = 0
         # The equations and operands that weigh the other operand, with their products.
         self.sites: dict[tuple[Eqn, int], int] = {}
         # Products that weigh after an exponential, or after a sum of their entries.
@@ -124,12 +122,6 @@ class _Suspicion(Forward[Taint]):
         if all(x is _ARRAY or x is _COPY for x in values):  # the common case, fast
             return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
-
-    def of(self, atom: Atom) -> Taint:
-        taint = super().of(atom)
-        if not taint.all & self._ended:
-            return taint
-        return Taint(*(x & ~self._ended for x in taint))._replace(varied=taint.varied)
 
     def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(at, atom)
@@ -266,7 +258,6 @@ class _Suspicion(Forward[Taint]):
             heads = a & b if bit & taint.bent & ~taint.exponential else set()
             dims = [along[d] for d in over]
             if not all(dims) or self._is_of_features(bit, _all(dims), heads):
-                self._ended |= bit
                 continue
             now[bit] = bit
             if over or at.name == _CONV:
@@ -314,8 +305,7 @@ class _Suspicion(Forward[Taint]):
         target, *_, of = self.products[bit]
 
         def follow(at: Eqn, k: int) -> list[int]:
-            taints = [self._of.get(x, _COPY) for x in at.inputs()]
-            back = moves(at, k) if at is not target else []
+            back, taints = moves(at, k) if at is not target else [], self.inputs(at)
             return [i for i, _ in back if taints[i].all & bit]
 
         origins = self._reader.graph.walk(atom, atom.each(), follow)
