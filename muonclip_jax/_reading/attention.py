@@ -268,8 +268,6 @@ class LayerReader:
         parameters = union(1 << x for x in before)
         for atom, role, line in arrays:
             for use in self.dependence.uses(atom, events, parameters):
-                if use.event and not use.event & ~before.get(use.parameter, 0):
-                    continue
                 sides = [i for i, x in enumerate(scaled) if x.has(use)]
                 if role not in sides or use.event not in scaled[role].events:
                     why = AGAIN.format(line or use.line or self.layer.line)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
-from .jaxprs import names
 from .labels import either, key_of
 from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
@@ -143,7 +142,6 @@ class Scaling:
         if name in ELEMENTWISE:
             # A nonlinear function such as a norm or a clamp: no factor scales it.
             made = (self._operand(at, i, back[i], way) for i in back if facts[i].leaves)
-            why = NORMED if name in _OF_NORMS else why
             return [unscaled([s for x in made for s in x], why)]
         taken = self._finite_case(at) if name == "select_n" else None
         found: list[Summand] = []
@@ -237,9 +235,6 @@ class Scaling:
             isinstance(x.number, float) and math.isinf(x.number) for x in args
         )
         return 1 if is_nan or is_infinite else None
-
-
-_OF_NORMS = names("rsqrt sqrt integer_pow square pow log logistic tanh")
 
 
 def _apart(summand: Summand, other: Fact) -> Summand:

@@ -6,7 +6,6 @@ names the attention that has another form.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -176,22 +175,14 @@ class Softmaxes:
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        handed: set[int] = set()  # sums that a loop continues
-        for frame in (frame for at in self.equations for frame in at.inside):
-            for i in frame.carried:
-                start, own = frame.outer[i].atom, frame.inputs[i]
-                start, own = self.facts.of(start).sums, self.facts.of(own).sums
-                handed |= {own} if start and start != own else set()
         by = (at.inputs()[-1] for at in self.equations if at.name in _DIVIDES)
         facts = map(self.facts.of, by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
-            pairs = itertools.combinations(own, 2)
-            # Otherwise some of the products also have a softmax of their own.
-            if bits in handed or any(not x[0] & y[0] for x, y in pairs):
-                groups = [x for x in groups if x not in own]
-                joint = [exp for _, of in own for exp in of]
-                groups.append((union(x for x, _ in own), joint))
+            groups = [x for x in groups if x not in own]
+            groups.append(
+                (union(x for x, _ in own), [exp for _, of in own for exp in of])
+            )
         return groups
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
@@ -316,7 +307,7 @@ class Softmaxes:
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
-        if not keys & apart and self.facts.weight_of(at) is None:
+        if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in at.inputs())
             weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
@@ -369,9 +360,7 @@ class Softmaxes:
         return own or [
             p
             for p in every
-            if self._is_of_data(p)
-            and any(p.is_key)
-            and (self._has_examples(p) or self._has_values(p, softmax))
+            if self._is_of_data(p) and any(p.is_key) and self._has_values(p, softmax)
         ]
 
     def _is_of_activations(self, at: Eqn) -> bool:
@@ -384,10 +373,6 @@ class Softmaxes:
         facts = self.facts.inputs(product.at)[:2]
         is_of_data = any(f.has_data and not f.leaves for f in facts)
         return is_of_data and any(f.is_deep for f in facts)
-
-    def _has_examples(self, product: Product) -> bool:
-        """Returns whether the data differ by example, unlike a table."""
-        return product.at.name != "mul" and bool(shared(product.to))
 
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether each key has a value vector; without one it may be a loss."""

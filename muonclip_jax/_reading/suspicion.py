@@ -31,7 +31,6 @@ class Taint(NamedTuple):
     exponential: int = 0  # the bent products that passed through an exponential
     totals: int = 0  # the variable contains a sum of their entries
     choice: int = 0  # a mask or an index depends on them
-    varied: int = 0  # 0 if the variable is repeated along some axis, else 1
 
     @property
     def all(self) -> int:
@@ -41,7 +40,7 @@ class Taint(NamedTuple):
         return self._replace(bent=self.bent | self.linear)
 
 
-_COPY, _ARRAY = Taint(), Taint(varied=1)
+_NONE = Taint()
 
 
 class Product(NamedTuple):
@@ -107,7 +106,7 @@ class _Suspicion(Forward[Taint]):
     """Follows products of two activations, except the products in `read`."""
 
     def __init__(self, reader: Softmaxes, read: set[Eqn]):
-        super().__init__(_COPY)
+        super().__init__(_NONE)
         self._reader, self._facts, self._read = reader, reader.facts, read
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.products: dict[int, Product] = {}  # by their bit
@@ -116,16 +115,17 @@ class _Suspicion(Forward[Taint]):
         self.sites: dict[tuple[Eqn, int], int] = {}
         # Products that weigh after an exponential, or after a sum of their entries.
         self.exponential = self.normalized = 0
-        self.run(self._reader.graph.top, [_ARRAY] * len(self._reader.graph.top.inputs))
+        top = reader.graph.top
+        self.run(top, [_NONE] * len(top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
-        if all(x is _ARRAY or x is _COPY for x in values):  # the common case, fast
-            return _ARRAY if _ARRAY in values else _COPY
-        return Taint(*map(union, zip(_COPY, *values, strict=True)))
+        if all(x is _NONE for x in values):  # the common case, fast
+            return _NONE
+        return Taint(*map(union, zip(_NONE, *values, strict=True)))
 
     def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(at, atom)
-        return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
+        return _NONE._replace(choice=value.all | value.choice) if is_made else value
 
     # Equations.
 
@@ -140,19 +140,15 @@ class _Suspicion(Forward[Taint]):
             out = out._replace(bent=out.bent | bent, choice=0)
         if name in PRODUCTS or (name in ("mul", "sub") and self._is_of_two(at)):
             return self._of_two(at, taints, out)
-        if name in ("broadcast_in_dim", "tile"):
-            return out._replace(varied=0)
-        if not any(out[:-1]) or name in _ENDS:
-            return _ARRAY if out.varied else _COPY
-        if name in ("gather", "dynamic_slice"):
-            return taints[0]  # picked entries do not depend on the index
+        if out == _NONE or name in _ENDS:
+            return _NONE
         if name == "select_n":
             bent = out.bent | out.linear & taints[0].choice
             return self.either(taints[1:])._replace(bent=bent)
         if name == "div":
             a, b = taints
             if not a.all:  # a denominator, unless it is a sigmoid written out
-                return _ARRAY._replace(bent=b.exponential, totals=b.totals)
+                return _NONE._replace(bent=b.exponential, totals=b.totals)
             bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
             return a._replace(bent=bent, totals=totals)
         if name in _SUMS:
@@ -161,8 +157,6 @@ class _Suspicion(Forward[Taint]):
             return out.nonlinear()._replace(exponential=out.bent | out.linear)
         if name in ("log", "log1p"):  # a softplus or a log-softmax
             return out.nonlinear()._replace(exponential=0)
-        if name in ("integer_pow", "square") and out.entrywise:
-            return out  # the square of a difference contains the product
         return out.nonlinear() if name in _BENDS else out
 
     def _is_of_two(self, at: Eqn) -> bool:
@@ -174,10 +168,8 @@ class _Suspicion(Forward[Taint]):
 
     def _of_two(self, at: Eqn, taints: list[Taint], out: Taint) -> Taint:
         """Combines two activations; one of them may weigh the other."""
-        is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
-        # An entrywise outer product repeats both operands, each along other axes.
-        is_alike = at.name not in PRODUCTS and any(x.varied for x in taints)
-        a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
+        is_product = at.name != "sub"
+        a, b = self._sides(at)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
             if not (at.contracted or other - own):
@@ -186,7 +178,7 @@ class _Suspicion(Forward[Taint]):
             if not taints[1 - i].linear | taints[1 - i].bent:
                 self._met(at, i, bits, taints[i])
         if is_product and (at.contracted or at.name == _CONV):
-            return _ARRAY._replace(linear=self._born(at))
+            return _NONE._replace(linear=self._born(at))
         if a - b and b - a:
             is_linear = is_product and self._born(at)
             entrywise = out.entrywise | (0 if is_product else self._born(at))
@@ -218,15 +210,13 @@ class _Suspicion(Forward[Taint]):
     def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a product with a weight or with data, maybe keys."""
         fact, other = (self._facts.inputs(at)[j] for j in (i, 1 - i))
-        out = self._mixed(at, i, taint) if taint.all else _ARRAY
+        out = self._mixed(at, i, taint) if taint.all else _NONE
         if other.leaves or not (other.has_data and at.contracted):
             return out
         # Keys or values may be arguments: attention to them needs an exponential.
         # Probabilities times a table of numbers, not vectors, are an expectation.
-        is_vector = any(o is not None and o not in at.to[i] for o in at.to[1 - i])
-        bits = _each(taint.exponential)
-        of_two = (b for b in bits if self._is_of_two(self.products[b].root))
-        self._met(at, i, taint.exponential if is_vector else union(of_two), taint)
+        if any(o is not None and o not in at.to[i] for o in at.to[1 - i]):
+            self._met(at, i, taint.exponential, taint)
         atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
         is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
         return out._replace(linear=out.linear | self._born(at)) if is_key else out
@@ -240,10 +230,6 @@ class _Suspicion(Forward[Taint]):
         atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
         of = [[d for d, o in enumerate(to) if o == k] for k in out]
-        if at.name == _CONV:
-            numbers = at.eqn.params["dimension_numbers"]
-            of = [[numbers.lhs_spec[numbers.out_spec.index(k)]] for k in out]
-            over = [d for d in over if d == numbers.lhs_spec[1]]
         is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
@@ -254,10 +240,8 @@ class _Suspicion(Forward[Taint]):
             a, b = product.sides
             if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
-            # Mixed heads stay logits or weights; after a norm, heads count as features.
-            heads = a & b if bit & taint.bent & ~taint.exponential else set()
             dims = [along[d] for d in over]
-            if not all(dims) or self._is_of_features(bit, _all(dims), heads):
+            if not all(dims) or self._is_of_features(bit, _all(dims)):
                 continue
             now[bit] = bit
             if over or at.name == _CONV:
@@ -265,7 +249,7 @@ class _Suspicion(Forward[Taint]):
                 now[bit] = self._bit(product._replace(eqn=at, of=made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
-        return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
+        return Taint(0, entrywise | linear, bent, exponential, totals)
 
     # Products, by dimensions of their result.
 
@@ -292,10 +276,10 @@ class _Suspicion(Forward[Taint]):
         a, b = ({d for d in to if d is not None} for to in self._to(at))
         return a, b
 
-    def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
-        """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
+    def _is_of_features(self, bit: int, dims: set[int]) -> bool:
+        """Returns whether dimensions of one operand alone are kernel outputs."""
         _, at, (a, b), _ = self.products[bit]
-        dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
+        dims = dims if at.name in ("mul", "sub") else dims - (a & b)
         pairs = zip(at.inputs(), self._to(at), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
         return any(self.makers.is_output(x, d) for x, d in own)
@@ -325,8 +309,7 @@ class _Suspicion(Forward[Taint]):
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
-            {d for d in x if not self._is_of_features(bit, {d}, set())}
-            for x in (a - b, b - a)
+            {d for d in x if not self._is_of_features(bit, {d})} for x in (a - b, b - a)
         )
         own, other = self._to(site)[:: -1 if i else 1]
         dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
