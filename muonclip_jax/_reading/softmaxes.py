@@ -217,7 +217,10 @@ class Softmaxes:
         """
         if at.name in PRODUCTS:
             return at.to
-        return [self._dims(x, at.output()) for x in at.inputs()]
+        copied = [self.graph.copied(x) for x in at.inputs()]
+        dims = [range(len(x.shape)) for x in at.inputs()]
+        both = zip(dims, copied, strict=True)
+        return [[None if d in same else d for d in own] for own, same in both]
 
     def is_repeated(self, at: Eqn, i: int) -> bool:
         """Returns whether an operand is repeated along a dimension of the result."""
@@ -333,14 +336,6 @@ class Softmaxes:
         labels = tuple(marks(atom.rank, x.axis, x.size) for x in loops)
         self.graph.back(atom, labels, ahead)
         return found
-
-    def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
-        """Returns the result's dimensions along which an operand is not repeated."""
-        if len(atom.shape) != len(out.shape):
-            return [None] * len(atom.shape)
-        same = self.graph.copied(atom)
-        pairs = enumerate(zip(atom.shape, out.shape, strict=True))
-        return [d if d not in same and n == m else None for d, (n, m) in pairs]
 
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""

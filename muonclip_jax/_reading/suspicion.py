@@ -31,6 +31,7 @@ class Taint(NamedTuple):
     exponential: int = 0  # the bent products that passed through an exponential
     totals: int = 0  # the variable contains a sum of their entries
     choice: int = 0  # a mask or an index depends on them
+    varied: int = 0  # 0 if the variable is repeated along some axis, else 1
 
     @property
     def all(self) -> int:
@@ -40,7 +41,7 @@ class Taint(NamedTuple):
         return self._replace(bent=self.bent | self.linear)
 
 
-_NONE = Taint()
+_COPY, _ARRAY = Taint(), Taint(varied=1)
 
 
 class Product(NamedTuple):
@@ -48,7 +49,6 @@ class Product(NamedTuple):
 
     eqn: Eqn
     root: Eqn  # the product itself
-    sides: tuple[set[int], set[int]]  # the dimensions of the product in its operands
     of: list[set[int]]  # for each dimension of the result, those of the product in it
 
 
@@ -106,7 +106,7 @@ class _Suspicion(Forward[Taint]):
     """Follows products of two activations, except the products in `read`."""
 
     def __init__(self, reader: Softmaxes, read: set[Eqn]):
-        super().__init__(_NONE)
+        super().__init__(_COPY)
         self._reader, self._facts, self._read = reader, reader.facts, read
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.products: dict[int, Product] = {}  # by their bit
@@ -116,16 +116,16 @@ class _Suspicion(Forward[Taint]):
         # Products that weigh after an exponential, or after a sum of their entries.
         self.exponential = self.normalized = 0
         top = reader.graph.top
-        self.run(top, [_NONE] * len(top.inputs))
+        self.run(top, [_ARRAY] * len(top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
-        if all(x is _NONE for x in values):  # the common case, fast
-            return _NONE
-        return Taint(*map(union, zip(_NONE, *values, strict=True)))
+        if all(x is _ARRAY or x is _COPY for x in values):  # the common case, fast
+            return _ARRAY if _ARRAY in values else _COPY
+        return Taint(*map(union, zip(_COPY, *values, strict=True)))
 
     def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(at, atom)
-        return _NONE._replace(choice=value.all | value.choice) if is_made else value
+        return _ARRAY._replace(choice=value.all | value.choice) if is_made else value
 
     # Equations.
 
@@ -140,15 +140,17 @@ class _Suspicion(Forward[Taint]):
             out = out._replace(bent=out.bent | bent, choice=0)
         if name in PRODUCTS or (name in ("mul", "sub") and self._is_of_two(at)):
             return self._of_two(at, taints, out)
-        if out == _NONE or name in _ENDS:
-            return _NONE
+        if name in ("broadcast_in_dim", "tile"):
+            return out._replace(varied=0)
+        if not any(out[:-1]) or name in _ENDS:
+            return _ARRAY if out.varied else _COPY
         if name == "select_n":
             bent = out.bent | out.linear & taints[0].choice
             return self.either(taints[1:])._replace(bent=bent)
         if name == "div":
             a, b = taints
             if not a.all:  # a denominator, unless it is a sigmoid written out
-                return _NONE._replace(bent=b.exponential, totals=b.totals)
+                return _ARRAY._replace(bent=b.exponential, totals=b.totals)
             bent, totals = a.bent | a.linear & b.all, a.totals | a.all & b.totals
             return a._replace(bent=bent, totals=totals)
         if name in _SUMS:
@@ -168,8 +170,10 @@ class _Suspicion(Forward[Taint]):
 
     def _of_two(self, at: Eqn, taints: list[Taint], out: Taint) -> Taint:
         """Combines two activations; one of them may weigh the other."""
-        is_product = at.name != "sub"
-        a, b = self._sides(at)
+        is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
+        # An entrywise outer product repeats both operands, each along other axes.
+        is_alike = at.name not in PRODUCTS and any(x.varied for x in taints)
+        a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
             if not (at.contracted or other - own):
@@ -178,7 +182,7 @@ class _Suspicion(Forward[Taint]):
             if not taints[1 - i].linear | taints[1 - i].bent:
                 self._met(at, i, bits, taints[i])
         if is_product and (at.contracted or at.name == _CONV):
-            return _NONE._replace(linear=self._born(at))
+            return _ARRAY._replace(linear=self._born(at))
         if a - b and b - a:
             is_linear = is_product and self._born(at)
             entrywise = out.entrywise | (0 if is_product else self._born(at))
@@ -199,7 +203,7 @@ class _Suspicion(Forward[Taint]):
         params, products, totals = at.eqn.params, 0, out.totals
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
         for bit in _each(out.all) if at.name != "fft" else ():
-            along, (a, b) = self._along(bit, at.inputs()[0]), self.products[bit].sides
+            along, (a, b) = self._along(bit, at.inputs()[0]), self._sides(bit)
             dims = _all(along[d] for d in axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
@@ -210,7 +214,7 @@ class _Suspicion(Forward[Taint]):
     def _through(self, at: Eqn, i: int, taint: Taint) -> Taint:
         """Returns the taint after a product with a weight or with data, maybe keys."""
         fact, other = (self._facts.inputs(at)[j] for j in (i, 1 - i))
-        out = self._mixed(at, i, taint) if taint.all else _NONE
+        out = self._mixed(at, i, taint) if taint.all else _ARRAY
         if other.leaves or not (other.has_data and at.contracted):
             return out
         # Keys or values may be arguments: attention to them needs an exponential.
@@ -237,7 +241,7 @@ class _Suspicion(Forward[Taint]):
             if is_entrywise and is_learned:
                 continue
             along, product = self._along(bit, atom), self.products[bit]
-            a, b = product.sides
+            a, b = self._sides(bit)
             if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
             dims = [along[d] for d in over]
@@ -249,7 +253,7 @@ class _Suspicion(Forward[Taint]):
                 now[bit] = self._bit(product._replace(eqn=at, of=made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
-        return Taint(0, entrywise | linear, bent, exponential, totals)
+        return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
 
     # Products, by dimensions of their result.
 
@@ -261,7 +265,7 @@ class _Suspicion(Forward[Taint]):
         if at in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
         of = [{d} for d in range(len(at.output().shape))]
-        return self._bit(Product(at, at, self._sides(at), of))
+        return self._bit(Product(at, at, of))
 
     def _bit(self, product: Product) -> int:
         bit = self._bits.setdefault(product[:2], 1 << len(self._bits))
@@ -272,13 +276,15 @@ class _Suspicion(Forward[Taint]):
         """Returns `Softmaxes.to`, without the dimensions of a convolution."""
         return self._reader.to(at) if at.name != _CONV else ((), ())
 
-    def _sides(self, at: Eqn) -> tuple[set[int], set[int]]:
+    def _sides(self, of: Eqn | int) -> tuple[set[int], set[int]]:
+        """Returns the dimensions of a product, or of that of a bit, in its operands."""
+        at = self.products[of].root if isinstance(of, int) else of
         a, b = ({d for d in to if d is not None} for to in self._to(at))
         return a, b
 
     def _is_of_features(self, bit: int, dims: set[int]) -> bool:
         """Returns whether dimensions of one operand alone are kernel outputs."""
-        _, at, (a, b), _ = self.products[bit]
+        at, (a, b) = self.products[bit].root, self._sides(bit)
         dims = dims if at.name in ("mul", "sub") else dims - (a & b)
         pairs = zip(at.inputs(), self._to(at), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
@@ -301,11 +307,8 @@ class _Suspicion(Forward[Taint]):
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
         """Returns whether a site weighs along axes that one operand alone has."""
-        along, (_, root, (a, b), _) = (
-            self._along(bit, site.inputs()[i]),
-            self.products[bit],
-        )
-        dtype = root.output().var.aval.dtype
+        along, (a, b) = self._along(bit, site.inputs()[i]), self._sides(bit)
+        dtype = self.products[bit].root.output().var.aval.dtype
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
