@@ -279,13 +279,15 @@ class LayerReader:
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
         of = {int(x): 1 << h for h, row in enumerate(rows) for x in row}
-        heads_in = np.frompyfunc(
-            lambda m: union(of.get(x, 0) for x in members(m)), 1, 1
-        )
+
+        def bits(entries: int) -> int:
+            return union(of.get(x, 0) for x in members(entries))
+
         for at, i, (label, *_) in path.factors:
             atom = at.inputs()[i]
             if at.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
-                label = dict(moves(at, 0))[i](np.asarray(heads_in(label), object))
+                label = np.asarray(np.frompyfunc(bits, 1, 1)(label), object)
+                label = dict(moves(at, 0))[i](label)
                 # Trips are layers here, as they are for the sides of a product.
                 loops = [x for x in at.frame.lead if x.is_loop]
                 loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
@@ -297,16 +299,12 @@ class LayerReader:
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
                     if not self._again([_Scaled(parts, events)], arrays, [path]):
-                        self._group([members(m) for m in sets])
+                        # Heads that share a temperature, as in XCiT, are one.
+                        for site in self.layer.sites if len(sets) > 1 else ():
+                            joint = [site.rows[members(m)].ravel() for m in sets]
+                            site.rows, self.layer.heads = np.array(joint), len(sets)
                         return parts
         return None
-
-    def _group(self, heads: list[list[int]]) -> None:
-        """Joins heads that share a temperature, as in XCiT, into one."""
-        for site in self.layer.sites:
-            if 1 < len(heads) < len(site.rows):
-                site.rows = np.array([site.rows[own].ravel() for own in heads])
-                self.layer.heads = len(heads)
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
         """Returns the operands in the order query, key; `None` if that is not known.

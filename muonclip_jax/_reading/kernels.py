@@ -232,7 +232,7 @@ attention_rule(
 def _cudnn(*inputs: Any, params: Any) -> jax.Array:
     # AttentionLayout.BNTH is 1.
     bias = inputs[3] if inputs[3].size else 0.0
-    return _plain(*inputs[:3], bias, heads=1 if params["layout"] == 1 else 2)
+    return _plain(*inputs[:3], bias=bias, heads=1 if params["layout"] == 1 else 2)
 
 
 def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | None:

@@ -73,8 +73,7 @@ def suspicions(
     refused, without_softmax, seen = [], [], set()
     for (site, i), bits in found.sites.items():
         bits = union(bit for bit in _each(bits) if found.is_over_keys(site, i, bit))
-        own = [found.products[bit] for bit in _each(bits)]
-        roots = list(dict.fromkeys(x.root for x in own))
+        roots = list(dict.fromkeys(found.products[bit].root for bit in _each(bits)))
         if seen.issuperset(roots):
             continue
         seen.update(roots)
@@ -86,8 +85,6 @@ def suspicions(
                 f"an exponential of it weighs activations at {site.line}, in no form "
                 "of attention that can be read"
             )
-            for x in [x.eqn for x in own if x.eqn is not x.root][:1]:
-                layer.refusal += f": {x.name} at {x.line} mixes its logits before"
         elif bits & found.normalized:
             layer.refusal = "it is normalized by a function other than softmax"
         (refused if layer.refusal else without_softmax).append(layer)
@@ -234,17 +231,10 @@ class _Suspicion(Forward[Taint]):
         atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
         of = [[d for d, o in enumerate(to) if o == k] for k in out]
-        is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
-            is_entrywise = over and bit & taint.entrywise & ~taint.linear
-            if is_entrywise and is_learned:
-                continue
             along, product = self._along(bit, atom), self.products[bit]
-            a, b = self._sides(bit)
-            if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
-                continue
-            dims = [along[d] for d in over]
+            dims = [along[d] for d in over] if along else [set()]
             if not all(dims) or self._is_of_features(bit, _all(dims)):
                 continue
             now[bit] = bit
@@ -260,9 +250,8 @@ class _Suspicion(Forward[Taint]):
     def _born(self, at: Eqn) -> int:
         """Returns the bit of a product; 0 if read, of constants or of one-hot rows."""
         facts = self._facts.inputs(at)[:2]
-        leaves = {*members(union(f.leaves for f in facts))}
-        is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
-        if at in self._read or is_fixed or any(f.is_onehot for f in facts):
+        is_fixed = any(f.is_onehot for f in facts) or not any(f.trained for f in facts)
+        if at in self._read or is_fixed:
             return 0
         of = [{d} for d in range(len(at.output().shape))]
         return self._bit(Product(at, at, of))
