@@ -217,10 +217,13 @@ class Softmaxes:
         """
         if at.name in PRODUCTS:
             return at.to
-        copied = [self.graph.copied(x) for x in at.inputs()]
-        dims = [range(len(x.shape)) for x in at.inputs()]
-        both = zip(dims, copied, strict=True)
-        return [[None if d in same else d for d in own] for own, same in both]
+        found: list[list[int | None]] = []
+        out = at.output().shape
+        for x in at.inputs():
+            same, sizes = self.graph.copied(x), zip(x.shape, out, strict=False)
+            is_own = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
+            found.append([d if own else None for d, own in enumerate(is_own)])
+        return found
 
     def is_repeated(self, at: Eqn, i: int) -> bool:
         """Returns whether an operand is repeated along a dimension of the result."""

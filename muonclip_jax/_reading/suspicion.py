@@ -73,7 +73,8 @@ def suspicions(
     refused, without_softmax, seen = [], [], set()
     for (site, i), bits in found.sites.items():
         bits = union(bit for bit in _each(bits) if found.is_over_keys(site, i, bit))
-        roots = list(dict.fromkeys(found.products[bit].root for bit in _each(bits)))
+        own = [found.products[bit] for bit in _each(bits)]
+        roots = list(dict.fromkeys(x.root for x in own))
         if seen.issuperset(roots):
             continue
         seen.update(roots)
@@ -85,6 +86,8 @@ def suspicions(
                 f"an exponential of it weighs activations at {site.line}, in no form "
                 "of attention that can be read"
             )
+            for x in [x.eqn for x in own if x.eqn is not x.root][:1]:
+                layer.refusal += f": {x.name} at {x.line} mixes its logits before"
         elif bits & found.normalized:
             layer.refusal = "it is normalized by a function other than softmax"
         (refused if layer.refusal else without_softmax).append(layer)
@@ -231,16 +234,24 @@ class _Suspicion(Forward[Taint]):
         atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
         of = [[d for d, o in enumerate(to) if o == k] for k in out]
+        is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
-            along, product = self._along(bit, atom), self.products[bit]
-            dims = [along[d] for d in over] if along else [set()]
-            if not all(dims) or self._is_of_features(bit, _all(dims)):
+            is_entrywise = over and bit & taint.entrywise & ~taint.linear
+            if is_entrywise and is_learned:
+                continue
+            along, (a, b) = self._along(bit, atom), self._sides(bit)
+            if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
+                continue
+            # Mixed heads stay logits or weights; after a norm, heads count as features.
+            heads = a & b if bit & taint.bent & ~taint.exponential else set()
+            dims = [along[d] for d in over]
+            if not all(dims) or self._is_of_features(bit, _all(dims), heads):
                 continue
             now[bit] = bit
             if over or at.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(product._replace(eqn=at, of=made))
+                now[bit] = self._bit(self.products[bit]._replace(eqn=at, of=made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
         return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
@@ -250,8 +261,9 @@ class _Suspicion(Forward[Taint]):
     def _born(self, at: Eqn) -> int:
         """Returns the bit of a product; 0 if read, of constants or of one-hot rows."""
         facts = self._facts.inputs(at)[:2]
-        is_fixed = any(f.is_onehot for f in facts) or not any(f.trained for f in facts)
-        if at in self._read or is_fixed:
+        leaves = {*members(union(f.leaves for f in facts))}
+        is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
+        if at in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
         of = [{d} for d in range(len(at.output().shape))]
         return self._bit(Product(at, at, of))
@@ -271,10 +283,10 @@ class _Suspicion(Forward[Taint]):
         a, b = ({d for d in to if d is not None} for to in self._to(at))
         return a, b
 
-    def _is_of_features(self, bit: int, dims: set[int]) -> bool:
-        """Returns whether dimensions of one operand alone are kernel outputs."""
+    def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
+        """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
         at, (a, b) = self.products[bit].root, self._sides(bit)
-        dims = dims if at.name in ("mul", "sub") else dims - (a & b)
+        dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
         pairs = zip(at.inputs(), self._to(at), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
         return any(self.makers.is_output(x, d) for x, d in own)
@@ -301,7 +313,8 @@ class _Suspicion(Forward[Taint]):
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
-            {d for d in x if not self._is_of_features(bit, {d})} for x in (a - b, b - a)
+            {d for d in x if not self._is_of_features(bit, {d}, set())}
+            for x in (a - b, b - a)
         )
         own, other = self._to(site)[:: -1 if i else 1]
         dims = {pair[i] for pair in site.contracted} or {*range(len(own))}
