@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .facts import Fact, Facts, members
-from .graph import all_operands, Atom, Eqn, Graph, Labels, Origin
+from .graph import Atom, Eqn, Graph, Labels, Origin
 from .labels import Label
 from .primitives import moves
 
@@ -78,7 +78,7 @@ class Dependence:
                     yield Use(parameter, np.ones((), int), event, line)
 
     def _entries(self, weight: Atom, labels: Labels) -> list[tuple[int, Label]]:
-        origins = self._graph.walk(weight, labels, all_operands)
+        origins = self._graph.walk(weight, labels)
         found = ((x.parameter, x.labels[0]) for x in origins)
         return [(number, label) for number, label in found if number is not None]
 

@@ -259,11 +259,6 @@ class Origin(NamedTuple):
 Ahead = Callable[[Origin, Any], Iterable[tuple[int, Any]]]
 
 
-def all_operands(at: Eqn, k: int) -> Iterable[int]:
-    """Follows all operands of an equation."""
-    return range(len(at.eqn.invars))
-
-
 class Graph:
     """All frames of a function whose first inputs are parameters."""
 
@@ -317,12 +312,16 @@ class Graph:
                         places.append((at.inputs()[i], own, origin.seen, by[i]))
 
     def walk(
-        self, atom: Atom, labels: Labels, follow: Callable[[Eqn, int], Iterable[int]]
+        self,
+        atom: Atom,
+        labels: Labels,
+        follow: Callable[[Eqn, int], Iterable[int]] = lambda at, _: range(
+            len(at.eqn.invars)
+        ),
     ) -> list[Origin]:
         """Goes back from an array and returns all origins on the way.
 
-        `follow(at, k)` returns the operands of an equation to follow from its `k`-th
-        result; where it returns none, the walk ends.
+        `follow(at, k)` returns the operands to follow from an equation's `k`-th result.
         """
         found: list[Origin] = []
 

@@ -17,7 +17,7 @@ import numpy as np
 from .._model.statistics import largest
 from . import jaxprs, kernels
 from .facts import members
-from .graph import all_operands, Atom, Eqn
+from .graph import Atom, Eqn
 from .heads import Heads, Refused
 from .jaxprs import Address
 from .labels import joined_but, marks
@@ -172,9 +172,7 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     for at in reader.equations if isinstance(rule.maxima, int) else ():
         if jaxprs.is_statistic(at.eqn):
             (atom,) = at.inputs()
-            if any(
-                x.at is call for x in reader.graph.walk(atom, atom.whole, all_operands)
-            ):
+            if any(x.at is call for x in reader.graph.walk(atom, atom.whole)):
                 return Site(at)
     return None
 

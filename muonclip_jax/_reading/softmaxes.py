@@ -6,11 +6,12 @@ names the attention that has another form.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts, members, union
-from .graph import all_operands, Atom, Eqn, Graph, Labels, Origin
+from .graph import Atom, Eqn, Graph, Labels, Origin
 from .jaxprs import names
 from .labels import along, either, is_varied, Label, marks, moved, small
 from .primitives import ELEMENTWISE, moves, PRODUCTS, shared
@@ -250,12 +251,10 @@ class Softmaxes:
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             if at.name in ("mul", "div") and len(linear) == 1:
                 path.factors.append((at, 1 - linear[0], origin.labels))
-            elif at.name in ("mul", "div"):
-                path.nonlinear.append(at)  # both operands come from the product
             elif at.name == "tanh":
                 pass  # a softcap: the logits are taken before it
             elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
-                path.nonlinear.append(at)
+                path.nonlinear.append(at)  # such as a product with itself
             elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                 path.joins.append(at)
             elif at.name in ("add", "sub", "add_any"):
@@ -263,12 +262,8 @@ class Softmaxes:
             return [(i, None) for i in linear]
 
         self.graph.back(atom, labels, ahead)
-        if not found:
-            return None, path
-        out = found[0]
-        for more in found[1:]:
-            out = tuple(either(x, y) for x, y in zip(out, more, strict=True))
-        return out, path
+        joined = [functools.reduce(either, x) for x in zip(*found, strict=True)]
+        return tuple(joined) or None, path
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """Returns the maxima of some products' logits from which an array comes."""
@@ -278,7 +273,7 @@ class Softmaxes:
             if at.name == "reduce_max" and self.facts.inputs(at)[0].products & bits:
                 found.append(at)
             elif at.name not in PRODUCTS and at.name != "reduce_sum":
-                return all_operands(at, k)
+                return range(len(at.eqn.invars))
             return ()
 
         self.graph.walk(atom, atom.whole, follow)
