@@ -14,12 +14,12 @@ from .._model.owned_leaf import OwnedLeaf
 from .dependence import Dependence, Use
 from .facts import members, union
 from .graph import Atom, Eqn
-from .heads import bits_of, Heads, heads_of, shows_all, TooMany
-from .labels import along, distinct, full, is_varied, joined, marks, varied
+from .heads import bits_of, Heads, heads_of, Refused, shows_all
+from .labels import along, distinct, is_varied, joined, marks, varied
 from .numbers import Lead
 from .primitives import moves, shared
 from .scaling import ADDED, Factor, NORMED, Sum
-from .sites import Apart, Site, sites_of, Unclear
+from .sites import Site, sites_of, Unclear
 from .softmaxes import Path, Product, Softmaxes
 
 
@@ -33,11 +33,6 @@ class Part(NamedTuple):
     parameter: int
     leaf: OwnedLeaf  # which entries; `layers.py` adds the path
     why: str = ""  # why the layer of an entry is unknown, or empty
-
-    @property
-    def mask(self) -> np.ndarray:
-        """A mask of its entries that broadcasts to the parameter's shape."""
-        return np.expand_dims(self.leaf.owners >= 0, self.leaf.stack)
 
     def meets(self, other: "Part") -> bool:
         """Whether both have an entry of one parameter in common."""
@@ -116,11 +111,8 @@ class _Scaled(NamedTuple):
     events: set[int]
 
     def has(self, use: Use) -> bool:
-        return any(
-            part.parameter == use.parameter
-            and bool((part.mask & (use.label != 0)).any())
-            for part in self.parts
-        )
+        own = (x.leaf.mask for x in self.parts if x.parameter == use.parameter)
+        return any(bool((mask & (use.label != 0)).any()) for mask in own)
 
 
 def attention_layers(softmaxes: Softmaxes) -> list[Layer]:
@@ -166,11 +158,6 @@ class LayerReader:
 
     def read_products(self) -> None:
         """Notes which parameters scale each product."""
-        self.refusals += [
-            f"query and key are subtracted at {p.at.line}, and their distance squared"
-            for p in self.products
-            if p.at.name == "sub"
-        ]
         # First products whose key is known: they show which parameters make queries.
         for product in sorted(self.products, key=lambda p: not any(p.is_key)):
             self._read_product(product)
@@ -184,7 +171,15 @@ class LayerReader:
         layer.heads = max(counts, default=0)
         if layer.makers and layer.makers <= self.softmaxes.frozen:
             return None  # frozen logits are as good as data
-        ways = self._ways_to_softmax()
+        ways: list[Path] = []
+        try:
+            if self.found:
+                of = self.softmaxes, self.found, self.exps, self.bits
+                layer.sites, ways = sites_of(*of)
+        except Refused as why:
+            self.refusals.append(str(why))
+        except Unclear as why:
+            layer.unclear = str(why)
         # A query that the key gates is linear in its own kernel but not in the key's,
         # so the key is not scaled.
         queries = [part for x in self.pairs for part in x.query]
@@ -217,6 +212,11 @@ class LayerReader:
     def _read_product(self, product: Product) -> None:
         """Notes which parameters scale the sides of a product, along its heads."""
         layer, facts = self.layer, self.softmaxes.facts
+        if product.at.name == "sub":
+            self.refusals.append(
+                f"query and key are subtracted at {product.at.line}, and their "
+                "distance squared"
+            )
         order = self._query_first(product)
         if order is None:
             # A product of a parameter with an array that is no query is a bias.
@@ -229,7 +229,7 @@ class LayerReader:
             return
         try:
             heads = heads_of(self.softmaxes.scaling, product, order)
-        except TooMany as why:
+        except Refused as why:
             self.refusals.append(str(why))
             return
         for pair in self._by_region(product, order, heads):
@@ -241,21 +241,6 @@ class LayerReader:
         layer.loops_of_heads = frozenset(x.of for x in leads if x.is_loop)
         self.found.append((product, heads))
         self.bits |= facts.product(product.at)
-
-    def _ways_to_softmax(self) -> list[Path]:
-        """Returns the paths from products to their softmax, and notes its sites."""
-        if not self.found:
-            return []
-        ways: list[Path] = []
-        try:
-            self.layer.sites, ways = sites_of(
-                self.softmaxes, self.found, self.exps, self.bits
-            )
-        except Apart as why:
-            self.refusals.append(str(why))
-        except Unclear as why:
-            self.layer.unclear = str(why)
-        return ways
 
     def _again(
         self, scaled: Sequence[_Scaled], arrays: Sequence[_Array], ways: Sequence[Path]
@@ -283,8 +268,6 @@ class LayerReader:
         parameters = union(1 << x for x in before)
         for atom, role, line in arrays:
             for use in self.dependence.uses(atom, events, parameters):
-                if use.event and not use.event & ~before.get(use.parameter, 0):
-                    continue
                 sides = [i for i, x in enumerate(scaled) if x.has(use)]
                 if role not in sides or use.event not in scaled[role].events:
                     why = AGAIN.format(line or use.line or self.layer.line)
@@ -295,34 +278,33 @@ class LayerReader:
         """Returns the parts of a temperature, which multiplies the logits."""
         _, heads = self.found[-1]
         rows = self.layer.sites[-1].rows
-        of = {1 << int(x): 1 << h for h, row in enumerate(rows) for x in row}
-        for at, i, labels in path.factors:
-            if at.name == "mul" and self.softmaxes.facts.of(at.inputs()[i]).is_weight:
-                label = np.zeros(labels[0].shape, object)
-                for entry, head in of.items():
-                    label |= np.where((labels[0] & entry) != 0, head, 0).astype(object)
-                move, atom = dict(moves(at, 0))[i], at.inputs()[i]
+        of = {int(x): 1 << h for h, row in enumerate(rows) for x in row}
+
+        def bits(entries: int) -> int:
+            return union(of.get(x, 0) for x in members(entries))
+
+        for at, i, (label, *_) in path.factors:
+            atom = at.inputs()[i]
+            if at.name == "mul" and self.softmaxes.facts.of(atom).is_weight:
+                label = np.asarray(np.frompyfunc(bits, 1, 1)(label), object)
+                label = dict(moves(at, 0))[i](label)
                 # Trips are layers here, as they are for the sides of a product.
                 loops = [x for x in at.frame.lead if x.is_loop]
                 loops = [x for x in loops if x.of not in self.layer.loops_of_heads]
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
-                found = self.softmaxes.scaling.of(atom, (move(label), *trips))
+                found = self.softmaxes.scaling.of(atom, (label, *trips))
                 parts, _, events = self._parts(found, heads, loops)
-                sets = sorted(distinct(move(label)), key=lambda m: (m & -m, m))
+                sets = sorted(distinct(label), key=lambda m: (m & -m, m))
                 if parts and all(p.leaf.heads in (1, len(sets)) for p in parts):
                     arrays = [x._replace(role=None) for x in self.arrays]
                     arrays.append(_Array(atom, 0))
                     if not self._again([_Scaled(parts, events)], arrays, [path]):
-                        self._group([members(m) for m in sets])
+                        # Heads that share a temperature, as in XCiT, are one.
+                        for site in self.layer.sites if len(sets) > 1 else ():
+                            joint = [site.rows[members(m)].ravel() for m in sets]
+                            site.rows, self.layer.heads = np.array(joint), len(sets)
                         return parts
         return None
-
-    def _group(self, heads: list[list[int]]) -> None:
-        """Joins heads that share a temperature, as in XCiT, into one."""
-        for site in self.layer.sites:
-            if 1 < len(heads) < len(site.rows):
-                site.rows = np.array([site.rows[own].ravel() for own in heads])
-                self.layer.heads = len(heads)
 
     def _query_first(self, product: Product) -> tuple[int, int] | None:
         """Returns the operands in the order query, key; `None` if that is not known.
@@ -340,8 +322,8 @@ class LayerReader:
             # Axes of one entry do not show what the softmax is over, nor do gathered
             # pairs, as for the edges of a graph. Query heads may share a key, so the
             # larger side is the query.
-            is_paired = product.keys <= shared(product.to)
-            sizes = [math.prod(product.shape[d] for d in x) for x in product.free]
+            is_paired = product.keys <= {product.lead + d for d in shared(product.to)}
+            sizes = [math.prod(product.sizes[a] for a in x) for x in product.free]
             if self._lost(product) or min(sizes) > 1 or not is_paired:
                 return None
             return (0, 1) if sizes[0] >= sizes[1] else (1, 0)
@@ -350,8 +332,7 @@ class LayerReader:
     def _lost(self, product: Product) -> str:
         """Returns what hides the axes of a product's softmax; empty if nothing does."""
         bit = self.softmaxes.facts.product(product.at)
-        for exp in self.exps:
-            atom = exp.inputs()[-1]
+        for atom in (exp.inputs()[-1] for exp in self.exps):
             _, path = self.softmaxes.to_product(atom, atom.each(), bit)
             for at in path.nonlinear:
                 return (
@@ -397,11 +378,10 @@ class LayerReader:
             for i in order:
                 atom, label = product.operand(i), product.side(i, heads.label)
                 if region is not None:
-                    (pair,) = product.over
-                    inside = np.zeros([1] * atom.rank, object)
-                    inside = full(inside, atom.lead + pair[i], atom.shape[pair[i]])
-                    inside.ravel()[region] = -1  # all bits
-                    label = label & inside
+                    d = product.over[0][i]
+                    is_inside = np.isin(np.arange(atom.shape[d]), region)
+                    bits = np.where(is_inside, -1, 0).astype(object)  # -1: all bits
+                    label = label & atom.along(d, bits)
                 trips = [marks(atom.rank, x.axis, x.size) for x in loops]
                 found = self.softmaxes.scaling.of(atom, (label, *trips), shows_all)
                 parts, why, events = self._parts(found, heads, loops)
@@ -423,10 +403,9 @@ class LayerReader:
         if n == 1 or n > _LONGEST:
             return [None]
         label = marks(atom.rank, atom.lead + pair[i], n, exact=True)
-        rows: list[np.ndarray] = []
-        for s in self.softmaxes.scaling.of(atom, (label,), shows_all):
-            for f in (s.linear or s.factors)[:1]:
-                rows.append(bits_of(union(f.labels[0].ravel().tolist()), n))
+        found = self.softmaxes.scaling.of(atom, (label,), shows_all)
+        first = [f for s in found for f in (s.linear or s.factors)[:1]]
+        rows = [bits_of(union(f.labels[0].ravel().tolist()), n) for f in first]
         regions: dict[bytes, list[int]] = {}
         for j, column in enumerate(np.stack(rows).T if rows else ()):
             regions.setdefault(column.tobytes(), []).append(j)

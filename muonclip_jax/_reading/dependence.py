@@ -78,17 +78,9 @@ class Dependence:
                     yield Use(parameter, np.ones((), int), event, line)
 
     def _entries(self, weight: Atom, labels: Labels) -> list[tuple[int, Label]]:
-        found: list[tuple[int, Label]] = []
-
-        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if origin.at is None:
-                if origin.parameter is not None:
-                    found.append((origin.parameter, origin.labels[0]))
-                return []
-            return [(i, None) for i in range(len(origin.at.eqn.invars))]
-
-        self._graph.back(weight, labels, ahead)
-        return found
+        origins = self._graph.walk(weight, labels)
+        found = ((x.parameter, x.labels[0]) for x in origins)
+        return [(number, label) for number, label in found if number is not None]
 
     def _is_of_attention(self, at: Eqn, fact: Fact) -> bool:
         seen = fact.weights | fact.mixed | fact.sums | fact.shares

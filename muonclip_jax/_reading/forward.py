@@ -4,8 +4,6 @@ import abc
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from jax.extend.core import Literal
-
 from .graph import Atom, Eqn, Frame
 
 
@@ -40,12 +38,11 @@ class Forward(abc.ABC, Generic[Value]):
         return self.either(self.inputs(at))
 
     def of(self, atom: Atom) -> Value:
-        is_literal = isinstance(atom.var, Literal)
-        return self._nothing if is_literal else self._of.get(atom, self._nothing)
+        return self._of.get(atom, self._nothing)
 
     def inputs(self, at: Eqn) -> list[Value]:
         """Returns the values of an equation's operands."""
-        return [self.of(atom) for atom in at.inputs()]
+        return [self._of.get(atom, self._nothing) for atom in at.inputs()]
 
     def run(self, frame: Frame, inputs: Sequence[Value]) -> list[Value]:
         self._of |= zip(frame.inputs, inputs, strict=True)

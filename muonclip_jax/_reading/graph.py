@@ -311,6 +311,28 @@ class Graph:
                         own = tuple(map(move, origin.labels))
                         places.append((at.inputs()[i], own, origin.seen, by[i]))
 
+    def walk(
+        self,
+        atom: Atom,
+        labels: Labels,
+        follow: Callable[[Eqn, int], Iterable[int]] = lambda at, _: range(
+            len(at.eqn.invars)
+        ),
+    ) -> list[Origin]:
+        """Goes back from an array and returns all origins on the way.
+
+        `follow(at, k)` returns the operands to follow from an equation's `k`-th result.
+        """
+        found: list[Origin] = []
+
+        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
+            found.append(origin)
+            at = origin.at
+            return [(i, None) for i in follow(at, origin.k)] if at else []
+
+        self.back(atom, labels, ahead)
+        return found
+
     def copied(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which an array is known to be a copy."""
         dims = range(len(atom.shape))

@@ -1,6 +1,7 @@
 """The heads of a product of query and key: their dimensions and their number."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +38,8 @@ class Heads(NamedTuple):
         return owner, len(set(numbers.values()))
 
 
-class TooMany(Exception):
-    """Raised if dimensions with heads are too long to count the heads."""
+class Refused(Exception):
+    """Raised if heads cannot be told apart, or are not heads of one layer."""
 
 
 def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Heads:
@@ -51,23 +52,18 @@ def heads_of(scaling: Scaling, product: Product, order: tuple[int, int]) -> Head
     distinguishes positions instead. Learned tokens without a kernel do the same; the
     other side does not have their positions.
     """
-    lead, rank = product.lead, product.rank
-    over = {a for a, _ in product.over} if product.at.name == "mul" else set()
-    sizes = {x.axis: x.size for x in product.at.frame.lead}
-    sizes |= {lead + d: n for d, n in enumerate(product.shape)}
-    gone = product.keys | {lead + d for d in over}
-    axes = sorted(a for a, n in sizes.items() if n > 1 and a not in gone)
-    chosen = _axes_of(scaling, product, order, {a: sizes[a] for a in axes})
+    over = [d for d, _ in product.over] if product.at.name == "mul" else []
+    gone = product.keys | {product.lead + d for d in over}
+    sizes = {a: n for a, n in product.sizes.items() if n > 1 and a not in gone}
+    chosen = _axes_of(scaling, product, order, sizes)
     count = math.prod(sizes[a] for a in chosen)
     if count > _MOST:
-        raise TooMany(
+        raise Refused(
             f"heads are along dimensions of {count} entries, together with the "
             "batch: keep an axis for them"
         )
-    numbers = np.zeros([1] * rank, int)
-    for a in chosen:
-        own = np.arange(sizes[a]).reshape([-1 if b == a else 1 for b in range(rank)])
-        numbers = numbers * sizes[a] + own
+    shape = [sizes[a] if a in chosen else 1 for a in product.sizes]
+    numbers = np.arange(count).reshape(shape)
     classes = np.array(_classes(scaling, product, order, _bits(numbers), count))
     return Heads(tuple(chosen), _bits(classes[numbers]), int(classes.max()) + 1)
 
@@ -77,23 +73,17 @@ def _axes_of(
 ) -> list[int]:
     """Returns the axes along which heads are; other axes are batches and positions."""
     loops = {x.axis for x in product.at.frame.lead if x.is_loop}
-    n, chosen = len(sizes), set()
+    rank = len(product.sizes)
+    labels = tuple(marks(rank, a, size) for a, size in sizes.items())
+    chosen: set[int] = set()
     # If the last kernel has no heads, as a rotation shared by all of them, the second
     # pass follows its operand to the kernel before.
-    for is_last in (_is_nearest(n), never):
+    for is_last in (_is_nearest(len(sizes)), never):
         for i in order if not chosen else ():
-            own = (marks(product.rank, a, size) for a, size in sizes.items())
-            labels = tuple(product.side(i, x) for x in own)
-            labels += product.over_of(i)
-            found = scaling.of(product.operand(i), labels, is_last, deepest=1)
-            of_kernels, of_others = [], []
-            for s in found:
-                if kernel := _maker(s.factors, n):
-                    of_kernels.append(_along(sizes, loops, kernel.labels))
-                elif s.factors:
-                    own = _along(sizes, loops, s.factors[0].labels)
-                    of_others.append(own - product.free[i])
-            known = of_kernels or of_others
+            makers = _makers(scaling, product, i, labels, is_last)
+            found = [(f, _along(sizes, loops, f.labels)) for f in makers]
+            of_kernels = [axes for f, axes in found if f.is_kernel]
+            known = of_kernels or [axes - product.free[i] for _, axes in found]
             chosen |= set.intersection(*known) if known else set()
     return sorted(chosen)
 
@@ -107,16 +97,13 @@ def _classes(
     the rest of a dimension all heads are the same: it is the batch's.
     """
     signs: list[np.ndarray] = []
-    sides = [(i, own) for i in order if is_varied(own := product.side(i, label))]
-    for i, own, is_last in [(*x, y) for y in (_is_nearest(1), never) for x in sides]:
-        if is_last is never and signs:
-            break
-        labels = own, *product.over_of(i)
-        for s in scaling.of(product.operand(i), labels, is_last, deepest=1):
-            maker = _maker(s.factors, 1) or (s.factors[0] if s.factors else None)
-            if maker and is_varied(maker.labels[0]):
-                of = sorted(distinct(maker.labels[0]))
-                signs += [bits_of(mark, count) for mark in of]
+    sides = [i for i in order if is_varied(product.side(i, label))]
+    for is_last in (_is_nearest(1), never):
+        for i in sides if not signs else ():
+            for f in _makers(scaling, product, i, (label,), is_last):
+                if is_varied(f.labels[0]):
+                    of = sorted(distinct(f.labels[0]))
+                    signs += [bits_of(mark, count) for mark in of]
     if not signs:
         return [0] * count
     columns = map(bytes, np.stack(signs).T.astype(np.uint8))
@@ -132,11 +119,18 @@ def _is_nearest(n: int) -> IsLast:
     return lambda kernel, _: len(kernel) == n or any(map(is_varied, kernel[n:]))
 
 
-def _maker(factors: tuple[Factor, ...], n: int) -> Factor | None:
-    """Returns the last kernel, preferably one that made what the product sums over."""
-    kernels = [f for f in factors if f.is_kernel]
-    own = [f for f in kernels if any(is_varied(x) for x in f.labels[n:])]
-    return (own or kernels or [None])[0]
+def _makers(
+    scaling: Scaling, product: Product, i: int, labels: Labels, is_last: IsLast
+) -> Iterator[Factor]:
+    """Yields for each summand of an operand the factor that shows where heads are.
+
+    This is the last kernel, preferably one that made what the product sums over.
+    """
+    own = *(product.side(i, x) for x in labels), *product.over_of(i)
+    for s in scaling.of(product.operand(i), own, is_last, deepest=1):
+        kernels = [f for f in s.factors if f.is_kernel]
+        made = [f for f in kernels if any(map(is_varied, f.labels[len(labels) :]))]
+        yield from (made or kernels or s.factors)[:1]
 
 
 def _along(axes: dict[int, int], loops: set[int], labels: Labels) -> set[int]:

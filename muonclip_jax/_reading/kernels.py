@@ -30,10 +30,8 @@ class AttentionRule:
     of: Any
     functions: Sequence[Any]  # the kernel's function and its derivative rules, if any
 
-    def rank(self, eqn: Any, name: str, file: str) -> int | None:
-        """Returns how surely an equation calls the kernel; `None` if it does not."""
-        if self.name != name:
-            return None
+    def rank(self, eqn: Any, file: str) -> int | None:
+        """Returns how surely an equation of this name calls the kernel, or `None`."""
         if isinstance(self.of, str):
             code = f"/{file}".rsplit(":", 1)[0]
             is_there = not self.file or code.endswith(f"/{self.file}")
@@ -142,8 +140,9 @@ def attention_rule(
 
 def rule_of(eqn: Any) -> AttentionRule | None:
     """Returns the rule of the kernel that an equation calls, if there is one."""
-    place = jaxprs.kernel_name(eqn)
-    ranked = [(rank, x) for x in _RULES if (rank := x.rank(eqn, *place)) is not None]
+    name, file = jaxprs.kernel_name(eqn)
+    named = (x for x in _RULES if x.name == name)
+    ranked = [(rank, x) for x in named if (rank := x.rank(eqn, file)) is not None]
     if not ranked:
         return None
     _, rule = ranked[-1]
@@ -188,9 +187,12 @@ def _called(fun: Callable[..., Any], eqn: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _plain(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0, heads: int = 1
 ) -> jax.Array:
     """Computes attention of `(batch, heads, length, dim)`, without mask and scale."""
+    if heads == 2:  # (batch, length, heads, dim)
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        return jnp.swapaxes(_plain(query, key, value, bias), 1, 2)
     if key.ndim < query.ndim:  # all query heads share one key head
         key, value = (jnp.expand_dims(x, -3) for x in (key, value))
     group = query.shape[-3] // key.shape[-3]
@@ -198,42 +200,30 @@ def _plain(
     return jax.nn.softmax(query @ key.mT + bias) @ value
 
 
-def _lengths_first(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any = 0.0
-) -> jax.Array:
-    turned = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    return jnp.swapaxes(_plain(*turned, bias=bias), 1, 2)
-
-
-def _of_arrays(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Adapts plain attention to Pallas kernels, whose code has scale and mask.
+def _of_arrays(*inputs: jax.Array, heads: int = 1) -> jax.Array:
+    """Computes attention of Pallas kernels, whose code has scale and mask.
 
     Query, key and value are the first three floating-point inputs. Segments are
     integers, and so are the tables of blocks, which come first.
     """
-
-    def of_inputs(*inputs: jax.Array) -> jax.Array:
-        return plain(*[x for x in inputs if jnp.isdtype(x.dtype, "real floating")][:3])
-
-    return of_inputs
+    floats = [x for x in inputs if jnp.isdtype(x.dtype, "real floating")]
+    return _plain(*floats[:3], heads=heads)
 
 
 attention_rule(
-    _of_arrays(_lengths_first), of="mha_forward at pallas/ops/gpu/attention.py"
+    functools.partial(_of_arrays, heads=2),
+    of="mha_forward at pallas/ops/gpu/attention.py",
 )
 attention_rule(
-    _of_arrays(_plain),
-    of="_flash_attention_kernel at pallas/ops/tpu/flash_attention.py",
+    _of_arrays, of="_flash_attention_kernel at pallas/ops/tpu/flash_attention.py"
 )
 # Splash attention has kernels of many names: for segments, for one key head and for
 # gradients. This function calls all of them. For `mc.splash_attention` it returns the
 # result of attention, log-sum-exps and maxima.
 _SPLASH = "tpu/splash_attention/splash_attention_kernel.py"
+attention_rule(_of_arrays, of=f"_splash_attention_custom at pallas/ops/{_SPLASH}")
 attention_rule(
-    _of_arrays(_plain), of=f"_splash_attention_custom at pallas/ops/{_SPLASH}"
-)
-attention_rule(
-    _of_arrays(_plain),
+    _of_arrays,
     of=f"_splash_attention_custom at tokamax/_src/ops/experimental/{_SPLASH}",
     maxima=2,
 )
@@ -242,8 +232,7 @@ attention_rule(
 def _cudnn(*inputs: Any, params: Any) -> jax.Array:
     # AttentionLayout.BNTH is 1.
     bias = inputs[3] if inputs[3].size else 0.0
-    plain = _plain if params["layout"] == 1 else _lengths_first
-    return plain(*inputs[:3], bias=bias)
+    return _plain(*inputs[:3], bias=bias, heads=1 if params["layout"] == 1 else 2)
 
 
 def _cudnn_largest(*inputs: Any, params: Any, primitive: Any) -> jax.Array | None:

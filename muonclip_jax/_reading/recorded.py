@@ -125,28 +125,20 @@ def _run(call: Call, strict: bool) -> tuple[Any, Any]:
             "instead; if it is not, give strict=False"
         )
     clipped = [named for named in layers if named.layer is not None]
-    own = [layer for named in clipped for layer in named.found]
-    for layer in own:
+    for layer in (layer for named in clipped for layer in named.found):
         if not layer.sites:
             raise ValueError(f"the logits of {layer.line} {layer.unclear}")
-    sites = [(layer, site) for layer in own for site in layer.sites]
-    outs, found = _Recorder(sites).run(call.body, call.values, ())
+    own = [(x, layer, y) for x in clipped for layer in x.found for y in layer.sites]
+    outs, found = _Recorder([x[1:] for x in own]).run(call.body, call.values, ())
     stats: dict[str, Any] = {}
-    of_sites = (found[i] for i in range(len(sites)))
-    # If logits enter a softmax at several sites, the statistic is their maximum.
-    rows = (
-        functools.reduce(jnp.maximum, [next(of_sites) for _ in layer.sites])
-        for layer in own
-    )
-    for named in clipped:
+    for n, (named, layer, _) in enumerate(own):
         node = functools.reduce(lambda x, k: x.setdefault(k, {}), named.path, stats)
-        # A layer that is called more than once has the maximum over its calls. Trips of
-        # `lax.scan` are a stack only if their parameters are. If a loop runs over
-        # heads, its axis and the heads of each trip become one axis.
-        depths = (len(layer.loops) for layer in named.found)
-        own = [next(rows) for _ in named.found]
-        own = [x.reshape((*x.shape[:n], -1)) for x, n in zip(own, depths, strict=True)]
-        node[STATISTIC] = functools.reduce(jnp.maximum, own)
+        # Trips of `lax.scan` are a stack only if their parameters are. If a loop runs
+        # over heads, its axis and the heads of each trip become one axis.
+        x = found[n].reshape((*found[n].shape[: len(layer.loops)], -1))
+        # The statistic is the maximum over the places where logits enter a softmax,
+        # and over the calls of a layer.
+        node[STATISTIC] = jnp.maximum(node[STATISTIC], x) if STATISTIC in node else x
     return call.outputs(_values(outs)), stats
 
 

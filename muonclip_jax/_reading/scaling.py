@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from .facts import Fact, Facts
 from .graph import Atom, Eqn, Graph, Labels
-from .jaxprs import names
 from .labels import either, key_of
 from .primitives import ELEMENTWISE, Move, moves, PRODUCTS
 
@@ -40,6 +39,9 @@ class Summand(NamedTuple):
     @property
     def linear(self) -> list[Factor]:
         return [f for f in self.factors if f.is_linear]
+
+    def changed(self, change: Callable[[Factor], Factor]) -> "Summand":
+        return self._replace(factors=tuple(map(change, self.factors)))
 
 
 Sum = tuple[Summand, ...]
@@ -140,7 +142,6 @@ class Scaling:
         if name in ELEMENTWISE:
             # A nonlinear function such as a norm or a clamp: no factor scales it.
             made = (self._operand(at, i, back[i], way) for i in back if facts[i].leaves)
-            why = NORMED if name in _OF_NORMS else why
             return [unscaled([s for x in made for s in x], why)]
         taken = self._finite_case(at) if name == "select_n" else None
         found: list[Summand] = []
@@ -162,7 +163,8 @@ class Scaling:
         # An index picks one kernel of a stack, but reads all rows of a position table.
         is_stack = i == 0 and self._facts.of(at.output()).is_weight
         if at.name in ("dynamic_slice", "gather") and is_stack and _is_any(at):
-            return changed(found, is_picked=True)
+            picked = (s.changed(lambda f: f._replace(is_picked=True)) for s in found)
+            return tuple(picked)
         return found
 
     def _met(self, at: Eqn, fact: Fact, found: Sum, is_kernel: bool = False) -> Sum:
@@ -175,7 +177,7 @@ class Scaling:
             is_one = f.is_kernel or is_kernel
             return f._replace(event=f.event or event, is_kernel=is_one)
 
-        return tuple(s._replace(factors=tuple(map(of, s.factors))) for s in found)
+        return tuple(s.changed(of) for s in found)
 
     def _product(
         self, at: Eqn, facts: list[Fact], back: dict[int, Move], way: Way
@@ -235,17 +237,6 @@ class Scaling:
         return 1 if is_nan or is_infinite else None
 
 
-def changed(found: Sum, **changes: Any) -> Sum:
-    """Returns the sum with the same changes made to all factors."""
-    return tuple(
-        s._replace(factors=tuple(f._replace(**changes) for f in s.factors))
-        for s in found
-    )
-
-
-_OF_NORMS = names("rsqrt sqrt integer_pow square pow log logistic tanh")
-
-
 def _apart(summand: Summand, other: Fact) -> Summand:
     """Marks factors as not linear if the other side of a product changes with them.
 
@@ -256,11 +247,9 @@ def _apart(summand: Summand, other: Fact) -> Summand:
         same = other.events & f.event if f.event else other.leaves >> f.parameter & 1
         return f._replace(is_linear=f.is_linear and not same)
 
-    factors = tuple(map(of, summand.factors))
-    is_lost = any(f.is_linear for f in summand.factors) and not any(
-        f.is_linear for f in factors
-    )
-    return Summand(factors, NORMED if is_lost else summand.why)
+    found = summand.changed(of)
+    is_lost = summand.linear and not found.linear
+    return found._replace(why=NORMED) if is_lost else found
 
 
 def unscaled(summands: Iterable[Summand], why: str) -> Summand:
@@ -280,11 +269,10 @@ def summed(summands: Iterable[Summand]) -> Sum:
     """Returns a sum in which summands with the same factors are merged."""
     found: dict[Any, Summand] = {}
     for s in summands:
-        key = (
-            # Merging x with mean(x) would hide along which axes the labels of x vary.
-            tuple((*f[0:1], *f[2:5], _axes(f.labels)) for f in s.factors),
-            s.why if not s.factors else "",
-        )
+        # Merging x with mean(x) would hide along which axes the labels of x vary.
+        axes = ([n > 1 for x in f.labels for n in x.shape] for f in s.factors)
+        own = ((f[0], *f[2:5], *of) for f, of in zip(s.factors, axes, strict=True))
+        key = tuple(own) or s.why
         if key in found:
             pairs = zip(found[key].factors, s.factors, strict=True)
             s = Summand(tuple(_joined(*pair) for pair in pairs), s.why)
@@ -292,10 +280,6 @@ def summed(summands: Iterable[Summand]) -> Sum:
     if len(found) > _MOST_SUMMANDS:
         return (unscaled(found.values(), "a sum of too many summands made"),)
     return tuple(found.values())
-
-
-def _axes(labels: Labels) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple(n > 1 for n in label.shape) for label in labels)
 
 
 def _joined(a: Factor, b: Factor) -> Factor:

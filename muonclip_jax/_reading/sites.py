@@ -17,15 +17,12 @@ import numpy as np
 from .._model.statistics import largest
 from . import jaxprs, kernels
 from .facts import members
-from .graph import Atom, Eqn, Origin
-from .heads import Heads
+from .graph import Atom, Eqn
+from .heads import Heads, Refused
 from .jaxprs import Address
 from .labels import joined_but, marks
 from .primitives import moves
-from .softmaxes import known_number, Path, Product, Softmaxes
-
-
-Box = dict[int, tuple[int, int]]
+from .softmaxes import Path, Product, Softmaxes
 
 
 @dataclasses.dataclass
@@ -37,7 +34,7 @@ class Site:
     - `dims`: the dimensions of the heads.
     - `rows`: for each head, the indices of its entries of `dims`, in C order.
     - `boxes`: if the operand holds more than logits, such as a sink, the parts that are
-        logits: start and end along each dimension.
+        logits: a slice along each dimension.
     - `factor`: the factor of the logits between here and the exponential.
     - `way`: if a softcap or a bias follows the products, the equations from the
         products to here, each with the operands that are a bias.
@@ -49,7 +46,7 @@ class Site:
     operand: int = 0
     dims: tuple[int, ...] = ()
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1), int))
-    boxes: list[Box] = dataclasses.field(default_factory=list)
+    boxes: list[tuple[slice, ...]] = dataclasses.field(default_factory=list)
     factor: float = 1.0
     way: dict[Address, set[int]] = dataclasses.field(default_factory=dict)
     added: dict[str, set[int]] = dataclasses.field(default_factory=dict)
@@ -72,23 +69,14 @@ class Site:
             # but a row that sees no key makes it NaN, too.
             x = jnp.expand_dims(largest(x, self.axes), self.axes)
         axes = [i for i in range(x.ndim) if i not in self.dims]
-        parts = [largest(_cut(x, box), axes).ravel() for box in self.boxes or [{}]]
+        cut = [x[box] for box in self.boxes] or [x]
+        parts = [largest(part, axes).ravel() for part in cut]
         found = functools.reduce(jnp.maximum, parts)  # NaN if any part is
         return largest(found[self.rows], 1) * self.factor
 
 
-def _cut(x: jax.Array, box: Box) -> jax.Array:
-    for dim, span in box.items():
-        x = jax.lax.slice_in_dim(x, *span, axis=dim)
-    return x
-
-
 class Unclear(Exception):
     """Raised for logits that enter a softmax in a way that cannot be recorded."""
-
-
-class Apart(Exception):
-    """Raised if heads, or products with different heads, enter different softmaxes."""
 
 
 Read = Sequence[tuple[Product, Heads]]
@@ -127,8 +115,8 @@ _LOST = "could not be followed into the softmax"
 def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
     """Returns the paths of products to a site, and notes in it where heads are."""
     product, heads = read[-1]
-    atom, bit = site.atom, reader.facts.product(product.at)
-    labels, path = reader.to_product(atom, atom.each() or atom.whole, bit)
+    atom, bits_of = site.atom, [reader.facts.product(x.at) for x, _ in read]
+    labels, _ = reader.to_product(atom, atom.each() or atom.whole, bits_of[-1])
     if labels is None:
         raise Unclear(_LOST)
     of_heads = [a for a in heads.axes if a >= product.lead]
@@ -136,47 +124,39 @@ def _ways(reader: Softmaxes, read: Read, site: Site, bits: int) -> list[Path]:
     marked = [{*joined_but(x, of_heads).ravel().tolist()} for x in labels]
     dims = enumerate(zip(atom.shape, marked, strict=False))
     site.dims = tuple(d for d, (n, of) in dims if n > 1 and len(of) > 1)
-    site.rows, of_heads_alone = _rows(reader, site, product, heads)
-    path.factors = of_heads_alone.factors
-    others = (reader.facts.product(other.at) for other, _ in read[:-1])
-    ways = [*(reader.to_product(atom, atom.whole, x)[1] for x in others), path]
+    site.rows, path = _rows(reader, site, product, heads)
+    ways = [reader.to_product(atom, atom.whole, bit)[1] for bit in bits_of[:-1]]
+    ways.append(path)
     if any(way.joins for way in ways):
         # Joining the logits of a query with several kinds of keys, such as keys and
         # their means, is fine. Logits joined along the axis of heads have different
         # heads in each product, so they are not one layer.
-        for other, of in read:
-            rows, _ = _rows(reader, site, other, of)
-            if not np.array_equal(rows, site.rows):
-                raise Apart(
-                    "logits of several products are joined, each of other heads: give "
-                    "each of them a softmax of its own"
-                )
-            site.boxes.append(_box(reader, site, reader.facts.product(other.at)))
-        if {} in site.boxes:  # the logits of one product fill the operand
+        if any(not np.array_equal(_rows(reader, site, *x)[0], site.rows) for x in read):
+            raise Refused(
+                "logits of several products are joined, each of other heads: give each "
+                "of them a softmax of its own"
+            )
+        site.boxes = [_box(reader, site, bit) for bit in bits_of]
+        if (slice(None),) * len(atom.shape) in site.boxes:  # logits fill the operand
             site.boxes = []
-    _note_biases(reader, site, [product for product, _ in read], bits)
+    _note_biases(reader, site, ways, bits)
     return ways
 
 
 def _note_biases(
-    reader: Softmaxes, site: Site, products: Sequence[Product], bits: int
+    reader: Softmaxes, site: Site, ways: Sequence[Path], bits: int
 ) -> None:
     """Notes which operands are added to the logits without query and key in them."""
-    way: dict[Address, set[int]] = {}
-    is_capped = False
-    for product in products:
-        bit = reader.facts.product(product.at)
-        _, path = reader.to_product(site.atom, site.atom.whole, bit)
-        is_capped |= any(at.name == "tanh" for at in path.way)
-        way |= {at.at: set() for at in path.way if at.at not in way}
-        for at, i in path.added:
-            fact = reader.facts.of(at.inputs()[i])
-            if not (fact.products | fact.pairs) & bits:
-                way[at.at].add(i)
-                one = -1 if fact.sole is None else fact.sole
-                if made := members(fact.leaves) if one < 0 else [one]:
-                    site.added.setdefault(at.line, set()).update(made)
-    if is_capped or any(way.values()):
+    every = [at for path in ways for at in path.way]
+    way: dict[Address, set[int]] = {at.at: set() for at in every}
+    for at, i in (added for path in ways for added in path.added):
+        fact = reader.facts.of(at.inputs()[i])
+        if not (fact.products | fact.pairs) & bits:
+            way[at.at].add(i)
+            one = -1 if fact.sole is None else fact.sole
+            if made := members(fact.leaves) if one < 0 else [one]:
+                site.added.setdefault(at.line, set()).update(made)
+    if any(way.values()) or any(at.name == "tanh" for at in every):
         site.way = way
 
 
@@ -190,23 +170,11 @@ def _statistic(reader: Softmaxes, product: Product) -> Site | None:
     call: Any = frame.caller
     rule: Any = kernels.rule_of(call.eqn)
     for at in reader.equations if isinstance(rule.maxima, int) else ():
-        if jaxprs.is_statistic(at.eqn) and _is_of(reader, at.inputs()[0], call):
-            return Site(at)
+        if jaxprs.is_statistic(at.eqn):
+            (atom,) = at.inputs()
+            if any(x.at is call for x in reader.graph.walk(atom, atom.whole)):
+                return Site(at)
     return None
-
-
-def _is_of(reader: Softmaxes, atom: Atom, call: Eqn) -> bool:
-    """Returns whether an array depends on the results of an equation."""
-    found: list[Eqn] = []
-
-    def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        if (at := origin.at) is None or at is call:
-            found.extend([at] if at else [])
-            return []
-        return [(i, None) for i in range(len(at.eqn.invars))]
-
-    reader.graph.back(atom, atom.whole, ahead)
-    return bool(found)
 
 
 def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
@@ -240,7 +208,8 @@ def _entrance(reader: Softmaxes, exp: Eqn, bits: int) -> Site | None:
             elif own == [0, 1] or reader.maxima(inputs[1], bits):
                 found = Site(at, factor=factor)
         elif at.name in ("mul", "div") and len(own) == 1:
-            number = known_number(inputs[1 - own[0]])
+            number = inputs[1 - own[0]].number
+            number = number if isinstance(number, int | float) and number else math.nan
             factor = factor * number if at.name == "mul" else factor / number
         atom = inputs[own[-1] if at.name == "select_n" else own[0]]
 
@@ -270,40 +239,30 @@ def _rows(
     for lead_of in product.at.frame.lead:
         if lead_of.axis in heads.axes:
             local = local.take([0], lead_of.axis)
-    shape = np.broadcast_shapes(found.shape, local.shape)
-    pairs = zip(
-        np.broadcast_to(found, shape).ravel(),
-        np.broadcast_to(local, shape).ravel(),
-        strict=True,
-    )
     of: dict[int, int] = {}
-    for entries, head in pairs:
-        of[int(head)] = of.get(int(head), 0) | int(entries)
-    rows = [[i for i in range(count) if of[head] >> i & 1] for head in sorted(of)]
+    both = (x.ravel().tolist() for x in np.broadcast_arrays(found, local))
+    for entries, head in zip(*both, strict=True):
+        of[head] = of.get(head, 0) | entries
+    rows = [members(of[head]) for head in sorted(of)]
     if any(rows) and not all(rows):
-        raise Apart(
+        raise Refused(
             f"the logits of only some heads enter the softmax at {site.at.line}: split "
             "query and key by heads before their product, and not their logits"
         )
     is_apart = sum(map(len, rows)) == len({i for row in rows for i in row})
-    if not is_apart or len({*map(len, rows)}) != 1 or not rows[0]:
+    if not is_apart or len({*map(len, rows)}) != 1:
         raise Unclear(cannot)
     return np.array(rows), path
 
 
-def _box(reader: Softmaxes, site: Site, bit: int) -> Box:
-    """Returns the span of a product's logits along dimensions that they do not fill."""
-    atom = site.atom
-    box: Box = {}
-    for d, n in enumerate(atom.shape):
-        if n == 1 or d in site.dims:
-            continue
+def _box(reader: Softmaxes, site: Site, bit: int) -> tuple[slice, ...]:
+    """Returns the part of the operand that holds a product's logits."""
+    box = [slice(None)] * len(site.atom.shape)
+    for d, n in enumerate(site.atom.shape):
         # Float marks are joined by their maximum: marks n and -n give both ends.
-        up = atom.along(d, np.arange(n, dtype=float))
-        low, high = math.inf, -math.inf
-        labels, _ = reader.to_product(atom, (up, -up), bit)
-        if labels is not None:
-            high, low = float(labels[0].max()), -float(labels[1].max())
-        if (low, high + 1) != (0, n):
-            box[d] = int(low), int(high) + 1
-    return box
+        up = site.atom.along(d, np.arange(n, dtype=float))
+        labels, _ = reader.to_product(site.atom, (up, -up), bit)
+        if labels is not None and n > 1 and d not in site.dims:
+            low, high = -int(labels[1].max()), int(labels[0].max()) + 1
+            box[d] = slice(None) if (low, high) == (0, n) else slice(low, high)
+    return tuple(box)

@@ -6,9 +6,8 @@ names the attention that has another form.
 """
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Fact, Facts, members, union
@@ -35,17 +34,14 @@ class Product(NamedTuple):
     free: tuple[frozenset[int], frozenset[int]]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.at.output().shape
-
-    @property
     def lead(self) -> int:
         return self.at.output().lead
 
     @property
-    def rank(self) -> int:
-        """Returns the number of axes of its labels."""
-        return self.at.output().rank
+    def sizes(self) -> dict[int, int]:
+        """Returns the size of each axis of its labels."""
+        every = *(x.size for x in self.at.frame.lead), *self.at.output().shape
+        return dict(enumerate(every))
 
     @property
     def is_key(self) -> list[bool]:
@@ -95,12 +91,6 @@ class Softmax(NamedTuple):
     is_summed: bool = True  # the division by a sum was found
 
 
-def known_number(factor: Atom) -> float:
-    """Returns the number that logits are multiplied with, or NaN if it is unknown."""
-    number = factor.number
-    return number if isinstance(number, int | float) and number else math.nan
-
-
 def exponent(at: Eqn) -> int | None:
     """Returns the index of the exponent, or `None` for other equations."""
     if at.name in ("exp", "exp2"):
@@ -124,6 +114,15 @@ def _summed(at: Eqn, facts: Sequence[Fact]) -> Iterator[tuple[int, tuple[int, ..
         for i in (0, 1):
             if not facts[1 - i].leaves:
                 yield i, tuple(pair[i] for pair in at.contracted)
+
+
+def dimensions_in(label: Label, at: Eqn) -> set[int]:
+    """Returns the dimensions of an equation's result along which a label varies."""
+    lead = len(at.frame.lead)
+    lines = [along(label, lead + d) for d in range(len(at.output().shape))]
+    # A slice that leaves zeros around equal marks does not count.
+    is_in = [len(x) > 1 and (is_varied(x) or bool(x.all())) for x in lines]
+    return {d for d, x in enumerate(is_in) if x}
 
 
 class Softmaxes:
@@ -177,38 +176,20 @@ class Softmaxes:
     def _together(self, exps: dict[int, list[Eqn]]) -> list[tuple[int, list[Eqn]]]:
         """Groups exponentials of the same products, or that one sum divides."""
         groups = list(exps.items())
-        handed: set[int] = set()  # sums that a loop continues
-        for frame in (frame for at in self.equations for frame in at.inside):
-            for i in frame.carried:
-                start, own = frame.outer[i].atom, frame.inputs[i]
-                start, own = self.facts.of(start).sums, self.facts.of(own).sums
-                handed |= {own} if start and start != own else set()
         by = (at.inputs()[-1] for at in self.equations if at.name in _DIVIDES)
         facts = map(self.facts.of, by)
         for bits in {x.sums for x in facts if x.sums and not x.products & ~x.sums}:
             own = [x for x in groups if not x[0] & ~bits]
-            pairs = itertools.combinations(own, 2)
-            # Otherwise some of the products also have a softmax of their own.
-            if bits in handed or any(not x[0] & y[0] for x, y in pairs):
-                groups = [x for x in groups if x not in own]
-                joint = [exp for _, of in own for exp in of]
-                groups.append((union(x for x, _ in own), joint))
+            groups = [x for x in groups if x not in own]
+            groups.append(
+                (union(x for x, _ in own), [exp for _, of in own for exp in of])
+            )
         return groups
 
-    def _along(self, bit: int, atom: Atom) -> list[set[int]] | None:
-        """Returns the dimensions of a product that each axis comes from, or `None`."""
-        at = self.facts.products[bit]
+    def _along(self, bit: int, atom: Atom) -> list[set[int]]:
+        """Returns the dimensions of a product in each axis; `[]` if they are lost."""
         labels, _ = self.to_product(atom, atom.each(), bit)
-        if labels is None:
-            return None
-        lead, rank = len(at.frame.lead), len(at.output().shape)
-
-        def comes(label: Label, axis: int) -> bool:
-            # A slice that leaves zeros around equal marks does not count.
-            line = along(label, axis)
-            return len(line) > 1 and (is_varied(line) or bool(line.all()))
-
-        return [{d for d in range(rank) if comes(x, lead + d)} for x in labels]
+        return [dimensions_in(x, self.facts.products[bit]) for x in labels or ()]
 
     def _weighs(self, at: Eqn, facts: Any) -> Iterator[tuple[int, Place]]:
         """Yields the products whose exponentials weigh other activations here."""
@@ -226,15 +207,24 @@ class Softmaxes:
         """Returns the weights and the axes that they share with the values."""
         if at.contracted:
             return at.inputs()[i], tuple(pair[i] for pair in at.contracted)
-        to = self._to(at)
+        to = self.to(at)
         both = shared(to)
         return at.inputs()[i], tuple(a for a, d in enumerate(to[i]) if d in both)
 
-    def _to(self, at: Eqn) -> list[list[int | None]]:
-        """Returns the product's dimension that each operand dimension becomes."""
+    def to(self, at: Eqn) -> list[list[int | None]]:
+        """Returns the product's dimension that each operand dimension becomes.
+
+        In an entrywise product, dimensions of repeated entries have `None`.
+        """
         if at.name in PRODUCTS:
             return at.to
-        return [self._dims(x, at.output()) for x in at.inputs()]
+        found: list[list[int | None]] = []
+        out = at.output().shape
+        for x in at.inputs():
+            same, sizes = self.graph.copied(x), zip(x.shape, out, strict=False)
+            is_own = [n == m and d not in same for d, (n, m) in enumerate(sizes)]
+            found.append([d if own else None for d, own in enumerate(is_own)])
+        return found
 
     def is_repeated(self, at: Eqn, i: int) -> bool:
         """Returns whether an operand is repeated along a dimension of the result."""
@@ -261,12 +251,10 @@ class Softmaxes:
             linear = [i for i in back if (facts[i].products | facts[i].pairs) & bit]
             if at.name in ("mul", "div") and len(linear) == 1:
                 path.factors.append((at, 1 - linear[0], origin.labels))
-            elif at.name in ("mul", "div"):
-                path.nonlinear.append(at)  # both operands come from the product
             elif at.name == "tanh":
                 pass  # a softcap: the logits are taken before it
             elif (at.name in ELEMENTWISE and exponent(at) is None) or not back:
-                path.nonlinear.append(at)
+                path.nonlinear.append(at)  # such as a product with itself
             elif at.name in ("concatenate", "pad", "dynamic_update_slice"):
                 path.joins.append(at)
             elif at.name in ("add", "sub", "add_any"):
@@ -274,33 +262,27 @@ class Softmaxes:
             return [(i, None) for i in linear]
 
         self.graph.back(atom, labels, ahead)
-        if not found:
-            return None, path
-        out = found[0]
-        for more in found[1:]:
-            out = tuple(either(x, y) for x, y in zip(out, more, strict=True))
-        return out, path
+        joined = [functools.reduce(either, x) for x in zip(*found, strict=True)]
+        return tuple(joined) or None, path
 
     def maxima(self, atom: Atom, bits: int) -> list[Eqn]:
         """Returns the maxima of some products' logits from which an array comes."""
         found: list[Eqn] = []
 
-        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            at = origin.at
-            if at is None or at.name in PRODUCTS or at.name == "reduce_sum":
-                return []
+        def follow(at: Eqn, k: int) -> Iterable[int]:
             if at.name == "reduce_max" and self.facts.inputs(at)[0].products & bits:
                 found.append(at)
-                return []
-            return [(i, None) for i in range(len(at.eqn.invars))]
+            elif at.name not in PRODUCTS and at.name != "reduce_sum":
+                return range(len(at.eqn.invars))
+            return ()
 
-        self.graph.back(atom, atom.whole, ahead)
+        self.graph.walk(atom, atom.whole, follow)
         return found
 
     def _product(self, at: Eqn, softmax: Softmax) -> Product:
         """Returns a product with the dimensions along which the softmax sums."""
         bit, lead, dims = self.facts.product(at), len(at.frame.lead), at.output().shape
-        to = self._to(at)
+        to = self.to(at)
         own = [frozenset(lead + d for d in x if d is not None) for x in to]
         free = own[0] - own[1], own[1] - own[0]
         found: list[frozenset[int]] = []
@@ -309,7 +291,7 @@ class Softmaxes:
             if not (self.facts.of(atom).products | self.facts.of(atom).mixed) & bit:
                 continue
             along = self._along(bit, atom)
-            if along is not None:
+            if along:
                 kept.update(*along)
                 # Sorted entries lose their labels: the axis gets the remaining ones.
                 left = {a - lead for x in free for a in x} - kept
@@ -326,7 +308,7 @@ class Softmaxes:
         known = [x for x in found if x and any(x <= side for side in free)]
         every, apart = frozenset().union(*found), free[0] | free[1]
         keys = known[0] if known else every & apart or every
-        if not keys & apart and self.facts.weight_of(at) is None:
+        if not keys & apart:
             # A loop may take one key per trip: loops that one side and its values have.
             a, b = (self._trips(x) for x in at.inputs())
             weighed = (self._trips(y.inputs()[1 - i]) for y, i in softmax.places)
@@ -353,14 +335,6 @@ class Softmaxes:
         self.graph.back(atom, labels, ahead)
         return found
 
-    def _dims(self, atom: Atom, out: Atom) -> list[int | None]:
-        """Returns the result's dimensions along which an operand is not repeated."""
-        if len(atom.shape) != len(out.shape):
-            return [None] * len(atom.shape)
-        same = self.graph.copied(atom)
-        pairs = enumerate(zip(atom.shape, out.shape, strict=True))
-        return [d if d not in same and n == m else None for d, (n, m) in pairs]
-
     def products(self, softmax: Softmax) -> list[Product]:
         """Returns the products of query and key, or none if it is not attention."""
         bits, products = softmax.bits, self.facts.products.items()
@@ -379,9 +353,7 @@ class Softmaxes:
         return own or [
             p
             for p in every
-            if self._is_of_data(p)
-            and any(p.is_key)
-            and (self._has_examples(p) or self._has_values(p, softmax))
+            if self._is_of_data(p) and any(p.is_key) and self._has_values(p, softmax)
         ]
 
     def _is_of_activations(self, at: Eqn) -> bool:
@@ -395,18 +367,14 @@ class Softmaxes:
         is_of_data = any(f.has_data and not f.leaves for f in facts)
         return is_of_data and any(f.is_deep for f in facts)
 
-    def _has_examples(self, product: Product) -> bool:
-        """Returns whether the data differ by example, unlike a table."""
-        return product.at.name != "mul" and bool(shared(product.to))
-
     def _has_values(self, product: Product, softmax: Softmax) -> bool:
         """Returns whether each key has a value vector; without one it may be a loss."""
         bit = self.facts.product(product.at)
         for at, i in softmax.places if softmax.is_summed else ():
-            to, (atom, axes) = self._to(at), self._over(at, i)
+            to, (atom, axes) = self.to(at), self._over(at, i)
             own = {d for d in to[1 - i] if d is not None} - {*to[i]}
-            along = self._along(bit, atom) or []
-            keys = {product.lead + d for a in axes for d in (along[a] if along else ())}
+            along = self._along(bit, atom)
+            keys = {product.lead + d for a in axes if along for d in along[a]}
             # Sorted entries, such as the nearest ones, may come from any key.
             is_over = keys & product.keys or not keys
             if is_over and any(at.output().shape[d] > 1 for d in own):
@@ -433,5 +401,5 @@ class Softmaxes:
             return False
         fact, other = (self.facts.of(product.at.inputs()[j]) for j in (i, 1 - i))
         is_over_data = bool(product.keys) and product.keys <= product.free[1 - i]
-        is_many = any(product.shape[d - product.lead] > 1 for d in product.free[i])
+        is_many = any(product.sizes[a] > 1 for a in product.free[i])
         return is_over_data and other.leaves != 0 and (fact.is_pair or is_many)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from .attention import Layer
 from .facts import is_choice, members, union
 from .forward import Forward
-from .graph import Atom, Eqn, Origin
+from .graph import Atom, Eqn
 from .jaxprs import names
 from .makers import Makers
 from .primitives import ELEMENTWISE, moves, PRODUCTS
-from .softmaxes import exponent, Softmaxes
+from .softmaxes import dimensions_in, exponent, Softmaxes
 from .uses import ALGEBRA
 
 
@@ -111,24 +111,17 @@ class _Suspicion(Forward[Taint]):
         self.makers = Makers(reader.graph, reader.facts, reader.scaling)
         self.products: dict[int, Product] = {}  # by their bit
         self._bits: dict[tuple[Eqn, Eqn], int] = {}
-        # Products that a kernel used as features: they are not logits anywhere.
-        self._ended = 0
         # The equations and operands that weigh the other operand, with their products.
         self.sites: dict[tuple[Eqn, int], int] = {}
         # Products that weigh after an exponential, or after a sum of their entries.
         self.exponential = self.normalized = 0
-        self.run(self._reader.graph.top, [_ARRAY] * len(self._reader.graph.top.inputs))
+        top = reader.graph.top
+        self.run(top, [_ARRAY] * len(top.inputs))
 
     def either(self, values: Sequence[Taint]) -> Taint:
         if all(x is _ARRAY or x is _COPY for x in values):  # the common case, fast
             return _ARRAY if _ARRAY in values else _COPY
         return Taint(*map(union, zip(_COPY, *values, strict=True)))
-
-    def of(self, atom: Atom) -> Taint:
-        taint = super().of(atom)
-        if not taint.all & self._ended:
-            return taint
-        return Taint(*(x & ~self._ended for x in taint))._replace(varied=taint.varied)
 
     def result(self, at: Eqn, atom: Atom, value: Taint) -> Taint:
         is_made = value.all and is_choice(at, atom)
@@ -151,8 +144,6 @@ class _Suspicion(Forward[Taint]):
             return out._replace(varied=0)
         if not any(out[:-1]) or name in _ENDS:
             return _ARRAY if out.varied else _COPY
-        if name in ("gather", "dynamic_slice"):
-            return taints[0]  # picked entries do not depend on the index
         if name == "select_n":
             bent = out.bent | out.linear & taints[0].choice
             return self.either(taints[1:])._replace(bent=bent)
@@ -168,8 +159,6 @@ class _Suspicion(Forward[Taint]):
             return out.nonlinear()._replace(exponential=out.bent | out.linear)
         if name in ("log", "log1p"):  # a softplus or a log-softmax
             return out.nonlinear()._replace(exponential=0)
-        if name in ("integer_pow", "square") and out.entrywise:
-            return out  # the square of a difference contains the product
         return out.nonlinear() if name in _BENDS else out
 
     def _is_of_two(self, at: Eqn) -> bool:
@@ -183,7 +172,7 @@ class _Suspicion(Forward[Taint]):
         """Combines two activations; one of them may weigh the other."""
         is_product, is_bent = at.name != "sub", taints[0].bent | taints[1].bent
         # An entrywise outer product repeats both operands, each along other axes.
-        is_alike = at.name not in PRODUCTS and any(map(self._is_full, at.inputs()))
+        is_alike = at.name not in PRODUCTS and any(x.varied for x in taints)
         a, b = (set(), set()) if is_alike and not is_bent else self._sides(at)
         for i, own, other in ((0, a, b), (1, b, a)) if is_product else ():
             bits = taints[i].bent & ~taints[i].entrywise
@@ -214,7 +203,7 @@ class _Suspicion(Forward[Taint]):
         params, products, totals = at.eqn.params, 0, out.totals
         axes = params.get("axes", (params.get("axis", params.get("dimension")),))
         for bit in _each(out.all) if at.name != "fft" else ():
-            along, (a, b) = self._along(bit, at.inputs()[0]), self._sides_of(bit)
+            along, (a, b) = self._along(bit, at.inputs()[0]), self._sides(bit)
             dims = _all(along[d] for d in axes) if along else set()
             products |= bit if dims & a & b else 0
             totals |= bit if dims - (a & b) else 0
@@ -230,9 +219,8 @@ class _Suspicion(Forward[Taint]):
             return out
         # Keys or values may be arguments: attention to them needs an exponential.
         # Probabilities times a table of numbers, not vectors, are an expectation.
-        is_vector = any(o is not None and o not in at.to[i] for o in at.to[1 - i])
-        of_two = (b for b in _each(taint.exponential) if self._is_of_two(self._root(b)))
-        self._met(at, i, taint.exponential if is_vector else union(of_two), taint)
+        if any(o is not None and o not in at.to[i] for o in at.to[1 - i]):
+            self._met(at, i, taint.exponential, taint)
         atom, dims = at.inputs()[i], [pair[i] for pair in at.contracted]
         is_key = fact.is_deep and any(self.makers.is_output(atom, d) for d in dims)
         return out._replace(linear=out.linear | self._born(at)) if is_key else out
@@ -246,29 +234,24 @@ class _Suspicion(Forward[Taint]):
         atom, to, out = at.inputs()[i], at.to[i], range(len(at.output().shape))
         over = [d for d, o in enumerate(to) if o is None and atom.shape[d] > 1]
         of = [[d for d, o in enumerate(to) if o == k] for k in out]
-        if at.name == _CONV:
-            numbers = at.eqn.params["dimension_numbers"]
-            of = [[numbers.lhs_spec[numbers.out_spec.index(k)]] for k in out]
-            over = [d for d in over if d == numbers.lhs_spec[1]]
         is_learned = bool(self._facts.inputs(at)[1 - i].leaves)
         now: dict[int, int] = {}
         for bit in _each(taint.all if not i or at.name != _CONV else 0):
             is_entrywise = over and bit & taint.entrywise & ~taint.linear
             if is_entrywise and is_learned:
                 continue
-            along, (a, b) = self._along(bit, atom), self._sides_of(bit)
+            along, (a, b) = self._along(bit, atom), self._sides(bit)
             if not along or (is_entrywise and any(along[d] - (a & b) for d in over)):
                 continue
             # Mixed heads stay logits or weights; after a norm, heads count as features.
             heads = a & b if bit & taint.bent & ~taint.exponential else set()
             dims = [along[d] for d in over]
             if not all(dims) or self._is_of_features(bit, _all(dims), heads):
-                self._ended |= bit
                 continue
             now[bit] = bit
             if over or at.name == _CONV:
                 made = [_all(along[d] for d in ds or over) for ds in of]
-                now[bit] = self._bit(Product(at, self._root(bit), made))
+                now[bit] = self._bit(self.products[bit]._replace(eqn=at, of=made))
         kept = [union(now.get(bit, 0) for bit in _each(bits)) for bits in taint[:5]]
         entrywise, linear, bent, exponential, totals = kept
         return Taint(0, entrywise | linear, bent, exponential, totals, varied=1)
@@ -282,7 +265,8 @@ class _Suspicion(Forward[Taint]):
         is_fixed = leaves <= self._reader.frozen or not any(f.trained for f in facts)
         if at in self._read or is_fixed or any(f.is_onehot for f in facts):
             return 0
-        return self._bit(Product(at, at, [{d} for d in range(len(at.output().shape))]))
+        of = [{d} for d in range(len(at.output().shape))]
+        return self._bit(Product(at, at, of))
 
     def _bit(self, product: Product) -> int:
         bit = self._bits.setdefault(product[:2], 1 << len(self._bits))
@@ -290,38 +274,18 @@ class _Suspicion(Forward[Taint]):
         return bit
 
     def _to(self, at: Eqn) -> Sequence[Sequence[int | None]]:
-        """Returns the result's dimension that each dimension of an operand becomes.
+        """Returns `Softmaxes.to`, without the dimensions of a convolution."""
+        return self._reader.to(at) if at.name != _CONV else ((), ())
 
-        In an entrywise product, dimensions of repeated entries have `None`.
-        """
-        if at.name in PRODUCTS:
-            return at.to if at.name != _CONV else ((), ())
-        same = [
-            set() if self._is_full(x) else self._reader.graph.copied(x)
-            for x in at.inputs()
-        ]
-        return [
-            [d if n > 1 and d not in own else None for d, n in enumerate(x.shape)]
-            for x, own in zip(at.inputs(), same, strict=True)
-        ]
-
-    def _is_full(self, atom: Atom) -> bool:
-        return bool(self.of(atom).varied)
-
-    def _sides(self, at: Eqn) -> tuple[set[int], set[int]]:
+    def _sides(self, of: Eqn | int) -> tuple[set[int], set[int]]:
+        """Returns the dimensions of a product, or of that of a bit, in its operands."""
+        at = self.products[of].root if isinstance(of, int) else of
         a, b = ({d for d in to if d is not None} for to in self._to(at))
         return a, b
 
-    def _root(self, bit: int) -> Eqn:
-        return self.products[bit].root
-
-    def _sides_of(self, bit: int) -> tuple[set[int], set[int]]:
-        return self._sides(self._root(bit))
-
     def _is_of_features(self, bit: int, dims: set[int], heads: set[int]) -> bool:
         """Returns whether dimensions of one operand, or `heads`, are kernel outputs."""
-        at = self._root(bit)
-        a, b = self._sides(at)
+        at, (a, b) = self.products[bit].root, self._sides(bit)
         dims = dims if at.name in ("mul", "sub") else dims - (a & b) | dims & heads
         pairs = zip(at.inputs(), self._to(at), strict=False)
         own = [(x, d) for x, to in pairs for d, o in enumerate(to) if o in dims]
@@ -329,32 +293,23 @@ class _Suspicion(Forward[Taint]):
 
     def _along(self, bit: int, atom: Atom) -> list[set[int]]:
         """Returns the product's dimensions in each axis, or `[]` if labels are lost."""
-        (target, _, of), found = self.products[bit], []
+        target, *_, of = self.products[bit]
 
-        def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-            if (at := origin.at) is target:
-                found.append(origin.labels)
-            if at is None or at is target:
-                return []
-            taints = [self._of.get(x, _COPY) for x in at.inputs()]
-            return [(i, None) for i, _ in moves(at, origin.k) if taints[i].all & bit]
+        def follow(at: Eqn, k: int) -> list[int]:
+            back, taints = moves(at, k) if at is not target else [], self.inputs(at)
+            return [i for i, _ in back if taints[i].all & bit]
 
-        self._reader.graph.back(atom, atom.each(), ahead)
-        lead = len(target.frame.lead)
+        origins = self._reader.graph.walk(atom, atom.each(), follow)
+        found = [x.labels for x in origins if x.at is target]
         return [
-            _all(
-                x
-                for k in labels
-                for n, x in zip(k.shape[lead:], of, strict=True)
-                if n > 1
-            )
+            _all(of[d] for label in labels for d in dimensions_in(label, target))
             for labels in zip(*found, strict=True)
         ]
 
     def is_over_keys(self, site: Eqn, i: int, bit: int) -> bool:
         """Returns whether a site weighs along axes that one operand alone has."""
-        along, (a, b) = self._along(bit, site.inputs()[i]), self._sides_of(bit)
-        dtype = self._root(bit).output().var.aval.dtype
+        along, (a, b) = self._along(bit, site.inputs()[i]), self._sides(bit)
+        dtype = self.products[bit].root.output().var.aval.dtype
         if not along or not a | b or jnp.issubdtype(dtype, jnp.complexfloating):
             return True  # after an FFT, the keys are lags, which no operand has
         a, b = (
