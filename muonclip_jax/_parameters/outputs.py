@@ -2,16 +2,15 @@
 
 A kernel ends where no other leaf takes as many features as it gives: it writes the
 output, or its features are cut, joined or reshaped before they are taken. Sizes also
-coincide: what only the layers of its own network would take, as in a coupling flow, is
-as large as the data. A head is sure by the size of the vocabulary, or as the one end
-with a bias of a network; all else that may be one is asked about.
+coincide. So what ends is asked about, and what is called an output, and the last of
+layers without a name. A head is sure by the size of the vocabulary, or as the one end
+of a whole tree, with a bias.
 """
 
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import names
@@ -23,7 +22,6 @@ from .verdict import Verdict
 
 
 _COLORS = 4  # at most, with transparency
-_WINDOWS = {"bias shape", "convolution"}
 _VOCABULARY = Verdict(
     "head", None, "output head: as large as the vocabulary", is_sure=False
 )
@@ -31,198 +29,138 @@ _HEAD = Verdict("head", None, "output head: nothing takes its outputs", is_sure=
 _MAY_BE_HEAD = Verdict("head", None, "may write the output", is_known=False)
 
 
-class Outputs:
-    """The kernels of a tree, which give features, and the leaves that take them."""
+def outputs_of(
+    leaves: Mapping[Path, Leaf],
+    verdicts: Mapping[Path, Verdict],
+    stacks: Mapping[Path, Stack],
+) -> dict[Path, Verdict]:
+    """New verdicts on kernels that write the output, or may, by their own paths."""
+    takers: dict[int, set[Path]] = {}
+    for own, verdict in verdicts.items():
+        takers.setdefault(_inputs(leaves[own], verdict), set()).add(own)
+    takers.pop(0, None)
+    in_order = sorted(leaves.values(), key=_in_order)
+    kernels = [x for x in in_order if _gives(x, verdicts[x.own])]
+    heads = [x for x in in_order if verdicts[x.own].label == "head"]
+    rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
+    tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
+    alike = Counter(map(_twin, in_order))
+    alone = {x.own for x in kernels if alike[_twin(x)] == 1 and not stacks[x.own].depth}
+    # The layers of each module that have no name but a number, in order.
+    chains: dict[Path, list[Leaf]] = {}
+    for x in sorted(kernels + rows, key=_in_order):
+        if names.UNNAMED.fullmatch(x.module):
+            chains.setdefault(x.path[:-2], []).append(x)
+    last = {chain[-1].own for chain in chains.values()}
+    ends = {x.own for x in kernels if takers.get(x.shape[-1], set()) <= {x.own}}
 
-    def __init__(
-        self,
-        leaves: Mapping[Path, Leaf],
-        verdicts: Mapping[Path, Verdict],
-        stacks: Mapping[Path, Stack],
-    ):
-        self.verdicts = verdicts
-        self.takers: dict[int, set[Path]] = {}
-        labels: dict[str, list[Leaf]] = {}
-        for own, verdict in verdicts.items():
-            size = _inputs(leaves[own], verdict)
-            self.takers.setdefault(size, set()).add(own)
-            labels.setdefault(verdict.label, []).append(leaves[own])
-        self.takers.pop(0, None)
-        self.tables = [x for x in labels.get("embedding", ()) if x.rank == 2]
-        self.heads = labels.get("head", [])
-        attention = {x.path[:-2] for x in leaves.values() if x.module == "query"}
-        self.kernels = sorted(
-            (
-                x
-                for x in leaves.values()
-                if x.is_kernel and x.path[1:] and verdicts[x.own].is_known
-                if verdicts[x.own].numbers is not None
-                if x.path[:-2] not in attention or x.module not in WITH_HEADS
-                if x.rank == 2 or verdicts[x.own].kind in _WINDOWS
-                if isinstance(verdicts[x.own].numbers.output_axis, int)
-            ),
-            key=_in_order,
-        )
-        self.given = Counter(x.shape[-1] for x in self.kernels)
-        self.joined = self.takers.keys() - self.given  # or data, or a flat picture
-        alike = Counter(map(_twin, leaves.values()))
-        self.repeated = {
-            own for own, x in leaves.items() if alike[_twin(x)] > 1 or stacks[own].depth
-        }
-        # The kernels of each module; those that have no name but a number, in order.
-        self.modules: dict[Path, list[Leaf]] = {}
-        self.chains: dict[Path, list[Leaf]] = {}
-        for x in self.kernels:
-            self.modules.setdefault(x.path[:-2], []).append(x)
-            if names.UNNAMED.fullmatch(x.module):
-                self.chains.setdefault(x.path[:-2], []).append(x)
-
-    def found(self) -> dict[Path, Verdict]:
-        """New verdicts on kernels that write the output, or may, by their own paths."""
-        found = {x.own: _VOCABULARY for x in self._of_vocabulary()}
-        ends = [x for x in self.kernels if x.own not in found and self._is_end(x)]
-        # Of one size in several places, they are compared with one another.
-        places = {(x.shape[-1], self._chain(x)[0].own) for x in ends}
-        counts = Counter(size for size, _ in places)
-        for x in ends:
-            if self._is_sure(x) and counts[x.shape[-1]] == 1:
-                found[x.own] = _HEAD
-            elif self._follows(x):
-                found[x.own] = _MAY_BE_HEAD
-        has_head = bool(self.heads or found)
-        has_head |= any(x.kind == "one output" for x in self.verdicts.values())
-        for x in self.kernels:
-            if self._is_called_output(x) or self._is_last(x, has_head):
-                found.setdefault(x.own, _MAY_BE_HEAD)
-        # Nobody knows what a kernel takes that a mask hides.
-        if any(x.source == "hidden" for x in self.verdicts.values()):
-            sure = {own: x for own, x in found.items() if x.is_known}
-            return sure | {o: _MAY_BE_HEAD for o, x in sure.items() if x is _HEAD}
-        # A head that writes features which another part takes is none: the pictures' of
-        # PaliGemma, the texts' of SigLIP.
-        for x in self.heads:
-            if x.path[:-2] and x.module == "head" and x.shape[-1] in self.takers:
-                doubt = Verdict("matrix", x.numbers((-2,), (-1,)), "may be no head")
-                found[x.own] = doubt._replace(is_known=False)
-        return found
-
-    def _of_vocabulary(self) -> list[Leaf]:
-        """The kernels with as many outputs as there are tokens.
-
-        The last layer in the table's module, or at the root, else what no layer takes.
-        """
-        if self.heads:
-            return []
-        turned = {(at, x.shape[::-1]) for x in self.tables for at in (x.path[:-2], ())}
-        last = [x[-1] for at, x in self.chains.items() if (at, x[-1].shape) in turned]
-        sizes = {x.shape[0] for x in self.tables if x.shape[0] != x.shape[1]}
-        sizes -= self.takers.keys()
-        alone = [x for x in self.kernels if x.own not in self.repeated]
-        return last or [x for x in alone if x.shape[-1] in sizes]
-
-    def _is_end(self, x: Leaf) -> bool:
-        """Whether nothing takes its outputs, but its network or itself."""
-        outputs = x.shape[-1]
-        is_taken = not self.takers.get(outputs, set()) <= {x.own} | self._network(x)
-        if is_taken or _is_in_block(x):
-            return False
-        # A picture is made flat; fused projections, gates and modulations are cut.
-        is_flat = x.rank > 2 and outputs > _COLORS
-        if is_flat and any(n % outputs == 0 for n in self.joined):
-            return False
-        is_free = not x.path[:-2] or (x is self._chain(x)[-1] and self._chain(x)[2:])
-        return bool(is_free or not self._is_cut(x))
-
-    def _is_sure(self, x: Leaf) -> bool:
-        """Whether an end is the output: the one layer with a bias in its network."""
-        outputs, has_windows = x.shape[-1], any(x.rank > 3 for x in self.kernels)
-        is_unfolded = has_windows and any(n % outputs == 0 for n in self.joined)
-        is_joined = any(self.given[n - outputs] for n in self.joined - {2 * outputs})
-        n_matrices = sum(x.numbers is not None for x in self.verdicts.values())
+    # The last layer next to the table or at the root, else what no layer takes.
+    tops, turned = {(), *(x.path[:-2] for x in tables)}, {x.shape[::-1] for x in tables}
+    sizes = {x.shape[0] for x in tables}
+    able = [x for x in kernels if x.own in alone and not heads]
+    found = {
+        x.own: _VOCABULARY
+        for x in able
+        if x.own in last and x.path[:-2] in tops and x.shape in turned
+    } or {x.own: _VOCABULARY for x in able if x.own in ends and x.shape[-1] in sizes}
+    ends = {x.own for x in kernels if x.own in ends and not _is_part(x, takers)}
+    ends -= found.keys()
+    n_matrices = sum(x.numbers is not None for x in verdicts.values())
+    hides = any(x.source == "hidden" for x in verdicts.values())
+    for x in kernels if len(ends) == 1 and not (heads or found) else ():
+        is_whole = n_matrices > (1 if any(y.rank > 3 for y in kernels) else 2)
         # A gate of few outputs may pick experts, or have one number for each head.
         is_gate = {"gate", "gating"} & {*names.words(x.module)}
-        is_sure = x.bias is not None and x.rank == 2 and x.own not in self.repeated
-        is_sure &= self.takers.get(outputs, set()) <= {x.own}
-        is_sure &= n_matrices > (1 if has_windows else 2)
-        return is_sure and not (is_gate or is_unfolded or is_joined or self._is_cut(x))
-
-    def _is_cut(self, x: Leaf) -> bool:
-        outputs = x.shape[-1]
-        parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
-        return outputs % x.features == 0 or bool(self.takers.keys() & parts)
-
-    def _is_called_output(self, x: Leaf) -> bool:
-        said = names.words(x.module)
-        ends = [*said[:1], *said[-1:]]
+        is_sure = x.own in ends and x.own in alone and x.rank == 2
+        if is_sure and x.bias is not None and is_whole and not is_gate:
+            found[x.own] = _MAY_BE_HEAD if hides else _HEAD
+    if hides:  # nobody knows what a kernel takes that a mask hides
+        return found
+    given = Counter(x.shape[-1] for x in kernels)
+    # A recurrent cell gives the gates of its state, three or four at once.
+    follows = {
+        x.own
+        for x in kernels
+        if given[x.features] > (x.features == x.shape[-1])
+        or any(given[n * x.features] for n in (3, 4))
+    }
+    asked = [x for x in kernels if x.own in ends and follows]
+    has_head = bool(heads or found or rows or asked)
+    for x in kernels:
+        said, chain = names.words(x.module), chains.get(x.path[:-2], [])
+        is_open = x.own in alone and not (has_head or (tables and x.path[:-2]))
+        may_be_last = x.own in last and _may_write(chain, is_open)
         # What says nothing is called what its module is: `final/linear`.
-        if names.UNNAMED.fullmatch(x.module) and x is self._chain(x)[-1]:
-            ends += names.words("".join(x.path[-3:-2]))
-        is_end = any(word.startswith(names.ENDS) for word in ends)
-        is_end &= x.own not in self.repeated and self._follows(x) and not x.role
-        return is_end or not names.OUTPUTS.isdisjoint(said)
-
-    def _is_last(self, x: Leaf, has_head: bool) -> bool:
-        """Whether it is the last unnamed layer: where a table is, only of the root."""
-        chain, at = self._chain(x), x.path[:-2]
-        shapes = [y.shape for y in chain]
-        # One point, `(1, 1, in, out)`, ends the windows of a detector.
-        if len(chain) > 2 and [y for y in chain if {*y.shape[:-2]} == {1}] == [x]:
-            return x is chain[-1]
-        # Layers of one shape are a stack of blocks; two that come back are a block.
-        comes_back = len(chain) == 2 and shapes[0] == shapes[1][::-1]
-        is_block = len({*shapes}) == 1 < len(chain)
-        is_block |= comes_back and bool(at or self.tables)
-        is_last = x in self.chains.get(at, [])[-1:] and x.own not in self.repeated
-        is_last &= not (has_head or is_block) and self._follows(x)
-        return is_last and (not at or (len(chain) > 1 and not self.tables))
-
-    def _network(self, x: Leaf) -> set[Path]:
-        """The kernels of its module, and of those like it, if it is the last of three.
-
-        Two layers that come back are a block, and so are layers of one shape.
-        """
-        chain, inside = self._chain(x), self.modules[x.path[:-2]]
-        shapes = [y.shape for y in inside]
-        is_last = x is chain[-1] and len(chain) > 2 and len({*shapes}) > 1
-        pairs = itertools.pairwise(chain)
-        is_last &= all(a.shape[-1] == b.features for a, b in pairs)
-        alike = (y for y in self.modules.values() if [z.shape for z in y] == shapes)
-        return {z.own for y in alike for z in y} if is_last else set()
-
-    def _chain(self, x: Leaf) -> list[Leaf]:
-        """The unnamed layers of its module, if it is one; else a layer by itself."""
-        chain = self.chains.get(x.path[:-2], [])
-        return chain if x in chain else [x]
-
-    def _follows(self, x: Leaf) -> bool:
-        """Whether a kernel gives what this one takes, or the gates of its state."""
-        gates = (self.given[n * x.features] for n in (3, 4))
-        is_state = x.rank == 2 and x.bias is not None and any(gates)
-        return is_state or self.given[x.features] > (x.features == x.shape[-1])
+        above = names.words("".join(x.path[-3:-2])) if x.own in last else ()
+        said_last = (*said[:1], *said[-1:], *above)
+        is_called = any(word.startswith(names.ENDS) for word in said_last)
+        is_called &= x.own in alone and not x.role
+        may_end = x.own in follows and (may_be_last or is_called)
+        asked += [x] if may_end or {*said} & names.OUTPUTS else []
+    found |= {x.own: _MAY_BE_HEAD for x in asked if x.own not in found}
+    # A head that writes features which another part takes is none: the pictures' of
+    # PaliGemma, the texts' of SigLIP.
+    for x in heads:
+        if x.path[:-2] and x.module == "head" and x.shape[-1] in takers:
+            doubt = Verdict("matrix", x.numbers((-2,), (-1,)), "may be no head")
+            found[x.own] = doubt._replace(is_known=False)
+    return found
 
 
 def _inputs(x: Leaf, verdict: Verdict) -> int:
     """How many features a leaf takes; 0 for one that takes none."""
-    if verdict.numbers is not None:
-        axes: Any = verdict.numbers.reduction_axis
-        axes = (axes,) if isinstance(axes, int) else axes
-        if len(axes) > (1 if x.is_conv else 2):
-            # Of a window the channels, unless they may be the colors of a picture.
-            is_point = {*x.shape[:-2]} == {1}
-            return x.features if x.features > _COLORS or is_point else 0
-        # A square by itself may be of pairs of what others give: transitions.
-        is_square = not x.is_kernel and len({*x.shape}) == 1
-        return 0 if is_square else math.prod(x.shape[x.axes.index(i)] for i in axes)
-    if x.shape and x.kind in ("norm", "embedding"):
-        return x.shape[-1]
-    is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
-    return x.features if is_layer and x.rank > 1 else 0
+    if verdict.numbers is None:
+        is_layer = verdict.label in ("head", "router") or verdict.kind == "one output"
+        is_vector = bool(x.shape) and x.kind in ("norm", "embedding")
+        return x.features if is_layer else x.shape[-1] if is_vector else 0
+    axes: Any = verdict.numbers.reduction_axis
+    axes = (axes,) if isinstance(axes, int) else axes
+    if len(axes) > (1 if x.is_conv else 2):
+        # Of a window the channels, unless they may be the colors of a picture.
+        is_point = {*x.shape[:-2]} == {1}
+        return x.features if x.features > _COLORS or is_point else 0
+    # A square by itself may be of pairs of what others give: transitions.
+    is_square = not x.is_kernel and len({*x.shape}) == 1
+    return 0 if is_square else math.prod(x.shape[x.axes.index(i)] for i in axes)
 
 
-def _is_in_block(x: Leaf) -> bool:
-    """Checks for a layer of a block; `in_proj` is one if it widens what it takes."""
-    said = names.IN_BLOCK & {*names.words(x.module)}
-    return bool(said) and (said != {"in"} or x.shape[-1] > x.features)
+def _gives(x: Leaf, verdict: Verdict) -> bool:
+    """Whether it is a kernel whose features another may take as they are."""
+    is_plain = x.rank == 2 or verdict.kind in ("bias shape", "convolution")
+    is_plain &= verdict.is_known and verdict.numbers is not None
+    is_plain &= x.is_kernel and bool(x.path[1:]) and x.role not in WITH_HEADS
+    return is_plain and isinstance(verdict.numbers.output_axis, int)
+
+
+def _is_part(x: Leaf, takers: Mapping[int, Any]) -> bool:
+    """Whether it is a layer of a block, by its name, or a fused one, by its width."""
+    outputs, said = x.shape[-1], names.IN_BLOCK & {*names.words(x.module)}
+    # `in_proj` is of a block if it widens what it takes.
+    if said and (said != {"in"} or outputs > x.features):
+        return True
+    parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
+    is_fused = outputs % x.features == 0 or bool(takers.keys() & parts)
+    # A picture is made flat before a layer takes it.
+    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in takers)
+    return is_flat or (is_fused and bool(x.path[:-2]))
+
+
+def _may_write(chain: Sequence[Leaf], is_open: bool) -> bool:
+    """Whether the last of layers without a name may write the output.
+
+    Layers of one shape are a block, and so are two that come back to where they began.
+    Three may be a network of their own; one point, `(1, 1, in, out)`, ends windows.
+    """
+    *_, x = chain
+    shapes, module = [y.shape for y in chain], x.path[:-2]
+    comes_back = len(chain) == 2 and shapes[0] == shapes[1][::-1]
+    if len({*shapes}) == 1 < len(chain) or (comes_back and module):
+        return False
+    points = [y for y in chain if {*y.shape[:-2]} == {1}]
+    is_network = (
+        len(chain) > 2 and x.bias is not None and (x.rank == 2 or points == [x])
+    )
+    return bool(module and is_network) or (is_open and not (module and len(chain) == 1))
 
 
 def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
 from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
-from .outputs import Outputs
+from .outputs import outputs_of
 from .paths import is_masked, Path, PathedTree
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
@@ -57,8 +57,8 @@ def is_named(x: Leaf) -> bool:
 def is_small(x: Leaf) -> bool:
     """A few rows may be gains, as FermiNet's, or it is like what is next to it."""
     is_few = 1 < min(x.shape) < _WINDOW and max(x.shape) >= 16
-    is_few &= not names.is_called_layer(x.path[-1:])
-    return (is_few or x.is_part) and not (x.is_kernel or names.is_low_rank(x.path))
+    is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
+    return (is_few or x.is_part) and not (is_layer or names.is_low_rank(x.path))
 
 
 def is_depthwise(x: Leaf) -> bool:
@@ -184,36 +184,31 @@ class ByNames:
         self.leaf_at = tree.by_path()
         self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
         leaves = leaves_of(self.leaf_at, self.stacks)
-        for own, axes in tree.axis_names.items():
-            if "vocab" in axes:
-                first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
-                leaves[own] = leaves[own]._replace(
-                    kind="embedding" if first else "head"
-                )
         # A mask of matrices hides vectors, and heads with them.
         hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
+        hides = any(map(names.is_vector, hidden))
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         widths = {x.shape[0] for x in leaves.values() if x.kind == "norm" and x.shape}
         # A mask of a kernel has its shape, a vector for each head its last two axes.
-        shapes = {(x.path[:-1], x.shape) for x in leaves.values() if x.is_kernel}
-        for x in leaves.values():
-            if (
-                x.rank > 2
-                and not layouts.get(x.own, ("", ()))[1]
-                and x.own not in experts
-            ):
-                shapes |= {(x.path[:-1], x.shape[:2]), (x.path[:-1], x.shape[-2:])}
-        self.leaves: Mapping[Path, Leaf] = {
-            own: x._replace(
-                role=layouts.get(own, ("", ()))[0],
-                letters=layouts.get(own, ("", ()))[1],
-                experts=experts.get(own),
-                is_part=math.prod(x.shape) in widths
-                or (x.path[:-1], x.shape) in shapes,
-                hides=any(map(names.is_vector, hidden)),
-            )
-            for own, x in leaves.items()
+        parts = {
+            (x.path[:-1], part)
+            for x in leaves.values()
+            if x.is_kernel or x.rank > 2
+            for part in (x.shape[:2], x.shape[-2:])
         }
+        self.leaves: Mapping[Path, Leaf] = {}
+        for own, x in leaves.items():
+            role, letters = layouts.get(own, ("", ()))
+            is_part = math.prod(x.shape) in widths or (
+                x.rank == 2 and (x.path[:-1], x.shape) in parts
+            )
+            self.leaves[own] = x._replace(
+                role=role,
+                letters=letters,
+                experts=experts.get(own),
+                is_part=is_part,
+                hides=hides,
+            )
         self.own = {leaf.path: own for own, leaf in leaves.items()}
 
     def lacks_heads(self, kernel: Path) -> bool:
@@ -227,7 +222,7 @@ class ByNames:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
         if not any(x.hides for x in self.leaves.values()):
-            found |= Outputs(self.leaves, found, self.stacks).found()
+            found |= outputs_of(self.leaves, found, self.stacks)
         for own, verdict in found.items():
             start, depth = self.stacks[own]
             if depth and verdict.numbers is not None and verdict.is_known:

@@ -26,8 +26,8 @@ LAYER = {
         "out": {"kernel": np.ones((4, 8, 16)), "bias": np.ones(16)},
     },
     "up": {"kernel": np.ones((16, 24)), "bias": np.ones(24)},
-    "conv": {"kernel": np.ones((3, 5, 7, 9)), "bias": np.ones(9)},
-    "w": np.ones((6, 5)),
+    "conv": {"kernel": np.ones((3, 5, 7, 16)), "bias": np.ones(16)},
+    "w": np.ones((6, 16)),
     "sinks": np.ones(4),
     "scalar": np.ones(()),
 }
