@@ -15,12 +15,10 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
-_STREAMS = (("static",), ("dynamic",))
 # With GPT-2 in HuggingFace, papers and VQ-VAE; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
 _SHORT = {"emb", "embd"}
-_OF_TOKENS = {"tok", "token", "word", "vocab", "embedding"}
 _POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
@@ -34,7 +32,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_FIXED |= {"filter", "filters"}
+_FIXED |= {"filter", "filters", "table", "static", "dynamic"}  # hyper-connections
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"predictions"}  # Keras' applications
 
@@ -104,9 +102,7 @@ def kind(path: Path) -> str:
     if "bias" in own[-1:]:
         return "bias"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    # So have those of hyper-connections (arXiv:2409.19606), `dynamic_alpha_fn`.
     is_shift = "shift" in own and not is_kernel
-    is_shift |= own[:1] in _STREAMS and own[1:2] in (("alpha",), ("beta",))
     if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
         return "norm"
     # A word has to end a table's name or begin it: `embeddings_project` is none. `emb`
@@ -117,8 +113,7 @@ def kind(path: Path) -> str:
     elif is_weight:  # `shared` by encoder and decoder, as in T5 and BART
         is_shared = called == ("shared",) or ("embed" in first and not is_layer)
         is_table = is_table or is_shared
-    of_tokens = last & {*_SHORT, "table", "matrix"} and _OF_TOKENS & {*called[:-1]}
-    if is_table or of_tokens or "W_E" in path[-2:]:  # papers on interpretability
+    if is_table or "W_E" in path[-2:]:  # papers on interpretability
         return "embedding"
     # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
     is_learned = is_weight and not is_layer and first & _RELATIVE

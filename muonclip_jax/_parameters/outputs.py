@@ -10,7 +10,7 @@ of a whole tree, with a bias.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from . import names
@@ -26,85 +26,131 @@ _VOCABULARY = Verdict(
     "head", None, "output head: as large as the vocabulary", is_sure=False
 )
 _HEAD = Verdict("head", None, "output head: nothing takes its outputs", is_sure=False)
-_MAY_BE_HEAD = Verdict("head", None, "may write the output", is_known=False)
 
 
-def outputs_of(
-    leaves: Mapping[Path, Leaf],
-    verdicts: Mapping[Path, Verdict],
-    stacks: Mapping[Path, Stack],
-) -> dict[Path, Verdict]:
-    """New verdicts on kernels that write the output, or may, by their own paths."""
-    takers: dict[int, set[Path]] = {}
-    for own, verdict in verdicts.items():
-        takers.setdefault(_inputs(leaves[own], verdict), set()).add(own)
-    takers.pop(0, None)
-    in_order = sorted(leaves.values(), key=_in_order)
-    kernels = [x for x in in_order if _gives(x, verdicts[x.own])]
-    heads = [x for x in in_order if verdicts[x.own].label == "head"]
-    rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
-    tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
-    alike = Counter(map(_twin, in_order))
-    alone = {x.own for x in kernels if alike[_twin(x)] == 1 and not stacks[x.own].depth}
-    # The layers of each module that have no name but a number, in order.
-    chains: dict[Path, list[Leaf]] = {}
-    for x in sorted(kernels + rows, key=_in_order):
-        if names.UNNAMED.fullmatch(x.module):
-            chains.setdefault(x.path[:-2], []).append(x)
-    last = {chain[-1].own for chain in chains.values()}
-    ends = {x.own for x in kernels if takers.get(x.shape[-1], set()) <= {x.own}}
+class Outputs:
+    """The kernels of a tree, which give features, and the leaves that take them."""
 
-    # The last layer next to the table or at the root, else what no layer takes.
-    tops, turned = {(), *(x.path[:-2] for x in tables)}, {x.shape[::-1] for x in tables}
-    sizes = {x.shape[0] for x in tables}
-    able = [x for x in kernels if x.own in alone and not heads]
-    found = {
-        x.own: _VOCABULARY
-        for x in able
-        if x.own in last and x.path[:-2] in tops and x.shape in turned
-    } or {x.own: _VOCABULARY for x in able if x.own in ends and x.shape[-1] in sizes}
-    ends = {x.own for x in kernels if x.own in ends and not _is_part(x, takers)}
-    ends -= found.keys()
-    n_matrices = sum(x.numbers is not None for x in verdicts.values())
-    hides = any(x.source == "hidden" for x in verdicts.values())
-    for x in kernels if len(ends) == 1 and not (heads or found) else ():
-        is_whole = n_matrices > (1 if any(y.rank > 3 for y in kernels) else 2)
-        # A gate of few outputs may pick experts, or have one number for each head.
-        is_gate = {"gate", "gating"} & {*names.words(x.module)}
-        is_sure = x.own in ends and x.own in alone and x.rank == 2
-        if is_sure and x.bias is not None and is_whole and not is_gate:
-            found[x.own] = _MAY_BE_HEAD if hides else _HEAD
-    if hides:  # nobody knows what a kernel takes that a mask hides
+    def __init__(
+        self,
+        leaves: Mapping[Path, Leaf],
+        verdicts: Mapping[Path, Verdict],
+        stacks: Mapping[Path, Stack],
+    ):
+        self.takers: dict[int, set[Path]] = {}
+        for own, verdict in verdicts.items():
+            self.takers.setdefault(_inputs(leaves[own], verdict), set()).add(own)
+        self.takers.pop(0, None)
+        self.verdicts, in_order = verdicts, sorted(leaves.values(), key=_in_order)
+        self.kernels = [x for x in in_order if _gives(x, verdicts[x.own])]
+        self.heads = [x for x in in_order if verdicts[x.own].label == "head"]
+        self.tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
+        rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
+        alike = Counter(map(_twin, in_order))
+        is_one = {x.own for x in in_order if alike[_twin(x)] == 1}
+        self.alone = {own for own in is_one if not stacks[own].depth}
+        # The layers of each module that have no name but a number, in order.
+        self.chains: dict[Path, list[Leaf]] = {}
+        for x in sorted(self.kernels + rows, key=_in_order):
+            if names.UNNAMED.fullmatch(x.module):
+                self.chains.setdefault(x.path[:-2], []).append(x)
+        self.last = {chain[-1].own for chain in self.chains.values()}
+        self.given = Counter(x.shape[-1] for x in self.kernels)
+
+    def found(self) -> dict[Path, Verdict]:
+        """New verdicts on kernels that write the output, or may, by their own paths."""
+        found = {x.own: _VOCABULARY for x in self._of_vocabulary()}
+        ends = [x for x in self.kernels if self._ends(x) and x.own not in found]
+        ends = [x for x in ends if not self._is_part(x)]
+        hides = any(x.source == "hidden" for x in self.verdicts.values())
+        if len(ends) == 1 and not (self.heads or found) and self._is_sure(ends[0]):
+            found[ends[0].own] = self._asked(ends[0]) if hides else _HEAD
+        if hides:  # nobody knows what a kernel takes that a mask hides
+            return found
+        is_deep = any(x.rank > 3 or self._follows(x) for x in self.kernels)
+        asked = [x for x in ends if is_deep]
+        has_head = bool(self.heads or found)
+        asked += [x for x in self.kernels if self._is_called_output(x)]
+        asked += [x for x in self.kernels if self._may_be_last(x, has_head)]
+        found = {x.own: self._asked(x) for x in asked} | found
+        # A head that writes features which another part takes is none: the pictures'
+        # of PaliGemma, the texts' of SigLIP.
+        for x in self.heads:
+            if x.path[:-2] and x.module == "head" and x.shape[-1] in self.takers:
+                doubt = Verdict("matrix", x.numbers((-2,), (-1,)), "may be no head")
+                found[x.own] = doubt._replace(is_known=False)
         return found
-    given = Counter(x.shape[-1] for x in kernels)
-    # A recurrent cell gives the gates of its state, three or four at once.
-    follows = {
-        x.own
-        for x in kernels
-        if given[x.features] > (x.features == x.shape[-1])
-        or any(given[n * x.features] for n in (3, 4))
-    }
-    asked = [x for x in kernels if x.own in ends and follows]
-    has_head = bool(heads or found or rows or asked)
-    for x in kernels:
-        said, chain = names.words(x.module), chains.get(x.path[:-2], [])
-        is_open = x.own in alone and not (has_head or (tables and x.path[:-2]))
-        may_be_last = x.own in last and _may_write(chain, is_open)
+
+    def _asked(self, x: Leaf) -> Verdict:
+        """The question, and the guess: AdamW for what nothing takes, and is but once."""
+        is_head = self._ends(x) and x.own in self.alone
+        numbers = None if is_head else self.verdicts[x.own].numbers
+        return Verdict("head", numbers, "may write the output", is_known=False)
+
+    def _of_vocabulary(self) -> list[Leaf]:
+        """The kernels with as many outputs as there are tokens.
+
+        The last layer in the table's module, or at the root, else what no layer takes.
+        """
+        turned = {(at, x.shape[::-1]) for x in self.tables for at in (x.path[:-2], ())}
+        sizes = {x.shape[0] for x in self.tables}
+        able = [x for x in self.kernels if x.own in self.alone and not self.heads]
+        last = [x for x in able if x.own in self.last]
+        last = [x for x in last if (x.path[:-2], x.shape) in turned]
+        return last or [x for x in able if x.shape[-1] in sizes and self._ends(x)]
+
+    def _ends(self, x: Leaf) -> bool:
+        return self.takers.get(x.shape[-1], set()) <= {x.own}
+
+    def _follows(self, x: Leaf) -> bool:
+        """Whether a kernel gives what this one takes, or the gates of its state."""
+        gates = (self.given[n * x.features] for n in (3, 4))
+        return self.given[x.features] > (x.features == x.shape[-1]) or any(gates)
+
+    def _is_part(self, x: Leaf) -> bool:
+        """Whether a part of its outputs may be what others take, by its width."""
+        outputs = x.shape[-1]
+        parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
+        is_fused = outputs % x.features == 0 or bool(self.takers.keys() & parts)
+        # A picture is made flat before a layer takes it.
+        is_flat = x.rank > 2 and outputs > _COLORS
+        is_flat = is_flat and any(n % outputs == 0 for n in self.takers)
+        return is_flat or (is_fused and bool(x.path[:-2]))
+
+    def _is_sure(self, x: Leaf) -> bool:
+        """Whether the one end is the output of a whole model: a layer with a bias.
+
+        A gate of few outputs may pick experts, or have one number for each head.
+        """
+        n_matrices = sum(x.numbers is not None for x in self.verdicts.values())
+        is_whole = n_matrices > (1 if any(x.rank > 3 for x in self.kernels) else 2)
+        is_gate = {"gate", "gating"} & {*names.words(x.module)}
+        is_layer = x.bias is not None and x.rank == 2 and x.own in self.alone
+        return is_layer and is_whole and not is_gate
+
+    def _is_called_output(self, x: Leaf) -> bool:
+        said = names.words(x.module)
+        ends = [*said[:1], *said[-1:]]
         # What says nothing is called what its module is: `final/linear`.
-        above = names.words("".join(x.path[-3:-2])) if x.own in last else ()
-        said_last = (*said[:1], *said[-1:], *above)
-        is_called = any(word.startswith(names.ENDS) for word in said_last)
-        is_called &= x.own in alone and not x.role
-        may_end = x.own in follows and (may_be_last or is_called)
-        asked += [x] if may_end or {*said} & names.OUTPUTS else []
-    found |= {x.own: _MAY_BE_HEAD for x in asked if x.own not in found}
-    # A head that writes features which another part takes is none: the pictures' of
-    # PaliGemma, the texts' of SigLIP.
-    for x in heads:
-        if x.path[:-2] and x.module == "head" and x.shape[-1] in takers:
-            doubt = Verdict("matrix", x.numbers((-2,), (-1,)), "may be no head")
-            found[x.own] = doubt._replace(is_known=False)
-    return found
+        ends += names.words("".join(x.path[-3:-2])) if x.own in self.last else ()
+        is_end = any(word.startswith(names.ENDS) for word in ends)
+        is_end &= x.own in self.alone and self._follows(x) and not x.role
+        return is_end or not names.OUTPUTS.isdisjoint(said)
+
+    def _may_be_last(self, x: Leaf, has_head: bool) -> bool:
+        """Whether it is the last of layers without a name, which may write the output.
+
+        Three layers in a module may be a network of their own. Layers of one shape are
+        a stack of blocks.
+        """
+        module, chain = x.path[:-2], self.chains.get(x.path[:-2], [])
+        is_block = len({y.shape for y in chain}) == 1 < len(chain)
+        if x.own not in self.last or not self._follows(x) or is_block:
+            return False
+        if module and x.bias is not None and len(chain) > 2:
+            return True
+        is_open = x.own in self.alone and not has_head
+        return is_open and (not module or (len(chain) > 1 and not self.tables))
 
 
 def _inputs(x: Leaf, verdict: Verdict) -> int:
@@ -130,37 +176,6 @@ def _gives(x: Leaf, verdict: Verdict) -> bool:
     is_plain &= verdict.is_known and verdict.numbers is not None
     is_plain &= x.is_kernel and bool(x.path[1:]) and x.role not in WITH_HEADS
     return is_plain and isinstance(verdict.numbers.output_axis, int)
-
-
-def _is_part(x: Leaf, takers: Mapping[int, Any]) -> bool:
-    """Whether it is a layer of a block, by its name, or a fused one, by its width."""
-    outputs, said = x.shape[-1], names.IN_BLOCK & {*names.words(x.module)}
-    # `in_proj` is of a block if it widens what it takes.
-    if said and (said != {"in"} or outputs > x.features):
-        return True
-    parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
-    is_fused = outputs % x.features == 0 or bool(takers.keys() & parts)
-    # A picture is made flat before a layer takes it.
-    is_flat = x.rank > 2 and outputs > _COLORS and any(n % outputs == 0 for n in takers)
-    return is_flat or (is_fused and bool(x.path[:-2]))
-
-
-def _may_write(chain: Sequence[Leaf], is_open: bool) -> bool:
-    """Whether the last of layers without a name may write the output.
-
-    Layers of one shape are a block, and so are two that come back to where they began.
-    Three may be a network of their own; one point, `(1, 1, in, out)`, ends windows.
-    """
-    *_, x = chain
-    shapes, module = [y.shape for y in chain], x.path[:-2]
-    comes_back = len(chain) == 2 and shapes[0] == shapes[1][::-1]
-    if len({*shapes}) == 1 < len(chain) or (comes_back and module):
-        return False
-    points = [y for y in chain if {*y.shape[:-2]} == {1}]
-    is_network = (
-        len(chain) > 2 and x.bias is not None and (x.rank == 2 or points == [x])
-    )
-    return bool(module and is_network) or (is_open and not (module and len(chain) == 1))
 
 
 def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
 from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
-from .outputs import outputs_of
+from .outputs import Outputs
 from .paths import is_masked, Path, PathedTree
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
@@ -129,9 +129,7 @@ RULES = (
     Rule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
     Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
-    # Nothing looks up one row: it is added.
-    Rule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
-    Rule("embedding", lambda x: x.is_table),
+    Rule("embedding", lambda x: x.is_table, "embedding"),
     Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
     Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
@@ -222,7 +220,7 @@ class ByNames:
         """Returns the verdict on every leaf, by its own path."""
         found = {x.own: self._first(x, per_head) for x in self.leaves.values()}
         if not any(x.hides for x in self.leaves.values()):
-            found |= outputs_of(self.leaves, found, self.stacks)
+            found |= Outputs(self.leaves, found, self.stacks).found()
         for own, verdict in found.items():
             start, depth = self.stacks[own]
             if depth and verdict.numbers is not None and verdict.is_known:
