@@ -19,6 +19,7 @@ _GAINS = {"scale", "scales", "gain", "gains"}
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
 _SHORT = {"emb", "embd"}
+_OF_TOKENS = {"tok", "token", "word", "vocab", "embedding"}
 _POSITIONS = {"pe", "pos", "position", "positions", "positional", "posemb", "relpos"}
 _RELATIVE = _POSITIONS | {"relative", "rel"}
 # Perceiver, prompt tuning, DINO and Wav2Vec2: learned, and added or compared to.
@@ -32,7 +33,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_FIXED |= {"filter", "filters", "table", "static", "dynamic"}  # hyper-connections
+_FIXED |= {"filter", "filters", "static", "dynamic"}  # hyper-connections
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"predictions"}  # Keras' applications
 
@@ -48,7 +49,7 @@ _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split
 _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
-IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
+IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "kv", "wkv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.
 UNNAMED = re.compile(
     r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
@@ -113,7 +114,8 @@ def kind(path: Path) -> str:
     elif is_weight:  # `shared` by encoder and decoder, as in T5 and BART
         is_shared = called == ("shared",) or ("embed" in first and not is_layer)
         is_table = is_table or is_shared
-    if is_table or "W_E" in path[-2:]:  # papers on interpretability
+    of_tokens = last & {*_SHORT, "table", "matrix"} and _OF_TOKENS & {*called[:-1]}
+    if is_table or of_tokens or "W_E" in path[-2:]:  # papers on interpretability
         return "embedding"
     # A bias of pairs of positions, too, which T5 in PyTorch calls a weight.
     is_learned = is_weight and not is_layer and first & _RELATIVE

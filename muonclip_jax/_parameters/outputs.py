@@ -67,7 +67,8 @@ class Outputs:
             found[ends[0].own] = self._asked(ends[0]) if hides else _HEAD
         if hides:  # nobody knows what a kernel takes that a mask hides
             return found
-        is_deep = any(x.rank > 3 or self._follows(x) for x in self.kernels)
+        is_deep = any(self._follows(x) for x in self.kernels)
+        is_deep |= len(self.kernels) > 1 and any(x.rank > 3 for x in self.kernels)
         asked = [x for x in ends if is_deep]
         has_head = bool(self.heads or found)
         asked += [x for x in self.kernels if self._is_called_output(x)]
@@ -82,8 +83,8 @@ class Outputs:
         return found
 
     def _asked(self, x: Leaf) -> Verdict:
-        """The question, and the guess: AdamW for what nothing takes, and is but once."""
-        is_head = self._ends(x) and x.own in self.alone
+        """The question. The guess is AdamW for one layer at the root or at an end."""
+        is_head = x.own in self.alone and (self._ends(x) or not x.path[:-2])
         numbers = None if is_head else self.verdicts[x.own].numbers
         return Verdict("head", numbers, "may write the output", is_known=False)
 
@@ -104,12 +105,15 @@ class Outputs:
 
     def _follows(self, x: Leaf) -> bool:
         """Whether a kernel gives what this one takes, or the gates of its state."""
-        gates = (self.given[n * x.features] for n in (3, 4))
-        return self.given[x.features] > (x.features == x.shape[-1]) or any(gates)
+        sizes = (1, 3, 4) if x.bias is not None else (1,)
+        others = self.given - Counter([x.shape[-1]])
+        return any(n * x.features in others for n in sizes)
 
     def _is_part(self, x: Leaf) -> bool:
-        """Whether a part of its outputs may be what others take, by its width."""
+        """Whether it is of a block, by its name, or others may take it in parts."""
         outputs = x.shape[-1]
+        if names.IN_BLOCK & {*names.words(x.module)}:
+            return True
         parts = {outputs // n for n in (2, 3, 4, 6) if outputs % n == 0}
         is_fused = outputs % x.features == 0 or bool(self.takers.keys() & parts)
         # A picture is made flat before a layer takes it.
@@ -141,10 +145,12 @@ class Outputs:
         """Whether it is the last of layers without a name, which may write the output.
 
         Three layers in a module may be a network of their own. Layers of one shape are
-        a stack of blocks.
+        a block, and so are two that come back to where they began.
         """
         module, chain = x.path[:-2], self.chains.get(x.path[:-2], [])
+        comes_back = len(chain) == 2 and chain[0].shape == chain[1].shape[::-1]
         is_block = len({y.shape for y in chain}) == 1 < len(chain)
+        is_block |= bool(comes_back and module)
         if x.own not in self.last or not self._follows(x) or is_block:
             return False
         if module and x.bias is not None and len(chain) > 2:
@@ -172,10 +178,9 @@ def _inputs(x: Leaf, verdict: Verdict) -> int:
 
 def _gives(x: Leaf, verdict: Verdict) -> bool:
     """Whether it is a kernel whose features another may take as they are."""
-    is_plain = x.rank == 2 or verdict.kind in ("bias shape", "convolution")
-    is_plain &= verdict.is_known and verdict.numbers is not None
-    is_plain &= x.is_kernel and bool(x.path[1:]) and x.role not in WITH_HEADS
-    return is_plain and isinstance(verdict.numbers.output_axis, int)
+    is_matrix = verdict.is_known and verdict.numbers is not None
+    is_layer = x.is_kernel and bool(x.path[1:]) and x.role not in WITH_HEADS
+    return is_layer and is_matrix and isinstance(verdict.numbers.output_axis, int)
 
 
 def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:

@@ -6,7 +6,7 @@ rules on kernels that write the output.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,13 +15,14 @@ from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
 from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
 from .outputs import Outputs
-from .paths import is_masked, Path, PathedTree
+from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
 
 
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
+_ROUTERS = (("router",), ("gate",), ("gates",))
 
 
 class Rule(NamedTuple):
@@ -182,6 +183,11 @@ class ByNames:
         self.leaf_at = tree.by_path()
         self.stacks = find_stacks(self.leaf_at, stack_axes, tree.axis_names)
         leaves = leaves_of(self.leaf_at, self.stacks)
+        for own, axes in tree.axis_names.items():
+            if "vocab" in axes:
+                is_first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
+                kind = "embedding" if is_first else "head"
+                leaves[own] = leaves[own]._replace(kind=kind)
         # A mask of matrices hides vectors, and heads with them.
         hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
         hides = any(map(names.is_vector, hidden))
@@ -197,14 +203,11 @@ class ByNames:
         self.leaves: Mapping[Path, Leaf] = {}
         for own, x in leaves.items():
             role, letters = layouts.get(own, ("", ()))
-            is_part = math.prod(x.shape) in widths or (
-                x.rank == 2 and (x.path[:-1], x.shape) in parts
-            )
             self.leaves[own] = x._replace(
                 role=role,
                 letters=letters,
                 experts=experts.get(own),
-                is_part=is_part,
+                is_part=math.prod(x.shape) in widths or (x.path[:-1], x.shape) in parts,
                 hides=hides,
             )
         self.own = {leaf.path: own for own, leaf in leaves.items()}
@@ -244,30 +247,24 @@ class ByNames:
         return found
 
 
-def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
+def _experts(leaves: Collection[Leaf]) -> dict[Path, Shape]:
     """The shape of a router, by its path and those of the experts next to it."""
-    counts: set[tuple[Path, int]] = set()  # below each module; 0 if they have numbers
-    for x in leaves:
-        is_stack = x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])
-        for depth, name in enumerate(x.path):
-            if is_stack or names.words(name)[-1:] in (("expert",), ("experts",)):
-                counts.add((x.path[:depth], x.shape[-3] if x.rank > 2 else 0))
-    found: dict[Path, tuple[int, ...]] = {}
-    for router in leaves:
-        called = [x for x in router.path if not x.isdigit()]
-        called = called[: len(called) - router.is_kernel]
-        called = called[:-1] if called[-2:-1] == ["gates"] else called
-        # A router may be a module of its own, with a layer inside.
-        is_module = (names.words(x)[-1:] == ("router",) for x in called)
-        end = next((i + 1 for i, x in enumerate(is_module) if x), len(called))
-        called = called[:end]
-        last = names.words("".join(called[-1:]))[-1:]
-        at = router.path[: router.path.index(called[-1])] if called else ()
-        is_gate = last in (("gate",), ("gates",))
-        is_gate &= any((at, count) in counts for count in (0, *router.shape))
-        if router.rank == 2 and (last == ("router",) or is_gate):
+    found: dict[Path, Shape] = {}
+    for router in (x for x in leaves if x.rank == 2):
+        said = [names.words(name)[-1:] for name in router.path]
+        at = next((i for i, x in enumerate(said) if x in _ROUTERS), None)
+        if at is None:
+            continue
+        near = [x for x in leaves if x.path[:at] == router.path[:at] and x != router]
+        stacks = [x for x in near if x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])]
+        have_numbers = any(
+            names.words(name)[-1:] in (("expert",), ("experts",))
+            for x in near
+            for name in x.path[at:]
+        )
+        is_router = said[at] == ("router",) or have_numbers
+        if is_router or any(x.shape[-3] in router.shape for x in stacks):
             found[router.own] = router.shape
-            inside = (x for x in leaves if x.path[: len(at)] == at and x.rank > 2)
-            fits = (x for x in inside if x.shape[-3] == router.shape[1])
+            fits = (x for x in stacks if x.shape[-3] == router.shape[1])
             found |= {x.own: router.shape for x in fits if not x.is_turned}
     return found

@@ -84,8 +84,8 @@ def test_stack_axes_elsewhere_than_in_front(axis):
         front["up"]["bias"] = jnp.ones((3, 24))
         front["norm"] = {"scale": jnp.ones((3, 20))}
         front["conv"] = {
-            "kernel": jnp.ones((3, 5, 6, 7, 9)),
-            "bias": jnp.ones((3, 9)),
+            "kernel": jnp.ones((3, 5, 6, 7, 20)),
+            "bias": jnp.ones((3, 20)),
         }
     moved = jax.tree.map(lambda p: jnp.moveaxis(p, 0, axis), {"layers": front})
     moved["embed"] = {"embedding": jnp.ones((50, 20))}
