@@ -42,7 +42,8 @@ class Outputs:
             self.takers.setdefault(_inputs(leaves[own], verdict), set()).add(own)
         self.takers.pop(0, None)
         self.verdicts, in_order = verdicts, sorted(leaves.values(), key=_in_order)
-        self.kernels = [x for x in in_order if _gives(x, verdicts[x.own])]
+        self.layers = [x for x in in_order if _gives(x, verdicts[x.own])]
+        self.kernels = [x for x in self.layers if x.is_kernel and x.path[1:]]
         self.heads = [x for x in in_order if verdicts[x.own].label == "head"]
         self.tables = [x for x in in_order if verdicts[x.own].label == "embedding"]
         rows = [x for x in in_order if verdicts[x.own].kind == "one output"]
@@ -95,7 +96,7 @@ class Outputs:
         """
         turned = {(at, x.shape[::-1]) for x in self.tables for at in (x.path[:-2], ())}
         sizes = {x.shape[0] for x in self.tables}
-        able = [x for x in self.kernels if x.own in self.alone and not self.heads]
+        able = [x for x in self.layers if x.own in self.alone and not self.heads]
         last = [x for x in able if x.own in self.last]
         last = [x for x in last if (x.path[:-2], x.shape) in turned]
         return last or [x for x in able if x.shape[-1] in sizes and self._ends(x)]
@@ -105,7 +106,7 @@ class Outputs:
 
     def _follows(self, x: Leaf) -> bool:
         """Whether a kernel gives what this one takes, or the gates of its state."""
-        sizes = (1, 3, 4) if x.bias is not None else (1,)
+        sizes = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
         others = self.given - Counter([x.shape[-1]])
         return any(n * x.features in others for n in sizes)
 
@@ -177,9 +178,9 @@ def _inputs(x: Leaf, verdict: Verdict) -> int:
 
 
 def _gives(x: Leaf, verdict: Verdict) -> bool:
-    """Whether it is a kernel whose features another may take as they are."""
+    """Whether it is a layer whose features another may take as they are."""
     is_matrix = verdict.is_known and verdict.numbers is not None
-    is_layer = x.is_kernel and bool(x.path[1:]) and x.role not in WITH_HEADS
+    is_layer = (x.is_kernel or x.rank == 2) and x.role not in WITH_HEADS
     return is_layer and is_matrix and isinstance(verdict.numbers.output_axis, int)
 
 

@@ -57,7 +57,7 @@ def is_named(x: Leaf) -> bool:
 
 def is_small(x: Leaf) -> bool:
     """A few rows may be gains, as FermiNet's, or it is like what is next to it."""
-    is_few = 1 < min(x.shape) < _WINDOW and max(x.shape) >= 16
+    is_few = min(x.shape) < _WINDOW and max(x.shape) >= 16
     is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
     return (is_few or x.is_part) and not (is_layer or names.is_low_rank(x.path))
 

@@ -132,7 +132,7 @@ def test_values_and_gates_in_one_kernel_are_no_head():
 
 @pytest.mark.parametrize(
     "others",
-    [{}, {"log_std": (1, 6)}, {"cls": (1, 1, 64)}, {"prelu": {"alpha": (1, 64)}}],
+    [{}, {"log_std": (1, 6)}, {"cls": (1, 1, 64)}, {"prelu": {"alpha": (1, 8)}}],
 )
 def test_axes_of_one_take_no_outputs_of_a_head(others):
     sizes = dense((17, 64), (64, 64), (64, 1))
