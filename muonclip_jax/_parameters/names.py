@@ -154,9 +154,8 @@ def is_layer(path: Path) -> bool:
 
     What else Flax calls a kernel may be anything.
     """
-    module = "".join(path[-2:-1])
-    is_called = is_convolution(path) or not _LAYERS.isdisjoint(words(module))
-    return path[-1:] == ("kernel",) and bool(is_called or projection(module))
+    is_called = is_convolution(path) or is_called_layer(path[-2:-1])
+    return path[-1:] == ("kernel",) and is_called
 
 
 def is_called_layer(path: Path) -> bool:

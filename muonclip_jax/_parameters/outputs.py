@@ -179,9 +179,10 @@ def _inputs(x: Leaf, verdict: Verdict) -> int:
 
 def _gives(x: Leaf, verdict: Verdict) -> bool:
     """Whether it is a layer whose features another may take as they are."""
-    is_matrix = verdict.is_known and verdict.numbers is not None
+    numbers: Any = verdict.numbers
     is_layer = (x.is_kernel or x.rank == 2) and x.role not in WITH_HEADS
-    return is_layer and is_matrix and isinstance(verdict.numbers.output_axis, int)
+    is_matrix = verdict.is_known and numbers is not None
+    return is_layer and is_matrix and isinstance(numbers.output_axis, int)
 
 
 def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:
