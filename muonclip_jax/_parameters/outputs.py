@@ -179,10 +179,9 @@ def _inputs(x: Leaf, verdict: Verdict) -> int:
 
 def _gives(x: Leaf, verdict: Verdict) -> bool:
     """Whether it is a layer whose features another may take as they are."""
-    numbers: Any = verdict.numbers
-    is_layer = (x.is_kernel or x.rank == 2) and x.role not in WITH_HEADS
-    is_matrix = verdict.is_known and numbers is not None
-    return is_layer and is_matrix and isinstance(numbers.output_axis, int)
+    if not (verdict.is_known and (x.is_kernel or x.rank == 2)) or x.role in WITH_HEADS:
+        return False
+    return verdict.numbers is not None and isinstance(verdict.numbers.output_axis, int)
 
 
 def _twin(leaf: Leaf) -> tuple[Path, tuple[int, ...]]:
