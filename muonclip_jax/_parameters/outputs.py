@@ -71,7 +71,7 @@ class Outputs:
         is_deep = any(self._follows(x) for x in self.kernels)
         is_deep |= len(self.kernels) > 1 and any(x.rank > 3 for x in self.kernels)
         asked = [x for x in ends if is_deep]
-        has_head = bool(self.heads or found)
+        has_head = bool(self.heads or found or asked)
         asked += [x for x in self.kernels if self._is_called_output(x)]
         asked += [x for x in self.kernels if self._may_be_last(x, has_head)]
         found = {x.own: self._asked(x) for x in asked} | found

@@ -53,6 +53,10 @@ OUTPUTS = {
         {"fc1": dense(784, 512), "fc2": dense(512, 10)},
         "fc2/kernel",
     ),
+    "two heads of one trunk": (
+        run("Dense_", 8, 64, 64) | {"means": dense(64, 9), "angles": dense(64, 5)},
+        "means/kernel angles/kernel",
+    ),
     "no biases": (
         run("Dense_", 784, 512, 256, 10, layer=lambda *x: dense(*x, bias=False)),
         "Dense_2/kernel",

@@ -328,3 +328,9 @@ def test_tables_as_arrays_and_in_modules(path):
 def test_heads_as_arrays(name):
     assert not any(table(abstract(nested(name, (24, 999)))).values())
     assert table(abstract({"emb_proj": (24, 48)}))["emb_proj"]
+
+
+def test_an_array_as_large_as_the_vocabulary_is_a_head_where_nothing_takes_it():
+    shapes = {"tok_emb": (999, 24), "up": (24, 96), "down": (96, 24), "z": (24, 999)}
+    found = table(abstract(shapes))
+    assert found["z"] is None and found["up"] == (1, 24, 96)
