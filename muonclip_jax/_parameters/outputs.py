@@ -106,9 +106,9 @@ class Outputs:
 
     def _follows(self, x: Leaf) -> bool:
         """Whether a kernel gives what this one takes, or the gates of its state."""
-        sizes = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
-        others = self.given - Counter([x.shape[-1]])
-        return any(n * x.features in others for n in sizes)
+        parts = (1, 3, 4) if x.bias is not None and x.rank == 2 else (1,)
+        sizes = (n * x.features for n in parts)
+        return any(self.given[n] > (n == x.shape[-1]) for n in sizes)
 
     def _is_part(self, x: Leaf) -> bool:
         """Whether it is of a block, by its name, or others may take it in parts."""
