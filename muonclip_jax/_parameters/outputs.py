@@ -96,7 +96,9 @@ class Outputs:
         """
         turned = {(at, x.shape[::-1]) for x in self.tables for at in (x.path[:-2], ())}
         sizes = {x.shape[0] for x in self.tables}
-        able = [x for x in self.layers if x.own in self.alone and not self.heads]
+        # One array by itself may be anything.
+        able = self.layers if len(self.layers) > 1 else self.kernels
+        able = [x for x in able if x.own in self.alone and not self.heads]
         last = [x for x in able if x.own in self.last]
         last = [x for x in last if (x.path[:-2], x.shape) in turned]
         return last or [x for x in able if x.shape[-1] in sizes and self._ends(x)]
