@@ -77,12 +77,15 @@ def count(leaves: Sequence[Leaf]) -> collections.Counter[str]:
 
 
 def _asked(leaves: Sequence[Leaf]) -> frozenset[int]:
-    try:
-        mc.flax_dimension_numbers(build(leaves))
-    except ValueError as error:
-        message = str(error)
-        return frozenset(i for i, x in enumerate(leaves) if is_listed(x, message))
-    return frozenset()
+    """The leaves of the question, and of those that follow where these are hidden."""
+    asked: frozenset[int] = frozenset()
+    while True:
+        try:
+            mc.flax_dimension_numbers(build(leaves, asked))
+            return asked
+        except ValueError as error:
+            message = str(error)
+        asked |= {i for i, x in enumerate(leaves) if is_listed(x, message)}
 
 
 def _sides(answer: Any, shape: Sequence[int]) -> Sides:

@@ -180,22 +180,16 @@ def param_labels(
         >>> tx = optax.partition({"rest": mc.muon(1e-2), "head": head}, is_head)
     """
     tree = paths.flatten(paths.params_of(params))
-    return tree.unflatten(_labels(tree, model, dimension_numbers))
-
-
-def _labels(
-    tree: paths.PathedTree, model: Model | None, given: DimensionNumbers | None
-) -> list[str]:
     reading = ByNames(tree).verdicts() if model is None else _read(model, tree)
+    found = resolve_verdicts(dimension_numbers, tree, reading=reading)
     labels = []
-    verdicts = resolve_verdicts(given, tree, reading=reading)
-    for path, verdict in zip(tree.paths, verdicts, strict=True):
+    for path, verdict in zip(tree.paths, found, strict=True):
         # A leaf that is given to AdamW may be a table or a head all the same.
-        is_same = verdict.label == "matrix" or reading[path].label in ("matrix", FROZEN)
-        is_given = verdict.source == "given"
-        by_model = is_given and not is_same
-        labels.append(reading[path].label if by_model else verdict.label)
-    return labels
+        said = reading[path].label
+        is_adamw = verdict.source == "given" and verdict.label == "vector"
+        is_kept = is_adamw and said not in ("matrix", FROZEN)
+        labels.append(said if is_kept else verdict.label)
+    return tree.unflatten(labels)
 
 
 def resolve_verdicts(
@@ -265,19 +259,17 @@ def _read(model: Model, tree: paths.PathedTree) -> dict[paths.Path, Verdict]:
     **Raises:** `ValueError` for leaves that the reading does not have.
     """
     check_read(model, tree)
-    read, leaf_at = model.verdicts, tree.by_path()
-    in_sight = [path for path, leaf in leaf_at.items() if not paths.is_masked(leaf)]
-    found = dict.fromkeys(leaf_at, Verdict("vector", None, "hidden", "hidden"))
+    found = dict.fromkeys(tree.paths, Verdict("vector", None, "hidden", "hidden"))
+    for path, leaf in tree.by_path().items():
+        found[path] = found[path] if paths.is_masked(leaf) else model.verdicts[path]
     doubtful = [
         path
-        for path in in_sight
-        if not read[path].is_known or read[path].kind == "elementwise"
+        for path, said in found.items()
+        if not said.is_known or said.kind == "elementwise"
     ]
     named = ByNames(tree).verdicts() if doubtful else {}
-    for path in in_sight:
-        found[path] = read[path]
     for path in doubtful:
-        said, name = read[path], named[path]
+        said, name = found[path], named[path]
         if not said.is_known:
             found[path] = name._replace(source="unread")
         # A kernel of a known layer, on entries of which the function seems to work one

@@ -134,11 +134,6 @@ class Leaf(NamedTuple):
         return MuonDimensionNumbers(*(x[0] if len(x) == 1 else x for x in sides))
 
 
-def _bias_of(kernel: str) -> str:
-    """The name next to a kernel's: `bias_mu` of `kernel_mu`, as Dopamine has it."""
-    return kernel.replace("kernel", "bias") if "kernel" in kernel else "bias"
-
-
 def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]:
     """One layer of each leaf in Flax's words, turned where its outputs come first."""
     layers, axes_of = {}, {}
@@ -148,13 +143,8 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
         layers[own] = tuple(shape[i] for i in kept)
         axes_of[own] = tuple(i - len(shape) for i in kept)
     written = _in_flax(layers)
-    by_path = {path: layers[own] for own, path in written.items()}
-    bias_of = {
-        own: by_path.get((*path[:-1], _bias_of("".join(path[-1:]))))
-        for own, path in written.items()
-    }
-    kernels = {own for own, x in written.items() if "kernel" in "".join(x[-1:])}
-    weights = {x for x in layers if "weight" in ".".join(x[-2:]).split(".")[-2:]}
+    layer_at = {path: layers[own] for own, path in written.items()}
+    bias_of = {own: layer_at.get((*x[:-1], "bias")) for own, x in written.items()}
 
     def outputs_first(own: Path) -> int | None:
         """How many outputs a kernel has in front, by its bias; `None` if it is open."""
@@ -165,24 +155,26 @@ def leaves_of(leaf_at: LeafAt, stacks: Mapping[Path, Stack]) -> dict[Path, Leaf]
 
     # In Equinox and Haliax the outputs of a `weight` come first, unless the biases of
     # other weights disagree. Square kernels, and kernels without a bias, have no vote.
-    votes = [bool(x) for x in map(outputs_first, kernels & weights) if x is not None]
+    weights = {
+        own
+        for own, path in written.items()
+        if "weight" in ".".join(own[-2:]).split(".")[-2:] and path[-1:] == ("kernel",)
+    }
+    votes = [bool(x) for x in map(outputs_first, weights) if x is not None]
     weights_turned = votes.count(True) >= votes.count(False)
     found: dict[Path, Leaf] = {}
     for own, path in written.items():
         shape, axes, bias = layers[own], axes_of[own], bias_of[own]
-        spelled = ".".join(own).split(".")[-1]
-        name = spelled if path[-1:] == ("kernel",) else "".join(path[-1:])
-        kind = names.kind((*path[:-1], name))
-        # Layers of rank 2 may be turned, too: HuggingFace's GPT-2, recurrent cells in
-        # Equinox; and the first of pairs in stax.
-        may_turn = own in weights or spelled == "0" or spelled.startswith("weight_")
-        may_turn |= len(shape) == 2 and (own in kernels or spelled.startswith("w_"))
-        by = outputs_first(own) if may_turn else 0
+        is_kernel = path[-1:] == ("kernel",)
+        spelled = own[-1].split(".")[-1] if is_kernel else "".join(path[-1:])
+        kind = names.kind((*path[:-1], spelled))
+        is_table = kind == "embedding"
+        by = 0 if is_table and not is_kernel else outputs_first(own)
         if by is None:
+            is_turned = own in weights and weights_turned and not is_table
+            is_turned &= without_ones(bias or ()) != shape  # else a gain
             is_head = path[-2:-1] in (("query",), ("key",), ("value",))
-            is_one = without_ones(bias or ()) == shape  # a gain
-            by = (len(shape) - 1 if is_head else 1) if own in kernels & weights else 0
-            by *= weights_turned and kind != "embedding" and not is_one
+            by = (len(shape) - 1 if is_head else 1) * is_turned
         shape, axes = shape[by:] + shape[:by], axes[by:] + axes[:by]
         found[own] = Leaf(own, path, shape, axes, bias, kind, bool(by))
     return found

@@ -15,7 +15,6 @@ KERNELS = {"kernel", "w", "weight", "weights"}
 _VECTORS = {"scale", "offset", "mean", "var", "gamma", "beta", "gain"}
 _NORMS = {"ln", "bn", "gn", "rms"}
 _GAINS = {"scale", "scales", "gain", "gains"}
-_STREAMS = (("static",), ("dynamic",))
 # With GPT-2 in HuggingFace, papers and VQ-VAE; short forms if nothing else follows.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "embedder", "embs"}
 _TABLES |= {"wte", "wpe", "wtoken", "wpos", "tok", "codebook", "codebooks"}
@@ -34,7 +33,7 @@ _LAYERS = {"proj", "projection", "linear", "dense", "modulation"}
 _FIXED = {"mask", "masks", "causal", "tril", "triu", "cos", "sin", "cis", "rope", "rff"}
 _FIXED |= {"freq", "freqs", "frequencies", "fourier", "random", "buffer", "matrix"}
 _FIXED |= {"elementwise", "hadamard", "diag", "diagonal", "scaling", "weighting"}
-_FIXED |= {"filter", "filters"}
+_FIXED |= {"filter", "filters", "static", "dynamic"}  # hyper-connections
 _HEADS = {"head", "unemb", "unembed", "unembedding", "classifier", "vocab", "logit"}
 _HEADS |= {"predictions"}  # Keras' applications
 
@@ -50,7 +49,7 @@ _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split
 _CONVOLUTION = re.compile(r"(?<![a-z])conv", re.I)  # `conv2_d`, `Conv_0`
 
 #: Words of layers in a block, which others follow though a part of a model lacks them.
-IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "in", "kv", "wkv", "qkv", "qk", "attn"}
+IN_BLOCK = {"up", "wi", "mlp", "ffn", "ff", "kv", "wkv", "qkv", "qk", "attn"}
 #: Layers that say nothing of what they are for.
 UNNAMED = re.compile(
     r"((dense|linear|fc|layers?|hidden|conv|l)_?)?\d*|out(put)?(_?(layer|dense)(_\d+)?)?",
@@ -104,9 +103,7 @@ def kind(path: Path) -> str:
     if "bias" in own[-1:]:
         return "bias"
     # Of several layers, `layer_scale` has two axes, as `scale_shift_table` has.
-    # So have those of hyper-connections (arXiv:2409.19606), `dynamic_alpha_fn`.
     is_shift = "shift" in own and not is_kernel
-    is_shift |= own[:1] in _STREAMS and own[1:2] in (("alpha",), ("beta",))
     if name in _VECTORS or is_shift or not _GAINS.isdisjoint(own[-1:]):
         return "norm"
     # A word has to end a table's name or begin it: `embeddings_project` is none. `emb`
@@ -157,9 +154,8 @@ def is_layer(path: Path) -> bool:
 
     What else Flax calls a kernel may be anything.
     """
-    module = "".join(path[-2:-1])
-    is_called = is_convolution(path) or not _LAYERS.isdisjoint(words(module))
-    return path[-1:] == ("kernel",) and bool(is_called or projection(module))
+    is_called = is_convolution(path) or is_called_layer(path[-2:-1])
+    return path[-1:] == ("kernel",) and is_called
 
 
 def is_called_layer(path: Path) -> bool:

@@ -6,7 +6,7 @@ rules on kernels that write the output.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,13 +15,14 @@ from . import names
 from .layers import find_stacks, Leaf, leaves_of, without_ones
 from .layouts import ATTENTION, layouts_of, Sides, sides_of, WITH_HEADS
 from .outputs import Outputs
-from .paths import is_masked, Path, PathedTree
+from .paths import is_masked, Path, PathedTree, Shape
 from .stacks import IN_FRONT, StackAxes
 from .verdict import EitherWay, Verdict
 
 
 _WINDOW = 8  # of a convolution over time, at most
 _PATCH = 16  # of any convolution, at most
+_ROUTERS = (("router",), ("gate",), ("gates",))
 
 
 class Rule(NamedTuple):
@@ -56,9 +57,9 @@ def is_named(x: Leaf) -> bool:
 
 def is_small(x: Leaf) -> bool:
     """A few rows may be gains, as FermiNet's, or it is like what is next to it."""
-    is_few = 1 < min(x.shape) < _WINDOW and max(x.shape) >= 16
-    is_few &= not names.is_called_layer(x.path[-1:])
-    return (is_few or x.is_part) and not (x.is_kernel or names.is_low_rank(x.path))
+    is_few = min(x.shape) < _WINDOW and max(x.shape) >= 16
+    is_layer = x.is_kernel or names.is_called_layer(x.path[-1:])
+    return (is_few or x.is_part) and not (is_layer or names.is_low_rank(x.path))
 
 
 def is_depthwise(x: Leaf) -> bool:
@@ -129,9 +130,7 @@ RULES = (
     Rule("bias", lambda x: x.kind == "bias"),
     # A shift of the same shape makes a gain of a kernel, whatever its name.
     Rule("norm", lambda x: x.kind == "norm" or (x.is_layer and x.shape == x.bias)),
-    # Nothing looks up one row: it is added.
-    Rule("embedding", lambda x: x.is_table and x.shape[0] > 1, "embedding"),
-    Rule("embedding", lambda x: x.is_table),
+    Rule("embedding", lambda x: x.is_table, "embedding"),
     Rule("positions or tokens", lambda x: x.kind == "added" and not x.is_layer),
     Rule("output head: named so", lambda x: x.kind == "head", "head"),
     Rule("may be no layer", lambda x: x.kind == "no layer" and not x.is_layer, "asked"),
@@ -186,34 +185,31 @@ class ByNames:
         leaves = leaves_of(self.leaf_at, self.stacks)
         for own, axes in tree.axis_names.items():
             if "vocab" in axes:
-                first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
-                leaves[own] = leaves[own]._replace(
-                    kind="embedding" if first else "head"
-                )
+                is_first = axes.index("vocab") - len(axes) == leaves[own].axes[0]
+                kind = "embedding" if is_first else "head"
+                leaves[own] = leaves[own]._replace(kind=kind)
         # A mask of matrices hides vectors, and heads with them.
         hidden = [path for path, x in self.leaf_at.items() if is_masked(x)]
+        hides = any(map(names.is_vector, hidden))
         layouts, experts = layouts_of(leaves.values()), _experts(leaves.values())
         widths = {x.shape[0] for x in leaves.values() if x.kind == "norm" and x.shape}
         # A mask of a kernel has its shape, a vector for each head its last two axes.
-        shapes = {(x.path[:-1], x.shape) for x in leaves.values() if x.is_kernel}
-        for x in leaves.values():
-            if (
-                x.rank > 2
-                and not layouts.get(x.own, ("", ()))[1]
-                and x.own not in experts
-            ):
-                shapes |= {(x.path[:-1], x.shape[:2]), (x.path[:-1], x.shape[-2:])}
-        self.leaves: Mapping[Path, Leaf] = {
-            own: x._replace(
-                role=layouts.get(own, ("", ()))[0],
-                letters=layouts.get(own, ("", ()))[1],
-                experts=experts.get(own),
-                is_part=math.prod(x.shape) in widths
-                or (x.path[:-1], x.shape) in shapes,
-                hides=any(map(names.is_vector, hidden)),
-            )
-            for own, x in leaves.items()
+        parts = {
+            (x.path[:-1], part)
+            for x in leaves.values()
+            if x.is_kernel or x.rank > 2
+            for part in (x.shape[:2], x.shape[-2:])
         }
+        self.leaves: Mapping[Path, Leaf] = {}
+        for own, x in leaves.items():
+            role, letters = layouts.get(own, ("", ()))
+            self.leaves[own] = x._replace(
+                role=role,
+                letters=letters,
+                experts=experts.get(own),
+                is_part=math.prod(x.shape) in widths or (x.path[:-1], x.shape) in parts,
+                hides=hides,
+            )
         self.own = {leaf.path: own for own, leaf in leaves.items()}
 
     def lacks_heads(self, kernel: Path) -> bool:
@@ -251,30 +247,24 @@ class ByNames:
         return found
 
 
-def _experts(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
+def _experts(leaves: Collection[Leaf]) -> dict[Path, Shape]:
     """The shape of a router, by its path and those of the experts next to it."""
-    counts: set[tuple[Path, int]] = set()  # below each module; 0 if they have numbers
-    for x in leaves:
-        is_stack = x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])
-        for depth, name in enumerate(x.path):
-            if is_stack or names.words(name)[-1:] in (("expert",), ("experts",)):
-                counts.add((x.path[:depth], x.shape[-3] if x.rank > 2 else 0))
-    found: dict[Path, tuple[int, ...]] = {}
-    for router in leaves:
-        called = [x for x in router.path if not x.isdigit()]
-        called = called[: len(called) - router.is_kernel]
-        called = called[:-1] if called[-2:-1] == ["gates"] else called
-        # A router may be a module of its own, with a layer inside.
-        is_module = (names.words(x)[-1:] == ("router",) for x in called)
-        end = next((i + 1 for i, x in enumerate(is_module) if x), len(called))
-        called = called[:end]
-        last = names.words("".join(called[-1:]))[-1:]
-        at = router.path[: router.path.index(called[-1])] if called else ()
-        is_gate = last in (("gate",), ("gates",))
-        is_gate &= any((at, count) in counts for count in (0, *router.shape))
-        if router.rank == 2 and (last == ("router",) or is_gate):
+    found: dict[Path, Shape] = {}
+    for router in (x for x in leaves if x.rank == 2):
+        said = [names.words(name)[-1:] for name in router.path]
+        at = next((i for i, x in enumerate(said) if x in _ROUTERS), None)
+        if at is None:
+            continue
+        near = [x for x in leaves if x.path[:at] == router.path[:at] and x != router]
+        stacks = [x for x in near if x.rank > 2 and WITH_HEADS.isdisjoint(x.path[-2:])]
+        have_numbers = any(
+            names.words(name)[-1:] in (("expert",), ("experts",))
+            for x in near
+            for name in x.path[at:]
+        )
+        is_router = said[at] == ("router",) or have_numbers
+        if is_router or any(x.shape[-3] in router.shape for x in stacks):
             found[router.own] = router.shape
-            inside = (x for x in leaves if x.path[: len(at)] == at and x.rank > 2)
-            fits = (x for x in inside if x.shape[-3] == router.shape[1])
+            fits = (x for x in stacks if x.shape[-3] == router.shape[1])
             found |= {x.own: router.shape for x in fits if not x.is_turned}
     return found

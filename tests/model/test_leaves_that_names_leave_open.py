@@ -53,6 +53,10 @@ OUTPUTS = {
         {"fc1": dense(784, 512), "fc2": dense(512, 10)},
         "fc2/kernel",
     ),
+    "two heads of one trunk": (
+        run("Dense_", 8, 64, 64) | {"means": dense(64, 9), "angles": dense(64, 5)},
+        "means/kernel angles/kernel",
+    ),
     "no biases": (
         run("Dense_", 784, 512, 256, 10, layer=lambda *x: dense(*x, bias=False)),
         "Dense_2/kernel",
@@ -443,4 +447,4 @@ def test_what_may_as_well_be_something_else_is_asked_about(path, shape):
 
 def test_few_rows_under_the_name_of_a_layer_are_a_matrix():
     cell = arrays(w_i=(5, 48), weight_hh=(16, 48), up_proj=(3, 64), w=(4, 64))
-    assert not asked({"cell": cell})
+    assert not asked({"cell": cell, "readout": dense(64, 5)})

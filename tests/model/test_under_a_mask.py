@@ -98,7 +98,7 @@ MODELS = {
         }
     },
     "Equinox": {
-        "conv": {"weight": (8, 4, 3, 3), "bias": (8, 1, 1)},
+        "conv": {"weight": (12, 4, 3, 3), "bias": (12, 1, 1)},
         "up": {"weight": (40, 12), "bias": (40,)},
         "down": {"weight": (12, 40), "bias": (12,)},
     },
