@@ -46,7 +46,7 @@ _AS_IT_IS = ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "
 
 def number_of(atom: Any) -> Number:
     """Returns the value of all entries of a variable."""
-    frame, var = atom
+    frame, var = atom.frame, atom.var
     if isinstance(var, Literal) or var in frame.consts:
         value = var.val if isinstance(var, Literal) else frame.consts[var]
         try:
@@ -96,7 +96,7 @@ def _of_input(atom: Any) -> Number:
 
 def _counts(atom: Any, size: int) -> bool:
     """Whether an array is 0, 1, 2, ..."""
-    frame, var = atom
+    frame, var = atom.frame, atom.var
     if isinstance(var, Literal):
         return False
     if var in frame.consts:

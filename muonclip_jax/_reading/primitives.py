@@ -60,11 +60,10 @@ def moves(at: Any, k: int) -> Moves:
     A product has a move for each of its two operands, since it is linear in each. The
     list is empty for a primitive without a rule.
     """
-    rule = _RULES.get(at.name)
-    if rule is None:
-        return []
-    shapes = [x.shape for x in at.inputs()]
-    return rule(Op(at, k, at.output(k).shape, shapes))
+    if k not in at.known_moves:
+        op = Op(at, k, at.output(k).shape, [x.shape for x in at.inputs()])
+        at.known_moves[k] = _RULES[at.name](op) if at.name in _RULES else []
+    return at.known_moves[k]
 
 
 @_rule(
