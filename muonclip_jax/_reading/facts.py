@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .forward import Forward
-from .graph import Atom, Eqn, Graph, Origin
+from .graph import Atom, Eqn, Graph
 from .jaxprs import names
-from .labels import is_varied
-from .primitives import KNOWN, moves, PRODUCTS, RANDOM
+from .primitives import KNOWN, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
@@ -384,27 +383,13 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         return out
     first = at.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
     own = (b, a)[bool(is_after)]
-    return out._replace(ends=own if _is_number(facts, first) else 0)
-
-
-def _is_number(facts: Facts, atom: Atom) -> bool:
-    """Whether activations are one number for all outputs, as the norm in a distance is.
-
-    Added parameters, one for each output, do not count.
-    """
-    found: list[Eqn | None] = []
-
-    def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        at = origin.at
-        if found or not is_varied(origin.labels[0]):
-            return []
-        on = [] if at is None or at.name in PRODUCTS else moves(at, origin.k)
-        deep = [(i, None) for i, _ in on if facts.inputs(at)[i].is_deep] if at else []
-        found.extend([] if deep else [at])
-        return deep
-
-    facts.graph.back(atom, atom.marks([len(atom.shape) - 1]), ahead)
-    return not found
+    # The norm in a distance is one number for all outputs, possibly after a parameter
+    # was added to it. Then no layer made the earlier summand.
+    graph = facts.graph
+    made = [x for x in graph.made_by(first) if x.name == "add"]
+    parts = [x for of in made for x in of.inputs() if facts.of(x).is_deep] or [first]
+    is_one = (x.shape[-1] == 1 or len(shape) - 1 in graph.copied(x) for x in parts)
+    return out._replace(ends=own if all(is_one) else 0)
 
 
 def _is_straight_through(facts: Facts, at: Eqn) -> bool:

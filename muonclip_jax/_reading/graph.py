@@ -260,6 +260,7 @@ class Graph:
     def __init__(self, body: jaxprs.Inner, is_parameter: Sequence[bool]):
         self.top = Frame(body)
         self.parameters = {i for i, is_one in enumerate(is_parameter) if is_one}
+        self._copied: dict[Atom, set[int]] = {}
 
     def origins(
         self, atom: Atom, labels: Labels, seen: Seen = frozenset()
@@ -308,6 +309,8 @@ class Graph:
 
     def copied(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which an array is known to be a copy."""
+        if atom in self._copied:
+            return self._copied[atom]
         dims = range(len(atom.shape))
         own = {d for d, n in enumerate(atom.shape) if n == 1}
 
@@ -327,7 +330,8 @@ class Graph:
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)
-        return {*dims} - own
+        self._copied[atom] = {*dims} - own
+        return self._copied[atom]
 
     def made_by(self, atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array: several if branches made it."""
