@@ -208,17 +208,7 @@ class Facts(Forward[Fact]):
         if a.is_weight and b.is_weight:
             tokens = [a.is_token, b.is_token]
             return 1 - tokens.index(True) if sum(tokens) == 1 else None
-        for i, weight, other in ((0, a, b), (1, b, a)):
-            if weight.is_weight and not (
-                weight.is_spread and other.is_deep and self._is_copied(at, i)
-            ):
-                return i
-        return None
-
-    def _is_copied(self, at: Eqn, i: int) -> bool:
-        """Whether an operand is the same for all examples of the other operand."""
-        copied = self.graph.copied(at.inputs()[i])
-        return any(at.to[i][d] in at.shared for d in copied)
+        return 0 if a.is_weight else 1 if b.is_weight else None
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         """Returns the fact of a product, with a weight or of two activations."""
