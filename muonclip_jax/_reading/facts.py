@@ -246,16 +246,8 @@ class Facts(Forward[Fact]):
     def _picked(self, at: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of entries of a parameter: a slice, rows or matrices."""
         of, past = inputs[0], union(x.past for x in inputs)
-        if at.name == "dynamic_slice":
+        if at.name == "dynamic_slice" or not _is_row(at):
             return of._replace(past=past)
-        params, shape = at.eqn.params, at.inputs()[0].shape
-        rank = len(at.output().shape)
-        if len(params["dimension_numbers"].offset_dims) == rank:  # a slice
-            return of._replace(past=past)
-        pairs = zip(params["slice_sizes"], shape, strict=True)
-        if sum(n == m > 1 for n, m in pairs) > 1:
-            # Matrices: experts that tokens choose, or tokens. A later product shows it.
-            return of._replace(has_data=True, is_shifted=True, past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
         return self._met(at, of)._replace(is_deep=True, is_spread=False)
@@ -268,8 +260,7 @@ class Facts(Forward[Fact]):
         """
         data = [x for x, f in zip(at.inputs(), inputs, strict=True) if f == DATA]
         is_sum = at.name in ("add", "sub")
-        sizes = [sum(n > 1 for n in x.shape) for x in data]
-        return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
+        return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
     def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether the operands that are no weights repeat over many entries."""
@@ -309,6 +300,14 @@ class Facts(Forward[Fact]):
             self.own |= union(x.events for x in deep)
             return out._replace(is_deep=False, has_data=True, events=0, ends=0)
         return self._met(at, out) if weights else out
+
+
+def _is_row(at: Eqn) -> bool:
+    """Whether indices pick rows of a table, not a slice or matrices, as experts are."""
+    params, shape = at.eqn.params, at.inputs()[0].shape
+    sizes = zip(params["slice_sizes"], shape, strict=True)
+    is_slice = len(params["dimension_numbers"].offset_dims) == len(at.output().shape)
+    return not is_slice and sum(n == m > 1 for n, m in sizes) <= 1
 
 
 def is_choice(at: Eqn, atom: Atom) -> bool:
@@ -381,9 +380,7 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
 
 def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    if at.name == "pow" and inputs[0].leaves:
-        return out
-    return out._replace(weights=out.weights | out.products)
+    return out._replace(weights=out.weights | inputs[-1].products)
 
 
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
