@@ -413,6 +413,8 @@ class Uses:
             kernel, other = facts[i].sole, facts[1 - i].sole
             if kernel in (None, -1) or other in (None, kernel):
                 continue
+            if kernel in self.features:
+                continue
             own = self._in_result(
                 at, i, self._makers.outputs(inputs[i]).get(kernel, [])
             )
@@ -442,7 +444,7 @@ class Uses:
 
     def _is_feature(self, atom: Atom, fact: Fact, dims: set[int] | None = None) -> None:
         """Notes that outputs are features: here they are added or summed over."""
-        if not fact.is_deep or fact.sole in (None, -1):
+        if not fact.is_deep or fact.sole in (None, -1) or fact.sole in self.features:
             return
         if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
             self.features.add(fact.sole)
