@@ -36,23 +36,24 @@ def nothing(label: Label) -> Any:
 
 def is_empty(label: Label) -> bool:
     """Whether no entry has a mark."""
-    is_float = label.dtype.kind == "f"
-    return bool((label == -np.inf).all()) if is_float else not label.any()
+    return not (label if nothing(label) == 0 else label > -np.inf).any()
+
+
+def _union(label: Label) -> np.ufunc:
+    return np.maximum if label.dtype.kind == "f" else np.bitwise_or
 
 
 def joined(label: Label, axes: Iterable[int]) -> Label:
     """Returns the union along axes, which keep one entry."""
-    join = np.maximum if label.dtype.kind == "f" else np.bitwise_or
     for axis in axes:
         if label.shape[axis] > 1:
-            label = join.reduce(label, axis=axis, keepdims=True)
+            label = _union(label).reduce(label, axis=axis, keepdims=True)
     return label
 
 
 def either(a: Label, b: Label) -> Label:
     """Returns the union of two labels of one array."""
-    join = np.maximum if a.dtype.kind == "f" else np.bitwise_or
-    return join(a, b)
+    return _union(a)(a, b)
 
 
 def key_of(label: Label) -> Any:

@@ -86,8 +86,6 @@ class Uses:
             else:
                 self._note(at)
         self.chosen &= ~self.kept
-        for atom in self._graph.top.outputs:
-            self._is_feature(atom, self._facts.of(atom))
 
     def numbers_of(self, *kinds: str) -> set[int]:
         return {note.number for note in self.notes if note.kind in kinds}
@@ -128,12 +126,6 @@ class Uses:
         if name in ("mul", *PRODUCTS):
             self._weigh(at, facts)
             self._scales(at, inputs, facts)
-        elif name in ("add", "sub", "add_any", "max", "min"):
-            if len({f.sole for f in facts} - {None}) > 1:
-                for atom, fact in zip(inputs, facts, strict=True):
-                    self._is_feature(atom, fact)
-        elif name.startswith("reduce_") and "axes" in at.eqn.params:
-            self._is_feature(inputs[0], facts[0], {*at.eqn.params["axes"]})
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(at, inputs[0], facts[0])
 
