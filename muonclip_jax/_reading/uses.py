@@ -176,7 +176,8 @@ class Uses:
         self._use("elementwise", at, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
             self._weigh(at, facts)
-            self._of_activations(at, inputs, facts)
+            if not (a.is_deep and b.is_deep and at.contracted):
+                self._scales(at, inputs, facts)
             return
         weight, other = facts[i], facts[1 - i]
         if other.is_onehot:
@@ -184,7 +185,8 @@ class Uses:
             return
         self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
         self.fed |= other.past
-        self._is_feature(inputs[1 - i], other)
+        if other.is_deep and other.sole not in (None, -1):
+            self.features.add(other.sole)
 
     def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
@@ -249,14 +251,6 @@ class Uses:
                     self.notes.append(
                         Note("factor", f.parameter, at, roles=tuple(roles))
                     )
-
-    def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
-        if not (all(f.is_deep for f in facts[:2]) and at.contracted):
-            self._scales(at, inputs, facts)
-            return
-        for j in (0, 1):
-            own = {d for d, x in enumerate(at.to[j]) if x not in at.shared}
-            self._is_feature(inputs[j], facts[j], own)
 
     def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
         """Notes experts that made an activation; returns the weight's expert axes.
@@ -433,13 +427,6 @@ class Uses:
             return [x for d in dims if (x := at.to[i][d]) is not None]
         skipped = len(at.output().shape) - len(at.inputs()[i].shape)
         return [d + skipped for d in dims]
-
-    def _is_feature(self, atom: Atom, fact: Fact, dims: set[int] | None = None) -> None:
-        """Notes that outputs are features: here they are added or summed over."""
-        if not fact.is_deep or fact.sole in (None, -1) or fact.sole in self.features:
-            return
-        if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
-            self.features.add(fact.sole)
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
         """Notes slices of one entry along a parameter's axis, perhaps a matrix's.
