@@ -60,9 +60,7 @@ class Makers:
                     line = label.swapaxes(0, axis).reshape(label.shape[axis], -1)
                     changes = int((line[1:] != line[:-1]).any(1).sum())
                     found.setdefault(number, {}).setdefault(d, (axis, changes))
-        return {
-            number: sorted(dims, key=dims.__getitem__) for number, dims in found.items()
-        }
+        return {i: sorted(dims, key=dims.__getitem__) for i, dims in found.items()}
 
     def is_output(self, atom: Atom, d: int) -> bool:
         """Returns whether a dimension holds kernel outputs, or columns of a table."""

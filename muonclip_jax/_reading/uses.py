@@ -303,7 +303,8 @@ class Uses:
     def _varied(self, atom: Atom) -> set[int]:
         """Returns the axes of an array's labels along which it may be no copy."""
         same = self._graph.copied(atom)
-        return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
+        dims = (d for d, n in enumerate(atom.shape) if n > 1 and d not in same)
+        return {atom.lead + d for d in dims}
 
     def _weighed(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which a router's weights for an array vary.
@@ -364,10 +365,9 @@ class Uses:
         atom, dims = at.inputs()[i], range(len(at.inputs()[i].shape))
         if at.name == "mul":  # a sum follows the product
             own, others = (self._varied(x) for x in (atom, at.inputs()[1 - i]))
-            own, others = ({a - atom.lead for a in x} for x in (own, others))
-            own = {d for d in own if atom.shape[d] > 1}
-            others = {d for d in others if at.inputs()[1 - i].shape[d] > 1}
-            over, rest = [*(own & others)], [*(own - others)]
+            over, rest = (
+                [a - atom.lead for a in x] for x in (own & others, own - others)
+            )
         else:
             over = [pair[i] for pair in at.contracted]
             rest = [d for d in dims if d not in over and at.to[i][d] not in at.shared]
@@ -397,29 +397,18 @@ class Uses:
             return
         for i in (0, 1):
             kernel, other = facts[i].sole, facts[1 - i].sole
-            if kernel in (None, -1) or other in (None, kernel):
+            if kernel in (None, -1, other) or other is None or kernel in self.features:
                 continue
-            if kernel in self.features:
-                continue
-            own = self._in_result(
-                at, i, self._makers.outputs(inputs[i]).get(kernel, [])
-            )
-            others = self._makers.outputs(inputs[1 - i])
-            theirs = [
-                self._in_result(at, 1 - i, dims)
-                for number, dims in others.items()
-                if number != kernel and dims
-            ]
+            mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
+            own = self._in_result(at, i, mine.get(kernel, []))
+            others.pop(kernel, None)
+            theirs = [self._in_result(at, 1 - i, x) for x in others.values() if x]
             if own and theirs:
                 # In every kernel, heads come before their features. An earlier factor,
                 # such as the steps of a state, has one number for each head, too.
                 n = len(own)
-                is_more = [n < len(x) and {*own} == {*x[:n]} for x in theirs]
-                others_fit = all(
-                    more or {*x} <= {*own}
-                    for more, x in zip(is_more, theirs, strict=True)
-                )
-                is_scale = any(is_more) and others_fit
+                more = [x for x in theirs if n < len(x) and {*own} == {*x[:n]}]
+                is_scale = more and all(x in more or {*x} <= {*own} for x in theirs)
                 (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
