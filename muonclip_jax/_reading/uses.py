@@ -176,8 +176,6 @@ class Uses:
         self._use("elementwise", at, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
             self._weigh(at, facts)
-            if not (a.is_deep and b.is_deep and at.contracted):
-                self._scales(at, inputs, facts)
             return
         weight, other = facts[i], facts[1 - i]
         if other.is_onehot:
@@ -365,9 +363,8 @@ class Uses:
         atom, dims = at.inputs()[i], range(len(at.inputs()[i].shape))
         if at.name == "mul":  # a sum follows the product
             own, others = (self._varied(x) for x in (atom, at.inputs()[1 - i]))
-            over, rest = (
-                [a - atom.lead for a in x] for x in (own & others, own - others)
-            )
+            over = [a - atom.lead for a in own & others]
+            rest = [a - atom.lead for a in own - others]
         else:
             over = [pair[i] for pair in at.contracted]
             rest = [d for d in dims if d not in over and at.to[i][d] not in at.shared]
@@ -404,11 +401,9 @@ class Uses:
             others.pop(kernel, None)
             theirs = [self._in_result(at, 1 - i, x) for x in others.values() if x]
             if own and theirs:
-                # In every kernel, heads come before their features. An earlier factor,
-                # such as the steps of a state, has one number for each head, too.
+                # In every kernel, heads come before their features.
                 n = len(own)
-                more = [x for x in theirs if n < len(x) and {*own} == {*x[:n]}]
-                is_scale = more and all(x in more or {*x} <= {*own} for x in theirs)
+                is_scale = any(n < len(x) and {*own} == {*x[:n]} for x in theirs)
                 (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
