@@ -326,10 +326,8 @@ _NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 
 
 def _union(facts: Sequence[Fact]) -> Fact:
-    joined: Iterable[Any] = functools.reduce(
-        lambda x, y: map(operator.or_, x, y), facts or [Fact()]
-    )
-    return Fact(*joined)._replace(is_onehot=False, is_counter=False)
+    joined = functools.reduce(lambda x, y: map(operator.or_, x, y), facts or [Fact()])
+    return Fact._make(joined)._replace(is_onehot=False, is_counter=False)
 
 
 # Primitives whose result has other facts than `_mixed` returns.
