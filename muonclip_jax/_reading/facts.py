@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .forward import Forward
-from .graph import Atom, Eqn, Graph, Origin
+from .graph import Atom, Eqn, Graph
 from .jaxprs import names
-from .labels import is_varied
-from .primitives import KNOWN, moves, PRODUCTS, RANDOM
+from .primitives import KNOWN, PRODUCTS, RANDOM
 
 
 class Fact(NamedTuple):
     """The facts about one variable; a set is an integer with one bit per member.
+
+    Several values that are combined have the union of each set, and each flag that one
+    of them has, except the last two.
 
     An event is an equation in which parameters meet activations. It identifies a use of
     the parameters, which may be used again elsewhere.
@@ -27,25 +29,22 @@ class Fact(NamedTuple):
 
     leaves: int = 0  # parameters
     trained: int = 0  # parameters that receive a gradient through this variable
+    # An activation that depends on parameters. Data may meet a weight before: a mask, a
+    # scale, noise or an average among the arguments leaves a weight a weight.
+    is_deep: bool = False
     has_data: bool = False
-    # A parameter that was not yet multiplied with an activation. Data may have been: a
-    # mask, a scale, noise or an average among the arguments leaves a weight a weight.
-    is_weight: bool = False
     # Broadcast along new dimensions, as learned tokens are, so not a weight. The same
     # after data was added (positions), or after an index picked rows.
     is_spread: bool = False
     is_shifted: bool = False
     is_pair: bool = False  # a product of parameters
-    # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
-    is_onehot: bool = False
-    is_counter: bool = False
     events: int = 0  # events since the current trip of the innermost loop began
     past: int = 0  # events since the start of the function
     # Products with parameters that no later product with a parameter followed.
     ends: int = 0
-    # The only kernel whose outputs these are, possibly after elementwise functions; -1
-    # if there are several kernels, `None` if no kernel made them.
-    sole: int | None = None
+    # The kernels whose outputs these are, possibly after elementwise functions; all
+    # bits after a product of two activations.
+    kernels: int = 0
     # Products of two values that depend on parameters, of which this is a function
     # entry by entry. `weights` are those whose exponential it has, `sums` the sum of
     # that, `shares` the exponential divided by that sum, and `mixed` such weights after
@@ -56,6 +55,16 @@ class Fact(NamedTuple):
     shares: int = 0
     mixed: int = 0
     pairs: int = 0
+    # `is_onehot`: a comparison with 0, 1, 2, ... `is_counter`: these numbers.
+    is_onehot: bool = False
+    is_counter: bool = False
+
+    @property
+    def sole(self) -> int | None:
+        """The only kernel that made it; -1 for several; `None` for no kernel."""
+        if self.kernels > 0 and self.kernels.bit_count() == 1:
+            return self.kernels.bit_length() - 1
+        return -1 if self.kernels else None
 
     @property
     def unshared(self) -> int:
@@ -68,9 +77,9 @@ class Fact(NamedTuple):
         return 0 if self.products & ~self.weights else self.unshared
 
     @property
-    def is_deep(self) -> bool:
-        """Whether this is an activation that depends on parameters."""
-        return self.leaves != 0 and not self.is_weight
+    def is_weight(self) -> bool:
+        """Whether no activation that depends on parameters is in it, but parameters."""
+        return self.leaves != 0 and not self.is_deep
 
     @property
     def is_token(self) -> bool:
@@ -90,7 +99,11 @@ def union(bits: Iterable[int]) -> int:
 
 def members(bits: int) -> list[int]:
     """Returns the numbers of the bits that are set."""
-    return [i for i in range(bits.bit_length()) if bits >> i & 1]
+    found = []
+    while bits:
+        found.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return found
 
 
 class Facts(Forward[Fact]):
@@ -105,9 +118,7 @@ class Facts(Forward[Fact]):
         self._past_of: dict[int, int] = {}
         self.own = 0  # events in which a weight is applied to compute its own norm
         inputs = [
-            Fact(1 << i, 1 << i, is_weight=i not in tokens)
-            if i in graph.parameters
-            else DATA
+            Fact(1 << i, 1 << i, is_deep=i in tokens) if i in graph.parameters else DATA
             for i in range(len(graph.top.inputs))
         ]
         self.outputs = self.run(graph.top, inputs)
@@ -144,7 +155,7 @@ class Facts(Forward[Fact]):
 
     def before(self, events: int) -> int:
         """Returns the events that the given events depend on, without themselves."""
-        return union(past & ~e for e, past in self._past_of.items() if e & events)
+        return union(self._past_of[1 << i] & ~(1 << i) for i in members(events))
 
     def either(self, values: Sequence[Fact]) -> Fact:
         first, *others = values
@@ -178,7 +189,16 @@ class Facts(Forward[Fact]):
         if at.is_product:
             return self._product(at, inputs, out)
         if name not in KNOWN and out.is_weight:
-            return self._met(at, out)._replace(is_weight=False)
+            return self._met(at, out)._replace(is_deep=True)
+        if name in RANDOM:
+            return Fact(has_data=out.has_data)
+        if name in _SAME and inputs:
+            return inputs[0]
+        if name in _ONLY_FIRST:
+            of = inputs[0]
+            out = out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
+        if _is_onehot(at, inputs):
+            out = out._replace(is_onehot=True)
         rule = _RULES.get(name)
         return rule(self, at, inputs, out) if rule else out
 
@@ -188,32 +208,21 @@ class Facts(Forward[Fact]):
         if a.is_weight and b.is_weight:
             tokens = [a.is_token, b.is_token]
             return 1 - tokens.index(True) if sum(tokens) == 1 else None
-        for i, weight, other in ((0, a, b), (1, b, a)):
-            if weight.is_weight and not (
-                weight.is_spread and other.is_deep and self._is_copied(at, i)
-            ):
-                return i
-        return None
-
-    def _is_copied(self, at: Eqn, i: int) -> bool:
-        """Whether an operand is the same for all examples of the other operand."""
-        copied = self.graph.copied(at.inputs()[i])
-        return any(at.to[i][d] in at.shared for d in copied)
+        return 0 if a.is_weight else 1 if b.is_weight else None
 
     def _product(self, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         """Returns the fact of a product, with a weight or of two activations."""
         a, b = inputs[:2]
         # A product with logits or softmax weights makes a new value that is neither.
-        out = out._replace(**dict.fromkeys(_OF_PRODUCTS, 0), is_onehot=False)
+        out = out._replace(**_NO_LOGITS)
         if not out.leaves:
             return out
         out = out._replace(products=self.new_product(at))
         if a.is_weight and b.is_weight and not (a.is_token or b.is_token):
-            out = out._replace(is_spread=False, is_shifted=False)
-            return out._replace(is_weight=True, is_pair=True)
+            return out._replace(is_spread=False, is_shifted=False, is_pair=True)
         i = self.weight_of(at)
         out = self._met(at, out)
-        out = out._replace(is_weight=False, is_pair=False, is_spread=False)
+        out = out._replace(is_deep=True, is_pair=False, is_spread=False)
         if not (a.leaves and b.leaves):
             # A matrix that is no parameter, such as ones, sums or mixes exponentials.
             weights, other = a.weights | b.weights, at.to[1 if a.leaves else 0]
@@ -227,31 +236,21 @@ class Facts(Forward[Fact]):
             # Attention of two hops: weights times weights are weights.
             if a.weights | a.mixed and b.weights | b.mixed:
                 out = out._replace(mixed=a.weights | a.mixed | b.weights | b.mixed)
-            return out._replace(sole=-1, ends=0) if is_sum else out
+            return out._replace(kernels=-1, ends=0) if is_sum else out
         weight, other = inputs[i], inputs[1 - i]
         out = out._replace(mixed=other.weights)
         if other.is_onehot:  # a lookup, which does not count as a layer
-            return out._replace(ends=0, sole=None)
-        kernels = members(weight.leaves)
-        sole = kernels[0] if len(kernels) == 1 else -1
-        return out._replace(ends=self.event(at), sole=sole)
+            return out._replace(ends=0, kernels=0)
+        return out._replace(ends=self.event(at), kernels=weight.leaves)
 
     def _picked(self, at: Eqn, inputs: list[Fact]) -> Fact:
         """Returns the fact of entries of a parameter: a slice, rows or matrices."""
         of, past = inputs[0], union(x.past for x in inputs)
-        if at.name == "dynamic_slice":
+        if at.name == "dynamic_slice" or not _is_row(at):
             return of._replace(past=past)
-        params, shape = at.eqn.params, at.inputs()[0].shape
-        rank = len(at.output().shape)
-        if len(params["dimension_numbers"].offset_dims) == rank:  # a slice
-            return of._replace(past=past)
-        pairs = zip(params["slice_sizes"], shape, strict=True)
-        if sum(n == m > 1 for n, m in pairs) > 1:
-            # Matrices: experts that tokens choose, or tokens. A later product shows it.
-            return of._replace(has_data=True, is_shifted=True, past=past)
         # A row of a table. Its index does not count as an input of the layers that
         # follow: an output head, for example, chooses the next token.
-        return self._met(at, of)._replace(is_weight=False, is_spread=False)
+        return self._met(at, of)._replace(is_deep=True, is_spread=False)
 
     def _is_shift(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether data is added to a weight, or multiplied with each of its entries.
@@ -261,8 +260,7 @@ class Facts(Forward[Fact]):
         """
         data = [x for x, f in zip(at.inputs(), inputs, strict=True) if f == DATA]
         is_sum = at.name in ("add", "sub")
-        sizes = [sum(n > 1 for n in x.shape) for x in data]
-        return any(n > 0 for n in sizes) if is_sum else any(n > 1 for n in sizes)
+        return any(sum(n > 1 for n in x.shape) > (not is_sum) for x in data)
 
     def _is_of_norms(self, at: Eqn, inputs: list[Fact]) -> bool:
         """Whether the operands that are no weights repeat over many entries."""
@@ -300,8 +298,16 @@ class Facts(Forward[Fact]):
             # products in the norm are no uses of it. An activation that is scaled by
             # numbers computed from its weight, as for eight bits, is a use.
             self.own |= union(x.events for x in deep)
-            return out._replace(is_weight=True, has_data=True, events=0, ends=0)
+            return out._replace(is_deep=False, has_data=True, events=0, ends=0)
         return self._met(at, out) if weights else out
+
+
+def _is_row(at: Eqn) -> bool:
+    """Whether indices pick rows of a table, not a slice or matrices, as experts are."""
+    params, shape = at.eqn.params, at.inputs()[0].shape
+    sizes = zip(params["slice_sizes"], shape, strict=True)
+    is_slice = len(params["dimension_numbers"].offset_dims) == len(at.output().shape)
+    return not is_slice and sum(n == m > 1 for n, m in sizes) <= 1
 
 
 def is_choice(at: Eqn, atom: Atom) -> bool:
@@ -315,23 +321,13 @@ def is_choice(at: Eqn, atom: Atom) -> bool:
 
 
 _OF_PRODUCTS = ["products", "weights", "sums", "shares", "mixed", "pairs"]
-_JOINED = [
-    *("leaves", "trained", "events", "past", "ends", *_OF_PRODUCTS),
-    *("has_data", "is_spread", "is_shifted", "is_pair"),
-]
 # Logits that made a mask, as an indexer's do, are not the logits that it masks.
 _NO_LOGITS = dict.fromkeys(_OF_PRODUCTS, 0)
 
 
 def _union(facts: Sequence[Fact]) -> Fact:
-    joined = {name: union(getattr(x, name) for x in facts) for name in _JOINED}
-    is_weight = all(x.is_weight or not x.leaves for x in facts)
-    soles = {x.sole for x in facts} - {None}
-    return Fact()._replace(
-        **joined,
-        is_weight=joined["leaves"] != 0 and is_weight,
-        sole=soles.pop() if len(soles) == 1 else -1 if soles else None,
-    )
+    joined = functools.reduce(lambda x, y: map(operator.or_, x, y), facts or [Fact()])
+    return Fact._make(joined)._replace(is_onehot=False, is_counter=False)
 
 
 # Primitives whose result has other facts than `_mixed` returns.
@@ -342,11 +338,10 @@ def _times(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     if a.is_deep and b.is_deep and x.var is not y.var:
         # After a sum it is a product of query and key, written out.
         out = out._replace(pairs=out.pairs | facts.new_product(at))
-    is_onehot = (a.is_onehot and not b.is_deep) or (b.is_onehot and not a.is_deep)
     # A partial sum is rescaled before the next part is added.
     shares = a.weights & b.sums & ~b.weights | b.weights & a.sums & ~a.weights
     shares |= out.shares
-    return out._replace(shares=shares, is_onehot=is_onehot)
+    return out._replace(shares=shares)
 
 
 def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -354,8 +349,6 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
     In a residual sum one summand depends on the other; later layers write the output.
     """
-    if at.name == "add" and out.is_deep and _is_straight_through(facts, at):
-        out = out._replace(is_onehot=True)
     deep = [x for x in inputs if x.is_deep]
     shape = at.output().shape
     if len(deep) != 2 or math.prod(shape) == 1:
@@ -375,63 +368,17 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
         return out
     first = at.inputs()[inputs.index(deep[bool(is_after)])]  # the earlier summand
     own = (b, a)[bool(is_after)]
-    return out._replace(ends=own if _is_number(facts, first) else 0)
-
-
-def _is_number(facts: Facts, atom: Atom) -> bool:
-    """Whether activations are one number for all outputs, as the norm in a distance is.
-
-    Added parameters, one for each output, do not count.
-    """
-    found: list[Eqn | None] = []
-
-    def ahead(origin: Origin, _: None) -> list[tuple[int, None]]:
-        at = origin.at
-        if found or not is_varied(origin.labels[0]):
-            return []
-        on = [] if at is None or at.name in PRODUCTS else moves(at, origin.k)
-        deep = [(i, None) for i, _ in on if facts.inputs(at)[i].is_deep] if at else []
-        found.extend([] if deep else [at])
-        return deep
-
-    facts.graph.back(atom, atom.marks([len(atom.shape) - 1]), ahead)
-    return not found
-
-
-def _is_straight_through(facts: Facts, at: Eqn) -> bool:
-    """Whether a sum is `x + (rows - x)`: one-hot rows with the gradient of `x`."""
-
-    def makers(atom: Atom) -> list[Eqn]:
-        """Returns the equations that made an array, past any `stop_gradient`."""
-        made = facts.graph.made_by(atom)
-        is_stopped = [x.name for x in made] == ["stop_gradient"]
-        return makers(made[0].inputs()[0]) if is_stopped else made
-
-    for x, y in (at.inputs(), at.inputs()[::-1]):
-        for of in makers(y):
-            rows, *less = of.inputs() if of.name == "sub" else [y]
-            if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
-                return True
-    return False
-
-
-def _select(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    mask, *cases = inputs
-    pairs = zip(cases, at.inputs()[1:], strict=True)
-    rows = [x for x, atom in pairs if atom.number != 0]
-    is_onehot = bool(rows) and all(x.is_onehot for x in rows)
-    return out._replace(is_onehot=mask.is_onehot or is_onehot)
+    # The norm in a distance is one number for all outputs, possibly after a parameter
+    # was added to it. Then no layer made the earlier summand.
+    graph = facts.graph
+    made = [x for x in graph.made_by(first) if x.name == "add"]
+    parts = [x for of in made for x in of.inputs() if facts.of(x).is_deep] or [first]
+    is_one = (x.shape[-1] == 1 or len(shape) - 1 in graph.copied(x) for x in parts)
+    return out._replace(ends=own if all(is_one) else 0)
 
 
 def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    if at.name == "pow" and inputs[0].leaves:
-        return out
-    return out._replace(weights=out.weights | out.products)
-
-
-def _logarithm(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Clears softmax weights: a logarithm, as in softplus, is no exponential."""
-    return out._replace(weights=0, mixed=0)
+    return out._replace(weights=out.weights | inputs[-1].products)
 
 
 def _reduce_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -445,27 +392,14 @@ def _running_sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(sums=sums, weights=out.weights & out.shares)
 
 
-def _gathered(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Returns the fact of picked entries; logits in the index do not count."""
-    of = inputs[0]
-    return out._replace(**{name: getattr(of, name) for name in _OF_PRODUCTS})
-
-
 def _segments(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     """Adds the sum of a softmax over the edges of a graph."""
     return out._replace(sums=out.sums | inputs[-1].unshared)
 
 
 def _quotient(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Returns the fact of a quotient; logits in the denominator do not count."""
     a, b = inputs
-    shares = a.shares | a.weights & b.sums
-    return _gathered(facts, at, inputs, out)._replace(shares=shares)
-
-
-def _greatest(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Clears logits: their maximum is a number to subtract."""
-    return out._replace(**_NO_LOGITS)
+    return out._replace(shares=a.shares | a.weights & b.sums)
 
 
 def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -473,54 +407,43 @@ def _broadcast(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     return out._replace(is_spread=out.is_spread or (out.is_weight and old < new))
 
 
-def _same(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    return inputs[0] if inputs else out
+def _is_onehot(at: Eqn, inputs: list[Fact]) -> bool:
+    """Whether rows have a single entry that is not 0: `index == arange(n)`."""
+    name, rows = at.name, [x.is_onehot for x in inputs]
+    if name == "eq":
+        return any(x.is_counter for x in inputs)
+    if name == "select_n":
+        pairs = zip(rows, at.inputs(), strict=True)
+        cases = [is_one for is_one, atom in [*pairs][1:] if atom.number != 0]
+        return rows[0] or (bool(cases) and all(cases))
+    if name in ("add", "sub"):  # `x + (rows - x)`: rows with the gradient of x
+        return any(rows) and any(x.is_deep for x in inputs)
+    is_mask = name in ("and", "mul") and any(rows)
+    return is_mask and any(not (x.is_deep or x.is_onehot) for x in inputs)
 
 
-def _stop(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    return out._replace(trained=0)
+def _clear(*fields: str) -> Any:
+    return lambda facts, at, inputs, out: out._replace(**dict.fromkeys(fields, 0))
 
 
-def _equal(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    """Marks one-hot rows: `index == arange(n)`."""
-    return out._replace(is_onehot=any(x.is_counter for x in inputs))
-
-
-def _and(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    return out._replace(is_onehot=any(x.is_onehot for x in inputs))
-
-
-def _iota(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    return Fact(is_counter=True)
-
-
-def _random(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
-    return Fact(has_data=out.has_data)
-
+# These change no facts, and these have the logits of their first operand alone: an
+# index or a denominator only depends on others.
+_SAME = names("convert_element_type copy reshape squeeze")
+_ONLY_FIRST = names("gather dynamic_slice div")
 
 _RULES: dict[str, Any] = {
     **dict.fromkeys(["mul", *PRODUCTS], _times),
     **dict.fromkeys(["add", "sub", "add_any", "max", "min"], _sum),
-    "select_n": _select,
-    "exp": _exponential,
-    "exp2": _exponential,
-    "pow": _exponential,
-    "log": _logarithm,
-    "log1p": _logarithm,
+    **dict.fromkeys(["exp", "exp2", "pow"], _exponential),
+    # A logarithm, as in softplus, is no exponential.
+    **dict.fromkeys(["log", "log1p"], _clear("weights", "mixed")),
+    # A maximum of logits is a number to subtract.
+    **dict.fromkeys(["reduce_max", "reduce_min"], _clear(*_OF_PRODUCTS)),
     "reduce_sum": _reduce_sum,
     "cumsum": _running_sum,
     "div": _quotient,
-    **dict.fromkeys(["reduce_max", "reduce_min"], _greatest),
-    "gather": _gathered,
-    "dynamic_slice": _gathered,
-    "scatter-add": _segments,
-    "scatter_add": _segments,
-    "broadcast_in_dim": _broadcast,
-    "tile": _broadcast,
-    **dict.fromkeys(["convert_element_type", "copy", "reshape", "squeeze"], _same),
-    "stop_gradient": _stop,
-    "eq": _equal,
-    "and": _and,
-    "iota": _iota,
-    **dict.fromkeys(RANDOM, _random),
+    **dict.fromkeys(["scatter-add", "scatter_add"], _segments),
+    **dict.fromkeys(["broadcast_in_dim", "tile"], _broadcast),
+    "stop_gradient": lambda facts, at, inputs, out: inputs[0]._replace(trained=0),
+    "iota": lambda facts, at, inputs, out: Fact(is_counter=True),
 }

@@ -6,6 +6,7 @@ to its equation, parameter or constant, through any frames in between. Labels go
 their lead has a dimension for every loop and every axis of a mesh around the frame.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,44 +18,31 @@ from . import jaxprs, kernels
 from .jaxprs import Address, shape_of
 from .labels import (
     full,
+    is_empty,
     is_varied,
     joined,
     key_of,
     Label,
     marks,
-    nothing,
     small,
     varied,
 )
 from .numbers import Lead, Number, number_of
-from .primitives import moves, PRODUCTS, shared, sides
+from .primitives import Moves, moves, PRODUCTS, shared, sides
 
 
 #: Labels of one array, which go back together.
 Labels = tuple[Label, ...]
 
 
-class Atom(NamedTuple):
-    """A variable or a literal in its frame."""
+class Atom:
+    """A variable or a literal in its frame; each has one object."""
 
-    frame: "Frame"
-    var: Any
-
-    def __hash__(self) -> int:
-        return hash((self.frame, id(self.var)))  # a literal has no hash of its own
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(self.var)
-
-    @property
-    def lead(self) -> int:
-        return len(self.frame.lead)
-
-    @property
-    def rank(self) -> int:
-        """The number of dimensions of its labels."""
-        return self.lead + len(self.shape)
+    def __init__(self, frame: "Frame", var: Any):
+        self.frame, self.var = frame, var
+        self.shape = shape_of(var)
+        self.lead = len(frame.lead)
+        self.rank = self.lead + len(self.shape)  # the dimensions of its labels
 
     @property
     def number(self) -> Number:
@@ -95,12 +83,21 @@ class Eqn:
 
     def __init__(self, frame: "Frame", i: int):
         self.frame, self.i, self.eqn = frame, i, frame.jaxpr.eqns[i]
+        self.name: str = self.eqn.primitive.name
+        self._inputs = [frame.atom(x) for x in self.eqn.invars]
+        self._outputs = [frame.atom(x) for x in self.eqn.outvars]
+        self.known_moves: dict[int, Moves] = {}  # see `moves`
         # The frames of its jaxprs: one for each branch, or one for a call or loop.
         self.inside = list(_frames_in(self))
 
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
+    def inputs(self) -> list[Atom]:
+        return self._inputs
+
+    def outputs(self) -> list[Atom]:
+        return self._outputs
+
+    def output(self, k: int = 0) -> Atom:
+        return self._outputs[k]
 
     @property
     def at(self) -> Address:
@@ -117,21 +114,21 @@ class Eqn:
         outer = caller.eqns if caller else ()
         return outer if self.frame.is_rule else (*outer, self.eqn)
 
-    @property
+    @functools.cached_property
     def line(self) -> str:
         return jaxprs.line(self.eqns)
 
-    @property
+    @functools.cached_property
     def to(self) -> list[list[int | None]]:
         """The dimension of the product that each dimension of an operand becomes."""
         return sides(self.eqn)
 
-    @property
+    @functools.cached_property
     def shared(self) -> set[int]:
         """The dimensions of a product that both of its operands have."""
         return shared(self.to)
 
-    @property
+    @functools.cached_property
     def is_product(self) -> bool:
         """Whether this is a product that is not entry by entry.
 
@@ -149,15 +146,6 @@ class Eqn:
             return []
         (a, b), _ = self.eqn.params["dimension_numbers"]
         return list(zip(a, b, strict=True))
-
-    def inputs(self) -> list[Atom]:
-        return [Atom(self.frame, x) for x in self.eqn.invars]
-
-    def outputs(self) -> list[Atom]:
-        return [Atom(self.frame, x) for x in self.eqn.outvars]
-
-    def output(self, k: int = 0) -> Atom:
-        return Atom(self.frame, self.eqn.outvars[k])
 
 
 class Frame:
@@ -182,13 +170,20 @@ class Frame:
         # The inputs that go from one trip to the next.
         self.carried = range(start, start + how.count("carry"))
         self.consts = dict(zip(self.jaxpr.constvars, body.consts, strict=True))
-        self.inputs = [Atom(self, var) for var in self.jaxpr.invars]
-        self.outputs = [Atom(self, var) for var in self.jaxpr.outvars]
+        self._atoms: dict[int, Atom] = {}
+        self.inputs = [self.atom(var) for var in self.jaxpr.invars]
         self.place = {var: i for i, var in enumerate(self.jaxpr.invars)}
         self.live = [Eqn(self, i) for i in jaxprs.live(self.jaxpr)]
         self.made = {
             var: (at, k) for at in self.live for k, var in enumerate(at.eqn.outvars)
         }
+        self.outputs = [self.atom(var) for var in self.jaxpr.outvars]
+
+    def atom(self, var: Any) -> Atom:
+        # By identity, since literals have no hash.
+        if (found := self._atoms.get(id(var))) is None:
+            found = self._atoms[id(var)] = Atom(self, var)
+        return found
 
     def equations(self) -> Iterator[Eqn]:
         """Iterates over all live equations; inner frames follow their caller."""
@@ -205,8 +200,7 @@ def _frames_in(at: Eqn) -> Iterator[Frame]:
         inputs = inputs[loop.first :]
         how = ["same"] * loop.consts + ["carry"] * loop.carry
         how += ["slice"] * (len(inputs) - len(how))
-        size = _most_trips(loop) if loop.trips is None else loop.trips
-        own = (*lead, Lead(len(lead), at.at, size))
+        own = (*lead, Lead(len(lead), at.at, loop.trips or 1))
         yield Frame(loop.body, at, "loop", map(Outer, inputs, how), own)
     elif at.name == "cond":
         for i, body in enumerate(jaxprs.branches(eqn)):
@@ -222,22 +216,6 @@ def _frames_in(at: Eqn) -> Iterator[Frame]:
             yield Frame(body, at, "mesh", outer, own)
         else:
             yield Frame(body, at, "call", outer, lead)
-
-
-def _most_trips(loop: jaxprs.Loop) -> int:
-    """Returns the most trips of a `while`: the longest axis its body picks from."""
-    sizes, jaxpr = [1], loop.body.jaxpr
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name not in ("dynamic_slice", "gather"):
-            continue
-        if eqn.invars[0] in jaxpr.invars[: loop.consts]:
-            shape = shape_of(eqn.invars[0])
-            sizes += shape[:1]
-            if name == "dynamic_slice":
-                cut = zip(shape, eqn.params["slice_sizes"], strict=True)
-                sizes += [n for n, size in cut if size == 1]
-    return max(sizes)
 
 
 #: Loop carries that were already followed back, each with its labels.
@@ -265,14 +243,15 @@ class Graph:
     def __init__(self, body: jaxprs.Inner, is_parameter: Sequence[bool]):
         self.top = Frame(body)
         self.parameters = {i for i, is_one in enumerate(is_parameter) if is_one}
+        self._copied: dict[Atom, set[int]] = {}
 
     def origins(
         self, atom: Atom, labels: Labels, seen: Seen = frozenset()
     ) -> Iterator[Origin]:
         """Returns the origins of a variable, across function calls and loops."""
-        frame, var = atom
+        frame, var = atom.frame, atom.var
         # The label is empty: no entry of this variable contributes, so stop.
-        if any((x == nothing(x)).all() for x in labels):
+        if any(map(is_empty, labels)):
             return
         if isinstance(var, Literal) or var in frame.consts:
             yield Origin(labels, seen, atom=atom)
@@ -335,6 +314,8 @@ class Graph:
 
     def copied(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which an array is known to be a copy."""
+        if atom in self._copied:
+            return self._copied[atom]
         dims = range(len(atom.shape))
         own = {d for d, n in enumerate(atom.shape) if n == 1}
 
@@ -354,7 +335,8 @@ class Graph:
             return [(i, depth + 1) for i, _ in back]
 
         self.back(atom, atom.each(), ahead, 0)
-        return {*dims} - own
+        self._copied[atom] = {*dims} - own
+        return self._copied[atom]
 
     def made_by(self, atom: Atom) -> list[Eqn]:
         """Returns the equations that made an array: several if branches made it."""

@@ -98,7 +98,7 @@ def trace(fun: Any, *args: Any) -> Inner:
 def called(eqn: Any) -> Inner | None:
     """Returns the jaxpr that an equation runs once; `None` if it is no such call."""
     keys = _RUN_ONCE if eqn.primitive.name not in _OPAQUE else ()
-    found = (inner(eqn.params.get(key)) for key in keys)
+    found = (inner(eqn.params[key]) for key in keys if key in eqn.params)
     return next((body for body in found if hasattr(body.jaxpr, "eqns")), None)
 
 
@@ -182,7 +182,7 @@ def axes_of(eqn: Any) -> tuple[str, ...]:
 def kernel_name(eqn: Any) -> tuple[str, str]:
     """Returns the function that an equation calls and its file:line, or a primitive."""
     keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    for body in (inner(eqn.params.get(key)).jaxpr for key in keys):
+    for body in (inner(eqn.params[key]).jaxpr for key in keys if key in eqn.params):
         if info := getattr(getattr(body, "debug_info", None), "func_src_info", None):
             name, _, file = str(info).replace("\\", "/").partition(" at ")
             return name, file

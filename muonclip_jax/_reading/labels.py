@@ -11,6 +11,8 @@ a mesh around it: its `lead`, along which are trips and devices. Marks are bits,
 Python integers or of `int64`, joined by `or`; or floats, joined by their maximum.
 """
 
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,19 +34,26 @@ def nothing(label: Label) -> Any:
     return -np.inf if label.dtype.kind == "f" else 0
 
 
+def is_empty(label: Label) -> bool:
+    """Whether no entry has a mark."""
+    return not (label if nothing(label) == 0 else label > -np.inf).any()
+
+
+def _union(label: Label) -> np.ufunc:
+    return np.maximum if label.dtype.kind == "f" else np.bitwise_or
+
+
 def joined(label: Label, axes: Iterable[int]) -> Label:
     """Returns the union along axes, which keep one entry."""
-    join = np.maximum if label.dtype.kind == "f" else np.bitwise_or
     for axis in axes:
         if label.shape[axis] > 1:
-            label = join.reduce(label, axis=axis, keepdims=True)
+            label = _union(label).reduce(label, axis=axis, keepdims=True)
     return label
 
 
 def either(a: Label, b: Label) -> Label:
     """Returns the union of two labels of one array."""
-    join = np.maximum if a.dtype.kind == "f" else np.bitwise_or
-    return join(a, b)
+    return _union(a)(a, b)
 
 
 def key_of(label: Label) -> Any:
@@ -85,9 +94,9 @@ def varied(label: Label) -> list[int]:
 
 def small(label: Label) -> Label:
     """Returns the label with one entry along axes where all entries are the same."""
-    for axis in range(label.ndim):
-        if label.shape[axis] > 1:
-            first = label.take([0], axis)
+    for axis, n in enumerate(label.shape if label.size > 1 else ()):
+        if n > 1:
+            first = label[(*[slice(None)] * axis, slice(1))]
             if (label == first).all():
                 label = first
     return label
@@ -143,6 +152,8 @@ def moved(label: Label, lead: int, to: Sequence[int | None]) -> Label:
 
     Dimensions that are summed over, or broadcast from one entry, map to `None`.
     """
+    if label.size == 1:
+        return label.reshape([1] * (lead + len(to)))
     kept = [lead + d for d in to if d is not None]
     gone = [i for i in range(lead, label.ndim) if i not in kept]
     label = joined(label, gone).transpose([*range(lead), *kept, *gone])
@@ -161,23 +172,8 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
     for d, n in enumerate(old):
         if n == 1:
             label = joined(label, [lead + d])
-    # A reshape keeps the order of all entries. Two runs of dimensions with the same
-    # product, after runs with the same product, thus hold the same entries: (6, 4) as
-    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order matches
-    # entries.
-    runs, i, j = [], 0, 0
-    while i < len(old) or j < len(new):
-        i2, j2 = min(i + 1, len(old)), min(j + 1, len(new))
-        a, b = np.prod(old[i:i2], dtype=int), np.prod(new[j:j2], dtype=int)
-        while a != b:
-            if a < b:
-                a, i2 = a * old[i2], i2 + 1
-            else:
-                b, j2 = b * new[j2], j2 + 1
-        runs.append((i, i2, j, j2))
-        i, j = i2, j2
     sizes = list(label.shape[:lead])
-    for i, i2, j, j2 in runs:
+    for i, i2, j, j2 in _runs(old, new):
         own = range(lead + i, lead + i2)
         if all(label.shape[axis] == 1 for axis in own):
             sizes += [1] * (j2 - j)
@@ -186,3 +182,24 @@ def reshaped(label: Label, lead: int, old: Shape, new: Shape) -> Label:
                 label = full(label, axis, old[axis - lead])
             sizes += new[j:j2]
     return small(label.reshape(sizes))
+
+
+@functools.lru_cache
+def _runs(old: Shape, new: Shape) -> list[tuple[int, int, int, int]]:
+    """Returns start and end, in both shapes, of the shortest runs of the same size."""
+    # A reshape keeps the order of all entries. Two runs of dimensions with the same
+    # product, after runs with the same product, thus hold the same entries: (6, 4) as
+    # (2, 3, 4) is 6 as (2, 3), and 4 as 4. Within a run, only the order matches
+    # entries.
+    runs, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        i2, j2 = min(i + 1, len(old)), min(j + 1, len(new))
+        a, b = math.prod(old[i:i2]), math.prod(new[j:j2])
+        while a != b:
+            if a < b:
+                a, i2 = a * old[i2], i2 + 1
+            else:
+                b, j2 = b * new[j2], j2 + 1
+        runs.append((i, i2, j, j2))
+        i, j = i2, j2
+    return runs

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from .facts import Facts
 from .graph import Atom, Eqn, Graph, Labels, Origin
-from .labels import is_varied, moved, small, varied
+from .labels import is_varied, moved, small
 from .scaling import Scaling
 
 
@@ -51,18 +51,12 @@ class Makers:
                     yield Maker(at, f.parameter, f.labels)
 
     def outputs(self, atom: Atom) -> dict[int, list[int]]:
-        """Returns the dimensions of each kernel's outputs, the major ones first."""
-        found: dict[int, dict[int, tuple[int, int]]] = {}
+        """Returns the dimensions of each kernel's outputs."""
+        found: dict[int, list[int]] = {}
         for _, number, labels in self.of(atom, atom.each()):
-            for d, label in enumerate(labels):
-                for axis in varied(label):
-                    # The marks of a major dimension change less often along an axis.
-                    line = label.swapaxes(0, axis).reshape(label.shape[axis], -1)
-                    changes = int((line[1:] != line[:-1]).any(1).sum())
-                    found.setdefault(number, {}).setdefault(d, (axis, changes))
-        return {
-            number: sorted(dims, key=dims.__getitem__) for number, dims in found.items()
-        }
+            own = found.setdefault(number, [])
+            own += [d for d, x in enumerate(labels) if d not in own and is_varied(x)]
+        return found
 
     def is_output(self, atom: Atom, d: int) -> bool:
         """Returns whether a dimension holds kernel outputs, or columns of a table."""

@@ -46,7 +46,7 @@ _AS_IT_IS = ["convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "
 
 def number_of(atom: Any) -> Number:
     """Returns the value of all entries of a variable."""
-    frame, var = atom
+    frame, var = atom.frame, atom.var
     if isinstance(var, Literal) or var in frame.consts:
         value = var.val if isinstance(var, Literal) else frame.consts[var]
         try:
@@ -82,9 +82,9 @@ def _of_input(atom: Any) -> Number:
     outer, how = frame.outer[i]
     if how == "same":
         return number_of(outer)
-    if atom.shape:
-        return None
     trips = frame.lead[-1]
+    if atom.shape or trips.size == 1:  # only a run shows the trips of a `while`
+        return None
     if how == "carry":
         # `fori_loop` counts from zero.
         after = frame.jaxpr.outvars[frame.carried.index(i)]
@@ -96,7 +96,7 @@ def _of_input(atom: Any) -> Number:
 
 def _counts(atom: Any, size: int) -> bool:
     """Whether an array is 0, 1, 2, ..."""
-    frame, var = atom
+    frame, var = atom.frame, atom.var
     if isinstance(var, Literal):
         return False
     if var in frame.consts:

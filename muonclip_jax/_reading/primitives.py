@@ -6,6 +6,7 @@ primitive without a rule; the reading names it if it matters.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ class Op(NamedTuple):
     def through(self, to: Sequence[int | None]) -> Move:
         """Returns the move to an operand whose dimensions `to` maps to the result's."""
         lead = self.lead
+        if [*to] == [*range(len(self.out))]:
+            return lambda label: label
         return lambda label: small(moved(label, lead, to))
 
 
@@ -60,23 +63,10 @@ def moves(at: Any, k: int) -> Moves:
     A product has a move for each of its two operands, since it is linear in each. The
     list is empty for a primitive without a rule.
     """
-    rule = _RULES.get(at.name)
-    if rule is None:
-        return []
-    shapes = [x.shape for x in at.inputs()]
-    return rule(Op(at, k, at.output(k).shape, shapes))
-
-
-@_rule(
-    "convert_element_type copy copy_p reduce_precision neg real imag conj pvary pcast "
-    "optimization_barrier mesh_cast reshard sharding_constraint abs pbroadcast "
-    "layout_constraint stop_gradient device_put bitcast_convert_type ppermute "
-    "sharding_barrier name"
-)
-def _same(op: Op) -> Moves:
-    i = op.k if len(op.ins) == len(op.at.eqn.outvars) else 0
-    of = op.ins[i]
-    return [(i, op.through([*range(len(of))] if of == op.out else [None] * len(of)))]
+    if k not in at.known_moves:
+        op = Op(at, k, at.output(k).shape, [x.shape for x in at.inputs()])
+        at.known_moves[k] = _RULES[at.name](op) if at.name in _RULES else []
+    return at.known_moves[k]
 
 
 #: Primitives that compute each entry of the result from one entry of each operand.
@@ -90,17 +80,28 @@ ELEMENTWISE = names(
 )
 
 
-@_rule(" ".join(("add sub add_any max min select_n complex nextafter", *ELEMENTWISE)))
+_LINEAR = names(
+    "add sub add_any max min select_n complex nextafter convert_element_type copy "
+    "copy_p reduce_precision neg real imag conj pvary pcast optimization_barrier "
+    "mesh_cast reshard sharding_constraint abs pbroadcast layout_constraint "
+    "stop_gradient device_put bitcast_convert_type ppermute sharding_barrier name"
+)
+
+
+@_rule(" ".join(ELEMENTWISE | _LINEAR))
 def _entrywise(op: Op) -> Moves:
     """Returns the moves of an entry-by-entry operation, possibly a broadcast."""
+    own = range(1 if op.at.name == "select_n" else 0, len(op.ins))
+    if len(op.at.eqn.outvars) > 1:  # a result for each operand
+        own = [op.k]
+    return [(i, op.through(_same(op.ins[i], op.out))) for i in own]
 
-    def to(of: Shape) -> list[int | None]:
-        if len(of) != len(op.out):
-            return [None] * len(of)
-        return [d if n == op.out[d] else None for d, n in enumerate(of)]
 
-    first = 1 if op.at.name == "select_n" else 0
-    return [(i, op.through(to(op.ins[i]))) for i in range(first, len(op.ins))]
+def _same(of: Shape, out: Shape) -> list[int | None]:
+    """Returns the dimensions of the result that have all entries of the operand's."""
+    if len(of) != len(out):
+        return [None] * len(of)
+    return [d if n == out[d] else None for d, n in enumerate(of)]
 
 
 @_rule("reshape squeeze expand_dims")
@@ -138,24 +139,16 @@ def _reduce(op: Op) -> Moves:
     return [(0, op.through([None if i in axes else next(left) for i in own]))]
 
 
-@_rule("cumsum cummax cummin cumlogsumexp reduce_window_sum fft")
+@_rule(
+    "cumsum cummax cummin cumlogsumexp reduce_window_sum fft sort top_k approx_top_k"
+)
 def _along(op: Op) -> Moves:
     """Returns the moves of an operation that mixes entries along dimensions."""
-    if op.ins[0] != op.out:
-        return [(0, op.through([None] * len(op.ins[0])))]
-    params = op.params
-    axes = [params["axis"]] if "axis" in params else range(len(op.out))
-    return [(0, lambda label: joined(label, [op.lead + axis for axis in axes]))]
-
-
-@_rule("sort top_k approx_top_k")
-def _ordered(op: Op) -> Moves:
-    """Returns the moves of a sort, or of the first entries of one."""
     if op.k >= len(op.ins):
         return []  # indices
-    own = len(op.out)
-    axis = op.params.get("dimension", op.params.get("reduction_dimension", -1)) % own
-    return [(op.k, op.through([None if d == axis else d for d in range(own)]))]
+    keys, own = ("axis", "dimension", "reduction_dimension"), range(len(op.out))
+    axes = [op.params[key] % len(op.out) for key in keys if key in op.params] or own
+    return [(op.k, op.through([None if d in axes else d for d in own]))]
 
 
 @_rule("rev")
@@ -254,8 +247,8 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
         else:
             # The i-th trip of a loop picks the i-th entry.
             trips, most = full(label, at.axis, at.size), min(at.size, size)
-            rows = [trips.take([i], at.axis) for i in range(most)]
-            rows = [placed(x, axis, size, slice(i, i + 1)) for i, x in enumerate(rows)]
+            rows = ((slice(i, i + 1), trips.take([i], at.axis)) for i in range(most))
+            rows = [placed(row, axis, size, place) for place, row in rows]
             label = np.concatenate(rows, at.axis)
             label = placed(label, at.axis, at.size, slice(0, most))
     return label
@@ -265,11 +258,7 @@ def _picked(label: Label, op: Op, starts: dict[int, Any], out: Shape) -> Label:
 def _update(op: Op) -> Moves:
     """Returns the moves of a sum whose second summand may be anywhere in the result."""
     i = 1 if op.at.name == "dynamic_update_slice" else 2
-    new, own = op.ins[i], range(len(op.out))
-    to: list[int | None] = [None] * len(new)
-    if len(new) == len(op.out):
-        to = [d if new[d] == op.out[d] else None for d in own]
-    return [(0, lambda label: label), (i, op.through(to))]
+    return [(0, lambda label: label), (i, op.through(_same(op.ins[i], op.out)))]
 
 
 @_rule("gather")
@@ -375,66 +364,51 @@ def _summed(op: Op) -> Moves:
 
 @_rule("all_gather all_gather_invariant")
 def _gathered(op: Op) -> Moves:
-    dim, count = op.params["all_gather_dimension"], op.params["axis_size"]
-    apart = (*op.ins[0][:dim], count, *op.ins[0][dim:])
-
-    def move(label: Label) -> Label:
-        devices = _devices(op)
-        label = joined(label, devices)
-        label = reshaped(label, op.lead, op.out, apart)
-        if len(devices) != 1 or label.shape[op.lead + dim] == 1:
-            return small(joined(label, [op.lead + dim]).squeeze(op.lead + dim))
-        # Each device contributes one block.
-        return small(label.swapaxes(devices[0], op.lead + dim).squeeze(op.lead + dim))
-
-    return [(0, move)]
+    return _exchanged(op, op.params["all_gather_dimension"], None)
 
 
 @_rule("psum_scatter reduce_scatter")
 def _scattered(op: Op) -> Moves:
-    """Returns the moves of a sum over devices of which each keeps one block."""
-    dim, count = op.params["scatter_dimension"], op.params["axis_size"]
-
-    def move(label: Label) -> Label:
-        devices, axis = _devices(op), op.lead + dim
-        if len(devices) != 1 or not op.params["tiled"]:
-            return _lost(label, op)
-        blocks = np.expand_dims(label, axis).swapaxes(devices[0], axis)
-        apart = (*op.out[:dim], count, *op.out[dim:])
-        return reshaped(blocks, op.lead, apart, op.ins[0])
-
-    return [(0, move)]
+    return _exchanged(op, None, op.params["scatter_dimension"])
 
 
 @_rule("all_to_all")
-def _exchanged(op: Op) -> Moves:
-    """Returns the moves of `all_to_all`: split one dimension, join along another."""
-    params = op.params
-    split, joins = params["split_axis"], params["concat_axis"]
+def _transposed(op: Op) -> Moves:
+    return _exchanged(op, op.params["concat_axis"], op.params["split_axis"])
+
+
+def _exchanged(op: Op, joins: int | None, split: int | None) -> Moves:
+    """Returns the moves of an exchange of blocks between devices.
+
+    A device has one block for each device along `split`, or the same for all. It gets
+    one from each device along `joins`, or their sum.
+    """
+    devices, block = _devices(op), list(op.ins[0])
+    count = math.prod(x.size for x in op.at.frame.lead if x.axis in devices)
+    if split is not None:
+        block[split : split + 1] = [block[split] // count] * bool(op.params["tiled"])
+    axis = op.lead + (joins if joins is not None else split or 0)
+
+    def apart(d: int) -> Shape:
+        return (*block[:d], count, *block[d:])
 
     def move(label: Label) -> Label:
-        devices = _devices(op)
-        if len(devices) != 1 or not params.get("tiled") or split == joins:
-            return _lost(label, op)
-        block = op.ins[0][joins]
-        count = op.out[joins] // block
-        apart = (*op.out[:joins], count, block, *op.out[joins + 1 :])
-        label = reshaped(label, op.lead, op.out, apart)
-        # The block that came from each device, for the device that has it now.
-        label = label.swapaxes(devices[0], op.lead + joins)
-        # The axis numbers the blocks of the dimension that was split.
-        own = op.lead + joins
-        label = np.moveaxis(label, own, op.lead + split)
-        before = (*op.ins[0][:split], count, op.ins[0][split] // count)
-        return reshaped(label, op.lead, (*before, *op.ins[0][split + 1 :]), op.ins[0])
+        if joins is None:
+            label = np.expand_dims(label, axis)
+        else:
+            label = reshaped(label, op.lead, op.out, apart(joins))
+        if split is None or len(devices) != 1:
+            label = joined(label, devices)
+        if len(devices) != 1:
+            label = joined(label, [axis])
+        else:  # the blocks that a device got become those of the devices that sent them
+            label = label.swapaxes(devices[0], axis)
+        if split is None:
+            return small(label.squeeze(axis))
+        label = np.moveaxis(label, axis, op.lead + split)
+        return reshaped(label, op.lead, apart(split), op.ins[0])
 
     return [(0, move)]
-
-
-def _lost(label: Label, op: Op) -> Label:
-    """Returns the label of an operand whose entries may come from anywhere."""
-    label = joined(label, [*_devices(op), *range(op.lead, label.ndim)])
-    return label.reshape((*label.shape[: op.lead], *[1] * len(op.ins[0])))
 
 
 RANDOM = names(

@@ -86,8 +86,6 @@ class Uses:
             else:
                 self._note(at)
         self.chosen &= ~self.kept
-        for atom in self._graph.top.outputs:
-            self._is_feature(atom, self._facts.of(atom))
 
     def numbers_of(self, *kinds: str) -> set[int]:
         return {note.number for note in self.notes if note.kind in kinds}
@@ -128,12 +126,6 @@ class Uses:
         if name in ("mul", *PRODUCTS):
             self._weigh(at, facts)
             self._scales(at, inputs, facts)
-        elif name in ("add", "sub", "add_any", "max", "min"):
-            if len({f.sole for f in facts} - {None}) > 1:
-                for atom, fact in zip(inputs, facts, strict=True):
-                    self._is_feature(atom, fact)
-        elif name.startswith("reduce_") and "axes" in at.eqn.params:
-            self._is_feature(inputs[0], facts[0], {*at.eqn.params["axes"]})
         elif name in ("slice", "split", "unstack", "dynamic_slice", "gather"):
             self._cut(at, inputs[0], facts[0])
 
@@ -184,7 +176,6 @@ class Uses:
         self._use("elementwise", at, *(facts[j] for j in (0, 1) if j != i))
         if i is None:
             self._weigh(at, facts)
-            self._of_activations(at, inputs, facts)
             return
         weight, other = facts[i], facts[1 - i]
         if other.is_onehot:
@@ -192,7 +183,8 @@ class Uses:
             return
         self._weight(at, i, self._experts(at, i, inputs[1 - i], other))
         self.fed |= other.past
-        self._is_feature(inputs[1 - i], other)
+        if other.is_deep and other.sole not in (None, -1):
+            self.features.add(other.sole)
 
     def _weight(self, at: Eqn, i: int, experts: set[int]) -> None:
         """Notes the roles of each parameter's axes in the weight of a product."""
@@ -258,14 +250,6 @@ class Uses:
                         Note("factor", f.parameter, at, roles=tuple(roles))
                     )
 
-    def _of_activations(self, at: Eqn, inputs: list[Atom], facts: list[Fact]) -> None:
-        if not (all(f.is_deep for f in facts[:2]) and at.contracted):
-            self._scales(at, inputs, facts)
-            return
-        for j in (0, 1):
-            own = {d for d, x in enumerate(at.to[j]) if x not in at.shared}
-            self._is_feature(inputs[j], facts[j], own)
-
     def _experts(self, at: Eqn, i: int, atom: Atom, other: Fact) -> set[int]:
         """Notes experts that made an activation; returns the weight's expert axes.
 
@@ -317,7 +301,8 @@ class Uses:
     def _varied(self, atom: Atom) -> set[int]:
         """Returns the axes of an array's labels along which it may be no copy."""
         same = self._graph.copied(atom)
-        return {atom.lead + d for d in range(len(atom.shape)) if d not in same}
+        dims = (d for d, n in enumerate(atom.shape) if n > 1 and d not in same)
+        return {atom.lead + d for d in dims}
 
     def _weighed(self, atom: Atom) -> set[int]:
         """Returns the dimensions along which a router's weights for an array vary.
@@ -378,10 +363,8 @@ class Uses:
         atom, dims = at.inputs()[i], range(len(at.inputs()[i].shape))
         if at.name == "mul":  # a sum follows the product
             own, others = (self._varied(x) for x in (atom, at.inputs()[1 - i]))
-            own, others = ({a - atom.lead for a in x} for x in (own, others))
-            own = {d for d in own if atom.shape[d] > 1}
-            others = {d for d in others if at.inputs()[1 - i].shape[d] > 1}
-            over, rest = [*(own & others)], [*(own - others)]
+            over = [a - atom.lead for a in own & others]
+            rest = [a - atom.lead for a in own - others]
         else:
             over = [pair[i] for pair in at.contracted]
             rest = [d for d in dims if d not in over and at.to[i][d] not in at.shared]
@@ -411,27 +394,16 @@ class Uses:
             return
         for i in (0, 1):
             kernel, other = facts[i].sole, facts[1 - i].sole
-            if kernel in (None, -1) or other in (None, kernel):
+            if kernel in (None, -1, other) or other is None or kernel in self.features:
                 continue
-            own = self._in_result(
-                at, i, self._makers.outputs(inputs[i]).get(kernel, [])
-            )
-            others = self._makers.outputs(inputs[1 - i])
-            theirs = [
-                self._in_result(at, 1 - i, dims)
-                for number, dims in others.items()
-                if number != kernel and dims
-            ]
+            mine, others = (self._makers.outputs(inputs[j]) for j in (i, 1 - i))
+            own = self._in_result(at, i, mine.get(kernel, []))
+            others.pop(kernel, None)
+            theirs = [self._in_result(at, 1 - i, x) for x in others.values() if x]
             if own and theirs:
-                # In every kernel, heads come before their features. An earlier factor,
-                # such as the steps of a state, has one number for each head, too.
+                # In every kernel, heads come before their features.
                 n = len(own)
-                is_more = [n < len(x) and {*own} == {*x[:n]} for x in theirs]
-                others_fit = all(
-                    more or {*x} <= {*own}
-                    for more, x in zip(is_more, theirs, strict=True)
-                )
-                is_scale = any(is_more) and others_fit
+                is_scale = any(n < len(x) and {*own} == {*x[:n]} for x in theirs)
                 (self.scales if is_scale else self.features).add(kernel)
 
     def _in_result(self, at: Eqn, i: int, dims: list[int]) -> list[int]:
@@ -439,13 +411,6 @@ class Uses:
             return [x for d in dims if (x := at.to[i][d]) is not None]
         skipped = len(at.output().shape) - len(at.inputs()[i].shape)
         return [d + skipped for d in dims]
-
-    def _is_feature(self, atom: Atom, fact: Fact, dims: set[int] | None = None) -> None:
-        """Notes that outputs are features: here they are added or summed over."""
-        if not fact.is_deep or fact.sole in (None, -1):
-            return
-        if dims is None or dims & {*self._makers.outputs(atom).get(fact.sole, ())}:  # type: ignore
-            self.features.add(fact.sole)
 
     def _cut(self, at: Eqn, atom: Atom, fact: Fact) -> None:
         """Notes slices of one entry along a parameter's axis, perhaps a matrix's.

@@ -34,10 +34,14 @@ def verdicts(
     routers = uses.chosen & uses.fed
     of_heads = uses.scales - uses.features
 
+    notes: list[list[Note]] = [[] for _ in shapes]
+    for note in uses.notes:
+        notes[note.number].append(note)
+
     def verdict(i: int, shape: Shape) -> Verdict:
         if not is_float[i]:
             return Verdict("vector", None, "no floats", "read")
-        own = [note for note in uses.notes if note.number == i]
+        own = notes[i]
         of = {note.kind: note for note in reversed(own)}  # the first note of each kind
         if not own:
             return Verdict("vector", None, "not used", "read", is_known=False)

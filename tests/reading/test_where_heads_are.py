@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers import normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from variants import B, cut, D, DIM, H, normed, T
 
 import muonclip_jax as mc
@@ -85,3 +87,34 @@ def test_a_loop_over_some_layers_of_a_stack_is_refused_with_the_leaf():
 
     (refused,) = mc.read_model(loss, STACK, X).refused
     assert "does not go through all layers in 'q' (3, 12, 24)" in refused
+
+
+@pytest.mark.parametrize(
+    "exchange", ["gather", "untiled gather", "scatter", "untiled scatter"]
+)
+def test_heads_are_followed_through_exchanges_between_devices(exchange):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    is_gather, is_tiled = "gather" in exchange, "untiled" not in exchange
+
+    def heads(w, x):
+        y = x @ w  # some columns, or a summand of all columns
+        if is_gather:
+            y = jax.lax.all_gather(y, "a", axis=1, tiled=is_tiled)
+        else:
+            y = y if is_tiled else y.reshape(T, 2, -1)
+            y = jax.lax.psum_scatter(y, "a", scatter_dimension=1, tiled=is_tiled)
+        return y.reshape(T, -1, DIM)
+
+    def local(p, x):
+        q, k, v = (heads(p[name], x) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+        return jax.lax.psum(jnp.einsum("hqk,khd->qhd", weights, v).sum(), "a")
+
+    specs = (P(None, "a"), P()) if is_gather else (P("a"), P(None, "a"))
+    loss = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+    )
+    params = {name: jnp.ones((D, H * DIM)) for name in "qkv"}
+    (layer,) = mc.read_model(loss, params, jnp.ones((T, D))).attention
+    for leaf in (*layer.query, *layer.key):
+        assert leaf.owners.ravel().tolist() == np.repeat(np.arange(H), DIM).tolist()
