@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
