@@ -60,8 +60,8 @@ class Pair(NamedTuple):
 
 
 PICKED = (
-    "an index that is not the counter of a scan or fori_loop picks a layer of '{}' {}: "
-    "use jax.lax.scan over the stack, or an index that counts 0, 1, ..."
+    "an index that is not a loop counter picks a layer of '{}' {}: use jax.lax.scan "
+    "over the stack, or an index that counts 0, 1, ..."
 )
 PARTIAL = (
     "a loop does not go through all layers in '{}' {} one by one: use jax.lax.scan "

@@ -349,6 +349,8 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
 
     In a residual sum one summand depends on the other; later layers write the output.
     """
+    if at.name == "add" and out.is_deep and _is_straight_through(facts, at):
+        out = out._replace(is_onehot=True)
     deep = [x for x in inputs if x.is_deep]
     shape = at.output().shape
     if len(deep) != 2 or math.prod(shape) == 1:
@@ -373,8 +375,27 @@ def _sum(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
     graph = facts.graph
     made = [x for x in graph.made_by(first) if x.name == "add"]
     parts = [x for of in made for x in of.inputs() if facts.of(x).is_deep] or [first]
-    is_one = (x.shape[-1] == 1 or len(shape) - 1 in graph.copied(x) for x in parts)
+    is_one = (
+        x.shape[-1:] in ((), (1,)) or len(shape) - 1 in graph.copied(x) for x in parts
+    )
     return out._replace(ends=own if all(is_one) else 0)
+
+
+def _is_straight_through(facts: Facts, at: Eqn) -> bool:
+    """Whether a sum is `x + (rows - x)`: one-hot rows with the gradient of `x`."""
+
+    def makers(atom: Atom) -> list[Eqn]:
+        """Returns the equations that made an array, past any `stop_gradient`."""
+        made = facts.graph.made_by(atom)
+        is_stopped = [x.name for x in made] == ["stop_gradient"]
+        return makers(made[0].inputs()[0]) if is_stopped else made
+
+    for x, y in (at.inputs(), at.inputs()[::-1]):
+        for of in makers(y):
+            rows, *less = of.inputs() if of.name == "sub" else [y]
+            if less and facts.of(rows).is_onehot and makers(less[0]) == makers(x):
+                return True
+    return False
 
 
 def _exponential(facts: Facts, at: Eqn, inputs: list[Fact], out: Fact) -> Fact:
@@ -416,8 +437,6 @@ def _is_onehot(at: Eqn, inputs: list[Fact]) -> bool:
         pairs = zip(rows, at.inputs(), strict=True)
         cases = [is_one for is_one, atom in [*pairs][1:] if atom.number != 0]
         return rows[0] or (bool(cases) and all(cases))
-    if name in ("add", "sub"):  # `x + (rows - x)`: rows with the gradient of x
-        return any(rows) and any(x.is_deep for x in inputs)
     is_mask = name in ("and", "mul") and any(rows)
     return is_mask and any(not (x.is_deep or x.is_onehot) for x in inputs)
 

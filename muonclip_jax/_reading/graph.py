@@ -200,7 +200,8 @@ def _frames_in(at: Eqn) -> Iterator[Frame]:
         inputs = inputs[loop.first :]
         how = ["same"] * loop.consts + ["carry"] * loop.carry
         how += ["slice"] * (len(inputs) - len(how))
-        own = (*lead, Lead(len(lead), at.at, loop.trips or 1))
+        size = _most_trips(loop) if loop.trips is None else loop.trips
+        own = (*lead, Lead(len(lead), at.at, size))
         yield Frame(loop.body, at, "loop", map(Outer, inputs, how), own)
     elif at.name == "cond":
         for i, body in enumerate(jaxprs.branches(eqn)):
@@ -216,6 +217,22 @@ def _frames_in(at: Eqn) -> Iterator[Frame]:
             yield Frame(body, at, "mesh", outer, own)
         else:
             yield Frame(body, at, "call", outer, lead)
+
+
+def _most_trips(loop: jaxprs.Loop) -> int:
+    """Returns the most trips of a `while`: the longest axis its body picks from."""
+    sizes, jaxpr = [1], loop.body.jaxpr
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name not in ("dynamic_slice", "gather"):
+            continue
+        if eqn.invars[0] in jaxpr.invars[: loop.consts]:
+            shape = shape_of(eqn.invars[0])
+            sizes += shape[:1]
+            if name == "dynamic_slice":
+                cut = zip(shape, eqn.params["slice_sizes"], strict=True)
+                sizes += [n for n, size in cut if size == 1]
+    return max(sizes)
 
 
 #: Loop carries that were already followed back, each with its labels.

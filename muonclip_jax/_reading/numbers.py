@@ -82,9 +82,9 @@ def _of_input(atom: Any) -> Number:
     outer, how = frame.outer[i]
     if how == "same":
         return number_of(outer)
-    trips = frame.lead[-1]
-    if atom.shape or trips.size == 1:  # only a run shows the trips of a `while`
+    if atom.shape:
         return None
+    trips = frame.lead[-1]
     if how == "carry":
         # `fori_loop` counts from zero.
         after = frame.jaxpr.outvars[frame.carried.index(i)]
