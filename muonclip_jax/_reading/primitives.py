@@ -42,7 +42,7 @@ class Op(NamedTuple):
         """Returns the move to an operand whose dimensions `to` maps to the result's."""
         lead = self.lead
         if [*to] == [*range(len(self.out))]:
-            return lambda label: label
+            return small
         return lambda label: small(moved(label, lead, to))
 
 
