@@ -225,7 +225,7 @@ def test_both_commands_stand_in_the_readme():
 
 
 def test_types_in_signatures_are_what_the_page_says():
-    text = (ROOT / "docs" / "api" / "types.md").read_text()
+    text = (ROOT / "docs" / "api" / "index.md").read_text()
     rows = re.findall(r"#(\S+)\.(\w+) \}`(\w+)` \| `?(.*?)(?:`|$)", text, re.MULTILINE)
     assert len(rows) > 10
     for module, name, shown, meaning in rows:
