@@ -26,11 +26,13 @@ def page():
     for block in blocks(ROOT / "docs/tuning_variants.md"):
         if block.kind == "python":
             for node in ast.parse(block.code).body:
-                if not isinstance(node, ast.Expr) and "= steps(" not in ast.unparse(
-                    node
-                ):
+                if not isinstance(node, ast.Expr | ast.For) and not takes_steps(node):
                     exec(ast.unparse(node), found)
     return found
+
+
+def takes_steps(node):
+    return isinstance(node, ast.Assign) and "steps(" in ast.unparse(node)
 
 
 def gradients(page, step):
