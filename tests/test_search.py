@@ -122,3 +122,12 @@ def test_the_site_works_offline(site):
             if "canonical" not in link and "alternate" not in link:
                 loaded += re.findall(r"href=.?(https?:[^ >]*)", link)
         assert loaded == [], page
+
+
+def test_old_addresses_send_the_reader_on(site):
+    moved = {x: x.read_text() for x in site.rglob("*.html")}
+    moved = {x: text for x, text in moved.items() if "This page has moved" in text}
+    assert len(moved) > 30
+    for page, text in moved.items():
+        (to,) = set(re.findall(r'(?:href|url|replace\()[="]*([./\w]+/)"', text))
+        assert (page.parent / to / "index.html").exists(), page

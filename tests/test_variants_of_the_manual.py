@@ -1,6 +1,7 @@
 """The variants in docs/tuning_variants.md, against their definitions in float64."""
 
 import ast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ def gradients(page, step):
 
 def followed(page, tx):
     """The params after some steps of the gradients above."""
-    params, update = page["params"], jax.jit(tx.update)
+    params: Any = page["params"]
+    update = jax.jit(tx.update)
     state = tx.init(params)
     for step in range(STEPS):
         grads = jax.tree.map(jnp.float32, gradients(page, step))

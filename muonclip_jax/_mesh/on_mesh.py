@@ -33,8 +33,8 @@ from .exchange import (
 
 
 #: A leaf with at least this many entries per device gets an exchange of its own. Small
-#: leaves together need fewer exchanges; large ones alone need no copy into a stack: 41 %
-#: of the temporaries of Mixtral's update on 64 v5p, by the compiler.
+#: leaves together need fewer exchanges; large ones alone need no copy into a stack:
+#: 41 % of the temporaries of Mixtral's update on 64 v5p, by the compiler.
 LARGE_SHARE = 2**24
 
 
