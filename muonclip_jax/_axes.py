@@ -168,10 +168,10 @@ def impose_no_sharding(x: jax.Array) -> jax.Array:
 
 
 def sharded_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The same array, which the compiler shards as another: only it knows how.
+    """Returns the same array, sharded like another one whose sharding only XLA knows.
 
-    It sees a choice between the two, which is never that of the other. How the choice
-    is sharded must say nothing of the other, which may be state that is added to.
+    A `where` whose predicate is always False, which XLA does not know: the result is
+    sharded like `like`. It must not change how `like` is sharded, which may be state.
     """
     never = jax.lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, keep_sharding(like.astype(x.dtype)), x)

@@ -50,8 +50,8 @@ def leaf_table(
 ) -> Table:
     """A row for each leaf below their names; then blocks, and attention left alone.
 
-    Of a model that was read, the last blocks say which attention QK-Clip cannot scale,
-    and why, and which has no softmax, or that there is none.
+    With a reading, the last blocks list attention that QK-Clip cannot scale, with the
+    reason, and attention without a softmax, or say that there is no attention.
     """
     shown = collapsed if collapse else list
     left_alone: list[list[str]] = []

@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 HEAD = """# Muon and MuonClip, measured
 
-To each question an answer, a figure, and what the answer does not show. Every claim,
+Each section answers one question with a figure and states its limits. Every claim,
 setting, table and verdict is in [all experiments]({details}). Small transformers on
 bytes of source code, prose (six novels) and drama (Shakespeare), on two CPU cores;
 AdamW is tuned at least as carefully as Muon. `±` and the bars are 95 % intervals over
@@ -123,7 +123,11 @@ def _nulls(sections: Mapping[str, Section | str], details: str) -> str:
         if isinstance(content, Section):
             never = [name for name, holds in content.parts.items() if not any(holds)]
             if never:
-                lines.append(f"- {_link(content, details)}: {'; '.join(never)}.")
+                what = "; ".join(never)
+                where = _link(content, details)
+                lines.append(
+                    f"- We expected this in {where} and did not find it: {what}."
+                )
     return "\n".join(["## What did not reproduce, or did not pay", "", *lines])
 
 

@@ -32,9 +32,9 @@ from .exchange import (
 )
 
 
-#: From so many entries on each device on a leaf is sent by itself. Small ones together
-#: need fewer exchanges; large ones alone need no copy into a stack: 41 % of the
-#: temporaries of Mixtral's update on 64 v5p, by the compiler.
+#: A leaf with at least this many entries per device gets an exchange of its own. Small
+#: leaves together need fewer exchanges; large ones alone need no copy into a stack:
+#: 41 % of the temporaries of Mixtral's update on 64 v5p, by the compiler.
 LARGE_SHARE = 2**24
 
 

@@ -155,7 +155,7 @@ def newton_schulz(
         `"standard"` then multiplies at JAX's default precision, and `method="gram"` at
         the highest. Norms, coefficients and sums are float32 or wider.
     - `preconditioning`: `"frobenius"`, or `"aol"`, which divides row $i$ (column, if
-        there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. That brings singular values
+        there are fewer) by $\sqrt{\sum_j |X X^T|_{ij}}$. This brings singular values
         near 1 at once, so that the four steps of `"turbo_muon"` are enough, but the
         result is not the polar factor of `x` itself. `"equilibrated"` first gives all
         rows one norm, then all columns (MuonEq: only rows); the result is the polar

@@ -1,9 +1,9 @@
 """A jaxpr as a graph: which equation made each variable, through loops and calls.
 
 Every run of a jaxpr is a `Frame`: a function that is called twice has two, and the body
-of a loop has one for all its trips. `Graph.origins` goes one step back from a variable
-to its equation, parameter or constant, through any frames in between. Labels go along;
-their lead has a dimension for every loop and every axis of a mesh around the frame.
+of a loop has one for all its trips. `Graph.origins` returns a variable's inputs, across
+function calls: an equation, a parameter or a constant. A label's first dimensions are
+the loops and the axes of a mesh around the frame.
 """
 
 import functools

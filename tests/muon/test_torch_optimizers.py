@@ -46,15 +46,28 @@ DAO = shrunk(
     first=False,
 )
 
-SETTINGS = {
-    "keller": dict(consistent_rms=None),
-    "moonlight": {},
-    "dion_default": dict(
-        consistent_rms="mup", nesterov=False, orthogonalizer=mc.NewtonSchulz(DION)
-    ),
-    "dion_rms_norm": dict(orthogonalizer="quintic"),
-    "dao": dict(orthogonalizer=mc.NewtonSchulz(DAO)),
+#: The rows of the table in docs/from_torch.md, by the name of what was recorded.
+ROWS = {
+    "keller": "Keller Jordan's `Muon`",
+    "moonlight": "Moonlight",
+    "dion_default": "dion's `Muon`, its defaults",
+    "dion_rms_norm": "dion's `Muon(..., adjust_lr=",
+    "dao": "Dao AI Lab's",
 }
+OF_TORCH = {
+    "original_nesterov": "`torch.optim.Muon`, with",
+    "match_rms_adamw_nesterov": "`torch.optim.Muon(...,",
+    "match_rms_adamw_heavyball": "Kimi K2's Algorithm 1",
+}
+
+
+def settings(row):
+    """What the manual says of a Muon, but with the recorded weight decay."""
+    page = (ROOT / "docs/from_torch.md").read_text()
+    (line,) = [x for x in page.splitlines() if x.startswith(f"| {row}")]
+    code = line.strip("| ").split(" | ")[1].strip("`")
+    found = eval(f"dict({code})", {"mc": mc, "DION": DION, "DAO": DAO})
+    return found | {"weight_decay": 0.1}
 
 
 def recorded(name, step):
@@ -63,10 +76,10 @@ def recorded(name, step):
 
 
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ROWS)
 def test_follows(name, first):
     params = recorded(f"{name}_params", first)
-    tx = mc.muon(0.02, weight_decay=0.1, beta=BETA, **SETTINGS[name])
+    tx = mc.muon(0.02, **settings(ROWS[name]))
     # Keller Jordan averages gradients, as torch.optim.Muon does; the others add them.
     factor = 1 / (1 - BETA) if name == "keller" else 1.0
     momentum = {k: factor * m for k, m in recorded(f"{name}_momentum", first).items()}
@@ -76,6 +89,22 @@ def test_follows(name, first):
         params = optax.apply_updates(params, updates)
     for k, expected in recorded(f"{name}_params", STEPS).items():
         np.testing.assert_allclose(params[k], expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_follows_torch_by_the_settings_of_the_manual(name):
+    """Kimi K2's algorithm has no public code; it is torch's without Nesterov."""
+    data = np.load(ROOT / f"tests/data/torch_muon_{name}.npz")
+    count = sum(key.endswith("grads") for key in data)
+    params = {j: jnp.asarray(data[f"{j}_params"][0]) for j in range(count)}
+    tx = mc.muon(0.02, **settings(OF_TORCH[name]))
+    state = tx.init(params)
+    for step in range(STEPS):
+        grads = {j: jnp.asarray(data[f"{j}_grads"][step]) for j in range(count)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for j in range(count):
+        np.testing.assert_allclose(params[j], data[f"{j}_params"][STEPS], atol=1e-5)
 
 
 BLOCKS = mc.MatrixAxes(1, 0, parts=(32, 20, 12))

@@ -159,8 +159,8 @@ def experiment(lab: Lab, plan: Plan) -> Section:
         f"{'It saves less' if law.length.low > 0 else 'That lasts'} as training gets "
         f"longer: with {smallest} parameters the share is {said(of_smallest, 0)} at "
         f"{first.tokens:g} tokens for each, and {said(of_smallest, -1)} at "
-        f"{last.tokens:g}. Fitted over all, it {trend(law.length)} with the tokens for "
-        f"each parameter and {trend(law.size)} with the size.",
+        f"{last.tokens:g}. Over all runs, the share {trend(law.length)} with more "
+        f"tokens for each parameter and {trend(law.size)} with larger models.",
         limits="Larger models, where others have found the share nearer to one: 91 % "
         "at 1.2 B parameters (Wen et al.). The largest here saw "
         f"{end.tokens:.2g} tokens for each parameter. Tiny batches take most of the "
