@@ -147,7 +147,7 @@ class World:
 
 
 @pytest.mark.parametrize("good", [True, False])
-@pytest.mark.parametrize("name", few(EXPERIMENTS, *EXPERIMENTS[::3]))
+@pytest.mark.parametrize("name", few(EXPERIMENTS, *EXPERIMENTS[::6]))
 def test_verdict_is_that_of_the_world(name, good, tmp_path):
     module = importlib.import_module(f"evidence.experiments.{name}")
     plan = Plan(["code", "prose"] if good else ["code"], tmp_path)

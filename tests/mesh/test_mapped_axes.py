@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import more, normal
+from helpers import more, normal, one_at_a_time
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layers import flat_layer, fused_layer, gains_layer
@@ -370,9 +370,10 @@ def test_gradients_of_the_own_rows_are_summed_where_types_are_checked():
 
 
 @CHECKED
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("is_told", [False, True])
-@pytest.mark.parametrize("axis_name", [None, "data"])
+@pytest.mark.parametrize(
+    "axis_name, is_told, kind",
+    one_at_a_time([None, "data"], [False, True], [AxisType.Auto, AxisType.Explicit]),
+)
 def test_next_to_axes_that_are_not_mapped(axis_name, is_told, kind, check):
     mesh = mesh_of(kind, data=2, fsdp=4)
     params = {"up": normal(0, 8, 12), "down": normal(1, 12, 8), "bias": normal(2, 12)}

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import normal
 from jax.sharding import AxisType
 
 import muonclip_jax as mc
 
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
-PARAMS = {"dense": {"kernel": jax.random.normal(jax.random.key(0), (16, 8))}}
+PARAMS = {"dense": {"kernel": normal(0, 16, 8)}}
 OPTIMIZERS = {
     "plain": mc.muon(1e-1),
     "neurons": mc.muon(1e-1, neuron_b2=0.95),

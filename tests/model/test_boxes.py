@@ -8,7 +8,7 @@ import optax
 import pytest
 from containers import unwrapped, WRAP
 from flax.training.train_state import TrainState
-from helpers import normal
+from helpers import normal, one_at_a_time
 
 import muonclip_jax as mc
 
@@ -54,8 +54,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", WRAP)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call, kind", one_at_a_time(CALLS, WRAP))
 def test_what_is_said_of_the_params(kind, call):
     found, expected = (CALLS[call](p) for p in (WRAP[kind](PARAMS), PARAMS))
     found = unwrapped(found)

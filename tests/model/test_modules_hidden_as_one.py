@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import as_pure
+from helpers import as_pure, one_at_a_time
 from jax.sharding import Mesh, PartitionSpec
 from layers import flat_layer
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -59,8 +59,9 @@ PREFIXES = [
 ]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("attention", [None, "layers", "partial"])
+@pytest.mark.parametrize(
+    "attention, prefix", one_at_a_time([None, "layers", "partial"], PREFIXES)
+)
 def test_qk_clip_under_a_prefix_mask(prefix, attention):
     if attention:
         attention = mc.flax_attention_layers(PARAMS)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import ROOT
+from helpers import one_at_a_time, ROOT
 
 import muonclip_jax as mc
 
@@ -62,8 +62,7 @@ def recorded(name, step):
     return {str(j): jnp.asarray(RECORDED[f"{name}_{j}"][step].T) for j in range(2)}
 
 
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name, first", one_at_a_time(SETTINGS, [0, 2]))
 def test_follows(name, first):
     params = recorded(f"{name}_params", first)
     tx = mc.muon(0.02, weight_decay=0.1, beta=BETA, **SETTINGS[name])

@@ -11,6 +11,7 @@ from helpers import (
     matrix_of,
     normal,
     of_newton_schulz,
+    one_at_a_time,
     polynomial_of,
     UNSAFE_CANS,
 )
@@ -57,7 +58,7 @@ def error_of(spectrum, name, **options):
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", few(PRESETS, "keller", "polar_express"))
+@pytest.mark.parametrize("name", few(PRESETS, "keller"))
 def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spectrum):
     standard = error_of(spectrum, name, method="standard", dtype="bfloat16")
     assert error_of(spectrum, name, method="gram", dtype="bfloat16") < 2 * standard
@@ -65,7 +66,7 @@ def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spec
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("name", few(PRESETS, "keller", "polar_express"))
+@pytest.mark.parametrize("name", few(PRESETS, "keller"))
 def test_gram_in_float32_equals_standard(name, spectrum):
     """To 1e-5, or to what rounding does to the standard form of a steep schedule."""
     x = matrix_with(spectrum)
@@ -92,8 +93,9 @@ def test_no_spectrum_makes_gram_diverge(exponent, rank, name, dtype, seed):
     assert np.linalg.norm(y, 2) < 1.35
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name, dtype", one_at_a_time(PRESETS, ["float32", "bfloat16", "float16"])
+)
 def test_passes_hold_all_steps_and_are_fewer(name, dtype):
     """How exact that is, the tests above say of every spectrum."""
     cut = collected(mc.NS_COEFFS[name], dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import inputs, nnx_model, nnx_stats, of_heads
+from helpers import inputs, nnx_model, nnx_stats, of_heads, ones
 
 import muonclip_jax as mc
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def layer(*shape):
-    return {name: {"kernel": jnp.ones(shape)} for name in ("query", "key")}
+    return {name: {"kernel": ones(*shape)} for name in ("query", "key")}
 
 
 PARAMS = {"deep": {"layers": layer(3, 8, 2, 4)}, "head": layer(8, 4, 2)}

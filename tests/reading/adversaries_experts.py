@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from pieces_of_cases import (
     array,
     B,
@@ -68,7 +69,7 @@ def experts_of_tasks_among_the_arguments(p, x, task):
     "inner 0|1; wi wo 1|2; head head",
     {k: v for k, v in MOE.items() if k != "router"},
     X,
-    jnp.arange(B * T).reshape(B, T) % 4,
+    np.arange(B * T, dtype=np.int32).reshape(B, T) % 4,
 )
 def experts_by_a_hash_of_the_token(p, x, of):
     def experts(p, x):

@@ -78,7 +78,7 @@ def words_by_one_hot(p, tokens):
 @case(
     "embed embedding; up 0|1; head head",
     weights(embed=(V, D), up=(D, D), head=(D, C)),
-    jax.nn.one_hot(TOKENS, V),
+    np.eye(V, dtype=np.float32)[np.asarray(TOKENS)],
     taste=True,
 )
 def words_by_one_hot_among_the_arguments(p, x):
@@ -103,7 +103,7 @@ def words_of_a_part_of_the_vocabulary(p, tokens):
 @case(
     "embeds embedding; up 0|1; heads head",
     weights(embeds=(3, V, D), up=(D, D), heads=(3, D, V)),
-    jnp.stack([TOKENS, (TOKENS + 1) % V, (TOKENS + 2) % V]),
+    (np.asarray(TOKENS) + np.arange(3, dtype=np.int32)[:, None, None]) % V,
 )
 def codebooks_with_a_head_each(p, codes):
     x = sum(p["embeds"][i][codes[i]] for i in range(3))
@@ -166,7 +166,7 @@ def gate_of_one_number(p, x):
 @case(
     "embed embedding; up 0|1; head head~vector",
     weights(embed=(V, D), up=(D, D), head=(15, 1)),
-    jnp.arange(12).reshape(2, 6) % V,
+    np.arange(12, dtype=np.int32).reshape(2, 6) % V,
 )
 def dot_interactions(p, tokens):
     """DLRM."""
@@ -178,7 +178,7 @@ def dot_interactions(p, tokens):
 @case(
     "factors embedding; first vector~embedding",
     weights(factors=(V, 4), first=(V,)),
-    jnp.arange(12).reshape(2, 6) % V,
+    np.arange(12, dtype=np.int32).reshape(2, 6) % V,
 )
 def factorization_machine(p, tokens):
     x = p["factors"][tokens]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from pieces_of_cases import (
     array,
@@ -251,7 +252,12 @@ def leaf_without_use(p, x):
     return jax.nn.gelu(x @ p["up"]) @ p["head"]
 
 
-@case("up head any", weights(up=(D, F), head=(F, C)), X[:, 0], jnp.arange(B) % C)
+@case(
+    "up head any",
+    weights(up=(D, F), head=(F, C)),
+    X[:, 0],
+    np.arange(B, dtype=np.int32) % C,
+)
 def angular_margins(p, x, labels):
     y = unit(jax.nn.gelu(x @ p["up"])) @ unit(p["head"].T).T
     margin = 0.2 * jax.nn.one_hot(labels, C)

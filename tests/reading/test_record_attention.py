@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import few, more, naive_logits, normal
+from helpers import few, more, naive_logits, normal, one_at_a_time
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_read_attention import PARAMS, WAYS
@@ -196,9 +196,9 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "jit, loop, name", one_at_a_time([False, True], [False, True], WEIGHTS)
+)
 def test_a_nan_among_many_logits_is_in_the_statistic(name, loop, jit):
     def attend(p, x):
         logits = jnp.einsum("bqhd,bkhd->bhqk", cut(x @ p["q"]), cut(x @ p["k"]))
