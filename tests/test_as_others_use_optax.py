@@ -120,10 +120,12 @@ def plain_loop(make):
     return params
 
 
+@pytest.mark.more
 def test_a_plain_loop():
     check_same(plain_loop)
 
 
+@pytest.mark.more
 def test_nanodo_counts_by_the_fields_of_multi_steps():
     """google-deepmind/nanodo: every optimizer in `optax.MultiSteps`, whose state gives
     the step for metrics and checkpoints."""
@@ -154,6 +156,7 @@ def test_nanodo_counts_by_the_fields_of_multi_steps():
     assert_close(loop(clip_nothing, mc.multi_steps), expected, of_newton_schulz(16))
 
 
+@pytest.mark.more
 def test_gpt_jax_accumulates_updates_by_apply_every():
     """jenkspt/gpt-jax: the chain ends in `optax.apply_every`. Muon may be before it,
     the clip only after it."""
@@ -184,6 +187,7 @@ def test_gpt_jax_accumulates_updates_by_apply_every():
     assert (before > 2.0).all() and (after <= 2.0 * (1 + 1e-5)).all()
 
 
+@pytest.mark.more
 def test_searchless_chess_updates_without_params():
     """google-deepmind/searchless_chess: `optimizer.update(grads, opt_state)`, and
     averages of params kept alongside them."""
@@ -220,6 +224,7 @@ class OwnTrainState(struct.PyTreeNode):
         return self.replace(params=params, opt_state=opt_state), info
 
 
+@pytest.mark.more
 def test_dit_has_a_train_state_of_its_own():
     """kvfrans/jax-diffusion-transformer: statistics come out as the loss's `info`, and
     the clip follows the step, in `pmap` over two devices."""
@@ -250,6 +255,7 @@ def test_dit_has_a_train_state_of_its_own():
     np.testing.assert_array_less(stats["attn"]["max_logits"], 2.0 * (1 + 1e-5))
 
 
+@pytest.mark.more
 def test_seqax_has_all_in_one_shard_map():
     """MatX-inc/seqax: a single `shard_map` holds the loss, its gradient and the
     optimizer; weights are cut along the axis that divides the batch."""
@@ -304,6 +310,7 @@ def test_seqax_has_all_in_one_shard_map():
     check_same(loop)
 
 
+@pytest.mark.more
 def test_pure_jax_rl_has_all_in_one_jit():
     """luchris429/purejaxrl: `TrainState.create` and all updates in one `jit`, in scans
     of epochs and minibatches, under `vmap` over seeds, with a rate that falls."""
@@ -393,6 +400,7 @@ def test_levanter_injects_rates_into_a_chain():
     check_same(loop)
 
 
+@pytest.mark.more
 def test_brax_updates_under_pmap_without_params():
     """google/brax: gradients are averaged by `pmean` in `pmap`, and the optimizer, a
     clip by norm before it, gets no params."""
@@ -419,6 +427,7 @@ def test_brax_updates_under_pmap_without_params():
     check_same(loop)
 
 
+@pytest.mark.more
 def test_transformers_freezes_by_a_partition_in_a_train_state():
     """huggingface/transformers and google/flax, fine-tuning: `path_aware_map` gives
     labels, `multi_transform` sends the backbone to `set_to_zero`."""
@@ -448,6 +457,7 @@ class Layer(eqx.Module):
     scale: float
 
 
+@pytest.mark.more
 def test_equinox_filters_what_is_differentiated():
     """patrick-kidger/equinox: `filter_jit`, `filter_value_and_grad`, `eqx.filter` for
     `init`, `apply_updates`; the state is a part of what `filter_jit` takes."""

@@ -207,6 +207,7 @@ def test_blocks_of_hermitian_products_follow_the_polynomial(shape, method):
     assert np.linalg.norm(y - expected) < 2e-4 * np.linalg.norm(expected)
 
 
+@pytest.mark.more
 def test_a_leaf_more_of_a_known_shape_adds_a_few_operations():
     def operations(layers):
         leaves = [jnp.zeros(s) for s in gpt2_shapes(layers).values()]

@@ -34,6 +34,7 @@ def gathered_to_blocks(matrices, cut, share):
     return whole
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
 def test_another_exchange_is_two_functions(monkeypatch, spec):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

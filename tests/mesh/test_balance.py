@@ -59,6 +59,7 @@ def test_no_stack_on_a_mesh_has_more_leaves_than_compilers_put_together_fast():
     assert sorted(leaves) == list(range(n))
 
 
+@pytest.mark.more
 @given(st.lists(works, min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_every_matrix_has_one_owner_in_each_group(works):

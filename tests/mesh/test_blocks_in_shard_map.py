@@ -111,6 +111,7 @@ def assert_close(actual, desired):
     chex.assert_trees_all_close(actual, desired, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_checked", [True, more(False)])
 @pytest.mark.parametrize(
     "axis_name", [more(None), more("data"), ("data", "fsdp", "tensor")]
@@ -127,6 +128,7 @@ def test_neurons_are_normalized_over_all_blocks():
     assert_close(walk(*in_shard_map(tx)), expected(**options))
 
 
+@pytest.mark.more
 def test_a_step_of_its_own():
     """`normalize_neurons` after `scale_by_muon`, with the same shardings."""
     names = ["up0", "both", "whole"]
@@ -197,6 +199,7 @@ def test_work_is_shared_and_blocks_travel_twice():
     assert "all-reduce" not in text
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_the_derivative_is_that_of_whole_leaves(way, check):
@@ -236,6 +239,7 @@ def test_bad_shardings_name_the_leaf():
             in_shard_map_alone(tx)
 
 
+@pytest.mark.more
 def test_a_leaf_that_differs_unsaid():
     """Types know that `up0` is cut, but `shardings` says that it is whole."""
     tx = make(shardings={**SPECS, "up0": P()})

@@ -107,6 +107,7 @@ def alone():
     return on_one_device(SOLVER, random_leaves(), views=VIEWS)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", few(LAYOUTS, "three axes"))
 def test_same_as_on_one_device(layout):
     mesh, leaves = placed(layout)

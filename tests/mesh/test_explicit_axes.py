@@ -40,6 +40,7 @@ def updated(tx, params):
     return tx.update(params, tx.init(params), params)[0]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spec", [P(None, "b"), more(P("a", "b"))])
 def test_the_derivative_of_newton_schulz(spec):
     """In several batches: a matrix has more entries than a batch on CPU."""
@@ -49,6 +50,7 @@ def test_the_derivative_of_newton_schulz(spec):
     np.testing.assert_allclose(found, gradient(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("types", [(A, E), more((E, A)), (E, E)])
 @pytest.mark.parametrize("told", [True, more(False)])
 def test_same_as_on_one_device(types, told):

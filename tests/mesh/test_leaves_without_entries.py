@@ -27,6 +27,7 @@ CASES = {  # shape, spec
 WHOLE = ((8, 16), P("x"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("told", [True, more(False)])
 @pytest.mark.parametrize("jit", [jax.jit, more(lambda f: f)])
 @pytest.mark.parametrize("consistent_rms", [more(0.2), None])

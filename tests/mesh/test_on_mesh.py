@@ -132,6 +132,7 @@ def test_same_as_on_one_device(layout, types, told):
         assert_where(tree, shardings)
 
 
+@pytest.mark.more
 def test_specs_on_the_mesh_that_is_set():
     mesh, shardings, params, grads = placed("fsdp and tensor")
     specs = {name: sharding.spec for name, sharding in shardings.items()}
@@ -139,12 +140,14 @@ def test_specs_on_the_mesh_that_is_set():
         assert_as_on_one_device(two_steps(make(shardings=specs), grads, params))
 
 
+@pytest.mark.more
 def test_a_function_of_the_params_and_a_prefix():
     mesh, shardings, params, grads = placed("data")
     for given in (lambda params: shardings, NamedSharding(mesh, P())):
         assert_as_on_one_device(two_steps(make(shardings=given), grads, params))
 
 
+@pytest.mark.more
 def test_without_jit():
     _, shardings, params, grads = placed("expert")
     results = two_steps(make(), grads, params, jit=lambda f: f)
@@ -213,7 +216,7 @@ def traffic(compiled):
         ("fsdp and tensor", 4, 0),
         more("expert", 4, 1),
         more("data", 0, 3),
-        ("stack", 1, 3),
+        more("stack", 1, 3),
     ],
 )
 def test_two_exchanges_for_each_stack(layout, all_to_all, all_gather):
@@ -238,6 +241,7 @@ def test_a_large_leaf_that_all_devices_share_is_sent_by_itself(count, exchanges)
     assert text.count("stablehlo.all_to_all") == 2 * exchanges
 
 
+@pytest.mark.more
 def test_no_device_waits_for_another_between_the_exchanges():
     lines = compiled_update("fsdp").as_text().splitlines()
     sent = [i for i, line in enumerate(lines) if " all-to-all(" in line]
@@ -291,6 +295,7 @@ def test_the_second_step_compiles_nothing(caplog):
     assert_where(params, shardings)
 
 
+@pytest.mark.more
 def test_the_wire_is_bfloat16_where_the_iteration_is_short():
     for dtype, on_the_wire in {"float16": "bf16", "float32": "f32"}.items():
         # Compiled for CPU it would be float32: XLA has no other exchange there.

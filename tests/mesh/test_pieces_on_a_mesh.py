@@ -77,6 +77,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name, kind, is_told", few(WAYS, WAYS[0]))
 def test_same_as_on_one_device(name, kind, is_told):
     mesh = mesh_of(name, kind)
@@ -95,6 +96,7 @@ def test_same_as_on_one_device(name, kind, is_told):
         assert before.sharding.is_equivalent_to(after.sharding, before.ndim)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", few(MESHES, "FSDP x tensor"))
 def test_blocks_in_shard_map(name):
     mesh, tx = mesh_of(name), make(shardings=SPECS)
@@ -122,6 +124,7 @@ def sent(axes, shape, spec, sizes):
     return sum(x.bytes for x in found.values())
 
 
+@pytest.mark.more
 def test_heads_that_tensor_parallelism_cuts_are_not_exchanged():
     """Every device has whole heads: nothing is sent, with FSDP its part alone."""
     flat, heads = (32, 64), (32, 8, 8)

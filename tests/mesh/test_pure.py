@@ -130,6 +130,7 @@ ONCE = (  # each optimizer, each way of `init`
 )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name, optimizer, is_told, init", few(STEPS, *ONCE))
 def test_a_step_returns_the_state_sharded_as_it_was(name, optimizer, is_told, init):
     """So that one program does for all steps, compiled ahead of time or not.
@@ -249,6 +250,7 @@ def digest(number):
     return hashlib.sha256(made(*CASES[number]).encode()).hexdigest()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("number", few(range(len(CASES)), 1))
 def test_an_update_remembers_no_params(number):
     """Nor their shardings: of other shapes, on other meshes, on one device."""

@@ -89,6 +89,7 @@ def assert_close(actual, desired, share=0.02 * OF_A_STEP):
     helpers.assert_close(actual, desired, share)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_averaged", [more(True), False])
 @pytest.mark.parametrize("map_", [jax.pmap, jax.vmap])
 def test_mapped(map_, is_averaged):

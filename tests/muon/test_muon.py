@@ -25,6 +25,7 @@ def every_speed_feature():
         yield
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scale", [more("original"), "match_rms_adamw"])
 @pytest.mark.parametrize("momentum", ["nesterov", more("heavyball")])
 def test_follows_torch_with_every_speed_feature(scale, momentum, every_speed_feature):

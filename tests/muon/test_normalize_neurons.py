@@ -226,6 +226,7 @@ def assert_vectors_only(text):
             assert entries <= 4 * 16 * 2, shapes
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("type_", [more(AxisType.Auto), AxisType.Explicit])
 def test_muon_on_a_mesh(type_):
     whole, cut, shardings = on_mesh("both", type_)

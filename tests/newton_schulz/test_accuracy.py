@@ -57,6 +57,7 @@ def error_of(spectrum, name, **options):
     return np.linalg.norm(difference) / np.linalg.norm(exact)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("name", few(PRESETS, "keller"))
 def test_gram_in_half_precision_is_within_twice_the_error_of_standard(name, spectrum):

@@ -42,6 +42,7 @@ def relative_error(y, exact):
     return np.linalg.norm(y - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "spectrum, method", one_at_a_time(SPECTRA, ["standard", "gram"])
 )

@@ -31,6 +31,7 @@ def exact(stack):
     return np.stack([polynomial_of(x, KELLER) for x in stack])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "kind, method, platform",
     one_at_a_time(

@@ -141,6 +141,7 @@ def test_stacks_are_iterated_matrix_by_matrix():
             )
 
 
+@pytest.mark.more
 @settings(max_examples=40, deadline=None)
 @given(
     shape=st.sampled_from(SMALL),

@@ -34,6 +34,7 @@ def _written(p, x, y):
     return jnp.tanh(x + y.reshape(x.shape) @ p["o"])
 
 
+@pytest.mark.more
 def test_a_memory_of_transformer_xl():
     """Its keys are made of activations that the segment before left."""
     n, m = 4, 3
@@ -147,6 +148,7 @@ def octo_largest(params, tokens):
     return np.asarray(seen[0], np.float64).max((0, 1, 3, 4))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_pooling_of_octo_over_its_readout_tokens(count):
     params, tokens = octo_params()

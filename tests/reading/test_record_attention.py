@@ -79,13 +79,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize(
     "way",
-    few(
-        list(WAYS),
-        "heads folded into the batch",
-        "softcapped",
-        "in two blocks",
-        "in a branch",
-    ),
+    few(list(WAYS), "softcapped"),
 )
 def test_nothing_changes_however_attention_is_computed(way):
     def loss(p, x):
@@ -130,6 +124,7 @@ def _custom_vjp(p, x):
     return f(p, x)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "call", few([_jitted, _remat, _custom_jvp, _custom_vjp], _remat)
 )
@@ -328,6 +323,7 @@ def _objects():
     return net, {"rngs": (rngs, nnx.Variable(jnp.zeros(())))}, X_NET, extras
 
 
+@pytest.mark.more
 def test_what_changes_in_objects_of_nnx_among_all_arguments_is_kept():
     """Statistics, keys, metrics, counters, new attributes; one object in two places."""
     plain, recorded = _objects(), _objects()
